@@ -1,0 +1,136 @@
+"""The settings of a run, in one frozen record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from adacc_hf.policy import Action
+from adacc_hf.units import parse_bytes
+
+TRACKING_NAMES = ("exponential", "off")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaccConfig:
+    """How activations may be treated, and within which memory. Raises ValueError for a value outside its range."""
+
+    memory_budget: str | float | int = "auto"
+    """What training may use.
+
+    A float in (0, 1]: that fraction of the activation bytes that plain training keeps for backward
+    (`Profile.plain_stored_bytes`); 1.0 asks for nothing, small fractions approach full recomputation.
+    An int, or a string such as "20GiB": bytes that the peak of a whole training step keeps to, parameters, gradients and
+    optimizer state included. "auto": what the device has, less `memory_margin`.
+    """
+    memory_margin: float = 0.05
+    """Fraction of the device's memory that "auto" leaves free for the allocator's rounding; 0 uses it all."""
+    actions: tuple[str, ...] = ("retain", "compress", "recompute")
+    """The actions the solver may choose from. Without "compress" training is bit-equal to plain training."""
+    codecs: tuple[str, ...] | None = None
+    """Names of the codecs that may be used (`list_codecs()`); None picks by the kind of layer (paper, section 3.2)."""
+    outliers: bool = True
+    """Whether outlier channels are kept raw; False is the paper's "Adacc w/o outlier"."""
+    zscore_threshold: float = 3.0
+    """Channels whose absolute sum lies this many standard deviations above the mean are outliers (equation 1). Large
+    values find none, 0 takes every channel above the mean."""
+    group_size: int = 64
+    """Elements that share one scale in group-wise codecs; small groups are more exact and larger in bytes."""
+    min_compress_bytes: int = 64 * 1024
+    """Activations below this size are never compressed: a launch costs more than they hold."""
+    profile_steps: int = 2
+    """Training steps run under full recomputation before the policy is set; the batch of the last one is profiled. At
+    least 2 with an absolute budget, since the first optimizer step allocates the optimizer's state."""
+    tracking: str | int = "exponential"
+    """When outliers are looked at again (paper, section 3.4): "exponential" at 1, 2, 4, ... steps after the policy was
+    set, an int at every so many steps, "off" never."""
+    tracked_modules: tuple[str, ...] | None = None
+    """Patterns (fnmatch) of module paths inside a block whose activations are tracked; None tracks every activation that
+    keeps outliers."""
+    max_error: float | None = None
+    """Largest relative L2 round-trip error that a compressed activation may have; None does not bound it, 0 allows
+    lossless codecs only."""
+    block_classes: tuple[str, ...] | None = None
+    """Class names of the modules to treat as blocks; None takes every GradientCheckpointingLayer of Transformers."""
+
+    def __post_init__(self) -> None:
+        for name in ("actions", "codecs", "tracked_modules", "block_classes"):
+            _store_tuple(self, name)
+        check_memory_budget(self.memory_budget)
+        _check_actions(self.actions)
+        if self.codecs is not None:
+            _check_codecs(self.codecs)
+        _check_range("memory_margin", self.memory_margin, 0.0, 0.9)
+        _check_range("zscore_threshold", self.zscore_threshold, 0.0, 1e6)
+        _check_integer("group_size", self.group_size, 2, 65536)
+        if self.group_size % 2:
+            raise ValueError(f"group_size={self.group_size} must be even: two INT4 codes share a byte; try 64")
+        _check_integer("min_compress_bytes", self.min_compress_bytes, 0, 2**40)
+        _check_integer("profile_steps", self.profile_steps, 1, 1000)
+        _check_tracking(self.tracking)
+        if self.max_error is not None:
+            _check_range("max_error", self.max_error, 0.0, 1e6)
+
+    @property
+    def parsed_actions(self) -> frozenset[Action]:
+        return frozenset(Action(name) for name in self.actions)
+
+    def with_overrides(self, **overrides: Any) -> AdaccConfig:
+        """A copy with some fields changed. Raises TypeError for a field that does not exist."""
+        return replace(self, **overrides)
+
+
+def check_memory_budget(budget: str | float | int) -> None:
+    """Raise ValueError unless `budget` is one of the four forms that `AdaccConfig.memory_budget` describes."""
+    allowed = 'use "auto", a float in (0, 1], a number of bytes as an int, or a size such as "20GiB"'
+    if isinstance(budget, bool) or not isinstance(budget, (str, int, float)):
+        raise ValueError(f"memory_budget={budget!r} has type {type(budget).__name__}: {allowed}")
+    if isinstance(budget, float) and not 0.0 < budget <= 1.0:
+        raise ValueError(f"memory_budget={budget!r} is outside (0, 1]: {allowed}")
+    if isinstance(budget, str) and budget != "auto":
+        budget = parse_bytes(budget, "memory_budget")
+    if isinstance(budget, int) and budget <= 0:
+        raise ValueError(f"memory_budget={budget!r} must be positive: {allowed}")
+
+
+def _store_tuple(config: AdaccConfig, name: str) -> None:
+    """Turn a list given for field `name` into a tuple; one bare string would be taken letter by letter."""
+    given: Sequence[str] | None = getattr(config, name)
+    if isinstance(given, str):
+        raise ValueError(f"{name}={given!r} must be a tuple of names: write ({given!r},)")
+    if given is not None:
+        object.__setattr__(config, name, tuple(given))
+
+
+def _check_actions(actions: tuple[str, ...]) -> None:
+    parsed = [Action.parse(action) for action in actions]
+    if Action.RETAIN not in parsed:
+        raise ValueError(
+            f"actions={actions!r} must contain 'retain': what can be neither compressed nor recomputed has to be kept"
+        )
+
+
+def _check_codecs(codecs: tuple[str, ...]) -> None:
+    from adacc_hf.kernels.codecs import list_codecs
+
+    known = list_codecs()
+    unknown = [name for name in codecs if name not in known]
+    if unknown:
+        raise ValueError(f"codecs={unknown!r} are unknown: choose from {', '.join(known)}")
+
+
+def _check_tracking(tracking: str | int) -> None:
+    is_interval = isinstance(tracking, int) and not isinstance(tracking, bool) and tracking >= 1
+    if tracking not in TRACKING_NAMES and not is_interval:
+        raise ValueError(f'tracking={tracking!r} must be "exponential", "off" or a number of steps of at least 1')
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ValueError(f"{name}={value!r} is outside [{low:g}, {high:g}]: choose a number in that range")
+
+
+def _check_integer(name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{name}={value!r} is not an int in [{low}, {high}]: choose one in that range")

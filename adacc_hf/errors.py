@@ -1,0 +1,37 @@
+"""The errors a user can meet. Each message names the setting, its value, the allowed range and the next step."""
+
+
+class AdaccError(Exception):
+    """Base of every error of this package that is not a plain ValueError or FileNotFoundError."""
+
+
+class InfeasibleBudgetError(AdaccError, ValueError):
+    """No policy fits the memory budget.
+
+    `smallest_budget_bytes` is the least budget that some policy fits, in the terms the budget was given in: peak bytes of
+    a step for an absolute budget, stored bytes for a fraction.
+    """
+
+    def __init__(self, message: str, smallest_budget_bytes: int) -> None:
+        super().__init__(message)
+        self.smallest_budget_bytes = smallest_budget_bytes
+
+
+class NoBlocksError(AdaccError, ValueError):
+    """The model has no repeated transformer blocks that this package can find."""
+
+
+class PolicyMismatchError(AdaccError, RuntimeError):
+    """A policy, or its file, belongs to another model or is not a policy."""
+
+
+class TapeMismatchError(AdaccError, RuntimeError):
+    """A block saved other tensors for backward than its tape says."""
+
+
+class NestedHooksError(AdaccError, RuntimeError):
+    """Another pair of saved-tensor hooks stands around or inside a block; only the innermost pair would run."""
+
+
+class NoEffectWarning(UserWarning):
+    """A setting that changes nothing in this run."""

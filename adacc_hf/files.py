@@ -1,0 +1,33 @@
+"""JSON files that are whole or absent."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def write_json(path: str | Path, record: Any) -> None:
+    """Write `record` to `path` so that a reader sees the old file or the new one, never a part."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(record, file, indent=1)
+            file.write("\n")
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def read_json(path: str | Path, error_class: type[Exception], what: str) -> Any:
+    """The JSON value in `path`. Raises FileNotFoundError, or `error_class` if the file is not JSON."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{what} file {path} does not exist: check the path or save a {what} there first")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise error_class(f"{what} file {path} is not JSON ({error}): save the {what} again") from error

@@ -1,0 +1,217 @@
+"""A profile: what the blocks of a model keep for backward and what every action would cost, as records without torch.
+
+It is what the solver and the simulator read. `profile_model` makes it (paper, section 3.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from adacc_hf.errors import AdaccError
+from adacc_hf.files import read_json, write_json
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecOption:
+    """One codec that an activation can be compressed with, priced on the profiled data."""
+
+    codec: str
+    options: tuple[tuple[str, Any], ...]
+    nbytes: int
+    """Payload bytes, scales and indices included (M_i * CRate_i of the paper's equation 8)."""
+    encode_ms: float
+    decode_ms: float
+    error: float
+    """Relative L2 error of the round trip; 0 for a lossless codec."""
+    lossless: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """One storage, at one version, that a block reads or makes.
+
+    An *activation* is a value that the block must have stored or remake for backward: what autograd saves, and the block
+    input that replay starts from.
+    """
+
+    index: int
+    name: str
+    """Where it comes from: module path and operator, or the argument's place."""
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    """Bytes of the whole storage."""
+    producer: int | None
+    """Index of the operator that makes it; None for a block input."""
+    saved: bool
+    """Whether autograd saves it in this block."""
+    activation: bool
+    """Whether a policy has an action for it: it is saved and belongs to this block alone, or it is the block input."""
+    shared: int | None
+    """Index into `Profile.shared` for an input that other blocks or the caller hold too; always available."""
+    recomputable: bool
+    """Whether replay was verified to remake it bit for bit from what is stored (rule R7)."""
+    role: str
+    """Class of tensor for the choice of a codec (paper, section 3.2): linear, norm, activation, qkv, softmax, mask, other."""
+    codecs: tuple[CodecOption, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """One replayable or recorded operator of a block: it reads `inputs` and makes `outputs`, by value index."""
+
+    index: int
+    name: str
+    module: str
+    inputs: tuple[int, ...]
+    """Values it reads, parameters and buffers left out."""
+    outputs: tuple[int, ...]
+    ms: float
+    """Median time of one run (T_comp_i of the paper's equation 4)."""
+    replayable: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardEvent:
+    """One moment of a block's backward: autograd asks for a slot, or lets go of it."""
+
+    slot: int
+    release: bool
+    extra_bytes: int
+    """Most bytes live until the next event besides stored and replayed values: gradients and temporaries."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindProfile:
+    """A tape with prices. Blocks with the same class, parameter shapes and recorded operators are of one kind."""
+
+    digest: str
+    block_class: str
+    values: tuple[Value, ...]
+    operators: tuple[Operator, ...]
+    slots: tuple[int, ...]
+    """Value that each saved-tensor slot holds, in the order autograd saves them; -1 for a parameter or buffer."""
+    backward: tuple[BackwardEvent, ...]
+    """The order in which backward asks for slots and releases them."""
+    forward_extra_bytes: int
+    """Most bytes live in the block's forward besides what it stores when everything is recomputed."""
+    forward_ms: float
+    """Sum of its operators' times."""
+
+    @cached_property
+    def activations(self) -> tuple[Value, ...]:
+        """The values that a policy has an action for."""
+        return tuple(value for value in self.values if value.activation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockProfile:
+    """One block of the model, in forward order."""
+
+    name: str
+    kind: int
+    """Index into `Profile.kinds`."""
+    backward_base_bytes: int
+    """Bytes live when this block's backward starts, besides what blocks stored: parameters, gradients so far, what the
+    rest of the model stores, the gradient that flows in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """A tensor that several blocks read, or that the rest of the model saves too: held once, whatever the policy."""
+
+    name: str
+    nbytes: int
+    saved: bool
+    """Whether plain training keeps it for backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Tapes and prices of a model's blocks for one batch, and the memory of the rest of the step."""
+
+    model_class: str
+    kinds: tuple[KindProfile, ...]
+    blocks: tuple[BlockProfile, ...]
+    shared: tuple[Shared, ...]
+    outside_stored_bytes: int
+    """Bytes kept for backward by the rest of the model (embedding, head, loss), storages counted once."""
+    static_bytes: int
+    """Bytes live before the step: parameters, buffers, optimizer state, the batch."""
+    forward_base_bytes: int
+    """Most bytes live while a block's forward runs, besides what blocks store: static memory and the outside's share."""
+    outside_peak_bytes: int
+    """Most bytes live outside the blocks while all blocks' activations are stored (the head and the loss), besides those."""
+    tail_peak_bytes: int
+    """Most bytes live after the last block's backward (the embedding's gradient), when no block stores anything."""
+    available_bytes: int
+    """Bytes that the device had for this process when it was profiled: live and free ones together."""
+    step_ms: float
+    """Time of one forward and backward with everything recomputed."""
+    device: str
+
+    def kind_of(self, block: BlockProfile) -> KindProfile:
+        return self.kinds[block.kind]
+
+    @cached_property
+    def plain_stored_bytes(self) -> int:
+        """What plain training keeps for backward, storages counted once, parameters and buffers left out."""
+        own = sum(value.nbytes for block in self.blocks for value in self.kind_of(block).activations if value.saved)
+        return own + self.outside_stored_bytes + sum(shared.nbytes for shared in self.shared if shared.saved)
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON, atomically."""
+        write_json(path, {"format": "adacc_hf.profile", "version": FORMAT_VERSION, **asdict(self)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read what `save` wrote. Raises FileNotFoundError, or AdaccError if it is not a whole profile of this version."""
+        record = read_json(path, AdaccError, "profile")
+        if not isinstance(record, dict) or record.get("format") != "adacc_hf.profile":
+            raise AdaccError(f"{path} is not an adacc_hf profile: profile the model and save it again")
+        if record.get("version") != FORMAT_VERSION:
+            raise AdaccError(
+                f"{path} has profile format version {record.get('version')!r}, this release reads {FORMAT_VERSION}: "
+                f"profile the model again"
+            )
+        try:
+            return _profile_from_json(record)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise AdaccError(
+                f"{path} is a damaged profile ({type(error).__name__}: {error}): profile the model again"
+            ) from error
+
+
+def _profile_from_json(record: dict[str, Any]) -> Profile:
+    fields = {name: value for name, value in record.items() if name not in ("format", "version")}
+    fields["kinds"] = tuple(_kind_from_json(kind) for kind in fields["kinds"])
+    fields["blocks"] = tuple(BlockProfile(**block) for block in fields["blocks"])
+    fields["shared"] = tuple(Shared(**shared) for shared in fields["shared"])
+    return Profile(**fields)
+
+
+def _kind_from_json(record: dict[str, Any]) -> KindProfile:
+    fields = dict(record)
+    fields["values"] = tuple(_value_from_json(value) for value in fields["values"])
+    fields["operators"] = tuple(
+        Operator(**{**operator, "inputs": tuple(operator["inputs"]), "outputs": tuple(operator["outputs"])})
+        for operator in fields["operators"]
+    )
+    fields["backward"] = tuple(BackwardEvent(**event) for event in fields["backward"])
+    fields["slots"] = tuple(fields["slots"])
+    return KindProfile(**fields)
+
+
+def _value_from_json(record: dict[str, Any]) -> Value:
+    codecs = tuple(CodecOption(**{**option, "options": _pairs(option["options"])}) for option in record["codecs"])
+    return Value(**{**record, "shape": tuple(record["shape"]), "codecs": codecs})
+
+
+def _pairs(pairs: Sequence[Sequence[Any]]) -> tuple[tuple[str, Any], ...]:
+    return tuple((str(name), value) for name, value in pairs)

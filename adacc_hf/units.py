@@ -1,0 +1,41 @@
+"""Bytes as people write and read them."""
+
+import re
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str, setting: str) -> int:
+    """Number of bytes that `text` ("20GiB", "512 MB", "1048576") stands for.
+
+    Raises ValueError, naming `setting`, for anything else.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None or match.group(2).upper() not in _UNITS:
+        raise ValueError(
+            f"{setting}={text!r} is not a size: write a number and a unit out of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB, "
+            f'for example "20GiB"'
+        )
+    return int(float(match.group(1)) * _UNITS[match.group(2).upper()])
+
+
+def format_bytes(num_bytes: int) -> str:
+    """`num_bytes` in the largest binary unit that keeps the number above one: 1536 -> "1.50 KiB"."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"
