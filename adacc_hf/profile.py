@@ -83,6 +83,8 @@ class BackwardEvent:
 
     slot: int
     release: bool
+    entry_bytes: int
+    """Bytes live at this moment besides stored and replayed values: gradients on their way."""
     extra_bytes: int
     """Most bytes live until the next event besides stored and replayed values: gradients and temporaries."""
 
@@ -147,7 +149,7 @@ class Profile:
     forward_base_bytes: int
     """Most bytes live while a block's forward runs, besides what blocks store: static memory and the outside's share."""
     outside_peak_bytes: int
-    """Most bytes live outside the blocks while all blocks' activations are stored (the head and the loss), besides those."""
+    """Most bytes live in the head and the loss, where all blocks' activations are stored, besides those."""
     tail_peak_bytes: int
     """Most bytes live after the last block's backward (the embedding's gradient), when no block stores anything."""
     available_bytes: int
@@ -171,7 +173,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Read what `save` wrote. Raises FileNotFoundError, or AdaccError if it is not a whole profile of this version."""
+        """Read what `save` wrote. Raises FileNotFoundError, or AdaccError for what is no whole profile."""
         record = read_json(path, AdaccError, "profile")
         if not isinstance(record, dict) or record.get("format") != "adacc_hf.profile":
             raise AdaccError(f"{path} is not an adacc_hf profile: profile the model and save it again")

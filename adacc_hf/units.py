@@ -25,7 +25,7 @@ def parse_bytes(text: str, setting: str) -> int:
     match = _SIZE.fullmatch(text)
     if match is None or match.group(2).upper() not in _UNITS:
         raise ValueError(
-            f"{setting}={text!r} is not a size: write a number and a unit out of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB, "
+            f"{setting}={text!r} is not a size: write a number and one of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB, "
             f'for example "20GiB"'
         )
     return int(float(match.group(1)) * _UNITS[match.group(2).upper()])
