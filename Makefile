@@ -1,0 +1,50 @@
+# `make help` lists the targets. Everything runs from .venv, which is made on first use and again when the pins change.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+WORKERS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-gpu bench style check clean
+
+help: ## List the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 12
+
+venv: $(INSTALLED) ## Make .venv with the pinned packages (PYTHON=... chooses the interpreter)
+
+# torch comes first and alone, so that nothing else decides which build of it is taken. With it comes setuptools, which
+# builds this package: no isolated build environment has to be downloaded.
+$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) setuptools torch
+	$(INSTALL) --no-build-isolation --editable '.[recipes,plot,test]'
+	@touch $@
+
+demo: $(INSTALLED) ## Train a small GPT-2 four ways on 2 CPU cores and print the comparison (under 5 minutes)
+	HF_HUB_OFFLINE=1 $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+		recipes/gpt2_pile.py --model demo --dataset stdlib --method compare --output_dir runs/demo
+
+# One thread per worker: threads of several workers on the same cores slow each other down.
+test: $(INSTALLED) ## Run the tests (WORKERS=N processes)
+	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/pytest -n $(WORKERS) --dist worksteal
+
+test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
+	@HF_HUB_OFFLINE=1 $(BIN)/pytest -m gpu
+
+bench: $(INSTALLED) ## Time the executor and the codecs against what they replace
+	$(BIN)/python -m adacc_hf.eval.executor_bench
+	$(BIN)/python -m adacc_hf.eval.codec_bandwidth
+
+style: $(INSTALLED) ## Format the code and fix what ruff can fix
+	@$(BIN)/ruff format
+	@$(BIN)/ruff check --fix
+
+check: $(INSTALLED) ## Fail if `make style` would change or complain
+	@$(BIN)/ruff format --check
+	@$(BIN)/ruff check
+
+clean: ## Remove .venv, caches and build leftovers; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
