@@ -1,0 +1,82 @@
+"""Tensors of any strides seen as flat memory, and back.
+
+A dense tensor (some permutation of a contiguous one) is read and written in memory order, without a copy. Any other
+(a slice with gaps, an expanded or overlapping view) goes through a contiguous copy; decode writes it back with its
+own strides.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from math import prod
+
+import torch
+from torch import Tensor
+
+
+@lru_cache(maxsize=4096)
+def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether the elements fill their span of memory without gap or overlap."""
+    expected = 1
+    for step, length in sorted((s, n) for s, n in zip(stride, size, strict=True) if n != 1):
+        if step != expected:
+            return False
+        expected *= length
+    return True
+
+
+@lru_cache(maxsize=4096)
+def has_dense_rows(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether the elements are dense and the last dimension is the innermost one in memory."""
+    return is_dense(size, stride) and (not size or size[-1] == 1 or stride[-1] == 1)
+
+
+def rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
+    """[R, C]: the last dimension is the columns, all others are the rows; a scalar is [1, 1]."""
+    columns = shape[-1] if shape else 1
+    return prod(shape[:-1]), columns
+
+
+def as_flat(tensor: Tensor, keep_rows: bool = False) -> Tensor:
+    """[N] contiguous: a view in memory order where that is possible, else a contiguous copy.
+
+    With keep_rows, elements of one last-dimension row stay together, as row-wise and channel-wise codecs need.
+    """
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    layout = (tuple(tensor.shape), tensor.stride())
+    if has_dense_rows(*layout) if keep_rows else is_dense(*layout):
+        return tensor.as_strided((tensor.numel(),), (1,))
+    return tensor.contiguous().view(-1)
+
+
+def restore(
+    fill: Callable[[Tensor], None],
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    keep_rows: bool = False,
+) -> Tensor:
+    """A fresh tensor of this layout whose elements `fill` wrote into the flat [N] tensor it is given.
+
+    The order of the flat elements is that of `as_flat` for the same layout and keep_rows.
+    """
+    out = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    if has_dense_rows(size, stride) if keep_rows else is_dense(size, stride):
+        fill(out.as_strided((out.numel(),), (1,)))
+        return out
+    flat = torch.empty(prod(size), dtype=dtype, device=device)
+    fill(flat)
+    positions = _memory_positions(size, stride, device)
+    # Overlapping elements were equal before encoding, so it does not matter which of them is written last.
+    span = out.as_strided((out.untyped_storage().nbytes() // out.element_size(),), (1,))
+    span.index_put_((positions,), flat)
+    return out
+
+
+def _memory_positions(size: tuple[int, ...], stride: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64 [N]: the memory offset, in elements, of every element in dimension order."""
+    positions = torch.zeros((), dtype=torch.int64, device=device)
+    for length, step in zip(size, stride, strict=True):
+        positions = positions[..., None] + torch.arange(length, device=device) * step
+    return positions.reshape(-1)

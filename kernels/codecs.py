@@ -1,0 +1,122 @@
+"""The codec interface and the registry that finds codecs.
+
+A codec turns a tensor into a smaller `Payload` and back. Each codec is one file of this folder, named after the codec,
+holding one class decorated with `@register`; adding a codec means adding that file. Files whose stem starts with an
+underscore or ends in `_triton` are helpers and are not searched, so listing codecs never imports triton.
+"""
+
+import inspect
+import pkgutil
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+_PACKAGE = "adacc_hf.kernels"
+_registry: dict[str, "type[Codec]"] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What `Codec.encode` returns: the tensors to keep, and the layout that `Codec.decode` restores."""
+
+    tensors: tuple[Tensor, ...]
+    """The bytes kept. Their storages are fresh and belong to this payload alone."""
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    state: tuple[Tensor, ...] = ()
+    """Tensors that decode reads but the codec owns, shared between payloads (an outlier map, say): not in nbytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storages of `tensors`."""
+        return sum(t.untyped_storage().nbytes() for t in self.tensors)
+
+
+class Codec:
+    """Base class of all codecs. `encode` and `decode` never synchronise with the device; their shapes are static."""
+
+    name: ClassVar[str]
+    """The name in the registry, equal to the file's stem."""
+    lossless: ClassVar[bool] = False
+    """True if decode(encode(x)) is x bit for bit, for every x that `accepts` lets through."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """JSON-able options that rebuild this codec: `get_codec(codec.name, **codec.options)`."""
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+
+    def supports(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+        """Whether tensors of this shape and dtype can be encoded at all. Looks at no data."""
+        raise NotImplementedError
+
+    def accepts(self, tensor: Tensor) -> bool:
+        """Whether this very tensor may be encoded. May look at its data, so only for profiling time."""
+        return self.supports(tuple(tensor.shape), tensor.dtype)
+
+    def predicted_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """Exactly `encode(tensor).nbytes` for a tensor of this shape and dtype, padding and scales counted."""
+        raise NotImplementedError
+
+    def fit(self, tensor: Tensor) -> None:
+        """Choose state that depends on the data, at tracking iterations only. Most codecs have none."""
+
+    def encode(self, tensor: Tensor) -> Payload:
+        """A payload from which `decode` restores `tensor`. Keeps no reference to `tensor` or its storage."""
+        raise NotImplementedError
+
+    def decode(self, payload: Payload) -> Tensor:
+        """The tensor in fresh storage, with the dtype, size and stride of the one encoded."""
+        raise NotImplementedError
+
+    def _require(self, tensor: Tensor) -> None:
+        """Raise TypeError if `tensor` cannot be encoded."""
+        if not self.supports(tuple(tensor.shape), tensor.dtype):
+            raise TypeError(
+                f"codec {self.name!r} with options {self.options} cannot take a tensor of shape {tuple(tensor.shape)} "
+                f"and {tensor.dtype}; ask supports(shape, dtype) first"
+            )
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"{type(self).__name__}({options})"
+
+
+C = TypeVar("C", bound=type[Codec])
+
+
+def register(codec_class: C) -> C:
+    """Class decorator: make a codec known under its `name`."""
+    _registry[codec_class.name] = codec_class
+    return codec_class
+
+
+@cache
+def _discover() -> None:
+    """Import every codec file of this folder once, so that `_registry` is complete."""
+    for module in pkgutil.iter_modules(import_module(_PACKAGE).__path__):
+        if not (module.name.startswith("_") or module.name.endswith("_triton")):
+            import_module(f"{_PACKAGE}.{module.name}")
+
+
+def list_codecs() -> list[str]:
+    """The names of all codecs, sorted."""
+    _discover()
+    return sorted(_registry)
+
+
+def get_codec(name: str, **options: Any) -> Codec:
+    """A new codec. Raises ValueError for an unknown name, an unknown option or a value out of range."""
+    if name not in list_codecs():
+        raise ValueError(f"unknown codec {name!r}; known codecs: {', '.join(list_codecs())}")
+    codec_class = _registry[name]
+    known = inspect.signature(codec_class).parameters
+    for option in options:
+        if option not in known:
+            allowed = ", ".join(known) or "none"
+            raise ValueError(f"codec {name!r} has no option {option!r}; its options: {allowed}")
+    return codec_class(**options)
