@@ -1,0 +1,137 @@
+"""Wheel, editable install and source checkout give the same import names, from any working directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = {
+    "adacc_hf": "adacc_hf",
+    "callbacks": "adacc_hf.callbacks",
+    "kernels": "adacc_hf.kernels",
+    "eval": "adacc_hf.eval",
+}
+
+# Prints what each module name resolves to. Run with -S, which reads no .pth file, so that the environment's own install
+# of the project stays out of the way; the packages that it depends on come back as the last entry of sys.path.
+FIND_MODULES = """
+import importlib.util, json, site, sys
+install, packages, names = json.loads(sys.argv[1])
+if install:
+    site.addsitedir(install)
+sys.path.append(packages)
+import adacc_hf
+print(json.dumps({name: importlib.util.find_spec(name).origin for name in names}))
+"""
+
+
+def module_files() -> dict[str, Path]:
+    """Every module of the package by import name, as its path below the repository root."""
+    modules = {}
+    for folder, package in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = [package, *path.relative_to(ROOT / folder).with_suffix("").parts]
+            modules[".".join(part for part in parts if part != "__init__")] = path.relative_to(ROOT)
+    return modules
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the source tree, because building leaves folders behind in the tree that it builds from."""
+    copy = tmp_path_factory.mktemp("source")
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+def run_in(folder: Path, *command: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_CONSTRAINT")}
+    process = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("wheel")
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--disable-pip-version-check")
+    run_in(source, "-m", "pip", "wheel", ".", *options, "--wheel-dir", str(target))
+    return next(target.glob("adacc_hf-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def plain_install(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `pip install .` leaves in site-packages: the wheel, unpacked."""
+    target = tmp_path_factory.mktemp("plain")
+    zipfile.ZipFile(wheel).extractall(target)
+    return target
+
+
+@pytest.fixture(scope="module")
+def editable_install(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `pip install -e .` leaves in site-packages: a .pth file and a finder that points at the source."""
+    target = tmp_path_factory.mktemp("editable")
+    run_in(source, "-c", f"from setuptools import build_meta; build_meta.build_editable({str(target)!r})")
+    zipfile.ZipFile(next(target.glob("*.whl"))).extractall(target)
+    return target
+
+
+def find_modules(cwd: Path, install: Path | None) -> dict[str, Path]:
+    """The file that each module of the project is imported from, by its name, with `cwd` first on sys.path."""
+    arguments = json.dumps([install and str(install), sysconfig.get_paths()["purelib"], sorted(module_files())])
+    origins = json.loads(run_in(cwd, "-S", "-c", FIND_MODULES, arguments))
+    return {name: Path(origin) for name, origin in origins.items()}
+
+
+def test_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    paths = {"/".join(name.split(".")) for name in module_files()}
+    expected = {f"{path}/__init__.py" if f"{path}/__init__.py" in names else f"{path}.py" for path in paths}
+    assert {name for name in names if name.endswith(".py")} == expected
+    assert "adacc_hf/py.typed" in names
+
+
+def test_wheel_names_its_console_script_and_license(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    scripts = next(name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
+    assert "adacc = adacc_hf.cli:main" in archive.read(scripts).decode()
+    assert any(name.endswith("/LICENSE") for name in archive.namelist())
+
+
+def test_plain_install_resolves_every_module(plain_install: Path, tmp_path: Path) -> None:
+    origins = find_modules(tmp_path, plain_install)
+    assert all(path.is_relative_to(plain_install) for path in origins.values()), origins
+
+
+@pytest.mark.parametrize("from_root", [False, True], ids=["elsewhere", "from-root"])
+def test_editable_install_resolves_every_module(
+    editable_install: Path, source: Path, tmp_path: Path, from_root: bool
+) -> None:
+    origins = find_modules(source if from_root else tmp_path, editable_install)
+    assert {name: source / path for name, path in module_files().items()} == origins
+
+
+@pytest.mark.parametrize("installed", [False, True], ids=["not-installed", "plain-install"])
+def test_source_checkout_resolves_every_module(plain_install: Path, source: Path, installed: bool) -> None:
+    """With the root on sys.path, ./adacc_hf comes before an installed copy and must find its sibling folders itself."""
+    origins = find_modules(source, plain_install if installed else None)
+    assert {name: source / path for name, path in module_files().items()} == origins
