@@ -1,0 +1,86 @@
+"""Models by name: the GPT models of the paper's Table 3, a small demo, or any causal LM of the hub."""
+
+from dataclasses import asdict, dataclass
+
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, PretrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpt2Size:
+    """The shape of a GPT-2; all else is GPT2Config's default (dropout 0.1, tied embeddings)."""
+
+    n_layer: int
+    n_embd: int
+    n_head: int
+    n_positions: int = 1024
+    vocab_size: int = 50257
+
+
+PRESETS: dict[str, Gpt2Size] = {
+    # 5.3 million parameters: learns visibly within a hundred steps of a third of a second on 2 CPU cores.
+    "demo": Gpt2Size(n_layer=6, n_embd=256, n_head=4, n_positions=256, vocab_size=2048),
+    # OpenAI's names count 117 and 345 million; with the embeddings counted in full it is 124.4 and 354.8 million.
+    "gpt2-117m": Gpt2Size(n_layer=12, n_embd=768, n_head=12),
+    "gpt2-345m": Gpt2Size(n_layer=24, n_embd=1024, n_head=16),
+    # The paper gives only the total, 4.7 billion; 40 layers of width 3072 make 4.69 billion.
+    "gpt2-4.7b": Gpt2Size(n_layer=40, n_embd=3072, n_head=24),
+}
+
+
+def load_config(name: str) -> PretrainedConfig:
+    """The configuration of a preset, a hub id or a config folder. Raises ValueError for an unknown name."""
+    if name in PRESETS:
+        # The token ids are the tokenizer's; GPT2Config's own default lies outside a small vocabulary.
+        return GPT2Config(**asdict(PRESETS[name]), bos_token_id=None, eos_token_id=None)
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"--model={name} is none of {', '.join(PRESETS)}, and could not be loaded as a hub id or folder: {reason}"
+        ) from error
+
+
+def context_length(config: PretrainedConfig) -> int | None:
+    """The most tokens the model can attend to, or None where its position encoding sets no bound."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def checked_seq_len(seq_len: int | None, config: PretrainedConfig) -> int:
+    """The sequence length to pack to: the setting, or else the whole context. Raises ValueError outside 2..context."""
+    longest = context_length(config)
+    if seq_len is None and longest is None:
+        raise ValueError("--seq_len must be set, because this model's configuration names no context length")
+    length = longest if seq_len is None else seq_len
+    if length < 2 or (longest is not None and length > longest):
+        allowed = "at least 2" if longest is None else f"2 to {longest}, the model's context"
+        raise ValueError(f"--seq_len={length} is outside its range ({allowed}); change it or choose another --model")
+    return length
+
+
+def build_model(
+    name: str, config: PretrainedConfig, vocab_size: int, eos_token_id: int, attn_implementation: str, pretrained: bool
+) -> PreTrainedModel:
+    """The model in float32: fresh weights from torch's current seed, or the hub's weights if `pretrained`.
+
+    A fresh model gets the tokenizer's vocabulary; a pretrained one must have room for it (else ValueError).
+    """
+    if pretrained:
+        return _pretrained_model(name, config, vocab_size, attn_implementation)
+    text_config = config.get_text_config()
+    text_config.vocab_size = vocab_size
+    text_config.bos_token_id = text_config.eos_token_id = eos_token_id
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
+
+
+def _pretrained_model(
+    name: str, config: PretrainedConfig, vocab_size: int, attn_implementation: str
+) -> PreTrainedModel:
+    if name in PRESETS:
+        raise ValueError(f"--from_pretrained needs a hub id or folder with weights; --model={name} is a preset")
+    room = config.get_text_config().vocab_size
+    if vocab_size > room:
+        raise ValueError(
+            f"--tokenizer has {vocab_size} tokens but --model={name} embeds only {room}; use the model's own tokenizer"
+        )
+    return AutoModelForCausalLM.from_pretrained(name, dtype="float32", attn_implementation=attn_implementation)

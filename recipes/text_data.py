@@ -1,0 +1,64 @@
+"""The data of a run, from its settings: tokenizer, training sequences, validation sequences."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from datasets import Dataset, IterableDataset
+from recipe_arguments import DataArguments
+from text_documents import load_documents, stream_pile
+from text_packing import encode_documents, pack_documents, split_by_document, split_stream
+from text_tokenizer import load_tokenizer, trained_tokenizer
+from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextData:
+    """What the Trainer needs; rows are {"input_ids": [seq_len] int64}."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: Dataset | IterableDataset
+    validation: Dataset
+
+
+def load_text_data(
+    args: DataArguments, seq_len: int, main_process_first: Callable[..., AbstractContextManager[None]]
+) -> TextData:
+    """The data that `args` asks for, in sequences of `seq_len` tokens.
+
+    Under several processes the first one fills the caches (`TrainingArguments.main_process_first`).
+    Raises ValueError or FileNotFoundError naming the setting.
+    """
+    with main_process_first(desc="preparing the data"):
+        train, validation, text_key = _split_documents(args)
+        tokenizer = _tokenizer(args, train, text_key)
+        cache_dir = str(Path(args.cache_dir) / "sequences")
+        packed_train = pack_documents(encode_documents(train, tokenizer), seq_len, cache_dir, "training")
+        packed_validation = pack_documents(encode_documents(validation, tokenizer), seq_len, cache_dir, "validation")
+        first_validation = _first_sequences(packed_validation, args.max_eval_sequences)
+    return TextData(tokenizer=tokenizer, train=packed_train, validation=first_validation)
+
+
+def _split_documents(
+    args: DataArguments,
+) -> tuple[Dataset, Dataset, str] | tuple[IterableDataset, IterableDataset, str]:
+    """Training and validation documents, and a key that stands for the training text in caches."""
+    if args.dataset == "pile":
+        train, validation = split_stream(stream_pile(args.pile_id), args.validation_documents)
+        return train, validation, f"{args.pile_id} from {args.validation_documents}"
+    documents, digest = load_documents(args.dataset, Path(args.cache_dir))
+    train, validation = split_by_document(documents, args.validation_fraction)
+    return train, validation, f"{digest} without {args.validation_fraction}"
+
+
+def _tokenizer(args: DataArguments, train: Dataset | IterableDataset, text_key: str) -> PreTrainedTokenizerBase:
+    if args.tokenizer != "train":
+        return load_tokenizer(args.tokenizer)
+    return trained_tokenizer(train, text_key, args.vocab_size, args.tokenizer_documents, Path(args.cache_dir))
+
+
+def _first_sequences(sequences: Dataset | IterableDataset, num_sequences: int) -> Dataset:
+    """The first sequences, in memory if they come from a stream: evaluation needs a length and a fixed set."""
+    first = sequences.take(num_sequences)
+    return first if isinstance(first, Dataset) else Dataset.from_list(list(first)).with_format("torch")

@@ -1,0 +1,118 @@
+"""From documents to training sequences: hold out by document, encode, join with <|endoftext|>, cut to length."""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import TypeVar
+
+import torch
+from arrow_cache import cached_rows
+from datasets import Dataset, Features, IterableDataset, List, Value
+from transformers import PreTrainedTokenizerBase
+
+Documents = TypeVar("Documents", Dataset, IterableDataset)
+_ENCODE_BATCH = 256  # documents per tokenizer call: enough for its threads, little enough memory
+
+
+def split_by_document(documents: Dataset, validation_fraction: float) -> tuple[Dataset, Dataset]:
+    """(training, validation) documents; equal texts always land on the same side.
+
+    The documents with the smallest hashes are held out, so the choice depends on the texts alone: not on their order,
+    not on a seed. Raises ValueError where nothing would be left to train on.
+    """
+    hashes = [_text_hash(text) for text in documents["text"]]
+    num_validation = max(1, round(validation_fraction * len(hashes)))
+    limit = sorted(hashes)[num_validation - 1]
+    train = [row for row, value in enumerate(hashes) if value > limit]
+    validation = [row for row, value in enumerate(hashes) if value <= limit]
+    if not train:
+        raise ValueError(
+            f"--validation_fraction={validation_fraction} holds out all {len(hashes)} documents of the data; the split "
+            "is by document, so pass data with at least 2 different documents or a smaller fraction"
+        )
+    return documents.select(train), documents.select(validation)
+
+
+def split_stream(documents: IterableDataset, validation_documents: int) -> tuple[IterableDataset, IterableDataset]:
+    """(training, validation) parts of a stream: its first documents are the validation part."""
+    return documents.skip(validation_documents), documents.take(validation_documents)
+
+
+def encode_documents(documents: Documents, tokenizer: PreTrainedTokenizerBase) -> Documents:
+    """Documents as {"input_ids": list[int]}, each ended by the tokenizer's end-of-text token.
+
+    Raises ValueError if the tokenizer has no such token.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"--tokenizer={tokenizer.name_or_path} has no end-of-text token to join documents with; "
+            "pass one with an eos_token, or --tokenizer train"
+        )
+    return documents.map(
+        _encode_batch,
+        batched=True,
+        batch_size=_ENCODE_BATCH,
+        remove_columns=["text"],
+        fn_kwargs={"tokenizer": tokenizer},
+        **({"desc": "Encoding"} if isinstance(documents, Dataset) else {}),
+    )
+
+
+def pack_tokens(documents: Iterable[list[int]], seq_len: int) -> Iterator[list[int]]:
+    """All tokens in order, cut into sequences of exactly `seq_len`; the last seq_len - 1 tokens at most are left over.
+
+    Example: [[1, 2, 3], [4, 5]] with seq_len 2 gives [1, 2], [3, 4].
+    """
+    buffer: list[int] = []
+    for tokens in documents:
+        buffer.extend(tokens)
+        whole = len(buffer) - len(buffer) % seq_len
+        for start in range(0, whole, seq_len):
+            yield buffer[start : start + seq_len]
+        del buffer[:whole]
+
+
+def pack_documents(encoded: Documents, seq_len: int, cache_dir: str, part: str) -> Documents:
+    """The sequences of `seq_len` tokens, [seq_len] int64 each: an Arrow cache for a Dataset, a stream for a stream.
+
+    `part` names the text in the ValueError that is raised where it does not fill one sequence.
+    """
+    features = Features({"input_ids": List(Value("int32"), length=seq_len)})
+    kwargs = {"encoded": encoded, "seq_len": seq_len, "part": part}
+    if isinstance(encoded, IterableDataset):
+        return IterableDataset.from_generator(_packed_rows, features, kwargs).with_format("torch")
+    # The rows depend on nothing else; datasets would hash the whole object instead.
+    key = hashlib.sha256(f"packed {encoded._fingerprint} {seq_len}".encode()).hexdigest()
+    return cached_rows(_packed_rows, features, cache_dir, key, **kwargs).with_format("torch")
+
+
+def stack_sequences(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The batch of packed rows, [B, T]; labels are the inputs, because the model shifts them.
+
+    There is no padding, so no attention mask either; and unlike transformers' language-modelling collator this one
+    lets the model learn <|endoftext|>.
+    """
+    input_ids = torch.stack([row["input_ids"] for row in rows])
+    return {"input_ids": input_ids, "labels": input_ids.clone()}
+
+
+def _packed_rows(encoded: Dataset | IterableDataset, seq_len: int, part: str) -> Iterator[dict[str, list[int]]]:
+    batches = (batch["input_ids"] for batch in encoded.iter(batch_size=_ENCODE_BATCH))
+    sequences = pack_tokens(chain.from_iterable(batches), seq_len)
+    first = next(sequences, None)
+    if first is None:
+        raise ValueError(
+            f"--seq_len={seq_len} is longer than all {part} text of --dataset together; shorten it, pass more text"
+            + (", or raise --validation_fraction" if part == "validation" else "")
+        )
+    yield from ({"input_ids": sequence} for sequence in chain([first], sequences))
+
+
+def _encode_batch(batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:
+    # split_special_tokens: a text that mentions <|endoftext|> must not end the document there.
+    encoded = tokenizer(batch["text"], add_special_tokens=False, split_special_tokens=True, verbose=False)
+    return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in encoded["input_ids"]]}
+
+
+def _text_hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")

@@ -1,0 +1,83 @@
+"""Tokenizers: one from the hub or a folder, or a byte-level BPE trained on the text at hand and cached."""
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import tokenizers
+from datasets import Dataset, IterableDataset
+from text_files import END_OF_TEXT
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+MIN_VOCAB_SIZE = 257  # the 256 bytes and <|endoftext|>
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a hub id or folder. Raises ValueError where there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--tokenizer={name} could not be loaded: {_first_line(error)} "
+            "Pass a hub id (with network access), a folder with a saved tokenizer, or --tokenizer train."
+        ) from error
+
+
+def trained_tokenizer(
+    documents: Dataset | IterableDataset, text_key: str, vocab_size: int, num_documents: int, cache_dir: Path
+) -> PreTrainedTokenizerBase:
+    """The byte-level BPE of the first `num_documents` documents, from the cache if it was trained before.
+
+    `text_key` stands for the text in the cache's key. The vocabulary is smaller than `vocab_size` if the text offers
+    no more pairs to merge. A run that is cut short leaves no tokenizer behind.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ValueError(
+            f"--vocab_size={vocab_size} is below {MIN_VOCAB_SIZE}, the 256 bytes and {END_OF_TEXT}; raise it"
+        )
+    settings = f"{text_key} {num_documents} {vocab_size} {END_OF_TEXT} {tokenizers.__version__}"
+    folder = cache_dir / "tokenizers" / hashlib.sha256(settings.encode()).hexdigest()[:32]
+    if not folder.is_dir():
+        _save_atomically(_train_bpe(_first_texts(documents, num_documents), vocab_size), folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def _train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # every byte, seen or not: no text is unknown
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    )
+
+
+def _save_atomically(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Writes into a temporary folder and renames it, so that `folder` is whole or absent."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix="partial-", dir=folder.parent))
+    try:
+        tokenizer.save_pretrained(partial)
+        partial.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # otherwise another process has just finished the same work
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _first_texts(documents: Dataset | IterableDataset, num_documents: int) -> Iterator[str]:
+    for batch in documents.take(num_documents).iter(batch_size=256):
+        yield from batch["text"]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,84 @@
+from pathlib import Path
+
+import pytest
+from recipe_arguments import DataArguments, parse_arguments
+from transformers import TrainingArguments
+
+
+def test_no_arguments_mean_the_demo():
+    args = parse_arguments([])
+    assert (args.model.model, args.data.dataset, args.data.tokenizer, args.method.method) == (
+        "demo",
+        "stdlib",
+        "train",
+        "adacc",
+    )
+    assert args.data.vocab_size == 2048
+    assert args.method.memory_budget == "0.5"
+    assert args.training.output_dir == "runs/demo-adacc"
+    assert args.training.report_to == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "output_dir"),
+    [
+        (["--model", "gpt2-117m", "--method", "full"], "runs/gpt2-117m-full"),
+        (["--model=org/name"], "runs/name-adacc"),
+        (["--method", "compare"], "runs/demo-compare"),
+        (["--output_dir", "elsewhere"], "elsewhere"),
+    ],
+)
+def test_run_folder_is_named_after_model_and_method(argv: list[str], output_dir: str):
+    assert parse_arguments(argv).training.output_dir == output_dir
+
+
+def test_a_setting_beats_the_default_of_the_model():
+    assert parse_arguments(["--max_steps", "7"]).training.max_steps == 7
+    assert parse_arguments(["--model", "gpt2-117m"]).training.max_steps == 10_000
+
+
+def test_training_arguments_are_all_there():
+    training = parse_arguments(["--bf16", "--weight_decay", "0.3", "--use_cpu"]).training
+    assert type(training) is TrainingArguments
+    assert (training.bf16, training.weight_decay, training.use_cpu) == (True, 0.3, True)
+
+
+def test_help_lists_the_recipe_and_the_trainer(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as exit_info:
+        parse_arguments(["--help"])
+    assert exit_info.value.code == 0
+    text = capsys.readouterr().out
+    for option in ("--model", "--dataset", "--tokenizer", "--method", "--memory_budget", "--adam_beta1"):
+        assert option in text
+
+
+def test_an_unknown_method_lists_the_choices(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as exit_info:
+        parse_arguments(["--method", "magic"])
+    assert exit_info.value.code == 2
+    assert "none" in (message := capsys.readouterr().err)
+    assert "adacc_no_outlier" in message
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("validation_fraction", 1.0, r"--validation_fraction=1\.0 must lie between 0 and 1"),
+        ("validation_fraction", 0.0, r"--validation_fraction=0\.0 must lie between 0 and 1"),
+        ("max_eval_sequences", 0, r"--max_eval_sequences=0 must be at least 1"),
+        ("tokenizer_documents", -1, r"--tokenizer_documents=-1 must be at least 1"),
+    ],
+)
+def test_data_settings_out_of_range(field: str, value: float, message: str):
+    with pytest.raises(ValueError, match=message):
+        DataArguments(**{field: value})
+
+
+def test_unknown_settings_are_refused():
+    with pytest.raises(ValueError, match="--no_such_setting"):
+        parse_arguments(["--no_such_setting", "1"])
+
+
+def test_resuming_needs_a_checkpoint(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=r"--resume_from_checkpoint=.* is no checkpoint folder"):
+        parse_arguments(["--resume_from_checkpoint", str(tmp_path)])

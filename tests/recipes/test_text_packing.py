@@ -1,0 +1,109 @@
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from hypothesis import given
+from hypothesis import strategies as st
+from text_packing import (
+    encode_documents,
+    pack_documents,
+    pack_tokens,
+    split_by_document,
+    split_stream,
+    stack_sequences,
+)
+from transformers import PreTrainedTokenizerBase
+
+
+@given(st.lists(st.lists(st.integers(0, 999), max_size=40), max_size=30), st.integers(1, 50))
+def test_packing_keeps_every_token_in_order(documents: list[list[int]], seq_len: int):
+    sequences = list(pack_tokens(iter(documents), seq_len))
+    tokens = list(chain.from_iterable(documents))
+    assert all(len(sequence) == seq_len for sequence in sequences)
+    assert len(sequences) == len(tokens) // seq_len
+    assert list(chain.from_iterable(sequences)) == tokens[: len(sequences) * seq_len]
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["dataset", "stream"])
+def test_packed_rows_hold_the_encoded_text(
+    streamed: bool, tokenizer: PreTrainedTokenizerBase, texts: list[str], tmp_path: Path
+):
+    documents = Dataset.from_dict({"text": texts * 60})  # 720 documents: more than one batch of the packer
+    expected = []
+    for text in documents["text"]:
+        expected += [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    source = documents.to_iterable_dataset() if streamed else documents
+    packed = pack_documents(encode_documents(source, tokenizer), 64, str(tmp_path), "training")
+    assert isinstance(packed, IterableDataset if streamed else Dataset)
+    tokens = torch.cat([row["input_ids"] for row in packed])
+    assert tokens.tolist() == expected[: len(expected) // 64 * 64]
+
+
+def test_a_stream_can_be_read_twice(tokenizer: PreTrainedTokenizerBase, texts: list[str], tmp_path: Path):
+    stream = Dataset.from_dict({"text": texts}).to_iterable_dataset()
+    packed = pack_documents(encode_documents(stream, tokenizer), 16, str(tmp_path), "training")
+    first, second = (torch.stack([row["input_ids"] for row in packed]) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_a_document_that_mentions_the_end_marker_does_not_end_there(tokenizer: PreTrainedTokenizerBase):
+    text = "before <|endoftext|> after"
+    (ids,) = encode_documents(Dataset.from_dict({"text": [text]}), tokenizer)["input_ids"]
+    assert ids.count(tokenizer.eos_token_id) == 1
+    assert ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(ids[:-1]) == text
+
+
+def test_encoding_without_an_end_marker_is_refused(tokenizer: PreTrainedTokenizerBase):
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match=r"--tokenizer=.* has no end-of-text token .* --tokenizer train"):
+        encode_documents(Dataset.from_dict({"text": ["x"]}), tokenizer)
+
+
+@pytest.mark.parametrize("part", ["training", "validation"])
+def test_too_little_text_for_one_sequence_is_refused(part: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path):
+    encoded = encode_documents(Dataset.from_dict({"text": ["short"]}), tokenizer)
+    with pytest.raises(ValueError, match=rf"--seq_len=4096 is longer than all {part} text of --dataset"):
+        pack_documents(encoded, 4096, str(tmp_path), part)
+    assert not list(tmp_path.rglob("*.arrow"))
+
+
+@given(st.lists(st.text(max_size=20), min_size=2, max_size=60, unique=True), st.floats(0.01, 0.9), st.randoms())
+def test_split_is_by_document_and_ignores_order(texts: list[str], fraction: float, random):
+    num_validation = max(1, round(fraction * len(texts)))
+    shuffled = random.sample(texts, len(texts))
+    if num_validation == len(texts):
+        with pytest.raises(ValueError, match="holds out all"):
+            split_by_document(Dataset.from_dict({"text": texts}), fraction)
+        return
+    train, validation = split_by_document(Dataset.from_dict({"text": texts}), fraction)
+    assert sorted([*train["text"], *validation["text"]]) == sorted(texts)
+    assert len(validation) == num_validation
+    again = split_by_document(Dataset.from_dict({"text": shuffled}), fraction)
+    assert set(again[1]["text"]) == set(validation["text"])
+
+
+def test_copies_of_a_document_stay_on_one_side(texts: list[str]):
+    train, validation = split_by_document(Dataset.from_dict({"text": texts * 3}), 0.3)
+    assert len(train) + len(validation) == 3 * len(texts)
+    assert set(train["text"]).isdisjoint(validation["text"])
+
+
+def test_one_document_cannot_be_split():
+    with pytest.raises(ValueError, match=r"--validation_fraction=0\.1 holds out all 1 documents.*at least 2"):
+        split_by_document(Dataset.from_dict({"text": ["alone"]}), 0.1)
+
+
+def test_stream_split_holds_out_its_first_documents(texts: list[str]):
+    train, validation = split_stream(Dataset.from_dict({"text": texts}).to_iterable_dataset(), 3)
+    assert [row["text"] for row in validation] == texts[:3]
+    assert [row["text"] for row in train] == texts[3:]
+
+
+def test_labels_are_the_inputs_in_their_own_storage():
+    rows = [{"input_ids": torch.tensor([1, 2])}, {"input_ids": torch.tensor([3, 0])}]
+    batch = stack_sequences(rows)
+    assert batch["input_ids"].tolist() == batch["labels"].tolist() == [[1, 2], [3, 0]]
+    assert batch["input_ids"].data_ptr() != batch["labels"].data_ptr()

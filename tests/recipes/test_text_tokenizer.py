@@ -1,0 +1,66 @@
+import os
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from text_tokenizer import load_tokenizer, trained_tokenizer
+from transformers import PreTrainedTokenizerBase
+
+
+# The fixture is only read, so that one instance can serve every example.
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.text())
+def test_every_text_survives_the_round_trip(tokenizer: PreTrainedTokenizerBase, text: str):
+    ids = tokenizer(text, split_special_tokens=True)["input_ids"]
+    assert tokenizer.decode(ids) == text
+
+
+def test_vocabulary_has_the_asked_size_and_one_special_token(tokenizer: PreTrainedTokenizerBase):
+    assert len(tokenizer) == 290
+    assert tokenizer.eos_token == tokenizer.bos_token == "<|endoftext|>"
+    assert tokenizer("<|endoftext|>")["input_ids"] == [tokenizer.eos_token_id]
+
+
+def test_a_trained_tokenizer_is_read_from_the_cache(texts: list[str], tmp_path: Path):
+    documents = Dataset.from_dict({"text": texts})
+    first = trained_tokenizer(documents, "key", 290, 100, tmp_path)
+    # Without documents the training would fail, so this one can only come from the cache.
+    cached = trained_tokenizer(None, "key", 290, 100, tmp_path)
+    assert cached.get_vocab() == first.get_vocab()
+
+
+@pytest.mark.parametrize("changed", [("other", 290, 100), ("key", 280, 100), ("key", 290, 5)])
+def test_text_and_settings_are_part_of_the_key(changed: tuple[str, int, int], texts: list[str], tmp_path: Path):
+    documents = Dataset.from_dict({"text": texts})
+    trained_tokenizer(documents, "key", 290, 100, tmp_path)
+    trained_tokenizer(documents, *changed, tmp_path)
+    assert len(os.listdir(tmp_path / "tokenizers")) == 2
+
+
+def test_a_failed_save_leaves_nothing(texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(self: object, folder: Path) -> None:
+        Path(folder, "tokenizer.json").write_text("half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", fail)
+    with pytest.raises(OSError, match="disk full"):
+        trained_tokenizer(Dataset.from_dict({"text": texts}), "key", 290, 100, tmp_path)
+    assert os.listdir(tmp_path / "tokenizers") == []
+
+
+def test_a_vocabulary_below_the_bytes_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"--vocab_size=256 is below 257.*raise it"):
+        trained_tokenizer(Dataset.from_dict({"text": ["x"]}), "key", 256, 100, tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_tokenizer_is_loaded_from_a_folder(tokenizer: PreTrainedTokenizerBase, tmp_path: Path):
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert load_tokenizer(str(tmp_path / "saved")).get_vocab() == tokenizer.get_vocab()
+
+
+def test_an_unknown_tokenizer_names_the_choices():
+    with pytest.raises(ValueError, match=r"--tokenizer=no-such/tokenizer could not be loaded.*--tokenizer train"):
+        load_tokenizer("no-such/tokenizer")
