@@ -1,0 +1,207 @@
+"""Finding a model's transformer blocks, and putting a function around each of them that leaves no trace when removed.
+
+The way in is Transformers' own: a GradientCheckpointingLayer whose flag is set hands its forward to a function (HF.md,
+section 1). Each block gets a function object of its own, so nothing has to be read out of what is passed in. Modules that
+are no GradientCheckpointingLayer, named by `AdaccConfig.block_classes`, get the function around their `forward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from adacc_hf.compat import (
+    FLAG,
+    FUNCTION,
+    SETTER,
+    GradientCheckpointingLayer,
+    PreTrainedModel,
+    is_checkpoint_wrapper,
+    keyword_arguments,
+    outer_hooks,
+    without_caches,
+)
+from adacc_hf.errors import NestedHooksError, NoBlocksError
+
+_ABSENT = object()
+
+
+class Strategy(Protocol):
+    """What is done with a block's forward while gradients are on."""
+
+    def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call `fn(*args)`; `kwargs` are the keyword arguments already bound in `fn`."""
+
+
+class Plainly:
+    """The strategy that changes nothing."""
+
+    def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return fn(*args)
+
+
+class Checkpointed:
+    """The strategy of full recomputation with torch's own checkpoint, for the steps before there is a policy."""
+
+    def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return torch.utils.checkpoint.checkpoint(fn, *args, use_reentrant=False)
+
+
+class WhileTraining:
+    """A flag that is true while gradients are on, so that generate() in train mode keeps its cache (HF.md 1.4)."""
+
+    def __bool__(self) -> bool:
+        return torch.is_grad_enabled()
+
+
+class BlockFunction:
+    """The function of one block. Picklable and copyable: a copy calls its block plainly."""
+
+    def __init__(self, name: str, block: nn.Module, strategy: Strategy) -> None:
+        self.name = name
+        self.block: nn.Module | None = block
+        self.strategy = strategy
+        self.num_calls = 0
+
+    def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
+        if self.block is None or not torch.is_grad_enabled():
+            return fn(*args)
+        self.num_calls += 1
+        if outer_hooks() is not None and not getattr(self.strategy, "expects_outer_hooks", False):
+            raise NestedHooksError(
+                f"block {self.name} runs inside another pair of saved-tensor hooks (activation offloading, an outer "
+                f"checkpoint, or selective checkpointing): only one pair sees a tensor; switch the other one off "
+                f"(activation_offloading=False, FSDP activation_checkpointing=False) or remove adacc_hf"
+            )
+        fn, args = without_caches(fn, args)
+        return self.strategy.run(self.block, fn, args, keyword_arguments(fn))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _inert, (self.name,)
+
+
+def _inert(name: str) -> BlockFunction:
+    function = BlockFunction(name, nn.Identity(), Plainly())
+    function.block = None
+    return function
+
+
+class Installation:
+    """The functions around a model's blocks. Survives others who switch checkpointing off and on again.
+
+    Raises NoBlocksError if there is no block, and NestedHooksError if a checkpoint wrapper stands around or inside one.
+    """
+
+    def __init__(self, model: nn.Module, block_classes: tuple[str, ...] | None = None) -> None:
+        self.model = model
+        blocks = find_blocks(model, block_classes)
+        _refuse_wrappers(model)
+        self.functions = {name: BlockFunction(name, block, Plainly()) for name, block in blocks}
+        self._undo: list[tuple[nn.Module, str, Any]] = []
+        for name, block in blocks:
+            self._install(self.functions[name], block)
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                self._set(module, SETTER, Reinstaller(self, getattr(module, SETTER)))
+
+    def remove(self) -> None:
+        """Put everything back as it was. Harmless when called again."""
+        while self._undo:
+            module, name, before = self._undo.pop()
+            if before is _ABSENT:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = before
+        for function in self.functions.values():
+            function.block = None
+
+    def reinstall(self) -> None:
+        """Set the blocks' functions again after somebody else has set theirs."""
+        for function in self.functions.values():
+            if isinstance(function.block, GradientCheckpointingLayer):
+                function.block.__dict__[FLAG] = WhileTraining()
+                function.block.__dict__[FUNCTION] = function
+
+    def uncalled(self) -> list[str]:
+        """Blocks whose function was never called with gradients on."""
+        return [name for name, function in self.functions.items() if function.num_calls == 0]
+
+    def _install(self, function: BlockFunction, block: nn.Module) -> None:
+        if isinstance(block, GradientCheckpointingLayer):
+            self._set(block, FLAG, WhileTraining())
+            self._set(block, FUNCTION, function)
+        else:
+            self._set(block, "forward", WrappedForward(function, block.forward))
+
+    def _set(self, module: nn.Module, name: str, value: Any) -> None:
+        self._undo.append((module, name, module.__dict__.get(name, _ABSENT)))
+        module.__dict__[name] = value
+
+
+class WrappedForward:
+    """A block's forward that goes through its function while the block trains."""
+
+    def __init__(self, function: BlockFunction, forward: Callable[..., Any]) -> None:
+        self.function = function
+        self.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        block = self.function.block
+        if block is None or not block.training:
+            return self.forward(*args, **kwargs)
+        return self.function(partial(self.forward, **kwargs), *args)
+
+
+class Reinstaller:
+    """Stands for a model's `_set_gradient_checkpointing`; when others use it, our functions are set again after it.
+
+    TRL switches checkpointing off around reference forwards and on again, which would drop our functions silently
+    (HF.md 1.6).
+    """
+
+    def __init__(self, installation: Installation, original: Callable[..., Any]) -> None:
+        self.installation = installation
+        self.original = original
+
+    def __call__(self, enable: bool = True, *args: Any, **kwargs: Any) -> Any:
+        result = self.original(enable, *args, **kwargs)
+        if enable:
+            self.installation.reinstall()
+        return result
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _bound_setter, (getattr(self.original, "__self__", None), SETTER)
+
+
+def _bound_setter(model: Any, name: str) -> Any:
+    return getattr(type(model), name).__get__(model)
+
+
+def find_blocks(model: nn.Module, block_classes: tuple[str, ...] | None = None) -> list[tuple[str, nn.Module]]:
+    """(module path, module) of every outermost block, in module order. Raises NoBlocksError if there is none."""
+    wanted = set(block_classes or ())
+    found: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        is_block = type(module).__name__ in wanted if wanted else isinstance(module, GradientCheckpointingLayer)
+        if is_block and not any(name.startswith(f"{outer}.") for outer, _ in found):
+            found.append((name, module))
+    if not found:
+        looked_for = f"block_classes={block_classes!r}" if wanted else "a GradientCheckpointingLayer of Transformers"
+        raise NoBlocksError(
+            f"{type(model).__name__} has no repeated blocks: no module is {looked_for}; name the class of its layers "
+            f"with AdaccConfig(block_classes=('MyLayer',))"
+        )
+    return found
+
+
+def _refuse_wrappers(model: nn.Module) -> None:
+    wrapped = [name for name, module in model.named_modules() if is_checkpoint_wrapper(module)]
+    if wrapped:
+        raise NestedHooksError(
+            f"{wrapped[0] or type(model).__name__} is wrapped for activation checkpointing already "
+            f"({len(wrapped)} modules): switch off FSDP's activation_checkpointing, adacc_hf takes its place"
+        )

@@ -1,0 +1,47 @@
+"""Where releases of Transformers and torch differ, in one place (tested: transformers 5.23, torch 2.13)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import PreTrainedModel
+
+FLAG = "gradient_checkpointing"
+FUNCTION = "_gradient_checkpointing_func"
+SETTER = "_set_gradient_checkpointing"
+
+__all__ = [
+    "FLAG", "FUNCTION", "SETTER", "GradientCheckpointingLayer", "PreTrainedModel", "keyword_arguments", "outer_hooks",
+    "without_caches",
+]  # fmt: skip
+
+
+def keyword_arguments(fn: Any) -> dict[str, Any]:
+    """The keyword arguments of a block's call; every release passes them bound in a functools.partial."""
+    return fn.keywords if isinstance(fn, partial) else {}
+
+
+def without_caches(fn: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The call with every key-value cache replaced by None: replay would append to it again (HF.md 1.3)."""
+    if any(isinstance(argument, Cache) for argument in args):
+        args = tuple(None if isinstance(argument, Cache) else argument for argument in args)
+    keywords = keyword_arguments(fn)
+    if any(isinstance(argument, Cache) for argument in keywords.values()):
+        kept = {name: None if isinstance(argument, Cache) else argument for name, argument in keywords.items()}
+        fn = partial(fn.func, *fn.args, **kept)
+    return fn, args
+
+
+def outer_hooks() -> Any:
+    """The innermost pair of saved-tensor hooks that is active now, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def is_checkpoint_wrapper(module: nn.Module) -> bool:
+    """Whether `module` is torch's activation-checkpoint wrapper, which FSDP's activation_checkpointing installs."""
+    return hasattr(module, "_checkpoint_wrapped_module")

@@ -1,0 +1,108 @@
+"""A plan made ready to run on one tape: what each slot does in forward, and which program each unpack runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from adacc_hf.policy import Action, Choice
+from adacc_hf.replay import Environment, Program, Store, closure, schedule, single_program
+from adacc_hf.tape import Source, Tape, TensorRef
+
+
+class Slot:
+    """What happens to one saved tensor under a plan."""
+
+    __slots__ = ("checks_offset", "dtype", "in_cell", "needs", "offset", "position", "ref", "size", "stride", "value")
+
+    def __init__(self, ref: TensorRef, in_cell: bool, needs: tuple[int, ...] | None, block_made: bool) -> None:
+        size, self.stride, self.offset = ref.geometry
+        self.ref = ref
+        self.value = ref.value
+        self.size = torch.Size(size)
+        self.dtype = ref.dtype
+        self.in_cell = in_cell
+        """Whether the first slot of this value fills its cell."""
+        self.needs = needs
+        """Stored values that remaking the slot reads; None: autograd gets back the very tensor."""
+        self.position = {value: index for index, value in enumerate(needs or ())}
+        self.checks_offset = block_made
+        """Whether the offset in the storage is part of the tape; an argument may be a slice of anything."""
+
+    def __str__(self) -> str:
+        return f"{tuple(self.size)} stride {self.stride} {self.dtype}"
+
+
+class Schedule:
+    """The programs of one order of unpacks. Never changed, so that a backward under way can rely on it."""
+
+    __slots__ = ("order", "programs")
+
+    def __init__(self, tape: Tape, store: Store, order: tuple[int, ...]) -> None:
+        self.order = order
+        self.programs: list[Program] = schedule(tape, store, order)
+
+
+class CompiledPlan:
+    """One plan on one tape. Shared by all calls and all blocks whose tapes have equal digests.
+
+    `choices` has an entry for every activation; `shared` are the inputs that others hold anyway.
+    """
+
+    def __init__(self, tape: Tape, choices: dict[int, Choice], shared: Iterable[int] = ()) -> None:
+        self.tape = tape
+        self.num_values = len(tape.values)
+        self.num_slots = len(tape.slots)
+        self.device_type = next((value.device.type for value in tape.values), "cpu")
+        self.is_plain = all(choice.action is Action.RETAIN for choice in choices.values())
+        self.store = _store(tape, choices, frozenset(shared))
+        remade = {value for value, choice in choices.items() if choice.action is not Action.RETAIN}
+        self.needs = {value: self._roots_of(value) for value in tape.saved_values() if value in remade}
+        saved = {value for value in self.needs if value in self.store.compressed}
+        self.roots = tuple(sorted(saved.union(*self.needs.values())))
+        """Stored values that get a cell: payloads, and tensors that some replay reads."""
+        self.slots = [self._slot(ref) for ref in tape.slots]
+        self.encode_views = {value: _encode_view(tape, value) for value in self.store.compressed}
+        self.externals = self._externals()
+        """(value, source) of the inputs, parameters and buffers that a call must hold for replay."""
+        self.schedule = Schedule(tape, self.store, tape.order or tuple(reversed(range(self.num_slots))))
+
+    def follow(self, order: tuple[int, ...]) -> None:
+        """Prepare for backward asking for slots in `order`; calls under way keep theirs."""
+        self.schedule = Schedule(self.tape, self.store, order)
+
+    def program_out_of_order(self, slot: int, environment: Environment) -> Program:
+        made = {value for value, tensor in enumerate(environment) if tensor is not None}
+        return single_program(self.tape, self.store, slot, made)
+
+    def _roots_of(self, value: int) -> tuple[int, ...]:
+        """Stored values that remaking `value` from scratch reads."""
+        _, leaves = closure(self.tape, value, self.store.__contains__)
+        return tuple(leaf for leaf in leaves if leaf in self.store.retained or leaf in self.store.compressed)
+
+    def _slot(self, ref: TensorRef) -> Slot:
+        needs = self.needs.get(ref.value)
+        in_cell = ref.value in self.roots
+        return Slot(ref, in_cell, needs, self.tape.values[ref.value].source is None)
+
+    def _externals(self) -> list[tuple[int, Source]]:
+        read = {value for needs in self.needs for value in closure(self.tape, needs, self.store.__contains__)[1]}
+        saved = set(self.tape.saved_values())
+        early = [v for v in sorted(read) if v in self.store.persistent or (v in self.roots and v not in saved)]
+        return [(value, self.tape.values[value].source) for value in early]
+
+
+def _store(tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> Store:
+    state = {value.index for value in tape.values if tape.is_module_state(value.index)}
+    compressed = {value for value, choice in choices.items() if choice.action is Action.COMPRESS}
+    retained = {value for value, choice in choices.items() if choice.action is Action.RETAIN}
+    return Store(frozenset(state | shared), frozenset(retained), frozenset(compressed))
+
+
+def _encode_view(tape: Tape, value: int) -> TensorRef:
+    """The value's base with its dimensions in the order of memory, so that codecs read one dense stretch."""
+    ref = tape.values[value].ref
+    size, stride, offset = ref.geometry
+    order = sorted(range(len(size)), key=lambda d: (-stride[d], d))
+    return TensorRef(value, (tuple(size[d] for d in order), tuple(stride[d] for d in order), offset), ref.dtype)

@@ -1,0 +1,294 @@
+"""Running a model's blocks under a policy (DESIGN, section 4, rules R1-R12).
+
+A block whose plan retains everything is called plainly. Any other call runs inside one pair of saved-tensor hooks that
+carries all actions. The first call at a new shape is recorded, verified and compiled; there is no dispatch mode after it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from adacc_hf.blocks import Checkpointed, Installation, Plainly
+from adacc_hf.call import Call
+from adacc_hf.compiled import CompiledPlan
+from adacc_hf.config import AdaccConfig
+from adacc_hf.errors import PolicyMismatchError
+from adacc_hf.kernels.codecs import Codec, get_codec
+from adacc_hf.policy import RETAIN, Action, Choice, Plan, Policy
+from adacc_hf.recorder import Recorder, argument_tensors
+from adacc_hf.replay import verify
+from adacc_hf.tape import Source, Tape
+
+log = logging.getLogger(__name__)
+
+MAX_SHAPES = 64
+"""Shapes a block remembers; the least recently used one goes. A tape is some 100 KiB of Python objects."""
+
+
+class TapeLibrary:
+    """The tapes of a model, shared by all blocks that recorded the same."""
+
+    def __init__(self) -> None:
+        self._tapes: dict[str, Tape] = {}
+        self._compiled: dict[tuple[str, tuple], CompiledPlan] = {}
+
+    def verified(self, recorder: Recorder) -> Tape:
+        """The tape of what `recorder` saw; replay is verified for the first of its kind."""
+        tape = recorder.tape()
+        if tape.digest not in self._tapes:
+            if tape.untrusted is None:
+                with torch.no_grad(), _autocast_off(tape):
+                    tape.recomputable = verify(tape, recorder.bases)
+            self._tapes[tape.digest] = tape
+        return self._tapes[tape.digest]
+
+    def compiled(self, tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> CompiledPlan:
+        key = (tape.digest, (tuple(sorted(choices.items(), key=lambda item: item[0])), shared))
+        if key not in self._compiled:
+            self._compiled[key] = CompiledPlan(tape, choices, shared)
+        return self._compiled[key]
+
+    def learn_order(self, tape: Tape, order: list[int]) -> None:
+        """From now on expect backward to ask for the slots of `tape` in `order`."""
+        tape.order = tuple(order)
+        for (digest, _), compiled in self._compiled.items():
+            if digest == tape.digest:
+                compiled.follow(tape.order)
+
+
+def _autocast_off(tape: Tape) -> Any:
+    devices = {value.device.type for value in tape.values}
+    return torch.autocast(devices.pop(), enabled=False) if len(devices) == 1 else nullcontext()
+
+
+@dataclass(slots=True)
+class Entry:
+    """How a block runs at one shape: under a compiled plan, or by torch's checkpoint where its tape is not trusted."""
+
+    compiled: CompiledPlan | None
+    codecs: dict[int, Codec]
+    seen: list[int] | None = None
+
+
+class FollowPlan:
+    """The strategy that runs one block under its plan."""
+
+    def __init__(self, name: str, plan: Plan, library: TapeLibrary) -> None:
+        self.name = name
+        self.plan = plan
+        self.library = library
+        self.entries: OrderedDict[Any, Entry] = OrderedDict()
+
+    def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = call_key(block, args, kwargs)
+        entry = self.entries.get(key)
+        if entry is None:
+            return self._first_call(key, block, fn, args, kwargs)
+        if entry.compiled is None:
+            return Checkpointed().run(block, fn, args, kwargs)
+        if entry.compiled.is_plain:
+            return fn(*args)
+        call = Call(entry.compiled, self.name, entry.codecs, fetch(entry.compiled.externals, block, args, kwargs))
+        if entry.compiled.tape.order is None:
+            self._watch_order(entry, call)
+        with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
+            result = fn(*args)
+        call.finish()
+        return result
+
+    def _watch_order(self, entry: Entry, call: Call) -> None:
+        """Learn the order of unpacks from the first backward that went through."""
+        if entry.seen:
+            self.library.learn_order(entry.compiled.tape, entry.seen)
+            entry.seen = None
+        else:
+            entry.seen = call.seen = []
+
+    def _first_call(self, key: Any, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recording = Recording(self.name, block, args, kwargs)
+        result = recording.run(fn)
+        entry = self._entry(self.library.verified(recording.recorder))
+        self.entries[key] = entry
+        if len(self.entries) > MAX_SHAPES:
+            self.entries.popitem(last=False)
+        if entry.compiled is not None and not entry.compiled.is_plain:
+            entry.seen = recording.hand_over(entry.compiled, entry.codecs)
+        recording.close()
+        return result
+
+    def _entry(self, tape: Tape) -> Entry:
+        if tape.untrusted is not None:
+            log.warning("Adacc: block %s is run under torch's checkpoint instead: %s", self.name, tape.untrusted)
+            return Entry(None, {})
+        choices = self._choices(tape)
+        shared = frozenset(
+            value.index for value in tape.values if tape.is_block_input(value.index) and value.index not in choices
+        )
+        compiled = self.library.compiled(tape, choices, shared)
+        codecs = {
+            value: get_codec(choice.codec, **dict(choice.options))
+            for value, choice in choices.items()
+            if choice.action is Action.COMPRESS
+        }
+        return Entry(compiled, codecs)
+
+    def _choices(self, tape: Tape) -> dict[int, Choice]:
+        """The plan's choices on this tape. Raises PolicyMismatchError if the plan is for other operators."""
+        structure = self.plan.kind.split("-")[0]
+        if not tape.structure.startswith(structure):
+            raise PolicyMismatchError(
+                f"block {self.name} ({tape.block_class}, {len(tape.operators)} operators, {len(tape.slots)} saved tensors) "
+                f"has tape {tape.kind}, the policy was made for tape {self.plan.kind}: the model, its attention, dropout "
+                f"or precision differ; profile this model and solve a policy for it"
+            )
+        choices = dict(self.plan.choices)
+        unverified = [v for v, c in choices.items() if c.action is Action.RECOMPUTE and v not in tape.recomputable]
+        if unverified:
+            names = ", ".join(tape.values[value].name for value in unverified)
+            log.warning("Adacc: block %s retains %s: replay does not remake it bit for bit", self.name, names)
+        return choices | dict.fromkeys(unverified, RETAIN)
+
+
+class Recording:
+    """One recorded call of a block. Its saved tensors can be handed over to a compiled plan when it is over."""
+
+    def __init__(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.name = name
+        self.block = block
+        self.recorder = Recorder(block, args, kwargs)
+        self._arguments = (args, kwargs)
+        self._packed: list[list[Any]] = []
+        self._call: Call | None = None
+
+    def run(self, fn: Callable[..., Any]) -> Any:
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        with self.recorder.naming_modules(), hooks, self.recorder:
+            return fn(*self._arguments[0])
+
+    def hand_over(self, compiled: CompiledPlan, codecs: dict[int, Codec]) -> list[int]:
+        """Store what the plan stores and let go of the rest; returns the list that the order of unpacks goes into."""
+        self._call = Call(compiled, self.name, codecs, fetch(compiled.externals, self.block, *self._arguments))
+        self._call.seen = []
+        for item in self._packed:
+            item[:] = self._call.pack(item[1])
+        self._call.finish()
+        return self._call.seen
+
+    def close(self) -> None:
+        """Let go of everything but what the packed objects own."""
+        self.recorder = None
+        self._arguments = ((), {})
+        self._packed = []
+
+    def _pack(self, tensor: torch.Tensor) -> list[Any]:
+        item = [self.recorder.save(tensor), tensor.detach(), tensor._version]
+        self._packed.append(item)
+        return item
+
+    def _unpack(self, item: list[Any]) -> torch.Tensor:
+        return item[1] if self._call is None else self._call.unpack(tuple(item))
+
+
+def call_key(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the operators of a call depend on, as far as it can be told without running it (rule R8).
+
+    Shapes, strides, dtypes, offsets and gradients of the tensor arguments, which of them share a storage, the other
+    arguments by kind, autocast, and which parameters want gradients.
+    """
+    storages: dict[int, int] = {}
+    tensors = []
+    device_type = "cpu"
+    for path, tensor in argument_tensors(args, kwargs):
+        alias = storages.setdefault(tensor.untyped_storage()._cdata, len(storages))
+        device_type = tensor.device.type
+        tensors.append(
+            (path, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad, alias)
+        )
+    autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
+    plain = tuple(value for value in (*args, *kwargs.values()) if value is None or isinstance(value, (bool, int, str)))
+    return tuple(tensors), plain, autocast, tuple(p.requires_grad for p in block.parameters())
+
+
+def fetch(
+    externals: list[tuple[int, Source]], block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[int, torch.Tensor]]:
+    """The inputs, parameters and buffers of this call, by value (rule R12)."""
+    return [(value, find_external(source, block, args, kwargs)) for value, source in externals]
+
+
+def find_external(source: Source, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The tensor at `source` in this call of `block`, detached if it is an argument."""
+    first, *rest = source.path
+    if source.place == "argument":
+        found = args[first] if isinstance(first, int) else kwargs[first]
+        for step in rest:
+            found = found[step]
+        return found.detach()
+    owner_path, _, name = first.rpartition(".")
+    owner = block.get_submodule(owner_path) if owner_path else block
+    return owner._parameters[name] if source.place == "parameter" else owner._buffers[name]
+
+
+class PolicyHandle:
+    """A policy applied to a model. `remove()`, or leaving it as a context manager, takes it off without a trace."""
+
+    def __init__(self, model: nn.Module, policy: Policy, block_classes: tuple[str, ...] | None = None) -> None:
+        self.installation = Installation(model, block_classes)
+        self.library = TapeLibrary()
+        self.policy = policy
+        try:
+            self.replace(policy)
+        except BaseException:
+            self.installation.remove()
+            raise
+
+    def replace(self, policy: Policy) -> None:
+        """Follow another policy from the next forward on."""
+        _check_blocks(policy, list(self.installation.functions), type(self.installation.model).__name__)
+        for name, plan_index in policy.blocks:
+            self.installation.functions[name].strategy = FollowPlan(name, policy.plans[plan_index], self.library)
+        self.policy = policy
+
+    def remove(self) -> None:
+        self.installation.remove()
+
+    def uncalled(self) -> list[str]:
+        """Blocks whose function was never called with gradients on: something replaced their forward."""
+        return self.installation.uncalled()
+
+    def __enter__(self) -> PolicyHandle:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+
+def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = None) -> PolicyHandle:
+    """Run the blocks of `model` under `policy` from the next forward with gradients on.
+
+    Each block is recorded once more on its first call and must have recorded the same operators as when it was profiled.
+    Raises PolicyMismatchError if the policy belongs to another model, NoBlocksError and NestedHooksError as `Installation`.
+    """
+    return PolicyHandle(model, policy, config.block_classes if config else None)
+
+
+def _check_blocks(policy: Policy, blocks: list[str], model_class: str) -> None:
+    named = [name for name, _ in policy.blocks]
+    if named == blocks:
+        return
+    missing = [name for name in blocks if name not in named]
+    foreign = [name for name in named if name not in blocks]
+    raise PolicyMismatchError(
+        f"the policy is for {len(named)} blocks, {model_class} has {len(blocks)}"
+        + (f"; it has no plan for {missing[0]}" if missing else "")
+        + (f"; the model has no {foreign[0]}" if foreign else "")
+        + ": profile this model and solve a policy for it"
+    )

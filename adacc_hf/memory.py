@@ -1,0 +1,183 @@
+"""Live tensor bytes over time, counted by the allocator itself: exact, temporaries inside operators included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._pytree import tree_leaves
+
+_MARK = "adacc_hf.memory.mark"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPoint:
+    """A moment that was marked, and the stretch until the next one. Bytes are relative to the meter's start."""
+
+    label: Any
+    live_bytes: int
+    """At the mark."""
+    max_bytes: int
+    """Most from the mark to the next one."""
+
+
+class MemoryMeter(AbstractContextManager["MemoryMeter"]):
+    """Counts live bytes of one device between marks; `points` is there after leaving it."""
+
+    points: list[MemoryPoint]
+
+    def mark(self, label: Any) -> None:
+        raise NotImplementedError
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(point.max_bytes for point in self.points)
+
+    @staticmethod
+    def for_device(device: torch.device) -> MemoryMeter:
+        """The meter for `device`. Raises ValueError for a device whose allocator cannot be asked."""
+        if device.type == "cpu":
+            return CpuMemoryMeter()
+        if device.type == "cuda":
+            return CudaMemoryMeter(device)
+        raise ValueError(f"memory on device {device} cannot be measured: use cpu or cuda")
+
+
+class CpuMemoryMeter(MemoryMeter):
+    """Reads the CPU allocator's events from torch's profiler."""
+
+    def __init__(self) -> None:
+        self._labels: list[Any] = []
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+
+    def __enter__(self) -> CpuMemoryMeter:
+        self._profile.__enter__()
+        self.mark("start")
+        return self
+
+    def mark(self, label: Any) -> None:
+        self._labels.append(label)
+        with record_function(_MARK):
+            pass
+
+    def __exit__(self, *exception: object) -> None:
+        self._profile.__exit__(*exception)
+        self.points = []
+        live = at_mark = most = 0
+        for event in sorted(self._profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+            if event.name() == _MARK:
+                self._close(at_mark, most)
+                at_mark = most = live
+            elif event.name() == "[memory]":
+                live += event.nbytes()
+                most = max(most, live)
+        self._close(at_mark, most)
+        self.points = self.points[1:]
+
+    def _close(self, live_bytes: int, max_bytes: int) -> None:
+        """End the stretch under way; the one before the first mark has no label."""
+        index = len(self.points)
+        label = self._labels[index - 1] if index else None
+        self.points.append(MemoryPoint(label, live_bytes, max_bytes))
+
+
+class CudaMemoryMeter(MemoryMeter):
+    """Asks torch's caching allocator; it counts blocks of 512 bytes. Nothing synchronises."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[Any, int]] = []
+        self._peaks: list[int] = []
+
+    def __enter__(self) -> CudaMemoryMeter:
+        self._start = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._marks.append(("start", self._start))
+        return self
+
+    def mark(self, label: Any) -> None:
+        self._peaks.append(torch.cuda.max_memory_allocated(self._device))
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._marks.append((label, torch.cuda.memory_allocated(self._device)))
+
+    def __exit__(self, *exception: object) -> None:
+        self._peaks.append(torch.cuda.max_memory_allocated(self._device))
+        self.points = [
+            MemoryPoint(label, live - self._start, peak - self._start)
+            for (label, live), peak in zip(self._marks, self._peaks, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """The memory of one forward and backward, in bytes of live storages."""
+
+    static_bytes: int
+    """Parameters, buffers, gradients, optimizer state and the batch, before the step."""
+    stored_bytes: int
+    """What forward left behind for backward; the loss itself is not counted."""
+    peak_bytes: int
+    """Most bytes live at any moment of the step, static memory included."""
+    timeline: tuple[tuple[str, int], ...]
+    """(label, most bytes live until the next label), static memory included."""
+
+
+def measure_step(
+    model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None
+) -> StepMemory:
+    """Run one forward and backward of `model` on `batch` and report the memory it took.
+
+    The gradients it makes are dropped; gradients that were there stay. Random generators advance as in a step.
+    """
+    device = next(model.parameters()).device
+    static_bytes = count_static_bytes(model, batch, optimizer)
+    before = [parameter.grad for parameter in model.parameters()]
+    with MemoryMeter.for_device(device) as meter:
+        meter.mark("forward")
+        loss = model(**batch).loss
+        meter.mark("backward")
+        loss.backward()
+    loss_bytes = loss.untyped_storage().nbytes()
+    for parameter, gradient in zip(model.parameters(), before, strict=True):
+        parameter.grad = gradient
+    backward_start = next(point for point in meter.points if point.label == "backward")
+    return StepMemory(
+        static_bytes=static_bytes,
+        stored_bytes=backward_start.live_bytes - loss_bytes,
+        peak_bytes=static_bytes + meter.peak_bytes,
+        timeline=tuple((str(point.label), static_bytes + point.max_bytes) for point in meter.points),
+    )
+
+
+def count_static_bytes(
+    model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None
+) -> int:
+    """Bytes of the distinct storages of parameters, buffers, gradients, the optimizer's state and the batch."""
+    tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
+    tensors += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    tensors += [leaf for leaf in tree_leaves(dict(batch)) if isinstance(leaf, torch.Tensor)]
+    if optimizer is not None:
+        states = optimizer.state.values()
+        tensors += [leaf for leaf in tree_leaves(list(states)) if isinstance(leaf, torch.Tensor)]
+    return distinct_bytes(tensors)
+
+
+def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages of `tensors`, each counted once."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def available_bytes(device: torch.device, static_bytes: int) -> int:
+    """Bytes that this process can have on `device`: what is live now and what is free."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device)
+    import psutil
+
+    return static_bytes + psutil.virtual_memory().available

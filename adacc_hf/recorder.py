@@ -1,0 +1,224 @@
+"""Recording a tape: one call of a block under a dispatch mode and a pair of saved-tensor hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from adacc_hf.tape import Source, Tape, TapeOperator, TapeValue, TensorRef, geometry_of, map_tensors
+
+_NO_OPERATORS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+_READS_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_MOVES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_"}
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every operator that makes or changes a storage, and every tensor that autograd saves.
+
+    It keeps all storages alive while it records, so that one address means one storage, and so that the originals are at
+    hand for verification (rule R7).
+    """
+
+    def __init__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.block = block
+        self.values: list[TapeValue] = []
+        self.bases: list[torch.Tensor] = []
+        """The base tensor of each value, detached."""
+        self.operators: list[TapeOperator] = []
+        self.slots: list[TensorRef] = []
+        self.slot_positions: list[int] = []
+        self.untrusted: str | None = None
+        self._current: dict[int, int] = {}
+        self._modules: list[str] = []
+        for path, tensor in argument_tensors(args, kwargs):
+            self._know(tensor, Source("argument", path))
+        for name, parameter in block.named_parameters(remove_duplicate=False):
+            self._know(parameter, Source("parameter", (name,)))
+        for name, buffer in block.named_buffers(remove_duplicate=False):
+            self._know(buffer, Source("buffer", (name,)))
+
+    def refer(self, tensor: torch.Tensor) -> TensorRef:
+        """The reference to `tensor` in the state it is in now."""
+        key = tensor.untyped_storage()._cdata
+        if key not in self._current:
+            self._know(tensor, Source("unknown", ()))
+        return TensorRef(self._current[key], geometry_of(tensor), tensor.dtype)
+
+    def save(self, tensor: torch.Tensor) -> int:
+        """Note that autograd saves `tensor`; return the slot's index."""
+        self.slots.append(self.refer(tensor))
+        self.slot_positions.append(len(self.operators))
+        return len(self.slots) - 1
+
+    def tape(self) -> Tape:
+        """The record of all that ran. Call it after the block has returned."""
+        tape = Tape(
+            block_class=type(self.block).__name__,
+            values=self.values,
+            operators=self.operators,
+            slots=self.slots,
+            slot_positions=self.slot_positions,
+            untrusted=self.untrusted,
+        )
+        tape.seal([(name, p.shape, p.dtype) for name, p in self.block.named_parameters()])
+        return tape
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _NO_OPERATORS:
+            return func(*args, **kwargs)
+        recorded_args = map_tensors(args, torch.Tensor, self.refer)
+        recorded_kwargs = map_tensors(kwargs, torch.Tensor, self.refer)
+        drawing = _Drawing(func, args, kwargs)
+        result = func(*args, **kwargs)
+        drew = drawing.happened()
+        self._check_trust(func)
+        self._note(func, recorded_args, recorded_kwargs, _written_tensors(func, args, kwargs), result, drew)
+        return result
+
+    def _note(self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor], result: Any, drew: bool) -> None:
+        index = len(self.operators)
+        module = self._modules[-1] if self._modules else ""
+        name = f"{module or 'block'}:{func._opname.strip('_')}"
+        mutations = [self._next_version(tensor, index, name) for tensor in written]
+        fresh = [
+            (position, self._make(tensor, index, name))
+            for position, tensor in enumerate(tree_leaves(result))
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._current
+        ]
+        if not fresh and not mutations:
+            return
+        operator = TapeOperator(index, func, args, kwargs, tuple(fresh), tuple(mutations), drew, module)
+        self.operators.append(operator)
+        if drew and func is torch.ops.aten.native_dropout.default:
+            self._derive_dropout(operator)
+
+    def _derive_dropout(self, dropout: TapeOperator) -> None:
+        """Give dropout's result an operator of its own: input * mask * scale; only the mask is random (rule R5)."""
+        made = dict(dropout.outputs)
+        input_ref, probability = dropout.args[0], dropout.args[1]
+        scale = 1.0 / (1.0 - probability) if probability < 1.0 else 0.0
+        self.values[made[0]].producer = len(self.operators)
+        dropout.outputs = tuple((position, value) for position, value in dropout.outputs if position != 0)
+        self.operators.append(
+            TapeOperator(
+                len(self.operators),
+                torch.ops.aten.native_dropout_backward.default,
+                (input_ref, self.values[made[1]].ref, scale),
+                {},
+                ((0, made[0]),),
+                (),
+                False,
+                dropout.module,
+            )
+        )
+
+    def _check_trust(self, func: Any) -> None:
+        if self.untrusted is None and _READS_DATA.intersection(func.tags):
+            self.untrusted = f"{func} reads data into Python or makes a size that depends on data"
+        if self.untrusted is None and func._schema.name in _MOVES_STORAGE:
+            self.untrusted = f"{func} puts another storage under a tensor"
+
+    def _know(self, tensor: torch.Tensor, source: Source) -> None:
+        key = tensor.untyped_storage()._cdata
+        if key not in self._current:
+            self._add(tensor, source, None, str(source))
+
+    def _make(self, tensor: torch.Tensor, operator: int, name: str) -> int:
+        return self._add(tensor, None, operator, name)
+
+    def _next_version(self, tensor: torch.Tensor, operator: int, name: str) -> tuple[int, int]:
+        """Give the storage that `tensor` views a new version; its base stays as it was."""
+        old = self.refer(tensor).value
+        self.values[old].overwritten = True
+        return old, self._add(self.bases[old], None, operator, name)
+
+    def _add(self, tensor: torch.Tensor, source: Source | None, producer: int | None, name: str) -> int:
+        index = len(self.values)
+        storage = tensor.untyped_storage()
+        ref = TensorRef(index, geometry_of(tensor), tensor.dtype)
+        self.values.append(TapeValue(index, storage.nbytes(), ref, tensor.device, source, producer, name))
+        self.bases.append(tensor.detach())
+        self._current[storage._cdata] = index
+        return index
+
+    def _enter_module(self, name: str, *_: Any) -> None:
+        self._modules.append(name)
+
+    def _leave_module(self, *_: Any) -> None:
+        self._modules.pop()
+
+    @contextmanager
+    def naming_modules(self) -> Iterator[None]:
+        """While open, operators are noted with the path of the submodule that runs them."""
+        with ExitStack() as stack:
+            for name, module in self.block.named_modules():
+                if name:
+                    stack.callback(module.register_forward_pre_hook(partial(self._enter_module, name)).remove)
+                    stack.callback(module.register_forward_hook(self._leave_module).remove)
+            yield
+
+
+def argument_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """(path, tensor) of every tensor among the arguments of a call, containers searched."""
+    for position, argument in enumerate(args):
+        yield from _leaves((position,), argument)
+    for name, argument in kwargs.items():
+        yield from _leaves((name,), argument)
+
+
+def _leaves(path: tuple[Any, ...], tree: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, (tuple, list)):
+        for index, item in enumerate(tree):
+            yield from _leaves((*path, index), item)
+    elif isinstance(tree, dict):
+        for key, item in tree.items():
+            yield from _leaves((*path, key), item)
+
+
+def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Tensor arguments that the operator's schema declares as written, one per storage."""
+    written: dict[int, torch.Tensor] = {}
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = args[position] if position < len(args) else kwargs.get(argument.name)
+        for tensor in tree_leaves(given):
+            if isinstance(tensor, torch.Tensor):
+                written.setdefault(tensor.untyped_storage()._cdata, tensor)
+    return list(written.values())
+
+
+class _Drawing:
+    """Finds out whether one operator draws random numbers, by the state of the generator before and after.
+
+    The tag alone says too much: fused attention carries it, and draws only with dropout.
+    """
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves = tree_leaves((args, kwargs))
+        self._own_generator = any(isinstance(leaf, torch.Generator) for leaf in leaves)
+        self._device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
+        self._before = self._state() if torch.Tag.nondeterministic_seeded in func.tags else None
+
+    def happened(self) -> bool:
+        return self._own_generator or (self._before is not None and self._state() != self._before)
+
+    def _state(self) -> bytes:
+        """The default generator's state; reading it does not synchronise."""
+        if self._device.type == "cuda":
+            generator = torch.cuda.default_generators[self._device.index]
+            return repr((generator.initial_seed(), generator.get_offset())).encode()
+        return torch.get_rng_state().numpy().tobytes()

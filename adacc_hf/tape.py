@@ -1,0 +1,209 @@
+"""The tape: the record of one block's operators, storages and saved slots (DESIGN, section 4).
+
+A *value* is one storage at one version: an in-place operator reads a value and makes the next one. Views need no operator,
+because a tensor is recorded as its value with size, stride and offset. Everything is static, so a tape recorded once is
+replayed at any later call with the same shapes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Size, stride and storage offset, in elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor of the recorded call: a value and the way it is viewed."""
+
+    value: int
+    geometry: Geometry
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a value that the block did not make is found anew at each call (rule R12)."""
+
+    place: str
+    """"argument", "parameter", "buffer", or "unknown" for a tensor reached in any other way."""
+    path: tuple[Any, ...]
+    """Argument: position or keyword, then indices into nested containers. Parameter, buffer: its name in the block."""
+
+    def __str__(self) -> str:
+        return f"{self.place} {'.'.join(str(part) for part in self.path)}".strip()
+
+
+@dataclass(slots=True)
+class TapeValue:
+    """One storage at one version, with the tensor it was first seen as."""
+
+    index: int
+    nbytes: int
+    """Bytes of the whole storage."""
+    ref: TensorRef
+    """The tensor that the operator returned, or that was passed in; replay calls it the value's base."""
+    device: torch.device
+    source: Source | None
+    """None for a value that an operator of the block makes."""
+    producer: int | None = None
+    name: str = ""
+    overwritten: bool = False
+    """Whether a later operator of the block changed the storage in place, so that this version is gone."""
+
+    @property
+    def covers_storage(self) -> bool:
+        """Whether the base is dense and is all of its storage, so that encoding the base stores the value whole."""
+        size, stride, offset = self.ref.geometry
+        return offset == 0 and _is_dense(size, stride) and _numel(size) * self.ref.dtype.itemsize == self.nbytes
+
+
+@dataclass(slots=True)
+class TapeOperator:
+    """One ATen call that made or changed storages."""
+
+    index: int
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[tuple[int, int], ...]
+    """(position among the flattened results, value made) for results in fresh storages."""
+    mutations: tuple[tuple[int, int], ...]
+    """(value read, value made) for storages changed in place."""
+    random: bool
+    """Whether it drew random numbers; never replayed (rule R5)."""
+    module: str
+
+    @property
+    def name(self) -> str:
+        return str(self.target)
+
+    def inputs(self) -> list[int]:
+        """Values it reads, each once, in the order of its arguments."""
+        return list(dict.fromkeys(ref.value for ref in tensor_refs((self.args, self.kwargs))))
+
+    def made(self) -> list[int]:
+        """Values it makes: fresh storages and new versions."""
+        return [value for _, value in self.outputs] + [value for _, value in self.mutations]
+
+
+@dataclass(slots=True)
+class Tape:
+    """The record of one block at one shape."""
+
+    block_class: str
+    values: list[TapeValue]
+    operators: list[TapeOperator]
+    slots: list[TensorRef]
+    """The tensors autograd saved, in order."""
+    slot_positions: list[int]
+    """Number of operators recorded before each slot was saved."""
+    untrusted: str | None = None
+    """Why the tape must not be used (data read into Python), or None."""
+    structure: str = ""
+    """Digest of the operators and how they hang together, without sizes and constants."""
+    digest: str = ""
+    """Digest with sizes and constants: tapes with equal digests replay alike."""
+    recomputable: frozenset[int] = frozenset()
+    """Values that replay was verified to remake bit for bit (rule R7)."""
+    order: tuple[int, ...] | None = None
+    """Order in which backward asks for the slots, once it was seen."""
+    _consumers: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """What policies name: equal for blocks that may share one plan, sizes included."""
+        sizes = hashlib.sha256(repr([value.nbytes for value in self.values]).encode()).hexdigest()
+        return f"{self.structure[:24]}-{sizes[:8]}"
+
+    def is_block_input(self, value: int) -> bool:
+        source = self.values[value].source
+        return source is not None and source.place == "argument"
+
+    def is_module_state(self, value: int) -> bool:
+        source = self.values[value].source
+        return source is not None and source.place in ("parameter", "buffer")
+
+    def saved_values(self) -> list[int]:
+        """Values that slots hold, each once, in the order they were saved."""
+        return list(dict.fromkeys(slot.value for slot in self.slots))
+
+    def consumers(self, value: int) -> list[int]:
+        """Operators that read `value`."""
+        if not self._consumers:
+            for operator in self.operators:
+                for read in operator.inputs():
+                    self._consumers.setdefault(read, []).append(operator.index)
+        return self._consumers.get(value, [])
+
+    def seal(self, parameters: list[tuple[str, torch.Size, torch.dtype]]) -> None:
+        """Compute the digests; `parameters` are the block's own, which belong to its identity."""
+        self.structure = _digest([self.block_class, [(n, tuple(s), str(d)) for n, s, d in parameters], self._wiring()])
+        constants = [_constants((operator.args, operator.kwargs)) for operator in self.operators]
+        self.digest = _digest([self.structure, constants, [repr(slot) for slot in self.slots]])
+
+    def _wiring(self) -> list[Any]:
+        operators = [(op.name, op.inputs(), op.outputs, op.mutations, op.random) for op in self.operators]
+        sources = [str(value.source) for value in self.values if value.source is not None]
+        return [operators, sources, [slot.value for slot in self.slots]]
+
+
+def tensor_refs(tree: Any) -> Iterator[TensorRef]:
+    """The tensor references in nested tuples, lists and dicts."""
+    if isinstance(tree, TensorRef):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from tensor_refs(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from tensor_refs(item)
+
+
+def map_tensors(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """`tree` with every instance of `kind` in nested tuples, lists and dicts replaced by `change(instance)`."""
+    if isinstance(tree, kind):
+        return change(tree)
+    if isinstance(tree, tuple):
+        items = [map_tensors(item, kind, change) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
+    if isinstance(tree, list):
+        return [map_tensors(item, kind, change) for item in tree]
+    if isinstance(tree, dict):
+        return {key: map_tensors(item, kind, change) for key, item in tree.items()}
+    return tree
+
+
+def geometry_of(tensor: torch.Tensor) -> Geometry:
+    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+
+
+def _constants(tree: Any) -> str:
+    return repr(tree)
+
+
+def _digest(parts: list[Any]) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _numel(size: tuple[int, ...]) -> int:
+    count = 1
+    for length in size:
+        count *= length
+    return count
+
+
+def _is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether the elements fill one stretch of memory, each once, in some order of the dimensions."""
+    expected = 1
+    for step, length in sorted((st, si) for si, st in zip(size, stride, strict=True) if si != 1):
+        if step != expected:
+            return False
+        expected *= length
+    return True
