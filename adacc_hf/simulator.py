@@ -1,0 +1,261 @@
+"""What a policy costs and keeps, by replaying it step by step as the executor would, in whole bytes.
+
+It checks the solver and shares no code with it: the solver optimises totals, the simulator walks through one training step
+moment by moment. See `run_block` for the rules of one block's backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from adacc_hf.policy import Action
+
+if TYPE_CHECKING:
+    from adacc_hf.policy import Plan
+    from adacc_hf.profile import KindProfile, Operator, Profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one training step under a policy keeps, needs and costs."""
+
+    stored_bytes: int
+    """Bytes that forward leaves behind for backward, the outside of the blocks and shared tensors included."""
+    peak_bytes: int
+    """Most bytes live at any moment of the step."""
+    overhead_ms: float
+    """Time spent on replay, encoding and decoding, over all blocks (the paper's equation 4)."""
+    timeline: tuple[tuple[str, int], ...]
+    """Moments of the step in order: what runs, and the bytes live then."""
+
+    @cached_property
+    def peak_label(self) -> str:
+        """What runs when the peak is reached first."""
+        return max(self.timeline, key=lambda point: point[1])[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockOutcome:
+    """One block under one plan, the same for every block that has both."""
+
+    stored_bytes: int
+    """Bytes that its forward leaves behind, shared tensors left out."""
+    shared: frozenset[int]
+    """Shared tensors that its replay reads."""
+    overhead_ms: float
+    moments: tuple[int, ...]
+    """Bytes live at each moment of its backward besides `BlockProfile.backward_base_bytes` and earlier blocks' stores."""
+
+    @cached_property
+    def working_bytes(self) -> int:
+        """Most bytes live in its backward; 0 if autograd asks for nothing."""
+        return max(self.moments, default=0)
+
+
+def simulate(profile: Profile, plans: Sequence[Plan]) -> Outcome:
+    """The outcome of a training step in which the i-th block of `profile` runs under `plans[i]`.
+
+    Raises ValueError for a plan that cannot be carried out.
+    """
+    outcomes: dict[tuple[int, Plan], BlockOutcome] = {}
+    for block, plan in zip(profile.blocks, plans, strict=True):
+        if (block.kind, plan) not in outcomes:
+            outcomes[block.kind, plan] = run_block(profile.kind_of(block), plan)
+    blocks = [outcomes[block.kind, plan] for block, plan in zip(profile.blocks, plans, strict=True)]
+    timeline = _timeline(profile, blocks)
+    read = frozenset().union(*(block.shared for block in blocks))
+    shared_bytes = sum(shared.nbytes for i, shared in enumerate(profile.shared) if shared.saved or i in read)
+    return Outcome(
+        stored_bytes=sum(block.stored_bytes for block in blocks) + shared_bytes + profile.outside_stored_bytes,
+        peak_bytes=max(live for _, live in timeline),
+        overhead_ms=sum(block.overhead_ms for block in blocks),
+        timeline=tuple(timeline),
+    )
+
+
+def _timeline(profile: Profile, outcomes: Sequence[BlockOutcome]) -> list[tuple[str, int]]:
+    """Forward, head and loss, backward from the last block to the first, and what follows it."""
+    stored = 0
+    forward, backward = [], []
+    for block, outcome in zip(profile.blocks, outcomes, strict=True):
+        base = block.backward_base_bytes + stored
+        backward.append([(f"backward {block.name}", base + live) for live in outcome.moments])
+        stored += outcome.stored_bytes
+        extra = profile.kind_of(block).forward_extra_bytes
+        forward.append((f"forward {block.name}", profile.forward_base_bytes + stored + extra))
+    points = [*forward, ("head and loss", profile.outside_peak_bytes + stored)]
+    for moments in reversed(backward):
+        points += moments
+    return [*points, ("after the blocks", profile.tail_peak_bytes)]
+
+
+def run_block(kind: KindProfile, plan: Plan) -> BlockOutcome:
+    """The outcome of one block of `kind` under `plan`.
+
+    - Roots, the tensors and payloads that forward stored, are live from the start; each dies when the last slot that needs it
+      is released. A slot that is never released lives until the block's end.
+    - An operator is replayed at most once, at the first unpack that needs it, in order. All its outputs are allocated; one
+      that is a root as well, or that nothing reads, dies at once.
+    - A payload is decoded once, just before its first use.
+    - A replayed or decoded value dies after its last use, and not before autograd released every slot it was handed to.
+
+    Raises ValueError for a plan that cannot be carried out.
+    """
+    return _Walk(kind, plan).outcome()
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One thing that happens in backward: an operator runs, or autograd asks for a slot or lets go of it."""
+
+    entry_bytes: int
+    extra_bytes: int
+    operator: Operator | None = None
+    unpacked: int | None = None
+    released: int | None = None
+
+
+class _Walk:
+    """The walk through one block's backward: first what happens in which order, then what is live when."""
+
+    def __init__(self, kind: KindProfile, plan: Plan) -> None:
+        self.kind = kind
+        self.choices = dict(plan.choices)
+        # Whatever a policy wants kept; block inputs that nobody turns out to need are dropped below.
+        self.roots = {
+            value.index: self._root_bytes(value.index) for value in kind.activations if self._kept(value.index)
+        }
+        self.shared: set[int] = set()
+        self.closures = {slot: self._closure(value) for slot, value in enumerate(kind.slots) if value >= 0}
+        read = set().union(*(roots for roots, _ in self.closures.values()))
+        self.roots = {v: nbytes for v, nbytes in self.roots.items() if kind.values[v].saved or v in read}
+
+    def _kept(self, value: int) -> bool:
+        return self.choices[value].action is not Action.RECOMPUTE
+
+    def _is_coded(self, value: int) -> bool:
+        return value in self.roots and self.choices[value].action is Action.COMPRESS
+
+    def _option(self, value: int):
+        choice = self.choices[value]
+        for option in self.kind.values[value].codecs:
+            if (option.codec, option.options) == (choice.codec, choice.options):
+                return option
+        raise ValueError(
+            f"activation {value} ({self.kind.values[value].name}) has no price for codec {choice.codec!r} with "
+            f"{dict(choice.options)}: profile again with that codec"
+        )
+
+    def _root_bytes(self, value: int) -> int:
+        if self.choices[value].action is Action.COMPRESS:
+            return self._option(value).nbytes
+        return self.kind.values[value].nbytes
+
+    def _closure(self, value: int) -> tuple[frozenset[int], frozenset[int]]:
+        """The roots that making `value` from what is stored reads, and the operators it runs."""
+        roots: set[int] = set()
+        operators: set[int] = set()
+        pending = [value]
+        while pending:
+            index = pending.pop()
+            value_record = self.kind.values[index]
+            if value_record.shared is not None:
+                if operators:
+                    self.shared.add(value_record.shared)
+            elif index in self.roots:
+                roots.add(index)
+            else:
+                operator = self._producer(index)
+                if operator.index not in operators:
+                    operators.add(operator.index)
+                    pending += operator.inputs
+        return frozenset(roots), frozenset(operators)
+
+    def _producer(self, index: int) -> Operator:
+        value = self.kind.values[index]
+        if value.producer is None or not value.recomputable or not self.kind.operators[value.producer].replayable:
+            raise ValueError(
+                f"the plan does not store value {index} ({value.name}) of {self.kind.block_class}, which replay cannot "
+                f"make: retain or compress it"
+            )
+        return self.kind.operators[value.producer]
+
+    def _steps(self) -> list[_Step]:
+        """Everything that happens in backward, in order."""
+        steps: list[_Step] = []
+        done: set[int] = set()
+        for event in self.kind.backward:
+            sizes = (event.entry_bytes, event.extra_bytes)
+            if event.release:
+                steps.append(_Step(*sizes, released=event.slot))
+                continue
+            _, operators = self.closures.get(event.slot, (frozenset(), frozenset()))
+            steps += [_Step(*sizes, operator=self.kind.operators[j]) for j in sorted(operators - done)]
+            done |= operators
+            steps.append(_Step(*sizes, unpacked=event.slot))
+        return steps
+
+    def _deaths(self, steps: Sequence[_Step]) -> tuple[dict[int, float], dict[int, float]]:
+        """The step after which each root, and each replayed or decoded value, is dead; infinity for the block's end."""
+        released = {step.released: number for number, step in enumerate(steps) if step.released is not None}
+        root_death: dict[int, float] = {}
+        for slot, (roots, _) in self.closures.items():
+            for root in roots:
+                root_death[root] = max(root_death.get(root, -1), released.get(slot, math.inf))
+        death: dict[int, float] = {}
+        for number, step in enumerate(steps):
+            if step.operator is not None:
+                death |= dict.fromkeys(step.operator.inputs, number)
+        for number, step in enumerate(steps):
+            if step.unpacked is not None:
+                value = self.kind.slots[step.unpacked]
+                death[value] = max(death.get(value, -1), number, released.get(step.unpacked, math.inf))
+        return root_death, death
+
+    def outcome(self) -> BlockOutcome:
+        steps = self._steps()
+        coded = [self._option(value) for value in self.roots if self._is_coded(value)]
+        return BlockOutcome(
+            stored_bytes=sum(self.roots.values()),
+            shared=frozenset(self.shared),
+            overhead_ms=sum(step.operator.ms for step in steps if step.operator is not None)
+            + sum(option.encode_ms + option.decode_ms for option in coded),
+            moments=tuple(self._moments(steps)),
+        )
+
+    def _moments(self, steps: Sequence[_Step]) -> list[int]:
+        """Live bytes of this block at each moment of its backward."""
+        root_death, death = self._deaths(steps)
+        roots = dict(self.roots)
+        made: dict[int, int] = {}
+        moments = []
+        for number, step in enumerate(steps):
+            for value in self._decoded_by(step):
+                made.setdefault(value, self.kind.values[value].nbytes)
+            if step.operator is not None:
+                outputs = {value: self.kind.values[value].nbytes for value in step.operator.outputs}
+                copies = sum(nbytes for value, nbytes in outputs.items() if self._is_held(value))
+                made |= {value: nbytes for value, nbytes in outputs.items() if not self._is_held(value)}
+                moments.append(sum(roots.values()) + sum(made.values()) + copies + step.entry_bytes)
+            elif step.unpacked is not None:
+                moments.append(sum(roots.values()) + sum(made.values()) + step.entry_bytes)
+            made = {value: nbytes for value, nbytes in made.items() if death.get(value, -1) > number}
+            roots = {value: nbytes for value, nbytes in roots.items() if root_death.get(value, math.inf) > number}
+            if step.operator is None:
+                moments.append(sum(roots.values()) + sum(made.values()) + step.extra_bytes)
+        return moments
+
+    def _is_held(self, value: int) -> bool:
+        """Whether readers take `value` from the store, so that replaying it makes a copy that nobody uses."""
+        return value in self.roots or self.kind.values[value].shared is not None
+
+    def _decoded_by(self, step: _Step) -> list[int]:
+        """Stored values that must be decoded before `step`, unless they were already."""
+        read = step.operator.inputs if step.operator is not None else ()
+        if step.unpacked is not None and self.kind.slots[step.unpacked] >= 0:
+            read = (self.kind.slots[step.unpacked],)
+        return [value for value in read if self._is_coded(value)]

@@ -1,0 +1,255 @@
+"""Profiles made by hand for the tests of the solver, the simulator and the records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from adacc_hf.profile import BackwardEvent, BlockProfile, CodecOption, KindProfile, Operator, Profile, Shared, Value
+
+
+@dataclass
+class TapeBuilder:
+    """Builds a `KindProfile` operator by operator; slots are saved in the order of `save`, backward runs it in reverse."""
+
+    values: list[dict] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
+    nodes: list[list[int]] = field(default_factory=list)
+    """Per autograd node the values that it saves."""
+
+    def value(self, name, nbytes, producer=None, **fields):
+        self.values.append({"name": name, "nbytes": nbytes, "producer": producer, "codecs": (), **fields})
+        return len(self.values) - 1
+
+    def operator(self, name, inputs, outputs, ms, save=(), replayable=True):
+        """Adds an operator with `outputs` as (name, nbytes) pairs and returns the indices of its outputs.
+
+        `save` holds value indices, or negative positions in `outputs`, of what its autograd node saves.
+        """
+        index = len(self.operators)
+        made = [self.value(label, nbytes, index) for label, nbytes in outputs]
+        for value in made:
+            self.values[value]["recomputable"] = replayable
+        self.operators.append(
+            Operator(
+                index=index,
+                name=name,
+                module="",
+                inputs=tuple(inputs),
+                outputs=tuple(made),
+                ms=ms,
+                replayable=replayable,
+            )
+        )
+        self.nodes.append([made[v] if v < 0 else v for v in save])
+        return made
+
+    def kind(self, digest="tape", extra_bytes=0, forward_extra_bytes=0):
+        saved = {value for node in self.nodes for value in node}
+        values = tuple(self._record(index, fields, index in saved) for index, fields in enumerate(self.values))
+        slots, backward = [], []
+        for node in self.nodes:
+            first = len(slots)
+            slots += node
+            events = [(slot, release) for release in (False, True) for slot in range(first, len(slots))]
+            backward = [
+                BackwardEvent(slot=slot, release=release, entry_bytes=extra_bytes // 2, extra_bytes=extra_bytes)
+                for slot, release in events
+            ] + backward
+        return KindProfile(
+            digest=digest,
+            block_class="Block",
+            values=values,
+            operators=tuple(self.operators),
+            slots=tuple(slots),
+            backward=tuple(backward),
+            forward_extra_bytes=forward_extra_bytes,
+            forward_ms=sum(operator.ms for operator in self.operators),
+        )
+
+    @staticmethod
+    def _record(index, fields, saved):
+        shared = fields.get("shared")
+        return Value(
+            **{
+                "index": index,
+                "shape": (fields["nbytes"],),
+                "dtype": "uint8",
+                "saved": saved,
+                "activation": shared is None and (saved or fields["producer"] is None),
+                "shared": None,
+                "recomputable": False,
+                "role": "other",
+                **fields,
+            }
+        )
+
+
+def codec(name, nbytes, encode_ms, decode_ms, error=0.1):
+    return CodecOption(
+        codec=name,
+        options=(("group_size", 64),),
+        nbytes=nbytes,
+        encode_ms=encode_ms,
+        decode_ms=decode_ms,
+        error=error,
+        lossless=error == 0.0,
+    )
+
+
+def make_profile(kinds, layout, shared=(), **memory):
+    """A profile whose i-th block is of kind `layout[i]`."""
+    gradient_bytes = memory.pop("gradient_bytes", 0)
+    base = memory.setdefault("static_bytes", 1000)
+    return Profile(
+        **{
+            "model_class": "Toy",
+            "kinds": tuple(kinds),
+            "blocks": tuple(
+                BlockProfile(name=f"h.{i}", kind=kind, backward_base_bytes=base + gradient_bytes * (len(layout) - i))
+                for i, kind in enumerate(layout)
+            ),
+            "shared": tuple(shared),
+            "outside_stored_bytes": 100,
+            "forward_base_bytes": base + 100,
+            "outside_peak_bytes": base + 300,
+            "tail_peak_bytes": base + 200,
+            "available_bytes": 1 << 40,
+            "step_ms": 100.0,
+            "device": "cpu",
+            **memory,
+        }
+    )
+
+
+def gpt2_kind(batch, tokens, width, heads, attention, bytes_per_element):
+    """A GPT-2 block in training, priced like a device of 100 TFLOP/s and 1 TB/s."""
+    tape = TapeBuilder()
+    hidden = batch * tokens * width * bytes_per_element
+    rows = batch * tokens * 4
+    scores = batch * heads * tokens * tokens * bytes_per_element
+
+    def copy_ms(nbytes):
+        return 0.005 + nbytes / 1e9
+
+    def matmul_ms(columns_in, columns_out):
+        return 0.005 + 2 * batch * tokens * columns_in * columns_out / 1e11
+
+    def int4(value, name="outlier_int4", cost=2.0, error=0.08):
+        nbytes = tape.values[value]["nbytes"]
+        tape.values[value]["codecs"] = (
+            codec(name, nbytes * 9 // 32, cost * copy_ms(nbytes), copy_ms(nbytes), error),
+            codec("int8", nbytes * 17 // 32, copy_ms(nbytes), copy_ms(nbytes), error / 6),
+        )
+
+    def bits(value):
+        nbytes = tape.values[value]["nbytes"]
+        tape.values[value]["codecs"] = (codec("bitmask", nbytes // 8, copy_ms(nbytes), copy_ms(nbytes), 0.0),)
+
+    def dropout(source, nbytes, name):
+        (mask,) = tape.operator(
+            "rand_mask", [source], [(f"{name}.mask", nbytes // bytes_per_element)], 0.02, replayable=False
+        )
+        bits(mask)
+        (out,) = tape.operator("mul_mask", [source, mask], [(name, nbytes)], copy_ms(nbytes), save=[mask])
+        return out
+
+    def linear(source, columns_in, columns_out, name):
+        out_bytes = batch * tokens * columns_out * bytes_per_element
+        (out,) = tape.operator(
+            "addmm", [source], [(name, out_bytes)], matmul_ms(columns_in, columns_out), save=[source]
+        )
+        int4(source)
+        return out
+
+    def norm(source, name):
+        outputs = [(name, hidden), (f"{name}.mean", rows), (f"{name}.rstd", rows)]
+        out, _, _ = tape.operator("native_layer_norm", [source], outputs, copy_ms(hidden), save=[source, -2, -1])
+        int4(source)
+        return out
+
+    def pointwise(name, sources, save=()):
+        size = 4 * hidden
+        (out,) = tape.operator(name, sources, [(name, size)], copy_ms(size), save=save)
+        return out
+
+    start = tape.value("hidden_states", hidden)
+    qkv = linear(norm(start, "ln_1"), width, 3 * width, "c_attn")
+    if attention == "sdpa":
+        outputs = [("sdpa", hidden), ("logsumexp", rows * heads), ("seed", 16)]
+        ms = 4 * batch * tokens * tokens * width / 1e11
+        out, _, _ = tape.operator("flash", [qkv], outputs, ms, save=[qkv, -3, -2, -1], replayable=False)
+        int4(out)
+    else:
+        (weights,) = tape.operator(
+            "bmm", [qkv], [("scores", scores)], 2 * batch * tokens * tokens * width / 1e11, save=[qkv]
+        )
+        mask = tape.value("attention_mask", tokens * tokens, shared=0)
+        (masked,) = tape.operator("where", [weights, mask], [("masked", scores)], copy_ms(scores), save=[mask])
+        (soft,) = tape.operator("softmax", [masked], [("softmax", scores)], copy_ms(scores), save=[-1])
+        int4(soft, "asymmetric_int4")
+        dropped = dropout(soft, scores, "attn_dropout")
+        int4(dropped, "asymmetric_int4")
+        ms = 2 * batch * tokens * tokens * width / 1e11
+        (out,) = tape.operator("bmm", [dropped, qkv], [("context", hidden)], ms, save=[dropped])
+    int4(qkv, "channel_int4")
+    (merged,) = tape.operator("clone", [out], [("merged", hidden)], copy_ms(hidden))
+    first = dropout(linear(merged, width, width, "attn.c_proj"), hidden, "resid_dropout")
+    (middle,) = tape.operator("add", [start, first], [("residual", hidden)], copy_ms(hidden))
+    up = linear(norm(middle, "ln_2"), width, 4 * width, "c_fc")
+    cube = pointwise("pow", [up], save=[up])
+    inner = pointwise("add", [up, pointwise("mul", [cube])])
+    tanh = pointwise("tanh", [pointwise("mul", [inner])], save=[-1])
+    half = pointwise("half", [up])
+    shifted = pointwise("add_one", [tanh])
+    gelu = pointwise("gelu", [half, shifted], save=[half, shifted])
+    for value in (up, tanh, half, shifted):
+        int4(value)
+    second = dropout(linear(gelu, 4 * width, width, "mlp.c_proj"), hidden, "mlp_dropout")
+    tape.operator("add", [middle, second], [("out", hidden)], copy_ms(hidden))
+    return tape.kind(digest=f"gpt2-{attention}", extra_bytes=8 * hidden, forward_extra_bytes=9 * hidden)
+
+
+@pytest.fixture(scope="session")
+def gpt2_like_profile():
+    """A factory of profiles like a GPT-2's: `gpt2_like_profile(num_blocks=12, attention="sdpa")`."""
+
+    def build(num_blocks=12, attention="sdpa", batch=8, tokens=1024, width=768, bytes_per_element=2):
+        kind = gpt2_kind(batch, tokens, width, width // 64, attention, bytes_per_element)
+        hidden = batch * tokens * width * bytes_per_element
+        parameters = 4 * (num_blocks * 12 * width * width + 51200 * width)
+        static = 3 * parameters
+        logits = batch * tokens * 51200 * 4
+        return make_profile(
+            [kind],
+            [0] * num_blocks,
+            shared=[Shared(name="attention_mask", nbytes=tokens * tokens, saved=True)] if attention == "eager" else [],
+            static_bytes=static,
+            gradient_bytes=4 * 12 * width * width,
+            outside_stored_bytes=2 * hidden,
+            forward_base_bytes=static + 3 * hidden,
+            outside_peak_bytes=static + 2 * hidden + 2 * logits,
+            tail_peak_bytes=static + parameters,
+            available_bytes=80 << 30,
+        )
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def tape_builder():
+    """The class that builds a kind operator by operator."""
+    return TapeBuilder
+
+
+@pytest.fixture(scope="session")
+def make_codec():
+    """`make_codec(name, nbytes, encode_ms, decode_ms, error)`: a priced codec."""
+    return codec
+
+
+@pytest.fixture(scope="session")
+def profile_of():
+    """`profile_of(kinds, layout, shared=(), **memory)`: a profile whose i-th block is of kind `layout[i]`."""
+    return make_profile
