@@ -1,0 +1,166 @@
+"""Why each activation gets its action: what a plan does with it and what every other action would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from adacc_hf.errors import PolicyMismatchError
+from adacc_hf.policy import Action, Choice, Plan, Policy
+from adacc_hf.profile import CodecOption, KindProfile, Profile, Value
+from adacc_hf.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationRow:
+    """One activation under one plan, with the price of every action it could take."""
+
+    value: Value
+    choice: Choice
+    option: CodecOption | None
+    """The codec it is compressed with."""
+    replay_ms: float | None
+    """Time to remake it from what the plan stores; None if it cannot be replayed. Operators that two rows need count in
+    both, though they run once."""
+
+    @property
+    def reason(self) -> str:
+        """The chosen action with its cost and the bytes that it frees, then the other possible ones."""
+        if self.choice.action is Action.RETAIN:
+            return "; ".join(
+                ["retain: frees nothing", self._replay_price(), *map(self._codec_price, self.value.codecs)]
+            )
+        others = [self._codec_price(option) for option in self.value.codecs if option != self.option]
+        if self.option is None:
+            return "; ".join([self._replay_price(), *others])
+        return "; ".join([self._codec_price(self.option), self._replay_price(), *others])
+
+    def _replay_price(self) -> str:
+        if self.replay_ms is None:
+            return "recompute: not possible"
+        return f"recompute: {self.replay_ms:.2f} ms for {format_bytes(self.value.nbytes)}"
+
+    def _codec_price(self, option: CodecOption) -> str:
+        freed = format_bytes(self.value.nbytes - option.nbytes)
+        return f"{option.codec}: {option.encode_ms + option.decode_ms:.2f} ms for {freed}, error {option.error:.3g}"
+
+
+def activation_rows(kind: KindProfile, plan: Plan) -> list[ActivationRow]:
+    """One row per activation of `kind`, in the order in which the block makes them."""
+    choices = dict(plan.choices)
+    return [
+        ActivationRow(
+            value=value,
+            choice=choices[value.index],
+            option=_chosen_option(value, choices[value.index]),
+            replay_ms=_replay_ms(kind, choices, value),
+        )
+        for value in kind.activations
+    ]
+
+
+def check_belongs(policy: Policy, profile: Profile) -> None:
+    """Raise PolicyMismatchError unless `policy` was made from a profile of the same blocks as `profile`."""
+    expected = [(block.name, profile.kind_of(block).digest) for block in profile.blocks]
+    given = [(name, policy.plans[plan].kind) for name, plan in policy.blocks]
+    if given == expected:
+        return
+    if len(given) != len(expected):
+        difference = f"the policy has {len(given)} blocks, the profile {len(expected)}"
+    else:
+        (name, kind), (other_name, other_kind) = next(p for p in zip(given, expected, strict=True) if p[0] != p[1])
+        difference = f"the policy has block {name} of kind {kind[:12]}, the profile {other_name} of {other_kind[:12]}"
+    raise PolicyMismatchError(
+        f"policy and profile do not belong together: {difference}; give the profile that the policy was solved from"
+    )
+
+
+def plan_groups(policy: Policy, profile: Profile) -> list[tuple[str, KindProfile, Plan]]:
+    """The different plans of `policy`, each with the blocks that follow it in words, and its kind."""
+    kinds = {kind.digest: kind for kind in profile.kinds}
+    names = [name for name, _ in policy.blocks]
+    groups = []
+    for index, plan in enumerate(policy.plans):
+        members = [position for position, (_, plan_index) in enumerate(policy.blocks) if plan_index == index]
+        groups.append((_in_runs(names, members), kinds[plan.kind], plan))
+    return groups
+
+
+def explain_policy(policy: Policy, profile: Profile) -> str:
+    """The policy as text: for every activation of every plan its name, shape, bytes, action and reason."""
+    check_belongs(policy, profile)
+    lines = [f"Policy: {policy.summary()}"]
+    for blocks, kind, plan in plan_groups(policy, profile):
+        cells = [("activation", "shape", "bytes", "action", "reason")]
+        cells += [
+            (
+                row.value.name,
+                format_shape(row.value),
+                format_bytes(row.value.nbytes),
+                str(row.choice),
+                row.reason,
+            )
+            for row in activation_rows(kind, plan)
+        ]
+        widths = [max(len(line[column]) for line in cells) for column in range(4)]
+        lines += ["", f"{kind.block_class}, {blocks}"]
+        lines += [_aligned(line, widths) for line in cells]
+    return "\n".join(lines)
+
+
+def format_shape(value: Value) -> str:
+    """ "float32[8, 256, 1024]"."""
+    return f"{value.dtype.removeprefix('torch.')}{list(value.shape)}"
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
+    name, shape, nbytes, action, reason = cells
+    return f"  {name:{widths[0]}}  {shape:{widths[1]}}  {nbytes:>{widths[2]}}  {action:{widths[3]}}  {reason}"
+
+
+def _chosen_option(value: Value, choice: Choice) -> CodecOption | None:
+    if choice.action is not Action.COMPRESS:
+        return None
+    for option in value.codecs:
+        if (option.codec, option.options) == (choice.codec, choice.options):
+            return option
+    raise PolicyMismatchError(
+        f"the profile has no price for codec {choice.codec!r} with {dict(choice.options)} on activation {value.index} "
+        f"({value.name}): give the profile that the policy was solved from"
+    )
+
+
+def _replay_ms(kind: KindProfile, choices: dict[int, Choice], value: Value) -> float | None:
+    """Time of the operators between `value` and what the plan stores, `value` itself taken as not stored."""
+    operators: set[int] = set()
+    pending = [value]
+    while pending:
+        missing = pending.pop()
+        if missing.producer is None or not missing.recomputable or not kind.operators[missing.producer].replayable:
+            return None
+        if missing.producer in operators:
+            continue
+        operators.add(missing.producer)
+        inputs = [kind.values[index] for index in kind.operators[missing.producer].inputs]
+        pending += [needed for needed in inputs if not _is_stored(needed, choices)]
+    return sum(kind.operators[index].ms for index in operators)
+
+
+def _is_stored(value: Value, choices: dict[int, Choice]) -> bool:
+    if value.shared is not None:
+        return True
+    return value.index in choices and choices[value.index].action is not Action.RECOMPUTE
+
+
+def _in_runs(names: Sequence[str], positions: Sequence[int]) -> str:
+    """`positions` of `names`, neighbours drawn together: "h.0 to h.4 (5 blocks), h.7"."""
+    runs: list[list[int]] = []
+    for position in positions:
+        if runs and position == runs[-1][-1] + 1:
+            runs[-1].append(position)
+        else:
+            runs.append([position])
+    words = [
+        names[run[0]] if len(run) == 1 else f"{names[run[0]]} to {names[run[-1]]} ({len(run)} blocks)" for run in runs
+    ]
+    return ", ".join(words)
