@@ -12,6 +12,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from adacc_hf.kernels.codecs import Payload
+
 
 @lru_cache(maxsize=4096)
 def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
@@ -49,18 +51,12 @@ def as_flat(tensor: Tensor, keep_rows: bool = False) -> Tensor:
     return tensor.contiguous().view(-1)
 
 
-def restore(
-    fill: Callable[[Tensor], None],
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    keep_rows: bool = False,
-) -> Tensor:
-    """A fresh tensor of this layout whose elements `fill` wrote into the flat [N] tensor it is given.
+def restore(fill: Callable[[Tensor], None], payload: Payload, keep_rows: bool = False) -> Tensor:
+    """A fresh tensor of the payload's layout, whose elements `fill` writes into the flat [N] tensor it is given.
 
     The order of the flat elements is that of `as_flat` for the same layout and keep_rows.
     """
+    size, stride, dtype, device = payload.size, payload.stride, payload.dtype, payload.tensors[0].device
     out = torch.empty_strided(size, stride, dtype=dtype, device=device)
     if has_dense_rows(size, stride) if keep_rows else is_dense(size, stride):
         fill(out.as_strided((out.numel(),), (1,)))

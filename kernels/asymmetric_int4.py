@@ -2,10 +2,10 @@
 
 `scale="paper"` is eq. 3: offset (max + min) / 2 and scale (max - min) / 16, which clips the maximum by one step.
 `scale="range15"`, the default, has offset min and scale (max - min) / 15: nothing is clipped, and the zeros that causal
-masking puts into softmax decode to exact zeros. Codes are 0..15 with the paper's -8..7 moved up by 8.
+masking puts into softmax decode to exact zeros. Codes are 0..15, with the paper's -8..7 moved up by 8.
 
-Offsets are kept in the tensor's own dtype, in which the minimum is exact; scales in 16 bits, cut towards zero. The
-stored scale is (max - min) / 2, since the whole range may exceed what the dtype can hold.
+Offsets are kept in the tensor's own dtype, in which the minimum is exact. Kept beside them is half the range, since
+the whole may exceed float32, cut to bfloat16 towards zero so that decoding never exceeds the maximum.
 """
 
 from math import prod
@@ -13,31 +13,37 @@ from math import prod
 import torch
 from torch import Tensor
 
-from adacc_hf.kernels import _int4
+from adacc_hf.kernels import _cpu, _symmetric
 from adacc_hf.kernels._layout import as_flat, restore
 from adacc_hf.kernels.codecs import Codec, Payload, register
 
-# Factor from half the range to the scale, and the code that the offset stands for.
+# Factor from half the range to the scale, and the code of the offset.
 SCALE_FACTORS = {"range15": 2 / 15, "paper": 1 / 8}
 OFFSET_CODES = {"range15": 0.0, "paper": 8.0}
 
 
-def encode_ref(x_AG: Tensor, scale: str, rounding: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes uint8 [A/2, G], offsets [A] in x's dtype, halves of the range [A] in 16 bits. A is even."""
+def encode_ref(flat_N: Tensor, group_size: int, scale: str, rounding: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes uint8 [A/2, G], offsets [A] in the tensor's dtype, half ranges bfloat16 [A]; A is even.
+
+    The last group is completed with copies of the last element. Codes of non-finite elements are unspecified.
+    """
+    groups = _symmetric.even_groups(flat_N.shape[0], group_size)
+    x_AG = _symmetric.pad_to(flat_N, groups * group_size, with_last=True).view(groups, group_size)
     high_A, low_A = x_AG.amax(1).float(), x_AG.amin(1).float()
-    half_range_A = _int4.store_peak(high_A * 0.5 - low_A * 0.5, x_AG.dtype)
-    offset_A = (low_A if scale == "range15" else high_A * 0.5 + low_A * 0.5).to(x_AG.dtype)
-    inverse_A = _int4.inverse_ref(half_range_A, SCALE_FACTORS[scale])
-    centred = (x_AG.float() - offset_A.float()[:, None]) * inverse_A[:, None]
-    shifted = centred + (_int4.round_offset(x_AG, rounding, seed) + OFFSET_CODES[scale])
-    return _int4.pack_ref(shifted.clamp(0, 15).to(torch.uint8)), offset_A, half_range_A
+    half_ranges = _symmetric.cut_to_bfloat16(high_A * 0.5 - low_A * 0.5)
+    offsets = (low_A if scale == "range15" else high_A * 0.5 + low_A * 0.5).to(flat_N.dtype)
+    inverse_A = _symmetric.inverse_ref(half_ranges, SCALE_FACTORS[scale])
+    steps = (x_AG.float() - offsets.float()[:, None]) * inverse_A[:, None]
+    shifted = steps + _symmetric.rounding_offset_ref(x_AG, OFFSET_CODES[scale], rounding, seed)
+    return _symmetric.pack_ref(shifted.clamp(0, 15).to(torch.uint8)), offsets, half_ranges
 
 
-def decode_ref(codes: Tensor, offset_A: Tensor, half_range_A: Tensor, scale: str) -> Tensor:
-    """[A, G] from codes, offsets and half ranges."""
-    scale_A = half_range_A.float() * SCALE_FACTORS[scale]
-    steps = _int4.unpack_ref(codes).float() - OFFSET_CODES[scale]
-    return (steps * scale_A[:, None] + offset_A.float()[:, None]).to(offset_A.dtype)
+def decode_ref(numel: int, scale: str, codes: Tensor, offsets: Tensor, half_ranges: Tensor) -> Tensor:
+    """[N] from the tensors of `encode_ref`."""
+    scale_A = half_ranges.float() * SCALE_FACTORS[scale]
+    steps = _symmetric.unpack_ref(codes).float() - OFFSET_CODES[scale]
+    x_AG = steps * scale_A[:, None] + offsets.float()[:, None]
+    return x_AG.to(offsets.dtype).view(-1)[:numel]
 
 
 @register
@@ -47,33 +53,44 @@ class AsymmetricInt4(Codec):
     name = "asymmetric_int4"
 
     def __init__(self, group_size: int = 64, scale: str = "range15", rounding: str = "nearest", seed: int = 0) -> None:
-        _int4.check_options(self.name, group_size, scale, rounding, tuple(SCALE_FACTORS))
+        _symmetric.check_options(self.name, group_size, scale, rounding, seed, tuple(SCALE_FACTORS))
         self.group_size = group_size
         self.scale = scale
         self.rounding = rounding
         self.seed = seed
 
     def supports(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-        return dtype in _int4.FLOAT_DTYPES
+        return dtype in _symmetric.FLOAT_DTYPES
 
     def predicted_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        groups = _int4.even_groups(prod(shape), self.group_size)
-        return groups * (self.group_size // 2 + dtype.itemsize + _int4.PEAK_BYTES)
+        groups = _symmetric.even_groups(prod(shape), self.group_size)
+        return groups * self.group_size // 2 + groups * (dtype.itemsize + _symmetric.PEAK_BYTES)
 
     @torch.no_grad()
     def encode(self, tensor: Tensor) -> Payload:
         self._require(tensor)
-        flat = as_flat(tensor)
-        groups = _int4.even_groups(flat.shape[0], self.group_size)
-        x_AG = _int4.pad_to(flat, groups * self.group_size, with_last=True).view(groups, self.group_size)
-        tensors = encode_ref(x_AG, self.scale, self.rounding, self.seed)
+        flat_N = as_flat(tensor)
+        if flat_N.is_cuda:
+            from adacc_hf.kernels import asymmetric_int4_triton
+
+            tensors = asymmetric_int4_triton.encode(flat_N, self.group_size, self.scale, self.rounding, self.seed)
+        elif _cpu.usable(flat_N):
+            formula = (SCALE_FACTORS[self.scale], OFFSET_CODES[self.scale])
+            tensors = _cpu.encode_asymmetric(flat_N, self.group_size, *formula, self.rounding, self.seed)
+        else:
+            tensors = encode_ref(flat_N, self.group_size, self.scale, self.rounding, self.seed)
         return Payload(tensors, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     @torch.no_grad()
     def decode(self, payload: Payload) -> Tensor:
-        codes, offsets, half_ranges = payload.tensors
-
         def fill(out_N: Tensor) -> None:
-            out_N.copy_(decode_ref(codes, offsets, half_ranges, self.scale).view(-1)[: out_N.shape[0]])
+            if out_N.is_cuda:
+                from adacc_hf.kernels import asymmetric_int4_triton
 
-        return restore(fill, payload.size, payload.stride, payload.dtype, codes.device)
+                asymmetric_int4_triton.decode(out_N, *payload.tensors, self.scale)
+            elif _cpu.usable(out_N):
+                _cpu.decode_asymmetric(out_N, *payload.tensors, SCALE_FACTORS[self.scale], OFFSET_CODES[self.scale])
+            else:
+                out_N.copy_(decode_ref(out_N.shape[0], self.scale, *payload.tensors))
+
+        return restore(fill, payload)

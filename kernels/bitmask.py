@@ -10,39 +10,37 @@ from math import prod
 import torch
 from torch import Tensor
 
-from adacc_hf.kernels import _int4
+from adacc_hf.kernels import _cpu, _symmetric
 from adacc_hf.kernels._layout import as_flat, restore
 from adacc_hf.kernels.codecs import Codec, Payload, register
 
-PATTERN_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Integers of an element's width; bool has one, so that its patterns are 0 and 1.
+PATTERN_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float64,
-    *_int4.FLOAT_DTYPES,
+    *(torch.bool, torch.uint8, torch.float64),
+    *PATTERN_DTYPES.values(),
+    *_symmetric.FLOAT_DTYPES,
 )
 
 
-def encode_ref(x_N: Tensor) -> tuple[Tensor, ...]:
-    """Bits uint8 [N/8], and unless x is boolean the pattern [1] of the value that set elements have. N is 8 * bytes."""
-    bits_8N = (x_N != 0).view(torch.uint8).view(8, -1)
-    packed = bits_8N[0].clone()
+def encode_ref(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
+    """Bits uint8 [ceil(N / 8)], and if asked for the pattern [1] of set elements, 0 if there are none."""
+    num_bytes = -(-patterns_N.shape[0] // 8)
+    padded = _symmetric.pad_to(patterns_N, 8 * num_bytes)
+    bits = (padded != 0).view(torch.uint8).view(8, num_bytes)
+    packed = bits[0]
     for j in range(1, 8):
-        packed = packed | (bits_8N[j] << j)
-    if x_N.dtype == torch.uint8:  # a boolean tensor's bytes: the value is known
+        packed = packed | (bits[j] << j)
+    if not with_pattern:
         return (packed,)
-    # All elements are 0 or c: whichever sign c's pattern has, c is the maximum, the minimum or both.
-    pattern = x_N.amax(0, keepdim=True) | x_N.amin(0, keepdim=True) if x_N.numel() else x_N.new_zeros(1)
-    return packed, pattern
+    # All elements are 0 or c, so c is the maximum or the minimum, or both.
+    edges = torch.cat([padded, padded.new_zeros(1)])
+    return packed, edges.amax(0, keepdim=True) | edges.amin(0, keepdim=True)
 
 
-def decode_ref(packed: Tensor, *pattern: Tensor) -> Tensor:
-    """[8 * bytes] patterns: uint8 0 and 1 where no pattern is given."""
-    bits = torch.stack([(packed >> j) & 1 for j in range(8)]).view(-1)
+def decode_ref(numel: int, packed: Tensor, *pattern: Tensor) -> Tensor:
+    """[N] patterns: uint8 0 and 1 where no pattern is given."""
+    bits = torch.cat([(packed >> j) & 1 for j in range(8)])[:numel]
     return bits.to(pattern[0].dtype) * pattern[0] if pattern else bits
 
 
@@ -73,23 +71,33 @@ class Bitmask(Codec):
     @torch.no_grad()
     def encode(self, tensor: Tensor) -> Payload:
         self._require(tensor)
-        patterns = _patterns(tensor)
-        num_bytes = -(-patterns.shape[0] // 8)
-        tensors = encode_ref(_int4.pad_to(patterns, 8 * num_bytes))
+        patterns_N = _patterns(tensor)
+        encode = encode_ref
+        if tensor.is_cuda:
+            from adacc_hf.kernels import bitmask_triton
+
+            encode = bitmask_triton.encode
+        elif tensor.device.type == "cpu" and _cpu.library():
+            encode = _cpu.pack_bits
+        tensors = encode(patterns_N, tensor.dtype != torch.bool)
         return Payload(tensors, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     @torch.no_grad()
     def decode(self, payload: Payload) -> Tensor:
         def fill(out_N: Tensor) -> None:
-            out_N.copy_(decode_ref(*payload.tensors)[: out_N.shape[0]].view(payload.dtype))
+            patterns_N = out_N.view(PATTERN_DTYPES[out_N.element_size()])
+            if out_N.is_cuda:
+                from adacc_hf.kernels import bitmask_triton
 
-        device = payload.tensors[0].device
-        return restore(fill, payload.size, payload.stride, payload.dtype, device)
+                bitmask_triton.decode(patterns_N, *payload.tensors)
+            elif out_N.device.type == "cpu" and _cpu.library():
+                _cpu.unpack_bits(patterns_N, *payload.tensors)
+            else:
+                patterns_N.copy_(decode_ref(out_N.shape[0], *payload.tensors))
+
+        return restore(fill, payload)
 
 
 def _patterns(tensor: Tensor) -> Tensor:
-    """[N] bit patterns as integers: uint8 for booleans, else signed integers (int8 included) of the same width."""
-    flat = as_flat(tensor)
-    if tensor.dtype == torch.bool:
-        return flat.view(torch.uint8)
-    return flat.view(torch.int8 if tensor.element_size() == 1 else PATTERN_DTYPES[tensor.element_size()])
+    """[N] bit patterns as signed integers of the elements' width."""
+    return as_flat(tensor).view(PATTERN_DTYPES[tensor.element_size()])

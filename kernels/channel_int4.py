@@ -8,9 +8,25 @@ more closely.
 import torch
 from torch import Tensor
 
-from adacc_hf.kernels import _int4
+from adacc_hf.kernels import _cpu, _symmetric
 from adacc_hf.kernels._layout import as_flat, restore, rows_and_columns
 from adacc_hf.kernels.codecs import Codec, Payload, register
+
+BITS = 4
+
+
+def encode_ref(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [A/2, G, C] and 16-bit peaks [A, C], A groups of G rows."""
+    rows, columns = x_RC.shape
+    groups = _symmetric.even_groups(rows, group_size)
+    x_AGC = _symmetric.pad_to(x_RC, groups * group_size).view(groups, group_size, columns)
+    return _symmetric.encode_ref(x_AGC, BITS, factor, rounding, seed)
+
+
+def decode_ref(shape: tuple[int, int], dtype: torch.dtype, factor: float, codes: Tensor, peaks: Tensor) -> Tensor:
+    """[R, C] from the tensors of `encode_ref`."""
+    rows, columns = shape
+    return _symmetric.decode_ref(codes, peaks, BITS, factor, dtype).view(-1, columns)[:rows]
 
 
 @register
@@ -20,35 +36,48 @@ class ChannelInt4(Codec):
     name = "channel_int4"
 
     def __init__(self, group_size: int = 64, scale: str = "signed", rounding: str = "nearest", seed: int = 0) -> None:
-        _int4.check_options(self.name, group_size, scale, rounding, tuple(_int4.SCALE_FACTORS))
+        _symmetric.check_options(self.name, group_size, scale, rounding, seed, tuple(_symmetric.SCALE_FACTORS))
         self.group_size = group_size
         self.scale = scale
         self.rounding = rounding
         self.seed = seed
+        self._factor = _symmetric.SCALE_FACTORS[scale]
 
     def supports(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-        return dtype in _int4.FLOAT_DTYPES
+        return dtype in _symmetric.FLOAT_DTYPES and rows_and_columns(shape)[1] > 0
 
     def predicted_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         rows, columns = rows_and_columns(shape)
-        groups = _int4.even_groups(rows, self.group_size)
-        return groups * columns * (self.group_size // 2 + _int4.PEAK_BYTES)
+        groups = _symmetric.even_groups(rows, self.group_size)
+        return groups * columns * self.group_size // 2 + groups * columns * _symmetric.PEAK_BYTES
 
     @torch.no_grad()
     def encode(self, tensor: Tensor) -> Payload:
         self._require(tensor)
-        rows, columns = rows_and_columns(tuple(tensor.shape))
-        groups = _int4.even_groups(rows, self.group_size)
-        x_RC = as_flat(tensor, keep_rows=True).view(rows, columns)
-        x_AGC = _int4.pad_to(x_RC, groups * self.group_size).view(groups, self.group_size, columns)
-        tensors = _int4.encode_ref(x_AGC, self.scale, self.rounding, self.seed)
+        x_RC = as_flat(tensor, keep_rows=True).view(rows_and_columns(tuple(tensor.shape)))
+        encode = encode_ref
+        if x_RC.is_cuda:
+            from adacc_hf.kernels import channel_int4_triton
+
+            encode = channel_int4_triton.encode
+        elif _cpu.usable(x_RC):
+            encode = _cpu.encode_columns
+        tensors = encode(x_RC, self.group_size, self._factor, self.rounding, self.seed)
         return Payload(tensors, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     @torch.no_grad()
     def decode(self, payload: Payload) -> Tensor:
-        codes, peaks = payload.tensors
+        shape = rows_and_columns(payload.size)
 
         def fill(out_N: Tensor) -> None:
-            out_N.copy_(_int4.decode_ref(codes, peaks, self.scale, payload.dtype).view(-1)[: out_N.shape[0]])
+            out_RC = out_N.view(shape)
+            if out_N.is_cuda:
+                from adacc_hf.kernels import channel_int4_triton
 
-        return restore(fill, payload.size, payload.stride, payload.dtype, codes.device, keep_rows=True)
+                channel_int4_triton.decode(out_RC, *payload.tensors, self._factor)
+            elif _cpu.usable(out_N):
+                _cpu.decode_columns(out_RC, *payload.tensors, self._factor)
+            else:
+                out_RC.copy_(decode_ref(shape, payload.dtype, self._factor, *payload.tensors))
+
+        return restore(fill, payload, keep_rows=True)

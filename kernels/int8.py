@@ -5,25 +5,24 @@ from math import prod
 import torch
 from torch import Tensor
 
-from adacc_hf.kernels import _int4
+from adacc_hf.kernels import _cpu, _symmetric
 from adacc_hf.kernels._layout import as_flat, restore
 from adacc_hf.kernels.codecs import Codec, Payload, register
 
-SCALE_FACTOR = 1 / 127
+BITS = 8
+FACTOR = _symmetric.INT8_SCALE_FACTOR
 
 
-def encode_ref(x_AG: Tensor, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Codes int8 [A, G] in -127..127 and 16-bit peaks [A]."""
-    peaks_A = _int4.peaks_ref(x_AG, scale="max127")
-    inverse_A = _int4.inverse_ref(peaks_A, SCALE_FACTOR)
-    shifted = x_AG.float() * inverse_A[:, None] + _int4.round_offset(x_AG, rounding, seed)
-    return shifted.floor().clamp(-127, 127).to(torch.int8), peaks_A
+def encode_ref(flat_N: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [A, G], 128 for zero, and 16-bit peaks [A]."""
+    groups = -(-flat_N.shape[0] // group_size)
+    x_AG = _symmetric.pad_to(flat_N, groups * group_size).view(groups, group_size)
+    return _symmetric.encode_ref(x_AG, BITS, FACTOR, rounding, seed)
 
 
-def decode_ref(codes_AG: Tensor, peaks_A: Tensor, dtype: torch.dtype) -> Tensor:
-    """[A, G] from codes and peaks."""
-    scale_A = peaks_A.float() * SCALE_FACTOR
-    return (codes_AG.float() * scale_A[:, None]).to(dtype)
+def decode_ref(numel: int, dtype: torch.dtype, codes: Tensor, peaks: Tensor) -> Tensor:
+    """[N] from the tensors of `encode_ref`."""
+    return _symmetric.decode_ref(codes, peaks, BITS, FACTOR, dtype).view(-1)[:numel]
 
 
 @register
@@ -33,32 +32,42 @@ class Int8(Codec):
     name = "int8"
 
     def __init__(self, group_size: int = 64, rounding: str = "nearest", seed: int = 0) -> None:
-        _int4.check_options(self.name, group_size, "max127", rounding, ("max127",))
+        _symmetric.check_options(self.name, group_size, "max127", rounding, seed, ("max127",))
         self.group_size = group_size
         self.rounding = rounding
         self.seed = seed
 
     def supports(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-        return dtype in _int4.FLOAT_DTYPES
+        return dtype in _symmetric.FLOAT_DTYPES
 
     def predicted_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         groups = -(-prod(shape) // self.group_size)
-        return groups * (self.group_size + _int4.PEAK_BYTES)
+        return groups * (self.group_size + _symmetric.PEAK_BYTES)
 
     @torch.no_grad()
     def encode(self, tensor: Tensor) -> Payload:
         self._require(tensor)
-        flat = as_flat(tensor)
-        groups = -(-flat.shape[0] // self.group_size)
-        x_AG = _int4.pad_to(flat, groups * self.group_size).view(groups, self.group_size)
-        tensors = encode_ref(x_AG, self.rounding, self.seed)
+        flat_N = as_flat(tensor)
+        if flat_N.is_cuda:
+            from adacc_hf.kernels import int8_triton
+
+            tensors = int8_triton.encode(flat_N, self.group_size, self.rounding, self.seed)
+        elif _cpu.usable(flat_N):
+            tensors = _cpu.encode_groups(flat_N, self.group_size, BITS, FACTOR, self.rounding, self.seed)
+        else:
+            tensors = encode_ref(flat_N, self.group_size, self.rounding, self.seed)
         return Payload(tensors, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     @torch.no_grad()
     def decode(self, payload: Payload) -> Tensor:
-        codes, peaks = payload.tensors
-
         def fill(out_N: Tensor) -> None:
-            out_N.copy_(decode_ref(codes, peaks, payload.dtype).view(-1)[: out_N.shape[0]])
+            if out_N.is_cuda:
+                from adacc_hf.kernels import int8_triton
 
-        return restore(fill, payload.size, payload.stride, payload.dtype, codes.device)
+                int8_triton.decode(out_N, *payload.tensors)
+            elif _cpu.usable(out_N):
+                _cpu.decode_groups(out_N, *payload.tensors, BITS, FACTOR)
+            else:
+                out_N.copy_(decode_ref(out_N.shape[0], payload.dtype, *payload.tensors))
+
+        return restore(fill, payload)

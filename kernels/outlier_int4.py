@@ -11,17 +11,36 @@ from math import prod
 import torch
 from torch import Tensor
 
-from adacc_hf.kernels import _int4
+from adacc_hf.kernels import _cpu, _symmetric
 from adacc_hf.kernels._layout import as_flat, restore, rows_and_columns
 from adacc_hf.kernels.codecs import Codec, Payload, register
 
+BITS = 4
 INDEX_BYTES = 4
 
 
+@dataclass(frozen=True, slots=True)
+class Outliers:
+    """The channels that are kept raw, in the forms that the implementations read."""
+
+    indices: Tensor
+    """int32 [K], ascending."""
+    slots: Tensor
+    """int32 [C]: a channel's place among the indices, or -1."""
+    keep: Tensor
+    """[C + group_size], integers as wide as the elements, period C: 0 for an outlier, else -1."""
+
+
+@torch.no_grad()
 def channel_sums(tensor: Tensor) -> Tensor:
     """float32 [C]: the sum of magnitudes of every channel, S_h in the paper's eq. 1."""
     rows, columns = rows_and_columns(tuple(tensor.shape))
-    return as_flat(tensor, keep_rows=True).view(rows, columns).abs().sum(0, dtype=torch.float32)
+    x_RC = as_flat(tensor, keep_rows=True).view(rows, columns)
+    if x_RC.is_cuda:
+        from adacc_hf.kernels import outlier_int4_triton
+
+        return outlier_int4_triton.channel_sums(x_RC)
+    return x_RC.abs().sum(0, dtype=torch.float32)
 
 
 def zscores(sums_C: Tensor) -> Tensor:
@@ -30,18 +49,43 @@ def zscores(sums_C: Tensor) -> Tensor:
     return torch.where(deviation > 0, (sums_C - sums_C.mean()) / deviation, 0.0)
 
 
-@torch.no_grad()
 def count_outliers(tensor: Tensor, threshold: float = 3.0) -> int:
     """The number of channels with a Z-score above `threshold`. Synchronises: for tracking iterations only."""
     return int((zscores(channel_sums(tensor)) > threshold).sum())
 
 
-@dataclass(frozen=True, slots=True)
-class _Outliers:
-    """The channels that a codec keeps raw."""
+def choose_outliers(sums_C: Tensor, count: int, group_size: int, element_bytes: int) -> Outliers:
+    """The `count` channels with the largest sums. Does not synchronise."""
+    channels = sums_C.shape[0]
+    indices = sums_C.topk(count).indices.sort().values
+    slots = torch.full((channels,), -1, dtype=torch.int32, device=sums_C.device)
+    slots[indices] = torch.arange(count, dtype=torch.int32, device=sums_C.device)
+    periodic = slots[torch.arange(channels + group_size, device=sums_C.device) % channels]
+    keep = -(periodic < 0).to(torch.int16 if element_bytes == 2 else torch.int32)
+    return Outliers(indices.int(), slots, keep)
 
-    indices: Tensor  # int64 [K], ascending
-    channels: int
+
+def encode_ref(
+    x_RC: Tensor, indices: Tensor | None, group_size: int, factor: float, rounding: str, seed: int
+) -> tuple[Tensor, ...]:
+    """Codes [A/2, G], peaks [A], and with indices [K] also the raw channels [R, K] and a copy of the indices."""
+    raw: tuple[Tensor, ...] = ()
+    if indices is not None:
+        raw = (x_RC.index_select(1, indices), indices.clone())
+        x_RC = x_RC.index_fill(1, indices.long(), 0)
+    groups = _symmetric.even_groups(x_RC.numel(), group_size)
+    x_AG = _symmetric.pad_to(x_RC.reshape(-1), groups * group_size).view(groups, group_size)
+    return *_symmetric.encode_ref(x_AG, BITS, factor, rounding, seed), *raw
+
+
+def decode_ref(
+    shape: tuple[int, int], dtype: torch.dtype, factor: float, codes: Tensor, peaks: Tensor, *raw: Tensor
+) -> Tensor:
+    """[R, C] from the tensors of `encode_ref`."""
+    rows, columns = shape
+    x_AG = _symmetric.decode_ref(codes, peaks, BITS, factor, dtype)
+    x_RC = x_AG.view(-1)[: rows * columns].view(rows, columns)
+    return x_RC.index_copy(1, raw[1].long(), raw[0]) if raw else x_RC
 
 
 @register
@@ -59,69 +103,98 @@ class OutlierInt4(Codec):
         num_outliers: int = 0,
         zscore_threshold: float = 3.0,
     ) -> None:
-        _int4.check_options(self.name, group_size, scale, rounding, tuple(_int4.SCALE_FACTORS))
+        _symmetric.check_options(self.name, group_size, scale, rounding, seed, tuple(_symmetric.SCALE_FACTORS))
         if num_outliers < 0:
             raise ValueError(f"codec {self.name!r}: num_outliers={num_outliers} must be 0 or more")
+        if not zscore_threshold > 0:
+            raise ValueError(f"codec {self.name!r}: zscore_threshold={zscore_threshold} must be above 0")
         self.group_size = group_size
         self.scale = scale
         self.rounding = rounding
         self.seed = seed
         self.num_outliers = num_outliers
         self.zscore_threshold = zscore_threshold
-        self._outliers: _Outliers | None = None
+        self._factor = _symmetric.SCALE_FACTORS[scale]
+        self._outliers: Outliers | None = None
 
     def supports(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-        return dtype in _int4.FLOAT_DTYPES and rows_and_columns(shape)[1] >= self.num_outliers
+        return dtype in _symmetric.FLOAT_DTYPES and rows_and_columns(shape)[1] >= self.num_outliers
 
     def predicted_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        groups = _int4.even_groups(prod(shape), self.group_size)
+        groups = _symmetric.even_groups(prod(shape), self.group_size)
         rows, _ = rows_and_columns(shape)
         raw_bytes = self.num_outliers * (rows * dtype.itemsize + INDEX_BYTES)
-        return groups * self.group_size // 2 + groups * _int4.PEAK_BYTES + raw_bytes
+        return groups * self.group_size // 2 + groups * _symmetric.PEAK_BYTES + raw_bytes
 
     @torch.no_grad()
     def fit(self, tensor: Tensor) -> None:
         """Choose the `num_outliers` channels with the largest absolute sums. Does not synchronise."""
+        self._require(tensor)
         if self.num_outliers:
             sums_C = channel_sums(tensor)
-            indices_K = sums_C.topk(self.num_outliers).indices.sort().values
-            self._outliers = _Outliers(indices_K, sums_C.shape[0])
+            self._outliers = choose_outliers(sums_C, self.num_outliers, self.group_size, tensor.element_size())
 
     @torch.no_grad()
     def encode(self, tensor: Tensor) -> Payload:
         self._require(tensor)
-        flat = as_flat(tensor, keep_rows=True)
-        kept: tuple[Tensor, ...] = ()
-        if self.num_outliers:
-            indices_K = self._fitted(tensor)
-            x_RC = flat.view(rows_and_columns(tuple(tensor.shape)))
-            kept = (x_RC.index_select(1, indices_K), indices_K.int())
-            flat = x_RC.index_fill(1, indices_K, 0).view(-1)
-        groups = _int4.even_groups(flat.shape[0], self.group_size)
-        x_AGB = _int4.pad_to(flat, groups * self.group_size).view(groups, self.group_size, 1)
-        codes, peaks = _int4.encode_ref(x_AGB, self.scale, self.rounding, self.seed)
-        return Payload((codes, peaks, *kept), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        outliers = self._fitted(tensor)
+        x_RC = as_flat(tensor, keep_rows=True).view(rows_and_columns(tuple(tensor.shape)))
+        settings = (self.group_size, self._factor, self.rounding, self.seed)
+        state: tuple[Tensor, ...] = ()
+        if x_RC.is_cuda:
+            from adacc_hf.kernels import outlier_int4_triton
+
+            tensors = outlier_int4_triton.encode(x_RC, outliers, *settings)
+            state = (outliers.slots,) if outliers else ()
+        elif _cpu.usable(x_RC):
+            tensors = _encode_cpu(x_RC, outliers, *settings)
+        else:
+            tensors = encode_ref(x_RC, outliers.indices if outliers else None, *settings)
+        return Payload(tensors, tensor.dtype, tuple(tensor.shape), tensor.stride(), state)
 
     @torch.no_grad()
     def decode(self, payload: Payload) -> Tensor:
-        codes, peaks, *kept = payload.tensors
+        shape = rows_and_columns(payload.size)
 
         def fill(out_N: Tensor) -> None:
-            out_N.copy_(_int4.decode_ref(codes, peaks, self.scale, payload.dtype).view(-1)[: out_N.shape[0]])
-            if kept:
-                raw_RK, indices_K = kept
-                out_N.view(rows_and_columns(payload.size)).index_copy_(1, indices_K.long(), raw_RK)
+            if out_N.is_cuda:
+                from adacc_hf.kernels import outlier_int4_triton
 
-        return restore(fill, payload.size, payload.stride, payload.dtype, codes.device, keep_rows=True)
+                outlier_int4_triton.decode(out_N.view(shape), self._factor, payload.tensors, *payload.state)
+            elif _cpu.usable(out_N):
+                _decode_cpu(out_N.view(shape), self._factor, *payload.tensors)
+            else:
+                out_N.copy_(decode_ref(shape, payload.dtype, self._factor, *payload.tensors).view(-1))
 
-    def _fitted(self, tensor: Tensor) -> Tensor:
-        """int64 [K]: the raw channels, chosen from `tensor` if never chosen before."""
+        return restore(fill, payload, keep_rows=True)
+
+    def _fitted(self, tensor: Tensor) -> Outliers | None:
+        """The raw channels, chosen from `tensor` if never chosen before; None if there are to be none."""
+        if not self.num_outliers:
+            return None
         if self._outliers is None:
             self.fit(tensor)
-        channels = rows_and_columns(tuple(tensor.shape))[1]
-        if self._outliers.channels != channels:
+        fitted = self._outliers.slots.shape[0], self._outliers.keep.element_size()
+        given = rows_and_columns(tuple(tensor.shape))[1], tensor.element_size()
+        if fitted != given:
             raise ValueError(
-                f"codec {self.name!r} was fitted to {self._outliers.channels} channels and got a tensor with "
-                f"{channels}; use one codec object per activation"
+                f"codec {self.name!r} was fitted to {fitted[0]} channels of {fitted[1]} bytes an element and got "
+                f"{given[0]} of {given[1]}; use one codec object per activation, or fit it again"
             )
-        return self._outliers.indices
+        return self._outliers
+
+
+def _encode_cpu(
+    x_RC: Tensor, outliers: Outliers | None, group_size: int, factor: float, rounding: str, seed: int
+) -> tuple[Tensor, ...]:
+    flat_N, channels = x_RC.view(-1), x_RC.shape[1]
+    if outliers is None:
+        return _cpu.encode_groups(flat_N, group_size, BITS, factor, rounding, seed)
+    codes, peaks = _cpu.encode_groups(flat_N, group_size, BITS, factor, rounding, seed, outliers.keep, channels)
+    return codes, peaks, x_RC.index_select(1, outliers.indices), outliers.indices.clone()
+
+
+def _decode_cpu(out_RC: Tensor, factor: float, codes: Tensor, peaks: Tensor, *raw: Tensor) -> None:
+    _cpu.decode_groups(out_RC.view(-1), codes, peaks, BITS, factor)
+    if raw:
+        out_RC.index_copy_(1, raw[1].long(), raw[0])

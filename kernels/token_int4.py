@@ -6,9 +6,22 @@ One scale per row, the row being the last dimension, with no care for outliers.
 import torch
 from torch import Tensor
 
-from adacc_hf.kernels import _int4
+from adacc_hf.kernels import _cpu, _symmetric
 from adacc_hf.kernels._layout import as_flat, restore, rows_and_columns
 from adacc_hf.kernels.codecs import Codec, Payload, register
+
+BITS = 4
+
+
+def encode_ref(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [A/2, C] and 16-bit peaks [A], A being the rows padded to an even number."""
+    x_AC = _symmetric.pad_to(x_RC, x_RC.shape[0] + x_RC.shape[0] % 2)
+    return _symmetric.encode_ref(x_AC, BITS, factor, rounding, seed)
+
+
+def decode_ref(shape: tuple[int, int], dtype: torch.dtype, factor: float, codes: Tensor, peaks: Tensor) -> Tensor:
+    """[R, C] from the tensors of `encode_ref`."""
+    return _symmetric.decode_ref(codes, peaks, BITS, factor, dtype)[: shape[0]]
 
 
 @register
@@ -18,33 +31,48 @@ class TokenInt4(Codec):
     name = "token_int4"
 
     def __init__(self, scale: str = "paper", rounding: str = "nearest", seed: int = 0) -> None:
-        _int4.check_options(self.name, _int4.GROUP_SIZES[0], scale, rounding, tuple(_int4.SCALE_FACTORS))
+        group_size = _symmetric.GROUP_SIZES[0]  # has none: a row is its group
+        _symmetric.check_options(self.name, group_size, scale, rounding, seed, tuple(_symmetric.SCALE_FACTORS))
         self.scale = scale
         self.rounding = rounding
         self.seed = seed
+        self._factor = _symmetric.SCALE_FACTORS[scale]
 
     def supports(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-        return dtype in _int4.FLOAT_DTYPES and rows_and_columns(shape)[1] > 0
+        return dtype in _symmetric.FLOAT_DTYPES and rows_and_columns(shape)[1] > 0
 
     def predicted_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         rows, columns = rows_and_columns(shape)
         pairs = -(-rows // 2)
-        return pairs * (columns + 2 * _int4.PEAK_BYTES)
+        return pairs * (columns + 2 * _symmetric.PEAK_BYTES)
 
     @torch.no_grad()
     def encode(self, tensor: Tensor) -> Payload:
         self._require(tensor)
-        rows, columns = rows_and_columns(tuple(tensor.shape))
-        x_RC = as_flat(tensor, keep_rows=True).view(rows, columns)
-        x_RC1 = _int4.pad_to(x_RC, rows + rows % 2)[..., None]
-        tensors = _int4.encode_ref(x_RC1, self.scale, self.rounding, self.seed)
+        x_RC = as_flat(tensor, keep_rows=True).view(rows_and_columns(tuple(tensor.shape)))
+        settings = (self._factor, self.rounding, self.seed)
+        if x_RC.is_cuda:
+            from adacc_hf.kernels import token_int4_triton
+
+            tensors = token_int4_triton.encode(x_RC, *settings)
+        elif _cpu.usable(x_RC):
+            tensors = _cpu.encode_groups(x_RC.view(-1), x_RC.shape[1], BITS, *settings)
+        else:
+            tensors = encode_ref(x_RC, *settings)
         return Payload(tensors, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     @torch.no_grad()
     def decode(self, payload: Payload) -> Tensor:
-        codes, peaks = payload.tensors
+        shape = rows_and_columns(payload.size)
 
         def fill(out_N: Tensor) -> None:
-            out_N.copy_(_int4.decode_ref(codes, peaks, self.scale, payload.dtype).view(-1)[: out_N.shape[0]])
+            if out_N.is_cuda:
+                from adacc_hf.kernels import token_int4_triton
 
-        return restore(fill, payload.size, payload.stride, payload.dtype, codes.device, keep_rows=True)
+                token_int4_triton.decode(out_N.view(shape), *payload.tensors, self._factor)
+            elif _cpu.usable(out_N):
+                _cpu.decode_groups(out_N, *payload.tensors, BITS, self._factor)
+            else:
+                out_N.view(shape).copy_(decode_ref(shape, payload.dtype, self._factor, *payload.tensors))
+
+        return restore(fill, payload, keep_rows=True)

@@ -1,0 +1,422 @@
+// The codecs' arithmetic on the CPU: one pass over memory, vectorised by the compiler, bit-equal to the torch references.
+//
+// _cpu.py compiles this with -ffp-contract=off, because a fused multiply-add would round differently from the
+// reference. Shapes and formulas are those of _symmetric.py, asymmetric_int4.py and bitmask.py.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+namespace {
+
+using std::int64_t;
+using u8 = std::uint8_t;
+using u16 = std::uint16_t;
+using u32 = std::uint32_t;
+using u64 = std::uint64_t;
+
+constexpr int64_t MAX_GROUP = 1024;  // _symmetric.GROUP_SIZES
+constexpr int64_t TILE = 64;         // columns taken together by the channel-wise codec: two tiles of 64 rows fit in L1
+
+template <class To, class From>
+inline To bit_cast(From from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    std::memcpy(&to, &from, sizeof(To));
+    return to;
+}
+
+// A dtype: how elements are stored, their bit pattern (Key), and conversion from and to float.
+struct F32 {
+    using Stored = float;
+    using Key = u32;
+    static float load(float value) { return value; }
+    static float save(float value) { return value; }
+};
+
+struct BF16 {
+    using Stored = u16;
+    using Key = u16;
+    static float load(u16 value) { return bit_cast<float>(u32(value) << 16); }
+    static u16 save(float value) {  // to nearest even, as torch rounds
+        const u32 bits = bit_cast<u32>(value);
+        return value != value ? u16(0x7FC0) : u16((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+    }
+};
+
+// Calls body(dtype, std::bool_constant<stochastic>) for a dtype given by its size in bytes.
+template <class Body>
+void dispatch(int itemsize, int stochastic, Body body) {
+    if (itemsize == 4 && stochastic) return body(F32{}, std::true_type{});
+    if (itemsize == 4) return body(F32{}, std::false_type{});
+    if (stochastic) return body(BF16{}, std::true_type{});
+    body(BF16{}, std::false_type{});
+}
+
+// [Peaks] Found as integers: with the sign bit rotated to the bottom, unsigned order is the order of magnitudes, NaN is
+// the largest, and of two equal magnitudes the negative one wins. Without `sign` the sign bit is dropped.
+template <class Key>
+inline Key magnitude_key(Key bits, Key sign) {
+    return Key(Key(bits << 1) | (Key(bits >> (8 * sizeof(Key) - 1)) & sign));
+}
+
+template <class Key>
+inline u16 peak_of(Key key) {
+    constexpr int TOP = 8 * sizeof(Key) - 1;
+    return u16(Key(Key(key >> 1) | Key(key << TOP)) >> (TOP - 15));
+}
+
+inline float peak_value(u16 peak) { return bit_cast<float>(u32(peak) << 16); }
+
+inline float inverse_of(u16 peak, float factor) {
+    const float value = peak_value(peak);
+    const float magnitude = value < 0 ? -value : value;
+    const bool usable = magnitude >= 0x1p-100f && magnitude <= 3.4028234663852886e38f;
+    return usable ? 1.0f / (value * factor) : 0.0f;
+}
+
+// [Rounding] What is added before the fraction is cut off: one half or noise, and the code that stands for zero.
+template <bool STOCHASTIC>
+inline float offset_of(int64_t index, u32 seed, float zero) {
+    if (!STOCHASTIC) return 0.5f + zero;
+    u32 x = u32(index) + seed;
+    x = (x ^ (x >> 16)) * 0x7FEB352Du;
+    x = (x ^ (x >> 15)) * 0x846CA68Bu;
+    return float((x ^ (x >> 16)) >> 8) * 0x1p-24f + zero;
+}
+
+inline int clip(float shifted, int low, int high) { return std::min(std::max(int(shifted), low), high); }
+
+// A flat tensor in groups. Four-bit code rows hold group p below and group p + rows above; eight-bit ones group p.
+struct Groups {
+    int64_t numel, size, rows;
+    const void* keep;  // per channel all ones, or 0 for an outlier, repeated to channels + size entries; or null
+    int64_t channels;
+    float factor;
+    u32 sign, seed;
+    int threads;
+};
+
+// The elements of a group: in `buffer` if outliers must be cleared or the tensor ends inside the group, padded with `pad`.
+template <class T>
+const typename T::Stored* group_of(const typename T::Stored* x, const Groups& a, int64_t group,
+                                   typename T::Stored* buffer, typename T::Stored pad) {
+    using Stored = typename T::Stored;
+    using Key = typename T::Key;
+    const int64_t first = group * a.size;
+    const int64_t there = std::min(a.size, std::max<int64_t>(a.numel - first, 0));
+    if (there == a.size && !a.keep) return x + first;
+    std::fill(buffer + there, buffer + a.size, pad);
+    const Key* keep = a.keep ? static_cast<const Key*>(a.keep) + first % a.channels : nullptr;
+    for (int64_t k = 0; k < there; ++k)
+        buffer[k] = keep ? bit_cast<Stored>(Key(bit_cast<Key>(x[first + k]) & keep[k])) : x[first + k];
+    return buffer;
+}
+
+template <class T>
+u16 peak_in(const typename T::Stored* x, int64_t count, u32 sign) {
+    using Key = typename T::Key;
+    Key key = 0;
+    for (int64_t k = 0; k < count; ++k) key = std::max(key, magnitude_key<Key>(bit_cast<Key>(x[k]), Key(sign)));
+    return peak_of(key);
+}
+
+template <class T, bool STOCHASTIC>
+void encode_4bit(const typename T::Stored* x, u8* codes, u16* peaks, const Groups a) {
+#pragma omp parallel for num_threads(a.threads) schedule(static)
+    for (int64_t p = 0; p < a.rows; ++p) {
+        typename T::Stored low_buffer[MAX_GROUP], high_buffer[MAX_GROUP];
+        const int64_t q = p + a.rows;
+        const auto* low = group_of<T>(x, a, p, low_buffer, 0);
+        const auto* high = group_of<T>(x, a, q, high_buffer, 0);
+        peaks[p] = peak_in<T>(low, a.size, a.sign);
+        peaks[q] = peak_in<T>(high, a.size, a.sign);
+        const float low_inverse = inverse_of(peaks[p], a.factor), high_inverse = inverse_of(peaks[q], a.factor);
+        u8* out = codes + p * a.size;
+        for (int64_t k = 0; k < a.size; ++k) {
+            const float lo = T::load(low[k]) * low_inverse + offset_of<STOCHASTIC>(p * a.size + k, a.seed, 8.0f);
+            const float hi = T::load(high[k]) * high_inverse + offset_of<STOCHASTIC>(q * a.size + k, a.seed, 8.0f);
+            out[k] = u8(clip(lo, 0, 15) | clip(hi, 0, 15) << 4);
+        }
+    }
+}
+
+template <class T, bool STOCHASTIC>
+void encode_8bit(const typename T::Stored* x, u8* codes, u16* peaks, const Groups a) {
+#pragma omp parallel for num_threads(a.threads) schedule(static)
+    for (int64_t p = 0; p < a.rows; ++p) {
+        typename T::Stored buffer[MAX_GROUP];
+        const auto* group = group_of<T>(x, a, p, buffer, 0);
+        peaks[p] = peak_in<T>(group, a.size, a.sign);
+        const float inverse = inverse_of(peaks[p], a.factor);
+        u8* out = codes + p * a.size;
+        for (int64_t k = 0; k < a.size; ++k) {
+            const float y = T::load(group[k]) * inverse + offset_of<STOCHASTIC>(p * a.size + k, a.seed, 128.0f);
+            out[k] = u8(clip(y, 1, 255));
+        }
+    }
+}
+
+// Elements of group `group` from the four bits at `shift`, or from eight bits where zero is 128.
+template <class T>
+void decode_group(typename T::Stored* out, const u8* codes, int64_t group, float scale, float offset, int shift,
+                  int mask, float zero, const Groups& a) {
+    const int64_t first = group * a.size;
+    const int64_t there = std::min(a.size, a.numel - first);
+    for (int64_t k = 0; k < there; ++k) {
+        const float steps = float((codes[k] >> shift) & mask) - zero;
+        out[first + k] = T::save(steps * scale + offset);
+    }
+}
+
+template <class T>
+void decode_symmetric(typename T::Stored* out, const u8* codes, const u16* peaks, int bits, const Groups a) {
+    const int mask = bits == 4 ? 15 : 255;
+    const float zero = bits == 4 ? 8.0f : 128.0f;
+#pragma omp parallel for num_threads(a.threads) schedule(static)
+    for (int64_t p = 0; p < a.rows; ++p)
+        for (int64_t group = p, shift = 0; shift < 8; group += a.rows, shift += bits)
+            // -0.0f is what leaves every sum as it is, the sign of a zero included.
+            decode_group<T>(out, codes + p * a.size, group, peak_value(peaks[group]) * a.factor, -0.0f, int(shift), mask,
+                            zero, a);
+}
+
+// [Asymmetric] Order of floats as signed integers: negative patterns have all bits but the sign flipped.
+template <class T>
+void range_of(const typename T::Stored* x, int64_t count, float& low, float& high) {
+    using Order = std::make_signed_t<typename T::Key>;
+    constexpr Order MOST = Order(~(u64(1) << (8 * sizeof(Order) - 1)));
+    constexpr int TOP = 8 * sizeof(Order) - 1;
+    Order least = MOST, most = Order(~MOST);
+    for (int64_t k = 0; k < count; ++k) {
+        const Order bits = bit_cast<Order>(x[k]);
+        const Order order = Order(bits ^ (Order(bits >> TOP) & MOST));
+        least = std::min(least, order);
+        most = std::max(most, order);
+    }
+    low = T::load(bit_cast<typename T::Stored>(Order(least ^ (Order(least >> TOP) & MOST))));
+    high = T::load(bit_cast<typename T::Stored>(Order(most ^ (Order(most >> TOP) & MOST))));
+}
+
+template <class T, bool STOCHASTIC>
+void encode_asymmetric(const typename T::Stored* x, u8* codes, typename T::Stored* offsets, u16* half_ranges,
+                       float zero, const Groups a) {
+#pragma omp parallel for num_threads(a.threads) schedule(static)
+    for (int64_t p = 0; p < a.rows; ++p) {
+        typename T::Stored buffers[2][MAX_GROUP];
+        for (int part = 0; part < 2; ++part) {
+            const int64_t group = p + part * a.rows;
+            const auto* values = group_of<T>(x, a, group, buffers[part], x[a.numel - 1]);
+            float low, high;
+            range_of<T>(values, a.size, low, high);
+            half_ranges[group] = u16(bit_cast<u32>(high * 0.5f - low * 0.5f) >> 16);
+            offsets[group] = T::save(zero == 0.0f ? low : high * 0.5f + low * 0.5f);
+            const float offset = T::load(offsets[group]), inverse = inverse_of(half_ranges[group], a.factor);
+            u8* out = codes + p * a.size;
+            for (int64_t k = 0; k < a.size; ++k) {
+                const float y = (T::load(values[k]) - offset) * inverse;
+                const int code = clip(y + offset_of<STOCHASTIC>(group * a.size + k, a.seed, zero), 0, 15);
+                out[k] = part ? u8(out[k] | code << 4) : u8(code);
+            }
+        }
+    }
+}
+
+template <class T>
+void decode_asymmetric(typename T::Stored* out, const u8* codes, const typename T::Stored* offsets,
+                       const u16* half_ranges, float zero, const Groups a) {
+#pragma omp parallel for num_threads(a.threads) schedule(static)
+    for (int64_t p = 0; p < a.rows; ++p)
+        for (int part = 0; part < 2; ++part) {
+            const int64_t group = p + part * a.rows;
+            const float scale = peak_value(half_ranges[group]) * a.factor;
+            decode_group<T>(out, codes + p * a.size, group, scale, T::load(offsets[group]), 4 * part, 15, zero, a);
+        }
+}
+
+// [Channel-wise] x is [rows, columns]; a group is `size` rows of one column; missing rows count as zeros.
+struct Columns {
+    int64_t rows, columns, size, pairs;
+    float factor;
+    u32 sign, seed;
+    int threads;
+};
+
+template <class T, bool STOCHASTIC>
+void encode_columns(const typename T::Stored* x, u8* codes, u16* peaks, const Columns a) {
+    static const typename T::Stored zeros[TILE] = {};
+#pragma omp parallel for collapse(2) num_threads(a.threads) schedule(static)
+    for (int64_t p = 0; p < a.pairs; ++p)
+        for (int64_t c = 0; c < a.columns; c += TILE) {
+            const int64_t width = std::min(TILE, a.columns - c);
+            auto row_of = [&](int64_t row) { return row < a.rows ? x + row * a.columns + c : zeros; };
+            float inverses[2][TILE];
+            for (int part = 0; part < 2; ++part) {
+                using Key = typename T::Key;
+                const int64_t group = p + part * a.pairs;
+                Key keys[TILE] = {};
+                for (int64_t g = 0; g < a.size; ++g) {
+                    const auto* row = row_of(group * a.size + g);
+                    for (int64_t k = 0; k < width; ++k)
+                        keys[k] = std::max(keys[k], magnitude_key<Key>(bit_cast<Key>(row[k]), Key(a.sign)));
+                }
+                for (int64_t k = 0; k < width; ++k) {
+                    const u16 peak = peaks[group * a.columns + c + k] = peak_of(keys[k]);
+                    inverses[part][k] = inverse_of(peak, a.factor);
+                }
+            }
+            for (int64_t g = 0; g < a.size; ++g) {
+                const int64_t low_row = p * a.size + g, high_row = low_row + a.pairs * a.size;
+                const auto *low = row_of(low_row), *high = row_of(high_row);
+                const int64_t low_index = low_row * a.columns + c, high_index = high_row * a.columns + c;
+                u8* out = codes + low_index;
+                for (int64_t k = 0; k < width; ++k) {
+                    const float lo = T::load(low[k]) * inverses[0][k] + offset_of<STOCHASTIC>(low_index + k, a.seed, 8.0f);
+                    const float hi =
+                        T::load(high[k]) * inverses[1][k] + offset_of<STOCHASTIC>(high_index + k, a.seed, 8.0f);
+                    out[k] = u8(clip(lo, 0, 15) | clip(hi, 0, 15) << 4);
+                }
+            }
+        }
+}
+
+template <class T>
+void decode_columns(typename T::Stored* out, const u8* codes, const u16* peaks, const Columns a) {
+#pragma omp parallel for num_threads(a.threads) schedule(static)
+    for (int64_t row = 0; row < a.rows; ++row) {
+        const int64_t group = row / a.size;
+        const int shift = group < a.pairs ? 0 : 4;
+        const u8* code = codes + (row - (shift ? a.pairs * a.size : 0)) * a.columns;
+        const u16* peak = peaks + group * a.columns;
+        for (int64_t c = 0; c < a.columns; ++c) {
+            const float steps = float((code[c] >> shift) & 15) - 8.0f;
+            out[row * a.columns + c] = T::save(steps * (peak_value(peak[c]) * a.factor));
+        }
+    }
+}
+
+// [Bitmask] Bit j of byte k is element k + j * num_bytes. All set elements have one pattern, so it is the OR of all.
+constexpr int64_t BLOCK = 4096;
+
+template <class Pattern>
+void pack_bits(const Pattern* x, u8* packed, Pattern* pattern, int64_t numel, int64_t num_bytes, int threads) {
+    Pattern any = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(| : any)
+    for (int64_t first = 0; first < num_bytes; first += BLOCK) {
+        u8 block[BLOCK] = {};
+        for (int j = 0; j < 8; ++j) {
+            const Pattern* part = x + j * num_bytes + first;
+            const int64_t there = std::min({BLOCK, num_bytes - first, numel - j * num_bytes - first});
+            for (int64_t k = 0; k < there; ++k) {
+                block[k] = u8(block[k] | u8(part[k] != 0) << j);
+                any |= part[k];
+            }
+        }
+        std::copy(block, block + std::min(BLOCK, num_bytes - first), packed + first);
+    }
+    if (pattern) *pattern = any;
+}
+
+template <class Pattern>
+void unpack_bits(Pattern* out, const u8* packed, Pattern pattern, int64_t numel, int64_t num_bytes, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t first = 0; first < num_bytes; first += BLOCK)
+        for (int j = 0; j < 8; ++j) {
+            Pattern* part = out + j * num_bytes + first;
+            const int64_t there = std::min({BLOCK, num_bytes - first, numel - j * num_bytes - first});
+            for (int64_t k = 0; k < there; ++k) part[k] = Pattern(Pattern((packed[first + k] >> j) & 1) * pattern);
+        }
+}
+
+template <class Body>
+void dispatch_width(int itemsize, Body body) {
+    if (itemsize == 1) return body(u8{});
+    if (itemsize == 2) return body(u16{});
+    if (itemsize == 4) return body(u32{});
+    body(u64{});
+}
+
+}  // namespace
+
+// Every pointer is to contiguous memory of the shape given in the Python wrapper of the same name in _cpu.py.
+extern "C" {
+
+void adacc_encode_groups(const void* x, u8* codes, u16* peaks, const void* keep, int64_t numel, int64_t size, int64_t rows,
+                         int64_t channels, int itemsize, int bits, float factor, int with_sign, int stochastic,
+                         u32 seed, int threads) {
+    const Groups a{numel, size, rows, keep, channels, factor, u32(with_sign), seed, threads};
+    dispatch(itemsize, stochastic, [&](auto dtype, auto noisy) {
+        using T = decltype(dtype);
+        const auto* values = static_cast<const typename T::Stored*>(x);
+        bits == 4 ? encode_4bit<T, noisy.value>(values, codes, peaks, a)
+                  : encode_8bit<T, noisy.value>(values, codes, peaks, a);
+    });
+}
+
+void adacc_decode_groups(void* out, const u8* codes, const u16* peaks, int64_t numel, int64_t size, int64_t rows,
+                         int itemsize, int bits, float factor, int threads) {
+    const Groups a{numel, size, rows, nullptr, 1, factor, 0, 0, threads};
+    dispatch(itemsize, 0, [&](auto dtype, auto) {
+        using T = decltype(dtype);
+        decode_symmetric<T>(static_cast<typename T::Stored*>(out), codes, peaks, bits, a);
+    });
+}
+
+void adacc_encode_asymmetric(const void* x, u8* codes, void* offsets, u16* half_ranges, int64_t numel, int64_t size,
+                             int64_t rows, int itemsize, float factor, float zero, int stochastic, u32 seed,
+                             int threads) {
+    const Groups a{numel, size, rows, nullptr, 1, factor, 0, seed, threads};
+    dispatch(itemsize, stochastic, [&](auto dtype, auto noisy) {
+        using Stored = typename decltype(dtype)::Stored;
+        encode_asymmetric<decltype(dtype), noisy.value>(static_cast<const Stored*>(x), codes,
+                                                        static_cast<Stored*>(offsets), half_ranges, zero, a);
+    });
+}
+
+void adacc_decode_asymmetric(void* out, const u8* codes, const void* offsets, const u16* half_ranges, int64_t numel,
+                             int64_t size, int64_t rows, int itemsize, float factor, float zero, int threads) {
+    const Groups a{numel, size, rows, nullptr, 1, factor, 0, 0, threads};
+    dispatch(itemsize, 0, [&](auto dtype, auto) {
+        using Stored = typename decltype(dtype)::Stored;
+        decode_asymmetric<decltype(dtype)>(static_cast<Stored*>(out), codes, static_cast<const Stored*>(offsets),
+                                           half_ranges, zero, a);
+    });
+}
+
+void adacc_encode_columns(const void* x, u8* codes, u16* peaks, int64_t rows, int64_t columns, int64_t size,
+                          int64_t pairs, int itemsize, float factor, int with_sign, int stochastic, u32 seed,
+                          int threads) {
+    const Columns a{rows, columns, size, pairs, factor, u32(with_sign), seed, threads};
+    dispatch(itemsize, stochastic, [&](auto dtype, auto noisy) {
+        using T = decltype(dtype);
+        encode_columns<T, noisy.value>(static_cast<const typename T::Stored*>(x), codes, peaks, a);
+    });
+}
+
+void adacc_decode_columns(void* out, const u8* codes, const u16* peaks, int64_t rows, int64_t columns, int64_t size,
+                          int64_t pairs, int itemsize, float factor, int threads) {
+    const Columns a{rows, columns, size, pairs, factor, 0, 0, threads};
+    dispatch(itemsize, 0, [&](auto dtype, auto) {
+        using T = decltype(dtype);
+        decode_columns<T>(static_cast<typename T::Stored*>(out), codes, peaks, a);
+    });
+}
+
+void adacc_pack_bits(const void* x, u8* packed, void* pattern, int64_t numel, int64_t num_bytes, int itemsize,
+                     int threads) {
+    dispatch_width(itemsize, [&](auto width) {
+        using P = decltype(width);
+        pack_bits<P>(static_cast<const P*>(x), packed, static_cast<P*>(pattern), numel, num_bytes, threads);
+    });
+}
+
+void adacc_unpack_bits(void* out, const u8* packed, const void* pattern, int64_t numel, int64_t num_bytes,
+                       int itemsize, int threads) {
+    dispatch_width(itemsize, [&](auto width) {
+        using P = decltype(width);
+        const P value = pattern ? *static_cast<const P*>(pattern) : P(1);
+        unpack_bits<P>(static_cast<P*>(out), packed, value, numel, num_bytes, threads);
+    });
+}
+}

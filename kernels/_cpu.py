@@ -1,0 +1,207 @@
+"""Loads _cpu.cpp, compiled at first use, and wraps its functions.
+
+Why C++ and not torch: the plain references make eight or more passes (9 to 100 times a copy, measured); torch.compile
+of them needs the same compiler, starts slower and adds its guards to every call. Compiling takes about two seconds,
+once per machine: the library is kept in $XDG_CACHE_HOME/adacc_hf. Without a C++ compiler the references serve, and one
+warning says so.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from ctypes import c_float, c_int, c_int64, c_uint32, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from adacc_hf.kernels import _symmetric
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("_cpu.cpp")
+# -march=native: the library is built where it runs. -fopenmp: found by its name, it shares torch's thread pool.
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared")
+DTYPES = (torch.float32, torch.bfloat16)  # float16 on the CPU is rare; the reference serves it
+MAX_GROUP = _symmetric.GROUP_SIZES[-1]
+BYTES_PER_THREAD = 256 * 1024  # below this, waking a thread costs more than it saves
+
+_POINTER, _SIZE = c_void_p, c_int64
+_SIGNATURES = {
+    "adacc_encode_groups": [*[_POINTER] * 4, *[_SIZE] * 4, c_int, c_int, c_float, c_int, c_int, c_uint32, c_int],
+    "adacc_decode_groups": [*[_POINTER] * 3, *[_SIZE] * 3, c_int, c_int, c_float, c_int],
+    "adacc_encode_asymmetric": [*[_POINTER] * 4, *[_SIZE] * 3, c_int, c_float, c_float, c_int, c_uint32, c_int],
+    "adacc_decode_asymmetric": [*[_POINTER] * 4, *[_SIZE] * 3, c_int, c_float, c_float, c_int],
+    "adacc_encode_columns": [*[_POINTER] * 3, *[_SIZE] * 4, c_int, c_float, c_int, c_int, c_uint32, c_int],
+    "adacc_decode_columns": [*[_POINTER] * 3, *[_SIZE] * 4, c_int, c_float, c_int],
+    "adacc_pack_bits": [*[_POINTER] * 3, *[_SIZE] * 2, c_int, c_int],
+    "adacc_unpack_bits": [*[_POINTER] * 3, *[_SIZE] * 2, c_int, c_int],
+}
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled functions, or None, with one logged warning, where they cannot be built."""
+    try:
+        loaded = ctypes.CDLL(str(_build()))
+    except (OSError, subprocess.CalledProcessError) as error:
+        detail = getattr(error, "stderr", None) or error
+        logger.warning("codecs run as plain torch on the CPU, several times slower: no C++ library (%s)", detail)
+        return None
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, None
+    return loaded
+
+
+def usable(tensor: Tensor) -> bool:
+    """Whether the functions below can take this float tensor."""
+    return tensor.device.type == "cpu" and tensor.dtype in DTYPES and library() is not None
+
+
+def _build() -> Path:
+    """The path of the library for this source, compiler and processor, compiled unless it is there already."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise FileNotFoundError("neither g++ nor clang++ found; install one or set CXX")
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
+    key = hashlib.sha256("\n".join([SOURCE.read_text(), *FLAGS, version, _processor()]).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adacc_hf"
+    target = folder / f"cpu-{key}.so"
+    if not target.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            built = Path(scratch) / "cpu.so"
+            command = [compiler, *FLAGS, str(SOURCE), "-o", str(built)]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+            built.replace(target)  # atomic: several processes may compile at once
+    return target
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() + platform.machine()
+    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+
+
+def _threads(num_bytes: int) -> int:
+    return min(torch.get_num_threads(), 1 + num_bytes // BYTES_PER_THREAD)
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def encode_groups(
+    flat_N: Tensor,
+    group_size: int,
+    bits: int,
+    factor: float,
+    rounding: str,
+    seed: int,
+    keep: Tensor | None = None,
+    channels: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [rows, G] and peaks [A] of a contiguous tensor, as `_symmetric.encode_ref`.
+
+    keep [channels + G], integers of the width of the elements, is 0 for channels to take as zeros, else -1.
+    """
+    if group_size > MAX_GROUP:  # only rows of token_int4: the functions complete no group longer than their buffer
+        flat_N = _symmetric.pad_to(flat_N, _symmetric.even_groups(flat_N.numel(), group_size) * group_size)
+    numel = flat_N.numel()
+    groups = _symmetric.even_groups(numel, group_size) if bits == 4 else -(-numel // group_size)
+    rows = groups // 2 if bits == 4 else groups
+    codes = torch.empty(rows, group_size, dtype=torch.uint8)
+    peaks = torch.empty(groups, dtype=_symmetric.peak_dtype(flat_N.dtype))
+    library().adacc_encode_groups(
+        flat_N.data_ptr(), codes.data_ptr(), peaks.data_ptr(), _pointer(keep), numel, group_size, rows, channels,
+        flat_N.element_size(), bits, factor, factor < 0, rounding == "stochastic", seed, _threads(flat_N.nbytes),
+    )  # fmt: skip
+    return codes, peaks
+
+
+def decode_groups(out_N: Tensor, codes: Tensor, peaks: Tensor, bits: int, factor: float) -> None:
+    """Fill a contiguous tensor from codes [rows, G] and peaks."""
+    rows, group_size = codes.shape
+    library().adacc_decode_groups(
+        out_N.data_ptr(), codes.data_ptr(), peaks.data_ptr(), out_N.numel(), group_size, rows,
+        out_N.element_size(), bits, factor, _threads(out_N.nbytes),
+    )  # fmt: skip
+
+
+def encode_asymmetric(
+    flat_N: Tensor, group_size: int, factor: float, zero: float, rounding: str, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes uint8 [A/2, G], offsets [A] and half ranges [A], as `asymmetric_int4.encode_ref`."""
+    groups = _symmetric.even_groups(flat_N.numel(), group_size)
+    codes = torch.empty(groups // 2, group_size, dtype=torch.uint8)
+    offsets = torch.empty(groups, dtype=flat_N.dtype)
+    half_ranges = torch.empty(groups, dtype=torch.bfloat16)
+    library().adacc_encode_asymmetric(
+        flat_N.data_ptr(), codes.data_ptr(), offsets.data_ptr(), half_ranges.data_ptr(), flat_N.numel(), group_size,
+        groups // 2, flat_N.element_size(), factor, zero, rounding == "stochastic", seed, _threads(flat_N.nbytes),
+    )  # fmt: skip
+    return codes, offsets, half_ranges
+
+
+def decode_asymmetric(
+    out_N: Tensor, codes: Tensor, offsets: Tensor, half_ranges: Tensor, factor: float, zero: float
+) -> None:
+    """Fill a contiguous tensor from codes [A/2, G], offsets and half ranges."""
+    rows, group_size = codes.shape
+    library().adacc_decode_asymmetric(
+        out_N.data_ptr(), codes.data_ptr(), offsets.data_ptr(), half_ranges.data_ptr(), out_N.numel(), group_size,
+        rows, out_N.element_size(), factor, zero, _threads(out_N.nbytes),
+    )  # fmt: skip
+
+
+def encode_columns(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [A/2, G, C] and peaks [A, C] of a contiguous matrix, one peak for G rows of a column."""
+    rows, columns = x_RC.shape
+    groups = _symmetric.even_groups(rows, group_size)
+    codes = torch.empty(groups // 2, group_size, columns, dtype=torch.uint8)
+    peaks = torch.empty(groups, columns, dtype=_symmetric.peak_dtype(x_RC.dtype))
+    library().adacc_encode_columns(
+        x_RC.data_ptr(), codes.data_ptr(), peaks.data_ptr(), rows, columns, group_size, groups // 2,
+        x_RC.element_size(), factor, factor < 0, rounding == "stochastic", seed, _threads(x_RC.nbytes),
+    )  # fmt: skip
+    return codes, peaks
+
+
+def decode_columns(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> None:
+    """Fill a contiguous matrix from codes [A/2, G, C] and peaks [A, C]."""
+    rows, columns = out_RC.shape
+    pairs, group_size, _ = codes.shape
+    library().adacc_decode_columns(
+        out_RC.data_ptr(), codes.data_ptr(), peaks.data_ptr(), rows, columns, group_size, pairs,
+        out_RC.element_size(), factor, _threads(out_RC.nbytes),
+    )  # fmt: skip
+
+
+def pack_bits(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
+    """Bits uint8 [ceil(N / 8)], and the pattern [1] of set elements if asked for, as `bitmask.encode_ref`."""
+    numel = patterns_N.numel()
+    packed = torch.empty(-(-numel // 8), dtype=torch.uint8)
+    pattern = torch.empty(1, dtype=patterns_N.dtype) if with_pattern else None
+    library().adacc_pack_bits(
+        patterns_N.data_ptr(), packed.data_ptr(), _pointer(pattern), numel, packed.numel(),
+        patterns_N.element_size(), _threads(patterns_N.nbytes),
+    )  # fmt: skip
+    return (packed,) if pattern is None else (packed, pattern)
+
+
+def unpack_bits(out_N: Tensor, packed: Tensor, pattern: Tensor | None = None) -> None:
+    """Fill a contiguous tensor with 0 and the pattern, or 0 and 1."""
+    library().adacc_unpack_bits(
+        out_N.data_ptr(), packed.data_ptr(), _pointer(pattern), out_N.numel(), packed.numel(),
+        out_N.element_size(), _threads(out_N.nbytes),
+    )  # fmt: skip

@@ -1,0 +1,131 @@
+"""The formulas of the symmetric codecs, and their references in plain torch.
+
+Shapes: a tensor is seen as x_AGB, A groups of G elements in each of B columns, with one peak per [A, B]. Group-wise
+codecs have B = 1, token_int4 has one row per group, channel_int4 has B = channels.
+
+A group is stored as its peak (the element of largest magnitude, in 16 bits) and one code per element. A code is the
+element in steps of the scale, moved up so that it is not negative: 4-bit codes are 0..15 with 8 for zero, 8-bit codes
+1..255 with 128 for zero. A byte holds the 4-bit codes of group a (low) and group a + A/2 (high), A padded to an even
+number, so that packing joins two contiguous halves and never shuffles neighbours.
+
+Why peaks in 16 bits: a float16 or bfloat16 peak is an element of the tensor, so it is exact; a float32 peak is cut to
+bfloat16 towards zero, which keeps its range (up to 3e38) and never decodes to more than the peak, so nothing
+overflows. Codes are computed from the stored peak; what the cut costs is that the top 2^-7 of the range is clipped.
+"""
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+PEAK_BYTES = 2
+ROUNDINGS = ("nearest", "stochastic")
+GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # powers of two for Triton; below 16 the peaks outweigh the codes
+# Factor from peak to scale. "signed" keeps the sign of the peak, so that the peak itself is -8 steps.
+SCALE_FACTORS = {"signed": -1 / 8, "paper": 1 / 8, "max7": 1 / 7}
+INT8_SCALE_FACTOR = 1 / 127
+# bits of a code -> (code of zero, smallest, largest)
+CODE_RANGES = {4: (8, 0, 15), 8: (128, 1, 255)}
+# Groups whose peak is below this decode to zero: the reciprocal of their scale could overflow float32.
+TINY_PEAK = 2.0**-100
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def check_options(codec: str, group_size: int, scale: str, rounding: str, seed: int, scales: tuple[str, ...]) -> None:
+    """Raise ValueError naming the option that is out of range."""
+    if group_size not in GROUP_SIZES:
+        raise ValueError(f"codec {codec!r}: group_size={group_size!r} is not one of {GROUP_SIZES}")
+    if scale not in scales:
+        raise ValueError(f"codec {codec!r}: scale={scale!r} is not one of {scales}")
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"codec {codec!r}: rounding={rounding!r} is not one of {ROUNDINGS}")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"codec {codec!r}: seed={seed!r} is not in 0..2**32-1")
+
+
+def even_groups(count: int, group_size: int) -> int:
+    """The number of groups that `count` elements take, padded to an even number."""
+    return -(-count // (2 * group_size)) * 2
+
+
+def pad_to(x: Tensor, length: int, with_last: bool = False) -> Tensor:
+    """`x` with zeros, or copies of its last element, appended along its first dimension up to `length`."""
+    missing = length - x.shape[0]
+    if missing == 0:
+        return x
+    shape = (missing, *x.shape[1:])
+    return torch.cat([x, x[-1:].expand(shape) if with_last else x.new_zeros(shape)])
+
+
+def peak_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The 16-bit dtype in which the peaks of a tensor are stored."""
+    return torch.float16 if dtype == torch.float16 else torch.bfloat16
+
+
+def cut_to_bfloat16(x: Tensor) -> Tensor:
+    """float32 to bfloat16, towards zero."""
+    return (x.contiguous().view(torch.int32) & -65536).view(torch.float32).bfloat16()
+
+
+def peaks_ref(x_AGB: Tensor, signed: bool) -> Tensor:
+    """[A, B] in 16 bits: the element of largest magnitude, or its magnitude. NaN counts as the largest."""
+    high, low = x_AGB.amax(1).float(), x_AGB.amin(1).float()
+    # Of two equal magnitudes the negative one wins, here and in every other implementation.
+    peaks = torch.where(-low >= high, low, high) if signed else torch.maximum(high, -low)
+    return cut_to_bfloat16(peaks) if x_AGB.dtype == torch.float32 else peaks.to(x_AGB.dtype)
+
+
+def inverse_ref(peaks: Tensor, factor: float) -> Tensor:
+    """float32 reciprocals of the scales; 0 (every code is that of zero) where the peak is tiny, infinite or NaN."""
+    peaks = peaks.float()
+    magnitude = peaks.abs()
+    usable = (magnitude >= TINY_PEAK) & (magnitude <= FLOAT32_MAX)
+    return torch.where(usable, (peaks * factor).reciprocal(), 0.0)
+
+
+def noise_ref(count: int, seed: int, device: torch.device) -> Tensor:
+    """float32 [count] in [0, 1): a hash of the element's index and the seed, so that no generator is touched.
+
+    u(i) = lowbias32(i + seed mod 2^32) >> 8, times 2^-24.
+    """
+    mask = 0xFFFFFFFF
+    x = (torch.arange(count, dtype=torch.int64, device=device) + seed) & mask
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & mask
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & mask
+    return ((x ^ (x >> 16)) >> 8).float() * 2.0**-24
+
+
+def rounding_offset_ref(x: Tensor, zero: float, rounding: str, seed: int) -> Tensor | float:
+    """What to add to steps before the fraction is cut off: the code of zero, and one half or noise in [0, 1)."""
+    if rounding == "nearest":
+        return 0.5 + zero
+    return noise_ref(x.numel(), seed, x.device).view(x.shape) + zero
+
+
+def encode_ref(x_AGB: Tensor, bits: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
+    """Codes uint8, [A/2, G, B] if 4 bits (A is even) or [A, G, B] if 8, and 16-bit peaks [A, B].
+
+    The sign of the peak is kept if the factor is negative. Codes of non-finite elements are unspecified.
+    """
+    zero, least, most = CODE_RANGES[bits]
+    peaks_AB = peaks_ref(x_AGB, signed=factor < 0)
+    inverse_AB = inverse_ref(peaks_AB, factor)
+    shifted = x_AGB.float() * inverse_AB[:, None] + rounding_offset_ref(x_AGB, zero, rounding, seed)
+    codes = shifted.clamp(least, most).to(torch.uint8)
+    return (pack_ref(codes) if bits == 4 else codes), peaks_AB
+
+
+def decode_ref(codes: Tensor, peaks_AB: Tensor, bits: int, factor: float, dtype: torch.dtype) -> Tensor:
+    """[A, G, B] from codes and peaks. Every element of a group with a non-finite peak is non-finite."""
+    steps = (unpack_ref(codes) if bits == 4 else codes).float() - CODE_RANGES[bits][0]
+    return (steps * (peaks_AB.float() * factor)[:, None]).to(dtype)
+
+
+def pack_ref(codes: Tensor) -> Tensor:
+    """Two 4-bit codes a byte: uint8 [A/2, ...] from uint8 [A, ...]."""
+    half = codes.shape[0] // 2
+    return codes[:half] | (codes[half:] << 4)
+
+
+def unpack_ref(packed: Tensor) -> Tensor:
+    """uint8 [A, ...] codes from uint8 [A/2, ...]."""
+    return torch.cat([packed & 15, packed >> 4])
