@@ -40,10 +40,13 @@ def write_report(
             (phase, live bytes) with the simulator's phases, is drawn as the measured memory.
         comparison: one record per method, all with the same columns.
 
-    Raises PolicyMismatchError if policy and profile do not belong together, ImportError without matplotlib. Nothing is
-    written then.
+    Raises PolicyMismatchError if policy and profile do not belong together, NotADirectoryError if `folder` is a file,
+    ImportError without matplotlib. Nothing is written then.
     """
     check_belongs(policy, profile)
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"report folder {folder} is a file: choose another folder")
     outcomes = _outcomes(profile, policy)
     figures = [
         Figure("policy_map.png", "Action of every activation in every block", draw_policy_map(profile, policy)),
@@ -62,7 +65,6 @@ def write_report(
         *_actions(profile, policy),
         *_events(history),
     ]
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for figure in figures:
         _write(folder / figure.file_name, figure.png)

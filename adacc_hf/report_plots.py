@@ -87,7 +87,8 @@ def _matplotlib():
     try:
         import matplotlib
     except ImportError as error:
-        raise ImportError("a report needs matplotlib, which is not installed: pip install 'adacc-hf[plot]'") from error
+        message = "a report needs matplotlib, which is not installed: pip install 'adacc-hf[plot]'"
+        raise ImportError(message, name="matplotlib") from error
     return matplotlib
 
 

@@ -102,12 +102,16 @@ def find_modules(cwd: Path, install: Path | None) -> dict[str, Path]:
     return {name: Path(origin) for name, origin in origins.items()}
 
 
-def test_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
+def test_wheel_holds_every_file_and_nothing_else(wheel: Path) -> None:
+    """Data files too: one that package_data does not name would be missing from an installed package only."""
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    paths = {"/".join(name.split(".")) for name in module_files()}
-    expected = {f"{path}/__init__.py" if f"{path}/__init__.py" in names else f"{path}.py" for path in paths}
-    assert {name for name in names if name.endswith(".py")} == expected
-    assert "adacc_hf/py.typed" in names
+    expected = {
+        "/".join((*FOLDERS[folder].split("."), *path.relative_to(ROOT / folder).parts))
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert names == expected
 
 
 def test_wheel_names_its_console_script_and_license(wheel: Path) -> None:

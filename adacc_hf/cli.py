@@ -1,0 +1,98 @@
+"""The `adacc` command: look into policy files, report on them, list the codecs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from adacc_hf import __version__
+from adacc_hf.errors import AdaccError
+from adacc_hf.explain import explain_policy
+from adacc_hf.policy import Policy
+from adacc_hf.profile import Profile
+from adacc_hf.units import format_bytes
+
+USER_ERROR = 2
+"""Exit status for what the user can mend; argparse's own."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0, or 2 after a one-line message on stderr."""
+    arguments = _parser().parse_args(argv)
+    try:
+        print(arguments.run(arguments), flush=True)
+    except BrokenPipeError:  # the reader, `head` say, has seen enough; the interpreter must not flush to it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (AdaccError, ValueError, OSError) as error:
+        return _refuse(arguments.command, error)
+    except ImportError as error:
+        if error.name != "matplotlib":
+            raise  # a fault of this package, not a missing extra
+        return _refuse(arguments.command, error)
+    return 0
+
+
+def _refuse(command: str, error: Exception) -> int:
+    print(f"adacc {command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return USER_ERROR
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="adacc", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"adacc_hf {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    explain = commands.add_parser("explain", help="print a policy, with a profile also why each action was chosen")
+    explain.add_argument("policy", type=Path, metavar="POLICY", help="file that Policy.save wrote")
+    explain.add_argument(
+        "--profile", type=Path, help="file that Profile.save wrote, the one the policy was solved from"
+    )
+    explain.set_defaults(run=_explain)
+
+    report = commands.add_parser("report", help="write report.md, report.html and their pictures")
+    report.add_argument("policy", type=Path, metavar="POLICY", help="file that Policy.save wrote")
+    report.add_argument("--profile", type=Path, required=True, help="the profile that the policy was solved from")
+    report.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write into")
+    report.set_defaults(run=_report)
+
+    codecs = commands.add_parser("codecs", help="list the codecs, with the bytes that they keep of a tensor")
+    codecs.set_defaults(run=_codecs)
+    return parser
+
+
+def _explain(arguments: argparse.Namespace) -> str:
+    policy = Policy.load(arguments.policy)
+    if arguments.profile is None:
+        return str(policy)
+    return explain_policy(policy, Profile.load(arguments.profile))
+
+
+def _report(arguments: argparse.Namespace) -> str:
+    from adacc_hf.report import write_report
+
+    policy, profile = Policy.load(arguments.policy), Profile.load(arguments.profile)
+    return f"wrote {write_report(arguments.output, profile=profile, policy=policy)}"
+
+
+def _codecs(_: argparse.Namespace) -> str:
+    """One line per codec: name, whether it is lossless, the share of a tensor's bytes that it keeps, its options."""
+    import torch
+
+    from adacc_hf.kernels.codecs import get_codec, list_codecs
+
+    shape, dtype = (8, 1024, 1024), torch.float32
+    plain_bytes = 8 * 1024 * 1024 * dtype.itemsize
+    lines = [f"kept bytes are of a float32 tensor of 8 x 1024 x 1024 ({format_bytes(plain_bytes)})"]
+    for name in list_codecs():
+        codec = get_codec(name)
+        share = f"{100 * codec.predicted_bytes(shape, dtype) / plain_bytes:.1f} %"
+        options = ", ".join(f"{option}={value!r}" for option, value in codec.options.items())
+        lines.append(f"{name:16} {'lossless' if codec.lossless else 'lossy':8} {share:>7}  {options}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

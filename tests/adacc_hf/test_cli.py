@@ -1,0 +1,110 @@
+"""The `adacc` command: what it prints, and one line with exit status 2 for what the user can mend."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from adacc_hf import __version__, report_plots
+from adacc_hf.cli import main
+from adacc_hf.kernels.codecs import list_codecs
+from adacc_hf.policy import Policy
+
+
+@pytest.fixture
+def files(tmp_path: Path, gpt2_like_profile) -> tuple[str, str]:
+    """Paths of a saved policy and of its profile."""
+    profile = gpt2_like_profile(num_blocks=2)
+    profile.save(tmp_path / "profile.json")
+    Policy.uniform(profile, "recompute").save(tmp_path / "policy.json")
+    return str(tmp_path / "policy.json"), str(tmp_path / "profile.json")
+
+
+def test_explain_prints_the_policy(files, capsys) -> None:
+    assert main(["explain", files[0]]) == 0
+    assert capsys.readouterr().out == f"{Policy.load(files[0])}\n"
+
+
+def test_explain_with_profile_gives_reasons(files, capsys) -> None:
+    assert main(["explain", files[0], "--profile", files[1]]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    row = next(line for line in lines if line.startswith("  tanh "))
+    assert "recompute  recompute: " in row
+    assert "ms for 48.00 MiB; outlier_int4: " in row
+
+
+def test_report_writes_into_the_folder(files, tmp_path: Path, capsys) -> None:
+    assert main(["report", files[0], "--profile", files[1], "--output", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'out' / 'report.md'}\n"
+    assert (tmp_path / "out" / "report.html").is_file()
+
+
+def test_codecs_lists_every_codec(capsys) -> None:
+    assert main(["codecs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == list_codecs()
+    assert "lossless" in next(line for line in lines if line.startswith("bitmask"))
+
+
+def test_version(capsys) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"adacc_hf {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["explain"], ["nonsense"], ["report", "policy.json"]])
+def test_wrong_usage_exits_with_2(arguments: list[str], capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert "usage: adacc" in capsys.readouterr().err
+
+
+def refused(arguments: list[str], capsys) -> str:
+    """The one line that the refused command printed on stderr."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_missing_file_is_one_line(files, capsys) -> None:
+    assert "policy file nowhere.json does not exist" in refused(["explain", "nowhere.json"], capsys)
+    assert "profile file nowhere.json" in refused(["explain", files[0], "--profile", "nowhere.json"], capsys)
+
+
+def test_swapped_files_are_one_line(files, capsys) -> None:
+    assert "is not an adacc_hf policy file" in refused(["explain", files[1], "--profile", files[0]], capsys)
+
+
+def test_file_that_is_not_json_is_one_line(tmp_path: Path, capsys) -> None:
+    (tmp_path / "broken.json").write_text('{"format":\n')
+    assert "is not JSON" in refused(["explain", str(tmp_path / "broken.json")], capsys)
+
+
+def test_missing_matplotlib_is_one_line(files, tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    message = refused(["report", files[0], "--profile", files[1], "--output", str(tmp_path / "out")], capsys)
+    assert "pip install 'adacc-hf[plot]'" in message
+
+
+def test_fault_of_our_own_keeps_its_traceback(files, tmp_path: Path, monkeypatch) -> None:
+    def broken():
+        raise ImportError("cannot import name 'x'", name="adacc_hf.report_plots")
+
+    monkeypatch.setattr(report_plots, "_matplotlib", broken)
+    with pytest.raises(ImportError, match="cannot import name 'x'"):
+        main(["report", files[0], "--profile", files[1], "--output", str(tmp_path / "out")])
+
+
+def test_reader_that_stops_early_is_no_error(files) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "adacc_hf.cli", "explain", files[0]]
+    process = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    os.close(writer)
+    assert (process.returncode, process.stderr) == (0, "")
