@@ -78,9 +78,9 @@ inline float inverse_of(u16 peak, float factor) {
 
 // [Rounding] What is added before the fraction is cut off: one half or noise, and the code that stands for zero.
 template <bool STOCHASTIC>
-inline float offset_of(int64_t index, u32 seed, float zero) {
+inline float offset_of(u32 index, u32 seed, float zero) {
     if (!STOCHASTIC) return 0.5f + zero;
-    u32 x = u32(index) + seed;
+    u32 x = index + seed;
     x = (x ^ (x >> 16)) * 0x7FEB352Du;
     x = (x ^ (x >> 15)) * 0x846CA68Bu;
     return float((x ^ (x >> 16)) >> 8) * 0x1p-24f + zero;
@@ -98,19 +98,26 @@ struct Groups {
     int threads;
 };
 
+template <class T>
+void clear_outliers(const typename T::Stored* __restrict x, const typename T::Key* __restrict keep,
+                    typename T::Stored* __restrict out, const int64_t count) {
+    using Key = typename T::Key;
+    for (int64_t k = 0; k < count; ++k) out[k] = bit_cast<typename T::Stored>(Key(bit_cast<Key>(x[k]) & keep[k]));
+}
+
 // The elements of a group: in `buffer` if outliers must be cleared or the tensor ends inside the group, padded with `pad`.
 template <class T>
 const typename T::Stored* group_of(const typename T::Stored* x, const Groups& a, int64_t group,
                                    typename T::Stored* buffer, typename T::Stored pad) {
-    using Stored = typename T::Stored;
     using Key = typename T::Key;
     const int64_t first = group * a.size;
     const int64_t there = std::min(a.size, std::max<int64_t>(a.numel - first, 0));
     if (there == a.size && !a.keep) return x + first;
     std::fill(buffer + there, buffer + a.size, pad);
-    const Key* keep = a.keep ? static_cast<const Key*>(a.keep) + first % a.channels : nullptr;
-    for (int64_t k = 0; k < there; ++k)
-        buffer[k] = keep ? bit_cast<Stored>(Key(bit_cast<Key>(x[first + k]) & keep[k])) : x[first + k];
+    if (a.keep)
+        clear_outliers<T>(x + first, static_cast<const Key*>(a.keep) + first % a.channels, buffer, there);
+    else
+        std::copy(x + first, x + first + there, buffer);
     return buffer;
 }
 
@@ -122,64 +129,70 @@ u16 peak_in(const typename T::Stored* x, int64_t count, u32 sign) {
     return peak_of(key);
 }
 
-template <class T, bool STOCHASTIC>
-void encode_4bit(const typename T::Stored* x, u8* codes, u16* peaks, const Groups a) {
-#pragma omp parallel for num_threads(a.threads) schedule(static)
-    for (int64_t p = 0; p < a.rows; ++p) {
-        typename T::Stored low_buffer[MAX_GROUP], high_buffer[MAX_GROUP];
-        const int64_t q = p + a.rows;
-        const auto* low = group_of<T>(x, a, p, low_buffer, 0);
-        const auto* high = group_of<T>(x, a, q, high_buffer, 0);
-        peaks[p] = peak_in<T>(low, a.size, a.sign);
-        peaks[q] = peak_in<T>(high, a.size, a.sign);
-        const float low_inverse = inverse_of(peaks[p], a.factor), high_inverse = inverse_of(peaks[q], a.factor);
-        u8* out = codes + p * a.size;
-        for (int64_t k = 0; k < a.size; ++k) {
-            const float lo = T::load(low[k]) * low_inverse + offset_of<STOCHASTIC>(p * a.size + k, a.seed, 8.0f);
-            const float hi = T::load(high[k]) * high_inverse + offset_of<STOCHASTIC>(q * a.size + k, a.seed, 8.0f);
-            out[k] = u8(clip(lo, 0, 15) | clip(hi, 0, 15) << 4);
-        }
+// What turns one group into codes: steps = (x - offset) * inverse.
+struct Steps {
+    float offset, inverse, zero;
+    int least, most;
+    u32 index, seed;  // of the group's first element; of the noise
+};
+
+// Codes of one group, into whole bytes or, if HIGH, into the upper halves of bytes that hold codes already.
+template <class T, bool STOCHASTIC, bool HIGH>
+void write_codes(const typename T::Stored* __restrict x, u8* __restrict out, const int64_t count, const Steps s) {
+    for (int64_t k = 0; k < count; ++k) {
+        const float y = (T::load(x[k]) - s.offset) * s.inverse + offset_of<STOCHASTIC>(s.index + u32(k), s.seed, s.zero);
+        const int code = clip(y, s.least, s.most);
+        out[k] = HIGH ? u8(out[k] | code << 4) : u8(code);
     }
 }
 
 template <class T, bool STOCHASTIC>
-void encode_8bit(const typename T::Stored* x, u8* codes, u16* peaks, const Groups a) {
+void encode_symmetric(const typename T::Stored* x, u8* codes, u16* peaks, int bits, const Groups a) {
 #pragma omp parallel for num_threads(a.threads) schedule(static)
     for (int64_t p = 0; p < a.rows; ++p) {
         typename T::Stored buffer[MAX_GROUP];
-        const auto* group = group_of<T>(x, a, p, buffer, 0);
-        peaks[p] = peak_in<T>(group, a.size, a.sign);
-        const float inverse = inverse_of(peaks[p], a.factor);
-        u8* out = codes + p * a.size;
-        for (int64_t k = 0; k < a.size; ++k) {
-            const float y = T::load(group[k]) * inverse + offset_of<STOCHASTIC>(p * a.size + k, a.seed, 128.0f);
-            out[k] = u8(clip(y, 1, 255));
+        for (int shift = 0; shift < 8; shift += bits) {
+            const int64_t group = p + (shift ? a.rows : 0);
+            const auto* values = group_of<T>(x, a, group, buffer, 0);
+            peaks[group] = peak_in<T>(values, a.size, a.sign);
+            const u32 index = u32(group * a.size);
+            const float inverse = inverse_of(peaks[group], a.factor);
+            const Steps steps = bits == 4 ? Steps{0.0f, inverse, 8.0f, 0, 15, index, a.seed}
+                                          : Steps{0.0f, inverse, 128.0f, 1, 255, index, a.seed};
+            if (shift)
+                write_codes<T, STOCHASTIC, true>(values, codes + p * a.size, a.size, steps);
+            else
+                write_codes<T, STOCHASTIC, false>(values, codes + p * a.size, a.size, steps);
         }
     }
 }
 
-// Elements of group `group` from the four bits at `shift`, or from eight bits where zero is 128.
-template <class T>
-void decode_group(typename T::Stored* out, const u8* codes, int64_t group, float scale, float offset, int shift,
-                  int mask, float zero, const Groups& a) {
-    const int64_t first = group * a.size;
-    const int64_t there = std::min(a.size, a.numel - first);
-    for (int64_t k = 0; k < there; ++k) {
-        const float steps = float((codes[k] >> shift) & mask) - zero;
-        out[first + k] = T::save(steps * scale + offset);
+// Elements of one group from the four bits at SHIFT, or from eight bits.
+template <class T, int SHIFT, int MASK>
+void read_codes(typename T::Stored* __restrict out, const u8* __restrict codes, const int64_t count, const float scale,
+                const float offset, const float zero) {
+    for (int64_t k = 0; k < count; ++k) {
+        const float steps = float((codes[k] >> SHIFT) & MASK) - zero;
+        out[k] = T::save(steps * scale + offset);
     }
 }
 
 template <class T>
 void decode_symmetric(typename T::Stored* out, const u8* codes, const u16* peaks, int bits, const Groups a) {
-    const int mask = bits == 4 ? 15 : 255;
-    const float zero = bits == 4 ? 8.0f : 128.0f;
+    const float none = -0.0f;  // leaves every sum as it is, the sign of a zero included
 #pragma omp parallel for num_threads(a.threads) schedule(static)
-    for (int64_t p = 0; p < a.rows; ++p)
-        for (int64_t group = p, shift = 0; shift < 8; group += a.rows, shift += bits)
-            // -0.0f is what leaves every sum as it is, the sign of a zero included.
-            decode_group<T>(out, codes + p * a.size, group, peak_value(peaks[group]) * a.factor, -0.0f, int(shift), mask,
-                            zero, a);
+    for (int64_t p = 0; p < a.rows; ++p) {
+        const u8* row = codes + p * a.size;
+        const int64_t low = p * a.size, high = low + a.rows * a.size;
+        const float scale = peak_value(peaks[p]) * a.factor;
+        if (bits == 8) {
+            read_codes<T, 0, 255>(out + low, row, std::min(a.size, a.numel - low), scale, none, 128.0f);
+            continue;
+        }
+        read_codes<T, 0, 15>(out + low, row, std::min(a.size, a.numel - low), scale, none, 8.0f);
+        const float high_scale = peak_value(peaks[p + a.rows]) * a.factor;
+        read_codes<T, 4, 15>(out + high, row, std::min(a.size, a.numel - high), high_scale, none, 8.0f);
+    }
 }
 
 // [Asymmetric] Order of floats as signed integers: negative patterns have all bits but the sign flipped.
@@ -204,21 +217,20 @@ void encode_asymmetric(const typename T::Stored* x, u8* codes, typename T::Store
                        float zero, const Groups a) {
 #pragma omp parallel for num_threads(a.threads) schedule(static)
     for (int64_t p = 0; p < a.rows; ++p) {
-        typename T::Stored buffers[2][MAX_GROUP];
+        typename T::Stored buffer[MAX_GROUP];
         for (int part = 0; part < 2; ++part) {
             const int64_t group = p + part * a.rows;
-            const auto* values = group_of<T>(x, a, group, buffers[part], x[a.numel - 1]);
+            const auto* values = group_of<T>(x, a, group, buffer, x[a.numel - 1]);
             float low, high;
             range_of<T>(values, a.size, low, high);
             half_ranges[group] = u16(bit_cast<u32>(high * 0.5f - low * 0.5f) >> 16);
             offsets[group] = T::save(zero == 0.0f ? low : high * 0.5f + low * 0.5f);
             const float offset = T::load(offsets[group]), inverse = inverse_of(half_ranges[group], a.factor);
-            u8* out = codes + p * a.size;
-            for (int64_t k = 0; k < a.size; ++k) {
-                const float y = (T::load(values[k]) - offset) * inverse;
-                const int code = clip(y + offset_of<STOCHASTIC>(group * a.size + k, a.seed, zero), 0, 15);
-                out[k] = part ? u8(out[k] | code << 4) : u8(code);
-            }
+            const Steps steps{offset, inverse, zero, 0, 15, u32(group * a.size), a.seed};
+            if (part)
+                write_codes<T, STOCHASTIC, true>(values, codes + p * a.size, a.size, steps);
+            else
+                write_codes<T, STOCHASTIC, false>(values, codes + p * a.size, a.size, steps);
         }
     }
 }
@@ -227,12 +239,14 @@ template <class T>
 void decode_asymmetric(typename T::Stored* out, const u8* codes, const typename T::Stored* offsets,
                        const u16* half_ranges, float zero, const Groups a) {
 #pragma omp parallel for num_threads(a.threads) schedule(static)
-    for (int64_t p = 0; p < a.rows; ++p)
-        for (int part = 0; part < 2; ++part) {
-            const int64_t group = p + part * a.rows;
-            const float scale = peak_value(half_ranges[group]) * a.factor;
-            decode_group<T>(out, codes + p * a.size, group, scale, T::load(offsets[group]), 4 * part, 15, zero, a);
-        }
+    for (int64_t p = 0; p < a.rows; ++p) {
+        const int64_t q = p + a.rows, low = p * a.size, high = q * a.size;
+        const u8* row = codes + low;
+        read_codes<T, 0, 15>(out + low, row, std::min(a.size, a.numel - low), peak_value(half_ranges[p]) * a.factor,
+                             T::load(offsets[p]), zero);
+        read_codes<T, 4, 15>(out + high, row, std::min(a.size, a.numel - high), peak_value(half_ranges[q]) * a.factor,
+                             T::load(offsets[q]), zero);
+    }
 }
 
 // [Channel-wise] x is [rows, columns]; a group is `size` rows of one column; missing rows count as zeros.
@@ -243,42 +257,61 @@ struct Columns {
     int threads;
 };
 
+template <class Key, class Stored>
+void merge_keys(Key* __restrict keys, const Stored* __restrict row, const int64_t count, const Key sign) {
+    for (int64_t k = 0; k < count; ++k) keys[k] = std::max(keys[k], magnitude_key<Key>(bit_cast<Key>(row[k]), sign));
+}
+
+template <class T, bool STOCHASTIC, bool HIGH>
+void write_row(const typename T::Stored* __restrict row, const float* __restrict inverses, u8* __restrict out,
+               const int64_t count, const u32 index, const u32 seed) {
+    for (int64_t k = 0; k < count; ++k) {
+        const float y = T::load(row[k]) * inverses[k] + offset_of<STOCHASTIC>(index + u32(k), seed, 8.0f);
+        const int code = clip(y, 0, 15);
+        out[k] = HIGH ? u8(out[k] | code << 4) : u8(code);
+    }
+}
+
 template <class T, bool STOCHASTIC>
 void encode_columns(const typename T::Stored* x, u8* codes, u16* peaks, const Columns a) {
+    using Key = typename T::Key;
     static const typename T::Stored zeros[TILE] = {};
 #pragma omp parallel for collapse(2) num_threads(a.threads) schedule(static)
     for (int64_t p = 0; p < a.pairs; ++p)
         for (int64_t c = 0; c < a.columns; c += TILE) {
             const int64_t width = std::min(TILE, a.columns - c);
-            auto row_of = [&](int64_t row) { return row < a.rows ? x + row * a.columns + c : zeros; };
-            float inverses[2][TILE];
             for (int part = 0; part < 2; ++part) {
-                using Key = typename T::Key;
                 const int64_t group = p + part * a.pairs;
+                auto row_of = [&](int64_t g) {
+                    const int64_t row = group * a.size + g;
+                    return row < a.rows ? x + row * a.columns + c : zeros;
+                };
                 Key keys[TILE] = {};
-                for (int64_t g = 0; g < a.size; ++g) {
-                    const auto* row = row_of(group * a.size + g);
-                    for (int64_t k = 0; k < width; ++k)
-                        keys[k] = std::max(keys[k], magnitude_key<Key>(bit_cast<Key>(row[k]), Key(a.sign)));
-                }
+                float inverses[TILE];
+                for (int64_t g = 0; g < a.size; ++g) merge_keys<Key>(keys, row_of(g), width, Key(a.sign));
                 for (int64_t k = 0; k < width; ++k) {
                     const u16 peak = peaks[group * a.columns + c + k] = peak_of(keys[k]);
-                    inverses[part][k] = inverse_of(peak, a.factor);
+                    inverses[k] = inverse_of(peak, a.factor);
                 }
-            }
-            for (int64_t g = 0; g < a.size; ++g) {
-                const int64_t low_row = p * a.size + g, high_row = low_row + a.pairs * a.size;
-                const auto *low = row_of(low_row), *high = row_of(high_row);
-                const int64_t low_index = low_row * a.columns + c, high_index = high_row * a.columns + c;
-                u8* out = codes + low_index;
-                for (int64_t k = 0; k < width; ++k) {
-                    const float lo = T::load(low[k]) * inverses[0][k] + offset_of<STOCHASTIC>(low_index + k, a.seed, 8.0f);
-                    const float hi =
-                        T::load(high[k]) * inverses[1][k] + offset_of<STOCHASTIC>(high_index + k, a.seed, 8.0f);
-                    out[k] = u8(clip(lo, 0, 15) | clip(hi, 0, 15) << 4);
+                for (int64_t g = 0; g < a.size; ++g) {
+                    u8* out = codes + (p * a.size + g) * a.columns + c;
+                    const u32 index = u32((group * a.size + g) * a.columns + c);
+                    if (part)
+                        write_row<T, STOCHASTIC, true>(row_of(g), inverses, out, width, index, a.seed);
+                    else
+                        write_row<T, STOCHASTIC, false>(row_of(g), inverses, out, width, index, a.seed);
                 }
             }
         }
+}
+
+template <class T>
+void read_row(typename T::Stored* __restrict out, const u8* __restrict codes, const u16* __restrict peaks,
+              const int64_t count, const int shift, const float factor) {
+    for (int64_t k = 0; k < count; ++k) {
+        const float steps = float((codes[k] >> shift) & 15) - 8.0f;
+        out[k] = T::save(steps * (peak_value(peaks[k]) * factor));
+    }
 }
 
 template <class T>
@@ -288,11 +321,7 @@ void decode_columns(typename T::Stored* out, const u8* codes, const u16* peaks, 
         const int64_t group = row / a.size;
         const int shift = group < a.pairs ? 0 : 4;
         const u8* code = codes + (row - (shift ? a.pairs * a.size : 0)) * a.columns;
-        const u16* peak = peaks + group * a.columns;
-        for (int64_t c = 0; c < a.columns; ++c) {
-            const float steps = float((code[c] >> shift) & 15) - 8.0f;
-            out[row * a.columns + c] = T::save(steps * (peak_value(peak[c]) * a.factor));
-        }
+        read_row<T>(out + row * a.columns, code, peaks + group * a.columns, a.columns, shift, a.factor);
     }
 }
 
@@ -349,8 +378,7 @@ void adacc_encode_groups(const void* x, u8* codes, u16* peaks, const void* keep,
     dispatch(itemsize, stochastic, [&](auto dtype, auto noisy) {
         using T = decltype(dtype);
         const auto* values = static_cast<const typename T::Stored*>(x);
-        bits == 4 ? encode_4bit<T, noisy.value>(values, codes, peaks, a)
-                  : encode_8bit<T, noisy.value>(values, codes, peaks, a);
+        encode_symmetric<T, noisy.value>(values, codes, peaks, bits, a);
     });
 }
 
