@@ -86,6 +86,15 @@ inline float offset_of(u32 index, u32 seed, float zero) {
     return float((x ^ (x >> 16)) >> 8) * 0x1p-24f + zero;
 }
 
+// body(k) for k < count. The default group size gets loops of known length, without which 64 bfloat16 take twice as long.
+template <class Body>
+inline void repeat(const int64_t count, Body body) {
+    if (count == 64)
+        for (int64_t k = 0; k < 64; ++k) body(k);
+    else
+        for (int64_t k = 0; k < count; ++k) body(k);
+}
+
 inline int clip(float shifted, int low, int high) { return std::min(std::max(int(shifted), low), high); }
 
 // A flat tensor in groups. Four-bit code rows hold group p below and group p + rows above; eight-bit ones group p.
@@ -125,7 +134,7 @@ template <class T>
 u16 peak_in(const typename T::Stored* x, int64_t count, u32 sign) {
     using Key = typename T::Key;
     Key key = 0;
-    for (int64_t k = 0; k < count; ++k) key = std::max(key, magnitude_key<Key>(bit_cast<Key>(x[k]), Key(sign)));
+    repeat(count, [&](int64_t k) { key = std::max(key, magnitude_key<Key>(bit_cast<Key>(x[k]), Key(sign))); });
     return peak_of(key);
 }
 
@@ -139,11 +148,11 @@ struct Steps {
 // Codes of one group, into whole bytes or, if HIGH, into the upper halves of bytes that hold codes already.
 template <class T, bool STOCHASTIC, bool HIGH>
 void write_codes(const typename T::Stored* __restrict x, u8* __restrict out, const int64_t count, const Steps s) {
-    for (int64_t k = 0; k < count; ++k) {
+    repeat(count, [=](int64_t k) {
         const float y = (T::load(x[k]) - s.offset) * s.inverse + offset_of<STOCHASTIC>(s.index + u32(k), s.seed, s.zero);
         const int code = clip(y, s.least, s.most);
         out[k] = HIGH ? u8(out[k] | code << 4) : u8(code);
-    }
+    });
 }
 
 template <class T, bool STOCHASTIC>
@@ -195,6 +204,19 @@ void decode_symmetric(typename T::Stored* out, const u8* codes, const u16* peaks
     }
 }
 
+// [Outliers] The raw channels: kept is [rows, count], x is [rows, channels].
+template <class Pattern>
+void copy_channels(Pattern* __restrict x, Pattern* __restrict kept, const int* __restrict indices, int64_t rows,
+                   int64_t channels, int64_t count, bool gather, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t k = 0; k < count; ++k) {
+            Pattern& inside = x[row * channels + indices[k]];
+            Pattern& outside = kept[row * count + k];
+            gather ? outside = inside : inside = outside;
+        }
+}
+
 // [Asymmetric] Order of floats as signed integers: negative patterns have all bits but the sign flipped.
 template <class T>
 void range_of(const typename T::Stored* x, int64_t count, float& low, float& high) {
@@ -202,12 +224,12 @@ void range_of(const typename T::Stored* x, int64_t count, float& low, float& hig
     constexpr Order MOST = Order(~(u64(1) << (8 * sizeof(Order) - 1)));
     constexpr int TOP = 8 * sizeof(Order) - 1;
     Order least = MOST, most = Order(~MOST);
-    for (int64_t k = 0; k < count; ++k) {
+    repeat(count, [&](int64_t k) {
         const Order bits = bit_cast<Order>(x[k]);
         const Order order = Order(bits ^ (Order(bits >> TOP) & MOST));
         least = std::min(least, order);
         most = std::max(most, order);
-    }
+    });
     low = T::load(bit_cast<typename T::Stored>(Order(least ^ (Order(least >> TOP) & MOST))));
     high = T::load(bit_cast<typename T::Stored>(Order(most ^ (Order(most >> TOP) & MOST))));
 }
@@ -388,6 +410,14 @@ void adacc_decode_groups(void* out, const u8* codes, const u16* peaks, int64_t n
     dispatch(itemsize, 0, [&](auto dtype, auto) {
         using T = decltype(dtype);
         decode_symmetric<T>(static_cast<typename T::Stored*>(out), codes, peaks, bits, a);
+    });
+}
+
+void adacc_copy_channels(void* x, void* kept, const int* indices, int64_t rows, int64_t channels, int64_t count,
+                         int itemsize, int gather, int threads) {
+    dispatch_width(itemsize, [&](auto width) {
+        using P = decltype(width);
+        copy_channels<P>(static_cast<P*>(x), static_cast<P*>(kept), indices, rows, channels, count, gather, threads);
     });
 }
 

@@ -36,6 +36,7 @@ _POINTER, _SIZE = c_void_p, c_int64
 _SIGNATURES = {
     "adacc_encode_groups": [*[_POINTER] * 4, *[_SIZE] * 4, c_int, c_int, c_float, c_int, c_int, c_uint32, c_int],
     "adacc_decode_groups": [*[_POINTER] * 3, *[_SIZE] * 3, c_int, c_int, c_float, c_int],
+    "adacc_copy_channels": [*[_POINTER] * 3, *[_SIZE] * 3, c_int, c_int, c_int],
     "adacc_encode_asymmetric": [*[_POINTER] * 4, *[_SIZE] * 3, c_int, c_float, c_float, c_int, c_uint32, c_int],
     "adacc_decode_asymmetric": [*[_POINTER] * 4, *[_SIZE] * 3, c_int, c_float, c_float, c_int],
     "adacc_encode_columns": [*[_POINTER] * 3, *[_SIZE] * 4, c_int, c_float, c_int, c_int, c_uint32, c_int],
@@ -135,6 +136,25 @@ def decode_groups(out_N: Tensor, codes: Tensor, peaks: Tensor, bits: int, factor
     library().adacc_decode_groups(
         out_N.data_ptr(), codes.data_ptr(), peaks.data_ptr(), out_N.numel(), group_size, rows,
         out_N.element_size(), bits, factor, _threads(out_N.nbytes),
+    )  # fmt: skip
+
+
+def gather_channels(x_RC: Tensor, indices: Tensor) -> Tensor:
+    """[R, K]: the channels of a contiguous matrix with these int32 indices."""
+    raw = torch.empty(x_RC.shape[0], indices.shape[0], dtype=x_RC.dtype)
+    _copy_channels(x_RC, raw, indices, gather=True)
+    return raw
+
+
+def scatter_channels(out_RC: Tensor, raw: Tensor, indices: Tensor) -> None:
+    """Write raw channels [R, K] back to their places in a contiguous matrix."""
+    _copy_channels(out_RC, raw, indices, gather=False)
+
+
+def _copy_channels(x_RC: Tensor, raw: Tensor, indices: Tensor, gather: bool) -> None:
+    library().adacc_copy_channels(
+        x_RC.data_ptr(), raw.data_ptr(), indices.data_ptr(), *x_RC.shape, indices.shape[0],
+        x_RC.element_size(), gather, _threads(x_RC.nbytes),
     )  # fmt: skip
 
 

@@ -191,10 +191,10 @@ def _encode_cpu(
     if outliers is None:
         return _cpu.encode_groups(flat_N, group_size, BITS, factor, rounding, seed)
     codes, peaks = _cpu.encode_groups(flat_N, group_size, BITS, factor, rounding, seed, outliers.keep, channels)
-    return codes, peaks, x_RC.index_select(1, outliers.indices), outliers.indices.clone()
+    return codes, peaks, _cpu.gather_channels(x_RC, outliers.indices), outliers.indices.clone()
 
 
 def _decode_cpu(out_RC: Tensor, factor: float, codes: Tensor, peaks: Tensor, *raw: Tensor) -> None:
     _cpu.decode_groups(out_RC.view(-1), codes, peaks, BITS, factor)
     if raw:
-        out_RC.index_copy_(1, raw[1].long(), raw[0])
+        _cpu.scatter_channels(out_RC, *raw)
