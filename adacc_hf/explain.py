@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ class ActivationRow:
     """One activation under one plan, with the price of every action it could take."""
 
     value: Value
+    label: str
+    """The value's name, numbered where the block has several of that name."""
     choice: Choice
     option: CodecOption | None
     """The codec it is compressed with."""
@@ -51,12 +54,24 @@ def activation_rows(kind: KindProfile, plan: Plan) -> list[ActivationRow]:
     return [
         ActivationRow(
             value=value,
+            label=label,
             choice=choices[value.index],
             option=_chosen_option(value, choices[value.index]),
             replay_ms=_replay_ms(kind, choices, value),
         )
-        for value in kind.activations
+        for value, label in zip(kind.activations, activation_labels(kind), strict=True)
     ]
+
+
+def activation_labels(kind: KindProfile) -> list[str]:
+    """A different label for every activation: its name, and its number among those of that name if it has company."""
+    names = [value.name for value in kind.activations]
+    seen: Counter[str] = Counter()
+    labels = []
+    for name in names:
+        seen[name] += 1
+        labels.append(f"{name} #{seen[name]}" if names.count(name) > 1 else name)
+    return labels
 
 
 def check_belongs(policy: Policy, profile: Profile) -> None:
@@ -94,7 +109,7 @@ def explain_policy(policy: Policy, profile: Profile) -> str:
         cells = [("activation", "shape", "bytes", "action", "reason")]
         cells += [
             (
-                row.value.name,
+                row.label,
                 format_shape(row.value),
                 format_bytes(row.value.nbytes),
                 str(row.choice),

@@ -166,7 +166,7 @@ def _action_cells(row: ActivationRow) -> tuple[str, ...]:
         codec_ms = row.option.encode_ms + row.option.decode_ms
         codec = (row.option.codec, format_bytes(row.option.nbytes), f"{codec_ms:.3f}", f"{row.option.error:.3g}")
     return (
-        row.value.name,
+        row.label,
         format_shape(row.value),
         format_bytes(row.value.nbytes),
         row.choice.action.value,

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from adacc_hf.document import ACTION_COLORS
+from adacc_hf.explain import activation_labels
 from adacc_hf.policy import Action, Plan, Policy
 from adacc_hf.profile import KindProfile, Profile
 from adacc_hf.units import format_bytes
@@ -117,7 +118,7 @@ def _draw_kind(axis: Axes, kind: KindProfile, columns: Sequence[tuple[str, Plan]
     axis.pcolormesh(cells, cmap=colors, vmin=0, vmax=len(order) - 1, edgecolors=GRID_COLOR, linewidth=1.5)
     axis.invert_yaxis()
     places = [row + 0.5 for row in range(rows)]
-    axis.set_yticks(places, [value.name for value in kind.activations])
+    axis.set_yticks(places, activation_labels(kind))
     sizes = axis.secondary_yaxis("right")
     sizes.set_yticks(places, [format_bytes(value.nbytes) for value in kind.activations])
     stride = 1 + len(columns) // 32  # more numbers than that would touch

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from adacc_hf.errors import PolicyMismatchError
+from adacc_hf.explain import activation_labels
 from adacc_hf.policy import Policy
 from adacc_hf.report import write_report
 from adacc_hf.simulator import simulate
@@ -47,9 +48,11 @@ def test_report_leaves_four_whole_files(tmp_path: Path, profile, policy) -> None
 def test_action_table_has_every_activation_of_every_plan(tmp_path: Path, profile, policy) -> None:
     rows = markdown_rows(write_report(tmp_path, profile=profile, policy=policy).read_text(), "Actions")
     cells = [row for row in rows if row[0] not in ("activation", "---")]
-    values = {value.index: value for value in profile.kinds[0].values}
+    labels = dict(
+        zip((value.index for value in profile.kinds[0].activations), activation_labels(profile.kinds[0]), strict=True)
+    )
     expected = [
-        (values[index].name, choice.action.value, choice.codec or "")
+        (labels[index], choice.action.value, choice.codec or "")
         for plan in policy.plans
         for index, choice in plan.choices
     ]
