@@ -90,7 +90,7 @@ def _codecs(_: argparse.Namespace) -> str:
         codec = get_codec(name)
         share = f"{100 * codec.predicted_bytes(shape, dtype) / plain_bytes:.1f} %"
         options = ", ".join(f"{option}={value!r}" for option, value in codec.options.items())
-        lines.append(f"{name:16} {'lossless' if codec.lossless else 'lossy':8} {share:>7}  {options}")
+        lines.append(f"{name:16} {'lossless' if codec.lossless else 'lossy':8} {share:>7}  {options or 'no options'}")
     return "\n".join(lines)
 
 
