@@ -101,7 +101,9 @@ def _memory_png(profile: Profile, policy: Policy, outcomes: dict[str, Outcome], 
     measured = [record["timeline"] for record in history if "timeline" in record]
     if measured:
         timelines["this policy, measured"] = measured[-1]
-    return draw_memory(timelines, profile.static_bytes, dict(policy.facts).get("budget_bytes"))
+    facts = dict(policy.facts)
+    budget_bytes = facts["budget_bytes"] if facts.get("budget_of") == "peak" else None
+    return draw_memory(timelines, profile.static_bytes, budget_bytes)
 
 
 def _summary(profile: Profile, policy: Policy, outcomes: dict[str, Outcome]) -> list[Part]:
@@ -129,7 +131,7 @@ def _summary(profile: Profile, policy: Policy, outcomes: dict[str, Outcome]) -> 
         ),
     ]
     if policy.facts:
-        parts.append(Table(("solver", "value"), [(name.replace("_", " "), str(v)) for name, v in policy.facts]))
+        parts.append(Table(("solver", "value"), [(_header(name), _cell(name, value)) for name, value in policy.facts]))
     return parts
 
 

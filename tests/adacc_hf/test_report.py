@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,22 @@ def test_measured_timeline_changes_the_picture(tmp_path: Path, profile, policy) 
     ]
     assert pictures[0] == pictures[1]
     assert pictures[0] != pictures[2]
+
+
+def test_only_a_budget_of_the_peak_is_drawn(tmp_path: Path, profile, policy) -> None:
+    """A budget on stored bytes has no place in a picture of live bytes."""
+    facts = {
+        "none": (),
+        "stored": (("budget_bytes", 2**30), ("budget_of", "stored")),
+        "peak": (("budget_bytes", 2**30), ("budget_of", "peak")),
+    }
+    pictures, texts = {}, {}
+    for name, pairs in facts.items():
+        path = write_report(tmp_path / name, profile=profile, policy=replace(policy, facts=pairs))
+        pictures[name], texts[name] = (path.parent / "memory.png").read_bytes(), path.read_text()
+    assert pictures["none"] == pictures["stored"]
+    assert pictures["none"] != pictures["peak"]
+    assert "| budget | 1.00 GiB |" in texts["stored"]
 
 
 def test_timeline_with_a_foreign_phase_is_refused(tmp_path: Path, profile, policy) -> None:
