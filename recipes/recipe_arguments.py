@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import torch
 from model_presets import PRESETS
 from transformers import HfArgumentParser, TrainingArguments
 
@@ -93,6 +94,9 @@ class MethodArguments:
             "bytes such as 0.5, or an absolute peak such as 20GiB or 21474836480."
         },
     )
+    report: bool = field(
+        default=True, metadata={"help": "Leave report.md and report.html with the policy in the run folder."}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,14 +109,15 @@ class RecipeArguments:
     training: TrainingArguments
 
 
-# What the demo overrides so that every method trains within 45 s on 2 CPU cores.
+# The demo: every method trains within a minute on 2 CPU cores, and the loss falls by a nat.
 _DEMO_DEFAULTS = {
     "vocab_size": PRESETS["demo"].vocab_size,
     "max_eval_sequences": 64,
     "memory_budget": "0.5",
-    "max_steps": 100,
+    "max_steps": 80,
     "per_device_train_batch_size": 4,
-    "learning_rate": 2e-3,
+    "learning_rate": 1e-3,
+    "adam_beta2": 0.95,
     "lr_scheduler_type": "cosine",
     "warmup_steps": 10,
     "logging_steps": 10,
@@ -149,7 +154,9 @@ def _defaults_for(argv: list[str]) -> dict[str, object]:
     early.add_argument("--method", default="adacc")
     known, _ = early.parse_known_args(argv)
     defaults = _DEMO_DEFAULTS if known.model == "demo" else _PRETRAINING_DEFAULTS
-    return {**defaults, "output_dir": f"runs/{Path(known.model).name}-{known.method}"}
+    # The Trainer's own default pins memory, and warns where there is no device to pin it for.
+    machine = {"dataloader_pin_memory": torch.cuda.is_available()}
+    return {**defaults, **machine, "output_dir": f"runs/{Path(known.model).name}-{known.method}"}
 
 
 def _check_resume(checkpoint: str | None) -> None:

@@ -53,3 +53,33 @@ def tokenizer(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> "Pr
 
     cache_dir = tmp_path_factory.getbasetemp() / "tokenizer-fixture"
     return trained_tokenizer(Dataset.from_dict({"text": texts}), "fixture", 290, 100, cache_dir)
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """The config of a GPT-2 that trains in milliseconds; its activations are just large enough to be compressed."""
+    from transformers import GPT2Config
+
+    folder = tmp_path / "tiny-gpt2"
+    GPT2Config(n_layer=2, n_embd=64, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def tiny_run(model_folder: Path, jsonl_file: Path, tmp_path: Path) -> list[str]:
+    """The command line of a run of four steps on `jsonl_file` into tmp_path / "run"."""
+    settings = {
+        "model": model_folder,
+        "dataset": jsonl_file,
+        "vocab_size": 290,
+        "validation_fraction": 0.3,
+        "cache_dir": tmp_path / "cache",
+        "output_dir": tmp_path / "run",
+        "max_steps": 4,
+        "warmup_steps": 1,
+        "logging_steps": 2,
+        "per_device_train_batch_size": 8,
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    return [text for name, value in settings.items() for text in (f"--{name}", str(value))]

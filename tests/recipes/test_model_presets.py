@@ -9,7 +9,7 @@ from transformers import BloomConfig, GPT2Config, LlamaConfig
 @pytest.mark.parametrize(
     ("name", "num_parameters"),
     [
-        ("demo", 5_328_896),
+        ("demo", 4_935_680),
         ("gpt2-117m", 124_439_808),  # GPT-2 small and medium, as published
         ("gpt2-345m", 354_823_168),
         ("gpt2-4.7b", 4_688_987_136),

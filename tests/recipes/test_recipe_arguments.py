@@ -13,7 +13,7 @@ def test_no_arguments_mean_the_demo():
         "train",
         "adacc",
     )
-    assert args.data.vocab_size == 2048
+    assert args.data.vocab_size == 512
     assert args.method.memory_budget == "0.5"
     assert args.training.output_dir == "runs/demo-adacc"
     assert args.training.report_to == []

@@ -1,0 +1,147 @@
+"""Every method on the same model, seed and data, and one table of what it costs and what it reaches.
+
+The losses come from one training run per method, one after the other. Bytes and speed are measured afterwards on the
+trained models: bytes on one batch, speed on whole training steps taken in turn (method by method, round by round), so
+that a busy machine slows all methods alike.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from comparison_table import ComparisonRow, Spread, save_comparison, table_text
+from text_packing import stack_sequences
+from training_run import FinishedRun, PreparedRun, save_report, train_once
+from transformers import PreTrainedModel
+
+from adacc_hf import apply_policy
+from adacc_hf.memory import measure_step
+
+Batch = dict[str, torch.Tensor]
+WARMUP_ROUNDS, TIMED_ROUNDS = 2, 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One row of the comparison: a method at a budget, and the folder of its run."""
+
+    title: str
+    folder: str
+    method: str
+    memory_budget: str = "auto"
+
+
+CONTENDERS = (
+    Contender(title="plain", folder="plain", method="none"),
+    Contender(title="HF gradient checkpointing", folder="checkpointing", method="full"),
+    Contender(title="naive quantization", folder="quantization", method="quantization"),
+    Contender(title="Adacc at 50 % of plain", folder="adacc-50", method="adacc", memory_budget="0.5"),
+    Contender(title="Adacc at 25 % of plain", folder="adacc-25", method="adacc", memory_budget="0.25"),
+)
+BASE = "plain"  # the row that throughput is relative to
+REPORTED = "adacc-50"  # the row whose policy the report shows
+
+
+def compare_methods(run: PreparedRun) -> dict[str, float]:
+    """Trains and measures every contender, prints the table and saves it in the run folder.
+
+    Returns every figure of the table under "<folder>/<column>".
+    """
+    output_dir = Path(run.args.training.output_dir)
+    finished = {c.folder: train_once(run, c.method, c.memory_budget, str(output_dir / c.folder)) for c in CONTENDERS}
+    rows = measured_rows(finished, example_batch(run))
+    save_comparison(rows, output_dir, run.args)
+    if run.args.method.report:
+        save_report(finished[REPORTED], str(output_dir), [row.cells() for row in rows])
+    print(f"\n{table_text(rows)}\n\nsaved in {output_dir}")
+    return {f"{row.folder}/{name}": value for row in rows for name, value in row.numbers().items()}
+
+
+def example_batch(run: PreparedRun) -> Batch:
+    """One training batch on the training device, [B, T] each."""
+    training = run.args.training
+    rows = run.data.train.take(training.per_device_train_batch_size)
+    return {name: tensor.to(training.device) for name, tensor in stack_sequences(list(rows)).items()}
+
+
+def measured_rows(finished: dict[str, FinishedRun], batch: Batch) -> list[ComparisonRow]:
+    """The table's rows, in the order of CONTENDERS."""
+    memory = {}
+    for folder, result in finished.items():
+        with in_force(result):
+            memory[folder] = measure_step(result.model, batch)
+    throughput = relative_throughput(finished, batch)
+    return [
+        ComparisonRow(
+            title=contender.title,
+            folder=contender.folder,
+            activation_bytes=memory[contender.folder].stored_bytes,
+            peak_bytes=memory[contender.folder].peak_bytes,
+            relative_throughput=throughput[contender.folder],
+            final_train_loss=finished[contender.folder].metrics["final_train_loss"],
+            validation_loss=finished[contender.folder].metrics["eval_loss"],
+        )
+        for contender in CONTENDERS
+    ]
+
+
+@contextmanager
+def in_force(result: FinishedRun) -> Iterator[PreTrainedModel]:
+    """The trained model in training mode, keeping activations the way it was trained."""
+    model = result.model
+    model.train()
+    model.zero_grad(set_to_none=True)
+    if result.callback is not None:
+        with apply_policy(model, result.callback.policy):
+            yield model
+    elif result.checkpointed:
+        model.activation_checkpointing_enable()
+        yield model
+        model.activation_checkpointing_disable()
+    else:
+        yield model
+
+
+def relative_throughput(finished: dict[str, FinishedRun], batch: Batch) -> dict[str, Spread]:
+    """Each method's tokens per second divided by plain training's in the same round."""
+    with ExitStack() as stack:
+        steps = {name: training_step(stack.enter_context(in_force(result)), batch) for name, result in finished.items()}
+        rounds = [{name: seconds_of(step) for name, step in steps.items()} for _ in range(WARMUP_ROUNDS + TIMED_ROUNDS)]
+    timed = rounds[WARMUP_ROUNDS:]
+    return {name: spread([seconds[BASE] / seconds[name] for seconds in timed]) for name in finished}
+
+
+def training_step(model: PreTrainedModel, batch: Batch) -> Callable[[], None]:
+    """A function that takes one whole training step: forward, backward, AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step() -> None:
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def seconds_of(step: Callable[[], None]) -> float:
+    """Wall-clock seconds of one call, with what it started on a GPU."""
+    _finish_device_work()
+    start = time.perf_counter()
+    step()
+    _finish_device_work()
+    return time.perf_counter() - start
+
+
+def spread(samples: list[float]) -> Spread:
+    """The 20th, 50th and 80th percentile of at least two samples."""
+    fifths = statistics.quantiles(samples, n=5, method="inclusive")
+    return Spread(low=fifths[0], median=statistics.median(samples), high=fifths[3])
+
+
+def _finish_device_work() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,121 @@
+"""One training run from its settings: build everything, train, evaluate, leave the results in the run folder."""
+
+import copy
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model_presets import build_model, checked_seq_len, load_config
+from recipe_arguments import RecipeArguments
+from text_data import TextData, load_text_data
+from text_packing import stack_sequences
+from train_methods import method_callbacks
+from transformers import PreTrainedModel, Trainer, TrainingArguments, set_seed
+
+from adacc_hf import AdaccCallback
+from adacc_hf.report import write_report
+
+POLICY_FILE = "adacc_policy.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun:
+    """Checked settings and prepared data; models are built from it afresh, each from the same seed."""
+
+    args: RecipeArguments
+    data: TextData
+    seq_len: int
+
+    def fresh_model(self) -> PreTrainedModel:
+        """The model as it is before training: equal for every call."""
+        set_seed(self.args.training.seed)
+        settings, tokenizer = self.args.model, self.data.tokenizer
+        return build_model(
+            settings.model,
+            load_config(settings.model),
+            len(tokenizer),
+            tokenizer.eos_token_id,
+            settings.attn_implementation,
+            settings.from_pretrained,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedRun:
+    """A trained model and what it reached; the optimizer is gone."""
+
+    model: PreTrainedModel
+    metrics: dict[str, float]
+    callback: AdaccCallback | None
+    """The callback that chose the policy; None for the methods without one."""
+    checkpointed: bool
+    """Whether transformers' own checkpointing was on."""
+
+
+def prepare_run(args: RecipeArguments) -> PreparedRun:
+    """The run behind the settings. Raises ValueError or OSError that names a bad one, before anything is trained."""
+    seq_len = checked_seq_len(args.data.seq_len, load_config(args.model.model))
+    _check_method(args)
+    if args.method.report and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--report needs matplotlib: pip install 'adacc-hf[plot]', or pass --report false")
+    data = load_text_data(args.data, seq_len, args.training.main_process_first)
+    return PreparedRun(args=args, data=data, seq_len=seq_len)
+
+
+def _check_method(args: RecipeArguments) -> None:
+    """Tells what is wrong with the method's settings before any data is read."""
+    method, training = args.method, args.training
+    if method.method != "compare":
+        method_callbacks(method.method, method.memory_budget)
+    elif training.world_size > 1:
+        raise ValueError("--method=compare measures one process at a time; launch it with --num_processes 1")
+    elif training.resume_from_checkpoint is not None:
+        raise ValueError("--method=compare trains every method from the start; drop --resume_from_checkpoint")
+
+
+def train_once(run: PreparedRun, method: str, memory_budget: str, output_dir: str) -> FinishedRun:
+    """Trains a fresh model with `method`, evaluates it, and saves the model, the metrics and the policy."""
+    callbacks, overrides = method_callbacks(method, memory_budget)
+    trainer = Trainer(
+        model=run.fresh_model(),
+        args=_with_overrides(run.args.training, output_dir=output_dir, **overrides),
+        data_collator=stack_sequences,
+        train_dataset=run.data.train,
+        eval_dataset=run.data.validation,
+        processing_class=run.data.tokenizer,
+        callbacks=callbacks,
+    )
+    train_metrics = trainer.train(resume_from_checkpoint=run.args.training.resume_from_checkpoint).metrics
+    results = {"steps": trainer.state.global_step, "final_train_loss": final_train_loss(trainer)}
+    metrics = {**train_metrics, **trainer.evaluate(), **results}
+    trainer.save_model()
+    trainer.save_metrics("all", metrics)
+    trainer.save_state()
+    callback = callbacks[0] if callbacks else None
+    if callback is not None and trainer.is_world_process_zero():
+        callback.policy.save(Path(output_dir, POLICY_FILE))
+    return FinishedRun(model=trainer.model, metrics=metrics, callback=callback, checkpointed=bool(overrides))
+
+
+def save_report(finished: FinishedRun, folder: str, comparison: list[dict[str, Any]] | None = None) -> None:
+    """Writes report.md and report.html with the policy of `finished` into `folder`."""
+    callback = finished.callback
+    write_report(
+        folder, profile=callback.profile, policy=callback.policy, history=callback.history, comparison=comparison
+    )
+
+
+def final_train_loss(trainer: Trainer) -> float:
+    """The training loss last logged: the mean over the last `logging_steps` steps, or over all if none was logged."""
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    summaries = [entry["train_loss"] for entry in trainer.state.log_history if "train_loss" in entry]
+    return float((losses or summaries)[-1])
+
+
+def _with_overrides(training: TrainingArguments, **overrides: Any) -> TrainingArguments:
+    """A copy with some settings changed; not `dataclasses.replace`, which would parse the parsed values again."""
+    changed = copy.copy(training)
+    for name, value in overrides.items():
+        setattr(changed, name, value)
+    return changed

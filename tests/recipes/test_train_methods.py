@@ -1,0 +1,47 @@
+import pytest
+from train_methods import method_callbacks, parse_budget
+
+from adacc_hf import AdaccCallback
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [("auto", "auto"), ("0.5", 0.5), ("1.0", 1.0), ("1", 1), ("21474836480", 20 * 2**30), ("20GiB", "20GiB")],
+)
+def test_budgets_keep_their_kind(text: str, budget: str | float | int):
+    parsed = parse_budget(text)
+    assert parsed == budget
+    assert type(parsed) is type(budget)
+
+
+@pytest.mark.parametrize(
+    ("method", "has_callback", "overrides"),
+    [
+        ("none", False, {}),
+        ("full", False, {"activation_checkpointing": True}),
+        ("quantization", True, {}),
+        ("adacc", True, {}),
+        ("adacc_no_outlier", True, {}),
+    ],
+)
+def test_each_method_sets_up_the_trainer(method: str, has_callback: bool, overrides: dict[str, object]):
+    callbacks, changed = method_callbacks(method, "0.25")
+    assert [type(callback) for callback in callbacks] == [AdaccCallback] * has_callback
+    assert changed == overrides
+
+
+def test_the_adacc_methods_differ_in_outliers_alone():
+    configs = [method_callbacks(method, "0.25")[0][0].config for method in ("adacc", "adacc_no_outlier")]
+    assert [config.outliers for config in configs] == [True, False]
+    assert configs[0] == configs[1].with_overrides(outliers=True)
+    assert configs[0].memory_budget == 0.25
+
+
+def test_a_wrong_budget_is_told_at_once():
+    with pytest.raises(ValueError, match=r"memory_budget='20 sheep'"):
+        method_callbacks("adacc", "20 sheep")
+
+
+def test_an_unknown_method_is_refused():
+    with pytest.raises(ValueError, match=r"--method=magic is unknown; choose none, full"):
+        method_callbacks("magic", "auto")
