@@ -7,6 +7,7 @@ For a block of one kind, all variables binary:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,37 @@ if TYPE_CHECKING:
 
     from adacc_hf.config import AdaccConfig
     from adacc_hf.profile import KindProfile, Value
+
+
+TIME_LIMIT_SECONDS = 60
+"""Far above what any program of ours took (0.1 s): a guard against a hang. CBC that reaches it is an error."""
+CBC_TOLERANCES = ("primalTolerance 1e-9", "integerTolerance 1e-9")
+"""CBC's own (1e-7 and 1e-6) let stored bytes exceed the budget by kilobytes, since coefficients are large."""
+
+
+class Cbc:
+    """The solver that PuLP ships, with a count of its runs. Starting it takes about 10 ms."""
+
+    def __init__(self) -> None:
+        self.num_solves = 0
+
+    def solve(self, problem: pulp.LpProblem) -> bool:
+        """Solve `problem` to proven optimality; False if it has no solution.
+
+        Raises RuntimeError if CBC ends in any other way.
+        """
+        from pulp import PULP_CBC_CMD, LpSolutionOptimal, LpStatusInfeasible
+
+        self.num_solves += 1
+        solver = PULP_CBC_CMD(
+            msg=False, gapRel=0.0, gapAbs=0.0, timeLimit=TIME_LIMIT_SECONDS, options=list(CBC_TOLERANCES)
+        )
+        status = problem.solve(solver)
+        if status == LpStatusInfeasible:
+            return False
+        if problem.sol_status != LpSolutionOptimal:
+            raise RuntimeError(f"CBC did not solve the program {problem.name!r} (status {status})")
+        return True
 
 
 @dataclass(frozen=True)
@@ -46,9 +78,9 @@ class KindModel:
         return record.producer if record.recomputable and record.producer in self.runnable else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Column:
-    """One plan for a block of a kind, with its price in whole bytes."""
+    """One plan for a block of a kind, with its price in whole bytes. Compared by identity, which is quick to hash."""
 
     plan: Plan
     nbytes: int
@@ -189,11 +221,14 @@ class BlockVariables:
         return price(self.model, choices)
 
 
-def combine(terms: Iterable[tuple[Any, float]], scale: float = 1.0) -> Any:
-    """The linear expression sum of scale * coefficient * variable."""
+def combine(terms: Iterable[tuple[Any, float]]) -> Any:
+    """The linear expression sum of coefficient * variable, in which a variable may occur more than once."""
     from pulp import LpAffineExpression
 
-    return LpAffineExpression([(variable, scale * coefficient) for variable, coefficient in terms])
+    total: dict[Any, float] = defaultdict(float)
+    for variable, coefficient in terms:
+        total[variable] += coefficient
+    return LpAffineExpression(total)
 
 
 def retain_all(model: KindModel) -> Column:

@@ -1,7 +1,7 @@
 """What a policy costs and keeps, by replaying it step by step as the executor would, in whole bytes.
 
-It checks the solver and shares no code with it: the solver optimises totals, the simulator walks through one training step
-moment by moment. See `run_block` for the rules of one block's backward.
+It checks the solver and shares no code with it: the solver optimises totals, the simulator walks through one training
+step moment by moment. See `run_block` for the rules of one block's backward.
 """
 
 from __future__ import annotations
@@ -47,13 +47,34 @@ class BlockOutcome:
     shared: frozenset[int]
     """Shared tensors that its replay reads."""
     overhead_ms: float
+    forward_moments: tuple[int, ...]
+    """Bytes live at each moment of its forward besides `Profile.forward_base_bytes` and earlier blocks' stores."""
     moments: tuple[int, ...]
-    """Bytes live at each moment of its backward besides `BlockProfile.backward_base_bytes` and earlier blocks' stores."""
+    """Bytes live at each moment of its backward, besides `BlockProfile.backward_base_bytes` and what earlier blocks
+    stored."""
+
+    held_bytes: int
+    """What of `stored_bytes` forward does not hold anyway until the whole forward ends."""
+
+    @cached_property
+    def forward_working_bytes(self) -> int:
+        """Most bytes live in its forward."""
+        return max(self.forward_moments, default=0)
 
     @cached_property
     def working_bytes(self) -> int:
         """Most bytes live in its backward; 0 if autograd asks for nothing."""
         return max(self.moments, default=0)
+
+    @cached_property
+    def forward_bytes(self) -> int:
+        """Most bytes live in its forward, likewise."""
+        return max(self.forward_moments, default=0)
+
+    def peak_bytes(self, forward_base_bytes: int, backward_base_bytes: int) -> int:
+        """Most bytes live in its forward or backward on top of these, what earlier blocks store left out."""
+        forward = forward_base_bytes + self.forward_bytes if self.forward_moments else 0
+        return max(forward, backward_base_bytes + self.working_bytes if self.moments else 0)
 
 
 def simulate(profile: Profile, plans: Sequence[Plan]) -> Outcome:
@@ -77,17 +98,32 @@ def simulate(profile: Profile, plans: Sequence[Plan]) -> Outcome:
     )
 
 
+def step_peak_bytes(profile: Profile, outcomes: Sequence[BlockOutcome]) -> int:
+    """Peak of a step in which the i-th block has `outcomes[i]`: `simulate(...).peak_bytes` without the timeline."""
+    peaks = [profile.tail_peak_bytes]
+    stored = held = 0
+    for block, outcome in zip(profile.blocks, outcomes, strict=True):
+        peaks.append(profile.forward_base_bytes + held + outcome.forward_working_bytes)
+        if outcome.moments:
+            peaks.append(block.backward_base_bytes + stored + outcome.working_bytes)
+        stored += outcome.stored_bytes
+        held += outcome.held_bytes
+    return max([profile.outside_peak_bytes + held, *peaks])
+
+
 def _timeline(profile: Profile, outcomes: Sequence[BlockOutcome]) -> list[tuple[str, int]]:
     """Forward, head and loss, backward from the last block to the first, and what follows it."""
-    stored = 0
-    forward, backward = [], []
+    stored = held = 0
+    forward: list[tuple[str, int]] = []
+    backward: list[list[tuple[str, int]]] = []
     for block, outcome in zip(profile.blocks, outcomes, strict=True):
+        base = profile.forward_base_bytes + held
+        forward += [(f"forward {block.name}", base + live) for live in outcome.forward_moments]
         base = block.backward_base_bytes + stored
         backward.append([(f"backward {block.name}", base + live) for live in outcome.moments])
         stored += outcome.stored_bytes
-        extra = profile.kind_of(block).forward_extra_bytes
-        forward.append((f"forward {block.name}", profile.forward_base_bytes + stored + extra))
-    points = [*forward, ("head and loss", profile.outside_peak_bytes + stored)]
+        held += outcome.held_bytes
+    points = [*forward, ("head and loss", profile.outside_peak_bytes + held)]
     for moments in reversed(backward):
         points += moments
     return [*points, ("after the blocks", profile.tail_peak_bytes)]
@@ -96,10 +132,10 @@ def _timeline(profile: Profile, outcomes: Sequence[BlockOutcome]) -> list[tuple[
 def run_block(kind: KindProfile, plan: Plan) -> BlockOutcome:
     """The outcome of one block of `kind` under `plan`.
 
-    - Roots, the tensors and payloads that forward stored, are live from the start; each dies when the last slot that needs it
-      is released. A slot that is never released lives until the block's end.
-    - An operator is replayed at most once, at the first unpack that needs it, in order. All its outputs are allocated; one
-      that is a root as well, or that nothing reads, dies at once.
+    - Roots, the tensors and payloads that forward stored, are live from the start; each dies when the last slot that
+      needs it is released. A slot that is never released lives until the block's end.
+    - An operator is replayed at most once, at the first unpack that needs it, in order. All its outputs are allocated;
+      one that is a root as well, or that nothing reads, dies at once.
     - A payload is decoded once, just before its first use.
     - A replayed or decoded value dies after its last use, and not before autograd released every slot it was handed to.
 
@@ -224,8 +260,28 @@ class _Walk:
             shared=frozenset(self.shared),
             overhead_ms=sum(step.operator.ms for step in steps if step.operator is not None)
             + sum(option.encode_ms + option.decode_ms for option in coded),
+            held_bytes=sum(n for v, n in self.roots.items() if self._is_coded(v) or not self.kind.values[v].cached),
+            forward_moments=tuple(self._forward_moments()),
             moments=tuple(self._moments(steps)),
         )
+
+    def _forward_moments(self) -> list[int]:
+        """Live bytes of this block at each moment of its forward.
+
+        A payload is there from when its value is saved; a retained value counts once its readers have let go of it.
+        """
+        kept = sum(
+            nbytes for value, nbytes in self.roots.items() if self._is_coded(value) and not self._is_saved(value)
+        )
+        moments = []
+        for event in self.kind.forward:
+            if event.value in self.roots and event.death != self._is_coded(event.value):
+                kept += self.roots[event.value]
+            moments.append(kept + event.extra_bytes)
+        return moments
+
+    def _is_saved(self, value: int) -> bool:
+        return self.kind.values[value].saved
 
     def _moments(self, steps: Sequence[_Step]) -> list[int]:
         """Live bytes of this block at each moment of its backward."""

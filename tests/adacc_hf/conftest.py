@@ -6,12 +6,22 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from adacc_hf.profile import BackwardEvent, BlockProfile, CodecOption, KindProfile, Operator, Profile, Shared, Value
+from adacc_hf.profile import (
+    BackwardEvent,
+    BlockProfile,
+    CodecOption,
+    ForwardEvent,
+    KindProfile,
+    Operator,
+    Profile,
+    Shared,
+    Value,
+)
 
 
 @dataclass
 class TapeBuilder:
-    """Builds a `KindProfile` operator by operator; slots are saved in the order of `save`, backward runs it in reverse."""
+    """Builds a `KindProfile` operator by operator; backward takes the slots of the last operator first."""
 
     values: list[dict] = field(default_factory=list)
     operators: list[Operator] = field(default_factory=list)
@@ -64,7 +74,7 @@ class TapeBuilder:
             operators=tuple(self.operators),
             slots=tuple(slots),
             backward=tuple(backward),
-            forward_extra_bytes=forward_extra_bytes,
+            forward=(ForwardEvent(value=-1, death=False, extra_bytes=forward_extra_bytes),),
             forward_ms=sum(operator.ms for operator in self.operators),
         )
 

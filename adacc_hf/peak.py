@@ -1,0 +1,81 @@
+"""Policies by the peak of the whole step, as the simulator sees it: their order over the blocks, and the least peak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from adacc_hf.simulator import BlockOutcome, run_block, step_peak_bytes
+
+if TYPE_CHECKING:
+    from adacc_hf.milp import Column
+    from adacc_hf.profile import BlockProfile, Profile
+
+
+class PeakOracle:
+    """Asks the simulator about columns, each once."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self._outcomes: dict[Column, BlockOutcome] = {}
+
+    def outcome(self, kind: int, column: Column) -> BlockOutcome:
+        """What a block of `kind` keeps and needs under `column`."""
+        if column not in self._outcomes:
+            self._outcomes[column] = run_block(self.profile.kinds[kind], column.plan)
+        return self._outcomes[column]
+
+    def peak_bytes(self, columns: Sequence[Column]) -> int:
+        """Peak of a step in which the i-th block runs under `columns[i]`."""
+        blocks = zip(self.profile.blocks, columns, strict=True)
+        return step_peak_bytes(self.profile, [self.outcome(block.kind, column) for block, column in blocks])
+
+    def arranged(self, columns: Sequence[Column]) -> list[Column]:
+        """The same columns, for each kind in the order of the lowest peak.
+
+        Of two neighbours the one with more working set over what it stores goes first: a block's backward stands on
+        what earlier blocks store. So blocks that recompute come first and blocks that retain last.
+        """
+        pools: dict[int, list[Column]] = {}
+        for block, column in zip(self.profile.blocks, columns, strict=True):
+            pools.setdefault(block.kind, []).append(column)
+        order = {kind: iter(sorted(pool, key=lambda c: self._excess(kind, c))) for kind, pool in pools.items()}
+        return [next(order[block.kind]) for block in self.profile.blocks]
+
+    def _excess(self, kind: int, column: Column) -> tuple[int, int]:
+        outcome = self.outcome(kind, column)
+        return (outcome.stored_bytes - outcome.working_bytes, outcome.stored_bytes)
+
+    def least_peak(self, frontiers: Sequence[Sequence[Column]]) -> list[Column]:
+        """The policy made of frontier plans with the least peak there is; exact, to the byte."""
+        low, high = 0, self.peak_bytes([frontiers[block.kind][0] for block in self.profile.blocks])
+        while low < high:
+            middle = (low + high) // 2
+            if self._within(frontiers, middle) is None:
+                low = middle + 1
+            else:
+                high = middle
+        policy = self._within(frontiers, high)
+        assert policy is not None, "all RETAIN keeps to its own peak"
+        return policy
+
+    def _within(self, frontiers: Sequence[Sequence[Column]], budget: int) -> list[Column] | None:
+        """A policy whose peak keeps to `budget`; None if there is none.
+
+        Block by block from the first, the plan that stores least of those that fit themselves: storing less never
+        hurts a later block.
+        """
+        profile = self.profile
+        stored = 0
+        policy = []
+        for block in profile.blocks:
+            fitting = [column for column in frontiers[block.kind] if stored + self._own_peak(block, column) <= budget]
+            if not fitting:
+                return None
+            policy.append(min(fitting, key=lambda column: self.outcome(block.kind, column).stored_bytes))
+            stored += self.outcome(block.kind, policy[-1]).stored_bytes
+        return policy if self.peak_bytes(policy) <= budget else None
+
+    def _own_peak(self, block: BlockProfile, column: Column) -> int:
+        outcome = self.outcome(block.kind, column)
+        return outcome.peak_bytes(self.profile.forward_base_bytes, block.backward_base_bytes)

@@ -1,0 +1,185 @@
+"""The policy maker (paper, section 3.3): the fastest policy within a memory budget.
+
+How it goes: `frontiers` finds for each kind of block the plans worth mixing, once for all budgets. A budget on stored
+bytes is then one integer program (`MixtureProgram`). A budget on the peak of the step is met by the first policy of the
+`chain` from all RETAIN to the least bytes that the simulator finds within it, refined with the same program. Every
+policy is simulated at the end, in whole bytes, by code that shares nothing with the program.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from adacc_hf.config import AdaccConfig, check_memory_budget
+from adacc_hf.errors import InfeasibleBudgetError
+from adacc_hf.frontier import chain, frontiers
+from adacc_hf.milp import Cbc, Column, KindModel, build_model, retain_all
+from adacc_hf.mixture import MixtureProgram, fixed_bytes, overhead_ms, stored_bytes
+from adacc_hf.peak import PeakOracle
+from adacc_hf.policy import Policy
+from adacc_hf.simulator import simulate
+from adacc_hf.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from adacc_hf.profile import Profile
+
+REFINEMENTS = 4
+"""Stored bytes tried between two policies of the chain, which differ in one block; each is a run of CBC (30 ms)."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A memory budget in bytes."""
+
+    given: str | float | int
+    nbytes: int
+    of_peak: bool
+    """Whether it bounds the peak of the step; else it bounds what is stored for backward."""
+
+    @classmethod
+    def resolve(cls, given: str | float | int, profile: Profile, config: AdaccConfig) -> Budget:
+        """Raises ValueError unless `given` is one of the forms that `AdaccConfig.memory_budget` describes."""
+        check_memory_budget(given)
+        if isinstance(given, float):
+            # The factor makes up for rounding: (n / plain) * plain must not come out below n.
+            return cls(given, int(given * profile.plain_stored_bytes * (1 + 4e-16)), of_peak=False)
+        if given == "auto":
+            return cls(given, int(profile.available_bytes * (1 - config.memory_margin)), of_peak=True)
+        return cls(given, parse_bytes(given, "memory_budget") if isinstance(given, str) else given, of_peak=True)
+
+
+def solve_policy(
+    profile: Profile, memory_budget: str | float | int | None = None, config: AdaccConfig | None = None
+) -> Policy:
+    """The fastest policy whose memory keeps to `memory_budget` (default: the config's).
+
+    All RETAIN if that fits. Raises InfeasibleBudgetError, with the smallest budget that would do, if nothing fits, and
+    ValueError for a budget in no known form.
+    """
+    started = time.perf_counter()
+    config = config or AdaccConfig()
+    budget = Budget.resolve(config.memory_budget if memory_budget is None else memory_budget, profile, config)
+    search = _Search(profile, config)
+    columns = search.within(budget)
+    facts = {
+        "memory_budget": budget.given,
+        "budget_bytes": budget.nbytes,
+        "budget_of": "peak" if budget.of_peak else "stored",
+        "status": "plain" if columns is search.plain else "optimal",
+        "solves": search.cbc.num_solves,
+        "seconds": time.perf_counter() - started,
+    }
+    policy = Policy.build(profile, [column.plan for column in columns], facts)
+    needed = policy.predicted_peak_bytes if budget.of_peak else policy.predicted_stored_bytes
+    assert needed <= budget.nbytes, f"the solver's policy needs {needed} bytes of {budget.nbytes}"
+    return policy
+
+
+class _Search:
+    """The search for one profile and config. No candidate depends on the budget: a larger one never costs more."""
+
+    def __init__(self, profile: Profile, config: AdaccConfig) -> None:
+        self.profile = profile
+        self.config = config
+        self.cbc = Cbc()
+        self.models: list[KindModel] = [build_model(kind, config) for kind in profile.kinds]
+        self.oracle = PeakOracle(profile)
+        retained = [retain_all(model) for model in self.models]
+        self.plain = [retained[block.kind] for block in profile.blocks]
+
+    def within(self, budget: Budget) -> list[Column]:
+        """The plan of each block. Raises InfeasibleBudgetError."""
+        if budget.of_peak:
+            return self._within_peak(budget)
+        return self._within_stored(budget)
+
+    def _within_stored(self, budget: Budget) -> list[Column]:
+        if stored_bytes(self.profile, self.plain) <= budget.nbytes:
+            return self.plain
+        least = MixtureProgram(self.profile, self.models, [[] for _ in self.models], num_free=None).least_bytes(
+            self.cbc
+        )
+        if stored_bytes(self.profile, least) > budget.nbytes:
+            raise _infeasible_stored(self.profile, self.config, budget, stored_bytes(self.profile, least))
+        columns = frontiers(self.cbc, self.models)
+        mixed = self._mixture(columns, 1, budget.nbytes)
+        uniform = self._mixture(columns, None, budget.nbytes)
+        found = [policy for policy in (mixed, uniform, least) if policy is not None]
+        return self.oracle.arranged(min(found, key=self._rank))
+
+    def _mixture(
+        self, columns: Sequence[Sequence[Column]], num_free: int | None, cap_bytes: int
+    ) -> list[Column] | None:
+        policy = MixtureProgram(self.profile, self.models, columns, num_free).least_ms(self.cbc, cap_bytes)
+        return policy if policy is not None and stored_bytes(self.profile, policy) <= cap_bytes else None
+
+    def _rank(self, policy: Sequence[Column]) -> tuple[float, int]:
+        return (overhead_ms(policy), stored_bytes(self.profile, policy))
+
+    def _within_peak(self, budget: Budget) -> list[Column]:
+        if self.oracle.peak_bytes(self.plain) <= budget.nbytes:
+            return self.plain
+        columns = frontiers(self.cbc, self.models)
+        floor = self.oracle.least_peak(columns)
+        if self.oracle.peak_bytes(floor) > budget.nbytes:
+            raise _infeasible_peak(self.profile, self.config, budget, floor)
+        candidates = [floor, *self._chained(columns, budget)]
+        return min(candidates, key=self._rank)
+
+    def _chained(self, columns: Sequence[Sequence[Column]], budget: Budget) -> Iterator[list[Column]]:
+        """The fastest policy of the chain that fits, and if possible one between it and the one before."""
+        before = self.plain
+        for policy in chain([block.kind for block in self.profile.blocks], columns):
+            if self.oracle.peak_bytes(policy) <= budget.nbytes:
+                yield policy
+                yield from self._refined(columns, before, policy, budget)
+                return
+            before = policy
+
+    def _refined(
+        self, columns: Sequence[Sequence[Column]], before: list[Column], policy: list[Column], budget: Budget
+    ) -> Iterator[list[Column]]:
+        """A policy that stores more than `policy`, less than `before`, and fits."""
+        low, high = stored_bytes(self.profile, policy), stored_bytes(self.profile, before)
+        for step in range(REFINEMENTS, 0, -1):
+            cap_bytes = low + (high - low) * step // (REFINEMENTS + 1)
+            mixed = self._mixture(columns, 1, cap_bytes)
+            if mixed is not None:
+                arranged = self.oracle.arranged(mixed)
+                if self.oracle.peak_bytes(arranged) <= budget.nbytes:
+                    yield arranged
+                    return
+
+
+def _infeasible_stored(profile: Profile, config: AdaccConfig, budget: Budget, floor: int) -> InfeasibleBudgetError:
+    plain = profile.plain_stored_bytes
+    fraction = math.ceil(floor / plain * 1e4) / 1e4
+    outside = fixed_bytes(profile)
+    return InfeasibleBudgetError(
+        f"memory_budget={budget.given!r} allows {format_bytes(budget.nbytes)} of the {format_bytes(plain)} that plain "
+        f"training stores for backward, and the least possible is {floor} bytes ({format_bytes(floor)}), a fraction of "
+        f"{fraction:.4f}: {format_bytes(outside)} are stored outside the blocks and {format_bytes(floor - outside)} by "
+        f"the blocks with actions={config.actions!r}. Raise memory_budget, allow more actions or codecs, or use a "
+        f"smaller batch",
+        floor,
+    )
+
+
+def _infeasible_peak(
+    profile: Profile, config: AdaccConfig, budget: Budget, floor: list[Column]
+) -> InfeasibleBudgetError:
+    outcome = simulate(profile, [column.plan for column in floor])
+    needed = outcome.peak_bytes
+    origin = f" ({budget.nbytes} bytes)" if isinstance(budget.given, str) else ""
+    return InfeasibleBudgetError(
+        f"memory_budget={budget.given!r}{origin} is below the least possible peak of {needed} bytes "
+        f"({format_bytes(needed)}), reached in {outcome.peak_label!r} with actions={config.actions!r}: "
+        f"{format_bytes(profile.static_bytes)} are parameters, optimizer state and the batch, and at least "
+        f"{format_bytes(outcome.stored_bytes)} are stored for backward. Raise memory_budget, allow more actions or "
+        f"codecs, or use a smaller batch or shorter sequences",
+        needed,
+    )
