@@ -63,7 +63,7 @@ class CompiledPlan:
         self.roots = tuple(sorted(saved.union(*self.needs.values())))
         """Stored values that get a cell: payloads, and tensors that some replay reads."""
         self.slots = [self._slot(ref) for ref in tape.slots]
-        self.encode_views = {value: _encode_view(tape, value) for value in self.store.compressed}
+        self.encode_views = {value: encode_view(tape, value) for value in self.store.compressed}
         self.externals = self._externals()
         """(value, source) of the inputs, parameters and buffers that a call must hold for replay."""
         self.schedule = Schedule(tape, self.store, tape.order or tuple(reversed(range(self.num_slots))))
@@ -100,7 +100,7 @@ def _store(tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> St
     return Store(frozenset(state | shared), frozenset(retained), frozenset(compressed))
 
 
-def _encode_view(tape: Tape, value: int) -> TensorRef:
+def encode_view(tape: Tape, value: int) -> TensorRef:
     """The value's base with its dimensions in the order of memory, so that codecs read one dense stretch."""
     ref = tape.values[value].ref
     size, stride, offset = ref.geometry

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from adacc_hf.blocks import Checkpointed, Installation, Plainly
+from adacc_hf.blocks import Checkpointed, Installation
 from adacc_hf.call import Call
 from adacc_hf.compiled import CompiledPlan
 from adacc_hf.config import AdaccConfig
@@ -104,6 +104,10 @@ class FollowPlan:
         call.finish()
         return result
 
+    def adopt(self, key: Any, tape: Tape) -> None:
+        """Use a tape that was recorded for this block before."""
+        self.entries[key] = self._entry(tape)
+
     def _watch_order(self, entry: Entry, call: Call) -> None:
         """Learn the order of unpacks from the first backward that went through."""
         if entry.seen:
@@ -181,6 +185,12 @@ class Recording:
             item[:] = self._call.pack(item[1])
         self._call.finish()
         return self._call.seen
+
+    def discard(self) -> None:
+        """Let go of everything, the saved tensors too: there will be no backward."""
+        for item in self._packed:
+            item[1] = None
+        self.close()
 
     def close(self) -> None:
         """Let go of everything but what the packed objects own."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,7 @@ _MARK = "adacc_hf.memory.mark"
 class MemoryPoint:
     """A moment that was marked, and the stretch until the next one. Bytes are relative to the meter's start."""
 
-    label: Any
+    label: tuple[Any, ...]
     live_bytes: int
     """At the mark."""
     max_bytes: int
@@ -31,7 +33,7 @@ class MemoryMeter(AbstractContextManager["MemoryMeter"]):
 
     points: list[MemoryPoint]
 
-    def mark(self, label: Any) -> None:
+    def mark(self, label: tuple[Any, ...]) -> None:
         raise NotImplementedError
 
     @property
@@ -52,21 +54,23 @@ class CpuMemoryMeter(MemoryMeter):
     """Reads the CPU allocator's events from torch's profiler."""
 
     def __init__(self) -> None:
-        self._labels: list[Any] = []
+        self._labels: list[tuple[Any, ...]] = []
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
 
     def __enter__(self) -> CpuMemoryMeter:
-        self._profile.__enter__()
-        self.mark("start")
+        with _quiet_stderr():
+            self._profile.__enter__()
+        self.mark(("start",))
         return self
 
-    def mark(self, label: Any) -> None:
+    def mark(self, label: tuple[Any, ...]) -> None:
         self._labels.append(label)
         with record_function(_MARK):
             pass
 
     def __exit__(self, *exception: object) -> None:
-        self._profile.__exit__(*exception)
+        with _quiet_stderr():
+            self._profile.__exit__(*exception)
         self.points = []
         live = at_mark = most = 0
         for event in sorted(self._profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
@@ -82,8 +86,22 @@ class CpuMemoryMeter(MemoryMeter):
     def _close(self, live_bytes: int, max_bytes: int) -> None:
         """End the stretch under way; the one before the first mark has no label."""
         index = len(self.points)
-        label = self._labels[index - 1] if index else None
+        label = self._labels[index - 1] if index else ()
         self.points.append(MemoryPoint(label, live_bytes, max_bytes))
+
+
+@contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """Keep what the profiler's C++ code writes to stderr at each start and stop from the user's terminal."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 class CudaMemoryMeter(MemoryMeter):
@@ -91,16 +109,16 @@ class CudaMemoryMeter(MemoryMeter):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks: list[tuple[Any, int]] = []
+        self._marks: list[tuple[tuple[Any, ...], int]] = []
         self._peaks: list[int] = []
 
     def __enter__(self) -> CudaMemoryMeter:
         self._start = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._marks.append(("start", self._start))
+        self._marks.append((("start",), self._start))
         return self
 
-    def mark(self, label: Any) -> None:
+    def mark(self, label: tuple[Any, ...]) -> None:
         self._peaks.append(torch.cuda.max_memory_allocated(self._device))
         torch.cuda.reset_peak_memory_stats(self._device)
         self._marks.append((label, torch.cuda.memory_allocated(self._device)))
@@ -138,20 +156,38 @@ def measure_step(
     static_bytes = count_static_bytes(model, batch, optimizer)
     before = [parameter.grad for parameter in model.parameters()]
     with MemoryMeter.for_device(device) as meter:
-        meter.mark("forward")
-        loss = model(**batch).loss
-        meter.mark("backward")
-        loss.backward()
+        meter.mark(("forward",))
+        loss = forward_loss(model, batch)
+        meter.mark(("backward",))
+        backward(loss)
     loss_bytes = loss.untyped_storage().nbytes()
     for parameter, gradient in zip(model.parameters(), before, strict=True):
         parameter.grad = gradient
-    backward_start = next(point for point in meter.points if point.label == "backward")
+    backward_start = next(point for point in meter.points if point.label == ("backward",))
     return StepMemory(
         static_bytes=static_bytes,
         stored_bytes=backward_start.live_bytes - loss_bytes,
         peak_bytes=static_bytes + meter.peak_bytes,
-        timeline=tuple((str(point.label), static_bytes + point.max_bytes) for point in meter.points),
+        timeline=tuple((point.label[0], static_bytes + point.max_bytes) for point in meter.points),
     )
+
+
+def forward_loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+    """The loss of one forward. Under autocast, cached casts are let go as they are when a model's own autocast ends.
+
+    Raises ValueError if the batch gives no loss to train on.
+    """
+    loss = model(**batch).loss
+    torch.clear_autocast_cache()
+    if loss is None or not loss.requires_grad:
+        raise ValueError("the batch gives no loss to train on: pass the labels with it")
+    return loss
+
+
+def backward(loss: torch.Tensor) -> None:
+    """Run backward outside autocast, as training does."""
+    with torch.autocast(loss.device.type, enabled=False):
+        loss.backward()
 
 
 def count_static_bytes(

@@ -58,7 +58,10 @@ class Value:
     recomputable: bool
     """Whether replay was verified to remake it bit for bit from what is stored (rule R7)."""
     role: str
-    """Class of tensor for the choice of a codec (paper, section 3.2): linear, norm, activation, qkv, softmax, mask, other."""
+    """Class of tensor for the choice of a codec (paper, section 3.2): linear, norm, activation, qkv, softmax, mask,
+    input, parameter (a cast of one), other."""
+    cached: bool = False
+    """Whether it lives until the whole forward ends in any case: a parameter's cast in autocast's cache."""
     codecs: tuple[CodecOption, ...] = ()
 
 
@@ -75,6 +78,16 @@ class Operator:
     ms: float
     """Median time of one run (T_comp_i of the paper's equation 4)."""
     replayable: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardEvent:
+    """One moment of a block's forward: it starts (value -1), a value is saved first, or its last reader but autograd goes."""
+
+    value: int
+    death: bool
+    extra_bytes: int
+    """Most bytes live until the next event when nothing is stored, besides what was live when the block started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +114,8 @@ class KindProfile:
     """Value that each saved-tensor slot holds, in the order autograd saves them; -1 for a parameter or buffer."""
     backward: tuple[BackwardEvent, ...]
     """The order in which backward asks for slots and releases them."""
-    forward_extra_bytes: int
-    """Most bytes live in the block's forward besides what it stores when everything is recomputed."""
+    forward: tuple[ForwardEvent, ...]
+    """The order in which forward saves values and lets go of them by itself, when nothing is stored."""
     forward_ms: float
     """Sum of its operators' times."""
 
@@ -147,7 +160,7 @@ class Profile:
     static_bytes: int
     """Bytes live before the step: parameters, buffers, optimizer state, the batch."""
     forward_base_bytes: int
-    """Most bytes live while a block's forward runs, besides what blocks store: static memory and the outside's share."""
+    """Most bytes live when a block's forward starts, besides what earlier blocks store; its own input is counted."""
     outside_peak_bytes: int
     """Most bytes live in the head and the loss, where all blocks' activations are stored, besides those."""
     tail_peak_bytes: int
@@ -163,7 +176,10 @@ class Profile:
 
     @cached_property
     def plain_stored_bytes(self) -> int:
-        """What plain training keeps for backward, storages counted once, parameters and buffers left out."""
+        """What plain training keeps for backward, storages counted once.
+
+        What lives before the step anyway, parameters, buffers and the batch, is left out.
+        """
         own = sum(value.nbytes for block in self.blocks for value in self.kind_of(block).activations if value.saved)
         return own + self.outside_stored_bytes + sum(shared.nbytes for shared in self.shared if shared.saved)
 
@@ -205,6 +221,7 @@ def _kind_from_json(record: dict[str, Any]) -> KindProfile:
         Operator(**{**operator, "inputs": tuple(operator["inputs"]), "outputs": tuple(operator["outputs"])})
         for operator in fields["operators"]
     )
+    fields["forward"] = tuple(ForwardEvent(**event) for event in fields["forward"])
     fields["backward"] = tuple(BackwardEvent(**event) for event in fields["backward"])
     fields["slots"] = tuple(fields["slots"])
     return KindProfile(**fields)

@@ -1,0 +1,227 @@
+"""Prices of a tape: the time of each operator and, for each activation, of each codec that suits it (paper, section 3.1)."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from adacc_hf.compiled import encode_view
+from adacc_hf.config import AdaccConfig
+from adacc_hf.kernels.codecs import Codec, get_codec
+from adacc_hf.kernels.outlier_int4 import count_outliers
+from adacc_hf.profile import CodecOption
+from adacc_hf.replay import Environment, Step, view
+from adacc_hf.tape import Tape, TapeOperator
+
+REPEATS = 5
+"""Runs per price, after one to warm up; the median stands. Five bound the effect of one interruption."""
+
+_ATTENTION = ("scaled_dot_product", "bmm", "baddbmm")
+_MATMUL = ("mm", "addmm", "linear")
+_NORM = ("layer_norm", "rms_norm", "batch_norm", "group_norm")
+_ACTIVATION = ("gelu", "silu", "relu", "tanh", "sigmoid", "hardtanh", "leaky_relu", "elu", "mish", "pow")
+
+CODEC_OF_ROLE = {
+    "linear": "outlier_int4",
+    "norm": "outlier_int4",
+    "activation": "outlier_int4",
+    "other": "outlier_int4",
+    "qkv": "channel_int4",
+    "softmax": "asymmetric_int4",
+    "input": "int8",
+    "mask": "bitmask",
+}
+"""The paper's layer-specific choice (section 3.2). A block input reaches every gradient of its block, so it gets 8 bits."""
+
+
+def median_ms(run: Callable[[], object], device: torch.device) -> float:
+    """Median time of `run` on `device`, in milliseconds."""
+    run()
+    times = []
+    for _ in range(REPEATS):
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        else:
+            begin = time.perf_counter()
+            run()
+            times.append((time.perf_counter() - begin) * 1e3)
+    return statistics.median(times)
+
+
+def operator_times(tape: Tape, bases: Sequence[torch.Tensor]) -> list[float]:
+    """Median milliseconds of each operator of `tape` on the recorded tensors; 0 for those that are never replayed."""
+    environment: Environment = [None if value.overwritten else bases[value.index] for value in tape.values]
+    times = []
+    for operator in tape.operators:
+        ready = not operator.random and all(environment[value] is not None for value in operator.inputs())
+        times.append(_operator_ms(tape, operator, environment) if ready else 0.0)
+    return times
+
+
+def _operator_ms(tape: Tape, operator: TapeOperator, environment: Environment) -> float:
+    """Time one operator; versions that a later operator overwrote are put in `environment` by the way."""
+    step = Step(operator, tape)
+    kept = {value: environment[value] for value in [*operator.inputs(), *operator.made()]}
+
+    def run() -> None:
+        for value, tensor in kept.items():
+            environment[value] = tensor
+        step.run(environment)
+
+    ms = median_ms(run, tape.values[operator.made()[0]].device)
+    for value, tensor in kept.items():
+        overwritten = tape.values[value].overwritten and value in operator.made()
+        environment[value] = environment[value] if overwritten else tensor
+    return ms
+
+
+def role_of(tape: Tape, value: int) -> str:
+    """The class of tensor that a value is, from the operators that make and read it.
+
+    A key of CODEC_OF_ROLE, or "parameter" for parameters and what is made of them alone.
+    """
+    record = tape.values[value]
+    if is_parameter_cast(tape, value):
+        return "parameter"
+    if tape.is_block_input(value):
+        return "input"
+    if record.ref.dtype is torch.bool or _is_drawn(tape, value):
+        return "mask"
+    if _is_softmax(tape, value):
+        return "softmax"
+    readers = [tape.operators[index] for index in tape.consumers(value)]
+    names = [reader.target._opname.strip("_") for reader in readers]
+    if any(
+        name.startswith(_ATTENTION) and _is_attention(tape, reader) for name, reader in zip(names, readers, strict=True)
+    ):
+        return "qkv"
+    makers = [tape.operators[record.producer].target._opname.strip("_")] if record.producer is not None else []
+    for role, family in (("norm", _NORM), ("linear", _MATMUL), ("activation", _ACTIVATION)):
+        if any(name.startswith(family) for name in names + makers * (role == "activation")):
+            return role
+    return "other"
+
+
+def _is_drawn(tape: Tape, value: int) -> bool:
+    """Whether a value is a random draw, perhaps scaled: dropout's mask."""
+    producer = tape.values[value].producer
+    if producer is None:
+        return False
+    operator = tape.operators[producer]
+    if operator.random:
+        return True
+    scaled = operator.target._opname.strip("_") in ("div", "mul") and len(operator.inputs()) == 1
+    return scaled and _is_drawn(tape, operator.inputs()[0])
+
+
+def _is_softmax(tape: Tape, value: int) -> bool:
+    """Whether a value is a softmax, or one with dropout's mask on it (the paper's score)."""
+    producer = tape.values[value].producer
+    if producer is None:
+        return False
+    operator = tape.operators[producer]
+    name = operator.target._opname.strip("_")
+    if "softmax" in name:
+        return True
+    thinned = name in ("mul", "native_dropout_backward", "clone", "to_copy")
+    return thinned and any(_is_softmax(tape, read) for read in operator.inputs())
+
+
+def _is_attention(tape: Tape, operator: TapeOperator) -> bool:
+    """Whether a product is between activations, not with a parameter."""
+    return not any(tape.is_module_state(value) for value in operator.inputs())
+
+
+def candidates(tape: Tape, value: int, config: AdaccConfig) -> list[str]:
+    """Names of the codecs that `value` may be compressed with."""
+    record = tape.values[value]
+    role = role_of(tape, value)
+    if "compress" not in config.actions or record.nbytes < config.min_compress_bytes or not record.covers_storage:
+        return []
+    if role == "parameter":
+        return []
+    if config.codecs is None:
+        return [CODEC_OF_ROLE[role]]
+    return [name for name in config.codecs if (name == "bitmask") == (role == "mask")]
+
+
+def is_parameter_cast(tape: Tape, value: int) -> bool:
+    """Whether a value is made of parameters alone (a cast by autocast, a transposed copy): never compressed (rule R4)."""
+    producer = tape.values[value].producer
+    if producer is None:
+        return tape.is_module_state(value)
+    inputs = tape.operators[producer].inputs()
+    return bool(inputs) and all(is_parameter_cast(tape, read) for read in inputs)
+
+
+def outliers_in(tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
+    """Outlier channels (paper, equation 1) of each activation that would be compressed with `outlier_int4`."""
+    if not config.outliers:
+        return {}
+    wanted = [value for value in tape.saved_values() if "outlier_int4" in candidates(tape, value, config)]
+    return {v: count_outliers(view(bases[v], encode_view(tape, v)), config.zscore_threshold) for v in wanted}
+
+
+def make_codec(name: str, config: AdaccConfig, num_outliers: int) -> Codec:
+    """The codec `name` with the options that `config` sets for it."""
+    if name == "outlier_int4":
+        return get_codec(
+            name, group_size=config.group_size, num_outliers=num_outliers, zscore_threshold=config.zscore_threshold
+        )
+    if name in ("asymmetric_int4", "int8"):
+        return get_codec(name, group_size=config.group_size)
+    return get_codec(name)
+
+
+def codec_options(
+    tape: Tape, value: int, base: torch.Tensor, config: AdaccConfig, num_outliers: int
+) -> tuple[CodecOption, ...]:
+    """The codecs for one activation, priced on its recorded tensor."""
+    tensor = view(base, encode_view(tape, value))
+    options = []
+    for name in candidates(tape, value, config):
+        codec = make_codec(name, config, num_outliers)
+        if codec.supports(tuple(tensor.shape), tensor.dtype) and codec.accepts(tensor):
+            options.append(_price(codec, tensor))
+    return tuple(options)
+
+
+def with_outliers(
+    options: tuple[CodecOption, ...], tape: Tape, value: int, config: AdaccConfig, num_outliers: int
+) -> tuple[CodecOption, ...]:
+    """`options` with the outlier codec keeping `num_outliers` channels, as many as the neediest block of a kind has."""
+    size, ref = encode_view(tape, value).geometry[0], tape.values[value].ref
+    codecs = [make_codec(option.codec, config, num_outliers) for option in options]
+    return tuple(
+        replace(option, options=tuple(sorted(codec.options.items())), nbytes=codec.predicted_bytes(size, ref.dtype))
+        for option, codec in zip(options, codecs, strict=True)
+    )
+
+
+def _price(codec: Codec, tensor: torch.Tensor) -> CodecOption:
+    codec.fit(tensor)
+    payload = codec.encode(tensor)
+    return CodecOption(
+        codec=codec.name,
+        options=tuple(sorted(codec.options.items())),
+        nbytes=codec.predicted_bytes(tuple(tensor.shape), tensor.dtype),
+        encode_ms=median_ms(lambda: codec.encode(tensor), tensor.device),
+        decode_ms=median_ms(lambda: codec.decode(payload), tensor.device),
+        error=0.0 if codec.lossless else relative_error(tensor, codec.decode(payload)),
+        lossless=codec.lossless,
+    )
+
+
+def relative_error(original: torch.Tensor, decoded: torch.Tensor) -> float:
+    """L2 norm of the difference over that of the original, in double precision; 0 for an all-zero original."""
+    norm = original.double().norm()
+    return float((decoded.double() - original.double()).norm() / norm) if norm > 0 else 0.0

@@ -1,0 +1,391 @@
+"""The model profiler (paper, section 3.1): tapes, prices and the memory of a step, from a few passes over one batch.
+
+One forward records every block's tape, verifies replay and takes the prices; one forward, and one forward and backward
+under full recomputation, measure memory, with one block of each kind watched closely; one more is timed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from adacc_hf.blocks import Installation
+from adacc_hf.config import AdaccConfig
+from adacc_hf.executor import FollowPlan, Recording, TapeLibrary, call_key
+from adacc_hf.memory import available_bytes, backward, count_static_bytes, forward_loss
+from adacc_hf.policy import RECOMPUTE, RETAIN, Plan
+from adacc_hf.pricing import codec_options, operator_times, outliers_in, role_of, with_outliers
+from adacc_hf.profile import (
+    BackwardEvent,
+    BlockProfile,
+    ForwardEvent,
+    CodecOption,
+    KindProfile,
+    Operator,
+    Profile,
+    Shared,
+    Value,
+)
+from adacc_hf.recorder import argument_tensors
+from adacc_hf.simulator import BlockOutcome, run_block
+from adacc_hf.step_memory import WatchSlots, measure_forward, measure_step_layout
+from adacc_hf.tape import Tape
+
+
+def profile_model(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    config: AdaccConfig | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Profile:
+    """Profile the blocks of `model` on `batch`, the keyword arguments of its forward, labels included.
+
+    The model must be in train mode, and may be under autocast. It is left as it was: gradients, buffers and random
+    generators too. `optimizer`, if given, has its state counted as static memory. Raises NoBlocksError for a model without
+    repeated blocks, NestedHooksError if other saved-tensor hooks are active, ValueError for a batch without a loss.
+    """
+    config = config or AdaccConfig()
+    _check_trainable(model, batch)
+    with _left_as_it_was(model):
+        static_bytes = count_static_bytes(model, batch, optimizer)
+        installation = Installation(model, config.block_classes)
+        try:
+            return _profile(model, batch, config, installation, static_bytes)
+        finally:
+            installation.remove()
+
+
+def _profile(
+    model: nn.Module, batch: Mapping[str, Any], config: AdaccConfig, installation: Installation, static_bytes: int
+) -> Profile:
+    survey = Survey(config)
+    survey.record(model, batch, installation)
+    blocks = survey.blocks
+    kinds = survey.kinds()
+    watched = {block.kind: block.name for block in blocks}
+    by_name = {block.name: kinds[block.kind] for block in blocks}
+    forward_base_bytes, forwards = measure_forward(model, batch, installation, by_name, set(watched.values()))
+    watchers = survey.follow_full_recomputation(installation, watched)
+    stored_bytes = {name: recompute_stored_bytes(kind) for name, kind in by_name.items()}
+    layout = measure_step_layout(model, batch, installation, watchers, stored_bytes)
+    shared = survey.shared_records()
+    read = survey.shared_in_replay(watched)
+    held_bytes = sum(record.nbytes for index, record in enumerate(shared) if record.saved or index in read)
+    step_ms = _time_step(model, batch)
+    device = next(model.parameters()).device
+    return Profile(
+        model_class=type(model).__name__,
+        kinds=tuple(
+            _with_memory(kind, forwards[watched[index]], layout.events[watched[index]])
+            for index, kind in enumerate(kinds)
+        ),
+        blocks=tuple(
+            BlockProfile(name=block.name, kind=block.kind, backward_base_bytes=static_bytes + layout.bases[block.name])
+            for block in blocks
+        ),
+        shared=shared,
+        outside_stored_bytes=layout.outside_stored_bytes - held_bytes,
+        static_bytes=static_bytes,
+        forward_base_bytes=static_bytes + forward_base_bytes,
+        outside_peak_bytes=static_bytes + layout.outside_peak_bytes,
+        tail_peak_bytes=static_bytes + layout.tail_peak_bytes,
+        available_bytes=available_bytes(device, static_bytes),
+        step_ms=step_ms,
+        device=str(device),
+    )
+
+
+@dataclass
+class RecordedBlock:
+    """What one block's recorded call tells."""
+
+    name: str
+    key: Any
+    tape: Tape
+    arguments: dict[int, torch.Tensor]
+    """The recorded argument of each input value; holds the storage so that its address stays its own."""
+    outliers: dict[int, int]
+    kind: int = -1
+
+
+@dataclass
+class Prices:
+    """What the first block of a tape cost."""
+
+    operator_ms: list[float]
+    codecs: dict[int, tuple[CodecOption, ...]] = field(default_factory=dict)
+
+
+class RecordBlock:
+    """The strategy that records one call; the block's saved tensors are let go, since no backward follows."""
+
+    expects_outer_hooks = True
+
+    def __init__(self, name: str, survey: Survey) -> None:
+        self.name = name
+        self.survey = survey
+
+    def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recording = Recording(self.name, block, args, kwargs)
+        result = recording.run(fn)
+        self.survey.add(self.name, call_key(block, args, kwargs), recording)
+        recording.discard()
+        return result
+
+
+class Survey:
+    """All blocks' tapes, what they share with each other and with the rest of the model, and the prices."""
+
+    def __init__(self, config: AdaccConfig) -> None:
+        self.config = config
+        self.library = TapeLibrary()
+        self.blocks: list[RecordedBlock] = []
+        self._prices: dict[str, Prices] = {}
+        self._outside: dict[int, torch.Tensor] = {}
+        self._state: set[int] = set()
+        self._batch: set[int] = set()
+        self._shared: list[tuple[torch.Tensor, str, bool]] = []
+        self._kinds: list[KindProfile] = []
+        self._own_inputs: list[frozenset[int]] = []
+
+    def record(self, model: nn.Module, batch: Mapping[str, Any], installation: Installation) -> None:
+        """Run one forward, recording every block and what the rest of the model saves."""
+        for name, function in installation.functions.items():
+            function.strategy = RecordBlock(name, self)
+        self._state = {_address(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+        self._batch = {_address(tensor) for _, tensor in argument_tensors((), dict(batch))}
+        torch.clear_autocast_cache()
+        with torch.autograd.graph.saved_tensors_hooks(self._save_outside, _refuse_backward):
+            forward_loss(model, batch)
+        self._find_shared()
+
+    def add(self, name: str, key: Any, recording: Recording) -> None:
+        """Keep one block's tape, and take the prices if no tape like it came before."""
+        recorder = recording.recorder
+        tape = self.library.verified(recorder)
+        outliers = outliers_in(tape, recorder.bases, self.config)
+        inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
+        arguments = {value: recorder.bases[value] for value in inputs}
+        self.blocks.append(RecordedBlock(name, key, tape, arguments, outliers))
+        if tape.digest not in self._prices:
+            self._prices[tape.digest] = self._price(tape, recorder.bases, outliers)
+
+    def _price(self, tape: Tape, bases: list[torch.Tensor], outliers: dict[int, int]) -> Prices:
+        with torch.no_grad(), torch.autocast(bases[0].device.type, enabled=False):
+            prices = Prices(operator_times(tape, bases))
+            for value in _storable(tape):
+                prices.codecs[value] = codec_options(tape, value, bases[value], self.config, outliers.get(value, 0))
+        return prices
+
+    def _save_outside(self, tensor: torch.Tensor) -> torch.Tensor:
+        kept = tensor.detach()
+        self._outside.setdefault(_address(kept), kept)
+        return kept
+
+    def _find_shared(self) -> None:
+        """Tell inputs that belong to one block from those that others hold too."""
+        owners: dict[int, set[str]] = {}
+        for block in self.blocks:
+            for tensor in block.arguments.values():
+                owners.setdefault(_address(tensor), set()).add(block.name)
+        held_elsewhere = self._outside.keys() | self._state | self._batch
+        self._shared_addresses = {a for a, names in owners.items() if len(names) > 1 or a in held_elsewhere}
+        saved = {
+            _address(block.arguments[value])
+            for block in self.blocks
+            for value in block.tape.saved_values()
+            if value in block.arguments
+        }
+        found: dict[int, tuple[torch.Tensor, str, bool]] = {}
+        for block in self.blocks:
+            for value, tensor in block.arguments.items():
+                address = _address(tensor)
+                if address in self._shared_addresses and address not in self._state:
+                    is_saved = address in saved or address in self._outside
+                    found.setdefault(address, (tensor, f"{block.name} {block.tape.values[value].name}", is_saved))
+        self._shared = list(found.values())
+        self._shared_index = {address: index for index, address in enumerate(found)}
+
+    def shared_records(self) -> tuple[Shared, ...]:
+        """The inputs that others hold too; what came with the batch takes nothing beyond static memory."""
+        return tuple(
+            Shared(name=name, nbytes=0 if _address(t) in self._batch else t.untyped_storage().nbytes(), saved=saved)
+            for t, name, saved in self._shared
+        )
+
+    def kinds(self) -> list[KindProfile]:
+        """One profile per kind, its memory still to be measured; every block is told its kind."""
+        groups: dict[Any, list[RecordedBlock]] = {}
+        for block in self.blocks:
+            groups.setdefault((block.tape.digest, self._sharing(block)), []).append(block)
+        for index, group in enumerate(groups.values()):
+            for block in group:
+                block.kind = index
+            self._kinds.append(self._kind(group))
+        return self._kinds
+
+    def _sharing(self, block: RecordedBlock) -> tuple[tuple[int, int | None], ...]:
+        """Which inputs of a block are shared, and with which others."""
+        return tuple((value, self._shared_index.get(_address(t))) for value, t in sorted(block.arguments.items()))
+
+    def _kind(self, group: list[RecordedBlock]) -> KindProfile:
+        tape = group[0].tape
+        prices = self._prices[tape.digest]
+        outliers = {value: max(block.outliers.get(value, 0) for block in group) for value in prices.codecs}
+        shared = dict(self._sharing(group[0]))
+        storable = set(_storable(tape))
+        values = tuple(
+            self._value(tape, index, shared, storable, prices, outliers) for index in range(len(tape.values))
+        )
+        return KindProfile(
+            digest=tape.kind,
+            block_class=tape.block_class,
+            values=values,
+            operators=tuple(_operator(tape, index, ms) for index, ms in enumerate(prices.operator_ms)),
+            slots=tuple(-1 if tape.is_module_state(slot.value) else slot.value for slot in tape.slots),
+            forward=(),
+            backward=(),
+            forward_ms=sum(prices.operator_ms),
+        )
+
+    def _value(
+        self,
+        tape: Tape,
+        index: int,
+        shared: dict[int, int | None],
+        storable: set[int],
+        prices: Prices,
+        outliers: dict[int, int],
+    ) -> Value:
+        record = tape.values[index]
+        activation = index in storable and shared.get(index) is None
+        return Value(
+            index=index,
+            name=record.name,
+            shape=record.ref.geometry[0],
+            dtype=str(record.ref.dtype).removeprefix("torch."),
+            nbytes=record.nbytes,
+            producer=record.producer,
+            saved=index in set(tape.saved_values()),
+            activation=activation,
+            shared=shared.get(index),
+            recomputable=index in tape.recomputable,
+            role=role_of(tape, index),
+            codecs=with_outliers(prices.codecs[index], tape, index, self.config, outliers[index]) if activation else (),
+        )
+
+    def follow_full_recomputation(self, installation: Installation, watched: Mapping[int, str]) -> list[WatchSlots]:
+        """Put every block under full recomputation, but for the watched one of each kind; returns the watchers."""
+        watchers = []
+        for block in self.blocks:
+            function, kind = installation.functions[block.name], self._kinds[block.kind]
+            if watched[block.kind] == block.name:
+                function.strategy = WatchSlots(block.name, kind)
+                watchers.append(function.strategy)
+            else:
+                function.strategy = FollowPlan(block.name, _recompute_plan(kind), self.library)
+                function.strategy.adopt(block.key, block.tape)
+            block.arguments = {}
+        return watchers
+
+    def shared_in_replay(self, watched: Mapping[int, str]) -> frozenset[int]:
+        """Shared inputs that blocks under full recomputation hold for replay."""
+        kinds = {block.kind for block in self.blocks if watched[block.kind] != block.name}
+        return frozenset().union(*(_recompute_outcome(self._kinds[kind]).shared for kind in kinds))
+
+
+def recompute_stored_bytes(kind: KindProfile) -> int:
+    """Bytes that a block of `kind` stores when all that can be is recomputed."""
+    return _recompute_outcome(kind).stored_bytes
+
+
+def _recompute_outcome(kind: KindProfile) -> BlockOutcome:
+    return run_block(kind, _recompute_plan(kind))
+
+
+def _recompute_plan(kind: KindProfile) -> Plan:
+    choices = tuple((v.index, RECOMPUTE if v.recomputable else RETAIN) for v in kind.activations)
+    return Plan(kind=kind.digest, choices=choices)
+
+
+def _storable(tape: Tape) -> list[int]:
+    """Values that a policy may act on: what the block saves and made, and its inputs."""
+    saved = [v for v in tape.saved_values() if tape.values[v].source is None]
+    inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
+    return sorted({*saved, *inputs})
+
+
+def _operator(tape: Tape, index: int, ms: float) -> Operator:
+    operator = tape.operators[index]
+    inputs = tuple(value for value in operator.inputs() if not tape.is_module_state(value))
+    known = all(tape.values[value].source is None or tape.values[value].source.place != "unknown" for value in inputs)
+    return Operator(
+        index=index,
+        name=operator.name,
+        module=operator.module,
+        inputs=inputs,
+        outputs=tuple(operator.made()),
+        ms=ms,
+        replayable=known and not operator.random,
+    )
+
+
+def _with_memory(
+    kind: KindProfile, forward: tuple[ForwardEvent, ...], backward: tuple[BackwardEvent, ...]
+) -> KindProfile:
+    """`kind` with its measured forward and backward; casts of parameters that forward did not let go of are cached."""
+    dead = {event.value for event in forward if event.death}
+    values = tuple(replace(v, cached=v.role == "parameter" and v.index not in dead) for v in kind.values)
+    return replace(kind, values=values, forward=forward, backward=backward)
+
+
+def _time_step(model: nn.Module, batch: Mapping[str, Any]) -> float:
+    """Milliseconds of one forward and backward as the model stands."""
+    start = time.perf_counter()
+    backward(forward_loss(model, batch))
+    if next(model.parameters()).is_cuda:
+        torch.cuda.synchronize()
+    model.zero_grad(set_to_none=True)
+    return (time.perf_counter() - start) * 1e3
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _refuse_backward(_: Any) -> torch.Tensor:
+    raise AssertionError("the recording forward has no backward")
+
+
+def _check_trainable(model: nn.Module, batch: Mapping[str, Any]) -> None:
+    if not model.training:
+        raise ValueError(f"{type(model).__name__} is in eval mode: call model.train() before profiling")
+    if not isinstance(batch, Mapping) or not batch:
+        raise ValueError(
+            f"batch={batch!r:.60} must be a non-empty dict of the model's keyword arguments, labels included"
+        )
+
+
+@contextmanager
+def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Put gradients, buffers and random generators back as they were."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    devices = [parameter.device for parameter, _ in gradients if parameter.is_cuda]
+    try:
+        with torch.random.fork_rng(devices=sorted({device.index for device in devices})), torch.enable_grad():
+            yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)

@@ -1,0 +1,282 @@
+"""The memory of one measured step, taken apart: what belongs to the blocks' stores, and what does not.
+
+What is live besides stored tensors does not depend on the policy, so the simulator can put any policy's stores on top. One
+forward that stores nothing tells when forward itself lets go of each value. One forward and backward under full
+recomputation, in which the last block of each kind retains everything, tells when backward asks for each saved tensor and
+lets go of it, and what gradients and temporaries take meanwhile.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from adacc_hf.blocks import Installation, Strategy
+from adacc_hf.memory import MemoryMeter, MemoryPoint, backward, forward_loss
+from adacc_hf.profile import BackwardEvent, ForwardEvent, KindProfile
+
+
+class TrackedTensor:
+    """A packed object that tells when autograd lets go of it."""
+
+    __slots__ = ("mark", "slot", "tensor")
+
+    def __init__(self, slot: int, tensor: torch.Tensor, mark: Callable[[Any], None]) -> None:
+        self.slot = slot
+        self.tensor: torch.Tensor | None = tensor
+        self.mark = mark
+
+    def __del__(self) -> None:
+        self.tensor = None
+        self.mark(("release", self.slot))
+
+
+class WatchSlots:
+    """The strategy that retains everything and marks every unpack and release."""
+
+    def __init__(self, name: str, kind: KindProfile) -> None:
+        self.name = name
+        self.kind = kind
+        self.meter: MemoryMeter | None = None
+
+    def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        slots = iter(range(len(self.kind.slots)))
+
+        def pack(tensor: torch.Tensor) -> TrackedTensor:
+            return TrackedTensor(next(slots), tensor.detach(), self._mark)
+
+        def unpack(packed: TrackedTensor) -> torch.Tensor:
+            self._mark(("unpack", packed.slot))
+            return packed.tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return fn(*args)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes it keeps: every activation that autograd saves."""
+        return sum(value.nbytes for value in self.kind.activations if value.saved)
+
+    def _mark(self, event: tuple[str, int]) -> None:
+        if self.meter is not None:
+            self.meter.mark((*event, self.name))
+
+
+class WatchForward:
+    """The strategy that stores nothing and marks when a value is saved first and when forward lets go of it.
+
+    No backward can follow. With `meter` None it only drops.
+    """
+
+    def __init__(self, name: str, kind: KindProfile, meter: MemoryMeter | None) -> None:
+        self.name = name
+        self.kind = kind
+        self.meter = meter
+
+    def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        values = iter(self.kind.slots)
+        seen: set[int] = set()
+
+        def pack(tensor: torch.Tensor) -> None:
+            value = next(values)
+            if self.meter is not None and value >= 0 and value not in seen:
+                seen.add(value)
+                self._mark(("pack", value))
+                weakref.finalize(tensor.untyped_storage(), self._mark, ("death", value)).atexit = False
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _no_backward):
+            self._mark(("enter", -1))
+            result = fn(*args)
+        self._mark(("leave", -1))
+        return result
+
+    def _mark(self, event: tuple[str, int]) -> None:
+        if self.meter is not None:
+            self.meter.mark((*event, self.name))
+
+
+def _no_backward(_: Any) -> torch.Tensor:
+    raise AssertionError("a forward that stores nothing has no backward")
+
+
+class MarkCalls:
+    """A strategy around another: marks when a block's forward ends and when its backward starts."""
+
+    def __init__(self, name: str, inner: Strategy, meter: MemoryMeter, is_first: bool) -> None:
+        self.name = name
+        self.inner = inner
+        self.meter = meter
+        self.is_first = is_first
+
+    def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = self.inner.run(block, fn, args, kwargs)
+        self.meter.mark(("leave", self.name))
+        self._mark_gradient(result, ("backward", self.name))
+        if self.is_first:
+            self._mark_gradient(args, ("tail", self.name))
+        return result
+
+    def _mark_gradient(self, tree: Any, label: tuple[str, str]) -> None:
+        """Mark when the gradient of the first differentiable tensor in `tree` is there."""
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda _: self.meter.mark(label))
+                return
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLayout:
+    """The memory of the measured step besides the blocks' stores, in bytes relative to its start."""
+
+    bases: dict[str, int]
+    """What is live besides when each block's backward starts."""
+    outside_stored_bytes: int
+    """What is live when backward starts, besides the blocks' stores and the loss."""
+    outside_peak_bytes: int
+    tail_peak_bytes: int
+    events: dict[str, tuple[BackwardEvent, ...]]
+    """The backward of each watched block."""
+
+
+def measure_forward(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    installation: Installation,
+    kinds: Mapping[str, KindProfile],
+    watched: set[str],
+) -> tuple[int, dict[str, tuple[ForwardEvent, ...]]]:
+    """Run one forward that stores nothing; returns the most that was live when a block started, and the watched forwards."""
+    with MemoryMeter.for_device(next(model.parameters()).device) as meter:
+        for name, function in installation.functions.items():
+            function.strategy = WatchForward(name, kinds[name], meter)
+        forward_loss(model, batch)
+    starts = [point.live_bytes for point in meter.points if point.label[0] == "enter"]
+    return max(starts), {name: _forward_events(meter.points, name) for name in watched}
+
+
+def _forward_events(points: Sequence[MemoryPoint], name: str) -> tuple[ForwardEvent, ...]:
+    begin = next(i for i, point in enumerate(points) if point.label == ("enter", -1, name))
+    end = next(i for i, point in enumerate(points) if point.label == ("leave", -1, name))
+    floor = points[begin].live_bytes
+    return tuple(
+        ForwardEvent(value=point.label[1], death=point.label[0] == "death", extra_bytes=point.max_bytes - floor)
+        for point in points[begin:end]
+        if point.label[2] == name
+    )
+
+
+def measure_step_layout(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    installation: Installation,
+    watchers: Sequence[WatchSlots],
+    recompute_stored: dict[str, int],
+) -> StepLayout:
+    """Run one forward and backward under the strategies that are installed and take its memory apart.
+
+    `recompute_stored` has the bytes that each block stores under full recomputation.
+    """
+    functions = installation.functions
+    strategies = {name: function.strategy for name, function in functions.items()}
+    with MemoryMeter.for_device(next(model.parameters()).device) as meter:
+        for index, (name, function) in enumerate(functions.items()):
+            function.strategy = MarkCalls(name, strategies[name], meter, is_first=index == 0)
+        for watcher in watchers:
+            watcher.meter = meter
+        loss = forward_loss(model, batch)
+        meter.mark(("loss",))
+        backward(loss)
+        loss_bytes = loss.untyped_storage().nbytes()
+        del loss
+        model.zero_grad(set_to_none=True)
+    for name, function in functions.items():
+        function.strategy = strategies[name]
+    for watcher in watchers:
+        watcher.meter = None
+    stored = recompute_stored | {watcher.name: watcher.stored_bytes for watcher in watchers}
+    return _Reading(meter.points, list(functions), watchers, stored).layout(loss_bytes)
+
+
+@dataclass
+class _Reading:
+    """The points of a measured step, and what each block stored in it."""
+
+    points: Sequence[MemoryPoint]
+    names: list[str]
+    watchers: Sequence[WatchSlots]
+    stored: dict[str, int]
+
+    def layout(self, loss_bytes: int) -> StepLayout:
+        bases = {
+            point.label[1]: point.live_bytes - self._stored_up_to(point.label[1]) for point in self._all("backward")
+        }
+        loss = next(self._all("loss"))
+        all_stored = sum(self.stored.values())
+        return StepLayout(
+            bases=bases,
+            outside_stored_bytes=loss.live_bytes - all_stored - loss_bytes,
+            outside_peak_bytes=self._peak(("leave", self.names[-1]), "backward") - all_stored,
+            tail_peak_bytes=self._peak(("tail", self.names[0]), None),
+            events={watcher.name: self._events(watcher, bases[watcher.name]) for watcher in self.watchers},
+        )
+
+    def _all(self, moment: str) -> Iterator[MemoryPoint]:
+        return (point for point in self.points if point.label[0] == moment)
+
+    def _peak(self, first: tuple[str, str], until: str | None) -> int:
+        """Most bytes live from the mark `first` to the next mark of `until`, or to the end; 0 without such a mark."""
+        labels = [point.label for point in self.points]
+        if first not in labels:
+            return 0
+        stretch = self.points[labels.index(first) :]
+        end = next((i for i, point in enumerate(stretch) if point.label[0] == until), len(stretch))
+        return max(point.max_bytes for point in stretch[:end])
+
+    def _stored_up_to(self, name: str) -> int:
+        """What this block and those before it stored."""
+        return sum(self.stored[n] for n in self.names[: self.names.index(name) + 1])
+
+    def _events(self, watcher: WatchSlots, base: int) -> tuple[BackwardEvent, ...]:
+        floor = base + self._stored_up_to(watcher.name) - watcher.stored_bytes
+        alive = _SlotCount(watcher.kind)
+        events = []
+        for point in self.points:
+            if point.label[0] not in ("unpack", "release") or point.label[2] != watcher.name:
+                continue
+            moment, slot, _ = point.label
+            if moment == "release":
+                alive.release(slot)
+            besides = floor + alive.bytes
+            events.append(
+                BackwardEvent(
+                    slot=slot,
+                    release=moment == "release",
+                    entry_bytes=point.live_bytes - besides,
+                    extra_bytes=point.max_bytes - besides,
+                )
+            )
+        return tuple(events)
+
+
+class _SlotCount:
+    """Bytes of a block's activations that some slot still holds."""
+
+    def __init__(self, kind: KindProfile) -> None:
+        self._nbytes = {value.index: value.nbytes for value in kind.activations if value.saved}
+        self._slots = kind.slots
+        self._held: dict[int, int] = {}
+        for value in kind.slots:
+            self._held[value] = self._held.get(value, 0) + 1
+        self.bytes = sum(self._nbytes.values())
+
+    def release(self, slot: int) -> None:
+        value = self._slots[slot]
+        self._held[value] -= 1
+        if self._held[value] == 0:
+            self.bytes -= self._nbytes.get(value, 0)
