@@ -70,12 +70,12 @@ class AsymmetricInt4(Codec):
     def encode(self, tensor: Tensor) -> Payload:
         self._require(tensor)
         flat_N = as_flat(tensor)
+        formula = (SCALE_FACTORS[self.scale], OFFSET_CODES[self.scale])
         if flat_N.is_cuda:
             from adacc_hf.kernels import asymmetric_int4_triton
 
-            tensors = asymmetric_int4_triton.encode(flat_N, self.group_size, self.scale, self.rounding, self.seed)
+            tensors = asymmetric_int4_triton.encode(flat_N, self.group_size, *formula, self.rounding, self.seed)
         elif _cpu.usable(flat_N):
-            formula = (SCALE_FACTORS[self.scale], OFFSET_CODES[self.scale])
             tensors = _cpu.encode_asymmetric(flat_N, self.group_size, *formula, self.rounding, self.seed)
         else:
             tensors = encode_ref(flat_N, self.group_size, self.scale, self.rounding, self.seed)
@@ -83,13 +83,15 @@ class AsymmetricInt4(Codec):
 
     @torch.no_grad()
     def decode(self, payload: Payload) -> Tensor:
+        formula = (SCALE_FACTORS[self.scale], OFFSET_CODES[self.scale])
+
         def fill(out_N: Tensor) -> None:
             if out_N.is_cuda:
                 from adacc_hf.kernels import asymmetric_int4_triton
 
-                asymmetric_int4_triton.decode(out_N, *payload.tensors, self.scale)
+                asymmetric_int4_triton.decode(out_N, *payload.tensors, *formula)
             elif _cpu.usable(out_N):
-                _cpu.decode_asymmetric(out_N, *payload.tensors, SCALE_FACTORS[self.scale], OFFSET_CODES[self.scale])
+                _cpu.decode_asymmetric(out_N, *payload.tensors, *formula)
             else:
                 out_N.copy_(decode_ref(out_N.shape[0], self.scale, *payload.tensors))
 

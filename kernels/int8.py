@@ -51,7 +51,7 @@ class Int8(Codec):
         if flat_N.is_cuda:
             from adacc_hf.kernels import int8_triton
 
-            tensors = int8_triton.encode(flat_N, self.group_size, self.rounding, self.seed)
+            tensors = int8_triton.encode(flat_N, self.group_size, FACTOR, self.rounding, self.seed)
         elif _cpu.usable(flat_N):
             tensors = _cpu.encode_groups(flat_N, self.group_size, BITS, FACTOR, self.rounding, self.seed)
         else:
@@ -64,7 +64,7 @@ class Int8(Codec):
             if out_N.is_cuda:
                 from adacc_hf.kernels import int8_triton
 
-                int8_triton.decode(out_N, *payload.tensors)
+                int8_triton.decode(out_N, *payload.tensors, FACTOR)
             elif _cpu.usable(out_N):
                 _cpu.decode_groups(out_N, *payload.tensors, BITS, FACTOR)
             else:

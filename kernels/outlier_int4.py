@@ -144,8 +144,9 @@ class OutlierInt4(Codec):
         if x_RC.is_cuda:
             from adacc_hf.kernels import outlier_int4_triton
 
-            tensors = outlier_int4_triton.encode(x_RC, outliers, *settings)
-            state = (outliers.slots,) if outliers else ()
+            chosen = (outliers.indices, outliers.slots) if outliers else (None, None)
+            tensors = outlier_int4_triton.encode(x_RC, *chosen, *settings)
+            state = chosen[1:] if outliers else ()
         elif _cpu.usable(x_RC):
             tensors = _encode_cpu(x_RC, outliers, *settings)
         else:
@@ -160,7 +161,8 @@ class OutlierInt4(Codec):
             if out_N.is_cuda:
                 from adacc_hf.kernels import outlier_int4_triton
 
-                outlier_int4_triton.decode(out_N.view(shape), self._factor, payload.tensors, *payload.state)
+                slots = payload.state[0] if payload.state else None
+                outlier_int4_triton.decode(out_N.view(shape), slots, self._factor, *payload.tensors)
             elif _cpu.usable(out_N):
                 _decode_cpu(out_N.view(shape), self._factor, *payload.tensors)
             else:

@@ -1,0 +1,105 @@
+"""What the Triton kernels share: the formulas of `_symmetric.py`, and the launcher.
+
+Numbers are bit-equal to the references because every step is exact or rounded the same way: peaks are found as
+integers, reciprocals use a correctly rounded division, and kernels are launched with enable_fp_fusion=False, since a
+fused multiply-add rounds once where the reference rounds twice.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Elements a program handles of each half of the tensor, and how many of them a thread does: 16 codes fill 128 bits.
+TILE_ELEMENTS = 2048
+THREAD_ELEMENTS = 16
+WARP_THREADS = 32
+# Triton's interpreter cuts float32 to bfloat16, where GPUs round.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+# A seed of 1 must stay an argument, not become a constant of the kernel.
+jit = triton.jit(do_not_specialize=["seed"])
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], x: Tensor, *arguments: Any, tile: int = TILE_ELEMENTS, **constants: Any
+) -> None:
+    """Start `kernel(x, *arguments, **constants)` on x's device; nothing if the grid is empty. tile: its elements."""
+    if 0 in grid:
+        return
+    with torch.cuda.device_of(x):
+        kernel[grid](x, *arguments, **constants, num_warps=num_warps(tile), enable_fp_fusion=False)
+
+
+def num_warps(tile: int) -> int:
+    """Warps of a program that handles `tile` elements, at most the 1024 threads of a block."""
+    return min(max(tile // (THREAD_ELEMENTS * WARP_THREADS), 1), 32)
+
+
+def groups_per_program(group_size: int) -> int:
+    """How many groups make up a program's tile."""
+    return max(1, TILE_ELEMENTS // group_size)
+
+
+cdiv: Callable[[int, int], int] = triton.cdiv
+
+
+@triton.jit
+def peak_keys(x, SIGNED: tl.constexpr):
+    """uint32: float bits with the sign rotated to the bottom. Unsigned order is that of magnitudes, NaN the largest."""
+    bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
+    keys = bits << 1
+    if SIGNED:
+        keys = keys | (bits >> 31)
+    return keys
+
+
+@triton.jit
+def stored_peak(key, dtype: tl.constexpr):
+    """The peak of a key as float32, cut to bfloat16 if the tensor is float32."""
+    bits = (key >> 1) | (key << 31)
+    if dtype == tl.float32:
+        bits = bits & 0xFFFF0000
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def inverse_of(peak, factor):
+    """Reciprocal of peak * factor; 0 where the peak is tiny, infinite or NaN."""
+    magnitude = tl.abs(peak)
+    usable = (magnitude >= 7.888609052210118e-31) & (magnitude <= 3.4028234663852886e38)
+    scale = tl.where(usable, peak * factor, 1.0)
+    return tl.where(usable, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), 0.0)
+
+
+@triton.jit
+def rounding_offset(index, seed, zero, STOCHASTIC: tl.constexpr):
+    """float32: the code of zero, plus one half or noise in [0, 1) hashed from the element's index and the seed."""
+    fraction = 0.5
+    if STOCHASTIC:
+        x = index.to(tl.uint32) + seed.to(tl.uint32)
+        x = (x ^ (x >> 16)) * 0x7FEB352D
+        x = (x ^ (x >> 15)) * 0x846CA68B
+        x = (x ^ (x >> 16)) >> 8
+        fraction = x.to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+    return fraction + zero
+
+
+@triton.jit
+def clipped_codes(shifted, least, most):
+    """int32 codes: the fraction cut off, NaN becoming the least code."""
+    return tl.minimum(tl.maximum(shifted, least), most).to(tl.int32)
+
+
+@triton.jit
+def rounded_to(x, dtype: tl.constexpr):
+    """float32 to the tensor's dtype, to nearest even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(x == x, nearest, bits).to(tl.float32, bitcast=True)
+    return x.to(dtype)

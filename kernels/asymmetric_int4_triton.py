@@ -1,0 +1,166 @@
+"""Triton kernels of asymmetric_int4: one launch to encode, one to decode.
+
+Minimum and maximum are found as integers: with all bits but the sign of negative floats flipped, signed order is the
+order of floats, and NaN lies beyond the infinities.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from adacc_hf.kernels import _symmetric
+from adacc_hf.kernels._triton import (
+    cdiv,
+    clipped_codes,
+    groups_per_program,
+    inverse_of,
+    jit,
+    launch,
+    rounded_to,
+    rounding_offset,
+)
+
+
+@triton.jit
+def _ordered(bits):
+    """int32 float patterns to integers of the same order, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _encode_half(
+    x_ptr,
+    offsets_ptr,
+    half_ranges_ptr,
+    first_group,
+    groups_left,
+    numel,
+    factor,
+    zero,
+    seed,
+    MIDDLE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    T: tl.constexpr,
+    G: tl.constexpr,
+):
+    """int32 codes [T, G] of the groups from first_group on, whose offsets and half ranges are stored."""
+    first = first_group.to(tl.int64) * G
+    group = tl.arange(0, T)
+    local = group[:, None] * G + tl.arange(0, G)[None, :]
+    x = tl.load(x_ptr + first + local, mask=local < numel - first, other=0.0).to(tl.float32)
+    x = tl.where(local < numel - first, x, tl.load(x_ptr + numel - 1).to(tl.float32))
+    order = _ordered(x.to(tl.int32, bitcast=True))
+    low = _ordered(tl.min(order, axis=1)).to(tl.float32, bitcast=True)
+    high = _ordered(tl.max(order, axis=1)).to(tl.float32, bitcast=True)
+    half_range = high * 0.5 - low * 0.5
+    half_range = (half_range.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    offset = rounded_to(high * 0.5 + low * 0.5, x_ptr.dtype.element_ty) if MIDDLE else low.to(x_ptr.dtype.element_ty)
+    tl.store(half_ranges_ptr + first_group + group, half_range.to(tl.bfloat16), mask=group < groups_left)
+    tl.store(offsets_ptr + first_group + group, offset, mask=group < groups_left)
+    steps = (x - offset.to(tl.float32)[:, None]) * inverse_of(half_range, factor)[:, None]
+    return clipped_codes(steps + rounding_offset(first + local, seed, zero, STOCHASTIC), 0.0, 15.0)
+
+
+@jit
+def _encode_kernel(
+    x_ptr,  # [numel]
+    codes_ptr,  # uint8 [rows, G]
+    offsets_ptr,  # [2 * rows], of x's dtype
+    half_ranges_ptr,  # bfloat16 [2 * rows]
+    numel,
+    rows,
+    factor,
+    zero,
+    seed,
+    MIDDLE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    T: tl.constexpr,
+    G: tl.constexpr,
+):
+    first_row = tl.program_id(0) * T
+    left = rows - first_row
+    low = _encode_half(
+        x_ptr, offsets_ptr, half_ranges_ptr, first_row, left, numel, factor, zero, seed, MIDDLE, STOCHASTIC, T, G
+    )
+    high = _encode_half(
+        x_ptr, offsets_ptr, half_ranges_ptr, first_row + rows, left, numel, factor, zero, seed, MIDDLE, STOCHASTIC, T, G
+    )
+    group = tl.arange(0, T)[:, None]
+    local = group * G + tl.arange(0, G)[None, :]
+    codes = (low | (high << 4)).to(tl.uint8)
+    tl.store(codes_ptr + first_row.to(tl.int64) * G + local, codes, mask=group < left)
+
+
+@triton.jit
+def _decode_half(
+    out_ptr,
+    codes,
+    offsets_ptr,
+    half_ranges_ptr,
+    first_group,
+    groups_left,
+    numel,
+    factor,
+    zero,
+    T: tl.constexpr,
+    G: tl.constexpr,
+):
+    """Store the elements of T groups from their int32 codes [T, G]."""
+    first = first_group.to(tl.int64) * G
+    group = tl.arange(0, T)
+    local = group[:, None] * G + tl.arange(0, G)[None, :]
+    half_range = tl.load(half_ranges_ptr + first_group + group, mask=group < groups_left, other=0.0).to(tl.float32)
+    offset = tl.load(offsets_ptr + first_group + group, mask=group < groups_left, other=0.0).to(tl.float32)
+    x = (codes.to(tl.float32) - zero) * (half_range * factor)[:, None] + offset[:, None]
+    there = (group[:, None] < groups_left) & (local < numel - first)
+    tl.store(out_ptr + first + local, rounded_to(x, out_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _decode_kernel(
+    out_ptr,  # [numel]
+    codes_ptr,  # uint8 [rows, G]
+    offsets_ptr,  # [2 * rows], of out's dtype
+    half_ranges_ptr,  # bfloat16 [2 * rows]
+    numel,
+    rows,
+    factor,
+    zero,
+    T: tl.constexpr,
+    G: tl.constexpr,
+):
+    first_row = tl.program_id(0) * T
+    left = rows - first_row
+    group = tl.arange(0, T)[:, None]
+    local = group * G + tl.arange(0, G)[None, :]
+    packed = tl.load(codes_ptr + first_row.to(tl.int64) * G + local, mask=group < left, other=0).to(tl.int32)
+    _decode_half(out_ptr, packed & 15, offsets_ptr, half_ranges_ptr, first_row, left, numel, factor, zero, T, G)
+    _decode_half(out_ptr, packed >> 4, offsets_ptr, half_ranges_ptr, first_row + rows, left, numel, factor, zero, T, G)
+
+
+def encode(
+    flat_N: Tensor, group_size: int, factor: float, zero: float, rounding: str, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `asymmetric_int4.encode_ref`; zero is the code of the offset."""
+    numel = flat_N.shape[0]
+    groups = _symmetric.even_groups(numel, group_size)
+    codes = flat_N.new_empty(groups // 2, group_size, dtype=torch.uint8)
+    offsets = flat_N.new_empty(groups)
+    half_ranges = flat_N.new_empty(groups, dtype=torch.bfloat16)
+    tile = groups_per_program(group_size)
+    launch(
+        _encode_kernel, (cdiv(groups // 2, tile),), flat_N, codes, offsets, half_ranges, numel, groups // 2, factor,
+        zero, seed, MIDDLE=zero != 0, STOCHASTIC=rounding == "stochastic", T=tile, G=group_size,
+    )  # fmt: skip
+    return codes, offsets, half_ranges
+
+
+def decode(out_N: Tensor, codes: Tensor, offsets: Tensor, half_ranges: Tensor, factor: float, zero: float) -> None:
+    """Fill a contiguous tensor from the tensors of `encode`."""
+    rows, group_size = codes.shape
+    tile = groups_per_program(group_size)
+    launch(
+        _decode_kernel, (cdiv(rows, tile),), out_N, codes, offsets, half_ranges, out_N.shape[0], rows, factor, zero,
+        T=tile, G=group_size,
+    )  # fmt: skip

@@ -1,0 +1,94 @@
+"""Triton kernels of int8: one launch to encode, one to decode."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from adacc_hf.kernels import _symmetric
+from adacc_hf.kernels._triton import (
+    cdiv,
+    clipped_codes,
+    groups_per_program,
+    inverse_of,
+    jit,
+    launch,
+    peak_keys,
+    rounded_to,
+    rounding_offset,
+    stored_peak,
+)
+
+
+@jit
+def _encode_kernel(
+    x_ptr,  # [numel]
+    codes_ptr,  # uint8 [groups, G]
+    peaks_ptr,  # 16-bit [groups]
+    numel,
+    groups,
+    factor,
+    seed,
+    STOCHASTIC: tl.constexpr,
+    T: tl.constexpr,
+    G: tl.constexpr,
+):
+    first_group = tl.program_id(0) * T
+    first = first_group.to(tl.int64) * G
+    group = tl.arange(0, T)
+    local = group[:, None] * G + tl.arange(0, G)[None, :]
+    x = tl.load(x_ptr + first + local, mask=local < numel - first, other=0.0)
+    left = groups - first_group
+    peak = stored_peak(tl.max(peak_keys(x, False), axis=1), x.dtype)
+    tl.store(peaks_ptr + first_group + group, peak.to(peaks_ptr.dtype.element_ty), mask=group < left)
+    shifted = x.to(tl.float32) * inverse_of(peak, factor)[:, None] + rounding_offset(
+        first + local, seed, 128.0, STOCHASTIC
+    )
+    codes = clipped_codes(shifted, 1.0, 255.0).to(tl.uint8)
+    tl.store(codes_ptr + first + local, codes, mask=group[:, None] < left)
+
+
+@triton.jit
+def _decode_kernel(
+    out_ptr,  # [numel]
+    codes_ptr,  # uint8 [groups, G]
+    peaks_ptr,  # 16-bit [groups]
+    numel,
+    groups,
+    factor,
+    T: tl.constexpr,
+    G: tl.constexpr,
+):
+    first_group = tl.program_id(0) * T
+    first = first_group.to(tl.int64) * G
+    group = tl.arange(0, T)
+    local = group[:, None] * G + tl.arange(0, G)[None, :]
+    left = groups - first_group
+    codes = tl.load(codes_ptr + first + local, mask=group[:, None] < left, other=0)
+    peak = tl.load(peaks_ptr + first_group + group, mask=group < left, other=0.0).to(tl.float32)
+    x = (codes.to(tl.float32) - 128.0) * (peak * factor)[:, None]
+    tl.store(out_ptr + first + local, rounded_to(x, out_ptr.dtype.element_ty), mask=local < numel - first)
+
+
+def encode(flat_N: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
+    """As `int8.encode_ref`."""
+    numel = flat_N.shape[0]
+    groups = cdiv(numel, group_size)
+    codes = flat_N.new_empty(groups, group_size, dtype=torch.uint8)
+    peaks = flat_N.new_empty(groups, dtype=_symmetric.peak_dtype(flat_N.dtype))
+    tile = groups_per_program(group_size)
+    launch(
+        _encode_kernel, (cdiv(groups, tile),), flat_N, codes, peaks, numel, groups, factor, seed,
+        STOCHASTIC=rounding == "stochastic", T=tile, G=group_size,
+    )  # fmt: skip
+    return codes, peaks
+
+
+def decode(out_N: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> None:
+    """Fill a contiguous tensor from the tensors of `encode`."""
+    groups, group_size = codes.shape
+    tile = groups_per_program(group_size)
+    launch(
+        _decode_kernel, (cdiv(groups, tile),), out_N, codes, peaks, out_N.shape[0], groups, factor,
+        T=tile, G=group_size,
+    )  # fmt: skip

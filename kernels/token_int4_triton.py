@@ -1,0 +1,180 @@
+"""Triton kernels of token_int4: one launch to encode, one to decode.
+
+A program handles whole rows, and the rows half the tensor away with which they share bytes. Rows of up to MAX_BLOCK
+elements are held in registers; longer ones are read twice, in chunks, the second time mostly from cache.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from adacc_hf.kernels import _symmetric
+from adacc_hf.kernels._triton import (
+    TILE_ELEMENTS,
+    cdiv,
+    clipped_codes,
+    inverse_of,
+    jit,
+    launch,
+    peak_keys,
+    rounded_to,
+    rounding_offset,
+    stored_peak,
+)
+
+MAX_BLOCK = 8192  # 512 threads with 16 elements each
+
+
+@triton.jit
+def _load(x_ptr, first, rows, columns, start, T: tl.constexpr, BLOCK: tl.constexpr):
+    """[T, BLOCK] elements from row `first` and column `start` on, zeros beyond the edges; and their flat indices."""
+    row = first + tl.arange(0, T)[:, None]
+    column = start + tl.arange(0, BLOCK)[None, :]
+    index = row.to(tl.int64) * columns + column
+    return tl.load(x_ptr + index, mask=(row < rows) & (column < columns), other=0.0), index
+
+
+@triton.jit
+def _finish_rows(keys, peaks_ptr, first, last, factor, dtype: tl.constexpr, T: tl.constexpr):
+    """float32 [T]: reciprocal scales from keys [T, BLOCK]; the peaks of rows below `last` are stored."""
+    peak = stored_peak(tl.max(keys, axis=1), dtype)
+    row = first + tl.arange(0, T)
+    tl.store(peaks_ptr + row, peak.to(peaks_ptr.dtype.element_ty), mask=row < last)
+    return inverse_of(peak, factor)
+
+
+@triton.jit
+def _codes(x, index, inverse, seed, STOCHASTIC: tl.constexpr):
+    """int32 codes of x [T, BLOCK]."""
+    offset = rounding_offset(index, seed, 8.0, STOCHASTIC)
+    return clipped_codes(x.to(tl.float32) * inverse[:, None] + offset, 0.0, 15.0)
+
+
+@triton.jit
+def _store_codes(codes_ptr, codes, first, pairs, columns, start, T: tl.constexpr, BLOCK: tl.constexpr):
+    row = first + tl.arange(0, T)[:, None]
+    column = start + tl.arange(0, BLOCK)[None, :]
+    index = row.to(tl.int64) * columns + column
+    tl.store(codes_ptr + index, codes.to(tl.uint8), mask=(row < pairs) & (column < columns))
+
+
+@jit
+def _encode_kernel(
+    x_ptr,  # [rows, columns]
+    codes_ptr,  # uint8 [pairs, columns]
+    peaks_ptr,  # 16-bit [2 * pairs]
+    rows,
+    columns,  # at most BLOCK
+    pairs,
+    factor,
+    seed,
+    STOCHASTIC: tl.constexpr,
+    SIGNED: tl.constexpr,
+    T: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    low = tl.program_id(0) * T
+    high = low + pairs
+    x, index = _load(x_ptr, low, rows, columns, 0, T, BLOCK)
+    inverse = _finish_rows(peak_keys(x, SIGNED), peaks_ptr, low, pairs, factor, x.dtype, T)
+    codes = _codes(x, index, inverse, seed, STOCHASTIC)
+    x, index = _load(x_ptr, high, rows, columns, 0, T, BLOCK)
+    inverse = _finish_rows(peak_keys(x, SIGNED), peaks_ptr, high, 2 * pairs, factor, x.dtype, T)
+    codes |= _codes(x, index, inverse, seed, STOCHASTIC) << 4
+    _store_codes(codes_ptr, codes, low, pairs, columns, 0, T, BLOCK)
+
+
+@jit
+def _encode_long_kernel(
+    x_ptr,  # [rows, columns]
+    codes_ptr,  # uint8 [pairs, columns]
+    peaks_ptr,  # 16-bit [2 * pairs]
+    rows,
+    columns,
+    pairs,
+    factor,
+    seed,
+    STOCHASTIC: tl.constexpr,
+    SIGNED: tl.constexpr,
+    T: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    low = tl.program_id(0) * T
+    high = low + pairs
+    low_x, low_index = _load(x_ptr, low, rows, columns, 0, T, BLOCK)
+    high_x, high_index = _load(x_ptr, high, rows, columns, 0, T, BLOCK)
+    low_keys = peak_keys(low_x, SIGNED)
+    high_keys = peak_keys(high_x, SIGNED)
+    for start in range(BLOCK, columns, BLOCK):
+        low_x, low_index = _load(x_ptr, low, rows, columns, start, T, BLOCK)
+        high_x, high_index = _load(x_ptr, high, rows, columns, start, T, BLOCK)
+        low_keys = tl.maximum(low_keys, peak_keys(low_x, SIGNED))
+        high_keys = tl.maximum(high_keys, peak_keys(high_x, SIGNED))
+    low_inverse = _finish_rows(low_keys, peaks_ptr, low, pairs, factor, low_x.dtype, T)
+    high_inverse = _finish_rows(high_keys, peaks_ptr, high, 2 * pairs, factor, high_x.dtype, T)
+    for start in range(0, columns, BLOCK):
+        low_x, low_index = _load(x_ptr, low, rows, columns, start, T, BLOCK)
+        high_x, high_index = _load(x_ptr, high, rows, columns, start, T, BLOCK)
+        codes = _codes(low_x, low_index, low_inverse, seed, STOCHASTIC)
+        codes |= _codes(high_x, high_index, high_inverse, seed, STOCHASTIC) << 4
+        _store_codes(codes_ptr, codes, low, pairs, columns, start, T, BLOCK)
+
+
+@triton.jit
+def _decode_half(out_ptr, codes, peaks_ptr, first, last, columns, start, factor, T: tl.constexpr, BLOCK: tl.constexpr):
+    """Store elements of rows `first` to `last` - 1 from their int32 codes [T, BLOCK]."""
+    row = first + tl.arange(0, T)
+    column = start + tl.arange(0, BLOCK)[None, :]
+    peak = tl.load(peaks_ptr + row, mask=row < last, other=0.0).to(tl.float32)
+    x = rounded_to((codes.to(tl.float32) - 8.0) * (peak * factor)[:, None], out_ptr.dtype.element_ty)
+    index = row[:, None].to(tl.int64) * columns + column
+    tl.store(out_ptr + index, x, mask=(row[:, None] < last) & (column < columns))
+
+
+@triton.jit
+def _decode_kernel(
+    out_ptr,  # [rows, columns]
+    codes_ptr,  # uint8 [pairs, columns]
+    peaks_ptr,  # 16-bit [2 * pairs]
+    rows,
+    columns,
+    pairs,
+    factor,
+    T: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    low = tl.program_id(0) * T
+    start = tl.program_id(1) * BLOCK
+    row = low + tl.arange(0, T)[:, None]
+    column = start + tl.arange(0, BLOCK)[None, :]
+    index = row.to(tl.int64) * columns + column
+    packed = tl.load(codes_ptr + index, mask=(row < pairs) & (column < columns), other=0).to(tl.int32)
+    _decode_half(out_ptr, packed & 15, peaks_ptr, low, pairs, columns, start, factor, T, BLOCK)
+    _decode_half(out_ptr, packed >> 4, peaks_ptr, low + pairs, rows, columns, start, factor, T, BLOCK)
+
+
+def encode(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
+    """As `token_int4.encode_ref`."""
+    rows, columns = x_RC.shape
+    pairs = cdiv(rows, 2)
+    codes = x_RC.new_empty(pairs, columns, dtype=torch.uint8)
+    peaks = x_RC.new_empty(2 * pairs, dtype=_symmetric.peak_dtype(x_RC.dtype))
+    block = min(triton.next_power_of_2(columns), MAX_BLOCK)
+    tile = max(1, TILE_ELEMENTS // block)
+    launch(
+        _encode_kernel if columns <= block else _encode_long_kernel, (cdiv(pairs, tile),), x_RC, codes, peaks,
+        rows, columns, pairs, factor, seed,
+        tile=tile * block, STOCHASTIC=rounding == "stochastic", SIGNED=factor < 0, T=tile, BLOCK=block,
+    )  # fmt: skip
+    return codes, peaks
+
+
+def decode(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> None:
+    """Fill a contiguous matrix from the tensors of `encode`."""
+    rows, columns = out_RC.shape
+    pairs = codes.shape[0]
+    block = min(triton.next_power_of_2(columns), TILE_ELEMENTS)
+    tile = TILE_ELEMENTS // block
+    grid = (cdiv(pairs, tile), cdiv(columns, block))
+    launch(_decode_kernel, grid, out_RC, codes, peaks, rows, columns, pairs, factor, T=tile, BLOCK=block)
