@@ -77,7 +77,7 @@ def _is_below(corner: Column, left: Column, right: Column) -> bool:
 
 def _least_bytes(cbc: Cbc, models: Sequence[KindModel]) -> list[Column]:
     """The plan that stores least for each kind, and among those nearly the cheapest."""
-    priced = [(model, total_ms([model]) / TOLERANCE / max(1, retain_all(model).nbytes)) for model in models]
+    priced = [(model, (total_ms([model]) or 1.0) / TOLERANCE / (retain_all(model).nbytes or 1)) for model in models]
     return _cheapest(cbc, priced)
 
 
@@ -90,7 +90,7 @@ def _cheapest(cbc: Cbc, priced: Sequence[tuple[KindModel, float]]) -> list[Colum
     objective = []
     for block, (model, price) in zip(blocks, priced, strict=True):
         # Each block's share of the objective is scaled to about 1, the size that CBC's tolerances are made for.
-        scale = 1.0 / (total_ms([model]) + price * retain_all(model).nbytes)
+        scale = 1.0 / (total_ms([model]) + price * (retain_all(model).nbytes or 1))
         objective += [(x, ms * scale) for x, ms in block.terms_ms()]
         objective += [(x, nbytes * price * scale) for x, nbytes in block.terms_bytes()]
     problem += combine(objective)

@@ -38,12 +38,13 @@ class Cbc:
 
         Raises RuntimeError if CBC ends in any other way.
         """
-        from pulp import PULP_CBC_CMD, LpSolutionOptimal, LpStatusInfeasible
+        from pulp import COIN_CMD, LpSolutionOptimal, LpStatusInfeasible
+        from pulp.apis.coin_api import pulp_cbc_path
 
         self.num_solves += 1
-        solver = PULP_CBC_CMD(
-            msg=False, gapRel=0.0, gapAbs=0.0, timeLimit=TIME_LIMIT_SECONDS, options=list(CBC_TOLERANCES)
-        )
+        limits = {"gapRel": 0.0, "gapAbs": 0.0, "timeLimit": TIME_LIMIT_SECONDS, "options": list(CBC_TOLERANCES)}
+        # PULP_CBC_CMD, the usual name of the same program, warns that PuLP 4 will drop it.
+        solver = COIN_CMD(path=pulp_cbc_path, msg=False, **limits)
         status = problem.solve(solver)
         if status == LpStatusInfeasible:
             return False
@@ -158,15 +159,15 @@ class BlockVariables:
     """The variables and constraints of one block of `model` inside the program `problem`."""
 
     def __init__(self, problem: pulp.LpProblem, model: KindModel, prefix: str) -> None:
-        from pulp import LpVariable, lpSum
+        from pulp import lpSum
 
         self.model = model
         self.store = {
-            (value, option): LpVariable(f"{prefix}store_{value}_{option}", cat="Binary")
+            (value, option): problem.add_variable(f"{prefix}store_{value}_{option}", cat="Binary")
             for value, menu in model.menus.items()
             for option in range(len(menu))
         }
-        self.run = {j: LpVariable(f"{prefix}run_{j}", cat="Binary") for j in sorted(model.runnable)}
+        self.run = {j: problem.add_variable(f"{prefix}run_{j}", cat="Binary") for j in sorted(model.runnable)}
         self.stored = {v: lpSum(self.store[v, o] for o in range(len(menu))) for v, menu in model.menus.items()}
         self._constrain(problem)
 

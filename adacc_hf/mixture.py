@@ -40,6 +40,8 @@ def overhead_ms(columns: Sequence[Column]) -> float:
 class MixtureProgram:
     """The program whose solution gives `num_free` blocks of each kind one plan of any shape and the others columns.
 
+    It is solved once, by `least_ms` or `least_bytes`.
+
     Variables besides those of `BlockVariables`:
       count[k, c]  blocks of kind k that run under column c of its frontier (integer)
       reads[s]     some replay reads shared tensor s, which autograd does not save (binary)
@@ -49,7 +51,7 @@ class MixtureProgram:
         self, profile: Profile, models: Sequence[KindModel], frontiers: Sequence[Sequence[Column]], num_free: int | None
     ) -> None:
         """`num_free` None frees all blocks, so that those of one kind all have the same plan."""
-        from pulp import LpMinimize, LpProblem, LpVariable
+        from pulp import LpMinimize, LpProblem
 
         self.profile = profile
         self.models = models
@@ -60,13 +62,13 @@ class MixtureProgram:
         self.problem = LpProblem("mixture", LpMinimize)
         self.free = [BlockVariables(self.problem, model, f"k{k}_") for k, model in enumerate(models)]
         self.counts = {
-            (k, c): LpVariable(f"count_{k}_{c}", 0, self.rest[k], cat="Integer")
+            (k, c): self.problem.add_variable(f"count_{k}_{c}", 0, self.rest[k], cat="Integer")
             for k, columns in enumerate(frontiers)
             for c in range(len(columns))
             if self.rest[k]
         }
         unsaved = [i for i, shared in enumerate(profile.shared) if not shared.saved]
-        self.reads = {i: LpVariable(f"reads_{i}", cat="Binary") for i in unsaved}
+        self.reads = {i: self.problem.add_variable(f"reads_{i}", cat="Binary") for i in unsaved}
         self._constrain()
 
     def _constrain(self) -> None:
@@ -92,7 +94,6 @@ class MixtureProgram:
         terms = self._terms_bytes()
         unit = math.gcd(*(nbytes for _, nbytes in terms)) or 1
         room = (cap_bytes - fixed_bytes(self.profile)) // unit + 0.5
-        self.problem.constraints.pop("memory", None)
         self.problem.addConstraint(combine((x, nbytes // unit) for x, nbytes in terms) <= room, "memory")
         return self._columns() if cbc.solve(self.problem) else None
 

@@ -107,7 +107,7 @@ class _Search:
             raise _infeasible_stored(self.profile, self.config, budget, stored_bytes(self.profile, least))
         columns = frontiers(self.cbc, self.models)
         mixed = self._mixture(columns, 1, budget.nbytes)
-        uniform = self._mixture(columns, None, budget.nbytes)
+        uniform = self._mixture(columns, None, budget.nbytes) if len(self.profile.blocks) > len(self.models) else None
         found = [policy for policy in (mixed, uniform, least) if policy is not None]
         return self.oracle.arranged(min(found, key=self._rank))
 

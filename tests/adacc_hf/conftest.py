@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import strategies as st
 
 from adacc_hf.profile import (
     BackwardEvent,
@@ -74,9 +75,22 @@ class TapeBuilder:
             operators=tuple(self.operators),
             slots=tuple(slots),
             backward=tuple(backward),
-            forward=(ForwardEvent(value=-1, death=False, extra_bytes=forward_extra_bytes),),
+            forward=self._forward(forward_extra_bytes),
             forward_ms=sum(operator.ms for operator in self.operators),
         )
+
+    def _forward(self, extra_bytes):
+        """Values are saved first by the first node that saves them, and die with the last operator that reads them."""
+        events = [ForwardEvent(value=-1, death=False, extra_bytes=extra_bytes)]
+        first = {value: i for i, node in reversed(list(enumerate(self.nodes))) for value in node}
+        last = {value: i for i, op in enumerate(self.operators) for value in (*op.outputs, *op.inputs)}
+        for i in range(len(self.operators)):
+            for death, times in ((False, first), (True, last)):
+                values = [
+                    value for value in first if times.get(value) == i and self.values[value]["producer"] is not None
+                ]
+                events += [ForwardEvent(value=value, death=death, extra_bytes=extra_bytes) for value in values]
+        return tuple(events)
 
     @staticmethod
     def _record(index, fields, saved):
@@ -263,3 +277,43 @@ def make_codec():
 def profile_of():
     """`profile_of(kinds, layout, shared=(), **memory)`: a profile whose i-th block is of kind `layout[i]`."""
     return make_profile
+
+
+@st.composite
+def random_kinds(draw, digest="tape"):
+    """A small kind whose menus multiply to at most about 2000 policies; times are eighths, so that sums are exact."""
+    tape = TapeBuilder()
+    sizes = st.integers(1, 40).map(lambda n: 4 * n)
+    eighths = st.integers(0, 24).map(lambda n: n / 8)
+    values = [tape.value("input", draw(sizes)), tape.value("rotary", draw(sizes), shared=0)]
+    values.append(tape.value("mask", draw(sizes), shared=1))
+    for j in range(draw(st.integers(1, 5))):
+        inputs = draw(st.lists(st.sampled_from(values), min_size=1, max_size=2, unique=True))
+        outputs = [(f"v{j}.{i}", draw(sizes)) for i in range(draw(st.integers(1, 2)))]
+        candidates = [*inputs, *range(-len(outputs), 0)]
+        save = draw(st.lists(st.sampled_from(candidates), max_size=2, unique=True))
+        save = [value for value in save if tape.values[value].get("shared") != 1 or value < 0]
+        values += tape.operator(f"op{j}", inputs, outputs, draw(eighths), save, replayable=draw(st.integers(0, 5)) > 0)
+    saved = sorted({value for node in tape.nodes for value in node})
+    for value in draw(st.lists(st.sampled_from(saved), max_size=3, unique=True)) if saved else []:
+        nbytes = tape.values[value]["nbytes"]
+        tape.values[value]["codecs"] = tuple(
+            codec(name, draw(st.integers(1, nbytes)), draw(eighths), draw(eighths), error)
+            for name, error in (("int8", 0.01), ("int4", 0.1))[: draw(st.integers(1, 2))]
+        )
+    return tape.kind(digest, extra_bytes=draw(sizes), forward_extra_bytes=draw(sizes))
+
+
+@st.composite
+def random_profiles(draw, num_kinds=1, max_blocks=1):
+    """Profiles with up to `max_blocks` blocks of each of `num_kinds` kinds; only the first shared tensor is saved."""
+    kinds = [draw(random_kinds(f"tape{i}")) for i in range(num_kinds)]
+    layout = [i for i in range(num_kinds) for _ in range(draw(st.integers(1, max_blocks)))]
+    shared = [Shared(name="rotary", nbytes=12, saved=True), Shared(name="mask", nbytes=20, saved=False)]
+    return make_profile(kinds, draw(st.permutations(layout)), shared, gradient_bytes=draw(st.integers(0, 50)))
+
+
+@pytest.fixture(scope="session")
+def profiles():
+    """`profiles(num_kinds=1, max_blocks=1)`: a hypothesis strategy of small profiles."""
+    return random_profiles
