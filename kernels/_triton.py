@@ -16,7 +16,7 @@ from torch import Tensor
 # Elements a program handles of each half of the tensor, and how many of them a thread does: 16 codes fill 128 bits.
 TILE_ELEMENTS = 2048
 THREAD_ELEMENTS = 16
-WARP_THREADS = 32
+WARP_THREADS = 64 if torch.version.hip else 32
 # Triton's interpreter cuts float32 to bfloat16, where GPUs round.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -35,9 +35,9 @@ def launch(
         kernel[grid](x, *arguments, **constants, num_warps=num_warps(tile), enable_fp_fusion=False)
 
 
-def num_warps(tile: int) -> int:
+def num_warps(tile: int, warp_threads: int = WARP_THREADS) -> int:
     """Warps of a program that handles `tile` elements, at most the 1024 threads of a block."""
-    return min(max(tile // (THREAD_ELEMENTS * WARP_THREADS), 1), 32)
+    return min(max(tile // (THREAD_ELEMENTS * warp_threads), 1), 1024 // warp_threads)
 
 
 def groups_per_program(group_size: int) -> int:

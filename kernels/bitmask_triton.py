@@ -29,8 +29,9 @@ def _encode_kernel(
         any_set |= x
     tl.store(packed_ptr + first + local, packed.to(tl.uint8), mask=local < num_bytes - first)
     if pattern_ptr is not None:
-        # Set elements have one pattern, so whichever program and element wins writes the same value.
-        tl.store(pattern_ptr + local * 0, any_set, mask=any_set != 0)
+        # Set elements have one pattern c, so the maximum and the minimum are each 0 or c, and all programs write c.
+        pattern = (tl.max(any_set, axis=0) | tl.min(any_set, axis=0)).to(x_ptr.dtype.element_ty)
+        tl.store(pattern_ptr, pattern, mask=pattern != 0)
 
 
 @triton.jit
