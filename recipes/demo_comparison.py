@@ -19,7 +19,7 @@ from training_run import FinishedRun, PreparedRun, save_report, train_once
 from transformers import PreTrainedModel
 
 from adacc_hf import apply_policy
-from adacc_hf.memory import measure_step
+from adacc_hf.memory import StepMemory, measure_step
 
 Batch = dict[str, torch.Tensor]
 WARMUP_ROUNDS, TIMED_ROUNDS = 2, 9
@@ -52,7 +52,11 @@ def compare_methods(run: PreparedRun) -> dict[str, float]:
     Returns every figure of the table under "<folder>/<column>".
     """
     output_dir = Path(run.args.training.output_dir)
-    finished = {c.folder: train_once(run, c.method, c.memory_budget, str(output_dir / c.folder)) for c in CONTENDERS}
+    finished = {}
+    for contender in CONTENDERS:
+        print(f"\nTraining: {contender.title}")
+        folder = str(output_dir / contender.folder)
+        finished[contender.folder] = train_once(run, contender.method, contender.memory_budget, folder)
     rows = measured_rows(finished, example_batch(run))
     save_comparison(rows, output_dir, run.args)
     if run.args.method.report:
@@ -62,18 +66,16 @@ def compare_methods(run: PreparedRun) -> dict[str, float]:
 
 
 def example_batch(run: PreparedRun) -> Batch:
-    """One training batch on the training device, [B, T] each."""
+    """What the Trainer hands to the model for one training batch: [B, T] ids and labels, and the number of labels."""
     training = run.args.training
-    rows = run.data.train.take(training.per_device_train_batch_size)
-    return {name: tensor.to(training.device) for name, tensor in stack_sequences(list(rows)).items()}
+    batch = stack_sequences(list(run.data.train.take(training.per_device_train_batch_size)))
+    batch["num_items_in_batch"] = torch.tensor(batch["labels"][:, 1:].numel())
+    return {name: tensor.to(training.device) for name, tensor in batch.items()}
 
 
 def measured_rows(finished: dict[str, FinishedRun], batch: Batch) -> list[ComparisonRow]:
     """The table's rows, in the order of CONTENDERS."""
-    memory = {}
-    for folder, result in finished.items():
-        with in_force(result):
-            memory[folder] = measure_step(result.model, batch)
+    memory = {folder: step_memory(result, batch) for folder, result in finished.items()}
     throughput = relative_throughput(finished, batch)
     return [
         ComparisonRow(
@@ -87,6 +89,15 @@ def measured_rows(finished: dict[str, FinishedRun], batch: Batch) -> list[Compar
         )
         for contender in CONTENDERS
     ]
+
+
+def step_memory(result: FinishedRun, batch: Batch) -> StepMemory:
+    """The bytes of one forward and backward, as they are once the first steps at this shape are over."""
+    with in_force(result) as model:
+        for _ in range(WARMUP_ROUNDS):
+            model(**batch).loss.backward()
+            model.zero_grad(set_to_none=True)
+        return measure_step(model, batch)
 
 
 @contextmanager

@@ -1,0 +1,33 @@
+import json
+from pathlib import Path
+
+import demo_comparison
+import gpt2_pile
+import pytest
+
+
+@pytest.fixture
+def figures(tiny_run: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """The figures of a whole comparison of the tiny model."""
+    monkeypatch.setattr(demo_comparison, "TIMED_ROUNDS", 3)
+    return gpt2_pile.main([*tiny_run, "--method", "compare", "--report", "false"])
+
+
+def test_the_comparison_trains_and_measures_every_method(
+    figures: dict[str, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folders = [contender.folder for contender in demo_comparison.CONTENDERS]
+    stored = {folder: figures[f"{folder}/activation_bytes"] for folder in folders}
+    assert stored["adacc-50"] <= 0.5 * stored["plain"]
+    assert stored["adacc-25"] <= 0.25 * stored["plain"]
+    assert max(stored["checkpointing"], stored["quantization"]) < stored["plain"]
+    # Same seed and data: what recomputes nothing but itself loses nothing.
+    assert figures["checkpointing/validation_loss"] == figures["plain/validation_loss"]
+    for folder in folders:
+        assert figures[f"{folder}/peak_bytes"] > stored[folder]
+        assert figures[f"{folder}/relative_throughput"] > 0
+        assert (tmp_path / "run" / folder / "model.safetensors").is_file()
+
+    record = json.loads((tmp_path / "run" / "comparison.json").read_text())
+    assert [row["folder"] for row in record["rows"]] == folders
+    assert record["rows"][0]["relative_throughput"] == {"low": 1.0, "median": 1.0, "high": 1.0}
