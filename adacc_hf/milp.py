@@ -106,12 +106,12 @@ def build_model(kind: KindProfile, config: AdaccConfig) -> KindModel:
 
 
 def _codec_stores(value: Value, config: AdaccConfig) -> list[Store]:
-    if Action.COMPRESS not in config.parsed_actions:
-        return []
+    """The codecs that `config` allows for `value`: lossless ones always, since they change nothing."""
+    lossy = Action.COMPRESS in config.parsed_actions
     return [
         Store(Choice.compress(option), option.nbytes, option.encode_ms + option.decode_ms)
         for option in value.codecs
-        if (config.codecs is None or option.lossless or option.codec in config.codecs)
+        if (option.lossless or (lossy and (config.codecs is None or option.codec in config.codecs)))
         and (config.max_error is None or option.error <= config.max_error)
         and option.nbytes < value.nbytes
     ]

@@ -62,20 +62,23 @@ class PeakOracle:
     def _within(self, frontiers: Sequence[Sequence[Column]], budget: int) -> list[Column] | None:
         """A policy whose peak keeps to `budget`; None if there is none.
 
-        Block by block from the first, the plan that stores least of those that fit themselves: storing less never
-        hurts a later block.
+        Block by block from the first, the plan that stores least of those whose own forward and backward fit: storing
+        less never hurts a later block.
         """
-        profile = self.profile
-        stored = 0
+        stored = held = 0
         policy = []
-        for block in profile.blocks:
-            fitting = [column for column in frontiers[block.kind] if stored + self._own_peak(block, column) <= budget]
+        for block in self.profile.blocks:
+            outcomes = [(column, self.outcome(block.kind, column)) for column in frontiers[block.kind]]
+            fitting = [pair for pair in outcomes if self._own_peak(block, pair[1], stored, held) <= budget]
             if not fitting:
                 return None
-            policy.append(min(fitting, key=lambda column: self.outcome(block.kind, column).stored_bytes))
-            stored += self.outcome(block.kind, policy[-1]).stored_bytes
+            column, outcome = min(fitting, key=lambda pair: pair[1].stored_bytes)
+            policy.append(column)
+            stored += outcome.stored_bytes
+            held += outcome.held_bytes
         return policy if self.peak_bytes(policy) <= budget else None
 
-    def _own_peak(self, block: BlockProfile, column: Column) -> int:
-        outcome = self.outcome(block.kind, column)
-        return outcome.peak_bytes(self.profile.forward_base_bytes, block.backward_base_bytes)
+    def _own_peak(self, block: BlockProfile, outcome: BlockOutcome, stored: int, held: int) -> int:
+        """Peak in the block's forward and backward when earlier blocks store and hold so much."""
+        forward = self.profile.forward_base_bytes + held + outcome.forward_working_bytes
+        return max(forward, block.backward_base_bytes + stored + outcome.working_bytes if outcome.moments else 0)

@@ -7,6 +7,7 @@ step moment by moment. See `run_block` for the rules of one block's backward.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,10 @@ from adacc_hf.policy import Action
 if TYPE_CHECKING:
     from adacc_hf.policy import Plan
     from adacc_hf.profile import KindProfile, Operator, Profile
+
+
+DECODED_KEPT = 4
+"""Unpacks within which the executor keeps a decoded value that is wanted again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +57,6 @@ class BlockOutcome:
     moments: tuple[int, ...]
     """Bytes live at each moment of its backward, besides `BlockProfile.backward_base_bytes` and what earlier blocks
     stored."""
-
     held_bytes: int
     """What of `stored_bytes` forward does not hold anyway until the whole forward ends."""
 
@@ -65,16 +69,6 @@ class BlockOutcome:
     def working_bytes(self) -> int:
         """Most bytes live in its backward; 0 if autograd asks for nothing."""
         return max(self.moments, default=0)
-
-    @cached_property
-    def forward_bytes(self) -> int:
-        """Most bytes live in its forward, likewise."""
-        return max(self.forward_moments, default=0)
-
-    def peak_bytes(self, forward_base_bytes: int, backward_base_bytes: int) -> int:
-        """Most bytes live in its forward or backward on top of these, what earlier blocks store left out."""
-        forward = forward_base_bytes + self.forward_bytes if self.forward_moments else 0
-        return max(forward, backward_base_bytes + self.working_bytes if self.moments else 0)
 
 
 def simulate(profile: Profile, plans: Sequence[Plan]) -> Outcome:
@@ -136,7 +130,7 @@ def run_block(kind: KindProfile, plan: Plan) -> BlockOutcome:
       needs it is released. A slot that is never released lives until the block's end.
     - An operator is replayed at most once, at the first unpack that needs it, in order. All its outputs are allocated;
       one that is a root as well, or that nothing reads, dies at once.
-    - A payload is decoded once, just before its first use.
+    - A payload is decoded just before its use, and again if it is wanted much later.
     - A replayed or decoded value dies after its last use, and not before autograd released every slot it was handed to.
 
     Raises ValueError for a plan that cannot be carried out.
@@ -286,24 +280,58 @@ class _Walk:
     def _moments(self, steps: Sequence[_Step]) -> list[int]:
         """Live bytes of this block at each moment of its backward."""
         root_death, death = self._deaths(steps)
+        decoded = self._decoded_bytes(steps)
         roots = dict(self.roots)
         made: dict[int, int] = {}
         moments = []
         for number, step in enumerate(steps):
-            for value in self._decoded_by(step):
-                made.setdefault(value, self.kind.values[value].nbytes)
+            during, after = decoded[number]
             if step.operator is not None:
                 outputs = {value: self.kind.values[value].nbytes for value in step.operator.outputs}
                 copies = sum(nbytes for value, nbytes in outputs.items() if self._is_held(value))
                 made |= {value: nbytes for value, nbytes in outputs.items() if not self._is_held(value)}
-                moments.append(sum(roots.values()) + sum(made.values()) + copies + step.entry_bytes)
+                moments.append(sum(roots.values()) + sum(made.values()) + during + copies + step.entry_bytes)
             elif step.unpacked is not None:
-                moments.append(sum(roots.values()) + sum(made.values()) + step.entry_bytes)
+                moments.append(sum(roots.values()) + sum(made.values()) + during + step.entry_bytes)
             made = {value: nbytes for value, nbytes in made.items() if death.get(value, -1) > number}
             roots = {value: nbytes for value, nbytes in roots.items() if root_death.get(value, math.inf) > number}
             if step.operator is None:
-                moments.append(sum(roots.values()) + sum(made.values()) + step.extra_bytes)
+                moments.append(sum(roots.values()) + sum(made.values()) + after + step.extra_bytes)
         return moments
+
+    def _decoded_bytes(self, steps: Sequence[_Step]) -> list[tuple[int, int]]:
+        """Bytes of decoded values (while a step runs, after it), for each step."""
+        spans = [span for value in self.roots if self._is_coded(value) for span in self._decoded_spans(value, steps)]
+        return [
+            (
+                sum(nbytes for first, last, nbytes in spans if first <= number <= last),
+                sum(nbytes for first, last, nbytes in spans if first <= number < last),
+            )
+            for number in range(len(steps))
+        ]
+
+    def _decoded_spans(self, value: int, steps: Sequence[_Step]) -> list[tuple[float, float, int]]:
+        """(first step, last step, bytes) of each stretch in which a compressed value is there decoded.
+
+        It is dropped at the end of an unpack if none of the next DECODED_KEPT unpacks wants it, at once after its last
+        use, and in no case before autograd lets go of it.
+        """
+        unpacks = [number for number, step in enumerate(steps) if step.unpacked is not None]
+        uses = [
+            (number, bisect_left(unpacks, number)) for number, s in enumerate(steps) if value in self._decoded_by(s)
+        ]
+        released = {step.released: number for number, step in enumerate(steps) if step.released is not None}
+        spans: list[tuple[float, float, int]] = []
+        nbytes = self.kind.values[value].nbytes
+        for index, (number, ordinal) in enumerate(uses):
+            if index == 0 or ordinal - uses[index - 1][1] > DECODED_KEPT:
+                spans.append((number, number, nbytes))
+            is_last = index == len(uses) - 1
+            slot = steps[number].unpacked
+            end = number if is_last else unpacks[ordinal]
+            end = end if slot is None else max(end, released.get(slot, math.inf))
+            spans[-1] = (spans[-1][0], max(spans[-1][1], end), nbytes)
+        return spans
 
     def _is_held(self, value: int) -> bool:
         """Whether readers take `value` from the store, so that replaying it makes a copy that nobody uses."""
