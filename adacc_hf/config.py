@@ -27,7 +27,8 @@ class AdaccConfig:
     memory_margin: float = 0.05
     """Fraction of the device's memory that "auto" leaves free for the allocator's rounding; 0 uses it all."""
     actions: tuple[str, ...] = ("retain", "compress", "recompute")
-    """The actions the solver may choose from. Without "compress" training is bit-equal to plain training."""
+    """The actions the solver may choose from. Without "compress" training is bit-equal to plain training; dropout masks
+    may be stored as bits in any case, which loses nothing."""
     codecs: tuple[str, ...] | None = None
     """Names of the codecs that may be used (`list_codecs()`); None picks by the kind of layer (paper, section 3.2)."""
     outliers: bool = True

@@ -84,18 +84,19 @@ class FollowPlan:
     def __init__(self, name: str, plan: Plan, library: TapeLibrary) -> None:
         self.name = name
         self.plan = plan
+        self._is_plain = plan.is_plain
         self.library = library
         self.entries: OrderedDict[Any, Entry] = OrderedDict()
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_plain and self.entries:
+            return fn(*args)
         key = call_key(block, args, kwargs)
         entry = self.entries.get(key)
         if entry is None:
             return self._first_call(key, block, fn, args, kwargs)
         if entry.compiled is None:
             return Checkpointed().run(block, fn, args, kwargs)
-        if entry.compiled.is_plain:
-            return fn(*args)
         call = Call(entry.compiled, self.name, entry.codecs, fetch(entry.compiled.externals, block, args, kwargs))
         if entry.compiled.tape.order is None:
             self._watch_order(entry, call)

@@ -166,6 +166,7 @@ class Policy:
     def uniform(cls, profile: Profile, action: Action | str, codec: str | None = None) -> Policy:
         """Give every activation `action`, where it can take it; else RETAIN.
 
+        With RECOMPUTE, what cannot be remade (dropout masks) is stored by a lossless codec where one was priced.
         With COMPRESS, `codec` picks the codec; None takes each activation's first priced one. Raises ValueError for a
         codec that was not priced for any activation.
         """
@@ -267,8 +268,9 @@ def _check_priced(profile: Profile, codec: str) -> None:
 
 def _uniform_plan(kind: KindProfile, action: Action, codec: str | None) -> Plan:
     def choose(value: Value) -> Choice:
-        if action is Action.RECOMPUTE and value.recomputable:
-            return RECOMPUTE
+        if action is Action.RECOMPUTE:
+            lossless = [Choice.compress(option) for option in value.codecs if option.lossless]
+            return RECOMPUTE if value.recomputable else next(iter(lossless), RETAIN)
         if action is Action.COMPRESS:
             options = [option for option in value.codecs if codec in (None, option.codec)]
             if options:

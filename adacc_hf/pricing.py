@@ -145,9 +145,11 @@ def candidates(tape: Tape, value: int, config: AdaccConfig) -> list[str]:
     """Names of the codecs that `value` may be compressed with."""
     record = tape.values[value]
     role = role_of(tape, value)
-    if "compress" not in config.actions or record.nbytes < config.min_compress_bytes or not record.covers_storage:
+    if record.nbytes < config.min_compress_bytes or not record.covers_storage or role == "parameter":
         return []
-    if role == "parameter":
+    if role == "mask" and config.codecs is None:
+        return ["bitmask"]
+    if "compress" not in config.actions:
         return []
     if config.codecs is None:
         return [CODEC_OF_ROLE[role]]

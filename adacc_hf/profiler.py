@@ -22,10 +22,9 @@ from adacc_hf.memory import available_bytes, backward, count_static_bytes, forwa
 from adacc_hf.policy import RECOMPUTE, RETAIN, Plan
 from adacc_hf.pricing import codec_options, operator_times, outliers_in, role_of, with_outliers
 from adacc_hf.profile import (
-    BackwardEvent,
     BlockProfile,
-    ForwardEvent,
     CodecOption,
+    ForwardEvent,
     KindProfile,
     Operator,
     Profile,
@@ -71,6 +70,7 @@ def _profile(
     watched = {block.kind: block.name for block in blocks}
     by_name = {block.name: kinds[block.kind] for block in blocks}
     forward_base_bytes, forwards = measure_forward(model, batch, installation, by_name, set(watched.values()))
+    kinds = survey.add_forwards([forwards[watched[index]] for index in range(len(kinds))])
     watchers = survey.follow_full_recomputation(installation, watched)
     stored_bytes = {name: recompute_stored_bytes(kind) for name, kind in by_name.items()}
     layout = measure_step_layout(model, batch, installation, watchers, stored_bytes)
@@ -81,10 +81,7 @@ def _profile(
     device = next(model.parameters()).device
     return Profile(
         model_class=type(model).__name__,
-        kinds=tuple(
-            _with_memory(kind, forwards[watched[index]], layout.events[watched[index]])
-            for index, kind in enumerate(kinds)
-        ),
+        kinds=tuple(replace(kind, backward=layout.events[watched[index]]) for index, kind in enumerate(kinds)),
         blocks=tuple(
             BlockProfile(name=block.name, kind=block.kind, backward_base_bytes=static_bytes + layout.bases[block.name])
             for block in blocks
@@ -280,6 +277,11 @@ class Survey:
             codecs=with_outliers(prices.codecs[index], tape, index, self.config, outliers[index]) if activation else (),
         )
 
+    def add_forwards(self, forwards: list[tuple[ForwardEvent, ...]]) -> list[KindProfile]:
+        """Give each kind its measured forward."""
+        self._kinds = [_with_forward(kind, forward) for kind, forward in zip(self._kinds, forwards, strict=True)]
+        return self._kinds
+
     def follow_full_recomputation(self, installation: Installation, watched: Mapping[int, str]) -> list[WatchSlots]:
         """Put every block under full recomputation, but for the watched one of each kind; returns the watchers."""
         watchers = []
@@ -336,13 +338,11 @@ def _operator(tape: Tape, index: int, ms: float) -> Operator:
     )
 
 
-def _with_memory(
-    kind: KindProfile, forward: tuple[ForwardEvent, ...], backward: tuple[BackwardEvent, ...]
-) -> KindProfile:
-    """`kind` with its measured forward and backward; casts of parameters that forward did not let go of are cached."""
+def _with_forward(kind: KindProfile, forward: tuple[ForwardEvent, ...]) -> KindProfile:
+    """`kind` with its measured forward; casts of parameters that forward did not let go of are cached."""
     dead = {event.value for event in forward if event.death}
     values = tuple(replace(v, cached=v.role == "parameter" and v.index not in dead) for v in kind.values)
-    return replace(kind, values=values, forward=forward, backward=backward)
+    return replace(kind, values=values, forward=forward)
 
 
 def _time_step(model: nn.Module, batch: Mapping[str, Any]) -> float:

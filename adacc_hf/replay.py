@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -82,9 +82,10 @@ class Step:
 
     def _call(self, environment: Environment) -> Any:
         if self._nested:
-            fill = lambda ref: view(environment[ref.value], ref)
-            args = map_tensors(self.operator.args, TensorRef, fill)
-            return self.target(*args, **map_tensors(self._kwargs, TensorRef, fill))
+            args, kwargs = map_tensors(
+                (self.operator.args, self._kwargs), TensorRef, lambda ref: view(environment[ref.value], ref)
+            )
+            return self.target(*args, **kwargs)
         args = self._args.copy()
         for position, ref, geometry in self._tensors:
             base = environment[ref.value]
@@ -103,6 +104,12 @@ def _holds_tensor(tree: Any) -> bool:
     )
 
 
+SOON = 4
+"""Unpacks within which a decoded value is wanted again for it to be kept. One operator's slots are next to each other and
+its neighbour's follow; a mask that a replay reads at the start of backward and autograd at its end is decoded twice instead
+of taking 32 times its payload for all that time."""
+
+
 @dataclass(frozen=True, slots=True)
 class Store:
     """Where each value is found without replay."""
@@ -112,7 +119,7 @@ class Store:
     retained: frozenset[int]
     """Tensors kept for backward: fetched for one unpack at a time, since only the slots that need them may own them."""
     compressed: frozenset[int]
-    """Payloads kept for backward: decoded once, at the first unpack that needs them."""
+    """Payloads kept for backward: decoded when an unpack needs them, and kept decoded if another one soon does."""
 
     def __contains__(self, value: int) -> bool:
         return value in self.persistent or value in self.retained or value in self.compressed
@@ -156,7 +163,15 @@ def schedule(tape: Tape, store: Store, order: Sequence[int]) -> list[Program]:
         made.update(value for operator in runs[-1] for value in tape.operators[operator].made())
     uses = _last_uses(tape, order, runs)
     values = [tape.slots[slot].value for slot in order]
-    return [_program(tape, store, value, rank, runs[rank], uses) for rank, value in enumerate(values)]
+    programs = [_program(tape, store, value, rank, runs[rank], uses) for rank, value in enumerate(values)]
+    return [_drop_decoded(program, store, programs[rank + 1 :][:SOON]) for rank, program in enumerate(programs)]
+
+
+def _drop_decoded(program: Program, store: Store, next_programs: Sequence[Program]) -> Program:
+    """`program`, letting go of decoded values that none of `next_programs` fetches."""
+    soon = {value for later in next_programs for value in later.loads}
+    dropped = [value for value in program.loads if value in store.compressed and value not in soon]
+    return replace(program, frees=tuple(dict.fromkeys([*program.frees, *dropped])))
 
 
 def single_program(tape: Tape, store: Store, slot: int, made: set[int]) -> Program:

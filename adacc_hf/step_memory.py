@@ -63,6 +63,11 @@ class WatchSlots:
         """Bytes it keeps: every activation that autograd saves."""
         return sum(value.nbytes for value in self.kind.activations if value.saved)
 
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of what it keeps that forward holds anyway until the whole forward ends."""
+        return sum(value.nbytes for value in self.kind.activations if value.saved and value.cached)
+
     def _mark(self, event: tuple[str, int]) -> None:
         if self.meter is not None:
             self.meter.mark((*event, self.name))
@@ -218,10 +223,11 @@ class _Reading:
         }
         loss = next(self._all("loss"))
         all_stored = sum(self.stored.values())
+        all_held = all_stored - sum(watcher.cached_bytes for watcher in self.watchers)
         return StepLayout(
             bases=bases,
             outside_stored_bytes=loss.live_bytes - all_stored - loss_bytes,
-            outside_peak_bytes=self._peak(("leave", self.names[-1]), "backward") - all_stored,
+            outside_peak_bytes=self._peak(("leave", self.names[-1]), "backward") - all_held,
             tail_peak_bytes=self._peak(("tail", self.names[0]), None),
             events={watcher.name: self._events(watcher, bases[watcher.name]) for watcher in self.watchers},
         )
