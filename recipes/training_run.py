@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from text_packing import stack_sequences
 from train_methods import method_callbacks
 from transformers import PreTrainedModel, Trainer, TrainingArguments, set_seed
 
-from adacc_hf import AdaccCallback
+from adacc_hf import AdaccCallback, AdaccConfig
 from adacc_hf.report import write_report
+
+log = logging.getLogger(__name__)
 
 POLICY_FILE = "adacc_policy.json"
 
@@ -48,7 +51,7 @@ class FinishedRun:
     model: PreTrainedModel
     metrics: dict[str, float]
     callback: AdaccCallback | None
-    """The callback that chose the policy; None for the methods without one."""
+    """The callback and its policy; None for the methods without one, and for a run too short to set one."""
     checkpointed: bool
     """Whether transformers' own checkpointing was on."""
 
@@ -72,6 +75,11 @@ def _check_method(args: RecipeArguments) -> None:
         raise ValueError("--method=compare measures one process at a time; launch it with --num_processes 1")
     elif training.resume_from_checkpoint is not None:
         raise ValueError("--method=compare trains every method from the start; drop --resume_from_checkpoint")
+    elif training.max_steps <= AdaccConfig().profile_steps:
+        raise ValueError(
+            f"--max_steps={training.max_steps} ends before --method=compare has a policy to measure; the first "
+            f"{AdaccConfig().profile_steps} steps are profiled, so set more"
+        )
 
 
 def train_once(run: PreparedRun, method: str, memory_budget: str, output_dir: str) -> FinishedRun:
@@ -93,6 +101,9 @@ def train_once(run: PreparedRun, method: str, memory_budget: str, output_dir: st
     trainer.save_metrics("all", metrics)
     trainer.save_state()
     callback = callbacks[0] if callbacks else None
+    if callback is not None and callback.policy is None:
+        log.warning("training ended after %d steps, before a policy was set: train longer", results["steps"])
+        callback = None
     if callback is not None and trainer.is_world_process_zero():
         callback.policy.save(Path(output_dir, POLICY_FILE))
     return FinishedRun(model=trainer.model, metrics=metrics, callback=callback, checkpointed=bool(overrides))

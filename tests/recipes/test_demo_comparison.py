@@ -13,15 +13,13 @@ def figures(tiny_run: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, f
     return gpt2_pile.main([*tiny_run, "--method", "compare", "--report", "false"])
 
 
-def test_the_comparison_trains_and_measures_every_method(
-    figures: dict[str, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_comparison_trains_and_measures_every_method(figures: dict[str, float], tmp_path: Path):
     folders = [contender.folder for contender in demo_comparison.CONTENDERS]
     stored = {folder: figures[f"{folder}/activation_bytes"] for folder in folders}
     assert stored["adacc-50"] <= 0.5 * stored["plain"]
     assert stored["adacc-25"] <= 0.25 * stored["plain"]
     assert max(stored["checkpointing"], stored["quantization"]) < stored["plain"]
-    # Same seed and data: what recomputes nothing but itself loses nothing.
+    # The same seed and data, and recomputing changes no bit.
     assert figures["checkpointing/validation_loss"] == figures["plain/validation_loss"]
     for folder in folders:
         assert figures[f"{folder}/peak_bytes"] > stored[folder]

@@ -73,6 +73,13 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(method: str, tiny_run: lis
     assert resumed["eval_loss"] == whole["eval_loss"]
 
 
+def test_a_run_too_short_for_a_policy_says_so(tiny_run: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    gpt2_pile.main(with_setting(tiny_run, method="adacc", memory_budget="0.5", max_steps=1))
+    assert "training ended after 1 steps, before a policy was set" in caplog.text
+    assert not (tmp_path / "run" / "adacc_policy.json").exists()
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
 def test_bfloat16_trains_on_the_cpu(tiny_run: list[str]):
     metrics = gpt2_pile.main(with_setting(tiny_run, method="adacc", memory_budget="0.5", report=False, bf16=True))
     assert 5.0 < metrics["eval_loss"] < 6.5
@@ -107,6 +114,7 @@ def test_a_report_is_left_beside_the_policy(tiny_run: list[str], tmp_path: Path)
         ({"validation_fraction": 2}, "--validation_fraction=2.0 must lie between 0 and 1"),
         ({"resume_from_checkpoint": "nowhere"}, "--resume_from_checkpoint=nowhere is no checkpoint folder"),
         ({"method": "compare", "resume_from_checkpoint": CHECKPOINT}, "drop --resume_from_checkpoint"),
+        ({"method": "compare", "max_steps": 2}, "--max_steps=2 ends before --method=compare has a policy"),
         ({"no_such_setting": 1}, "--no_such_setting"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
