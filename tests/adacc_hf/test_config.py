@@ -1,0 +1,68 @@
+"""Settings outside their range are refused by name, with the range."""
+
+import dataclasses
+
+import pytest
+
+from adacc_hf.config import AdaccConfig, check_memory_budget
+from adacc_hf.policy import Action
+
+
+def test_the_defaults_are_valid_and_frozen():
+    config = AdaccConfig()
+    assert config.parsed_actions == frozenset(Action)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.group_size = 32
+
+
+@pytest.mark.parametrize("budget", ["auto", "20GiB", "1 gb", "123", 1, 10**12, 1.0, 1e-9])
+def test_budgets_of_every_form_are_taken(budget):
+    assert AdaccConfig(memory_budget=budget).memory_budget == budget
+
+
+@pytest.mark.parametrize(
+    "budget", [0, -1, "0", 0.0, 1.0001, -0.5, float("nan"), True, None, "all", "20 GiBs", "", [1]], ids=repr
+)
+def test_other_budgets_are_refused(budget):
+    with pytest.raises(ValueError, match="memory_budget="):
+        check_memory_budget(budget)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("memory_margin", 0.95, r"memory_margin=0\.95 is outside \[0, 0\.9\]"),
+        ("memory_margin", True, "memory_margin=True"),
+        ("actions", ("retain", "forget"), "action='forget' is unknown"),
+        ("actions", ("recompute",), "must contain 'retain'"),
+        ("actions", "retain", r"actions='retain' must be a tuple of names: write \('retain',\)"),
+        ("codecs", ("zip",), r"codecs=\['zip'\] are unknown: choose from .*int8"),
+        ("zscore_threshold", -1, "zscore_threshold=-1 is outside"),
+        ("group_size", 63, "group_size=63 must be even"),
+        ("group_size", 0, r"group_size=0 is not an int in \[2, 65536\]"),
+        ("group_size", 64.0, r"group_size=64\.0 is not an int"),
+        ("min_compress_bytes", -1, "min_compress_bytes=-1 is not an int"),
+        ("profile_steps", 0, "profile_steps=0 is not an int"),
+        ("tracking", "often", "tracking='often' must be"),
+        ("tracking", 0, "tracking=0 must be"),
+        ("tracking", True, "tracking=True must be"),
+        ("max_error", -0.1, r"max_error=-0\.1 is outside"),
+    ],
+)
+def test_a_wrong_setting_is_named(name, value, message):
+    with pytest.raises(ValueError, match=message):
+        AdaccConfig(**{name: value})
+
+
+def test_lists_become_tuples_so_that_a_config_can_be_hashed():
+    config = AdaccConfig(actions=["retain", "recompute"], block_classes=["GPT2Block"])
+    assert config.actions == ("retain", "recompute")
+    assert hash(config) == hash(config.with_overrides())
+
+
+def test_overrides_are_checked_like_the_rest():
+    assert AdaccConfig().with_overrides(group_size=32).group_size == 32
+    with pytest.raises(ValueError, match="group_size=3 must be even"):
+        AdaccConfig().with_overrides(group_size=3)
+    with pytest.raises(TypeError, match="groups"):
+        AdaccConfig().with_overrides(groups=3)

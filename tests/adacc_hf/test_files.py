@@ -1,0 +1,34 @@
+"""JSON files are whole or absent."""
+
+import pytest
+
+from adacc_hf.errors import AdaccError
+from adacc_hf.files import read_json, write_json
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = tmp_path / "a" / "b" / "record.json"
+    write_json(path, {"é": [1, 2.5, None]})
+    assert read_json(path, AdaccError, "record") == {"é": [1, 2.5, None]}
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "record.json"
+    write_json(path, 1)
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        write_json(path, [1, object()])
+    assert read_json(path, AdaccError, "record") == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"record file .*none\.json does not exist"):
+        read_json(tmp_path / "none.json", AdaccError, "record")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00"], ids=["empty", "cut", "bytes"])
+def test_a_file_that_is_not_json_is_refused_by_the_callers_error(tmp_path, content):
+    path = tmp_path / "record.json"
+    path.write_bytes(content)
+    with pytest.raises(AdaccError, match=r"record file .*record\.json is not JSON"):
+        read_json(path, AdaccError, "record")
