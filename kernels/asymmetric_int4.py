@@ -4,8 +4,9 @@
 `scale="range15"`, the default, has offset min and scale (max - min) / 15: nothing is clipped, and the zeros that causal
 masking puts into softmax decode to exact zeros. Codes are 0..15, with the paper's -8..7 moved up by 8.
 
-Offsets are kept in the tensor's own dtype, in which the minimum is exact. Kept beside them is half the range, since
-the whole may exceed float32, cut to bfloat16 towards zero so that decoding never exceeds the maximum.
+Offsets are kept in the tensor's own dtype, in which the minimum is exact. Kept beside them is half the range, cut to
+bfloat16 towards zero so that decoding never exceeds the maximum. All arithmetic is on halves of the elements, since
+the whole range may exceed float32.
 """
 
 from math import prod
@@ -17,8 +18,8 @@ from adacc_hf.kernels import _cpu, _symmetric
 from adacc_hf.kernels._layout import as_flat, restore
 from adacc_hf.kernels.codecs import Codec, Payload, register
 
-# Factor from half the range to the scale, and the code of the offset.
-SCALE_FACTORS = {"range15": 2 / 15, "paper": 1 / 8}
+# Factor from half the range to half the scale, and the code of the offset.
+SCALE_FACTORS = {"range15": 1 / 15, "paper": 1 / 16}
 OFFSET_CODES = {"range15": 0.0, "paper": 8.0}
 
 
@@ -33,16 +34,16 @@ def encode_ref(flat_N: Tensor, group_size: int, scale: str, rounding: str, seed:
     half_ranges = _symmetric.cut_to_bfloat16(high_A * 0.5 - low_A * 0.5)
     offsets = (low_A if scale == "range15" else high_A * 0.5 + low_A * 0.5).to(flat_N.dtype)
     inverse_A = _symmetric.inverse_ref(half_ranges, SCALE_FACTORS[scale])
-    steps = (x_AG.float() - offsets.float()[:, None]) * inverse_A[:, None]
+    steps = (x_AG.float() * 0.5 - offsets.float()[:, None] * 0.5) * inverse_A[:, None]
     shifted = steps + _symmetric.rounding_offset_ref(x_AG, OFFSET_CODES[scale], rounding, seed)
     return _symmetric.pack_ref(shifted.clamp(0, 15).to(torch.uint8)), offsets, half_ranges
 
 
 def decode_ref(numel: int, scale: str, codes: Tensor, offsets: Tensor, half_ranges: Tensor) -> Tensor:
     """[N] from the tensors of `encode_ref`."""
-    scale_A = half_ranges.float() * SCALE_FACTORS[scale]
+    half_scale_A = half_ranges.float() * SCALE_FACTORS[scale]
     steps = _symmetric.unpack_ref(codes).float() - OFFSET_CODES[scale]
-    x_AG = steps * scale_A[:, None] + offsets.float()[:, None]
+    x_AG = (steps * half_scale_A[:, None] + offsets.float()[:, None] * 0.5) * 2.0
     return x_AG.to(offsets.dtype).view(-1)[:numel]
 
 

@@ -58,7 +58,7 @@ def _encode_half(
     offset = rounded_to(high * 0.5 + low * 0.5, x_ptr.dtype.element_ty) if MIDDLE else low.to(x_ptr.dtype.element_ty)
     tl.store(half_ranges_ptr + first_group + group, half_range.to(tl.bfloat16), mask=group < groups_left)
     tl.store(offsets_ptr + first_group + group, offset, mask=group < groups_left)
-    steps = (x - offset.to(tl.float32)[:, None]) * inverse_of(half_range, factor)[:, None]
+    steps = (x * 0.5 - (offset.to(tl.float32) * 0.5)[:, None]) * inverse_of(half_range, factor)[:, None]
     return clipped_codes(steps + rounding_offset(first + local, seed, zero, STOCHASTIC), 0.0, 15.0)
 
 
@@ -112,7 +112,7 @@ def _decode_half(
     local = group[:, None] * G + tl.arange(0, G)[None, :]
     half_range = tl.load(half_ranges_ptr + first_group + group, mask=group < groups_left, other=0.0).to(tl.float32)
     offset = tl.load(offsets_ptr + first_group + group, mask=group < groups_left, other=0.0).to(tl.float32)
-    x = (codes.to(tl.float32) - zero) * (half_range * factor)[:, None] + offset[:, None]
+    x = ((codes.to(tl.float32) - zero) * (half_range * factor)[:, None] + (offset * 0.5)[:, None]) * 2.0
     there = (group[:, None] < groups_left) & (local < numel - first)
     tl.store(out_ptr + first + local, rounded_to(x, out_ptr.dtype.element_ty), mask=there)
 

@@ -1,0 +1,193 @@
+"""What every codec promises through its interface, on any layout, dtype and data."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from adacc_hf.kernels.codecs import Codec, get_codec, list_codecs
+
+SHAPE = (2, 3, 70, 4)
+
+
+def _noise(dtype: torch.dtype, shape: tuple[int, ...] = SHAPE, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * 3).to(dtype)
+
+
+def _mask(dtype: torch.dtype, value: float = 1.125) -> Tensor:
+    return (_noise(torch.float32) > 0).to(dtype) * value
+
+
+def test_listing_the_codecs_names_all_six_and_loads_no_triton() -> None:
+    script = "import sys; from adacc_hf.kernels.codecs import list_codecs; print(*list_codecs(), 'triton' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [
+        *("asymmetric_int4", "bitmask", "channel_int4", "int8", "outlier_int4", "token_int4"),
+        "False",
+    ]
+
+
+def test_an_unknown_codec_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"unknown codec 'int5'; known codecs: asymmetric_int4, bitmask"):
+        get_codec("int5")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("int8", {"scale": "paper"}, r"'int8' has no option 'scale'; its options: group_size, rounding, seed"),
+        ("bitmask", {"seed": 1}, r"'bitmask' has no option 'seed'; its options: none"),
+        ("outlier_int4", {"group_size": 48}, r"group_size=48 is not one of \(16, 32"),
+        ("outlier_int4", {"scale": "max8"}, r"scale='max8' is not one of \('signed', 'paper', 'max7'\)"),
+        ("asymmetric_int4", {"scale": "signed"}, r"scale='signed' is not one of \('range15', 'paper'\)"),
+        ("token_int4", {"rounding": "up"}, r"rounding='up' is not one of \('nearest', 'stochastic'\)"),
+        ("channel_int4", {"seed": -1}, r"seed=-1 is not in 0..2\*\*32-1"),
+        ("outlier_int4", {"num_outliers": -1}, r"num_outliers=-1 must be 0 or more"),
+        ("outlier_int4", {"zscore_threshold": 0.0}, r"zscore_threshold=0.0 must be above 0"),
+    ],
+)
+def test_a_wrong_option_is_named_with_what_is_allowed(name: str, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_codec(name, **options)
+
+
+def test_options_survive_json_and_rebuild_the_codec(lossy: Codec) -> None:
+    options = json.loads(json.dumps(lossy.options))
+    rebuilt = get_codec(lossy.name, **options)
+    assert rebuilt.options == lossy.options
+    assert repr(rebuilt) == repr(lossy)
+
+
+def test_an_unsupported_tensor_is_refused(codec_name: str) -> None:
+    codec = get_codec(codec_name)
+    wrong = torch.zeros(4, 4, dtype=torch.complex64)
+    assert not codec.supports((4, 4), wrong.dtype)
+    assert not codec.accepts(wrong)
+    with pytest.raises(TypeError, match=rf"codec '{codec_name}' .* shape \(4, 4\) and torch.complex64"):
+        codec.encode(wrong)
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_lossy_codecs_restore_layout_and_predict_bytes(
+    lossy: Codec, dtype: torch.dtype, layout: Callable[[Tensor], Tensor]
+) -> None:
+    x = layout(_noise(dtype))
+    payload = lossy.encode(x)
+    restored = lossy.decode(payload)
+    assert (restored.dtype, restored.shape, restored.stride()) == (x.dtype, x.shape, x.stride())
+    assert payload.nbytes == lossy.predicted_bytes(tuple(x.shape), dtype)
+    assert payload.nbytes == sum(t.untyped_storage().nbytes() for t in payload.tensors)
+    # Loose on purpose, exact bounds are tested per codec: poison or a wrong order of elements gives 1 and more.
+    assert _relative_error(restored, x) < 0.3
+
+
+def _relative_error(restored: Tensor, x: Tensor) -> float:
+    x, restored = x.float(), restored.float()
+    return float((restored - x).norm() / x.norm().clamp(min=1e-30)) if x.numel() else 0.0
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("value", [1.125, -1.0, float("-inf"), float("nan")])
+def test_bitmask_is_lossless_on_what_it_accepts(
+    dtype: torch.dtype, value: float, layout: Callable[[Tensor], Tensor]
+) -> None:
+    x = layout(torch.where(_noise(torch.float32) > 0, value, 0.0).to(dtype))
+    codec = get_codec("bitmask")
+    assert codec.accepts(x)
+    payload = codec.encode(x)
+    restored = codec.decode(payload)
+    assert restored.stride() == x.stride()
+    assert payload.nbytes == codec.predicted_bytes(tuple(x.shape), dtype)
+    torch.testing.assert_close(restored, x, rtol=0, atol=0, equal_nan=True)
+
+
+def test_encoding_leaves_its_input_and_the_generator_alone(codec_name: str) -> None:
+    codec = get_codec(codec_name, **({"rounding": "stochastic"} if codec_name != "bitmask" else {}))
+    x = _mask(torch.float32)
+    before, state = x.clone(), torch.get_rng_state()
+    payload = codec.encode(x)
+    codec.decode(payload)
+    torch.testing.assert_close(x, before, rtol=0, atol=0)
+    torch.testing.assert_close(torch.get_rng_state(), state, rtol=0, atol=0)
+    inside = {t.untyped_storage().data_ptr() for t in payload.tensors}
+    assert x.untyped_storage().data_ptr() not in inside
+
+
+def test_encoding_is_reproducible(lossy: Codec, dtype: torch.dtype) -> None:
+    x = _noise(dtype)
+    first, second = lossy.encode(x), get_codec(lossy.name, **lossy.options).encode(x)
+    for one, other in zip(first.tensors, second.tensors, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_stays_so_and_other_groups_are_untouched(
+    lossy: Codec, dtype: torch.dtype, bad: float
+) -> None:
+    clean = _noise(dtype, (256, 64))
+    dirty = clean.clone()
+    dirty[3, 5] = bad
+    lossy.fit(clean)
+    restored, expected = lossy.decode(lossy.encode(dirty)), lossy.decode(lossy.encode(clean))
+    assert not restored[3, 5].isfinite()
+    # A group is 64 rows of a column, a row, or up to 1024 elements (16 rows), so row 64 on and, for the channel-wise
+    # codec, other columns share none with [3, 5]. Rows 128 on share bytes with it.
+    far = torch.ones_like(clean, dtype=torch.bool)
+    far[: 64 if lossy.name == "channel_int4" else 16, 5 if lossy.name == "channel_int4" else slice(None)] = False
+    torch.testing.assert_close(restored[far], expected[far], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "values",
+    {
+        "zeros": [0.0],
+        "constant": [2.5],
+        "denormal": [1e-40, -6e-8, 3e-45],
+        "tiny": [1e-30, -2e-38],
+        "half-largest": [65504.0, -65504.0, 1.0],
+        "bfloat16-largest": [3.3895313892515355e38, -3.3895313892515355e38, 0.0],
+        "one-sided": [100.0, 101.0, 100.25],
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_extreme_values_stay_finite_and_within_a_step(
+    lossy: Codec, dtype: torch.dtype, values: tuple[str, list[float]]
+) -> None:
+    x = torch.tensor(values[1]).repeat(50)[:131].to(dtype)
+    x = x.nan_to_num(posinf=65504.0, neginf=-65504.0).view(1, -1)
+    restored = lossy.decode(lossy.encode(x)).float()
+    # A step is at most a seventh of the largest magnitude; codes may be off by one step, and by 2^-7 of the peak more.
+    # Peaks below 2^-100 decode to zero, half ranges below it to the offset, which is exact to half a denormal.
+    smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+    limit = x.float().abs().max() * (1 / 7 + 2**-7) + 2.0**-99 + smallest
+    assert restored.isfinite().all()
+    assert bool(((restored - x.float()).abs() <= limit).all())
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(shape=st.lists(st.integers(0, 9), max_size=5).map(tuple), seed=st.integers(0, 2**31), data=st.data())
+def test_any_shape_and_permutation_round_trips(shape: tuple[int, ...], seed: int, data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(len(shape))))
+    name = data.draw(st.sampled_from(list_codecs()))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    x = _noise(dtype, shape, seed).permute(order)
+    codec = get_codec(name)
+    if name == "bitmask":
+        x = x.gt(0).to(dtype)
+    if not codec.supports(tuple(x.shape), dtype):
+        assert x.numel() == 0  # only tensors without channels are refused
+        return
+    payload = codec.encode(x)
+    restored = codec.decode(payload)
+    assert payload.nbytes == codec.predicted_bytes(tuple(x.shape), dtype)
+    assert restored.stride() == x.stride()
+    # The worst a codec of 4 bits does is to clip by one step, an eighth of the largest magnitude, cut by 2^-7.
+    limit = float(x.abs().max()) * (1 / 8 + 2**-7) if x.numel() else 0.0
+    torch.testing.assert_close(restored, x, rtol=0, atol=limit)
