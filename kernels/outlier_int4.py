@@ -90,7 +90,10 @@ def decode_ref(
 
 @register
 class OutlierInt4(Codec):
-    """INT4 in groups, with `num_outliers` raw channels; num_outliers=0 is plain symmetric group-wise INT4."""
+    """INT4 in groups, with `num_outliers` raw channels; num_outliers=0 is plain symmetric group-wise INT4.
+
+    `zscore_threshold` is carried for whoever chooses num_outliers by `count_outliers`; encoding does not read it.
+    """
 
     name = "outlier_int4"
 

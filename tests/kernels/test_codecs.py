@@ -26,7 +26,9 @@ def _mask(dtype: torch.dtype, value: float = 1.125) -> Tensor:
 
 
 def test_listing_the_codecs_names_all_six_and_loads_no_triton() -> None:
-    script = "import sys; from adacc_hf.kernels.codecs import list_codecs; print(*list_codecs(), 'triton' in sys.modules)"
+    script = (
+        "import sys; from adacc_hf.kernels.codecs import list_codecs; print(*list_codecs(), 'triton' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [
         *("asymmetric_int4", "bitmask", "channel_int4", "int8", "outlier_int4", "token_int4"),

@@ -1,0 +1,43 @@
+"""Offsets and scales: one-sided groups use all sixteen codes."""
+
+import pytest
+import torch
+
+from adacc_hf.kernels.codecs import get_codec
+
+
+def test_sixteen_evenly_spaced_values_are_exact() -> None:
+    x = (100.0 + torch.arange(16.0)).repeat(4)
+    codec = get_codec("asymmetric_int4")
+    # 15 steps of fl(1 / 15) of 7.5 * 2: a rounding each of float32 at magnitude 115.
+    torch.testing.assert_close(codec.decode(codec.encode(x)), x, rtol=2**-22, atol=0)
+
+
+def test_the_papers_formula_clips_the_maximum_by_one_step() -> None:
+    x = torch.arange(17.0).repeat(4)[:64]
+    codec = get_codec("asymmetric_int4", scale="paper")
+    _, offsets, half_ranges = codec.encode(x).tensors
+    assert offsets[0] == 8.0  # (16 + 0) / 2
+    assert half_ranges[0] == 8.0  # a step of (16 - 0) / 16
+    assert codec.decode(codec.encode(x))[:17].tolist() == [*map(float, range(16)), 15.0]
+
+
+def test_one_sided_groups_are_better_served_than_by_symmetric_codes(dtype: torch.dtype) -> None:
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).mul(2).softmax(-1).to(dtype)
+    errors = {}
+    for name in ("asymmetric_int4", "outlier_int4"):
+        codec = get_codec(name)
+        errors[name] = float((codec.decode(codec.encode(x)) - x).float().norm())
+    assert errors["asymmetric_int4"] < errors["outlier_int4"] / 1.5  # half the step: 15 instead of 7 or 8 above zero
+
+
+def test_the_last_group_is_not_stretched_by_padding() -> None:
+    x = torch.linspace(100.0, 101.0, 70)
+    codec = get_codec("asymmetric_int4")
+    step = 1 / 15
+    assert float((codec.decode(codec.encode(x)) - x).abs().max()) <= step / 2 + 15 * step * 2**-7
+
+
+@pytest.mark.parametrize(("dtype", "nbytes"), [(torch.float32, 64 + 2 * 6), (torch.bfloat16, 64 + 2 * 4)])
+def test_offsets_take_the_tensors_dtype(dtype: torch.dtype, nbytes: int) -> None:
+    assert get_codec("asymmetric_int4").predicted_bytes((128,), dtype) == nbytes

@@ -1,0 +1,176 @@
+"""The formulas: error bounds on every element, rounding, packing, and that the references can be traced."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from adacc_hf.kernels import _symmetric, asymmetric_int4, bitmask, channel_int4, int8, outlier_int4, token_int4
+
+FACTORS = {**_symmetric.SCALE_FACTORS, "int8": _symmetric.INT8_SCALE_FACTOR}
+GROUPS, SIZE = 6, 16
+
+
+def _groups(seed: int, dtype: torch.dtype) -> Tensor:
+    """[GROUPS, SIZE] elements whose magnitudes range over 2^-40 to 2^15, signs and zeros included."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(GROUPS, SIZE, generator=generator) * torch.exp2(
+        torch.randint(-40, 13, (GROUPS, 1), generator=generator).float()
+    )
+    x[torch.rand(x.shape, generator=generator) < 0.1] = 0
+    return x.to(dtype)
+
+
+def _steps_bound(steps: Tensor, least: int, most: int, rounding: str) -> Tensor:
+    """How many steps the decoded value may be off: half a step (a whole one if stochastic), or what was clipped."""
+    clipped = torch.maximum(least - steps, steps - most)
+    return clipped.clamp(min=0.5 if rounding == "nearest" else 1.0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    dtype=st.sampled_from(_symmetric.FLOAT_DTYPES),
+    scale=st.sampled_from(sorted(FACTORS)),
+    rounding=st.sampled_from(_symmetric.ROUNDINGS),
+)
+def test_symmetric_error_is_within_the_bound_on_every_element(
+    seed: int, dtype: torch.dtype, scale: str, rounding: str
+) -> None:
+    x, factor, bits = _groups(seed, dtype), FACTORS[scale], 8 if scale == "int8" else 4
+    codes, peaks = _symmetric.encode_ref(x, bits, factor, rounding, seed)
+    restored = _symmetric.decode_ref(codes, peaks, bits, factor, dtype).double()
+    zero, least, most = _symmetric.CODE_RANGES[bits]
+    step = (peaks.double() * factor)[:, None]
+    steps = torch.where(step == 0, 0.0, x.double() / step)
+    bound = _steps_bound(steps, least - zero, most - zero, rounding) * step.abs()
+    # Rounding of the shifted steps to float32 (at most 2^8 steps, so 2^-15 of one) and of the result to the dtype.
+    finfo = torch.finfo(dtype)
+    slack = step.abs() * 2**-15 + restored.abs() * finfo.eps + finfo.tiny * finfo.eps
+    assert bool(((restored - x.double()).abs() <= bound + slack).all())
+    # The most that clipping can cost: one step where codes end at 7 or 127, and the cut of a float32 peak.
+    cut = 2.0**-7 if dtype == torch.float32 else 0.0
+    assert float((bound / step.abs()).nan_to_num(0.0).max()) <= 1 + (most - zero + 1) * cut + 2**-15
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    dtype=st.sampled_from(_symmetric.FLOAT_DTYPES),
+    shift=st.sampled_from([0.0, 1.0, -100.0]),
+    scale=st.sampled_from(sorted(asymmetric_int4.SCALE_FACTORS)),
+    rounding=st.sampled_from(_symmetric.ROUNDINGS),
+)
+def test_asymmetric_error_is_within_the_bound_on_every_element(
+    seed: int, dtype: torch.dtype, shift: float, scale: str, rounding: str
+) -> None:
+    x = (_groups(seed, torch.float32).clamp(-1e4, 1e4) + shift).to(dtype)
+    codes, offsets, half_ranges = asymmetric_int4.encode_ref(x.view(-1), SIZE, scale, rounding, seed)
+    restored = asymmetric_int4.decode_ref(x.numel(), scale, codes, offsets, half_ranges).view(x.shape).double()
+    step = (half_ranges.double() * 2 * asymmetric_int4.SCALE_FACTORS[scale])[:, None]
+    zero = asymmetric_int4.OFFSET_CODES[scale]
+    steps = torch.where(step == 0, 0.0, (x.double() - offsets.double()[:, None]) / step)
+    bound = _steps_bound(steps, -zero, 15 - zero, rounding) * step
+    # As above; the sum of offset and steps is rounded too, and half ranges below 2^-100 leave only one code.
+    finfo = torch.finfo(dtype)
+    slack = step * 2**-15 + (restored.abs() + offsets.double().abs()[:, None]) * finfo.eps + 2.0**-99
+    slack = slack + finfo.tiny * finfo.eps
+    assert bool(((restored - x.double()).abs() <= bound + slack).all())
+
+
+def test_the_signed_scale_is_exact_at_the_peak_where_the_papers_clips() -> None:
+    x = torch.tensor([[0.5, 8.0, -4.0, 1.0], [0.0, -8.0, 4.0, 0.0]]).repeat(1, 4)
+    signed = _symmetric.decode_ref(*_symmetric.encode_ref(x, 4, -1 / 8, "nearest", 0), 4, -1 / 8, x.dtype)
+    paper = _symmetric.decode_ref(*_symmetric.encode_ref(x, 4, 1 / 8, "nearest", 0), 4, 1 / 8, x.dtype)
+    assert signed[0, :4].tolist() == [0.0, 8.0, -4.0, 1.0]  # 0.5 is half a step of -1 and rounds up, to -0
+    assert paper[0, :4].tolist() == [1.0, 7.0, -4.0, 1.0]
+    assert paper[1, :4].tolist() == signed[1, :4].tolist() == [0.0, -8.0, 4.0, 0.0]
+
+
+def test_zeros_of_a_causal_mask_stay_zero_in_softmax() -> None:
+    attention = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    attention[:, 40:] = 0
+    tensors = asymmetric_int4.encode_ref(attention.view(-1), 64, "range15", "nearest", 0)
+    restored = asymmetric_int4.decode_ref(attention.numel(), "range15", *tensors).view(8, 64)
+    assert bool((restored[:, 40:] == 0).all())
+    assert bool((restored[:, :40].amax(1) > 0).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_peaks_survive_in_sixteen_bits(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    x = torch.tensor([[1.0, -largest], [largest, 0.0], [3.0, -3.0]], dtype=dtype)
+    peaks = _symmetric.peaks_ref(x, signed=True)
+    assert peaks.dtype == torch.bfloat16
+    bfloat16_max = torch.finfo(torch.bfloat16).max
+    assert peaks.tolist() == [-bfloat16_max, bfloat16_max, -3.0]  # cut, not rounded to infinity; negative wins a tie
+
+
+def test_stochastic_rounding_is_unbiased_and_seeded() -> None:
+    x = torch.full((4096, 64), 0.3)
+    x[:, 0] = -8.0  # a step of 1
+    first = _symmetric.decode_ref(*_symmetric.encode_ref(x, 4, -1 / 8, "stochastic", 1), 4, -1 / 8, x.dtype)
+    other = _symmetric.decode_ref(*_symmetric.encode_ref(x, 4, -1 / 8, "stochastic", 2), 4, -1 / 8, x.dtype)
+    # 258,048 Bernoulli trials with p = 0.3: a standard deviation of 0.0009, so 0.005 is more than five of them.
+    assert abs(float(first[:, 1:].mean()) - 0.3) < 0.005
+    assert not torch.equal(first, other)
+
+
+def test_noise_is_uniform_and_differs_between_neighbours() -> None:
+    noise = _symmetric.noise_ref(100_000, 5, torch.device("cpu"))
+    assert float(noise.min()) >= 0
+    assert float(noise.max()) < 1
+    # 10,000 expected in each tenth, standard deviation 95: 500 is more than five of them.
+    assert int((torch.histc(noise, 10, 0, 1) - 10_000).abs().max()) < 500
+    correlation = torch.corrcoef(torch.stack([noise[:-1], noise[1:]]))[0, 1]
+    assert abs(float(correlation)) < 0.02  # standard deviation 0.003
+
+
+def test_packing_is_undone() -> None:
+    codes = torch.arange(16, dtype=torch.uint8).repeat(4).view(4, 16)
+    packed = _symmetric.pack_ref(codes)
+    assert packed[0, 3] == 3 | 3 << 4
+    torch.testing.assert_close(_symmetric.unpack_ref(packed), codes)
+
+
+INDICES = torch.tensor([1, 5], dtype=torch.int32)
+REFERENCES = {
+    "outlier_int4": (
+        lambda x: outlier_int4.encode_ref(x, INDICES, 16, -1 / 8, "stochastic", 3),
+        lambda *t: outlier_int4.decode_ref((20, 8), torch.float32, -1 / 8, *t),
+    ),
+    "channel_int4": (
+        lambda x: channel_int4.encode_ref(x, 16, -1 / 8, "nearest", 0),
+        lambda *t: channel_int4.decode_ref((20, 8), torch.float32, -1 / 8, *t),
+    ),
+    "token_int4": (
+        lambda x: token_int4.encode_ref(x, 1 / 8, "nearest", 0),
+        lambda *t: token_int4.decode_ref((20, 8), torch.float32, 1 / 8, *t),
+    ),
+    "int8": (
+        lambda x: int8.encode_ref(x.view(-1), 16, "nearest", 0),
+        lambda *t: int8.decode_ref(160, torch.float32, *t),
+    ),
+    "asymmetric_int4": (
+        lambda x: asymmetric_int4.encode_ref(x.view(-1), 16, "range15", "nearest", 0),
+        lambda *t: asymmetric_int4.decode_ref(160, "range15", *t),
+    ),
+    "bitmask": (
+        lambda x: bitmask.encode_ref((x > 0).view(-1).to(torch.int32) * 7, True),
+        lambda *t: bitmask.decode_ref(160, *t),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_references_are_traced_once_and_serve_other_data(name: str) -> None:
+    encode, decode = REFERENCES[name]
+    one, other = torch.randn(2, 20, 8, generator=torch.Generator().manual_seed(0))
+    traced_encode = make_fx(encode)(one)
+    expected = encode(other)
+    for got, want in zip(traced_encode(other), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    traced_decode = make_fx(decode)(*encode(one))
+    torch.testing.assert_close(traced_decode(*expected), decode(*expected), rtol=0, atol=0)
