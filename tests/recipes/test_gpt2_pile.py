@@ -100,6 +100,21 @@ def test_a_report_is_left_beside_the_policy(tiny_run: list[str], tmp_path: Path)
         assert "recompute" in (tmp_path / "run" / name).read_text()
 
 
+@pytest.mark.parametrize("same_folder", [True, False])
+def test_a_resumed_run_reports_with_the_earlier_profile(
+    same_folder: bool, tiny_run: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    pytest.importorskip("matplotlib")
+    argv = with_setting(tiny_run, method="adacc", memory_budget="0.5")
+    gpt2_pile.main(with_setting(argv, report=False))
+    folder = tmp_path / ("run" if same_folder else "elsewhere")
+    gpt2_pile.main(
+        with_setting(argv, output_dir=folder, resume_from_checkpoint=tmp_path / "run" / "checkpoint-4", max_steps=5)
+    )
+    assert (folder / "report.md").exists() == same_folder
+    assert ("a resumed run does not profile again" in caplog.text) == (not same_folder)
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
