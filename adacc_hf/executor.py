@@ -81,23 +81,30 @@ class Entry:
 class FollowPlan:
     """The strategy that runs one block under its plan."""
 
-    def __init__(self, name: str, plan: Plan, library: TapeLibrary) -> None:
+    def __init__(self, name: str, plan: Plan, library: TapeLibrary, tapes: dict[Any, Tape] | None = None) -> None:
         self.name = name
         self.plan = plan
         self._is_plain = plan.is_plain
         self.library = library
+        self.tapes: dict[Any, Tape] = dict(tapes or {})
+        """The block's tapes by shape, recorded under this plan or an earlier one."""
         self.entries: OrderedDict[Any, Entry] = OrderedDict()
+        self.wrap_codec: Callable[[int, Codec], Codec] | None = None
+        """If set, what stands around each activation's codec for the time being."""
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_plain and self.entries:
             return fn(*args)
         key = call_key(block, args, kwargs)
-        entry = self.entries.get(key)
+        entry = self.entries.get(key) or self._known_entry(key)
         if entry is None:
             return self._first_call(key, block, fn, args, kwargs)
         if entry.compiled is None:
             return Checkpointed().run(block, fn, args, kwargs)
-        call = Call(entry.compiled, self.name, entry.codecs, fetch(entry.compiled.externals, block, args, kwargs))
+        codecs = entry.codecs
+        if self.wrap_codec is not None:
+            codecs = {value: self.wrap_codec(value, codec) for value, codec in codecs.items()}
+        call = Call(entry.compiled, self.name, codecs, fetch(entry.compiled.externals, block, args, kwargs))
         if entry.compiled.tape.order is None:
             self._watch_order(entry, call)
         with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
@@ -105,9 +112,11 @@ class FollowPlan:
         call.finish()
         return result
 
-    def adopt(self, key: Any, tape: Tape) -> None:
-        """Use a tape that was recorded for this block before."""
-        self.entries[key] = self._entry(tape)
+    def _known_entry(self, key: Any) -> Entry | None:
+        """The entry for a shape that was recorded under an earlier plan."""
+        if key in self.tapes:
+            self.entries[key] = self._entry(self.tapes[key])
+        return self.entries.get(key)
 
     def _watch_order(self, entry: Entry, call: Call) -> None:
         """Learn the order of unpacks from the first backward that went through."""
@@ -120,10 +129,12 @@ class FollowPlan:
     def _first_call(self, key: Any, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recording = Recording(self.name, block, args, kwargs)
         result = recording.run(fn)
-        entry = self._entry(self.library.verified(recording.recorder))
-        self.entries[key] = entry
+        tape = self.library.verified(recording.recorder)
+        entry = self._entry(tape)
+        self.entries[key], self.tapes[key] = entry, tape
         if len(self.entries) > MAX_SHAPES:
-            self.entries.popitem(last=False)
+            oldest, _ = self.entries.popitem(last=False)
+            del self.tapes[oldest]
         if entry.compiled is not None and not entry.compiled.is_plain:
             entry.seen = recording.hand_over(entry.compiled, entry.codecs)
         recording.close()
@@ -265,8 +276,14 @@ class PolicyHandle:
         """Follow another policy from the next forward on."""
         _check_blocks(policy, list(self.installation.functions), type(self.installation.model).__name__)
         for name, plan_index in policy.blocks:
-            self.installation.functions[name].strategy = FollowPlan(name, policy.plans[plan_index], self.library)
+            function = self.installation.functions[name]
+            tapes = function.strategy.tapes if isinstance(function.strategy, FollowPlan) else None
+            function.strategy = FollowPlan(name, policy.plans[plan_index], self.library, tapes)
         self.policy = policy
+
+    def wrap_codecs(self, block: str, wrap: Callable[[int, Codec], Codec] | None) -> None:
+        """Put `wrap(value, codec)` in place of the codecs of `block`; None takes it away again."""
+        self.installation.functions[block].strategy.wrap_codec = wrap
 
     def remove(self) -> None:
         self.installation.remove()

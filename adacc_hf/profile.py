@@ -44,6 +44,8 @@ class Value:
     name: str
     """Where it comes from: module path and operator, or the argument's place."""
     shape: tuple[int, ...]
+    encoded_shape: tuple[int, ...]
+    """The shape that codecs see: dimensions in the order of memory."""
     dtype: str
     nbytes: int
     """Bytes of the whole storage."""
@@ -229,7 +231,8 @@ def _kind_from_json(record: dict[str, Any]) -> KindProfile:
 
 def _value_from_json(record: dict[str, Any]) -> Value:
     codecs = tuple(CodecOption(**{**option, "options": _pairs(option["options"])}) for option in record["codecs"])
-    return Value(**{**record, "shape": tuple(record["shape"]), "codecs": codecs})
+    shapes = {name: tuple(record[name]) for name in ("shape", "encoded_shape")}
+    return Value(**{**record, **shapes, "codecs": codecs})
 
 
 def _pairs(pairs: Sequence[Sequence[Any]]) -> tuple[tuple[str, Any], ...]:

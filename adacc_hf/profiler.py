@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from adacc_hf.blocks import Installation
+from adacc_hf.compiled import encode_view
 from adacc_hf.config import AdaccConfig
 from adacc_hf.executor import FollowPlan, Recording, TapeLibrary, call_key
 from adacc_hf.memory import available_bytes, backward, count_static_bytes, forward_loss
@@ -266,6 +267,7 @@ class Survey:
             index=index,
             name=record.name,
             shape=record.ref.geometry[0],
+            encoded_shape=encode_view(tape, index).geometry[0],
             dtype=str(record.ref.dtype).removeprefix("torch."),
             nbytes=record.nbytes,
             producer=record.producer,
@@ -291,8 +293,8 @@ class Survey:
                 function.strategy = WatchSlots(block.name, kind)
                 watchers.append(function.strategy)
             else:
-                function.strategy = FollowPlan(block.name, _recompute_plan(kind), self.library)
-                function.strategy.adopt(block.key, block.tape)
+                tapes = {block.key: block.tape}
+                function.strategy = FollowPlan(block.name, _recompute_plan(kind), self.library, tapes)
             block.arguments = {}
         return watchers
 

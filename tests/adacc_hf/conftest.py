@@ -99,6 +99,7 @@ class TapeBuilder:
             **{
                 "index": index,
                 "shape": (fields["nbytes"],),
+                "encoded_shape": (fields["nbytes"],),
                 "dtype": "uint8",
                 "saved": saved,
                 "activation": shared is None and (saved or fields["producer"] is None),

@@ -1,0 +1,92 @@
+"""Tokens per second and peak memory of a run, in the Trainer's log."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+class ThroughputCallback(TrainerCallback):
+    """Logs how fast the steps after the warm-up were.
+
+    | key | unit |
+    |---|---|
+    | `throughput/tokens_per_second` | tokens of all micro-batches on this process, per second |
+    | `throughput/step_ms` | milliseconds, mean since the last log |
+    | `throughput/peak_allocated_bytes` | bytes, CUDA only, most since the last log |
+
+    Example:
+        Trainer(model=model, args=args, train_dataset=dataset, callbacks=[ThroughputCallback()])
+    """
+
+    def __init__(self, warmup_steps: int = 3) -> None:
+        self.warmup_steps = warmup_steps
+        """Steps left out at the start of training: caches, autotuning and profiling run in them."""
+        self._reset()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        self._reset()
+        self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._tokens_in_step = 0
+        self._started = time.perf_counter()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._num_steps += 1
+        if self._num_steps > self.warmup_steps:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self._seconds += time.perf_counter() - self._started
+            self._tokens += self._tokens_in_step
+            self._timed_steps += 1
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not self._timed_steps or logs is None:
+            return
+        metrics: dict[str, float] = {
+            "throughput/tokens_per_second": self._tokens / self._seconds,
+            "throughput/step_ms": self._seconds / self._timed_steps * 1e3,
+        }
+        if torch.cuda.is_available():
+            metrics["throughput/peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        logs.update(metrics)
+        if state.log_history:
+            state.log_history[-1].update(metrics)
+        self._tokens = self._timed_steps = 0
+        self._seconds = 0.0
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _reset(self) -> None:
+        self._hook: Any = None
+        self._num_steps = self._timed_steps = self._tokens = self._tokens_in_step = 0
+        self._seconds = 0.0
+        self._started = 0.0
+
+    def _count(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = kwargs.get("input_ids")
+        if module.training and torch.is_grad_enabled() and ids is not None:
+            self._tokens_in_step += ids.numel()
+
+    def __repr__(self) -> str:
+        return f"ThroughputCallback(warmup_steps={self.warmup_steps})"
