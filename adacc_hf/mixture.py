@@ -60,7 +60,9 @@ class MixtureProgram:
         self.num_free = [blocks[k] if num_free is None else min(num_free, blocks[k]) for k in range(len(models))]
         self.rest = [blocks[k] - free for k, free in enumerate(self.num_free)]
         self.problem = LpProblem("mixture", LpMinimize)
-        self.free = [BlockVariables(self.problem, model, f"k{k}_") for k, model in enumerate(models)]
+        self.free = {
+            k: BlockVariables(self.problem, model, f"k{k}_") for k, model in enumerate(models) if self.num_free[k]
+        }
         self.counts = {
             (k, c): self.problem.add_variable(f"count_{k}_{c}", 0, self.rest[k], cat="Integer")
             for k, columns in enumerate(frontiers)
@@ -78,7 +80,7 @@ class MixtureProgram:
                 counts = [(count, 1) for (kind, _), count in self.counts.items() if kind == k]
                 self.problem += combine(counts) == rest
         # [Shared] a shared tensor that any replay reads is held, once.
-        for block in self.free:
+        for block in self.free.values():
             for shared, run in block.shared_readers():
                 if shared in self.reads:
                     self.problem += self.reads[shared] >= run
@@ -106,7 +108,7 @@ class MixtureProgram:
     def _ms(self, weight: float) -> list[tuple[Any, float]]:
         """The terms of the objective for time, scaled to at most `weight`."""
         whole = sum(total_ms([self.models[block.kind]]) for block in self.profile.blocks)
-        terms = [(x, self.num_free[k] * ms) for k, block in enumerate(self.free) for x, ms in block.terms_ms()]
+        terms = [(x, self.num_free[k] * ms) for k, block in self.free.items() for x, ms in block.terms_ms()]
         terms += [(count, self.frontiers[k][c].ms) for (k, c), count in self.counts.items()]
         return [(x, weight * ms / (whole or 1.0)) for x, ms in terms]
 
@@ -116,13 +118,13 @@ class MixtureProgram:
         return [(x, weight * nbytes / whole) for x, nbytes in self._terms_bytes()]
 
     def _terms_bytes(self) -> list[tuple[Any, int]]:
-        terms = [(x, self.num_free[k] * size) for k, block in enumerate(self.free) for x, size in block.terms_bytes()]
+        terms = [(x, self.num_free[k] * size) for k, block in self.free.items() for x, size in block.terms_bytes()]
         terms += [(count, self.frontiers[k][c].nbytes) for (k, c), count in self.counts.items()]
         return terms + [(read, self.profile.shared[i].nbytes) for i, read in self.reads.items()]
 
     def _columns(self) -> list[Column]:
         """The solution as a column per block; among blocks of a kind the first store least."""
-        pools = [[block.column()] * self.num_free[k] for k, block in enumerate(self.free)]
+        pools = [[self.free[k].column()] * free if free else [] for k, free in enumerate(self.num_free)]
         for (k, c), count in self.counts.items():
             pools[k] += [self.frontiers[k][c]] * round(count.value())
         order = [iter(sorted(pool, key=lambda column: column.nbytes)) for pool in pools]

@@ -1,16 +1,16 @@
 """The policy maker (paper, section 3.3): the fastest policy within a memory budget.
 
-How it goes: `frontiers` finds for each kind of block the plans worth mixing, once for all budgets. A budget on stored
-bytes is then one integer program (`MixtureProgram`). A budget on the peak of the step is met by the first policy of the
-`chain` from all RETAIN to the least bytes that the simulator finds within it, refined with the same program. Every
-policy is simulated at the end, in whole bytes, by code that shares nothing with the program.
+How it goes: `frontiers` finds for each kind of block the plans worth mixing, once for all budgets. With one kind, a
+budget on stored bytes is then one integer program (`MixtureProgram`). A budget on the peak of the step, or for several
+kinds, is met by the first policy of the `chain` from all RETAIN to the least bytes that fits, refined with the same
+program. Every policy is simulated at the end, in whole bytes, by code that shares nothing with the program.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from adacc_hf.profile import Profile
 
 REFINEMENTS = 4
-"""Stored bytes tried between two policies of the chain, which differ in one block; each is a run of CBC (30 ms)."""
+"""Amounts of stored bytes tried between two policies of the chain, which differ in one block: the same for every budget
+between them, so that more memory never costs time. Each is a run of CBC (20 to 100 ms)."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def solve_policy(
         "memory_budget": budget.given,
         "budget_bytes": budget.nbytes,
         "budget_of": "peak" if budget.of_peak else "stored",
-        "status": "plain" if columns is search.plain else "optimal",
+        "status": "plain" if columns is search.plain else "unproven" if search.cbc.num_unproven else "optimal",
         "solves": search.cbc.num_solves,
         "seconds": time.perf_counter() - started,
     }
@@ -98,27 +99,20 @@ class _Search:
         return self._within_stored(budget)
 
     def _within_stored(self, budget: Budget) -> list[Column]:
-        if stored_bytes(self.profile, self.plain) <= budget.nbytes:
+        if self._stored(self.plain) <= budget.nbytes:
             return self.plain
-        least = MixtureProgram(self.profile, self.models, [[] for _ in self.models], num_free=None).least_bytes(
-            self.cbc
-        )
-        if stored_bytes(self.profile, least) > budget.nbytes:
-            raise _infeasible_stored(self.profile, self.config, budget, stored_bytes(self.profile, least))
+        no_columns: list[list[Column]] = [[] for _ in self.models]
+        least = MixtureProgram(self.profile, self.models, no_columns, num_free=None).least_bytes(self.cbc)
+        if self._stored(least) > budget.nbytes:
+            raise _infeasible_stored(self.profile, self.config, budget, self._stored(least))
         columns = frontiers(self.cbc, self.models)
-        mixed = self._mixture(columns, 1, budget.nbytes)
-        uniform = self._mixture(columns, None, budget.nbytes) if len(self.profile.blocks) > len(self.models) else None
-        found = [policy for policy in (mixed, uniform, least) if policy is not None]
-        return self.oracle.arranged(min(found, key=self._rank))
-
-    def _mixture(
-        self, columns: Sequence[Sequence[Column]], num_free: int | None, cap_bytes: int
-    ) -> list[Column] | None:
-        policy = MixtureProgram(self.profile, self.models, columns, num_free).least_ms(self.cbc, cap_bytes)
-        return policy if policy is not None and stored_bytes(self.profile, policy) <= cap_bytes else None
-
-    def _rank(self, policy: Sequence[Column]) -> tuple[float, int]:
-        return (overhead_ms(policy), stored_bytes(self.profile, policy))
+        if len(self.models) > 1:
+            found = self._chained(columns, lambda policy: self._stored(policy) <= budget.nbytes)
+        else:
+            # One kind is solved outright: mixed plans, and one plan for all, which may be no mixture of the frontier.
+            solved = [self._mixture(columns, num_free, budget.nbytes) for num_free in (1, None)]
+            found = (policy for policy in solved if policy is not None)
+        return self.oracle.arranged(min([least, *found], key=self._rank))
 
     def _within_peak(self, budget: Budget) -> list[Column]:
         if self.oracle.peak_bytes(self.plain) <= budget.nbytes:
@@ -127,32 +121,42 @@ class _Search:
         floor = self.oracle.least_peak(columns)
         if self.oracle.peak_bytes(floor) > budget.nbytes:
             raise _infeasible_peak(self.profile, self.config, budget, floor)
-        candidates = [floor, *self._chained(columns, budget)]
-        return min(candidates, key=self._rank)
+        found = self._chained(columns, lambda policy: self.oracle.peak_bytes(policy) <= budget.nbytes)
+        return min([floor, *found], key=self._rank)
 
-    def _chained(self, columns: Sequence[Sequence[Column]], budget: Budget) -> Iterator[list[Column]]:
-        """The fastest policy of the chain that fits, and if possible one between it and the one before."""
+    def _chained(
+        self, columns: Sequence[Sequence[Column]], fits: Callable[[list[Column]], bool]
+    ) -> Iterator[list[Column]]:
+        """The fastest policy of the chain that fits, and what fits of the policies between it and the one before."""
         before = self.plain
         for policy in chain([block.kind for block in self.profile.blocks], columns):
-            if self.oracle.peak_bytes(policy) <= budget.nbytes:
+            if fits(policy):
                 yield policy
-                yield from self._refined(columns, before, policy, budget)
+                yield from filter(fits, self._between(columns, self._stored(policy), self._stored(before)))
                 return
             before = policy
 
-    def _refined(
-        self, columns: Sequence[Sequence[Column]], before: list[Column], policy: list[Column], budget: Budget
-    ) -> Iterator[list[Column]]:
-        """A policy that stores more than `policy`, less than `before`, and fits."""
-        low, high = stored_bytes(self.profile, policy), stored_bytes(self.profile, before)
-        for step in range(REFINEMENTS, 0, -1):
-            cap_bytes = low + (high - low) * step // (REFINEMENTS + 1)
-            mixed = self._mixture(columns, 1, cap_bytes)
-            if mixed is not None:
-                arranged = self.oracle.arranged(mixed)
-                if self.oracle.peak_bytes(arranged) <= budget.nbytes:
-                    yield arranged
-                    return
+    def _between(self, columns: Sequence[Sequence[Column]], low_bytes: int, high_bytes: int) -> Iterator[list[Column]]:
+        """Policies that store more than `low_bytes` and less than `high_bytes`."""
+        # With several kinds, a free block of each would make the program too hard to prove, and gains below 1 %.
+        num_free = 1 if len(self.models) == 1 else 0
+        for step in range(1, REFINEMENTS + 1):
+            cap_bytes = low_bytes + (high_bytes - low_bytes) * step // (REFINEMENTS + 1)
+            policy = self._mixture(columns, num_free, cap_bytes)
+            if policy is not None:
+                yield self.oracle.arranged(policy)
+
+    def _mixture(
+        self, columns: Sequence[Sequence[Column]], num_free: int | None, cap_bytes: int
+    ) -> list[Column] | None:
+        policy = MixtureProgram(self.profile, self.models, columns, num_free).least_ms(self.cbc, cap_bytes)
+        return policy if policy is not None and self._stored(policy) <= cap_bytes else None
+
+    def _stored(self, policy: Sequence[Column]) -> int:
+        return stored_bytes(self.profile, policy)
+
+    def _rank(self, policy: Sequence[Column]) -> tuple[float, int]:
+        return (overhead_ms(policy), self._stored(policy))
 
 
 def _infeasible_stored(profile: Profile, config: AdaccConfig, budget: Budget, floor: int) -> InfeasibleBudgetError:

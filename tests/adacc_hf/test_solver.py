@@ -115,6 +115,22 @@ def test_gpt2_within_a_peak(gpt2_like_profile, attention):
     assert policy.is_plain
 
 
+def test_many_kinds_take_bounded_time_and_come_close_to_one(gpt2_like_profile):
+    profile = gpt2_like_profile(num_blocks=8, attention="eager")
+    kinds = tuple(replace(profile.kinds[0], digest=f"kind{i}") for i in range(8))
+    blocks = tuple(replace(block, kind=i) for i, block in enumerate(profile.blocks))
+    many = replace(profile, kinds=kinds, blocks=blocks)
+    previous_ms = float("inf")
+    for fraction in (0.1, 0.25, 0.4, 0.41, 0.42, 0.5, 0.8):
+        one_ms = solve_policy(profile, fraction).predicted_overhead_ms
+        policy = solve_policy(many, fraction)
+        assert policy.predicted_stored_bytes <= fraction * profile.plain_stored_bytes
+        # A fifth of one block's step along the frontier is lost at most: at 8 blocks below 3 %.
+        assert policy.predicted_overhead_ms <= 1.03 * one_ms
+        assert policy.predicted_overhead_ms <= previous_ms + MS_ROUNDING
+        previous_ms = policy.predicted_overhead_ms
+
+
 @pytest.mark.parametrize("fraction", [0.9, 0.5, 0.25, 0.1])
 def test_a_mixture_is_no_slower_than_one_plan_for_all(gpt2_like_profile, fraction):
     profile = gpt2_like_profile(num_blocks=12, attention="eager")
