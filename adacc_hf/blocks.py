@@ -1,8 +1,8 @@
 """Finding a model's transformer blocks, and putting a function around each of them that leaves no trace when removed.
 
-The way in is Transformers' own: a GradientCheckpointingLayer whose flag is set hands its forward to a function (HF.md,
-section 1). Each block gets a function object of its own, so nothing has to be read out of what is passed in. Modules that
-are no GradientCheckpointingLayer, named by `AdaccConfig.block_classes`, get the function around their `forward`.
+The way in is Transformers' own: a GradientCheckpointingLayer whose flag is set hands its forward to a function. Each
+block gets a function object of its own, so nothing has to be read out of what is passed in. Modules of other classes,
+named by `AdaccConfig.block_classes`, get the function around their `forward`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Checkpointed:
 
 
 class WhileTraining:
-    """A flag that is true while gradients are on, so that generate() in train mode keeps its cache (HF.md 1.4)."""
+    """A flag that is true while gradients are on, so that generate() in train mode keeps its cache."""
 
     def __bool__(self) -> bool:
         return torch.is_grad_enabled()
@@ -159,8 +159,7 @@ class WrappedForward:
 class Reinstaller:
     """Stands for a model's `_set_gradient_checkpointing`; when others use it, our functions are set again after it.
 
-    TRL switches checkpointing off around reference forwards and on again, which would drop our functions silently
-    (HF.md 1.6).
+    TRL switches checkpointing off around reference forwards and on again, which would drop our functions silently.
     """
 
     def __init__(self, installation: Installation, original: Callable[..., Any]) -> None:

@@ -176,7 +176,7 @@ class Call:
 
     def _describe(self, slot: int, tensor: torch.Tensor, expected: Any) -> str:
         return (
-            f"block {self.block}: saved tensor {slot} is {tuple(tensor.shape)} stride {tensor.stride()} {tensor.dtype}, "
-            f"its tape says {expected}; its operators vary at one shape: leave its class out with "
+            f"block {self.block}: saved tensor {slot} is {tuple(tensor.shape)} stride {tensor.stride()} "
+            f"{tensor.dtype}, its tape says {expected}; its operators vary at one shape: leave its class out with "
             f"AdaccConfig(block_classes=...)"
         )

@@ -27,7 +27,7 @@ def keyword_arguments(fn: Any) -> dict[str, Any]:
 
 
 def without_caches(fn: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """The call with every key-value cache replaced by None: replay would append to it again (HF.md 1.3)."""
+    """The call with every key-value cache replaced by None: replay would append to it again."""
     if any(isinstance(argument, Cache) for argument in args):
         args = tuple(None if isinstance(argument, Cache) else argument for argument in args)
     keywords = keyword_arguments(fn)

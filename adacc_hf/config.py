@@ -21,8 +21,8 @@ class AdaccConfig:
 
     A float in (0, 1]: that fraction of the activation bytes that plain training keeps for backward
     (`Profile.plain_stored_bytes`); 1.0 asks for nothing, small fractions approach full recomputation.
-    An int, or a string such as "20GiB": bytes that the peak of a whole training step keeps to, parameters, gradients and
-    optimizer state included. "auto": what the device has, less `memory_margin`.
+    An int, or a string such as "20GiB": bytes that the peak of a whole training step keeps to, with parameters,
+    gradients and optimizer state. "auto": what the device has, less `memory_margin`.
     """
     memory_margin: float = 0.05
     """Fraction of the device's memory that "auto" leaves free for the allocator's rounding; 0 uses it all."""
@@ -47,8 +47,8 @@ class AdaccConfig:
     """When outliers are looked at again (paper, section 3.4): "exponential" at 1, 2, 4, ... steps after the policy was
     set, an int at every so many steps, "off" never."""
     tracked_modules: tuple[str, ...] | None = None
-    """Patterns (fnmatch) of module paths inside a block whose activations are tracked; None tracks every activation that
-    keeps outliers."""
+    """Patterns (fnmatch) of module paths inside a block whose activations are tracked; None tracks every activation
+    that keeps outliers."""
     max_error: float | None = None
     """Largest relative L2 round-trip error that a compressed activation may have; None does not bound it, 0 allows
     lossless codecs only."""

@@ -8,8 +8,8 @@ class AdaccError(Exception):
 class InfeasibleBudgetError(AdaccError, ValueError):
     """No policy fits the memory budget.
 
-    `smallest_budget_bytes` is the least budget that some policy fits, in the terms the budget was given in: peak bytes of
-    a step for an absolute budget, stored bytes for a fraction.
+    `smallest_budget_bytes` is the least budget that some policy fits, in the terms the budget was given in: peak
+    bytes of a step for an absolute budget, stored bytes for a fraction.
     """
 
     def __init__(self, message: str, smallest_budget_bytes: int) -> None:

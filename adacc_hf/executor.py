@@ -1,7 +1,26 @@
-"""Running a model's blocks under a policy (DESIGN, section 4, rules R1-R12).
+"""Running a model's blocks under a policy.
 
-A block whose plan retains everything is called plainly. Any other call runs inside one pair of saved-tensor hooks that
-carries all actions. The first call at a new shape is recorded, verified and compiled; there is no dispatch mode after it.
+A block whose plan retains everything is called plainly. Any other call runs inside one pair of saved-tensor hooks,
+which carries all actions. The first call at a new shape is recorded, verified and compiled; after it there is no
+dispatch mode.
+
+NOTE [Rules of the executor]. Code and tests say "rule R3".
+R1  Exact: without a lossy codec, loss and every gradient are bit-equal to plain training, dropout included.
+R2  A restored tensor has the dtype, size, stride and storage offset of the saved one.
+R3  One storage, one payload, however many operators save it.
+R4  Parameters and casts of parameters are never compressed. A cast may be recomputed.
+R5  Random operators are never replayed: their result is retained or stored losslessly. Of dropout only the mask
+    is random.
+R6  An in-place operator makes a new version of a storage; replay never changes a version that something else needs.
+R7  Nothing is replayed that was not compared with the original, bit for bit, when its tape was recorded.
+R8  Each call checks what autograd saves against the tape. A new input shape gets a tape of its own. Where operators
+    depend on data, torch's checkpoint takes over.
+R9  Without gradients, in generate(), after an exception, with retain_graph or create_graph, and with several forwards
+    before one backward: right, or refused, and nothing is left behind.
+R10 A normal step never waits for the device.
+R11 A packed object never holds the tensor object itself, and all state lives in packed objects and calls.
+R12 Inputs, parameters and buffers are looked up anew at each call. What is reached in any other way cannot be
+    replayed from.
 """
 
 from __future__ import annotations
@@ -18,14 +37,15 @@ from torch import nn
 
 from adacc_hf.blocks import Checkpointed, Installation
 from adacc_hf.call import Call
+from adacc_hf.call_inputs import StatePaths, call_key, fetch
 from adacc_hf.compiled import CompiledPlan
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import PolicyMismatchError
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.policy import RETAIN, Action, Choice, Plan, Policy
-from adacc_hf.recorder import Recorder, argument_tensors
+from adacc_hf.recorder import Recorder
 from adacc_hf.replay import verify
-from adacc_hf.tape import Source, Tape
+from adacc_hf.tape import Tape
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +108,7 @@ class FollowPlan:
         self.library = library
         self.tapes: dict[Any, Tape] = dict(tapes or {})
         """The block's tapes by shape, recorded under this plan or an earlier one."""
+        self._paths: StatePaths | None = None
         self.entries: OrderedDict[Any, Entry] = OrderedDict()
         self.wrap_codec: Callable[[int, Codec], Codec] | None = None
         """If set, what stands around each activation's codec for the time being."""
@@ -95,7 +116,9 @@ class FollowPlan:
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_plain and self.entries:
             return fn(*args)
-        key = call_key(block, args, kwargs)
+        if self._paths is None:
+            self._paths = StatePaths(block)
+        key = call_key(block, self._paths, args, kwargs)
         entry = self.entries.get(key) or self._known_entry(key)
         if entry is None:
             return self._first_call(key, block, fn, args, kwargs)
@@ -161,9 +184,9 @@ class FollowPlan:
         structure = self.plan.kind.split("-")[0]
         if not tape.structure.startswith(structure):
             raise PolicyMismatchError(
-                f"block {self.name} ({tape.block_class}, {len(tape.operators)} operators, {len(tape.slots)} saved tensors) "
-                f"has tape {tape.kind}, the policy was made for tape {self.plan.kind}: the model, its attention, dropout "
-                f"or precision differ; profile this model and solve a policy for it"
+                f"block {self.name} ({tape.block_class}: {len(tape.operators)} operators, {len(tape.slots)} saved "
+                f"tensors) has tape {tape.kind}, the policy was made for tape {self.plan.kind}: the model, its "
+                f"attention, dropout or precision differ; profile this model and solve a policy for it"
             )
         choices = dict(self.plan.choices)
         unverified = [v for v, c in choices.items() if c.action is Action.RECOMPUTE and v not in tape.recomputable]
@@ -219,46 +242,6 @@ class Recording:
         return item[1] if self._call is None else self._call.unpack(tuple(item))
 
 
-def call_key(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the operators of a call depend on, as far as it can be told without running it (rule R8).
-
-    Shapes, strides, dtypes, offsets and gradients of the tensor arguments, which of them share a storage, the other
-    arguments by kind, autocast, and which parameters want gradients.
-    """
-    storages: dict[int, int] = {}
-    tensors = []
-    device_type = "cpu"
-    for path, tensor in argument_tensors(args, kwargs):
-        alias = storages.setdefault(tensor.untyped_storage()._cdata, len(storages))
-        device_type = tensor.device.type
-        tensors.append(
-            (path, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad, alias)
-        )
-    autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
-    plain = tuple(value for value in (*args, *kwargs.values()) if value is None or isinstance(value, (bool, int, str)))
-    return tuple(tensors), plain, autocast, tuple(p.requires_grad for p in block.parameters())
-
-
-def fetch(
-    externals: list[tuple[int, Source]], block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[tuple[int, torch.Tensor]]:
-    """The inputs, parameters and buffers of this call, by value (rule R12)."""
-    return [(value, find_external(source, block, args, kwargs)) for value, source in externals]
-
-
-def find_external(source: Source, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The tensor at `source` in this call of `block`, detached if it is an argument."""
-    first, *rest = source.path
-    if source.place == "argument":
-        found = args[first] if isinstance(first, int) else kwargs[first]
-        for step in rest:
-            found = found[step]
-        return found.detach()
-    owner_path, _, name = first.rpartition(".")
-    owner = block.get_submodule(owner_path) if owner_path else block
-    return owner._parameters[name] if source.place == "parameter" else owner._buffers[name]
-
-
 class PolicyHandle:
     """A policy applied to a model. `remove()`, or leaving it as a context manager, takes it off without a trace."""
 
@@ -302,8 +285,9 @@ class PolicyHandle:
 def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = None) -> PolicyHandle:
     """Run the blocks of `model` under `policy` from the next forward with gradients on.
 
-    Each block is recorded once more on its first call and must have recorded the same operators as when it was profiled.
-    Raises PolicyMismatchError if the policy belongs to another model, NoBlocksError and NestedHooksError as `Installation`.
+    Each block is recorded once more on its first call, which raises PolicyMismatchError if its operators are not
+    those it was profiled with. Raises the same if the policy has other blocks, NoBlocksError and NestedHooksError as
+    `Installation`.
     """
     return PolicyHandle(model, policy, config.block_classes if config else None)
 

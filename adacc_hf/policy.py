@@ -1,7 +1,7 @@
 """A policy: one action for every activation of every block, as a frozen record that knows no torch.
 
-A `Plan` holds the actions of one block; blocks that act alike share one. The file is JSON with a version and, per kind,
-the digest of the tape that the actions belong to (DESIGN, section 4), so that a policy cannot be applied to another model.
+A `Plan` holds the actions of one block; blocks that act alike share one. The file is JSON with a version and, per plan,
+the digest of the tape that the actions belong to, so that a policy cannot be applied to another model.
 """
 
 from __future__ import annotations
@@ -215,8 +215,8 @@ class Policy:
     def load(cls, path: str | Path) -> Policy:
         """Read what `save` wrote.
 
-        Raises FileNotFoundError if there is no such file and PolicyMismatchError if it is not a whole policy file of this
-        version.
+        Raises FileNotFoundError if there is no such file and PolicyMismatchError if it is not a whole policy file of
+        this version.
         """
         return cls.from_json(read_json(path, PolicyMismatchError, "policy"), str(path))
 

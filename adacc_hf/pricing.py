@@ -1,4 +1,5 @@
-"""Prices of a tape: the time of each operator and, for each activation, of each codec that suits it (paper, section 3.1)."""
+"""Prices of a tape: the time of each operator and, for each activation, of each codec that suits it (paper, section
+3.1)."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ CODEC_OF_ROLE = {
     "input": "int8",
     "mask": "bitmask",
 }
-"""The paper's layer-specific choice (section 3.2). A block input reaches every gradient of its block, so it gets 8 bits."""
+"""The paper's layer-specific choice (section 3.2). A block input reaches every gradient of its block, so it gets 8
+bits."""
 
 
 def median_ms(run: Callable[[], object], device: torch.device) -> float:
@@ -157,7 +159,8 @@ def candidates(tape: Tape, value: int, config: AdaccConfig) -> list[str]:
 
 
 def is_parameter_cast(tape: Tape, value: int) -> bool:
-    """Whether a value is made of parameters alone (a cast by autocast, a transposed copy): never compressed (rule R4)."""
+    """Whether a value is made of parameters alone (a cast by autocast, a transposed copy): never compressed (rule
+    R4)."""
     producer = tape.values[value].producer
     if producer is None:
         return tape.is_module_state(value)

@@ -36,8 +36,8 @@ class CodecOption:
 class Value:
     """One storage, at one version, that a block reads or makes.
 
-    An *activation* is a value that the block must have stored or remake for backward: what autograd saves, and the block
-    input that replay starts from.
+    An *activation* is a value that the block must have stored or remake for backward: what autograd saves, and the
+    block input that replay starts from.
     """
 
     index: int
@@ -84,7 +84,8 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardEvent:
-    """One moment of a block's forward: it starts (value -1), a value is saved first, or its last reader but autograd goes."""
+    """One moment of a block's forward: it starts (value -1), a value is saved first, or its last reader but autograd
+    goes."""
 
     value: int
     death: bool

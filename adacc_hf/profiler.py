@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from adacc_hf.blocks import Installation
+from adacc_hf.call_inputs import StatePaths, call_key
 from adacc_hf.compiled import encode_view
 from adacc_hf.config import AdaccConfig
-from adacc_hf.executor import FollowPlan, Recording, TapeLibrary, call_key
+from adacc_hf.executor import FollowPlan, Recording, TapeLibrary
 from adacc_hf.memory import available_bytes, backward, count_static_bytes, forward_loss
 from adacc_hf.policy import RECOMPUTE, RETAIN, Plan
 from adacc_hf.pricing import codec_options, operator_times, outliers_in, role_of, with_outliers
@@ -47,8 +48,9 @@ def profile_model(
     """Profile the blocks of `model` on `batch`, the keyword arguments of its forward, labels included.
 
     The model must be in train mode, and may be under autocast. It is left as it was: gradients, buffers and random
-    generators too. `optimizer`, if given, has its state counted as static memory. Raises NoBlocksError for a model without
-    repeated blocks, NestedHooksError if other saved-tensor hooks are active, ValueError for a batch without a loss.
+    generators too. `optimizer`, if given, has its state counted as static memory. Raises NoBlocksError for a model
+    without repeated blocks, NestedHooksError if other saved-tensor hooks are active, ValueError for a batch without a
+    loss.
     """
     config = config or AdaccConfig()
     _check_trainable(model, batch)
@@ -132,7 +134,8 @@ class RecordBlock:
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recording = Recording(self.name, block, args, kwargs)
         result = recording.run(fn)
-        self.survey.add(self.name, call_key(block, args, kwargs), recording)
+        key = call_key(block, StatePaths(block), args, kwargs)
+        self.survey.add(self.name, key, recording)
         recording.discard()
         return result
 

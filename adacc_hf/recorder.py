@@ -22,8 +22,8 @@ _MOVES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_"}
 class Recorder(TorchDispatchMode):
     """Notes every operator that makes or changes a storage, and every tensor that autograd saves.
 
-    It keeps all storages alive while it records, so that one address means one storage, and so that the originals are at
-    hand for verification (rule R7).
+    It keeps all storages alive while it records, so that one address means one storage, and so that the originals are
+    at hand for verification (rule R7).
     """
 
     def __init__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""Replaying operators of a tape: one step, a schedule of steps over a block's backward, and its verification (rule R7)."""
+"""Replaying operators of a tape: one step, a schedule of steps over a block's backward, and its verification (rule
+R7)."""
 
 from __future__ import annotations
 
@@ -105,9 +106,9 @@ def _holds_tensor(tree: Any) -> bool:
 
 
 SOON = 4
-"""Unpacks within which a decoded value is wanted again for it to be kept. One operator's slots are next to each other and
-its neighbour's follow; a mask that a replay reads at the start of backward and autograd at its end is decoded twice instead
-of taking 32 times its payload for all that time."""
+"""Unpacks within which a decoded value is wanted again for it to be kept. One operator's slots are next to each other
+and its neighbour's follow; a mask that a replay reads at the start of backward and autograd at its end is decoded twice
+instead of taking 32 times its payload for all that time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +154,8 @@ def closure(tape: Tape, value: int, at_hand: Callable[[int], bool]) -> tuple[lis
 def schedule(tape: Tape, store: Store, order: Sequence[int]) -> list[Program]:
     """The program of each unpack, if slots are asked for in `order`.
 
-    Each operator runs at most once, at the first unpack that needs it; what a later unpack needs is kept, and every value
-    goes with its last use.
+    Each operator runs at most once, at the first unpack that needs it; what a later unpack needs is kept, and every
+    value goes with its last use.
     """
     made: set[int] = set()
     runs = []

@@ -1,9 +1,9 @@
 """The memory of one measured step, taken apart: what belongs to the blocks' stores, and what does not.
 
-What is live besides stored tensors does not depend on the policy, so the simulator can put any policy's stores on top. One
-forward that stores nothing tells when forward itself lets go of each value. One forward and backward under full
-recomputation, in which the last block of each kind retains everything, tells when backward asks for each saved tensor and
-lets go of it, and what gradients and temporaries take meanwhile.
+What is live besides stored tensors does not depend on the policy, so the simulator can put any policy's stores on
+top. One forward that stores nothing tells when forward itself lets go of each value. One forward and backward under
+full recomputation, in which the last block of each kind retains everything, tells when backward asks for each saved
+tensor and lets go of it, and what gradients and temporaries take meanwhile.
 """
 
 from __future__ import annotations
@@ -156,7 +156,8 @@ def measure_forward(
     kinds: Mapping[str, KindProfile],
     watched: set[str],
 ) -> tuple[int, dict[str, tuple[ForwardEvent, ...]]]:
-    """Run one forward that stores nothing; returns the most that was live when a block started, and the watched forwards."""
+    """Run one forward that stores nothing; returns the most that was live when a block started, and the watched
+    forwards."""
     with MemoryMeter.for_device(next(model.parameters()).device) as meter:
         for name, function in installation.functions.items():
             function.strategy = WatchForward(name, kinds[name], meter)

@@ -1,8 +1,8 @@
-"""The tape: the record of one block's operators, storages and saved slots (DESIGN, section 4).
+"""The tape: the record of one block's operators, storages and saved slots.
 
-A *value* is one storage at one version: an in-place operator reads a value and makes the next one. Views need no operator,
-because a tensor is recorded as its value with size, stride and offset. Everything is static, so a tape recorded once is
-replayed at any later call with the same shapes.
+A *value* is one storage at one version: an in-place operator reads a value and makes the next one. Views need no
+operator, since a tensor is recorded as its value with size, stride and offset. Everything is static, so a tape
+recorded once can be replayed at any later call with the same shapes.
 """
 
 from __future__ import annotations

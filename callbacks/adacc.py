@@ -32,12 +32,12 @@ PolicySource = Policy | str | Path | Callable[[Profile], Policy]
 class AdaccCallback(TrainerCallback):
     """Trains within a memory budget.
 
-    The first `profile_steps` steps run under torch's own checkpointing; then the last batch is profiled, a policy is solved
-    and followed. A checkpoint carries its policy, and a resumed run goes on with it. When training ends, or fails, the
-    model is as it was.
+    The first `profile_steps` steps run under torch's own checkpointing; then the last batch is profiled, a policy is
+    solved and followed. A checkpoint carries its policy, and a resumed run goes on with it. When training ends, or
+    fails, the model is as it was.
 
-    `policy` overrides the solver: a Policy, a file, or a function of the profile. Fields of `AdaccConfig` may be given as
-    keyword arguments instead of a config, or on top of one.
+    `policy` overrides the solver: a Policy, a file, or a function of the profile. Fields of `AdaccConfig` may be
+    given as keyword arguments instead of a config, or on top of one.
 
     | logged key | unit |
     |---|---|
