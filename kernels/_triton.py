@@ -68,6 +68,18 @@ def stored_peak(key, dtype: tl.constexpr):
 
 
 @triton.jit
+def upper_half(bits):
+    """bfloat16 from the upper halves of uint32 float patterns: a cut towards zero, exact for denormals too."""
+    return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def in_16_bits(peak, dtype: tl.constexpr):
+    """A stored peak in its 16-bit dtype."""
+    return peak.to(tl.float16) if dtype == tl.float16 else upper_half(peak.to(tl.uint32, bitcast=True))
+
+
+@triton.jit
 def inverse_of(peak, factor):
     """Reciprocal of peak * factor; 0 where the peak is tiny, infinite or NaN."""
     magnitude = tl.abs(peak)
@@ -100,6 +112,8 @@ def rounded_to(x, dtype: tl.constexpr):
     """float32 to the tensor's dtype, to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
-        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        x = tl.where(x == x, nearest, bits).to(tl.float32, bitcast=True)
-    return x.to(dtype)
+        nearest = bits + 0x7FFF + ((bits >> 16) & 1)
+        rounded = upper_half(tl.where(x == x, nearest, bits))
+    else:
+        rounded = x.to(dtype)
+    return rounded

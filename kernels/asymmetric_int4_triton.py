@@ -19,6 +19,7 @@ from adacc_hf.kernels._triton import (
     launch,
     rounded_to,
     rounding_offset,
+    upper_half,
 )
 
 
@@ -53,10 +54,10 @@ def _encode_half(
     order = _ordered(x.to(tl.int32, bitcast=True))
     low = _ordered(tl.min(order, axis=1)).to(tl.float32, bitcast=True)
     high = _ordered(tl.max(order, axis=1)).to(tl.float32, bitcast=True)
-    half_range = high * 0.5 - low * 0.5
-    half_range = (half_range.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    stored_half_range = upper_half((high * 0.5 - low * 0.5).to(tl.uint32, bitcast=True))
+    half_range = stored_half_range.to(tl.float32)
     offset = rounded_to(high * 0.5 + low * 0.5, x_ptr.dtype.element_ty) if MIDDLE else low.to(x_ptr.dtype.element_ty)
-    tl.store(half_ranges_ptr + first_group + group, half_range.to(tl.bfloat16), mask=group < groups_left)
+    tl.store(half_ranges_ptr + first_group + group, stored_half_range, mask=group < groups_left)
     tl.store(offsets_ptr + first_group + group, offset, mask=group < groups_left)
     steps = (x * 0.5 - (offset.to(tl.float32) * 0.5)[:, None]) * inverse_of(half_range, factor)[:, None]
     return clipped_codes(steps + rounding_offset(first + local, seed, zero, STOCHASTIC), 0.0, 15.0)

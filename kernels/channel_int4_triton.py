@@ -13,6 +13,7 @@ from adacc_hf.kernels._triton import (
     TILE_ELEMENTS,
     cdiv,
     clipped_codes,
+    in_16_bits,
     inverse_of,
     jit,
     launch,
@@ -47,7 +48,7 @@ def _encode_half(
     x = tl.load(x_ptr + index, mask=(row < rows) & (column[None, :] < columns), other=0.0)
     peak = stored_peak(tl.max(peak_keys(x, SIGNED), axis=0), x.dtype)
     peak_index = group.to(tl.int64) * columns + column
-    tl.store(peaks_ptr + peak_index, peak.to(peaks_ptr.dtype.element_ty), mask=column < columns)
+    tl.store(peaks_ptr + peak_index, in_16_bits(peak, peaks_ptr.dtype.element_ty), mask=column < columns)
     offset = rounding_offset(index, seed, 8.0, STOCHASTIC)
     return clipped_codes(x.to(tl.float32) * inverse_of(peak, factor)[None, :] + offset, 0.0, 15.0)
 

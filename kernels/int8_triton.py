@@ -10,6 +10,7 @@ from adacc_hf.kernels._triton import (
     cdiv,
     clipped_codes,
     groups_per_program,
+    in_16_bits,
     inverse_of,
     jit,
     launch,
@@ -40,7 +41,7 @@ def _encode_kernel(
     x = tl.load(x_ptr + first + local, mask=local < numel - first, other=0.0)
     left = groups - first_group
     peak = stored_peak(tl.max(peak_keys(x, False), axis=1), x.dtype)
-    tl.store(peaks_ptr + first_group + group, peak.to(peaks_ptr.dtype.element_ty), mask=group < left)
+    tl.store(peaks_ptr + first_group + group, in_16_bits(peak, peaks_ptr.dtype.element_ty), mask=group < left)
     shifted = x.to(tl.float32) * inverse_of(peak, factor)[:, None] + rounding_offset(
         first + local, seed, 128.0, STOCHASTIC
     )

@@ -13,6 +13,7 @@ from adacc_hf.kernels._triton import (
     cdiv,
     clipped_codes,
     groups_per_program,
+    in_16_bits,
     inverse_of,
     jit,
     launch,
@@ -76,7 +77,7 @@ def _encode_half(
         tl.store(raw_ptr + row * NUM_OUTLIERS + slot, x, mask=there & (slot >= 0))
         x = tl.where(slot >= 0, 0.0, x)
     peak = stored_peak(tl.max(peak_keys(x, SIGNED), axis=1), x.dtype)
-    tl.store(peaks_ptr + first_group + group, peak.to(peaks_ptr.dtype.element_ty), mask=group < groups_left)
+    tl.store(peaks_ptr + first_group + group, in_16_bits(peak, peaks_ptr.dtype.element_ty), mask=group < groups_left)
     offset = rounding_offset(first + local, seed, 8.0, STOCHASTIC)
     return clipped_codes(x.to(tl.float32) * inverse_of(peak, factor)[:, None] + offset, 0.0, 15.0)
 

@@ -14,6 +14,7 @@ from adacc_hf.kernels._triton import (
     TILE_ELEMENTS,
     cdiv,
     clipped_codes,
+    in_16_bits,
     inverse_of,
     jit,
     launch,
@@ -40,7 +41,7 @@ def _finish_rows(keys, peaks_ptr, first, last, factor, dtype: tl.constexpr, T: t
     """float32 [T]: reciprocal scales from keys [T, BLOCK]; the peaks of rows below `last` are stored."""
     peak = stored_peak(tl.max(keys, axis=1), dtype)
     row = first + tl.arange(0, T)
-    tl.store(peaks_ptr + row, peak.to(peaks_ptr.dtype.element_ty), mask=row < last)
+    tl.store(peaks_ptr + row, in_16_bits(peak, peaks_ptr.dtype.element_ty), mask=row < last)
     return inverse_of(peak, factor)
 
 
@@ -160,10 +161,12 @@ def encode(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[Tenso
     pairs = cdiv(rows, 2)
     codes = x_RC.new_empty(pairs, columns, dtype=torch.uint8)
     peaks = x_RC.new_empty(2 * pairs, dtype=_symmetric.peak_dtype(x_RC.dtype))
-    block = min(triton.next_power_of_2(columns), MAX_BLOCK)
+    whole = columns <= MAX_BLOCK
+    # Chunks are small because the long kernel keeps two of them: blocks of 8192 spilled registers on sm_100.
+    block = triton.next_power_of_2(columns) if whole else TILE_ELEMENTS
     tile = max(1, TILE_ELEMENTS // block)
     launch(
-        _encode_kernel if columns <= block else _encode_long_kernel, (cdiv(pairs, tile),), x_RC, codes, peaks,
+        _encode_kernel if whole else _encode_long_kernel, (cdiv(pairs, tile),), x_RC, codes, peaks,
         rows, columns, pairs, factor, seed,
         tile=tile * block, STOCHASTIC=rounding == "stochastic", SIGNED=factor < 0, T=tile, BLOCK=block,
     )  # fmt: skip

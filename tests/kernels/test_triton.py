@@ -1,0 +1,219 @@
+"""Triton kernels are bit-equal to the references: under Triton's interpreter on the CPU, and compiled on a GPU.
+
+Triton reads TRITON_INTERPRET when it is first imported, so the CPU half runs in a process of its own, which
+`test_kernels_equal_the_references_under_the_interpreter` starts on this very file.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from adacc_hf.kernels import asymmetric_int4, bitmask, channel_int4, int8, outlier_int4, token_int4
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICES = [*(["cpu"] if INTERPRETED else []), pytest.param("cuda", marks=pytest.mark.gpu)]
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+# One element, one row, padded and full tiles, columns that are no multiple of anything, no elements.
+SHAPES = [(1, 1), (1, 100), (3, 63), (64, 256), (129, 70), (5, 700), (0, 8)]
+
+
+@dataclass
+class Pair:
+    """A codec's two implementations, with the same arguments."""
+
+    encode_ref: Callable[..., tuple[Tensor, ...]]
+    encode: Callable[..., tuple[Tensor, ...]]
+    decode_ref: Callable[..., Tensor]
+    decode: Callable[..., None]
+
+
+def _outlier(x: Tensor, count: int, group_size: int, *settings: Any) -> Pair:
+    from adacc_hf.kernels import outlier_int4_triton as kernels
+
+    indices = slots = None
+    if count:
+        chosen = outlier_int4.choose_outliers(outlier_int4.channel_sums(x.cpu()), count, group_size, x.element_size())
+        indices, slots = chosen.indices.to(x.device), chosen.slots.to(x.device)
+    shape, factor = tuple(x.shape), settings[0]
+    return Pair(
+        lambda: outlier_int4.encode_ref(x, indices, group_size, *settings),
+        lambda: kernels.encode(x, indices, slots, group_size, *settings),
+        lambda *t: outlier_int4.decode_ref(shape, x.dtype, factor, *t),
+        lambda out, *t: kernels.decode(out, slots, factor, *t),
+    )
+
+
+def _channel(x: Tensor, group_size: int, *settings: Any) -> Pair:
+    from adacc_hf.kernels import channel_int4_triton as kernels
+
+    return Pair(
+        lambda: channel_int4.encode_ref(x, group_size, *settings),
+        lambda: kernels.encode(x, group_size, *settings),
+        lambda *t: channel_int4.decode_ref(tuple(x.shape), x.dtype, settings[0], *t),
+        lambda out, *t: kernels.decode(out, *t, settings[0]),
+    )
+
+
+def _token(x: Tensor, *settings: Any) -> Pair:
+    from adacc_hf.kernels import token_int4_triton as kernels
+
+    return Pair(
+        lambda: token_int4.encode_ref(x, *settings),
+        lambda: kernels.encode(x, *settings),
+        lambda *t: token_int4.decode_ref(tuple(x.shape), x.dtype, settings[0], *t),
+        lambda out, *t: kernels.decode(out, *t, settings[0]),
+    )
+
+
+def _int8(x: Tensor, group_size: int, *settings: Any) -> Pair:
+    from adacc_hf.kernels import int8_triton as kernels
+
+    return Pair(
+        lambda: int8.encode_ref(x.view(-1), group_size, *settings),
+        lambda: kernels.encode(x.view(-1), group_size, int8.FACTOR, *settings),
+        lambda *t: int8.decode_ref(x.numel(), x.dtype, *t).view(x.shape),
+        lambda out, *t: kernels.decode(out.view(-1), *t, int8.FACTOR),
+    )
+
+
+def _asymmetric(x: Tensor, group_size: int, scale: str, *settings: Any) -> Pair:
+    from adacc_hf.kernels import asymmetric_int4_triton as kernels
+
+    formula = (asymmetric_int4.SCALE_FACTORS[scale], asymmetric_int4.OFFSET_CODES[scale])
+    return Pair(
+        lambda: asymmetric_int4.encode_ref(x.view(-1), group_size, scale, *settings),
+        lambda: kernels.encode(x.view(-1), group_size, *formula, *settings),
+        lambda *t: asymmetric_int4.decode_ref(x.numel(), scale, *t).view(x.shape),
+        lambda out, *t: kernels.decode(out.view(-1), *t, *formula),
+    )
+
+
+CASES: dict[str, Callable[[Tensor], Pair]] = {
+    "outlier-signed": lambda x: _outlier(x, 0, 64, -1 / 8, "nearest", 0),
+    "outlier-raw-paper": lambda x: _outlier(x, min(3, x.shape[1]), 64, 1 / 8, "nearest", 0),
+    "outlier-raw-g16-stochastic": lambda x: _outlier(x, 1, 16, 1 / 7, "stochastic", 2**32 - 1),
+    "channel-signed": lambda x: _channel(x, 64, -1 / 8, "nearest", 0),
+    "channel-g16-stochastic": lambda x: _channel(x, 16, 1 / 8, "stochastic", 1),
+    "token-paper": lambda x: _token(x, 1 / 8, "nearest", 0),
+    "token-max7-stochastic": lambda x: _token(x, 1 / 7, "stochastic", 16),
+    "int8": lambda x: _int8(x, 64, "nearest", 0),
+    "int8-g1024-stochastic": lambda x: _int8(x, 1024, "stochastic", 3),
+    "asymmetric-range15": lambda x: _asymmetric(x, 64, "range15", "nearest", 0),
+    "asymmetric-paper-stochastic": lambda x: _asymmetric(x, 32, "paper", "stochastic", 3),
+}
+
+
+def _tensor(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """Channels of very different size, so that groups, channels and rows each have their own scale."""
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.exp2(torch.randint(-12, 10, shape[-1:], generator=generator).float())
+    return (torch.randn(shape, generator=generator) * spread).to(dtype).to(device)
+
+
+def _poisoned(x: Tensor) -> Tensor:
+    return torch.full_like(x, float("nan")) if x.is_floating_point() else torch.full_like(x, 77)
+
+
+def _assert_equal(pair: Pair, x: Tensor) -> None:
+    tensors, expected = pair.encode(), pair.encode_ref()
+    for got, want in zip(tensors, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    out = _poisoned(x)
+    pair.decode(out, *tensors)
+    torch.testing.assert_close(out, pair.decode_ref(*expected), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_codes_scales_and_values_are_bit_equal(
+    case: str, shape: tuple[int, ...], dtype: torch.dtype, device: str
+) -> None:
+    x = _tensor(shape, dtype, device)
+    _assert_equal(CASES[case](x), x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES)
+def test_extreme_values_are_bit_equal(case: str, device: str) -> None:
+    values = [0.0, 1e-40, -3e38, 65504.0, -1e-30, 3.3e38, -0.0, 2.0**-100]
+    x = torch.tensor(values).repeat_interleave(64).view(4, 128).to(device)
+    x[1] *= torch.linspace(-1, 1, 128, device=device)
+    _assert_equal(CASES[case](x), x)
+
+
+# The interpreter calculates with numpy, which warns about arithmetic on infinities.
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_not_finite_decodes_alike(case: str, dtype: torch.dtype, device: str) -> None:
+    x = _tensor((130, 64), dtype, device)
+    x[2, 3], x[70, 9], x[129, 63] = float("nan"), float("-inf"), float("inf")
+    pair = CASES[case](x)
+    out = _poisoned(x)
+    pair.decode(out, *pair.encode())
+    expected = pair.decode_ref(*pair.encode_ref())
+    # Which of NaN and the infinities comes back is unspecified, and so are the codes of such elements.
+    assert torch.equal(out.isfinite(), expected.isfinite())
+    assert not out.isfinite()[[2, 70, 129], [3, 9, 63]].any()
+    finite = expected.isfinite()
+    torch.testing.assert_close(out[finite], expected[finite], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_longer_than_a_block_are_bit_equal(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from adacc_hf.kernels import token_int4_triton
+
+    monkeypatch.setattr(token_int4_triton, "MAX_BLOCK", 256)
+    x = _tensor((5, 4500), torch.float32, device)
+    _assert_equal(_token(x, -1 / 8, "nearest", 0), x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("numel", [0, 1, 9, 20_000])
+@pytest.mark.parametrize("with_pattern", [False, True], ids=["boolean", "valued"])
+def test_masks_are_bit_equal(with_pattern: bool, numel: int, dtype: torch.dtype, device: str) -> None:
+    from adacc_hf.kernels import bitmask_triton
+
+    x = torch.rand(numel, generator=torch.Generator().manual_seed(0)) > 0.5
+    x = (x.to(dtype) * (-5 if with_pattern else 1)).to(device)
+    packed, *pattern = bitmask_triton.encode(x, with_pattern)
+    expected = bitmask.encode_ref(x, with_pattern)
+    assert torch.equal(packed, expected[0])
+    if with_pattern and bool(x.any()):
+        assert torch.equal(pattern[0], expected[1])
+    out = _poisoned(x)
+    bitmask_triton.decode(out, packed, *pattern)
+    assert torch.equal(out, x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_channel_sums_agree(dtype: torch.dtype, device: str) -> None:
+    from adacc_hf.kernels import outlier_int4_triton
+
+    x = _tensor((300, 200), dtype, device)
+    expected = x.double().abs().sum(0).float()
+    # A sum of 300 float32 terms in any order: at most 300 roundings of 2^-24.
+    torch.testing.assert_close(outlier_int4_triton.channel_sums(x), expected, rtol=300 * 2**-24, atol=0)
+
+
+if not INTERPRETED:
+
+    def test_kernels_equal_the_references_under_the_interpreter() -> None:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        environment.pop("PYTEST_ADDOPTS", None)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+        assert " passed" in done.stdout

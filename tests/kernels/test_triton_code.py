@@ -1,0 +1,224 @@
+"""What the kernels compile to, without a GPU: for every architecture, spilling nothing, moving 128 bits at once.
+once.
+
+Every kernel is compiled ahead of time from the very arguments that its wrapper would launch it with.
+"""
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from adacc_hf.kernels import _symmetric, asymmetric_int4, int8
+from adacc_hf.kernels.outlier_int4 import choose_outliers
+
+pytest.importorskip("triton", reason="Triton is not installed: the kernels cannot be compiled")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("TRITON_INTERPRET=1 replaces the compiler", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from adacc_hf.kernels import (
+    _triton,
+    asymmetric_int4_triton,
+    bitmask_triton,
+    channel_int4_triton,
+    int8_triton,
+    outlier_int4_triton,
+    token_int4_triton,
+)
+
+MODULES = (
+    *(asymmetric_int4_triton, bitmask_triton, channel_int4_triton),
+    *(int8_triton, outlier_int4_triton, token_int4_triton),
+)
+TARGETS = {
+    "sm_70": GPUTarget("cuda", 70, 32),
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.int32: "i32",
+}
+# GPT-117M: 768 channels, a micro-batch of 256 tokens.
+ROWS, CHANNELS = 256, 768
+
+
+@dataclass
+class Launch:
+    """One recorded call of `_triton.launch`."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    tile: int
+    constants: dict[str, Any]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
+    """The launches that wrappers make meanwhile, none of which reaches a device."""
+    recorded: list[Launch] = []
+
+    def record(kernel: Any, grid: Any, *arguments: Any, tile: int = _triton.TILE_ELEMENTS, **constants: Any) -> None:
+        recorded.append(Launch(kernel, arguments, tile, constants))
+
+    for module in MODULES:
+        monkeypatch.setattr(module, "launch", record)
+    return recorded
+
+
+def _compile(launch: Launch, target: GPUTarget) -> Any:
+    """The kernel as Triton's launcher would specialise it: aligned pointers, multiples of 16, ones as constants."""
+    names = launch.kernel.arg_names
+    signature: dict[str, str] = {}
+    constants = dict(launch.constants)
+    attributes = {}
+    for place, (name, value) in enumerate(zip(names, launch.arguments, strict=False)):
+        if value is None or (type(value) is int and value == 1 and name != "seed"):
+            constants[name] = value
+        elif isinstance(value, Tensor):
+            signature[name] = f"*{TYPES[value.dtype]}"
+            attributes[(place,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
+            if type(value) is int and value % 16 == 0 and name != "seed":
+                attributes[(place,)] = [["tt.divisibility", 16]]
+    signature = {name: signature.get(name, "constexpr") for name in names}
+    options = {"num_warps": _triton.num_warps(launch.tile, target.warp_size), "enable_fp_fusion": False}
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    try:
+        return triton.compile(source, target=target, options=options)
+    except ValueError as error:
+        if "not supported" in str(error):
+            pytest.skip(f"Triton {triton.__version__} cannot compile for {target}: {error}")
+        raise
+
+
+def _outlier(x: Tensor, count: int) -> None:
+    chosen = choose_outliers(x.abs().sum(0, dtype=torch.float32), count, 64, x.element_size()) if count else None
+    pair = (chosen.indices, chosen.slots) if chosen else (None, None)
+    tensors = outlier_int4_triton.encode(x, *pair, 64, -1 / 8, "nearest", 0)
+    outlier_int4_triton.decode(x, pair[1], -1 / 8, *tensors)
+
+
+def _channel(x: Tensor) -> None:
+    channel_int4_triton.decode(x, *channel_int4_triton.encode(x, 64, -1 / 8, "nearest", 0), -1 / 8)
+
+
+def _token(x: Tensor) -> None:
+    token_int4_triton.decode(x, *token_int4_triton.encode(x, 1 / 8, "nearest", 0), 1 / 8)
+
+
+def _int8(x: Tensor) -> None:
+    tensors = int8_triton.encode(x.view(-1), 64, int8.FACTOR, "stochastic", 2**32 - 1)
+    int8_triton.decode(x.view(-1), *tensors, int8.FACTOR)
+
+
+def _asymmetric(x: Tensor, scale: str) -> None:
+    formula = (asymmetric_int4.SCALE_FACTORS[scale], asymmetric_int4.OFFSET_CODES[scale])
+    tensors = asymmetric_int4_triton.encode(x.view(-1), 64, *formula, "nearest", 0)
+    asymmetric_int4_triton.decode(x.view(-1), *tensors, *formula)
+
+
+def _bitmask(x: Tensor) -> None:
+    patterns = x.view(-1).view({4: torch.int32, 2: torch.int8}[x.element_size()])
+    bitmask_triton.decode(patterns, *bitmask_triton.encode(patterns, with_pattern=x.element_size() == 4))
+
+
+ROUND_TRIPS: dict[str, Callable[[Tensor], None]] = {
+    "outlier_int4": lambda x: _outlier(x, 0),
+    "outlier_int4-raw": lambda x: _outlier(x, 8),
+    "channel_int4": _channel,
+    "token_int4": _token,
+    "token_int4-long": lambda x: _token(x.view(16, -1)),
+    "int8": _int8,
+    "asymmetric_int4": lambda x: _asymmetric(x, "range15"),
+    "asymmetric_int4-paper": lambda x: _asymmetric(x, "paper"),
+    "bitmask": _bitmask,
+}
+
+
+def _wide_accesses(code: str, kind: str) -> dict[str, int]:
+    """How many 128-bit loads and stores of global memory the code has."""
+    patterns = {
+        "cuda": (r"ld\.global[.\w:]*\.v4\.b32|ld\.global[.\w:]*\.v2\.b64", r"st\.global[.\w:]*\.v4\.b32"),
+        "hip": (r"(?:global|buffer)_load_dwordx4", r"(?:global|buffer)_store_dwordx4"),
+    }
+    load, store = patterns[kind]
+    return {"loads": len(re.findall(load, code)), "stores": len(re.findall(store, code))}
+
+
+def _spilled(compiled: Any, target: GPUTarget, scratch: Path) -> int:
+    """Bytes of stack that the kernel uses, or registers it spills."""
+    if target.backend == "hip":
+        return sum(int(n) for n in re.findall(r"[vs]gpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"]))
+    cubin = scratch / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    tool = triton.knobs.nvidia.cuobjdump.path
+    usage = subprocess.run([tool, "--dump-resource-usage", cubin], check=True, capture_output=True, text=True).stdout
+    (stack,) = re.findall(r"STACK:(\d+)", usage)
+    return int(stack)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_spill_nothing_and_move_128_bits_at_once(
+    target: str, name: str, dtype: torch.dtype, launches: list[Launch], tmp_path: Path
+) -> None:
+    x = torch.ones(ROWS, CHANNELS, dtype=dtype)
+    ROUND_TRIPS[name](x)
+    assert len(launches) == 2  # one to encode, one to decode
+    for launch in launches:
+        compiled = _compile(launch, TARGETS[target])
+        assert _spilled(compiled, TARGETS[target], tmp_path) == 0
+        kind = TARGETS[target].backend
+        wide = _wide_accesses(compiled.asm["ptx" if kind == "cuda" else "amdgcn"], kind)
+        main, codes = launch.arguments[0], launch.arguments[1]
+        # The first argument is the tensor, the second its codes: all their bytes must move in 128-bit accesses.
+        encoding = "encode" in launch.kernel.__name__
+        threads = _triton.num_warps(launch.tile, TARGETS[target].warp_size) * TARGETS[target].warp_size
+        elements = launch.tile * prod(main.shape) // prod(codes.shape)
+        expected = {"tensor": elements * main.element_size() // 16 // threads, "codes": launch.tile // 16 // threads}
+        assert wide["loads"] >= expected["tensor" if encoding else "codes"]
+        assert wide["stores"] >= expected["codes" if encoding else "tensor"]
+
+
+def test_channel_sums_compile(launches: list[Launch], tmp_path: Path) -> None:
+    outlier_int4_triton.channel_sums(torch.ones(ROWS, CHANNELS))
+    compiled = _compile(launches[0], TARGETS["sm_90"])
+    assert _spilled(compiled, TARGETS["sm_90"], tmp_path) == 0
+    assert _wide_accesses(compiled.asm["ptx"], "cuda")["loads"] > 0
+
+
+@pytest.mark.parametrize("name", [name for name in ROUND_TRIPS if name not in ("outlier_int4-raw", "token_int4-long")])
+def test_kernels_compile_where_sizes_are_one(name: str, launches: list[Launch]) -> None:
+    """Triton makes integers of 1 constants, on which methods of tensors fail to compile."""
+    ROUND_TRIPS[name](torch.ones(1, 1))
+    for launch in launches:
+        assert _compile(launch, TARGETS["sm_80"]).asm["ptx"]
+
+
+def test_group_sizes_compile_for_odd_widths(launches: list[Launch]) -> None:
+    for group_size in _symmetric.GROUP_SIZES:
+        outlier_int4_triton.encode(torch.ones(7, 33), None, None, group_size, -1 / 8, "stochastic", 1)
+        channel_int4_triton.encode(torch.ones(7, 33), group_size, -1 / 8, "nearest", 1)
+    for launch in launches:
+        assert _compile(launch, TARGETS["sm_90"]).asm["ptx"]
