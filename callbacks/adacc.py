@@ -11,7 +11,15 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adacc_hf.blocks import Checkpointed, Installation
+from adacc_hf.callbacks.checkpoint_files import (
+    POLICY_FILE,
+    PROFILE_FILE,
+    load_from_checkpoint,
+    save_files,
+    save_in_checkpoint,
+)
 from adacc_hf.callbacks.trainer_guard import TrainerGuard
+from adacc_hf.callbacks.training_log import add_to_log, is_training_log
 from adacc_hf.config import AdaccConfig
 from adacc_hf.executor import PolicyHandle
 from adacc_hf.policy import Policy
@@ -23,8 +31,7 @@ from adacc_hf.solver import solve_policy
 
 log = logging.getLogger(__name__)
 
-POLICY_FILE = "adacc_policy.json"
-PROFILE_FILE = "adacc_profile.json"
+__all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
 
 PolicySource = Policy | str | Path | Callable[[Profile], Policy]
 
@@ -33,11 +40,12 @@ class AdaccCallback(TrainerCallback):
     """Trains within a memory budget.
 
     The first `profile_steps` steps run under torch's own checkpointing; then the last batch is profiled, a policy is
-    solved and followed. A checkpoint carries its policy, and a resumed run goes on with it. When training ends, or
-    fails, the model is as it was.
+    solved and followed. A checkpoint carries its policy and profile, and a run that resumes with the same
+    `memory_budget` goes on with them. When training ends, or fails, the model is as it was.
 
-    `policy` overrides the solver: a Policy, a file, or a function of the profile. Fields of `AdaccConfig` may be
-    given as keyword arguments instead of a config, or on top of one.
+    `policy` overrides the solver: a Policy, a file, or a function of the profile. The rectifier never changes such a
+    policy; a Policy or a file is followed from the first step, and goes before a checkpoint's. Fields of `AdaccConfig`
+    may be given as keyword arguments instead of a config, or on top of one.
 
     | logged key | unit |
     |---|---|
@@ -58,7 +66,7 @@ class AdaccCallback(TrainerCallback):
         """The policy in force, once it is set."""
         self.profile: Profile | None = None
         self.history: list[dict[str, Any]] = []
-        """What happened: dicts with `step` and `event` ("policy", "tracking", "change"), and its figures."""
+        """What happened in the last run: dicts with `step`, `event` ("policy", "tracking", "change") and its figures."""
         self._given = policy
         self._handle: PolicyHandle | None = None
         self._waiting: Installation | None = None
@@ -75,7 +83,7 @@ class AdaccCallback(TrainerCallback):
     ) -> None:
         self.detach()
         _refuse_data_parallel(args)
-        self.policy, self.profile, self._num_steps = None, None, 0
+        self.policy, self.profile, self.history, self._num_steps = None, None, [], 0
         self._guard = TrainerGuard.around_caller(self, on_failure=self.detach)
         try:
             self._begin(args, state, model)
@@ -122,7 +130,7 @@ class AdaccCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.policy is not None and state.is_world_process_zero:
-            self.policy.save(_checkpoint_folder(args, state) / POLICY_FILE)
+            save_in_checkpoint(args, state, self.policy, self.profile)
 
     def on_log(
         self,
@@ -132,12 +140,8 @@ class AdaccCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        if self.policy is None or logs is None:
-            return
-        metrics = self._metrics()
-        logs.update(metrics)
-        if state.log_history:
-            state.log_history[-1].update(metrics)
+        if self.policy is not None and is_training_log(logs):
+            add_to_log(logs, state, self._metrics())
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -146,23 +150,28 @@ class AdaccCallback(TrainerCallback):
 
     def detach(self) -> None:
         """Take everything off the model and the Trainer. Harmless when nothing is on."""
-        for attached in (self._handle, self._waiting, self._batch_hook, self._guard):
+        for attached in (self._handle, self._waiting, self._batch_hook):
             if attached is not None:
                 attached.remove()
+        if self._guard is not None:
+            self._guard.leave(self)
         self._handle = self._waiting = self._batch_hook = self._guard = None
         self._batch = self._rectifier = None
         self._is_tracking = False
 
     def _known_policy(self, args: TrainingArguments, state: TrainerState) -> Policy | None:
-        """The policy of the checkpoint that training resumes from, or the one that was given."""
-        if state.global_step > 0:
-            for folder in (_checkpoint_folder(args, state), args.resume_from_checkpoint):
-                path = Path(folder) / POLICY_FILE if isinstance(folder, (str, Path)) else None
-                if path is not None and path.is_file():
-                    return Policy.load(path)
+        """The policy that was given, or the one of the checkpoint that training resumes from, with its profile."""
+        if isinstance(self._given, Policy):
+            return self._given
         if isinstance(self._given, (str, Path)):
             return Policy.load(self._given)
-        return self._given if isinstance(self._given, Policy) else None
+        folder = self._guard.checkpoint if self._guard is not None else args.resume_from_checkpoint
+        if folder is None:
+            return None
+        # The first rank decides, also where the others do not see its files: all ranks must profile, or none.
+        found = from_first_rank(lambda: load_from_checkpoint(folder, self.config.memory_budget))
+        policy, self.profile = found or (None, None)
+        return policy
 
     def _set_policy(self, args: TrainingArguments, state: TrainerState, model: Any, optimizer: Any) -> None:
         """Profile the last batch, solve, and follow the policy from the next step on."""
@@ -178,11 +187,8 @@ class AdaccCallback(TrainerCallback):
         self._batch_hook.remove()
         self._waiting = self._batch_hook = self._batch = None
         self._follow(model, policy, state.global_step)
-        if self._given is None and num_ranks() == 1:
-            self._rectifier = Rectifier(self.profile, policy, self.config)
         if state.is_world_process_zero:
-            self.profile.save(Path(args.output_dir) / PROFILE_FILE)
-            policy.save(Path(args.output_dir) / POLICY_FILE)
+            save_files(args.output_dir, policy, self.profile)
 
     def _solve(self) -> Policy:
         if callable(self._given):
@@ -192,6 +198,8 @@ class AdaccCallback(TrainerCallback):
     def _follow(self, model: Any, policy: Policy, step: int) -> None:
         self._handle = PolicyHandle(model, policy, self.config.block_classes)
         self.policy, self._policy_step = policy, step
+        if self._given is None and self.profile is not None and num_ranks() == 1:
+            self._rectifier = Rectifier(self.profile, policy, self.config)
         self._note(step, "policy", **self._predictions(policy))
         log.info("Adacc: %s", policy.summary())
 
@@ -205,7 +213,7 @@ class AdaccCallback(TrainerCallback):
         self._handle.replace(found.policy)
         self._note(step, "change", reason=found.reason, **self._predictions(found.policy))
         log.info("Adacc: policy changed at step %d (%s): %s", step, found.reason, found.policy.summary())
-        found.policy.save(Path(args.output_dir) / POLICY_FILE)
+        save_files(args.output_dir, self.policy, self.profile)
 
     def _check_called(self) -> None:
         """Report blocks whose function was never called: something replaced their forward at class level."""
@@ -245,10 +253,6 @@ class AdaccCallback(TrainerCallback):
 
     def __repr__(self) -> str:
         return f"AdaccCallback({self.config!r})"
-
-
-def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
-    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
 def _refuse_data_parallel(args: TrainingArguments) -> None:

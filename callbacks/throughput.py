@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from adacc_hf.callbacks.trainer_guard import TrainerGuard
+from adacc_hf.callbacks.training_log import add_to_log, is_training_log
+
 
 class ThroughputCallback(TrainerCallback):
     """Logs how fast the steps after the warm-up were.
@@ -25,12 +28,16 @@ class ThroughputCallback(TrainerCallback):
     def __init__(self, warmup_steps: int = 3) -> None:
         self.warmup_steps = warmup_steps
         """Steps left out at the start of training: caches, autotuning and profiling run in them."""
+        self._hook: Any = None
+        self._guard: TrainerGuard | None = None
         self._reset()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
+        self.detach()
         self._reset()
+        self._guard = TrainerGuard.around_caller(self, on_failure=self.detach)
         self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def on_step_begin(
@@ -56,7 +63,7 @@ class ThroughputCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        if not self._timed_steps or logs is None:
+        if not self._timed_steps or not is_training_log(logs):
             return
         metrics: dict[str, float] = {
             "throughput/tokens_per_second": self._tokens / self._seconds,
@@ -65,20 +72,24 @@ class ThroughputCallback(TrainerCallback):
         if torch.cuda.is_available():
             metrics["throughput/peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-        logs.update(metrics)
-        if state.log_history:
-            state.log_history[-1].update(metrics)
+        add_to_log(logs, state, metrics)
         self._tokens = self._timed_steps = 0
         self._seconds = 0.0
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self.detach()
+
+    def detach(self) -> None:
+        """Take everything off the model and the Trainer. Harmless when nothing is on."""
         if self._hook is not None:
             self._hook.remove()
+        if self._guard is not None:
+            self._guard.leave(self)
+        self._hook = self._guard = None
 
     def _reset(self) -> None:
-        self._hook: Any = None
         self._num_steps = self._timed_steps = self._tokens = self._tokens_in_step = 0
         self._seconds = 0.0
         self._started = 0.0
