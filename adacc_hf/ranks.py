@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
 from adacc_hf.errors import AdaccError
-from adacc_hf.policy import Policy
-from adacc_hf.profile import Profile
+
+if TYPE_CHECKING:
+    from adacc_hf.profile import Profile
+
+T = TypeVar("T")
 
 
 def num_ranks() -> int:
@@ -25,19 +30,41 @@ def least_over_ranks(profile: Profile) -> Profile:
     return replace(profile, available_bytes=min(available))
 
 
-def from_first_rank(solve: Callable[[], Policy]) -> Policy:
-    """The policy that the first rank solves, on every rank; an error there is raised everywhere."""
+def from_first_rank(make: Callable[[], T]) -> T:
+    """What `make` returns on the first rank, on every rank; an error there is raised everywhere."""
     if num_ranks() == 1:
-        return solve()
-    message: list[object] = [None]
+        return make()
     if dist.get_rank() == 0:
         try:
-            message[0] = solve().to_json()
+            result = make()
         except Exception as error:
-            message[0] = error
+            dist.broadcast_object_list([None, _sendable(error)], src=0)
+            raise
+        dist.broadcast_object_list([result, None], src=0)
+        return result
+    message: list[Any] = [None, None]
     dist.broadcast_object_list(message, src=0)
-    if isinstance(message[0], Exception):
-        raise message[0]
-    if message[0] is None:
-        raise AdaccError("the first rank sent no policy")
-    return Policy.from_json(message[0], "the policy of the first rank")
+    if message[1] is not None:
+        raise _rebuilt(*message[1])
+    return message[0]
+
+
+SentError = tuple[type[Exception], tuple[Any, ...], dict[str, Any]]
+"""An error's class, arguments and attributes: an error itself does not survive pickling if its class takes arguments of
+its own, and a message that fails to arrive leaves the other ranks waiting for ever."""
+
+
+def _sendable(error: Exception) -> SentError:
+    """The parts of `error`; of one that says the same where they cannot be pickled."""
+    parts = (type(error), error.args, vars(error))
+    try:
+        _rebuilt(*pickle.loads(pickle.dumps(parts)))
+    except Exception:
+        return AdaccError, (f"the first rank failed with {type(error).__name__}: {error}",), {}
+    return parts
+
+
+def _rebuilt(kind: type[Exception], args: tuple[Any, ...], attributes: dict[str, Any]) -> Exception:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
