@@ -222,3 +222,11 @@ def test_group_sizes_compile_for_odd_widths(launches: list[Launch]) -> None:
         channel_int4_triton.encode(torch.ones(7, 33), group_size, -1 / 8, "nearest", 1)
     for launch in launches:
         assert _compile(launch, TARGETS["sm_90"]).asm["ptx"]
+
+
+def test_a_seed_is_never_a_constant_of_a_kernel() -> None:
+    """Triton would otherwise build a kernel anew for a seed of 1 and for multiples of 16."""
+    for module in MODULES:
+        for name, kernel in vars(module).items():
+            if name.endswith("_kernel") and "seed" in kernel.arg_names:
+                assert kernel.params[kernel.arg_names.index("seed")].do_not_specialize, f"{module.__name__}.{name}"

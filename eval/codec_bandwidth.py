@@ -1,0 +1,247 @@
+"""How fast the codecs are, as bytes moved per second beside a copy of the same tensor in the same run.
+
+    python -m adacc_hf.eval.codec_bandwidth --model gpt2-117m --dtype bfloat16
+    python -m adacc_hf.eval.codec_bandwidth --device cuda --tokens 8192 --model llama-7b --compile
+
+Encoding must read the tensor and write the payload, decoding the reverse; a copy reads and writes the tensor. Caches
+are flushed before every sample. Beside the codecs stand what else one could use: the plain torch reference,
+torch.compile of it (--compile), and bitsandbytes where it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adacc_hf.eval.records import RedGateError, Settings, Spread, add_settings, markdown_table, save_record
+from adacc_hf.kernels import outlier_int4
+from adacc_hf.kernels.codecs import Codec, get_codec
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# More than any last-level cache so far: 256 MiB on a GPU, 64 MiB on a CPU.
+FLUSH_BYTES = {"cuda": 256 * 2**20, "cpu": 64 * 2**20}
+WARM_UPS = 2
+# A codec off by more is broken, not lossy: per-token INT4 is off by 0.35 on such outliers, nonsense by 1 and more.
+GATE_ERROR = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Sizes of a transformer block."""
+
+    width: int
+    inner: int
+    heads: int
+
+
+BLOCKS = {
+    "gpt2-117m": Block(width=768, inner=3072, heads=12),
+    "gpt2-345m": Block(width=1024, inner=4096, heads=16),
+    "gpt2-4.7b": Block(width=3072, inner=12288, heads=24),
+    "llama-7b": Block(width=4096, inner=11008, heads=32),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measurement. Times are medians in milliseconds, with the 20th and 80th percentile in the record."""
+
+    what: str
+    shape: tuple[int, ...]
+    dtype: str
+    tensor_bytes: int
+    payload_bytes: int
+    copy_ms: Spread
+    encode_ms: Spread
+    decode_ms: Spread
+
+    def gigabytes_per_s(self, spread: Spread) -> float:
+        return (self.tensor_bytes + self.payload_bytes) / spread.median / 1e6
+
+    def copy_gigabytes_per_s(self) -> float:
+        return 2 * self.tensor_bytes / self.copy_ms.median / 1e6
+
+    def cells(self) -> dict[str, str]:
+        """One line of the table."""
+        cells = {
+            "codec": self.what,
+            "shape": " x ".join(map(str, self.shape)),
+            "dtype": self.dtype,
+            "MiB": f"{self.tensor_bytes / 2**20:.1f}",
+            "rate": f"{self.tensor_bytes / self.payload_bytes:.2f}",
+            "copy GB/s": f"{self.copy_gigabytes_per_s():.1f}",
+        }
+        for name, spread in (("encode", self.encode_ms), ("decode", self.decode_ms)):
+            speed = self.gigabytes_per_s(spread)
+            cells[f"{name} GB/s"] = f"{speed:.1f}"
+            cells[f"{name} / copy GB/s"] = f"{speed / self.copy_gigabytes_per_s():.0%}"
+            cells[f"{name} time / copy"] = f"{spread.median / self.copy_ms.median:.2f}"
+        return cells
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something that compresses: its name, and functions from tensor to tensors and back."""
+
+    name: str
+    encode: Callable[[Tensor], Any]
+    decode: Callable[[Any], Tensor]
+    nbytes: Callable[[Any], int]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", choices=sorted(BLOCKS), nargs="+", default=["gpt2-117m"], help="block sizes")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of a micro-batch")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), nargs="+", default=["float32"])
+    parser.add_argument("--samples", type=int, default=20, help="measurements of each time, at least 1")
+    parser.add_argument("--compile", action="store_true", help="also torch.compile of the reference: takes a minute")
+    add_settings(parser, "codec_bandwidth")
+    parsed = parser.parse_args(arguments)
+    if parsed.tokens < 1 or parsed.samples < 1:
+        parser.error(f"--tokens={parsed.tokens} and --samples={parsed.samples} must be 1 or more")
+    settings = Settings.from_arguments(parsed)
+    rows = [
+        row
+        for model in parsed.model
+        for dtype in parsed.dtype
+        for row in measure(BLOCKS[model], DTYPES[dtype], parsed.tokens, parsed.samples, parsed.compile, settings)
+    ]
+    print(markdown_table([row.cells() for row in rows]))
+    run_info = {"model": parsed.model, "dtype": parsed.dtype, "tokens": parsed.tokens, "samples": parsed.samples}
+    save_record(settings, run_info, {"rows": [asdict(row) for row in rows]})
+
+
+def measure(
+    block: Block, dtype: torch.dtype, tokens: int, samples: int, with_compile: bool, settings: Settings
+) -> Iterator[Row]:
+    """A row for every codec on the activation of the block that it is made for, and for its rivals."""
+    generator = torch.Generator().manual_seed(settings.seed)
+    inner = torch.randn(tokens, block.inner, generator=generator)
+    inner[:, :: block.inner // 8] *= 50  # eight outlier channels
+    inner = inner.to(dtype).to(settings.device)
+    qkv = torch.randn(tokens, 3 * block.width, generator=generator).to(dtype).to(settings.device)
+    sequence = min(tokens, 512)
+    scores = torch.randn(block.heads, sequence, sequence, generator=generator)
+    softmax = scores.softmax(-1).to(dtype).to(settings.device)
+    mask = (scores > -1.2).to(settings.device)
+    activations = {
+        "outlier_int4": inner,
+        "token_int4": inner,
+        "int8": inner,
+        "channel_int4": qkv,
+        "asymmetric_int4": softmax,
+        "bitmask": mask,
+    }
+    for name, tensor in activations.items():
+        yield time_contender(_codec(get_codec(name)), tensor, samples)
+    yield time_contender(_codec(get_codec("outlier_int4", num_outliers=8)), inner, samples)
+    yield time_contender(_codec(get_codec("outlier_int4", rounding="stochastic")), inner, samples)
+    for rival in rivals(inner, with_compile):
+        yield time_contender(rival, inner, samples)
+
+
+def time_contender(contender: Contender, tensor: Tensor, samples: int) -> Row:
+    """One row. Raises RedGateError if what comes back is not close to what went in."""
+    payload = contender.encode(tensor)
+    difference = (contender.decode(payload).float() - tensor.float()).norm() / tensor.float().norm()
+    if not float(difference) < GATE_ERROR:
+        raise RedGateError(f"{contender.name} is off by {float(difference):.3f} of the tensor's norm: not timed")
+    target = torch.empty_like(tensor)
+    device = tensor.device.type
+    return Row(
+        what=contender.name,
+        shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        tensor_bytes=tensor.nbytes,
+        payload_bytes=contender.nbytes(payload),
+        copy_ms=Spread.of(sample_ms(lambda: target.copy_(tensor), device, samples)),
+        encode_ms=Spread.of(sample_ms(lambda: contender.encode(tensor), device, samples)),
+        decode_ms=Spread.of(sample_ms(lambda: contender.decode(payload), device, samples)),
+    )
+
+
+@torch.no_grad()
+def sample_ms(run: Callable[[], object], device: str, samples: int) -> list[float]:
+    """Times of `run`, each with cold caches."""
+    flush = torch.empty(FLUSH_BYTES[device], dtype=torch.uint8, device=device)
+    times = []
+    for index in range(-WARM_UPS, samples):
+        flush.zero_()
+        elapsed = _cuda_ms(run) if device == "cuda" else _cpu_ms(run)
+        if index >= 0:
+            times.append(elapsed)
+    return times
+
+
+def _cpu_ms(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return (time.perf_counter() - start) * 1e3
+
+
+def _cuda_ms(run: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def _codec(codec: Codec) -> Contender:
+    changed = {name: value for name, value in codec.options.items() if value != get_codec(codec.name).options[name]}
+    suffix = "".join(f" {name}={value}" for name, value in changed.items())
+    return Contender(codec.name + suffix, codec.encode, codec.decode, lambda payload: payload.nbytes)
+
+
+def rivals(tensor: Tensor, with_compile: bool) -> Iterator[Contender]:
+    """What a user would pick instead of outlier_int4."""
+    shape, dtype, factor = tuple(tensor.shape), tensor.dtype, -1 / 8
+
+    def encode(x: Tensor) -> tuple[Tensor, ...]:
+        return outlier_int4.encode_ref(x, None, 64, factor, "nearest", 0)
+
+    def decode(tensors: tuple[Tensor, ...]) -> Tensor:
+        return outlier_int4.decode_ref(shape, dtype, factor, *tensors)
+
+    def nbytes(tensors: tuple[Tensor, ...]) -> int:
+        return sum(t.nbytes for t in tensors)
+
+    yield Contender("plain torch reference", encode, decode, nbytes)
+    if with_compile:
+        compiled = (torch.compile(function, dynamic=False, fullgraph=True) for function in (encode, decode))
+        yield Contender("torch.compile of the reference", *compiled, nbytes)
+    if importlib.util.find_spec("bitsandbytes"):
+        yield from _bitsandbytes()
+
+
+def _bitsandbytes() -> Iterator[Contender]:
+    from bitsandbytes import functional
+
+    def nbytes(pair: tuple[Tensor, Any]) -> int:
+        return pair[0].nbytes + pair[1].absmax.nbytes
+
+    yield Contender(
+        "bitsandbytes quantize_4bit nf4",
+        lambda x: functional.quantize_4bit(x, blocksize=64, quant_type="nf4"),
+        lambda pair: functional.dequantize_4bit(*pair),
+        nbytes,
+    )
+    yield Contender(
+        "bitsandbytes quantize_blockwise",
+        lambda x: functional.quantize_blockwise(x, blocksize=256),
+        lambda pair: functional.dequantize_blockwise(*pair),
+        nbytes,
+    )
+
+
+if __name__ == "__main__":
+    main()

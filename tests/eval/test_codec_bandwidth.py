@@ -1,0 +1,64 @@
+"""The benchmark: what it counts, what it refuses to time, and that it runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from adacc_hf.eval import codec_bandwidth
+from adacc_hf.eval.codec_bandwidth import Contender, Row, main, time_contender
+from adacc_hf.eval.records import RedGateError, Spread
+
+
+def test_bytes_moved_are_tensor_and_payload() -> None:
+    spread = {ms: Spread.of([ms]) for ms in (1.0, 2.0, 4.0)}
+    row = Row(
+        what="half",
+        shape=(1000, 1000),
+        dtype="float32",
+        tensor_bytes=4_000_000,
+        payload_bytes=2_000_000,
+        copy_ms=spread[1.0],
+        encode_ms=spread[2.0],
+        decode_ms=spread[4.0],
+    )
+    cells = row.cells()
+    assert cells["rate"] == "2.00"
+    assert cells["copy GB/s"] == "8.0"
+    assert cells["encode GB/s"] == "3.0"
+    assert cells["encode / copy GB/s"] == "38%"  # 3.0 / 8.0
+    assert cells["decode time / copy"] == "4.00"
+
+
+def test_a_broken_codec_is_not_timed() -> None:
+    broken = Contender("broken", lambda x: x, torch.zeros_like, lambda x: x.nbytes)
+    with pytest.raises(RedGateError, match=r"broken is off by 1.000 of the tensor's norm: not timed"):
+        time_contender(broken, torch.ones(8, 8), samples=1)
+
+
+def test_every_codec_and_rival_gets_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(codec_bandwidth.FLUSH_BYTES, "cpu", 1024)
+    threads = torch.get_num_threads()
+    output = tmp_path / "bandwidth.json"
+    try:
+        main(["--tokens", "8", "--samples", "1", "--dtype", "bfloat16", "float32", "--output", str(output)])
+    finally:
+        torch.set_num_threads(threads)
+    rows = json.loads(output.read_text())["train_info"]["rows"]
+    names = {row["what"] for row in rows}
+    codecs = {"outlier_int4", "token_int4", "int8", "channel_int4", "asymmetric_int4", "bitmask"}
+    assert names >= codecs | {"plain torch reference", "outlier_int4 num_outliers=8"}
+    assert {row["dtype"] for row in rows if row["what"] == "int8"} == {"bfloat16", "float32"}
+    assert all(row["encode_ms"]["median"] > 0 for row in rows)
+    table = capsys.readouterr().out
+    assert table.count("\n") == len(rows) + 2
+    assert "encode / copy GB/s" in table
+
+
+def test_sizes_below_one_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--tokens", "0"])
+    assert "--tokens=0 and --samples=20 must be 1 or more" in capsys.readouterr().err
