@@ -17,7 +17,7 @@ using u32 = std::uint32_t;
 using u64 = std::uint64_t;
 
 constexpr int64_t MAX_GROUP = 1024;  // _symmetric.GROUP_SIZES
-constexpr int64_t TILE = 64;         // columns taken together by the channel-wise codec: two tiles of 64 rows fit in L1
+constexpr int64_t TILE = 256;        // columns taken together by the channel-wise codec: 64 measured 1.4 times slower
 
 template <class To, class From>
 inline To bit_cast(From from) {

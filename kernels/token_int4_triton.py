@@ -98,6 +98,7 @@ def _encode_long_kernel(
     seed,
     STOCHASTIC: tl.constexpr,
     SIGNED: tl.constexpr,
+    CHUNKS: tl.constexpr,
     T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -107,14 +108,16 @@ def _encode_long_kernel(
     high_x, high_index = _load(x_ptr, high, rows, columns, 0, T, BLOCK)
     low_keys = peak_keys(low_x, SIGNED)
     high_keys = peak_keys(high_x, SIGNED)
-    for start in range(BLOCK, columns, BLOCK):
+    for chunk in range(1, CHUNKS):
+        start = chunk * BLOCK
         low_x, low_index = _load(x_ptr, low, rows, columns, start, T, BLOCK)
         high_x, high_index = _load(x_ptr, high, rows, columns, start, T, BLOCK)
         low_keys = tl.maximum(low_keys, peak_keys(low_x, SIGNED))
         high_keys = tl.maximum(high_keys, peak_keys(high_x, SIGNED))
     low_inverse = _finish_rows(low_keys, peaks_ptr, low, pairs, factor, low_x.dtype, T)
     high_inverse = _finish_rows(high_keys, peaks_ptr, high, 2 * pairs, factor, high_x.dtype, T)
-    for start in range(0, columns, BLOCK):
+    for chunk in range(CHUNKS):
+        start = chunk * BLOCK
         low_x, low_index = _load(x_ptr, low, rows, columns, start, T, BLOCK)
         high_x, high_index = _load(x_ptr, high, rows, columns, start, T, BLOCK)
         codes = _codes(low_x, low_index, low_inverse, seed, STOCHASTIC)
@@ -165,10 +168,12 @@ def encode(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[Tenso
     # Chunks are small because the long kernel keeps two of them: blocks of 8192 spilled registers on sm_100.
     block = triton.next_power_of_2(columns) if whole else TILE_ELEMENTS
     tile = max(1, TILE_ELEMENTS // block)
+    # A constant, because the interpreter of Triton 3.6 cannot loop up to an argument.
+    chunks = {} if whole else {"CHUNKS": cdiv(columns, block)}
     launch(
         _encode_kernel if whole else _encode_long_kernel, (cdiv(pairs, tile),), x_RC, codes, peaks,
         rows, columns, pairs, factor, seed,
-        tile=tile * block, STOCHASTIC=rounding == "stochastic", SIGNED=factor < 0, T=tile, BLOCK=block,
+        tile=tile * block, STOCHASTIC=rounding == "stochastic", SIGNED=factor < 0, T=tile, BLOCK=block, **chunks,
     )  # fmt: skip
     return codes, peaks
 
