@@ -33,7 +33,7 @@ def call_key(block: nn.Module, paths: StatePaths, args: Args, kwargs: Kwargs) ->
     """What the operators of a call depend on, as far as it can be told without running it (rule R8).
 
     Shapes, strides, dtypes, offsets and gradients of the tensor arguments, which of them share a storage, numbers and
-    names among the other arguments, autocast, and which parameters want gradients.
+    names among the other arguments, containers searched, autocast, and which parameters want gradients.
     """
     storages: dict[int, int] = {}
     tensors = []
@@ -71,6 +71,10 @@ def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) 
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(_plain(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((name, _plain(item)) for name, item in value.items())
     return value if isinstance(value, (bool, int, float, str)) else None
 
 

@@ -59,6 +59,7 @@ class TapeLibrary:
     def __init__(self) -> None:
         self._tapes: dict[str, Tape] = {}
         self._compiled: dict[tuple[str, tuple], CompiledPlan] = {}
+        self._warned: set[str] = set()
 
     def verified(self, recorder: Recorder) -> Tape:
         """The tape of what `recorder` saw; replay is verified for the first of its kind."""
@@ -75,6 +76,12 @@ class TapeLibrary:
         if key not in self._compiled:
             self._compiled[key] = CompiledPlan(tape, choices, shared)
         return self._compiled[key]
+
+    def warn_untrusted(self, name: str, tape: Tape) -> None:
+        """Say once per kind that torch's checkpoint takes over."""
+        if tape.structure not in self._warned:
+            self._warned.add(tape.structure)
+            log.warning("Adacc: block %s and others like it are run under torch's checkpoint: %s", name, tape.untrusted)
 
     def learn_order(self, tape: Tape, order: list[int]) -> None:
         """From now on expect backward to ask for the slots of `tape` in `order`."""
@@ -165,7 +172,7 @@ class FollowPlan:
 
     def _entry(self, tape: Tape) -> Entry:
         if tape.untrusted is not None:
-            log.warning("Adacc: block %s is run under torch's checkpoint instead: %s", self.name, tape.untrusted)
+            self.library.warn_untrusted(self.name, tape)
             return Entry(None, {})
         choices = self._choices(tape)
         shared = frozenset(

@@ -64,7 +64,8 @@ def operator_times(tape: Tape, bases: Sequence[torch.Tensor]) -> list[float]:
     environment: Environment = [None if value.overwritten else bases[value.index] for value in tape.values]
     times = []
     for operator in tape.operators:
-        ready = not operator.random and all(environment[value] is not None for value in operator.inputs())
+        ready = not tape.recomputable.isdisjoint(operator.made())
+        ready = ready and all(environment[value] is not None for value in operator.inputs())
         times.append(_operator_ms(tape, operator, environment) if ready else 0.0)
     return times
 

@@ -50,6 +50,8 @@ class Recorder(TorchDispatchMode):
         key = tensor.untyped_storage()._cdata
         if key not in self._current:
             self._know(tensor, Source("unknown", ()))
+        if self.untrusted is None and (tensor.is_conj() or tensor.is_neg()):
+            self.untrusted = "a tensor is conjugated or negated lazily, which its storage does not show"
         return TensorRef(self._current[key], geometry_of(tensor), tensor.dtype)
 
     def save(self, tensor: torch.Tensor) -> int:
@@ -82,7 +84,7 @@ class Recorder(TorchDispatchMode):
         drawing = _Drawing(func, args, kwargs)
         result = func(*args, **kwargs)
         drew = drawing.happened()
-        self._check_trust(func)
+        self._check_trust(func, args)
         self._note(func, recorded_args, recorded_kwargs, _written_tensors(func, args, kwargs), result, drew)
         return result
 
@@ -123,8 +125,8 @@ class Recorder(TorchDispatchMode):
             )
         )
 
-    def _check_trust(self, func: Any) -> None:
-        if self.untrusted is None and _READS_DATA.intersection(func.tags):
+    def _check_trust(self, func: Any, args: tuple[Any, ...]) -> None:
+        if self.untrusted is None and _READS_DATA.intersection(func.tags) and _by_data(func, args):
             self.untrusted = f"{func} reads data into Python or makes a size that depends on data"
         if self.untrusted is None and func._schema.name in _MOVES_STORAGE:
             self.untrusted = f"{func} puts another storage under a tensor"
@@ -188,6 +190,13 @@ def _leaves(path: tuple[Any, ...], tree: Any) -> Iterator[tuple[tuple[Any, ...],
             yield from _leaves((*path, key), item)
 
 
+def _by_data(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operator that may read data to find its result's size does so: indexing does with masks only."""
+    if func._schema.name != "aten::index":
+        return True
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+
+
 def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Tensor arguments that the operator's schema declares as written, one per storage."""
     written: dict[int, torch.Tensor] = {}
@@ -204,14 +213,16 @@ def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 class _Drawing:
     """Finds out whether one operator draws random numbers, by the state of the generator before and after.
 
-    The tag alone says too much: fused attention carries it, and draws only with dropout.
+    The tag alone says too much: fused attention carries it, and draws only with dropout. Operators from outside torch may
+    lack it.
     """
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves = tree_leaves((args, kwargs))
         self._own_generator = any(isinstance(leaf, torch.Generator) for leaf in leaves)
         self._device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
-        self._before = self._state() if torch.Tag.nondeterministic_seeded in func.tags else None
+        may_draw = torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten"
+        self._before = self._state() if may_draw else None
 
     def happened(self) -> bool:
         return self._own_generator or (self._before is not None and self._state() != self._before)
