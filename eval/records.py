@@ -1,0 +1,151 @@
+"""What every runner leaves: one JSON file with its figures and the conditions, and one Markdown table."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import adacc_hf
+from adacc_hf.errors import AdaccError
+from adacc_hf.files import write_json
+
+DEFAULT_FOLDER = Path("runs/eval")
+
+
+class RedGateError(AdaccError):
+    """What is to be measured gives wrong results, so that its speed means nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """The 20th, 50th and 80th percentile of something measured several times."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Spread:
+        """The spread of at least one sample."""
+        if len(samples) == 1:
+            return cls(low=samples[0], median=samples[0], high=samples[0])
+        fifths = statistics.quantiles(samples, n=5, method="inclusive")
+        return cls(low=fifths[0], median=statistics.median(samples), high=fifths[3])
+
+    def text(self, digits: int) -> str:
+        return f"{self.median:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings that all runners share."""
+
+    seed: int = 0
+    threads: int = 1
+    device: str = "cpu"
+    notes: str = ""
+    """Free text for the record, the state of the machine say."""
+    output: Path
+
+    @classmethod
+    def from_arguments(cls, arguments: argparse.Namespace) -> Settings:
+        """Takes effect at once: torch gets the number of threads. Raises ValueError for a device that is not there."""
+        settings = cls(**{name: getattr(arguments, name) for name in cls.__dataclass_fields__})
+        if settings.threads < 1:
+            raise ValueError(f"--threads={settings.threads} must be 1 or more")
+        if settings.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device=cuda was asked for and torch sees no CUDA device: use --device=cpu")
+        torch.set_num_threads(settings.threads)
+        return settings
+
+
+def add_settings(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add the shared options of runner `name` to its parser."""
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and dropout")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--notes", default="", help="text to keep in the record, the state of the machine say")
+    parser.add_argument("--output", type=Path, default=DEFAULT_FOLDER / f"{name}.json", help="the JSON file to write")
+
+
+def save_record(settings: Settings, run_info: dict[str, Any], train_info: dict[str, Any]) -> None:
+    """Write the runner's JSON: its configuration, its figures, and where they come from."""
+    shared = {name: value for name, value in asdict(settings).items() if name not in ("output", "notes")}
+    record = {"run_info": {**run_info, **shared}, "train_info": to_json(train_info), "meta_info": meta_info(settings)}
+    write_json(settings.output, record)
+
+
+def to_json(figures: Any) -> Any:
+    """`figures` with records such as Spread as plain dicts, all the way down."""
+    if is_dataclass(figures):
+        return asdict(figures)
+    if isinstance(figures, Mapping):
+        return {name: to_json(value) for name, value in figures.items()}
+    if isinstance(figures, (list, tuple)):
+        return [to_json(value) for value in figures]
+    return figures
+
+
+def meta_info(settings: Settings) -> dict[str, Any]:
+    """Where and when a record was made, and with which versions."""
+    return {
+        "status": "complete",
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted_changes": None if (changed := _git("status", "--porcelain", "-uno")) is None else bool(changed),
+        "device": torch.cuda.get_device_name() if settings.device == "cuda" else _processor(),
+        "seeds": [settings.seed],
+        "versions": {
+            "adacc_hf": adacc_hf.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "notes": settings.notes,
+    }
+
+
+def markdown_table(rows: Sequence[dict[str, str]]) -> str:
+    """The rows as Markdown with aligned columns: the first to the left, the others to the right."""
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
+    first = next(iter(widths))
+    lines = [{name: name for name in widths}]
+    lines.append({name: "-" * width if name == first else "-" * (width - 1) + ":" for name, width in widths.items()})
+    lines += rows
+    align = {name: str.ljust if name == first else str.rjust for name in widths}
+    return "\n".join(
+        f"| {' | '.join(align[name](line[name], width) for name, width in widths.items())} |" for line in lines
+    )
+
+
+def _git(*arguments: str) -> str | None:
+    """The output of git in the source checkout; None where the package is installed without one, or git is missing."""
+    root = Path(adacc_hf.__file__).parents[1]
+    if not (root / "setup.cfg").is_file():
+        return None
+    try:
+        return subprocess.run(
+            ["git", "-C", str(root), *arguments], check=True, capture_output=True, text=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _processor() -> str:
+    """The CPU's name and its number of cores."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {len(names) or 1} cores"
