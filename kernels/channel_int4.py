@@ -2,7 +2,8 @@
 
 A channel is an index of the last dimension. One scale serves `group_size` consecutive rows of one channel rather than
 all rows: the scale is then known within one tile, so that encoding reads the tensor once, and it follows the data
-more closely.
+more closely. Rows are taken in memory order: heads that attention transposed are encoded where they lie. Only a view
+whose last dimension is not the innermost in memory is copied first.
 """
 
 import torch
