@@ -14,8 +14,8 @@ from text_packing import stack_sequences
 from train_methods import method_callbacks
 from transformers import PreTrainedModel, Trainer, TrainingArguments, set_seed
 
-from adacc_hf import AdaccCallback, AdaccConfig, Profile
-from adacc_hf.callbacks.adacc import POLICY_FILE, PROFILE_FILE
+from adacc_hf import AdaccCallback, AdaccConfig
+from adacc_hf.callbacks.adacc import POLICY_FILE
 from adacc_hf.report import write_report
 
 log = logging.getLogger(__name__)
@@ -111,17 +111,12 @@ def train_once(run: PreparedRun, method: str, memory_budget: str, output_dir: st
 def save_report(finished: FinishedRun, folder: str, comparison: list[dict[str, Any]] | None = None) -> None:
     """Writes report.md and report.html with the policy of `finished` into `folder`."""
     callback = finished.callback
-    profile = callback.profile or _earlier_profile(folder)
-    if profile is None:
-        log.warning("no report: a resumed run does not profile again, and %s has no %s", folder, PROFILE_FILE)
+    if callback.profile is None:
+        log.warning("no report: the checkpoint that this run was resumed from has a policy but no profile")
         return
-    write_report(folder, profile=profile, policy=callback.policy, history=callback.history, comparison=comparison)
-
-
-def _earlier_profile(folder: str) -> Profile | None:
-    """The profile that the run left in `folder` before it was resumed there."""
-    path = Path(folder, PROFILE_FILE)
-    return Profile.load(path) if path.is_file() else None
+    write_report(
+        folder, profile=callback.profile, policy=callback.policy, history=callback.history, comparison=comparison
+    )
 
 
 def final_train_loss(trainer: Trainer) -> float:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adacc_hf import Policy
+from adacc_hf.callbacks.adacc import PROFILE_FILE
 
 RECIPE = Path(gpt2_pile.__file__)
 CHECKPOINT = "(a folder with a checkpoint)"
@@ -100,19 +101,19 @@ def test_a_report_is_left_beside_the_policy(tiny_run: list[str], tmp_path: Path)
         assert "recompute" in (tmp_path / "run" / name).read_text()
 
 
-@pytest.mark.parametrize("same_folder", [True, False])
-def test_a_resumed_run_reports_with_the_earlier_profile(
-    same_folder: bool, tiny_run: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("has_profile", [True, False])
+def test_a_resumed_run_reports_with_the_profile_of_its_checkpoint(
+    has_profile: bool, tiny_run: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     pytest.importorskip("matplotlib")
+    checkpoint = tmp_path / "run" / "checkpoint-4"
     argv = with_setting(tiny_run, method="adacc", memory_budget="0.5")
     gpt2_pile.main(with_setting(argv, report=False))
-    folder = tmp_path / ("run" if same_folder else "elsewhere")
-    gpt2_pile.main(
-        with_setting(argv, output_dir=folder, resume_from_checkpoint=tmp_path / "run" / "checkpoint-4", max_steps=5)
-    )
-    assert (folder / "report.md").exists() == same_folder
-    assert ("a resumed run does not profile again" in caplog.text) == (not same_folder)
+    if not has_profile:
+        (checkpoint / PROFILE_FILE).unlink()
+    gpt2_pile.main(with_setting(argv, output_dir=tmp_path / "resumed", resume_from_checkpoint=checkpoint, max_steps=5))
+    assert (tmp_path / "resumed" / "report.md").exists() == has_profile
+    assert ("has a policy but no profile" in caplog.text) == (not has_profile)
 
 
 @pytest.mark.parametrize(
