@@ -66,7 +66,7 @@ class AdaccCallback(TrainerCallback):
         """The policy in force, once it is set."""
         self.profile: Profile | None = None
         self.history: list[dict[str, Any]] = []
-        """What happened in the last run: dicts with `step`, `event` ("policy", "tracking", "change") and its figures."""
+        """What happened in the last run: dicts of `step`, `event` ("policy", "tracking", "change") and its figures."""
         self._given = policy
         self._handle: PolicyHandle | None = None
         self._waiting: Installation | None = None

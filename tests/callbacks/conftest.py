@@ -1,0 +1,161 @@
+"""A GPT-2 that trains in milliseconds, and Trainers around it whose runs can be compared bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+
+LOSSLESS = {"memory_budget": 0.6, "actions": ("retain", "recompute")}
+"""Settings under which training is bit-equal to plain training, and the tiny model has something to recompute."""
+
+
+class Tokens(torch.utils.data.Dataset):
+    """Random sequences of 32 tokens out of 97, the same on every run."""
+
+    def __init__(self, num_sequences: int = 64, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.ids = torch.randint(0, 97, (num_sequences, 32), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+@dataclass
+class Run:
+    """What a training run left."""
+
+    trainer: Trainer
+    logs: list[dict[str, Any]]
+
+    @property
+    def losses(self) -> list[float]:
+        return [log["loss"] for log in self.logs if "loss" in log]
+
+    @property
+    def eval_losses(self) -> list[float]:
+        return [log["eval_loss"] for log in self.logs if "eval_loss" in log]
+
+    @property
+    def gradient_norms(self) -> list[float]:
+        return [log["grad_norm"] for log in self.logs if "grad_norm" in log]
+
+    def assert_equals(self, other: Run) -> None:
+        """Every logged loss and gradient norm, and every final parameter, the same to the last bit."""
+        assert self.losses
+        assert self.losses == other.losses
+        assert self.eval_losses == other.eval_losses
+        assert self.gradient_norms == other.gradient_norms
+        mine, theirs = self.trainer.model.state_dict(), other.trainer.model.state_dict()
+        assert mine.keys() == theirs.keys()
+        different = [name for name in mine if not torch.equal(mine[name], theirs[name])]
+        assert not different
+
+
+def tiny_model(**settings: Any) -> GPT2LMHeadModel:
+    """GPT-2 with 2 layers of width 64, dropout 0.1, the same parameters every time."""
+    torch.manual_seed(1)
+    fields = {"n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 32, "vocab_size": 97, "loss_type": "ForCausalLM"}
+    return GPT2LMHeadModel(
+        GPT2Config(**{**fields, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, **settings})
+    )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """The model is too small for two threads to help: on a busy machine they only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def make_model():
+    return tiny_model
+
+
+@pytest.fixture(scope="session")
+def lossless():
+    """Keyword arguments of a callback that changes no bit."""
+    return LOSSLESS
+
+
+@pytest.fixture
+def make_trainer(tmp_path):
+    """`make_trainer(callbacks, model=None, trainer_class=Trainer, **arguments)`: a Trainer on the CPU for 5 steps."""
+
+    def make(
+        callbacks: list[TrainerCallback] | None = None,
+        model: PreTrainedModel | None = None,
+        trainer_class: type[Trainer] = Trainer,
+        **arguments: Any,
+    ) -> Trainer:
+        settings = {
+            "output_dir": str(tmp_path / "run"),
+            "report_to": "none",
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "max_steps": 5,
+            "logging_steps": 1,
+            "learning_rate": 1e-3,
+            "per_device_train_batch_size": 4,
+            "save_strategy": "no",
+            "seed": 3,
+        }
+        return trainer_class(
+            model=model if model is not None else tiny_model(),
+            args=TrainingArguments(**{**settings, **arguments}),
+            train_dataset=Tokens(),
+            eval_dataset=Tokens(8, seed=1),
+            callbacks=callbacks,
+        )
+
+    return make
+
+
+@pytest.fixture
+def train(make_trainer):
+    """`train(callbacks, resume=None, **arguments)`: a finished Run."""
+
+    def run(callbacks: list[TrainerCallback] | None = None, resume: Any = None, **arguments: Any) -> Run:
+        trainer = make_trainer(callbacks, **arguments)
+        trainer.train(resume_from_checkpoint=resume)
+        return Run(trainer, trainer.state.log_history)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def traces():
+    """`traces(trainer)`: everything that a callback could leave on a model or a Trainer, for comparison."""
+
+    def see(trainer: Trainer) -> dict[str, Any]:
+        handler = trainer.callback_handler
+        return {
+            "modules": {name: _attributes(module) for name, module in trainer.model.named_modules()},
+            "state": list(trainer.model.state_dict()),
+            "gradients": {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad},
+            "use_cache": trainer.model.config.use_cache,
+            "trainer": sorted(vars(trainer)),
+            "handler": sorted(vars(handler)),
+            "callbacks": [id(callback) for callback in handler.callbacks],
+            "callback attributes": [sorted(vars(callback)) for callback in handler.callbacks],
+        }
+
+    return see
+
+
+def _attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """The attributes of one module: hooks by number and function, and what stands in `__dict__` by its value."""
+    return {
+        name: sorted(map(repr, value.items())) if name.endswith("_hooks") else repr(value)
+        for name, value in vars(module).items()
+        if name not in ("_parameters", "_buffers", "_modules", "config", "generation_config")
+    }
