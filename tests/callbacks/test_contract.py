@@ -1,0 +1,101 @@
+"""What every callback of the package keeps to (a new one gets a row in CALLBACKS)."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import adacc_hf.callbacks
+from adacc_hf import AdaccConfig
+
+CALLBACKS = {
+    "AdaccCallback": {"memory_budget": 0.6, "actions": ("retain", "recompute")},
+    "ThroughputCallback": {"warmup_steps": 1},
+}
+"""Keyword arguments under which each callback has something to do in 5 steps of the tiny model."""
+
+CUDA_ONLY = {"throughput/peak_allocated_bytes"}
+
+
+@pytest.fixture(params=sorted(CALLBACKS))
+def callback(request):
+    return getattr(adacc_hf.callbacks, request.param)(**CALLBACKS[request.param])
+
+
+def documented_keys(callback) -> set[str]:
+    """The keys in the table of the class's docstring."""
+    return set(re.findall(r"^ *\| `(\w+/\w+)` \|", type(callback).__doc__, flags=re.MULTILINE))
+
+
+def test_every_exported_callback_is_held_to_the_contract():
+    assert sorted(CALLBACKS) == sorted(adacc_hf.callbacks.__all__)
+
+
+def test_constructs_without_arguments(callback):
+    assert isinstance(type(callback)(), type(callback))
+
+
+def test_can_be_given_as_a_class(train, callback):
+    run = train([type(callback)], max_steps=1)
+    assert any(isinstance(other, type(callback)) for other in run.trainer.callback_handler.callbacks)
+
+
+def test_trains_twice_with_one_instance(train, callback):
+    first, second = train([callback]), train([callback])
+    second.assert_equals(first)
+    assert documented_keys(callback) - CUDA_ONLY <= second.logs[-2].keys()
+
+
+def test_detach_is_idempotent(make_trainer, traces, callback):
+    callback.detach()
+    trainer = make_trainer([callback])
+    trainer.train()
+    before = traces(trainer)
+    callback.detach()
+    callback.detach()
+    assert traces(trainer) == before
+
+
+def test_repr_rebuilds_the_callback(callback):
+    rebuilt = eval(repr(callback), vars(adacc_hf.callbacks) | {"AdaccConfig": AdaccConfig})
+    assert repr(rebuilt) == repr(callback)
+    assert "at 0x" not in repr(callback)
+
+
+def test_documented_keys_are_logged_and_no_others(train, callback):
+    plain = {key for log in train().logs for key in log}
+    logged = {key for log in train([callback]).logs for key in log}
+    assert documented_keys(callback) - CUDA_ONLY == {key for key in logged - plain if key not in CUDA_ONLY}
+
+
+def test_logged_keys_are_numbers_and_reach_later_callbacks(train, callback):
+    from transformers import TrainerCallback
+
+    class Listener(TrainerCallback):
+        seen = None
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            self.seen = dict(logs) if "loss" in logs else self.seen
+
+    listener = Listener()
+    # The listener stands before the callback, as TensorBoard does.
+    train([listener, callback])
+    for key in documented_keys(callback) - CUDA_ONLY:
+        assert isinstance(listener.seen[key], (int, float))
+
+
+def test_logged_keys_reach_tensorboard(train, callback, tmp_path, monkeypatch):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "logs"))
+    train([callback], report_to="tensorboard")
+    events = accumulator.EventAccumulator(str(tmp_path / "logs"))
+    events.Reload()
+    assert {f"train/{key}" for key in documented_keys(callback) - CUDA_ONLY} <= set(events.Tags()["scalars"])
+
+
+def test_evaluation_results_are_left_alone(make_trainer, callback):
+    trainer = make_trainer([callback], eval_strategy="steps", eval_steps=4)
+    trainer.train()
+    keys = trainer.evaluate().keys() | {key for log in trainer.state.log_history if "eval_loss" in log for key in log}
+    assert not keys & documented_keys(callback)

@@ -1,0 +1,222 @@
+"""A model and its Trainer after train() are as plain training leaves them, also when the run fails."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback
+
+from adacc_hf import AdaccCallback, InfeasibleBudgetError
+from adacc_hf.callbacks import ThroughputCallback
+
+
+class PlannedError(Exception):
+    """Raised on purpose."""
+
+
+def raise_at_call(number: int, error: BaseException):
+    """A function that raises at its `number`-th call."""
+    calls = iter(range(1, 1000))
+
+    def function(*args, **kwargs):
+        if next(calls) == number:
+            raise error
+
+    return function
+
+
+def fail_in_forward(trainer: Trainer, number: int) -> None:
+    forward = trainer.model.transformer.h[1].mlp.forward
+    fail = raise_at_call(number, PlannedError("forward"))
+
+    def failing(hidden):
+        fail()
+        return forward(hidden)
+
+    trainer.model.transformer.h[1].mlp.forward = failing
+
+
+def fail_in_backward(trainer: Trainer, number: int) -> None:
+    fail = raise_at_call(number, PlannedError("backward"))
+    trainer.model.transformer.h[0].attn.c_attn.weight.register_hook(lambda gradient: fail())
+
+
+def fail_in_data_loader(trainer: Trainer, number: int) -> None:
+    fail = raise_at_call(number, PlannedError("data"))
+    collate = trainer.data_collator
+
+    def collating(samples):
+        fail()
+        return collate(samples)
+
+    trainer.data_collator = collating
+
+
+def interrupt_in_optimizer(trainer: Trainer, number: int) -> None:
+    trainer.add_callback(Failing("on_optimizer_step", number, KeyboardInterrupt()))
+
+
+FAILURES = {
+    "forward": fail_in_forward,
+    "backward": fail_in_backward,
+    "data": fail_in_data_loader,
+    "interrupt": interrupt_in_optimizer,
+}
+
+
+class Failing(TrainerCallback):
+    """Raises at the `number`-th call of `event`."""
+
+    def __init__(self, event: str, number: int = 1, error: BaseException | None = None) -> None:
+        setattr(self, event, raise_at_call(number, error or PlannedError(event)))
+
+
+@pytest.fixture
+def callbacks(lossless):
+    return [AdaccCallback(**lossless), ThroughputCallback(warmup_steps=1)]
+
+
+def assert_same_traces(left, expected) -> None:
+    """Two Trainers, with a model each, stand alike."""
+    for name in ("state", "gradients", "use_cache", "trainer", "handler"):
+        assert left[name] == expected[name], name
+    for name, attributes in expected["modules"].items():
+        assert _without_addresses(left["modules"][name]) == _without_addresses(attributes), name
+
+
+def _without_addresses(attributes: dict[str, str]) -> dict[str, str]:
+    """The addresses of objects, and the numbers of hooks, differ between two models."""
+    return {name: re.sub(r"0x[0-9a-f]+|\(\d+, ", "", str(value)) for name, value in attributes.items()}
+
+
+def failed_traces(trainer, traces):
+    with pytest.raises((PlannedError, KeyboardInterrupt)):
+        trainer.train()
+    return traces(trainer)
+
+
+def test_a_finished_run_leaves_no_trace(make_trainer, traces, callbacks):
+    trainer, plain = make_trainer(callbacks), make_trainer(callbacks)
+    for callback in callbacks:
+        plain.remove_callback(callback)
+    plain.train()
+    trainer.train()
+    for callback in callbacks:
+        trainer.remove_callback(callback)
+    assert_same_traces(traces(trainer), traces(plain))
+
+
+def test_the_order_of_callbacks_is_as_before(make_trainer, callbacks):
+    trainer = make_trainer(callbacks)
+    before = trainer.callback_handler.callbacks
+    order = list(before)
+    trainer.train()
+    assert trainer.callback_handler.callbacks is before
+    assert before == order
+
+
+@pytest.mark.parametrize("step", [1, 2, 4], ids=["first-step", "before-policy", "under-policy"])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_failed_run_leaves_no_trace(make_trainer, traces, callbacks, failure, step):
+    # Of two equal Trainers that fail alike the one without our callbacks says what may be left.
+    trainer, plain = make_trainer(callbacks), make_trainer()
+    for each in (trainer, plain):
+        FAILURES[failure](each, step)
+    left = failed_traces(trainer, traces)
+    expected = failed_traces(plain, traces)
+    assert_same_traces(left, expected)
+
+
+EVENTS = (
+    "on_train_begin", "on_epoch_begin", "on_step_begin", "on_substep_end", "on_step_end", "on_log", "on_evaluate",
+    "on_prediction_step", "on_save", "on_epoch_end", "on_train_end",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+@pytest.mark.parametrize("event", EVENTS)
+def test_another_callback_that_fails_leaves_no_trace(make_trainer, traces, callbacks, event, place):
+    settings = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 3, "save_steps": 3, "max_steps": 4}
+    order = (lambda ours: [Failing(event), *ours]) if place == "before" else (lambda ours: [*ours, Failing(event)])
+    trainer = make_trainer(order(callbacks), gradient_accumulation_steps=2, **settings)
+    plain = make_trainer(order([]), gradient_accumulation_steps=2, **settings)
+    before = traces(trainer)
+    left = failed_traces(trainer, traces)
+    assert_same_traces(left, failed_traces(plain, traces))
+    for name in ("callbacks", "callback attributes"):
+        assert left[name] == before[name], name
+
+
+def test_training_goes_on_after_a_failure(make_trainer, make_model, callbacks, lossless, train):
+    model = make_model()
+    trainer = make_trainer(callbacks, model=model)
+    trainer.add_callback(Failing("on_step_end", 4))
+    with pytest.raises(PlannedError):
+        trainer.train()
+    assert len(trainer.callback_handler.callbacks) == len(set(trainer.callback_handler.callbacks))
+    model.load_state_dict(make_model().state_dict())
+    train(callbacks, model=model).assert_equals(train())
+
+
+class OutOfMemoryOnce(Trainer):
+    """Runs out of memory at its 4th step of the first attempt."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.fail = raise_at_call(4, RuntimeError("CUDA out of memory."))
+
+    def training_step(self, *args, **kwargs):
+        self.fail()
+        return super().training_step(*args, **kwargs)
+
+
+def test_auto_find_batch_size_starts_over(make_trainer, make_model, traces, lossless, callbacks):
+    class CountBegins(TrainerCallback):
+        begins = 0
+
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.begins += 1
+
+    count = CountBegins()
+    trainer = make_trainer([*callbacks, count], trainer_class=OutOfMemoryOnce, auto_find_batch_size=True)
+    trainer.train()
+    assert count.begins == 2
+    assert callbacks[0].policy is not None
+    assert [event["step"] for event in callbacks[0].history] == [2]
+    assert not trainer.model._forward_pre_hooks
+    assert not {"_run_epoch", "_adacc_guard"} & vars(trainer).keys()
+
+
+def test_an_infeasible_budget_is_raised_from_train_and_leaves_the_model_clean(make_trainer, traces):
+    trainer, plain = make_trainer([AdaccCallback(memory_budget=0.01)]), make_trainer(max_steps=2)
+    with pytest.raises(
+        InfeasibleBudgetError, match=r"memory_budget=0\.01 .* the least possible is \d+ bytes"
+    ) as caught:
+        trainer.train()
+    plain.train()
+    assert f"least possible is {caught.value.smallest_budget_bytes} bytes" in str(caught.value)
+    assert_same_traces(traces(trainer), traces(plain))
+
+
+def test_the_smallest_feasible_budget_that_the_error_names_is_feasible(make_trainer):
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        make_trainer([AdaccCallback(memory_budget=0.01, tracking="off")]).train()
+    named = float(re.search(r"a fraction of (0\.\d+)", str(caught.value)).group(1))
+    callback = AdaccCallback(memory_budget=named, tracking="off")
+    make_trainer([callback]).train()
+    assert callback.policy.predicted_stored_bytes <= named * callback.profile.plain_stored_bytes
+
+
+def test_the_model_can_be_saved_whole_under_a_policy(make_trainer, lossless, tmp_path):
+    class SaveModel(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 4:
+                torch.save(model.transformer, tmp_path / "model.pt")
+
+    trainer = make_trainer([AdaccCallback(**lossless), SaveModel()])
+    trainer.train()
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    ids = torch.arange(8)[None]
+    assert loaded.eval()(ids).last_hidden_state.shape == (1, 8, 64)
