@@ -1,12 +1,10 @@
-"""How far each codec moves the gradient of a trained model: what tells codecs apart where the loss of a small run does not.
+"""How far each codec moves the gradient of a trained model. The loss of a small run hardly tells them apart.
 
     python -m adacc_hf.eval.gradient_error
 
 A GPT-2 with eager attention is trained on bytes. Then the gradient of some batches is taken with what the blocks save
-for backward put through a codec, and compared with the exact gradient by relative L2 error, everything as one vector.
-- By codec: every float tensor that a block saves, whatever its size, goes through that one codec in a plain pair of
-  saved-tensor hooks. Parameters are left alone and masks kept exactly, as under every scheme.
-- "layer-specific" is the paper's scheme (section 3.2) as the executor runs it, by AdaccConfig's default codecs.
+for backward compressed, and compared with the exact gradient by relative L2 error, everything as one vector.
+`codec_schemes` says what is compressed under each scheme.
 """
 
 from __future__ import annotations
@@ -14,47 +12,30 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import islice, product
-from typing import Any
+from dataclasses import asdict
+from itertools import islice, pairwise
 
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from adacc_hf import Action, Policy, apply_policy, profile_model
-from adacc_hf.blocks import find_blocks
+from adacc_hf.eval.codec_schemes import (
+    GROUP_SIZES,
+    LAYER_SPECIFIC,
+    NO_OUTLIERS,
+    RoundTrips,
+    Scheme,
+    codec_schemes,
+    layer_specific_schemes,
+    with_options,
+)
 from adacc_hf.eval.gradients import Gradients, compute_gradients, relative_error
 from adacc_hf.eval.records import Settings, add_settings, markdown_table, save_record
 from adacc_hf.eval.workload import Batch, Workload
-from adacc_hf.kernels.codecs import Codec, get_codec, list_codecs
-from adacc_hf.kernels.outlier_int4 import count_outliers
-from adacc_hf.policy import Choice
 
 WORKLOAD = Workload(width=128, layers=4, batch=16, tokens=128, attention="eager")
 LEARNING_RATE = 1e-3
-LAYER_SPECIFIC = "layer-specific"
-NO_OUTLIERS = "outlier_int4 without outliers"
-
-SCALES = ("paper", "signed", "max7", "range15")
-GROUP_SIZES = (16, 32, 64, 128)
-ROUNDINGS = ("nearest", "stochastic")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scheme:
-    """A codec, or the layer-specific mixture of codecs, with its options; None where there is no such option."""
-
-    name: str
-    scale: str | None = None
-    group_size: int | None = None
-    rounding: str | None = None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        given = {"scale": self.scale, "group_size": self.group_size, "rounding": self.rounding}
-        return {name: value for name, value in given.items() if value is not None}
-
 
 # fmt: off
 PROTOTYPE_ERRORS = {
@@ -114,7 +95,7 @@ def train(
 def measure(model: PreTrainedModel, probes: Sequence[Batch], seed: int) -> tuple[dict[Scheme, float], float]:
     """The error of every scheme, and that of taking another batch: root mean squares over all probes but the last."""
     exact = [compute_gradients(model, batch, seed) for batch in probes]
-    another_batch = root_mean_square([relative_error(*pair) for pair in zip(exact, exact[1:], strict=False)])
+    another_batch = root_mean_square([relative_error(*pair) for pair in pairwise(exact)])
     errors = {}
     for scheme in tqdm(codec_schemes(), desc="codecs", unit="scheme", leave=False):
         with RoundTrips(model, scheme) as hooks:
@@ -136,108 +117,6 @@ def _error(model: PreTrainedModel, probes: Sequence[Batch], exact: Sequence[Grad
 
 def root_mean_square(values: Sequence[float]) -> float:
     return (sum(value**2 for value in values) / len(values)) ** 0.5
-
-
-def codec_schemes() -> list[Scheme]:
-    """Every lossy codec with every combination of the options that it has."""
-    lossy = [name for name in list_codecs() if not get_codec(name).lossless]
-    schemes = [scheme for name in lossy for scheme in _variants(name, set(get_codec(name).options))]
-    plain_groups = [replace(scheme, name=NO_OUTLIERS) for scheme in schemes if scheme.name == "outlier_int4"]
-    return schemes + plain_groups
-
-
-def layer_specific_schemes() -> list[Scheme]:
-    """ "range15" is no option of its own: it is what softmax has where the others are not the paper's."""
-    return [
-        Scheme(name=LAYER_SPECIFIC, scale=scale, group_size=group_size, rounding=rounding)
-        for scale, rounding, group_size in product(("paper", "signed", "max7"), ROUNDINGS, GROUP_SIZES)
-    ]
-
-
-def _variants(codec: str, known: set[str]) -> Iterator[Scheme]:
-    scales = SCALES if "scale" in known else (None,)
-    roundings = ROUNDINGS if "rounding" in known else (None,)
-    group_sizes = GROUP_SIZES if "group_size" in known else (None,)
-    for scale, rounding, group_size in product(scales, roundings, group_sizes):
-        scheme = Scheme(name=codec, scale=scale, group_size=group_size, rounding=rounding)
-        if takes(codec, scheme.options):
-            yield scheme
-
-
-def takes(codec: str, options: dict[str, Any]) -> bool:
-    """Whether these values are in the codec's range: each has scales of its own."""
-    try:
-        get_codec(codec, **options)
-    except ValueError:
-        return False
-    return True
-
-
-def with_options(policy: Policy, scheme: Scheme) -> Policy:
-    """`policy` with the scheme's options in the place of each codec's own, where it takes them."""
-    plans = tuple(
-        replace(plan, choices=tuple((value, _with_options(choice, value, scheme)) for value, choice in plan.choices))
-        for plan in policy.plans
-    )
-    return replace(policy, plans=plans)
-
-
-def _with_options(choice: Choice, value: int, scheme: Scheme) -> Choice:
-    options = dict(choice.options)
-    # A seed of its own for each activation, or all would be rounded by the same noise.
-    for name, wanted in {**scheme.options, "seed": value}.items():
-        if name in options and takes(choice.codec, {name: wanted}):
-            options[name] = wanted
-    return replace(choice, options=tuple(sorted(options.items())))
-
-
-class RoundTrips:
-    """While entered, what the model's blocks save for backward goes through a scheme's codec and back."""
-
-    def __init__(self, model: PreTrainedModel, scheme: Scheme) -> None:
-        self.scheme = scheme
-        self.num_tensors = 0
-        """How many tensors were encoded."""
-        self._in_block = False
-        self._parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-        self._mask = get_codec("bitmask")
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        self._blocks = [block for _, block in find_blocks(model)]
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> RoundTrips:
-        for block in self._blocks:
-            self._handles.append(block.register_forward_pre_hook(lambda *_: self._enter_block(True)))
-            self._handles.append(block.register_forward_hook(lambda *_: self._enter_block(False), always_call=True))
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._hooks.__exit__(*exception)
-        for handle in self._handles:
-            handle.remove()
-
-    def _enter_block(self, inside: bool) -> None:
-        self._in_block = inside
-
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        is_parameter = tensor.untyped_storage()._cdata in self._parameters
-        if not self._in_block or is_parameter or not tensor.is_floating_point() or self._mask.accepts(tensor):
-            return tensor
-        codec = self._codec(tensor)
-        return codec, codec.encode(tensor)
-
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        return packed if isinstance(packed, torch.Tensor) else packed[0].decode(packed[1])
-
-    def _codec(self, tensor: torch.Tensor) -> Codec:
-        self.num_tensors += 1
-        if self.scheme.name == NO_OUTLIERS:
-            return get_codec("outlier_int4", num_outliers=0, seed=self.num_tensors, **self.scheme.options)
-        options = {**self.scheme.options, "seed": self.num_tensors}
-        if self.scheme.name == "outlier_int4":
-            options["num_outliers"] = count_outliers(tensor)
-        return get_codec(self.scheme.name, **options)
 
 
 def table_text(errors: dict[Scheme, float]) -> str:

@@ -1,0 +1,147 @@
+"""Every way to compress that the gradient-error table compares, and how each is put around a model.
+
+By codec: every float tensor that a block saves, whatever its size, goes through that one codec in a plain pair of
+saved-tensor hooks. Parameters are left alone and masks kept exactly, as they are under every scheme. "layer-specific":
+the paper's scheme (section 3.2), as a policy that the executor runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+
+from adacc_hf import Policy
+from adacc_hf.blocks import find_blocks
+from adacc_hf.kernels.codecs import Codec, get_codec, list_codecs
+from adacc_hf.kernels.outlier_int4 import count_outliers
+from adacc_hf.policy import Choice
+
+LAYER_SPECIFIC = "layer-specific"
+NO_OUTLIERS = "outlier_int4 without outliers"
+
+SCALES = ("paper", "signed", "max7", "range15")
+GROUP_SIZES = (16, 32, 64, 128)
+ROUNDINGS = ("nearest", "stochastic")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """A codec, or the layer-specific mixture of codecs, with its options; None where there is no such option."""
+
+    name: str
+    scale: str | None = None
+    group_size: int | None = None
+    rounding: str | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        given = {"scale": self.scale, "group_size": self.group_size, "rounding": self.rounding}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def codec_schemes() -> list[Scheme]:
+    """Every lossy codec with every combination of the options that it has."""
+    lossy = [name for name in list_codecs() if not get_codec(name).lossless]
+    schemes = [scheme for name in lossy for scheme in _variants(name, set(get_codec(name).options))]
+    plain_groups = [replace(scheme, name=NO_OUTLIERS) for scheme in schemes if scheme.name == "outlier_int4"]
+    return schemes + plain_groups
+
+
+def layer_specific_schemes() -> list[Scheme]:
+    """ "range15" is no option of its own: it is what softmax has where the others are not the paper's."""
+    return [
+        Scheme(name=LAYER_SPECIFIC, scale=scale, group_size=group_size, rounding=rounding)
+        for scale, rounding, group_size in product(("paper", "signed", "max7"), ROUNDINGS, GROUP_SIZES)
+    ]
+
+
+def _variants(codec: str, known: set[str]) -> Iterator[Scheme]:
+    scales = SCALES if "scale" in known else (None,)
+    roundings = ROUNDINGS if "rounding" in known else (None,)
+    group_sizes = GROUP_SIZES if "group_size" in known else (None,)
+    for scale, rounding, group_size in product(scales, roundings, group_sizes):
+        scheme = Scheme(name=codec, scale=scale, group_size=group_size, rounding=rounding)
+        if takes(codec, scheme.options):
+            yield scheme
+
+
+def takes(codec: str, options: dict[str, Any]) -> bool:
+    """Whether these values are in the codec's range: each has scales of its own."""
+    try:
+        get_codec(codec, **options)
+    except ValueError:
+        return False
+    return True
+
+
+def with_options(policy: Policy, scheme: Scheme) -> Policy:
+    """`policy` with the scheme's options in the place of each codec's own, where it takes them."""
+    plans = tuple(
+        replace(plan, choices=tuple((value, _with_options(choice, value, scheme)) for value, choice in plan.choices))
+        for plan in policy.plans
+    )
+    return replace(policy, plans=plans)
+
+
+def _with_options(choice: Choice, value: int, scheme: Scheme) -> Choice:
+    options = dict(choice.options)
+    # A seed of its own for each activation, or all would be rounded by the same noise.
+    for name, wanted in {**scheme.options, "seed": value}.items():
+        if name in options and takes(choice.codec, {name: wanted}):
+            options[name] = wanted
+    return replace(choice, options=tuple(sorted(options.items())))
+
+
+class RoundTrips:
+    """While entered, what the model's blocks save for backward goes through a scheme's codec and back."""
+
+    def __init__(self, model: nn.Module, scheme: Scheme) -> None:
+        self.scheme = scheme
+        self.num_tensors = 0
+        """How many tensors were encoded."""
+        self._in_block = False
+        self._parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        self._mask = get_codec("bitmask")
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._blocks = [block for _, block in find_blocks(model)]
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> RoundTrips:
+        for block in self._blocks:
+            self._handles.append(block.register_forward_pre_hook(lambda *_: self._enter_block(True)))
+            self._handles.append(block.register_forward_hook(lambda *_: self._enter_block(False), always_call=True))
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hooks.__exit__(*exception)
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter_block(self, inside: bool) -> None:
+        self._in_block = inside
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        is_parameter = tensor.untyped_storage()._cdata in self._parameters
+        if not self._in_block or is_parameter or not tensor.is_floating_point() or self._mask.accepts(tensor):
+            return tensor
+        codec = self._codec(tensor)
+        return codec, codec.encode(tensor)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        return packed if isinstance(packed, torch.Tensor) else packed[0].decode(packed[1])
+
+    def _codec(self, tensor: torch.Tensor) -> Codec:
+        self.num_tensors += 1
+        name = "outlier_int4" if self.scheme.name == NO_OUTLIERS else self.scheme.name
+        options = dict(self.scheme.options)
+        if self.scheme.name == "outlier_int4":
+            options["num_outliers"] = count_outliers(tensor)
+        if "seed" in get_codec(name).options:
+            options["seed"] = self.num_tensors  # its own, or all would be rounded by the same noise
+        return get_codec(name, **options)
