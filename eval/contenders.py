@@ -6,10 +6,11 @@ training: nothing is installed, recorded or compiled in it. Wrong gradients are 
 
 from __future__ import annotations
 
+import argparse
 import copy
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 
 from adacc_hf import Policy, apply_policy
 from adacc_hf.eval.gradients import Gradients, compute_gradients, first_difference, relative_error
-from adacc_hf.eval.records import RedGateError, Spread
+from adacc_hf.eval.records import RedGateError, Settings, Spread
 from adacc_hf.eval.workload import Batch
 from adacc_hf.memory import StepMemory, measure_step
 from adacc_hf.policy import Action
@@ -34,6 +35,8 @@ They warm up as well."""
 MAX_GRADIENT_ERROR = 0.5
 """Relative L2 error from which lossy codecs count as broken. INT4 on everything gives 0.1 to 0.2, and the gradient of
 another batch is at 1.3."""
+
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 class Contender:
@@ -103,26 +106,45 @@ def _checked_error(contender: Contender, expected: Gradients, seed: int) -> floa
     return error
 
 
-def time_rounds(contenders: Sequence[Contender], num_rounds: int, label: str) -> dict[str, list[float]]:
+def add_timing(parser: argparse.ArgumentParser) -> None:
+    """Add the option that picks the clock."""
+    parser.add_argument(
+        "--clock",
+        choices=tuple(CLOCKS),
+        default="wall",
+        help="cpu counts what this process computed, not what it waited: for one thread on a CPU shared with others",
+    )
+
+
+def check_clock(clock: str, settings: Settings) -> None:
+    """Raise ValueError where time on the CPU is not the time of a step."""
+    if clock == "cpu" and (settings.threads > 1 or settings.device != "cpu"):
+        raise ValueError(
+            f"--clock=cpu adds up what all threads compute, and knows nothing of other devices: with "
+            f"--threads={settings.threads} --device={settings.device} use --clock=wall"
+        )
+
+
+def time_rounds(contenders: Sequence[Contender], num_rounds: int, clock: str) -> dict[str, list[float]]:
     """Milliseconds of one step of each contender in each round.
 
     All take part in every round, so that a busy machine slows all alike; who goes first changes from round to round.
     """
     order = deque(contenders)
     samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-    for _ in tqdm(range(num_rounds), desc=label, unit="round", leave=False):
+    for _ in tqdm(range(num_rounds), desc="timing", unit="round", leave=False):
         for contender in order:
-            samples[contender.name].append(_step_ms(contender))
+            samples[contender.name].append(_step_ms(contender, CLOCKS[clock]))
         order.rotate(1)
     return samples
 
 
-def _step_ms(contender: Contender) -> float:
+def _step_ms(contender: Contender, now: Callable[[], float]) -> float:
     _wait_for_device()
-    start = time.perf_counter()
+    start = now()
     contender.step()
     _wait_for_device()
-    return (time.perf_counter() - start) * 1e3
+    return (now() - start) * 1e3
 
 
 def _wait_for_device() -> None:

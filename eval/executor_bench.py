@@ -20,6 +20,8 @@ from adacc_hf.eval.contenders import (
     GATE_STEPS,
     PLAIN,
     Contender,
+    add_timing,
+    check_clock,
     check_gradients,
     time_rounds,
     timing_figures,
@@ -38,28 +40,30 @@ def main(argv: Sequence[str] | None = None, cases: Mapping[Workload, int] = CASE
     """Measure every case, print the table and save the record. Returns 1, and saves nothing, on wrong gradients."""
     parser = argparse.ArgumentParser(prog="adacc_hf.eval.executor_bench", description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, help="timed rounds of every case (default: 15 and 200)")
+    add_timing(parser)
     add_settings(parser, "executor_bench")
     arguments = parser.parse_args(argv)
     settings = Settings.from_arguments(arguments)
+    check_clock(arguments.clock, settings)
     rounds = {workload: arguments.rounds or default for workload, default in cases.items()}
     try:
-        results = {workload: measure(workload, count, settings) for workload, count in rounds.items()}
+        results = {workload: measure(workload, count, arguments.clock, settings) for workload, count in rounds.items()}
     except RedGateError as error:
         print(f"executor_bench: {error}", file=sys.stderr)
         return 1
     cases_info = [{**asdict(workload), "rounds": count} for workload, count in rounds.items()]
     train_info = {str(workload): figures for workload, figures in results.items()}
-    save_record(settings, {"cases": cases_info, "gate_steps": GATE_STEPS}, train_info)
+    save_record(settings, {"cases": cases_info, "clock": arguments.clock, "gate_steps": GATE_STEPS}, train_info)
     print(f"{table_text(results)}\n\nsaved as {settings.output}")
     return 0
 
 
-def measure(workload: Workload, num_rounds: int, settings: Settings) -> Figures:
+def measure(workload: Workload, num_rounds: int, clock: str, settings: Settings) -> Figures:
     """Step times, ratios and bytes of each method. Raises RedGateError if gradients are not bit-equal."""
     contenders = build_contenders(workload, settings)
     check_gradients(contenders)
     memory = {contender.name: contender.memory() for contender in contenders}
-    figures = timing_figures(time_rounds(contenders, num_rounds, str(workload)))
+    figures = timing_figures(time_rounds(contenders, num_rounds, clock))
     for name, measured in memory.items():
         figures[name] |= {"stored_bytes": measured.stored_bytes, "peak_bytes": measured.peak_bytes}
         figures[name]["peak_of_checkpointing"] = measured.peak_bytes / memory[CHECKPOINTING].peak_bytes

@@ -52,6 +52,8 @@ class Workload:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, attn_implementation=self.attention)
+        # Transformers cannot tell it from GPT2LMHeadModel's name: it takes this one, and warns.
+        model.loss_type = "ForCausalLM"
         return model.to(device).train()
 
     def batches(self, device: str = "cpu", seed: int = 0) -> Iterator[Batch]:
