@@ -168,11 +168,7 @@ class Call:
                 raise self._modified(value)
 
     def _modified(self, value: int) -> RuntimeError:
-        name = self.plan.tape.values[value].name
-        return RuntimeError(
-            f"block {self.block}: {name}, needed for backward, was changed in place after the forward; plain autograd "
-            f"refuses this too: change it after backward, or on a copy"
-        )
+        return changed_in_place(self.block, self.plan.tape.values[value].name)
 
     def _describe(self, slot: int, tensor: torch.Tensor, expected: Any) -> str:
         return (
@@ -180,3 +176,11 @@ class Call:
             f"{tensor.dtype}, its tape says {expected}; its operators vary at one shape: leave its class out with "
             f"AdaccConfig(block_classes=...)"
         )
+
+
+def changed_in_place(block: str, what: str) -> RuntimeError:
+    """The error for a tensor that backward needs as it was."""
+    return RuntimeError(
+        f"block {block}: {what}, needed for backward, was changed in place after the forward; plain autograd refuses "
+        f"this too: change it after backward, or on a copy"
+    )

@@ -16,8 +16,8 @@ FUNCTION = "_gradient_checkpointing_func"
 SETTER = "_set_gradient_checkpointing"
 
 __all__ = [
-    "FLAG", "FUNCTION", "SETTER", "GradientCheckpointingLayer", "PreTrainedModel", "keyword_arguments", "outer_hooks",
-    "without_caches",
+    "FLAG", "FUNCTION", "SETTER", "GradientCheckpointingLayer", "PreTrainedModel", "attention_of", "keyword_arguments",
+    "outer_hooks", "without_caches",
 ]  # fmt: skip
 
 
@@ -35,6 +35,12 @@ def without_caches(fn: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]
         kept = {name: None if isinstance(argument, Cache) else argument for name, argument in keywords.items()}
         fn = partial(fn.func, *fn.args, **kept)
     return fn, args
+
+
+def attention_of(block: nn.Module) -> list[str]:
+    """The attention implementations ("sdpa", "eager", ...) that the modules of a block are set to."""
+    configs = [getattr(module, "config", None) for module in block.modules()]
+    return sorted({str(getattr(config, "_attn_implementation", None)) for config in configs if config is not None})
 
 
 def outer_hooks() -> Any:

@@ -97,6 +97,7 @@ def _store(tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> St
     state = {value.index for value in tape.values if tape.is_module_state(value.index)}
     compressed = {value for value, choice in choices.items() if choice.action is Action.COMPRESS}
     retained = {value for value, choice in choices.items() if choice.action is Action.RETAIN}
+    retained = {value for value in retained if not tape.values[value].overwritten}
     return Store(frozenset(state | shared), frozenset(retained), frozenset(compressed))
 
 

@@ -27,22 +27,23 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
 from adacc_hf.blocks import Checkpointed, Installation
-from adacc_hf.call import Call
+from adacc_hf.call import Call, changed_in_place
 from adacc_hf.call_inputs import StatePaths, call_key, fetch
 from adacc_hf.compiled import CompiledPlan
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import PolicyMismatchError
 from adacc_hf.kernels.codecs import Codec, get_codec
-from adacc_hf.policy import RETAIN, Action, Choice, Plan, Policy
+from adacc_hf.policy import RECOMPUTE, RETAIN, Action, Choice, Plan, Policy
 from adacc_hf.recorder import Recorder
 from adacc_hf.replay import verify
 from adacc_hf.tape import Tape
@@ -54,28 +55,31 @@ MAX_SHAPES = 64
 
 
 class TapeLibrary:
-    """The tapes of a model, shared by all blocks that recorded the same."""
+    """The tapes of a model, shared by all blocks that recorded the same; one goes when no block remembers its shape."""
 
     def __init__(self) -> None:
-        self._tapes: dict[str, Tape] = {}
-        self._compiled: dict[tuple[str, tuple], CompiledPlan] = {}
+        self._tapes: WeakValueDictionary[str, Tape] = WeakValueDictionary()
+        self._compiled: WeakValueDictionary[Any, CompiledPlan] = WeakValueDictionary()
         self._warned: set[str] = set()
 
     def verified(self, recorder: Recorder) -> Tape:
         """The tape of what `recorder` saw; replay is verified for the first of its kind."""
         tape = recorder.tape()
-        if tape.digest not in self._tapes:
-            if tape.untrusted is None:
-                with torch.no_grad(), _autocast_off(tape):
-                    tape.recomputable = verify(tape, recorder.bases)
-            self._tapes[tape.digest] = tape
-        return self._tapes[tape.digest]
+        known = self._tapes.get(tape.digest)
+        if known is not None:
+            return known
+        if tape.untrusted is None:
+            with torch.no_grad(), _autocast_off(tape):
+                tape.recomputable = verify(tape, recorder.bases)
+        self._tapes[tape.digest] = tape
+        return tape
 
     def compiled(self, tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> CompiledPlan:
         key = (tape.digest, (tuple(sorted(choices.items(), key=lambda item: item[0])), shared))
-        if key not in self._compiled:
-            self._compiled[key] = CompiledPlan(tape, choices, shared)
-        return self._compiled[key]
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = CompiledPlan(tape, choices, shared)
+        return compiled
 
     def warn_untrusted(self, name: str, tape: Tape) -> None:
         """Say once per kind that torch's checkpoint takes over."""
@@ -83,7 +87,18 @@ class TapeLibrary:
             self._warned.add(tape.structure)
             log.warning("Adacc: block %s and others like it are run under torch's checkpoint: %s", name, tape.untrusted)
 
-    def learn_order(self, tape: Tape, order: list[int]) -> None:
+    def warn_unplanned(self, name: str, tape: Tape) -> None:
+        """Say once per kind that a shape has no plan."""
+        if tape.structure not in self._warned:
+            self._warned.add(tape.structure)
+            log.warning(
+                "Adacc: given %s, block %s and others like it run other operators than when profiled; all is recomputed "
+                "there that can be",
+                ", ".join(str(value.ref.geometry[0]) for value in tape.values if tape.is_block_input(value.index)),
+                name,
+            )
+
+    def learn_order(self, tape: Tape, order: Iterable[int]) -> None:
         """From now on expect backward to ask for the slots of `tape` in `order`."""
         tape.order = tuple(order)
         for (digest, _), compiled in self._compiled.items():
@@ -129,13 +144,14 @@ class FollowPlan:
         entry = self.entries.get(key) or self._known_entry(key)
         if entry is None:
             return self._first_call(key, block, fn, args, kwargs)
+        self.entries.move_to_end(key)
         if entry.compiled is None:
             return Checkpointed().run(block, fn, args, kwargs)
         codecs = entry.codecs
         if self.wrap_codec is not None:
             codecs = {value: self.wrap_codec(value, codec) for value, codec in codecs.items()}
         call = Call(entry.compiled, self.name, codecs, fetch(entry.compiled.externals, block, args, kwargs))
-        if entry.compiled.tape.order is None:
+        if len(entry.compiled.tape.order or ()) < entry.compiled.num_slots:
             self._watch_order(entry, call)
         with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
             result = fn(*args)
@@ -149,12 +165,12 @@ class FollowPlan:
         return self.entries.get(key)
 
     def _watch_order(self, entry: Entry, call: Call) -> None:
-        """Learn the order of unpacks from the first backward that went through."""
-        if entry.seen:
-            self.library.learn_order(entry.compiled.tape, entry.seen)
-            entry.seen = None
-        else:
-            entry.seen = call.seen = []
+        """Learn the order of unpacks from the backward that asked for most slots, whichever came first."""
+        tape = entry.compiled.tape
+        asked = dict.fromkeys(entry.seen or ())
+        if len(asked) > len(tape.order or ()):
+            self.library.learn_order(tape, asked)
+        entry.seen = call.seen = []
 
     def _first_call(self, key: Any, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recording = Recording(self.name, block, args, kwargs)
@@ -187,20 +203,56 @@ class FollowPlan:
         return Entry(compiled, codecs)
 
     def _choices(self, tape: Tape) -> dict[int, Choice]:
-        """The plan's choices on this tape. Raises PolicyMismatchError if the plan is for other operators."""
-        structure = self.plan.kind.split("-")[0]
-        if not tape.structure.startswith(structure):
-            raise PolicyMismatchError(
-                f"block {self.name} ({tape.block_class}: {len(tape.operators)} operators, {len(tape.slots)} saved "
-                f"tensors) has tape {tape.kind}, the policy was made for tape {self.plan.kind}: the model, its "
-                f"attention, dropout or precision differ; profile this model and solve a policy for it"
-            )
+        """The plan's choices as far as they can be followed on this tape.
+
+        Raises PolicyMismatchError if the same call ran other operators when it was profiled, or another block did.
+        """
+        structure, _, identity, call = (self.plan.kind.split("-") + [""] * 3)[:4]
+        own_structure, _, own_identity, own_call = tape.kind.split("-")
+        if structure != own_structure:
+            if identity != own_identity or call == own_call:
+                raise PolicyMismatchError(
+                    f"block {self.name} ({tape.block_class}: {len(tape.operators)} operators, {len(tape.slots)} saved "
+                    f"tensors) has tape {tape.kind}, the policy was made for tape {self.plan.kind}: the model, its "
+                    f"attention, dropout or precision differ; profile this model and solve a policy for it"
+                )
+            return self._careful_choices(tape)
         choices = dict(self.plan.choices)
-        unverified = [v for v, c in choices.items() if c.action is Action.RECOMPUTE and v not in tape.recomputable]
-        if unverified:
-            names = ", ".join(tape.values[value].name for value in unverified)
-            log.warning("Adacc: block %s retains %s: replay does not remake it bit for bit", self.name, names)
-        return choices | dict.fromkeys(unverified, RETAIN)
+        unfit = [value for value, choice in choices.items() if not can_follow(choice, tape, value)]
+        if unfit:
+            names = ", ".join(tape.values[value].name for value in unfit)
+            log.warning(
+                "Adacc: block %s retains %s: it can be neither replayed nor encoded as planned", self.name, names
+            )
+        return choices | dict.fromkeys(unfit, RETAIN)
+
+    def _careful_choices(self, tape: Tape) -> dict[int, Choice]:
+        """Least memory for a call with other operators than the profiled one: a batch of one, say, or no padding."""
+        if self._is_plain:
+            return {}
+        self.library.warn_unplanned(self.name, tape)
+        inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
+        made = [value for value in tape.saved_values() if tape.values[value].source is None]
+        return dict.fromkeys(inputs, RETAIN) | {value: _least_memory(tape, value) for value in made}
+
+
+def can_follow(choice: Choice, tape: Tape, value: int) -> bool:
+    """Whether `choice` can be carried out for `value` of `tape`, which may not be the tape that it was made for."""
+    if choice.action is Action.RECOMPUTE:
+        return value in tape.recomputable
+    if choice.action is Action.COMPRESS:
+        record, codec = tape.values[value], get_codec(choice.codec, **dict(choice.options))
+        return record.is_encodable and codec.supports(record.ref.geometry[0], record.ref.dtype)
+    return True
+
+
+def _least_memory(tape: Tape, value: int) -> Choice:
+    """The lossless choice that stores least for a value that the block made."""
+    record = tape.values[value]
+    if value in tape.recomputable:
+        return RECOMPUTE
+    is_mask = record.ref.dtype is torch.bool and record.is_encodable
+    return Choice(action=Action.COMPRESS, codec="bitmask") if is_mask else RETAIN
 
 
 class Recording:
@@ -224,7 +276,12 @@ class Recording:
         self._call = Call(compiled, self.name, codecs, fetch(compiled.externals, self.block, *self._arguments))
         self._call.seen = []
         for item in self._packed:
-            item[:] = self._call.pack(item[1])
+            _, tensor, version = item
+            packed = self._call.pack(tensor)
+            if (
+                tensor._version == version
+            ):  # else the block changed it since: backward refuses it, as plain autograd does
+                item[:] = packed
         self._call.finish()
         return self._call.seen
 
@@ -246,7 +303,12 @@ class Recording:
         return item
 
     def _unpack(self, item: list[Any]) -> torch.Tensor:
-        return item[1] if self._call is None else self._call.unpack(tuple(item))
+        if self._call is not None:
+            return self._call.unpack(tuple(item))
+        slot, tensor, version = item
+        if tensor._version != version:
+            raise changed_in_place(self.name, f"saved tensor {slot}")
+        return tensor
 
 
 class PolicyHandle:

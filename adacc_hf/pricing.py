@@ -148,7 +148,7 @@ def candidates(tape: Tape, value: int, config: AdaccConfig) -> list[str]:
     """Names of the codecs that `value` may be compressed with."""
     record = tape.values[value]
     role = role_of(tape, value)
-    if record.nbytes < config.min_compress_bytes or not record.covers_storage or role == "parameter":
+    if record.nbytes < config.min_compress_bytes or not record.is_encodable or role == "parameter":
         return []
     if role == "mask" and config.codecs is None:
         return ["bitmask"]

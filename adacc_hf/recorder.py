@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from adacc_hf.compat import attention_of
 from adacc_hf.tape import Source, Tape, TapeOperator, TapeValue, TensorRef, geometry_of, map_tensors
 
 _NO_OPERATORS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
@@ -36,6 +37,7 @@ class Recorder(TorchDispatchMode):
         self.slots: list[TensorRef] = []
         self.slot_positions: list[int] = []
         self.untrusted: str | None = None
+        self._autocast = [str(torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
         self._current: dict[int, int] = {}
         self._modules: list[str] = []
         for path, tensor in argument_tensors(args, kwargs):
@@ -70,7 +72,8 @@ class Recorder(TorchDispatchMode):
             slot_positions=self.slot_positions,
             untrusted=self.untrusted,
         )
-        tape.seal([(name, p.shape, p.dtype) for name, p in self.block.named_parameters()])
+        parameters = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.block.named_parameters()]
+        tape.seal([parameters, attention_of(self.block), self._autocast])
         return tape
 
     def __torch_dispatch__(
@@ -213,8 +216,8 @@ def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 class _Drawing:
     """Finds out whether one operator draws random numbers, by the state of the generator before and after.
 
-    The tag alone says too much: fused attention carries it, and draws only with dropout. Operators from outside torch may
-    lack it.
+    The tag alone says too much: fused attention carries it, and draws only with dropout. Operators from outside torch
+    may lack it.
     """
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -262,8 +262,8 @@ def _verify_operator(
 def _runs_without_hidden_writes(tape: Tape, operator: TapeOperator, environment: Environment) -> bool:
     """Replay one operator; returns whether it left alone what its schema does not declare as written.
 
-    Of torch's own operators only those of batch normalisation write undeclared, into buffers. Operators from elsewhere may
-    lie about anything. What may be written is copied first, so that a liar does no harm.
+    Of torch's own operators only those of batch normalisation write undeclared, into buffers. Operators from elsewhere
+    may lie about anything. What may be written is copied first, so that a liar does no harm.
     """
     declared = {old for old, _ in operator.mutations}
     inputs = [value for value in operator.inputs() if value not in declared]
@@ -311,4 +311,4 @@ def _obtainable(tape: Tape, value: int, saved: set[int], recomputable: set[int])
     record = tape.values[value]
     if record.source is not None:
         return record.source.place != "unknown" and not record.overwritten
-    return value in saved or value in recomputable
+    return (value in saved and not record.overwritten) or value in recomputable

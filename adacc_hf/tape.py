@@ -58,10 +58,15 @@ class TapeValue:
     """Whether a later operator of the block changed the storage in place, so that this version is gone."""
 
     @property
-    def covers_storage(self) -> bool:
-        """Whether the base is dense and is all of its storage, so that encoding the base stores the value whole."""
+    def is_encodable(self) -> bool:
+        """Whether encoding the base stores the value whole: it is dense, all of its storage, and never overwritten."""
         size, stride, offset = self.ref.geometry
-        return offset == 0 and _is_dense(size, stride) and _numel(size) * self.ref.dtype.itemsize == self.nbytes
+        return (
+            not self.overwritten
+            and offset == 0
+            and _is_dense(size, stride)
+            and _numel(size) * self.ref.dtype.itemsize == self.nbytes
+        )
 
 
 @dataclass(slots=True)
@@ -93,7 +98,7 @@ class TapeOperator:
         return [value for _, value in self.outputs] + [value for _, value in self.mutations]
 
 
-@dataclass(slots=True)
+@dataclass
 class Tape:
     """The record of one block at one shape."""
 
@@ -106,6 +111,8 @@ class Tape:
     """Number of operators recorded before each slot was saved."""
     untrusted: str | None = None
     """Why the tape must not be used (data read into Python), or None."""
+    identity: str = ""
+    """Digest of the block's class, parameters and settings: equal for all calls of a block."""
     structure: str = ""
     """Digest of the operators and how they hang together, without sizes and constants."""
     digest: str = ""
@@ -113,14 +120,19 @@ class Tape:
     recomputable: frozenset[int] = frozenset()
     """Values that replay was verified to remake bit for bit (rule R7)."""
     order: tuple[int, ...] | None = None
-    """Order in which backward asks for the slots, once it was seen."""
+    """Order in which backward asks for the slots, each once, as far as it was seen."""
     _consumers: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
-        """What policies name: equal for blocks that may share one plan, sizes included."""
-        sizes = hashlib.sha256(repr([value.nbytes for value in self.values]).encode()).hexdigest()
-        return f"{self.structure[:24]}-{sizes[:8]}"
+        """What policies name: equal for blocks that may share one plan, sizes included.
+
+        Digests joined by "-": structure, sizes, identity, and what the block was given.
+        """
+        sizes = _digest([value.nbytes for value in self.values])
+        given = [value for value in self.values if self.is_block_input(value.index)]
+        call = _digest([(str(value.source), value.ref) for value in given])
+        return f"{self.structure[:24]}-{sizes[:8]}-{self.identity[:8]}-{call[:8]}"
 
     def is_block_input(self, value: int) -> bool:
         source = self.values[value].source
@@ -142,9 +154,10 @@ class Tape:
                     self._consumers.setdefault(read, []).append(operator.index)
         return self._consumers.get(value, [])
 
-    def seal(self, parameters: list[tuple[str, torch.Size, torch.dtype]]) -> None:
-        """Compute the digests; `parameters` are the block's own, which belong to its identity."""
-        self.structure = _digest([self.block_class, [(n, tuple(s), str(d)) for n, s, d in parameters], self._wiring()])
+    def seal(self, identity: list[Any]) -> None:
+        """Compute the digests; `identity` is what tells the block from others besides its class."""
+        self.identity = _digest([self.block_class, *identity])
+        self.structure = _digest([self.identity, self._wiring()])
         constants = [_constants((operator.args, operator.kwargs)) for operator in self.operators]
         self.digest = _digest([self.structure, constants, [repr(slot) for slot in self.slots]])
 
