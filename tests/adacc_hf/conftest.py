@@ -318,3 +318,176 @@ def random_profiles(draw, num_kinds=1, max_blocks=1):
 def profiles():
     """`profiles(num_kinds=1, max_blocks=1)`: a hypothesis strategy of small profiles."""
     return random_profiles
+
+
+@pytest.fixture(scope="session")
+def one_thread():
+    """Sums of floats are made in one order: with several threads torch may split them otherwise from run to run."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny_gpt2(one_thread):
+    """`tiny_gpt2(attention="sdpa", layers=2, width=32, **config)`: a GPT-2 in train mode, the same at each call.
+
+    It keeps no cache, as in Trainer: a cache copies keys and values, and its copies' layout changes sums by a rounding.
+    Gradient checkpointing has none either.
+    """
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    def build(attention="sdpa", layers=2, width=32, **config):
+        torch.manual_seed(0)
+        sizes = {
+            "vocab_size": 61,
+            "n_positions": 64,
+            "n_head": 2,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "use_cache": False,
+        }
+        settings = GPT2Config(n_layer=layers, n_embd=width, attn_implementation=attention, **{**sizes, **config})
+        return GPT2LMHeadModel(settings).train()
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def token_batch():
+    """`token_batch(batch=2, tokens=12, vocabulary=61)`: random tokens with themselves as labels."""
+    import torch
+
+    def build(batch=2, tokens=12, vocabulary=61):
+        ids = torch.randint(0, vocabulary, (batch, tokens), generator=torch.Generator().manual_seed(batch * tokens))
+        return {"input_ids": ids, "labels": ids}
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def toy_model(one_thread):
+    """`toy_model(forward, num_blocks=2, setup=None)`: a model whose blocks run `forward(block, hidden, **kwargs)`.
+
+    A block has linear layers `up` (8 -> 8) and `down` (8 -> 8); `setup(block)` may give it more. The model takes `x` of
+    [batch, 6, 8] and what `kwargs_of(x)` returns goes to each block as keyword arguments.
+    """
+    from types import SimpleNamespace
+
+    import torch
+    from torch import nn
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    class ToyModel(nn.Module):
+        def __init__(self, blocks, kwargs_of):
+            super().__init__()
+            self.inlet = nn.Linear(8, 8)
+            self.layers = nn.ModuleList(blocks)
+            self.head = nn.Linear(8, 8)
+            self.kwargs_of = kwargs_of
+
+        def forward(self, x):
+            hidden = self.inlet(x)
+            kwargs = self.kwargs_of(x)
+            for layer in self.layers:
+                hidden = layer(hidden, **kwargs)
+            return SimpleNamespace(loss=self.head(hidden).square().mean(), hidden=hidden)
+
+    def build(forward, num_blocks=2, setup=None, kwargs_of=lambda x: {}):
+        class ToyBlock(GradientCheckpointingLayer):
+            def __init__(self):
+                super().__init__()
+                self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+                if setup is not None:
+                    setup(self)
+
+            def forward(self, hidden, **kwargs):
+                return forward(self, hidden, **kwargs)
+
+        torch.manual_seed(0)
+        return ToyModel([ToyBlock() for _ in range(num_blocks)], kwargs_of).train()
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def toy_batch():
+    """`toy_batch(batch=2)`: the `x` of [batch, 6, 8] that `toy_model` takes."""
+    import torch
+
+    def build(batch=2):
+        return {"x": torch.randn(batch, 6, 8, generator=torch.Generator().manual_seed(batch))}
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def run_steps():
+    """`run_steps(model, batch, num_steps=3, autocast=None)`: per step a dict of the loss and every gradient.
+
+    Step i starts from random seed i. No optimizer runs; buffers are put back at the end, so that runs can be compared.
+    """
+    import torch
+
+    def run(model, batch, num_steps=3, autocast=None):
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        results = []
+        for seed in range(num_steps):
+            torch.manual_seed(seed)
+            model.zero_grad(set_to_none=True)
+            with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+                loss = model(**batch).loss
+            loss.backward()
+            tensors = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            tensors |= {f"{name} (buffer)": buffer.clone() for name, buffer in model.named_buffers()}
+            results.append({"loss": loss.detach(), "generator": torch.get_rng_state(), **tensors})
+        model.zero_grad(set_to_none=True)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+        return results
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def assert_same_steps():
+    """`assert_same_steps(ours, plain)`: all that `run_steps` noted is bit-equal (rule R1), random generators too."""
+    import torch
+
+    def check(ours, plain):
+        assert len(ours) == len(plain)
+        for number, (left, right) in enumerate(zip(ours, plain, strict=True)):
+            assert left.keys() == right.keys()
+            different = [name for name in left if not torch.equal(left[name], right[name])]
+            assert not different, f"step {number}: {different}"
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def assert_exact(run_steps, assert_same_steps):
+    """`assert_exact(model, batch, num_policies=6)`: profile, and train under lossless policies; returns the profile.
+
+    The first policy recomputes everything that can be, the others are random; all must equal plain training.
+    """
+    from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+
+    def check(model, batch, num_policies=6, autocast=None, config=None):
+        import torch
+
+        plain = run_steps(model, batch, autocast=autocast)
+        config = config or AdaccConfig(min_compress_bytes=0)
+        with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+            profile = profile_model(model, batch, config)
+        actions = ("retain", "recompute", "compress")
+        policies = [Policy.random(profile, seed, actions, lossless=True) for seed in range(num_policies)]
+        for policy in [Policy.uniform(profile, "recompute"), *policies]:
+            with apply_policy(model, policy, config):
+                assert_same_steps(run_steps(model, batch, autocast=autocast), plain)
+        return profile
+
+    return check

@@ -1,0 +1,74 @@
+"""Rule R1 on GPT-2: under every lossless policy, loss and all gradients are those of plain training, bit for bit."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+
+SETTINGS = [
+    pytest.param(("sdpa", 3, None), id="sdpa-fp32"),
+    pytest.param(("sdpa", 2, torch.bfloat16), id="sdpa-bf16"),
+    pytest.param(("eager", 2, None), id="eager-fp32"),
+    pytest.param(("eager", 4, torch.bfloat16), id="eager-bf16"),
+]
+"""Attention, layers, autocast."""
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def trained(request, tiny_gpt2, token_batch, run_steps):
+    """(model, batch, autocast, its profile, three steps of plain training)."""
+    attention, layers, autocast = request.param
+    model, batch = tiny_gpt2(attention, layers), token_batch()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast is not None):
+        profile = profile_model(model, batch, AdaccConfig(min_compress_bytes=0))
+    return model, batch, autocast, profile, run_steps(model, batch, autocast=autocast)
+
+
+# 50 examples for each of the four settings: the 200 policies that were promised. The fixtures outlive an example, but
+# nothing in them changes: weights stay as they are, gradients are dropped.
+@settings(max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32 - 1))
+def test_random_lossless_policies_train_exactly(trained, run_steps, assert_same_steps, seed):
+    model, batch, autocast, profile, plain = trained
+    policy = Policy.random(profile, seed, ("retain", "recompute", "compress"), lossless=True)
+    with apply_policy(model, policy):
+        # The first step is recorded, the second guesses the order of backward, the third has learned it.
+        assert_same_steps(run_steps(model, batch, autocast=autocast), plain)
+
+
+@pytest.mark.parametrize("action", ["retain", "recompute"])
+def test_uniform_policies_train_exactly(trained, run_steps, assert_same_steps, action):
+    model, batch, autocast, profile, plain = trained
+    with apply_policy(model, Policy.uniform(profile, action)):
+        assert_same_steps(run_steps(model, batch, autocast=autocast), plain)
+
+
+def test_random_policies_use_every_action(trained):
+    """Else the tests above would be weaker than they look."""
+    profile = trained[3]
+    policy = Policy.random(profile, 0, ("retain", "recompute", "compress"), lossless=True)
+    assert set(policy.action_counts()) == {"retain", "recompute", "compress"}
+    codecs = {choice.codec for plan in policy.plans for _, choice in plan.choices}
+    assert codecs == {None, "bitmask"}
+
+
+def test_a_lossy_policy_changes_the_gradients(trained, run_steps):
+    """The comparison can tell: 8-bit and 4-bit activations do change gradients."""
+    model, batch, autocast, profile, plain = trained
+    with apply_policy(model, Policy.uniform(profile, "compress")):
+        lossy = run_steps(model, batch, num_steps=1, autocast=autocast)
+    assert torch.equal(lossy[0]["loss"], plain[0]["loss"])
+    assert any(not torch.equal(lossy[0][name], plain[0][name]) for name in plain[0])
+
+
+def test_one_policy_trains_other_shapes_exactly(trained, token_batch, run_steps, assert_same_steps):
+    model, _, autocast, profile, _ = trained
+    policy = Policy.random(profile, 5, ("retain", "recompute", "compress"), lossless=True)
+    batches = [token_batch(3, 7), token_batch(1, 16), token_batch(2, 12)]
+    plain = [run_steps(model, batch, autocast=autocast) for batch in batches]
+    with apply_policy(model, policy):
+        for _ in range(2):
+            for batch, expected in zip(batches, plain, strict=True):
+                assert_same_steps(run_steps(model, batch, autocast=autocast), expected)
