@@ -92,8 +92,8 @@ class TapeLibrary:
         if tape.structure not in self._warned:
             self._warned.add(tape.structure)
             log.warning(
-                "Adacc: given %s, block %s and others like it run other operators than when profiled; all is recomputed "
-                "there that can be",
+                "Adacc: given %s, block %s and others like it run other operators than when profiled; all that can "
+                "be is recomputed there",
                 ", ".join(str(value.ref.geometry[0]) for value in tape.values if tape.is_block_input(value.index)),
                 name,
             )
