@@ -201,6 +201,18 @@ def test_kernels_spill_nothing_and_move_128_bits_at_once(
         assert wide["stores"] >= expected["codes" if encoding else "tensor"]
 
 
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_arithmetic_is_rounded_as_in_the_references(target: str, name: str, launches: list[Launch]) -> None:
+    """No fused multiply-add, no flushed denormals, no approximate division: each would give other bits on a GPU."""
+    ROUND_TRIPS[name](torch.ones(ROWS, CHANNELS))
+    for launch in launches:
+        ptx = _compile(launch, TARGETS[target]).asm["ptx"]
+        assert "fma." not in ptx
+        assert ".ftz" not in ptx
+        assert not re.search(r"(div|rcp)\.(full|approx)", ptx)
+
+
 def test_channel_sums_compile(launches: list[Launch], tmp_path: Path) -> None:
     outlier_int4_triton.channel_sums(torch.ones(ROWS, CHANNELS))
     compiled = _compile(launches[0], TARGETS["sm_90"])
