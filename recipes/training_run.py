@@ -59,7 +59,8 @@ def prepare_run(args: RecipeArguments) -> PreparedRun:
     """The run behind the settings. Raises ValueError or OSError that names a bad one, before anything is trained."""
     seq_len = checked_seq_len(args.data.seq_len, load_config(args.model.model))
     _check_method(args)
-    if args.method.report and importlib.util.find_spec("matplotlib") is None:
+    has_policy = args.method.method not in ("none", "full")
+    if has_policy and args.method.report and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--report needs matplotlib: pip install 'adacc-hf[plot]', or pass --report false")
     data = load_text_data(args.data, seq_len, args.training.main_process_first)
     return PreparedRun(args=args, data=data, seq_len=seq_len)
@@ -74,7 +75,7 @@ def _check_method(args: RecipeArguments) -> None:
         raise ValueError("--method=compare measures one process at a time; launch it with --num_processes 1")
     elif training.resume_from_checkpoint is not None:
         raise ValueError("--method=compare trains every method from the start; drop --resume_from_checkpoint")
-    elif training.max_steps <= AdaccConfig().profile_steps:
+    elif 0 < training.max_steps <= AdaccConfig().profile_steps:
         raise ValueError(
             f"--max_steps={training.max_steps} ends before --method=compare has a policy to measure; the first "
             f"{AdaccConfig().profile_steps} steps are profiled, so set more"
