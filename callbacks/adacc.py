@@ -177,14 +177,14 @@ class AdaccCallback(TrainerCallback):
         """Profile the last batch, solve, and follow the policy from the next step on."""
         if self._batch is None:
             raise RuntimeError("AdaccCallback saw no training batch: the model was not called in train mode")
+        self._waiting.remove()  # the profiler's own functions around the blocks must not stand around these
+        self._batch_hook.remove()
         was_training = model.training
         model.train()
         self.profile = profile_model(model, self._batch, self.config, optimizer)
         model.train(was_training)
         self.profile = least_over_ranks(self.profile)
         policy = from_first_rank(self._solve)
-        self._waiting.remove()
-        self._batch_hook.remove()
         self._waiting = self._batch_hook = self._batch = None
         self._follow(model, policy, state.global_step)
         if state.is_world_process_zero:
