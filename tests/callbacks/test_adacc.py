@@ -1,0 +1,202 @@
+"""AdaccCallback: where its policy comes from, what it notes, and what it refuses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import TrainerCallback
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+from adacc_hf import (
+    AdaccCallback,
+    AdaccConfig,
+    InfeasibleBudgetError,
+    NestedHooksError,
+    NoBlocksError,
+    Policy,
+    PolicyMismatchError,
+)
+
+
+@pytest.fixture
+def profile(train, lossless):
+    callback = AdaccCallback(**lossless)
+    train([callback], max_steps=2)
+    return callback.profile
+
+
+def test_the_policy_is_set_after_the_profiled_steps(train, lossless):
+    for profile_steps in (1, 3):
+        callback = AdaccCallback(**lossless, profile_steps=profile_steps)
+        train([callback])
+        assert [(event["step"], event["event"]) for event in callback.history] == [(profile_steps, "policy")]
+        assert callback.history[0]["stored_bytes"] == callback.policy.predicted_stored_bytes
+
+
+def test_settings_override_the_config(lossless):
+    config = AdaccConfig(memory_budget="1GiB", group_size=32)
+    assert AdaccCallback(config, group_size=16).config == AdaccConfig(memory_budget="1GiB", group_size=16)
+    with pytest.raises(TypeError, match="memory_limit"):
+        AdaccCallback(memory_limit=3)
+
+
+@pytest.mark.parametrize("budget", ["lots", "20 parsecs", 0.0, 1.5, -1, 0, True, "", "0GiB"])
+def test_wrong_budgets_are_named_at_once(budget):
+    with pytest.raises(ValueError, match="memory_budget"):
+        AdaccCallback(memory_budget=budget)
+
+
+def test_a_policy_is_followed_from_the_first_step(train, profile):
+    given = Policy.uniform(profile, "recompute")
+    callback = AdaccCallback(policy=given)
+    run = train([callback])
+    assert callback.policy is given
+    assert callback.profile is None
+    assert callback.history[0]["step"] == 0
+    run.assert_equals(train())
+
+
+@pytest.mark.parametrize("kind", [str, lambda path: path], ids=["str", "Path"])
+def test_a_policy_file_is_followed(train, profile, tmp_path, kind):
+    given = Policy.random(profile, seed=0)
+    given.save(tmp_path / "policy.json")
+    callback = AdaccCallback(policy=kind(tmp_path / "policy.json"))
+    train([callback]).assert_equals(train())
+    assert callback.policy == given
+
+
+def test_a_missing_policy_file_is_named(train, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"absent\.json does not exist"):
+        train([AdaccCallback(policy=tmp_path / "absent.json")])
+
+
+def test_a_function_of_the_profile_makes_the_policy(train):
+    seen = []
+
+    def recompute_all(profile):
+        seen.append(profile)
+        return Policy.uniform(profile, "recompute")
+
+    callback = AdaccCallback(policy=recompute_all)
+    train([callback])
+    assert seen == [callback.profile]
+    assert callback.policy == Policy.uniform(callback.profile, "recompute")
+
+
+def test_a_policy_for_another_model_is_refused(train, make_model, profile):
+    callback = AdaccCallback(policy=Policy.uniform(profile, "recompute"))
+    with pytest.raises(PolicyMismatchError, match=r"for 2 blocks, GPT2LMHeadModel has 3; it has no plan for"):
+        train([callback], model=make_model(n_layer=3))
+    with pytest.raises(PolicyMismatchError, match="the model, its attention, dropout or precision differ"):
+        train([callback], model=make_model(attn_pdrop=0.0, resid_pdrop=0.0))
+
+
+def test_an_infeasible_byte_budget_names_the_smallest_peak(train):
+    with pytest.raises(InfeasibleBudgetError, match=r"'64KiB' \(65536 bytes\) is below the least possible peak of \d+"):
+        train([AdaccCallback(memory_budget="64KiB")])
+
+
+def test_data_parallel_is_refused():
+    args = SimpleNamespace(n_gpu=2, resume_from_checkpoint=None)
+    with pytest.raises(ValueError, match=r"n_gpu=2: nn\.DataParallel .* torchrun, or set CUDA_VISIBLE_DEVICES"):
+        AdaccCallback().on_train_begin(args, SimpleNamespace(global_step=0), None, model=torch.nn.Identity())
+
+
+def test_a_model_without_blocks_is_refused(train, lossless):
+    with pytest.raises(NoBlocksError, match="block_classes=\\('NoSuchLayer',\\)"):
+        train([AdaccCallback(**lossless, block_classes=("NoSuchLayer",))])
+
+
+def test_blocks_may_be_named_by_class(train, lossless):
+    callback = AdaccCallback(**lossless, block_classes=("GPT2MLP",), min_compress_bytes=0)
+    run = train([callback])
+    assert [name for name, _ in callback.policy.blocks] == ["transformer.h.0.mlp", "transformer.h.1.mlp"]
+    run.assert_equals(train())
+
+
+def plain_forward(self, hidden_states, *args, **kwargs):
+    """A fast-kernel patch of the class, of the kind that drops Transformers' checkpointing silently."""
+    return hidden_states + self.mlp(self.ln_2(hidden_states))
+
+
+class PatchClass(TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        GPT2Block.forward = plain_forward
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_patched_class_is_noticed_after_the_first_step(make_trainer, lossless, monkeypatch, when):
+    monkeypatch.setattr(GPT2Block, "forward", GPT2Block.forward)
+    if when == "before":
+        GPT2Block.forward = plain_forward
+    trainer = make_trainer([AdaccCallback(**lossless), *([PatchClass()] if when == "after" else [])])
+    with pytest.raises(
+        RuntimeError, match=r"2 of 2 blocks, transformer\.h\.0 first, never reached Adacc .*block_classes"
+    ):
+        trainer.train()
+    assert trainer.state.global_step == 1
+
+
+class ReferencePass(TrainerCallback):
+    """What TRL does around a reference model's forward: checkpointing off, a forward, checkpointing on again."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        model.activation_checkpointing_disable()
+        with torch.no_grad():
+            model(torch.arange(6)[None])
+        model.activation_checkpointing_enable()
+
+
+def test_switching_checkpointing_off_and_on_keeps_the_policy(train, lossless):
+    class CountCalls(TrainerCallback):
+        calls: tuple[int, ...] = ()
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if callback._handle is not None:
+                functions = callback._handle.installation.functions.values()
+                self.calls += (sum(function.num_calls for function in functions),)
+
+    callback, count = AdaccCallback(**lossless), CountCalls()
+    run = train([callback, ReferencePass(), count], max_steps=6)
+    # The policy is set at the end of step 2; each later step calls each of the two blocks once.
+    assert count.calls == (0, 2, 4, 6, 8)
+    run.assert_equals(train([ReferencePass()], max_steps=6))
+
+
+def test_activation_offloading_is_refused(train, lossless):
+    with pytest.raises(NestedHooksError, match="inside another pair of saved-tensor hooks"):
+        train(
+            [AdaccCallback(**lossless)],
+            activation_checkpointing=False,
+            trainer_class=offloading_trainer(),
+        )
+
+
+def offloading_trainer():
+    from transformers import Trainer
+
+    class OffloadingTrainer(Trainer):
+        def compute_loss(self, *args, **kwargs):
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                return super().compute_loss(*args, **kwargs)
+
+    return OffloadingTrainer
+
+
+def test_without_a_trainer_around_it_the_events_alone_do(make_model, lossless):
+    """The callback serves any loop that calls its events."""
+    model, callback = make_model().train(), AdaccCallback(**lossless)
+    args = SimpleNamespace(n_gpu=0, resume_from_checkpoint=None, output_dir="/nowhere")
+    state = SimpleNamespace(global_step=0, is_world_process_zero=False, log_history=[])
+    callback.on_train_begin(args, state, None, model=model)
+    ids = torch.arange(32)[None].repeat(4, 1)
+    for _ in range(3):
+        callback.on_step_begin(args, state, None)
+        model(input_ids=ids, labels=ids).loss.backward()
+        state.global_step += 1
+        callback.on_step_end(args, state, None, model=model)
+    callback.on_train_end(args, state, None)
+    assert callback.policy.action_counts()["recompute"] > 0
+    assert not model._forward_pre_hooks

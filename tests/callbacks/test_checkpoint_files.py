@@ -1,0 +1,172 @@
+"""Checkpoints carry their policy and profile, and a resumed run goes on with them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import adacc_hf.callbacks.adacc as adacc_module
+from adacc_hf import AdaccCallback, AdaccConfig, AdaccError, Policy, PolicyMismatchError, Profile
+from adacc_hf.callbacks.checkpoint_files import POLICY_FILE, PROFILE_FILE, load_from_checkpoint, save_files
+
+SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+
+
+@pytest.fixture
+def profilings(monkeypatch):
+    """A list with one item for every time that a callback profiles."""
+    calls = []
+
+    def counting(*args, **kwargs):
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    original = adacc_module.profile_model
+    monkeypatch.setattr(adacc_module, "profile_model", counting)
+    return calls
+
+
+@pytest.fixture
+def checkpoint(train, lossless, tmp_path) -> Path:
+    """The checkpoint of step 3 of a lossless run of 6 steps."""
+    train([AdaccCallback(**lossless)], **SAVING)
+    return tmp_path / "run" / "checkpoint-3"
+
+
+def test_a_checkpoint_carries_its_policy_and_profile(train, lossless, tmp_path):
+    callback = AdaccCallback(**lossless)
+    train([callback], **SAVING)
+    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-3", tmp_path / "run" / "checkpoint-6"):
+        assert Policy.load(folder / POLICY_FILE) == callback.policy
+        assert Profile.load(folder / PROFILE_FILE) == callback.profile
+
+
+@pytest.mark.parametrize("way", ["path", "elsewhere", "last"])
+@pytest.mark.parametrize("settings", [{}, {"bf16": True, "gradient_accumulation_steps": 2}], ids=["fp32", "bf16-accu2"])
+def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(train, lossless, tmp_path, profilings, way, settings):
+    whole = train([AdaccCallback(**lossless)], **SAVING, **settings)
+    folder = tmp_path / "run" / "checkpoint-3"
+    policy = Policy.load(folder / POLICY_FILE)
+    if way == "elsewhere":
+        folder = folder.rename(tmp_path / "moved")
+    if way == "last":
+        (tmp_path / "run" / "checkpoint-6").rename(tmp_path / "gone")
+    profilings.clear()
+    callback = AdaccCallback(**lossless)
+    resumed = train([callback], resume=True if way == "last" else str(folder), **SAVING, **settings)
+    assert not profilings
+    assert callback.policy == policy
+    assert callback.history[0]["step"] == 3
+    resumed.assert_equals(whole)
+    assert resumed.logs[-2].keys() == whole.logs[-2].keys()
+
+
+def test_a_resumed_run_is_bit_equal_to_plain(train, checkpoint, lossless):
+    plain = train(output_dir=str(checkpoint.parent.parent / "plain"), **SAVING)
+    train([AdaccCallback(**lossless)], resume=str(checkpoint), **SAVING).assert_equals(plain)
+
+
+def test_a_run_resumed_from_a_stranger_is_not_given_the_policy_that_lies_in_its_own_folder(
+    train, checkpoint, lossless, tmp_path, profilings
+):
+    # checkpoint-3 of another run without the callback; output_dir has a checkpoint-3 of its own, with a policy.
+    train(output_dir=str(tmp_path / "plain"), **SAVING)
+    profilings.clear()
+    train([AdaccCallback(**lossless)], resume=str(tmp_path / "plain" / "checkpoint-3"), **SAVING)
+    assert len(profilings) == 1
+
+
+def test_a_checkpoint_written_without_the_callback_resumes(train, lossless, tmp_path):
+    whole = train(**SAVING)
+    callback = AdaccCallback(**lossless)
+    resumed = train([callback], resume=str(tmp_path / "run" / "checkpoint-3"), **SAVING)
+    assert [event["step"] for event in callback.history] == [5]
+    resumed.assert_equals(whole)
+
+
+def test_a_checkpoint_from_before_the_policy_resumes(train, lossless, tmp_path):
+    settings = {**SAVING, "save_steps": 1}
+    whole = train([AdaccCallback(**lossless)], **settings)
+    assert not (tmp_path / "run" / "checkpoint-1" / POLICY_FILE).exists()
+    train([AdaccCallback(**lossless)], resume=str(tmp_path / "run" / "checkpoint-1"), **settings).assert_equals(whole)
+
+
+def test_a_resumed_run_with_another_budget_profiles_anew(train, checkpoint, lossless, profilings):
+    callback = AdaccCallback(**{**lossless, "memory_budget": 0.7})
+    train([callback], resume=str(checkpoint), **SAVING)
+    assert len(profilings) == 1
+    assert dict(callback.policy.facts)["memory_budget"] == 0.7
+
+
+def test_a_given_policy_goes_before_the_checkpoint_s(train, checkpoint, profilings):
+    given = Policy.uniform(Profile.load(checkpoint / PROFILE_FILE), "retain")
+    callback = AdaccCallback(policy=given)
+    train([callback], resume=str(checkpoint), **SAVING)
+    assert callback.policy == given
+
+
+def test_a_resumed_run_goes_on_tracking(train, checkpoint, tmp_path):
+    compress = {"memory_budget": 0.35, "actions": ("retain", "compress"), "min_compress_bytes": 0, "tracking": 1}
+    folder = str(tmp_path / "lossy")
+    train([AdaccCallback(**compress)], output_dir=folder, **SAVING)
+    callback = AdaccCallback(**compress)
+    train([callback], resume=f"{folder}/checkpoint-3", output_dir=folder, **SAVING)
+    assert "tracking" in {event["event"] for event in callback.history}
+
+
+DAMAGE = {
+    "empty": "",
+    "cut": '{"format": "adacc_hf.policy", "version": 1, "plans": [',
+    "no-policy": '{"hello": 1}',
+    "no-plans": '{"format": "adacc_hf.policy", "version": 1}',
+    "binary": "\x00\x01",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_policy_in_the_checkpoint_is_named_with_the_next_step(train, checkpoint, lossless, damage):
+    (checkpoint / POLICY_FILE).write_text(DAMAGE[damage])
+    message = f"{re.escape(str(checkpoint / POLICY_FILE))}.*delete {POLICY_FILE} and {PROFILE_FILE} in"
+    with pytest.raises(PolicyMismatchError, match=message):
+        train([AdaccCallback(**lossless)], resume=str(checkpoint), **SAVING)
+
+
+def test_a_damaged_profile_in_the_checkpoint_is_named_with_the_next_step(train, checkpoint, lossless):
+    (checkpoint / PROFILE_FILE).write_text("{")
+    message = f"{re.escape(str(checkpoint / PROFILE_FILE))}.*delete {POLICY_FILE} and {PROFILE_FILE} in"
+    with pytest.raises(AdaccError, match=message):
+        train([AdaccCallback(**lossless)], resume=str(checkpoint), **SAVING)
+
+
+def test_a_checkpoint_s_policy_for_another_model_is_refused(train, checkpoint, lossless, make_model):
+    record = json.loads((checkpoint / POLICY_FILE).read_text())
+    record["blocks"] = {"transformer.h.0": 0}
+    (checkpoint / POLICY_FILE).write_text(json.dumps(record))
+    with pytest.raises(PolicyMismatchError, match=r"has 2; it has no plan for transformer\.h\.1"):
+        train([AdaccCallback(**lossless)], resume=str(checkpoint), **SAVING)
+
+
+def test_a_failing_run_leaves_checkpoints_and_policies_whole(make_trainer, train, lossless, tmp_path):
+    class FailingTrainer(type(make_trainer())):
+        def training_step(self, *args, **kwargs):
+            if self.state.global_step == 4:
+                raise KeyboardInterrupt
+            return super().training_step(*args, **kwargs)
+
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer([AdaccCallback(**lossless)], trainer_class=FailingTrainer, **SAVING).train()
+    folder = tmp_path / "run"
+    assert sorted(p.name for p in folder.rglob("*adacc*")) == sorted([POLICY_FILE, PROFILE_FILE] * 2)
+    resumed = train([AdaccCallback(**lossless)], resume=str(folder / "checkpoint-3"), **SAVING)
+    resumed.assert_equals(train(**{**SAVING, "save_strategy": "no"}))
+
+
+def test_files_of_a_policy_without_profile(tmp_path, train, checkpoint):
+    policy = Policy.load(checkpoint / POLICY_FILE)
+    save_files(tmp_path / "new", policy, None)
+    assert load_from_checkpoint(tmp_path / "new", 0.6) == (policy, None)
+    assert load_from_checkpoint(tmp_path / "new", AdaccConfig().memory_budget) is None
+    assert load_from_checkpoint(tmp_path / "nothing", 0.6) is None
