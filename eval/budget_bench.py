@@ -17,12 +17,11 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from adacc_hf import AdaccConfig, InfeasibleBudgetError, Policy, profile_model, solve_policy
+from adacc_hf.eval.clock import add_clock, check_clock
 from adacc_hf.eval.contenders import (
     CHECKPOINTING,
     PLAIN,
     Contender,
-    add_timing,
-    check_clock,
     check_gradients,
     time_rounds,
     timing_figures,
@@ -66,7 +65,7 @@ def main(argv: Sequence[str] | None = None, workload: Workload = DEMO) -> int:
     """Measure, print the table and save the record. Returns 1, and saves nothing, on wrong gradients."""
     parser = argparse.ArgumentParser(prog="adacc_hf.eval.budget_bench", description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds")
-    add_timing(parser)
+    add_clock(parser)
     add_settings(parser, "budget_bench")
     arguments = parser.parse_args(argv)
     settings = Settings.from_arguments(arguments)
@@ -76,13 +75,8 @@ def main(argv: Sequence[str] | None = None, workload: Workload = DEMO) -> int:
     except RedGateError as error:
         print(f"budget_bench: {error}", file=sys.stderr)
         return 1
-    run_info = {
-        "workload": asdict(workload),
-        "rounds": arguments.rounds,
-        "clock": arguments.clock,
-        "fractions": FRACTIONS,
-    }
-    save_record(settings, run_info, {"methods": figures, "skipped": skipped})
+    options = {"rounds": arguments.rounds, "clock": arguments.clock, "fractions": FRACTIONS}
+    save_record(settings, {"workload": asdict(workload), **options}, {"methods": figures, "skipped": skipped})
     lines = [f"{workload} (forward and backward)", "", table_text(figures), ""]
     lines += [f"not measured: {name}: {reason}" for name, reason in skipped.items()]
     print("\n".join([*lines, f"saved as {settings.output}"]))

@@ -6,9 +6,7 @@ training: nothing is installed, recorded or compiled in it. Wrong gradients are 
 
 from __future__ import annotations
 
-import argparse
 import copy
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,8 +18,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from adacc_hf import Policy, apply_policy
+from adacc_hf.eval.clock import CLOCKS
 from adacc_hf.eval.gradients import Gradients, compute_gradients, first_difference, relative_error
-from adacc_hf.eval.records import RedGateError, Settings, Spread
+from adacc_hf.eval.records import RedGateError, Spread
 from adacc_hf.eval.workload import Batch
 from adacc_hf.memory import StepMemory, measure_step
 from adacc_hf.policy import Action
@@ -35,8 +34,6 @@ They warm up as well."""
 MAX_GRADIENT_ERROR = 0.5
 """Relative L2 error from which lossy codecs count as broken. INT4 on everything gives 0.1 to 0.2, and the gradient of
 another batch is at 1.3."""
-
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 class Contender:
@@ -104,25 +101,6 @@ def _checked_error(contender: Contender, expected: Gradients, seed: int) -> floa
             f"whole gradient {error:.3g}, allowed: {allowed}): nothing is timed before the gradients are right"
         )
     return error
-
-
-def add_timing(parser: argparse.ArgumentParser) -> None:
-    """Add the option that picks the clock."""
-    parser.add_argument(
-        "--clock",
-        choices=tuple(CLOCKS),
-        default="wall",
-        help="cpu counts what this process computed, not what it waited: for one thread on a CPU shared with others",
-    )
-
-
-def check_clock(clock: str, settings: Settings) -> None:
-    """Raise ValueError where time on the CPU is not the time of a step."""
-    if clock == "cpu" and (settings.threads > 1 or settings.device != "cpu"):
-        raise ValueError(
-            f"--clock=cpu adds up what all threads compute, and knows nothing of other devices: with "
-            f"--threads={settings.threads} --device={settings.device} use --clock=wall"
-        )
 
 
 def time_rounds(contenders: Sequence[Contender], num_rounds: int, clock: str) -> dict[str, list[float]]:

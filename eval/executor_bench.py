@@ -15,13 +15,12 @@ from dataclasses import asdict
 from typing import Any
 
 from adacc_hf import Action, Policy, profile_model
+from adacc_hf.eval.clock import add_clock, check_clock
 from adacc_hf.eval.contenders import (
     CHECKPOINTING,
     GATE_STEPS,
     PLAIN,
     Contender,
-    add_timing,
-    check_clock,
     check_gradients,
     time_rounds,
     timing_figures,
@@ -40,7 +39,7 @@ def main(argv: Sequence[str] | None = None, cases: Mapping[Workload, int] = CASE
     """Measure every case, print the table and save the record. Returns 1, and saves nothing, on wrong gradients."""
     parser = argparse.ArgumentParser(prog="adacc_hf.eval.executor_bench", description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, help="timed rounds of every case (default: 15 and 200)")
-    add_timing(parser)
+    add_clock(parser)
     add_settings(parser, "executor_bench")
     arguments = parser.parse_args(argv)
     settings = Settings.from_arguments(arguments)
