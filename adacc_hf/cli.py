@@ -1,4 +1,4 @@
-"""The `adacc` command: look into policy files, report on them, list the codecs."""
+"""The `adacc` command: look into policy files, report on them, list the codecs, measure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 from adacc_hf import __version__
@@ -19,10 +20,16 @@ USER_ERROR = 2
 """Exit status for what the user can mend; argparse's own."""
 
 
+RUNNERS = ("budget_bench", "codec_bandwidth", "executor_bench", "gradient_error", "solver_bench")
+"""Modules of `adacc_hf.eval` that `adacc eval` runs."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, or 2 after a one-line message on stderr."""
     arguments = _parser().parse_args(argv)
     try:
+        if arguments.command == "eval":
+            return _eval(arguments)
         print(arguments.run(arguments), flush=True)
     except BrokenPipeError:  # the reader, `head` say, has seen enough; the interpreter must not flush to it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -60,6 +67,10 @@ def _parser() -> argparse.ArgumentParser:
 
     codecs = commands.add_parser("codecs", help="list the codecs, with the bytes that they keep of a tensor")
     codecs.set_defaults(run=_codecs)
+
+    measure = commands.add_parser("eval", help="measure speed, memory or gradient error; `adacc eval RUNNER --help`")
+    measure.add_argument("runner", choices=RUNNERS, metavar="RUNNER", help=f"one of {', '.join(RUNNERS)}")
+    measure.add_argument("options", nargs=argparse.REMAINDER, help="the runner's own options")
     return parser
 
 
@@ -75,6 +86,11 @@ def _report(arguments: argparse.Namespace) -> str:
 
     policy, profile = Policy.load(arguments.policy), Profile.load(arguments.profile)
     return f"wrote {write_report(arguments.output, profile=profile, policy=policy)}"
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    """Run a module of `adacc_hf.eval`, which prints by itself, and return its exit status."""
+    return import_module(f"adacc_hf.eval.{arguments.runner}").main(arguments.options) or 0
 
 
 def _codecs(_: argparse.Namespace) -> str:
