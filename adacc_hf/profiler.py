@@ -249,7 +249,7 @@ class Survey:
             block_class=tape.block_class,
             values=values,
             operators=tuple(_operator(tape, index, ms) for index, ms in enumerate(prices.operator_ms)),
-            slots=tuple(-1 if tape.is_module_state(slot.value) else slot.value for slot in tape.slots),
+            slots=tuple(-1 if tape.is_held_elsewhere(slot.value) else slot.value for slot in tape.slots),
             forward=(),
             backward=(),
             forward_ms=sum(prices.operator_ms),

@@ -142,6 +142,11 @@ class Tape:
         source = self.values[value].source
         return source is not None and source.place in ("parameter", "buffer")
 
+    def is_held_elsewhere(self, value: int) -> bool:
+        """Whether a value is neither made by the block nor given to it: a parameter, a buffer, a tensor in an attribute."""
+        source = self.values[value].source
+        return source is not None and source.place != "argument"
+
     def saved_values(self) -> list[int]:
         """Values that slots hold, each once, in the order they were saved."""
         return list(dict.fromkeys(slot.value for slot in self.slots))
