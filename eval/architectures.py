@@ -1,0 +1,285 @@
+"""Every architecture, exactly: three promises checked on tiny random models, and the table of what was found.
+
+    python -m adacc_hf.eval.architectures --output docs/SUPPORT.md
+
+1. Lossless: under RECOMPUTE-everything and random lossless policies, the loss and every gradient are bit for bit those
+   of plain training, on a batch that the profile has not seen.
+2. Compressed: a policy that only retains and compresses gives bit for bit the gradients of plain training inside a
+   plain pair of saved-tensor hooks that sends the same storages through the same codecs.
+3. Stored bytes: what forward leaves behind is what the policy predicted, byte for byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from adacc_hf import AdaccConfig, Policy, Profile, apply_policy, profile_model
+from adacc_hf.blocks import Installation
+from adacc_hf.errors import AdaccError
+from adacc_hf.eval.architecture_configs import Architecture, Batch, architectures
+from adacc_hf.eval.records import markdown_table
+from adacc_hf.executor import PolicyHandle
+from adacc_hf.kernels.codecs import Codec, get_codec
+from adacc_hf.memory import measure_step
+from adacc_hf.policy import Action
+from adacc_hf.profile import KindProfile
+
+CONFIG = AdaccConfig(min_compress_bytes=64)
+"""Tiny models have tiny activations; the smallest that is worth a payload here has 16 floats."""
+PROFILED, TRAINED = 0, 1
+"""Seeds of the batch that is profiled and of the one that is trained on."""
+STEPS = 2
+"""The first step under a policy is recorded; the second runs as all later ones do."""
+
+Gradients = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What was found for one architecture."""
+
+    architecture: Architecture
+    attention: str
+    num_blocks: int
+    num_kinds: int
+    lossless: bool
+    compressed: bool
+    stored: bool
+    notes: tuple[str, ...] = ()
+    """Why blocks fell back to torch's checkpoint, or why the model was refused."""
+
+    @property
+    def is_green(self) -> bool:
+        return self.lossless and self.compressed and self.stored and not self.notes
+
+    def row(self) -> dict[str, str]:
+        """The architecture's line of the table."""
+        return {
+            "architecture": self.architecture.name,
+            "model": self.architecture.model_class,
+            "attention": self.attention,
+            "blocks": str(self.num_blocks),
+            "kinds": str(self.num_kinds),
+            "lossless": _word(self.lossless),
+            "compressed": _word(self.compressed),
+            "stored bytes": _word(self.stored),
+            "notes": "; ".join(self.notes),
+        }
+
+
+def check(architecture: Architecture) -> Verdict:
+    """Train one architecture under four policies and compare each with plain training."""
+    model, batch = architecture.build(), architecture.make_batch(TRAINED)
+    plain = train(model, batch)
+    try:
+        profile = profile_model(model, architecture.make_batch(PROFILED), CONFIG)
+        return _verdict(architecture, model, batch, profile, plain)
+    except AdaccError as error:
+        return Verdict(
+            architecture=architecture,
+            attention=_attention(model),
+            num_blocks=0,
+            num_kinds=0,
+            lossless=False,
+            compressed=False,
+            stored=False,
+            notes=(f"refused: {error}",),
+        )
+
+
+def _verdict(
+    architecture: Architecture, model: nn.Module, batch: Batch, profile: Profile, plain: list[Gradients]
+) -> Verdict:
+    actions = tuple(Action)
+    policies = [Policy.uniform(profile, Action.RECOMPUTE)]
+    policies += [Policy.random(profile, seed, actions, lossless=True) for seed in range(2)]
+    lossy = Policy.random(profile, 2, (Action.RETAIN, Action.COMPRESS))
+    trials = [_try(model, batch, policy) for policy in [*policies, lossy]]
+    expected = train_through_codecs(model, batch, profile, lossy)
+    return Verdict(
+        architecture=architecture,
+        attention=_attention(model),
+        num_blocks=len(profile.blocks),
+        num_kinds=len(profile.kinds),
+        lossless=all(same_bits(trial.steps, plain) for trial in trials[:-1]),
+        compressed=same_bits(trials[-1].steps, expected) and not same_bits(expected, plain),
+        stored=all(
+            trial.stored_bytes == policy.predicted_stored_bytes
+            for trial, policy in zip(trials, [*policies, lossy], strict=True)
+        ),
+        notes=tuple(dict.fromkeys(note for trial in trials for note in trial.fallbacks)),
+    )
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Training under one policy."""
+
+    steps: list[Gradients]
+    stored_bytes: int
+    fallbacks: list[str]
+
+
+def _try(model: nn.Module, batch: Batch, policy: Policy) -> Trial:
+    with apply_policy(model, policy, CONFIG) as handle:
+        steps = train(model, batch)
+        stored_bytes = measure_step(model, batch).stored_bytes
+        return Trial(steps, stored_bytes, fallbacks(handle))
+
+
+def fallbacks(handle: PolicyHandle) -> list[str]:
+    """Why blocks run under torch's checkpoint, one line for each class and reason."""
+    tapes = [tape for function in handle.installation.functions.values() for tape in function.strategy.tapes.values()]
+    return list(dict.fromkeys(f"{tape.block_class}: {tape.untrusted}" for tape in tapes if tape.untrusted))
+
+
+def train(model: nn.Module, batch: Batch) -> list[Gradients]:
+    """Per step the loss and every gradient; no optimizer runs, and buffers are put back, so that runs can be compared."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    steps = [_step(model, batch, seed) for seed in range(STEPS)]
+    for buffer, before in buffers:
+        buffer.copy_(before)
+    return steps
+
+
+def _step(model: nn.Module, batch: Batch, seed: int) -> Gradients:
+    torch.manual_seed(seed)
+    loss = model(**batch).loss
+    loss.backward()
+    result = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return {"loss": loss.detach(), **result}
+
+
+def same_bits(left: Sequence[Gradients], right: Sequence[Gradients]) -> bool:
+    """Whether all losses and gradients of all steps are equal bit for bit."""
+    return all(
+        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def train_through_codecs(model: nn.Module, batch: Batch, profile: Profile, policy: Policy) -> list[Gradients]:
+    """Plain training whose saved tensors go through the codecs of `policy`, without the executor: the codec oracle."""
+    installation = Installation(model)
+    try:
+        for block in profile.blocks:
+            strategy = ThroughCodecs(profile.kind_of(block), dict(policy.plan_of(block.name).choices))
+            installation.functions[block.name].strategy = strategy
+        return train(model, batch)
+    finally:
+        installation.remove()
+
+
+class ThroughCodecs:
+    """The strategy that keeps, for each slot whose storage a plan compresses, what the codec makes of it."""
+
+    def __init__(self, kind: KindProfile, choices: dict[int, Any]) -> None:
+        self._slots = kind.slots
+        self._values = kind.values
+        self._codecs: dict[int, Codec] = {
+            value: get_codec(choice.codec, **dict(choice.options))
+            for value, choice in choices.items()
+            if choice.action is Action.COMPRESS
+        }
+
+    def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        slots = iter(self._slots)
+        decoded: dict[int, torch.Tensor] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            value = next(slots)
+            if value not in self._codecs:
+                return tensor.detach()
+            if value not in decoded:
+                decoded[value] = self._round_trip(value, tensor)
+            return _on_storage(decoded[value], tensor)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return fn(*args)
+
+    def _round_trip(self, value: int, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole storage of `tensor`, in the order of memory, after encoding and decoding."""
+        record, codec = self._values[value], self._codecs[value]
+        dtype = getattr(torch, record.dtype)
+        dense = torch.empty(0, dtype=dtype).set_(tensor.untyped_storage(), 0, record.encoded_shape)
+        return codec.decode(codec.encode(dense))
+
+
+def _on_storage(decoded: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The storage of `decoded`, viewed as `like` views its own."""
+    empty = torch.empty(0, dtype=like.dtype)
+    return empty.set_(decoded.untyped_storage(), like.storage_offset(), like.shape, like.stride())
+
+
+def _attention(model: nn.Module) -> str:
+    return str(model.config._attn_implementation)
+
+
+def _word(holds: bool) -> str:
+    return "yes" if holds else "NO"
+
+
+def support_table(verdicts: Iterable[Verdict]) -> str:
+    """The Markdown page: versions, what is promised, and one table for each family."""
+    verdicts = list(verdicts)
+    families: dict[str, list[Verdict]] = {}
+    for verdict in verdicts:
+        families.setdefault(verdict.architecture.family, []).append(verdict)
+    green = sum(verdict.is_green for verdict in verdicts)
+    head = _HEAD.format(
+        green=green, total=len(verdicts), torch=torch.__version__, transformers=transformers.__version__
+    )
+    parts = [
+        f"## {family[0].upper()}{family[1:]}\n\n{markdown_table([verdict.row() for verdict in group])}\n"
+        for family, group in families.items()
+    ]
+    return "\n".join([head, *parts])
+
+
+_HEAD = """# Supported architectures
+
+{green} of {total} architectures keep all three promises, checked with torch {torch} and Transformers {transformers} on
+tiny random models: fp32, dropout on, sdpa attention where the model has it. No architecture has code of its own.
+
+- **lossless**: loss and gradients under RECOMPUTE-everything and random lossless policies are bit for bit plain training's.
+- **compressed**: a policy that retains and compresses gives bit for bit the gradients of plain training whose saved
+  tensors go through the same codecs.
+- **stored bytes**: what forward leaves behind is what the policy predicted, byte for byte.
+- **notes**: blocks that torch's checkpoint runs instead of ours, and why; no activation of theirs is planned.
+
+Written by `python -m adacc_hf.eval.architectures --output docs/SUPPORT.md`.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Check every architecture and write the table of what is supported.")
+    parser.add_argument("names", nargs="*", help="architectures to check; all if none is named")
+    parser.add_argument("--output", type=Path, help="the Markdown file to write; needs all architectures")
+    arguments = parser.parse_args(argv)
+    table = architectures()
+    unknown = [name for name in arguments.names if name not in table]
+    if unknown:
+        parser.error(f"unknown architecture {unknown[0]!r}; known: {', '.join(table)}")
+    if arguments.names and arguments.output:
+        parser.error("--output takes the whole table: name no architectures")
+    torch.set_num_threads(1)  # sums of floats are made in one order
+    transformers.logging.set_verbosity_error()
+    verdicts = []
+    for name in arguments.names or table:
+        verdicts.append(check(table[name]))
+        print(" | ".join(verdicts[-1].row().values()), flush=True)
+    if arguments.output:
+        arguments.output.write_text(support_table(verdicts), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
