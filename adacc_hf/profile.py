@@ -114,7 +114,7 @@ class KindProfile:
     values: tuple[Value, ...]
     operators: tuple[Operator, ...]
     slots: tuple[int, ...]
-    """Value that each saved-tensor slot holds, in the order autograd saves them; -1 for what lives anyway: parameters."""
+    """Value that each saved-tensor slot holds, in the order autograd saves them; -1 for what lives anyway (state)."""
     backward: tuple[BackwardEvent, ...]
     """The order in which backward asks for slots and releases them."""
     forward: tuple[ForwardEvent, ...]

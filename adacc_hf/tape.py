@@ -143,7 +143,7 @@ class Tape:
         return source is not None and source.place in ("parameter", "buffer")
 
     def is_held_elsewhere(self, value: int) -> bool:
-        """Whether a value is neither made by the block nor given to it: a parameter, a buffer, a tensor in an attribute."""
+        """Whether a value is neither made by the block nor given to it: parameter, buffer, a tensor in an attribute."""
         source = self.values[value].source
         return source is not None and source.place != "argument"
 
