@@ -1,0 +1,100 @@
+"""The Trainer under DDP with two gloo ranks, for which this file is the script."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainingArguments
+
+from adacc_hf import AdaccCallback
+from adacc_hf.callbacks.checkpoint_files import POLICY_FILE
+
+NUM_STEPS = 6
+
+
+def train(toys: Any, callbacks: list[Any], folder: Path, resume: str | None = None, **settings: Any) -> Trainer:
+    trainer = Trainer(
+        model=toys.tiny_model(),
+        args=TrainingArguments(
+            output_dir=str(folder),
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            max_steps=NUM_STEPS,
+            logging_steps=1,
+            per_device_train_batch_size=2,
+            save_strategy="steps",
+            save_steps=3,
+            seed=3,
+            **settings,
+        ),
+        train_dataset=toys.Tokens(),
+        callbacks=callbacks,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def compare(toys: Any, folder: Path, **settings: Any) -> dict[str, Any]:
+    """What one rank finds: are a lossless run, and one resumed from it, bit-equal to plain DDP?"""
+    callback, resumed_callback = AdaccCallback(**toys.LOSSLESS), AdaccCallback(**toys.LOSSLESS)
+    plain = train(toys, [], folder / "plain", **settings)
+    adacc = train(toys, [callback], folder / "adacc", **settings)
+    resumed = train(toys, [resumed_callback], folder / "resumed", str(folder / "adacc/checkpoint-3"), **settings)
+    return {
+        "ddp": type(adacc.model_wrapped).__name__,
+        "losses": [toys.Run(run, run.state.log_history).losses for run in (plain, adacc, resumed)],
+        "equal": [_same_parameters(plain.model, run.model) for run in (adacc, resumed)],
+        "recomputed": callback.policy.action_counts()["recompute"],
+        "policies": [str(callback.policy), str(resumed_callback.policy)],
+        "events": [[(e["step"], e["event"]) for e in c.history] for c in (callback, resumed_callback)],
+    }
+
+
+def _same_parameters(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+def run_rank(folder: Path) -> None:
+    torch.set_num_threads(1)
+    spec = importlib.util.spec_from_file_location("toys", Path(__file__).with_name("conftest.py"))
+    toys = importlib.util.module_from_spec(spec)
+    sys.modules["toys"] = toys
+    spec.loader.exec_module(toys)
+    found = {
+        "plain": compare(toys, folder / "plain"),
+        "accumulation": compare(toys, folder / "accumulation", gradient_accumulation_steps=2),
+    }
+    rank = torch.distributed.get_rank()
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+
+
+def test_lossless_training_is_bit_equal_to_plain_ddp(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run([*torchrun, __file__, str(tmp_path)], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    for name in ranks[0]:
+        assert ranks[0][name]["policies"] == ranks[1][name]["policies"]
+        for rank in ranks:
+            found = rank[name]
+            assert found["ddp"] == "DistributedDataParallel"
+            assert found["equal"] == [True, True]
+            assert found["recomputed"] > 0
+            assert found["policies"][0] == found["policies"][1]
+            assert found["events"] == [[[2, "policy"]], [[3, "policy"]]]
+        losses = ranks[0][name]["losses"]
+        assert len(losses[0]) == NUM_STEPS
+        assert losses[0] == losses[1] == losses[2]
+        assert (tmp_path / name / "adacc" / "checkpoint-6" / POLICY_FILE).is_file()
+
+
+if __name__ == "__main__":
+    run_rank(Path(sys.argv[1]))
