@@ -1,0 +1,37 @@
+"""`adacc eval RUNNER`: the runner gets its options and gives its exit status."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+
+from adacc_hf.cli import RUNNERS, main
+from adacc_hf.eval import executor_bench
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_forwards_options_and_status(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    given = []
+    monkeypatch.setattr(executor_bench, "main", lambda argv: given.append(argv) or status)
+    assert main(["eval", "executor_bench", "--rounds", "3", "--output", "x"]) == status
+    assert given == [["--rounds", "3", "--output", "x"]]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_every_runner_explains_itself(runner: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["eval", runner, "--help"])
+    assert callable(import_module(f"adacc_hf.eval.{runner}").main)
+    assert "--output" in capsys.readouterr().out
+
+
+def test_bad_setting_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "executor_bench", "--threads", "0"]) == 2
+    assert capsys.readouterr().err == "adacc eval: error: --threads=0 must be 1 or more\n"
+
+
+def test_unknown_runner_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["eval", "nonsense"])
+    assert "invalid choice: 'nonsense'" in capsys.readouterr().err

@@ -1,0 +1,53 @@
+"""The executor's bench on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from adacc_hf.eval import executor_bench
+from adacc_hf.eval.contenders import CHECKPOINTING, PLAIN
+from adacc_hf.eval.workload import Workload
+
+RECOMPUTED, RETAINED = "Adacc, everything recomputed", "Adacc, everything retained"
+
+
+def run(tiny: Workload, output: Path) -> int:
+    return executor_bench.main(["--rounds", "2", "--notes", "test", "--output", str(output)], {tiny: 99})
+
+
+def test_record_and_table(tiny: Workload, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tiny, tmp_path / "bench.json") == 0
+    record = json.loads((tmp_path / "bench.json").read_text())
+    assert record["run_info"]["cases"][0]["rounds"] == 2
+    assert record["run_info"]["clock"] == "wall"
+    figures = record["train_info"][str(tiny)]
+    assert list(figures) == [PLAIN, CHECKPOINTING, RECOMPUTED, RETAINED]
+    for row in figures.values():
+        assert row["of_plain"] == row["step_ms"]["median"] / figures[PLAIN]["step_ms"]["median"]
+        assert row["of_checkpointing"] == row["step_ms"]["median"] / figures[CHECKPOINTING]["step_ms"]["median"]
+        assert row["step_ms"]["low"] <= row["step_ms"]["median"] <= row["step_ms"]["high"]
+        assert row["peak_of_checkpointing"] == row["peak_bytes"] / figures[CHECKPOINTING]["peak_bytes"]
+    assert figures[RETAINED]["stored_bytes"] == figures[PLAIN]["stored_bytes"]
+    assert figures[RECOMPUTED]["stored_bytes"] < figures[PLAIN]["stored_bytes"] / 2
+    printed = capsys.readouterr().out
+    assert all(f"| {name}" in printed for name in figures)
+
+
+def test_nothing_is_timed_on_wrong_gradients(
+    tiny: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build = executor_bench.build_contenders
+
+    def with_an_error(*arguments):
+        built = build(*arguments)
+        built[2].model.transformer.h[1].ln_1.bias.register_hook(lambda gradient: gradient * 1.001)
+        return built
+
+    monkeypatch.setattr(executor_bench, "build_contenders", with_an_error)
+    monkeypatch.setattr(executor_bench, "time_rounds", lambda *_: pytest.fail("timed on a red gate"))
+    assert run(tiny, tmp_path / "bench.json") == 1
+    assert "everything recomputed: transformer.h.1.ln_1.bias differs" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
