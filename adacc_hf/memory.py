@@ -32,8 +32,14 @@ class MemoryMeter(AbstractContextManager["MemoryMeter"]):
     """Counts live bytes of one device between marks; `points` is there after leaving it."""
 
     points: list[MemoryPoint]
+    is_open = False
 
     def mark(self, label: tuple[Any, ...]) -> None:
+        """Note a moment. Does nothing once the meter was left: what a model keeps may die, and say so, at any time."""
+        if self.is_open:
+            self._mark(label)
+
+    def _mark(self, label: tuple[Any, ...]) -> None:
         raise NotImplementedError
 
     @property
@@ -60,15 +66,17 @@ class CpuMemoryMeter(MemoryMeter):
     def __enter__(self) -> CpuMemoryMeter:
         with _quiet_stderr():
             self._profile.__enter__()
+        self.is_open = True
         self.mark(("start",))
         return self
 
-    def mark(self, label: tuple[Any, ...]) -> None:
+    def _mark(self, label: tuple[Any, ...]) -> None:
         self._labels.append(label)
         with record_function(_MARK):
             pass
 
     def __exit__(self, *exception: object) -> None:
+        self.is_open = False
         with _quiet_stderr():
             self._profile.__exit__(*exception)
         self.points = []
@@ -116,14 +124,16 @@ class CudaMemoryMeter(MemoryMeter):
         self._start = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         self._marks.append((("start",), self._start))
+        self.is_open = True
         return self
 
-    def mark(self, label: tuple[Any, ...]) -> None:
+    def _mark(self, label: tuple[Any, ...]) -> None:
         self._peaks.append(torch.cuda.max_memory_allocated(self._device))
         torch.cuda.reset_peak_memory_stats(self._device)
         self._marks.append((label, torch.cuda.memory_allocated(self._device)))
 
     def __exit__(self, *exception: object) -> None:
+        self.is_open = False
         self._peaks.append(torch.cuda.max_memory_allocated(self._device))
         self.points = [
             MemoryPoint(label, live - self._start, peak - self._start)
