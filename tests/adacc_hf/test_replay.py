@@ -97,6 +97,16 @@ def buckets_in_place(block, hidden):
     return hidden + block.down(scores.softmax(-1) @ hidden)
 
 
+def overwrites_what_nobody_differentiates(block, hidden):
+    """Autograd saves x for the sine and would refuse its backward, but no gradient flows there; the exponential needs the
+    version that was overwritten."""
+    x = block.up(hidden)
+    block.diagnostic = x.sin().detach()
+    y = x.exp()
+    x.mul_(2.0)
+    return hidden + block.down(x.tanh()) * y
+
+
 def writes_into_view(block, hidden):
     x = block.up(hidden)
     y = x.clone()
@@ -122,6 +132,7 @@ def conjugates_lazily(block, hidden):
         overwrites_what_was_read,
         relu_in_place,
         buckets_in_place,
+        overwrites_what_nobody_differentiates,
         writes_into_view,
         rotates_complex,
         conjugates_lazily,
