@@ -15,7 +15,7 @@ from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.kernels.codecs import Codec, Payload, get_codec
 from adacc_hf.kernels.outlier_int4 import count_outliers
 from adacc_hf.policy import Policy
-from adacc_hf.solver import solve_policy
+from adacc_hf.solver import Budget, solve_policy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,30 +110,32 @@ class Rectifier:
             candidate = solve_policy(repriced, self.memory_budget, self.config)
         except InfeasibleBudgetError as error:
             return Rectification(num_outliers=found, policy=None, reason=f"no policy fits any more: {error}")
-        return self._judged(found, candidate)
+        policy, reason = self._judged(candidate)
+        if policy.plans == self.policy.plans:
+            return Rectification(num_outliers=found, policy=None, reason=reason)
+        self.policy = policy
+        return Rectification(num_outliers=found, policy=policy, reason=reason)
 
-    def _judged(self, found: dict[str, int], candidate: Policy) -> Rectification:
+    def _judged(self, candidate: Policy) -> tuple[Policy, str]:
+        """The policy to follow from now on, and why: `candidate`, or today's actions with as many channels as found."""
         current = self._current_policy()
+        budget = Budget.resolve(self.memory_budget, self.profile, self.config)
+        needed = current.predicted_peak_bytes if budget.of_peak else current.predicted_stored_bytes
+        if needed > budget.nbytes:
+            return candidate, f"more outliers: the old actions would need {needed} of {budget.nbytes} bytes"
         gain = current.predicted_overhead_ms - candidate.predicted_overhead_ms
-        if current.plans == candidate.plans:
-            changed, reason = current.plans != self.policy.plans, "the same actions, with the channels there are now"
-        elif current.predicted_stored_bytes > max(self.policy.predicted_stored_bytes, candidate.predicted_stored_bytes):
-            changed, reason = True, "more outliers: the old policy would need more memory"
-        else:
-            changed = gain > MIN_GAIN * current.predicted_overhead_ms
-            reason = f"{gain:.2f} ms of {current.predicted_overhead_ms:.2f} ms overhead to gain"
-        if changed:
-            self.policy = candidate
-        return Rectification(num_outliers=found, policy=candidate if changed else None, reason=reason)
+        if gain > MIN_GAIN * current.predicted_overhead_ms:
+            return candidate, f"{gain:.2f} ms of {current.predicted_overhead_ms:.2f} ms overhead gained"
+        return current, "the same actions, with the channels there are now"
 
     def _current_policy(self) -> Policy:
-        """The policy in force at today's prices."""
+        """The actions in force, with today's outlier channels and prices."""
         plans = []
         for block in self.profile.blocks:
             kind = self.profile.kinds[block.kind]
             plan = self.policy.plan_of(block.name)
             plans.append(replace(plan, choices=tuple((v, _repriced(kind, v, c)) for v, c in plan.choices)))
-        return Policy.build(self.profile, plans)
+        return Policy.build(self.profile, plans, dict(self.policy.facts))
 
     def _counting(self, kind_index: int, kind: KindProfile) -> Any:
         def wrap(value: int, codec: Codec) -> Codec | CountingCodec:
