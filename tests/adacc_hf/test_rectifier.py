@@ -1,0 +1,280 @@
+"""The rectifier: when it looks, what it counts, and when it changes the policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import adacc_hf.rectifier as rectifier_module
+from adacc_hf import Action, AdaccConfig, InfeasibleBudgetError, Policy, apply_policy, profile_model, solve_policy
+from adacc_hf.policy import RETAIN
+from adacc_hf.rectifier import MIN_GAIN, Rectifier, is_tracking_step
+
+NORM = "GPT2Block.ln_2:native_layer_norm"
+"""The input of c_fc, where outliers are planted by the norm's bias."""
+
+COMPRESS = AdaccConfig(actions=("retain", "compress"), min_compress_bytes=4096, memory_budget=0.45)
+"""Compresses everything of the tiny model but the norms' statistics."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """The model is too small for two threads to help: on a busy machine they only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def model():
+    """No dropout: which channels are outliers must not depend on a draw."""
+    torch.manual_seed(0)
+    tokens = {"bos_token_id": 0, "eos_token_id": 0, "loss_type": "ForCausalLM", "use_cache": False}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(
+        GPT2Config(n_layer=2, n_embd=64, n_head=2, n_positions=32, vocab_size=97, **tokens, **dropout)
+    ).train()
+
+
+@pytest.fixture
+def batch():
+    ids = torch.randint(0, 97, (4, 32), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+class Session:
+    """A model under a policy with its rectifier, driven step by step."""
+
+    def __init__(self, model, batch, config, policy=None):
+        self.model, self.batch = model, batch
+        self.profile = profile_model(model, batch, config)
+        self.policy = policy(self.profile) if policy else solve_policy(self.profile, config=config)
+        self.handle = apply_policy(model, self.policy)
+        self.rectifier = Rectifier(self.profile, self.policy, config)
+        self.step()  # records the tapes: a block's first call is stored before there are codecs to count with
+
+    def step(self):
+        self.model(**self.batch).loss.backward()
+        gradient = self.model.transformer.h[0].mlp.c_fc.weight.grad.clone()
+        self.model.zero_grad()
+        return gradient
+
+    def track(self):
+        self.rectifier.start_tracking(self.handle)
+        self.step()
+        found = self.rectifier.finish_tracking(self.handle)
+        if found.policy is not None:
+            self.handle.replace(found.policy)
+        return found
+
+
+def compress_all(profile):
+    return Policy.uniform(profile, "compress")
+
+
+def plant(model, channels):
+    """Make `channels` of both blocks' ln_2 outliers, and no others; K equal ones of 64 have Z = sqrt(64/K - 1)."""
+    for block in model.transformer.h:
+        block.ln_2.bias.data.zero_()
+        block.ln_2.bias.data[list(channels)] = 30.0
+
+
+def count_of(found, name):
+    (count,) = (count for label, count in found.num_outliers.items() if label.startswith(name + "#"))
+    return count
+
+
+def norm_options(profile, policy):
+    """The profile's codec for ln_2's output, and the options that the policy has for it."""
+    (value,) = (value for value in profile.kinds[0].values if value.name == NORM.partition(".")[2] and value.codecs)
+    return value.codecs[0], dict(policy.plans[0].choice(value.index).options)
+
+
+@pytest.mark.parametrize(
+    ("tracking", "expected"),
+    [("exponential", [1, 2, 4, 8, 16, 32]), ("off", []), (1, list(range(1, 41))), (7, [7, 14, 21, 28, 35])],
+)
+def test_the_schedule(tracking, expected):
+    assert [step for step in range(-3, 41) if is_tracking_step(step, tracking)] == expected
+
+
+def test_outliers_that_appear_and_vanish_change_counts_prices_and_policy(model, batch, monkeypatch):
+    monkeypatch.setattr(rectifier_module, "solve_policy", lambda profile, *_: compress_all(profile))
+    session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
+    option, before = norm_options(session.profile, session.policy)
+    assert before["num_outliers"] == 0
+    for channels in ([5, 40], [5], []):
+        plant(model, channels)
+        found = session.track()
+        assert count_of(found, NORM) == len(channels)
+        repriced, followed = norm_options(session.rectifier.profile, found.policy)
+        assert followed["num_outliers"] == len(channels)
+        # A raw channel takes 4 bytes for each of 4 x 32 tokens, and 4 for its index.
+        assert repriced.nbytes == option.nbytes + len(channels) * (4 * 32 * 4 + 4)
+        assert dict(repriced.options)["num_outliers"] == len(channels)
+
+
+def test_the_policy_in_force_gets_as_many_channels_as_were_found(model, batch, monkeypatch):
+    config = replace(COMPRESS, memory_budget=0.9)
+    session = Session(model, batch, config, policy=compress_all)
+    # The solver's answer is no faster: actions stay, channels follow.
+    monkeypatch.setattr(rectifier_module, "solve_policy", lambda *_: slower(session.policy))
+    for channels in ([5, 40], []):
+        plant(model, channels)
+        found = session.track()
+        assert found.reason == "the same actions, with the channels there are now"
+        assert norm_options(session.profile, found.policy)[1]["num_outliers"] == len(channels)
+        assert found.policy.action_counts() == session.policy.action_counts()
+        assert found.policy is session.rectifier.policy
+    assert session.track().reason == "outliers as before"
+
+
+def slower(policy):
+    return replace(policy, predicted_overhead_ms=1e9)
+
+
+def test_channels_kept_raw_make_the_gradient_more_exact(model, batch):
+    plant(model, [5, 40])
+    exact = Session(model, batch, replace(COMPRESS, memory_budget=1.0)).step()
+    errors = []
+    for outliers in (False, True):
+        config = replace(COMPRESS, memory_budget=1.0, outliers=outliers)
+        gradient = Session(model, batch, config, policy=compress_all).step()
+        errors.append((gradient - exact).norm() / exact.norm())
+    assert 0 < errors[1] < errors[0]
+
+
+def test_outliers_that_burst_the_budget_change_the_actions(model, batch):
+    session = Session(model, batch, COMPRESS, policy=compress_all_but_the_wide)
+    stored_bytes = session.policy.predicted_stored_bytes
+    session.rectifier.memory_budget = stored_bytes / session.profile.plain_stored_bytes
+    plant(model, range(4))
+    found = session.track()
+    assert found.reason.startswith("more outliers: the old actions would need ")
+    assert found.policy.predicted_stored_bytes <= stored_bytes
+
+
+def compress_all_but_the_wide(profile):
+    """Everything compressed but the MLP's inner activations, which the solver may still compress."""
+    wide = {value.index for value in profile.kinds[0].activations if value.shape[-1] == 256}
+    plans = [
+        replace(plan, choices=tuple((v, RETAIN if v in wide else choice) for v, choice in plan.choices))
+        for plan in compress_all(profile).plans * len(profile.blocks)
+    ]
+    return Policy.build(profile, plans)
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["fits", "bursts"])
+@pytest.mark.parametrize("gain", [0.5 * MIN_GAIN, 2 * MIN_GAIN], ids=["small-gain", "large-gain"])
+def test_only_a_gain_or_a_burst_budget_changes_the_actions(model, batch, monkeypatch, gain, over):
+    config = replace(COMPRESS, memory_budget=1.0)
+    session = Session(model, batch, config, policy=compress_all)
+    other = replace(Policy.uniform(session.profile, "retain"), plans=changed_in_one(session.policy.plans))
+    now_ms = session.policy.predicted_overhead_ms
+    monkeypatch.setattr(
+        rectifier_module, "solve_policy", lambda *_: replace(other, predicted_overhead_ms=now_ms * (1 - gain))
+    )
+    if over:
+        session.rectifier.memory_budget = session.policy.predicted_stored_bytes
+    plant(model, [5])
+    found = session.track()
+    assert (found.policy.plans == other.plans) == (over or gain > MIN_GAIN)
+
+
+def changed_in_one(plans):
+    """`plans` with the first activation retained instead."""
+    return tuple(
+        replace(plan, choices=tuple((v, RETAIN if c.action is Action.COMPRESS else c) for v, c in plan.choices))
+        for plan in plans
+    )
+
+
+def test_a_budget_that_nothing_fits_any_more_keeps_the_policy(model, batch, monkeypatch):
+    def infeasible(*_):
+        raise InfeasibleBudgetError("too small", 7)
+
+    session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
+    monkeypatch.setattr(rectifier_module, "solve_policy", infeasible)
+    plant(model, [5])
+    found = session.track()
+    assert found.policy is None
+    assert found.reason == "no policy fits any more: too small"
+    assert session.rectifier.policy is session.policy
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [(("mlp.*",), {"mlp"}), (("ln_?", "attn.*"), {"ln_1", "ln_2", "attn"}), (("nothing",), set())],
+)
+def test_only_tracked_modules_are_counted(model, batch, patterns, expected):
+    config = replace(COMPRESS, memory_budget=1.0, tracked_modules=patterns)
+    found = Session(model, batch, config, policy=compress_all).track()
+    modules = {name.partition(".")[2].partition(":")[0].partition(".")[0] for name in found.num_outliers}
+    assert modules <= expected
+    assert bool(modules) == bool(expected)
+
+
+def test_every_outlier_codec_is_counted_by_default(model, batch):
+    session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
+    found = session.track()
+    choices = [choice for _, choice in session.policy.plans[0].choices]
+    assert len(found.num_outliers) == sum(choice.codec == "outlier_int4" for choice in choices) > 3
+
+
+def test_the_most_of_all_blocks_and_calls_counts(model, batch):
+    session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
+    session.rectifier.start_tracking(session.handle)
+    plant(model, [3])
+    session.step()
+    model.transformer.h[1].ln_2.bias.data[[9, 10]] = 30.0
+    session.step()
+    plant(model, [])
+    session.step()
+    assert count_of(session.rectifier.finish_tracking(session.handle), NORM) == 3
+
+
+def test_nothing_is_counted_between_tracking_steps(model, batch, monkeypatch):
+    calls = []
+    original = rectifier_module.count_outliers
+    monkeypatch.setattr(rectifier_module, "count_outliers", lambda *args: calls.append(1) or original(*args))
+    session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
+    session.step()
+    assert not calls
+    session.track()
+    assert calls
+    calls.clear()
+    session.step()
+    assert not calls
+
+
+def test_there_is_work_only_where_outliers_are_kept(model, batch):
+    config = replace(COMPRESS, memory_budget=1.0)
+    profile = profile_model(model, batch, config)
+    compressed, retained = Policy.uniform(profile, "compress"), Policy.uniform(profile, "retain")
+    assert Rectifier(profile, compressed, config).has_work()
+    assert not Rectifier(profile, retained, config).has_work()
+    assert not Rectifier(profile, compressed, replace(config, outliers=False)).has_work()
+
+
+def test_max_error_bounds_the_solved_policy(model, batch):
+    profile = profile_model(model, batch, COMPRESS)
+    errors = chosen_errors(profile, solve_policy(profile, 0.5, COMPRESS))
+    bound = sorted(errors)[len(errors) // 2]
+    bounded = chosen_errors(profile, solve_policy(profile, 0.8, replace(COMPRESS, max_error=bound)))
+    assert max(errors) > bound
+    assert max(bounded, default=0.0) <= bound
+    with pytest.raises(InfeasibleBudgetError):  # without dropout there are no masks, which alone lose nothing
+        solve_policy(profile, 0.95, replace(COMPRESS, max_error=0.0))
+
+
+def chosen_errors(profile, policy):
+    return [
+        next(option.error for option in profile.kind_of(block).values[value].codecs if option.codec == choice.codec)
+        for block in profile.blocks
+        for value, choice in policy.plan_of(block.name).choices
+        if choice.codec is not None
+    ]
