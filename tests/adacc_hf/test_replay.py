@@ -98,8 +98,8 @@ def buckets_in_place(block, hidden):
 
 
 def overwrites_what_nobody_differentiates(block, hidden):
-    """Autograd saves x for the sine and would refuse its backward, but no gradient flows there; the exponential needs the
-    version that was overwritten."""
+    """Autograd saves x for the sine and would refuse its backward, but no gradient flows there. The exponential reads
+    the version that was overwritten."""
     x = block.up(hidden)
     block.diagnostic = x.sin().detach()
     y = x.exp()
