@@ -26,7 +26,7 @@ from adacc_hf.eval.contenders import (
     time_rounds,
     timing_figures,
 )
-from adacc_hf.eval.records import RedGateError, Settings, add_settings, markdown_table, save_record
+from adacc_hf.eval.records import RedGateError, Settings, add_settings, markdown_table, positive_int, save_record
 from adacc_hf.eval.workload import DEMO, Batch, Workload
 from adacc_hf.memory import StepMemory
 from adacc_hf.units import format_bytes
@@ -64,7 +64,7 @@ class Entry:
 def main(argv: Sequence[str] | None = None, workload: Workload = DEMO) -> int:
     """Measure, print the table and save the record. Returns 1, and saves nothing, on wrong gradients."""
     parser = argparse.ArgumentParser(prog="adacc_hf.eval.budget_bench", description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=15, help="timed rounds")
+    parser.add_argument("--rounds", type=positive_int, default=15, help="timed rounds")
     add_clock(parser)
     add_settings(parser, "budget_bench")
     arguments = parser.parse_args(argv)

@@ -22,6 +22,7 @@ from adacc_hf.eval.clock import CLOCKS
 from adacc_hf.eval.gradients import Gradients, compute_gradients, first_difference, relative_error
 from adacc_hf.eval.records import RedGateError, Spread
 from adacc_hf.eval.workload import Batch
+from adacc_hf.kernels.codecs import get_codec
 from adacc_hf.memory import StepMemory, measure_step
 from adacc_hf.policy import Action
 
@@ -68,8 +69,6 @@ class Contender:
 
 def uses_lossy_codec(policy: Policy) -> bool:
     """Whether some activation comes back changed."""
-    from adacc_hf.kernels.codecs import get_codec
-
     choices = {choice for plan in policy.plans for _, choice in plan.choices if choice.action is Action.COMPRESS}
     return any(not get_codec(choice.codec, **dict(choice.options)).lossless for choice in choices)
 

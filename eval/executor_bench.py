@@ -25,7 +25,15 @@ from adacc_hf.eval.contenders import (
     time_rounds,
     timing_figures,
 )
-from adacc_hf.eval.records import RedGateError, Settings, Spread, add_settings, markdown_table, save_record
+from adacc_hf.eval.records import (
+    RedGateError,
+    Settings,
+    Spread,
+    add_settings,
+    markdown_table,
+    positive_int,
+    save_record,
+)
 from adacc_hf.eval.workload import DEMO, LAUNCH_BOUND, Workload
 from adacc_hf.units import format_bytes
 
@@ -38,7 +46,7 @@ Figures = dict[str, dict[str, Any]]
 def main(argv: Sequence[str] | None = None, cases: Mapping[Workload, int] = CASES) -> int:
     """Measure every case, print the table and save the record. Returns 1, and saves nothing, on wrong gradients."""
     parser = argparse.ArgumentParser(prog="adacc_hf.eval.executor_bench", description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, help="timed rounds of every case (default: 15 and 200)")
+    parser.add_argument("--rounds", type=positive_int, help="timed rounds of every case (default: 15 and 200)")
     add_clock(parser)
     add_settings(parser, "executor_bench")
     arguments = parser.parse_args(argv)

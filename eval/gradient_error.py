@@ -31,7 +31,7 @@ from adacc_hf.eval.codec_schemes import (
     with_options,
 )
 from adacc_hf.eval.gradients import Gradients, compute_gradients, relative_error
-from adacc_hf.eval.records import Settings, add_settings, markdown_table, save_record
+from adacc_hf.eval.records import Settings, add_settings, markdown_table, positive_int, save_record
 from adacc_hf.eval.workload import Batch, Workload
 
 WORKLOAD = Workload(width=128, layers=4, batch=16, tokens=128, attention="eager")
@@ -58,8 +58,10 @@ PROTOTYPE_ERRORS = {
 def main(argv: Sequence[str] | None = None, workload: Workload = WORKLOAD) -> int:
     """Train, measure every scheme, print the tables and save the record."""
     parser = argparse.ArgumentParser(prog="adacc_hf.eval.gradient_error", description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=200, help="training steps before the gradients are taken")
-    parser.add_argument("--batches", type=int, default=3, help="batches whose errors are averaged (root mean square)")
+    parser.add_argument("--steps", type=positive_int, default=200, help="training steps before the gradients are taken")
+    parser.add_argument(
+        "--batches", type=positive_int, default=3, help="batches whose errors are averaged (root mean square)"
+    )
     add_settings(parser, "gradient_error")
     arguments = parser.parse_args(argv)
     settings = Settings.from_arguments(arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +41,9 @@ def first_difference(expected: Gradients, found: Gradients) -> str | None:
 
 
 def relative_error(expected: Gradients, found: Gradients) -> float:
-    """L2 norm of the difference of the whole gradients over that of the expected one, in double precision."""
+    """L2 norm of the difference of the whole gradients over that of the expected, in double precision; inf if parameters differ."""
+    if expected.by_name.keys() != found.by_name.keys():
+        return math.inf
     squares = [(found.by_name[name].double() - g.double()).square().sum() for name, g in expected.by_name.items()]
     norm = [gradient.double().square().sum() for gradient in expected.by_name.values()]
     return float((torch.stack(squares).sum() / torch.stack(norm).sum()).sqrt())

@@ -78,6 +78,13 @@ def add_settings(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--output", type=Path, default=DEFAULT_FOLDER / f"{name}.json", help="the JSON file to write")
 
 
+def positive_int(text: str) -> int:
+    """The type of an option that counts something. Raises what argparse reports as a wrong value."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
 def save_record(settings: Settings, run_info: dict[str, Any], train_info: dict[str, Any]) -> None:
     """Write the runner's JSON: its configuration, its figures, and where they come from."""
     shared = {name: value for name, value in asdict(settings).items() if name not in ("output", "notes")}

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from adacc_hf import InfeasibleBudgetError, Policy, profile_model, solve_policy
 from adacc_hf.eval.clock import CLOCKS, add_clock, check_clock
-from adacc_hf.eval.records import Settings, add_settings, markdown_table, save_record
+from adacc_hf.eval.records import Settings, add_settings, markdown_table, positive_int, save_record
 from adacc_hf.eval.workload import Workload
 from adacc_hf.policy import Action
 from adacc_hf.profile import Profile
@@ -40,8 +40,10 @@ LEAST_PERCENT = 5
 def main(argv: Sequence[str] | None = None, cases: Sequence[Workload] = CASES) -> int:
     """Time every case, print the table and save the record."""
     parser = argparse.ArgumentParser(prog="adacc_hf.eval.solver_bench", description=__doc__.partition("\n")[0])
-    parser.add_argument("--step", type=int, default=5, help="distance of the budgets, in percent")
-    parser.add_argument("--repeats", type=int, default=3, help="solves of each budget, of which the median counts")
+    parser.add_argument("--step", type=positive_int, default=5, help="distance of the budgets, in percent")
+    parser.add_argument(
+        "--repeats", type=positive_int, default=3, help="solves of each budget, of which the median counts"
+    )
     add_clock(parser)
     add_settings(parser, "solver_bench")
     arguments = parser.parse_args(argv)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -34,3 +36,4 @@ def test_relative_error_is_of_the_whole_vector() -> None:
     # |(0, 0, 0.5)| / |(3, 4, 0)|; every number here is exact in binary.
     assert relative_error(expected, found) == pytest.approx(0.1, rel=1e-12)
     assert relative_error(expected, expected) == 0.0
+    assert relative_error(expected, gradients(1.0, a=[3.0])) == math.inf

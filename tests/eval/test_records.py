@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from adacc_hf.eval import records
-from adacc_hf.eval.records import Settings, Spread, add_settings, markdown_table, save_record, to_json
+from adacc_hf.eval.records import Settings, Spread, add_settings, markdown_table, positive_int, save_record, to_json
 
 
 def parsed(*argv: str) -> Settings:
@@ -54,6 +54,13 @@ def test_settings_take_effect() -> None:
 def test_settings_refuse_no_threads(threads: str) -> None:
     with pytest.raises(ValueError, match=f"--threads={threads} must be 1 or more"):
         parsed("--threads", threads)
+
+
+@pytest.mark.parametrize("text", ["0", "-2", "1.5", "many", ""])
+def test_counts_are_positive(text: str) -> None:
+    assert positive_int("3") == 3
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a whole number of 1 or more"):
+        positive_int(text)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
