@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None, workload: Workload = WORKLOAD) -> in
 def train(
     workload: Workload, batches: Iterator[Batch], steps: int, settings: Settings
 ) -> tuple[PreTrainedModel, float]:
-    """A model trained for some steps of AdamW, and its last loss (nan without a step)."""
+    """A model trained for some steps of AdamW, and its last loss."""
     model = workload.model(settings.device, settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     torch.manual_seed(settings.seed)

@@ -41,7 +41,10 @@ def first_difference(expected: Gradients, found: Gradients) -> str | None:
 
 
 def relative_error(expected: Gradients, found: Gradients) -> float:
-    """L2 norm of the difference of the whole gradients over that of the expected, in double precision; inf if parameters differ."""
+    """L2 norm of the difference of the whole gradients over that of the expected one, in double precision.
+
+    Infinite if they are of different parameters.
+    """
     if expected.by_name.keys() != found.by_name.keys():
         return math.inf
     squares = [(found.by_name[name].double() - g.double()).square().sum() for name, g in expected.by_name.items()]
