@@ -198,10 +198,24 @@ class AdaccCallback(TrainerCallback):
     def _follow(self, model: Any, policy: Policy, step: int) -> None:
         self._handle = PolicyHandle(model, policy, self.config.block_classes)
         self.policy, self._policy_step = policy, step
-        if self._given is None and self.profile is not None and num_ranks() == 1:
-            self._rectifier = Rectifier(self.profile, policy, self.config)
+        self._rectifier = self._new_rectifier(policy)
         self._note(step, "policy", **self._predictions(policy))
         log.info("Adacc: %s", policy.summary())
+
+    def _new_rectifier(self, policy: Policy) -> Rectifier | None:
+        """None where the policy stays as it is: it was given, or each of several ranks would find its own outliers."""
+        if self._given is not None or self.profile is None or self.config.tracking == "off":
+            return None
+        rectifier = Rectifier(self.profile, policy, self.config)
+        if num_ranks() == 1:
+            return rectifier
+        if rectifier.has_work():
+            log.warning(
+                "Adacc: tracking=%r has no effect with %d ranks: the policy is not changed during the run",
+                self.config.tracking,
+                num_ranks(),
+            )
+        return None
 
     def _rectify(self, args: TrainingArguments, step: int) -> None:
         found = self._rectifier.finish_tracking(self._handle)
