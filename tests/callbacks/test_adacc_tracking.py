@@ -1,0 +1,95 @@
+"""The callback's timetable of tracking: when outliers are counted, and what follows."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import TrainerCallback
+
+import adacc_hf.callbacks.adacc as adacc_module
+import adacc_hf.rectifier as rectifier_module
+from adacc_hf import AdaccCallback, Policy, Profile
+
+COMPRESS = {"actions": ("retain", "compress"), "min_compress_bytes": 4096, "memory_budget": 0.45}
+
+
+@pytest.fixture
+def counting_steps(monkeypatch):
+    """A callback whose `steps` are those in which outlier channels were counted."""
+
+    class Clock(TrainerCallback):
+        def __init__(self):
+            self.step, self.steps = 0, []
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            self.step = state.global_step + 1
+
+    clock = Clock()
+    original = rectifier_module.count_outliers
+
+    def counting(*args):
+        if clock.step not in clock.steps:
+            clock.steps.append(clock.step)
+        return original(*args)
+
+    monkeypatch.setattr(rectifier_module, "count_outliers", counting)
+    return clock
+
+
+@pytest.mark.parametrize(
+    ("tracking", "expected"), [("exponential", [3, 4, 6, 10]), (3, [5, 8, 11]), ("off", [])], ids=str
+)
+def test_outliers_are_counted_at_tracking_steps_only(train, counting_steps, tracking, expected):
+    callback = AdaccCallback(**COMPRESS, tracking=tracking)
+    # Two micro-batches: a block's first call under a policy is recorded, the second one encodes.
+    train([callback, counting_steps], max_steps=11, gradient_accumulation_steps=2)
+    assert counting_steps.steps == expected
+    assert [event["step"] for event in callback.history if event["event"] == "tracking"] == expected
+
+
+def test_given_policies_are_not_changed(train, counting_steps):
+    callback = AdaccCallback(policy=lambda profile: Policy.uniform(profile, "compress"), **COMPRESS, tracking=1)
+    train([callback, counting_steps])
+    assert counting_steps.steps == []
+
+
+def test_an_outlier_that_appears_in_mid_run_changes_the_policy_and_its_files(train, tmp_path, monkeypatch):
+    class PlantOutlier(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 4:
+                for block in model.transformer.h:
+                    block.ln_2.bias.data[[5, 40, 41]] = 30.0
+
+    for module in (adacc_module, rectifier_module):  # not the solver, whose choice depends on the prices of the day
+        monkeypatch.setattr(module, "solve_policy", lambda profile, *_: Policy.uniform(profile, "compress"))
+    callback = AdaccCallback(**COMPRESS, tracking=1)
+    train([callback, PlantOutlier()], max_steps=7)
+    found = {event["step"]: event["num_outliers"] for event in callback.history if event["event"] == "tracking"}
+    assert most_in_ln_2(found[4]) < most_in_ln_2(found[5]) == 3
+    assert 5 in [event["step"] for event in callback.history if event["event"] == "change"]
+    assert Policy.load(tmp_path / "run" / "adacc_policy.json") == callback.policy
+    assert Profile.load(tmp_path / "run" / "adacc_profile.json") == callback.profile
+    assert 3 in [dict(choice.options).get("num_outliers") for _, choice in callback.policy.plans[0].choices]
+
+
+def most_in_ln_2(counts):
+    return max(count for name, count in counts.items() if ".ln_2:" in name)
+
+
+def test_max_error_bounds_the_policy_of_the_run(train):
+    free = AdaccCallback(**COMPRESS)
+    train([free], max_steps=3)
+    bound = max(chosen_errors(free)) * 0.9
+    bounded = AdaccCallback(**{**COMPRESS, "memory_budget": 0.8}, max_error=bound)
+    train([bounded], max_steps=3)
+    assert 0.0 < max(chosen_errors(bounded)) <= bound
+
+
+def chosen_errors(callback):
+    kinds = {block.name: callback.profile.kind_of(block) for block in callback.profile.blocks}
+    return [
+        option.error
+        for name in kinds
+        for value, choice in callback.policy.plan_of(name).choices
+        for option in kinds[name].values[value].codecs
+        if option.codec == choice.codec
+    ]
