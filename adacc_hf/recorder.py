@@ -40,18 +40,20 @@ class Recorder(TorchDispatchMode):
         self._autocast = [str(torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
         self._current: dict[int, int] = {}
         self._modules: list[str] = []
+        self._externals: dict[int, tuple[torch.Tensor, Source]] = {}
         for path, tensor in argument_tensors(args, kwargs):
-            self._know(tensor, Source("argument", path))
+            self._expect(tensor, Source("argument", path))
         for name, parameter in block.named_parameters(remove_duplicate=False):
-            self._know(parameter, Source("parameter", (name,)))
+            self._expect(parameter, Source("parameter", (name,)))
         for name, buffer in block.named_buffers(remove_duplicate=False):
-            self._know(buffer, Source("buffer", (name,)))
+            self._expect(buffer, Source("buffer", (name,)))
 
     def refer(self, tensor: torch.Tensor) -> TensorRef:
         """The reference to `tensor` in the state it is in now."""
         key = tensor.untyped_storage()._cdata
         if key not in self._current:
-            self._know(tensor, Source("unknown", ()))
+            base, source = self._externals.get(key, (tensor, Source("unknown", ())))
+            self._add(base, source, None, str(source))
         if self.untrusted is None and (tensor.is_conj() or tensor.is_neg()):
             self.untrusted = "a tensor is conjugated or negated lazily, which its storage does not show"
         return TensorRef(self._current[key], geometry_of(tensor), tensor.dtype)
@@ -99,7 +101,7 @@ class Recorder(TorchDispatchMode):
         fresh = [
             (position, self._make(tensor, index, name))
             for position, tensor in enumerate(tree_leaves(result))
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._current
+            if isinstance(tensor, torch.Tensor) and not self._is_known(tensor)
         ]
         if not fresh and not mutations:
             return
@@ -134,10 +136,13 @@ class Recorder(TorchDispatchMode):
         if self.untrusted is None and func._schema.name in _MOVES_STORAGE:
             self.untrusted = f"{func} puts another storage under a tensor"
 
-    def _know(self, tensor: torch.Tensor, source: Source) -> None:
+    def _expect(self, tensor: torch.Tensor, source: Source) -> None:
+        """Name what the block may read. It gets a value when it is read: unused arguments are no part of the tape."""
+        self._externals.setdefault(tensor.untyped_storage()._cdata, (tensor.detach(), source))
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
         key = tensor.untyped_storage()._cdata
-        if key not in self._current:
-            self._add(tensor, source, None, str(source))
+        return key in self._current or key in self._externals
 
     def _make(self, tensor: torch.Tensor, operator: int, name: str) -> int:
         return self._add(tensor, None, operator, name)

@@ -80,7 +80,7 @@ def test_a_shape_with_other_operators_recomputes(gpt2, token_batch, recomputing,
         assert not caplog.records
         assert_same_steps(run_steps(gpt2, one), plain)
     (record,) = caplog.records
-    assert "given (1, 12, 32), (1, 12), block transformer.h.0 and others like it run other operators" in record.message
+    assert "given (1, 12, 32), block transformer.h.0 and others like it run other operators" in record.message
 
 
 def test_padding_may_come_and_go(gpt2, batch, recomputing, run_steps, assert_same_steps):
@@ -113,7 +113,8 @@ def test_the_least_recently_used_shape_is_forgotten(gpt2, token_batch, recomputi
         for tokens in (5, 6, 5, 7):
             run_steps(gpt2, token_batch(2, tokens), num_steps=1)
         strategy = handle.installation.functions["transformer.h.0"].strategy
-        sizes = [tape.values[0].ref.geometry[0] for tape in strategy.tapes.values()]
+        inputs = [next(v for v in tape.values if tape.is_block_input(v.index)) for tape in strategy.tapes.values()]
+        sizes = [value.ref.geometry[0] for value in inputs]
     assert sizes == [(2, 5, 32), (2, 7, 32)]
 
 
