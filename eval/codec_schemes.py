@@ -53,7 +53,7 @@ def codec_schemes() -> list[Scheme]:
 
 
 def layer_specific_schemes() -> list[Scheme]:
-    """ "range15" is no option of its own: it is what softmax has where the others are not the paper's."""
+    """The scales are those of the symmetric codecs; asymmetric_int4 has "range15" wherever they are not the paper's."""
     return [
         Scheme(name=LAYER_SPECIFIC, scale=scale, group_size=group_size, rounding=rounding)
         for scale, rounding, group_size in product(("paper", "signed", "max7"), ROUNDINGS, GROUP_SIZES)
