@@ -164,15 +164,17 @@ def measure_step(
     """
     device = next(model.parameters()).device
     static_bytes = count_static_bytes(model, batch, optimizer)
-    before = [parameter.grad for parameter in model.parameters()]
+    before = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
     with MemoryMeter.for_device(device) as meter:
         meter.mark(("forward",))
         loss = forward_loss(model, batch)
         meter.mark(("backward",))
         backward(loss)
     loss_bytes = loss.untyped_storage().nbytes()
-    for parameter, gradient in zip(model.parameters(), before, strict=True):
+    for parameter, gradient, values in before:
         parameter.grad = gradient
+        if gradient is not None:
+            gradient.copy_(values)
     backward_start = next(point for point in meter.points if point.label == ("backward",))
     return StepMemory(
         static_bytes=static_bytes,

@@ -219,9 +219,9 @@ class _Reading:
     stored: dict[str, int]
 
     def layout(self, loss_bytes: int) -> StepLayout:
-        bases = {
-            point.label[1]: point.live_bytes - self._stored_up_to(point.label[1]) for point in self._all("backward")
-        }
+        bases = dict.fromkeys(self.names, 0)  # a frozen block has no backward, and nothing of it is live in one
+        for point in self._all("backward"):
+            bases[point.label[1]] = point.live_bytes - self._stored_up_to(point.label[1])
         loss = next(self._all("loss"))
         all_stored = sum(self.stored.values())
         all_held = all_stored - sum(watcher.cached_bytes for watcher in self.watchers)
