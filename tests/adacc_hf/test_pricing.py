@@ -1,0 +1,134 @@
+"""Prices of a tape: roles of GPT-2's activations, candidates for codecs, times and errors."""
+
+import pytest
+import torch
+
+from adacc_hf import AdaccConfig, profile_model
+from adacc_hf.kernels.codecs import get_codec
+from adacc_hf.pricing import CODEC_OF_ROLE, make_codec, median_ms, relative_error
+
+CONFIG = AdaccConfig(min_compress_bytes=0)
+
+
+@pytest.fixture(scope="module")
+def gpt2_profiles(tiny_gpt2, token_batch):
+    """(attention, autocast) -> the profile."""
+    profiles = {}
+    for attention in ("sdpa", "eager"):
+        for autocast in (False, True):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                profiles[attention, autocast] = profile_model(tiny_gpt2(attention), token_batch(), CONFIG)
+    return profiles
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_roles_of_a_gpt2_block(gpt2_profiles, attention):
+    """The paper's classes (section 3.2). On the CPU attention with dropout runs unfused, so both have a softmax."""
+    kind = gpt2_profiles[attention, False].kinds[0]
+    counts = {}
+    for value in kind.activations:
+        counts.setdefault(value.role, []).append(value.name)
+    assert counts["input"] == ["argument 0"]
+    assert len(counts["mask"]) == 3  # attention, residual, MLP
+    assert len(counts["softmax"]) == 2  # before and after dropout
+    assert len(counts["qkv"]) == 3
+    # Outputs of both norms, the context and the activation: what the four linear layers read.
+    assert counts["linear"] == ["ln_1:native_layer_norm", "attn:clone", "ln_2:native_layer_norm", "mlp.act:mul"]
+    assert counts["activation"] == ["mlp.c_fc:addmm", "mlp.act:tanh"]
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_each_role_gets_its_codec(gpt2_profiles, attention, autocast):
+    for kind in gpt2_profiles[attention, autocast].kinds:
+        for value in kind.activations:
+            assert [option.codec for option in value.codecs] in ([], [CODEC_OF_ROLE.get(value.role)])
+            for option in value.codecs:
+                codec = get_codec(option.codec, **dict(option.options))
+                dtype = getattr(torch, value.dtype)
+                assert option.nbytes == codec.predicted_bytes(value.encoded_shape, dtype)
+                assert option.lossless == (option.codec == "bitmask")
+                assert (option.error == 0) == option.lossless
+                # Groups of 64 INT4 codes err by at most 1/16 of a group's range: 0.5 would be no codec at all.
+                assert option.error < 0.5
+                assert option.encode_ms > 0
+                assert option.decode_ms > 0
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_casts_of_parameters_are_never_compressed_but_may_be_recomputed(gpt2_profiles, attention):
+    """Rule R4."""
+    kind = gpt2_profiles[attention, True].kinds[0]
+    casts = [value for value in kind.activations if value.role == "parameter"]
+    assert len(casts) == 4  # the weights of four linear layers; biases are not saved
+    assert {value.dtype for value in casts} == {"bfloat16"}
+    assert all(value.recomputable for value in casts)
+    assert not any(value.codecs for value in casts)
+    assert not any(value.role == "parameter" for value in gpt2_profiles[attention, False].kinds[0].activations)
+
+
+@pytest.mark.parametrize(
+    ("config", "codecs"),
+    [
+        pytest.param({"actions": ("retain", "recompute")}, {"bitmask"}, id="no-compress"),
+        pytest.param({"codecs": ("int8",)}, {"int8"}, id="int8"),
+        pytest.param({"codecs": ("int8", "token_int4", "bitmask")}, {"int8", "token_int4", "bitmask"}, id="three"),
+        pytest.param({"min_compress_bytes": 2**30}, set(), id="all-too-small"),
+    ],
+)
+def test_settings_narrow_the_candidates(tiny_gpt2, token_batch, config, codecs):
+    profile = profile_model(tiny_gpt2(), token_batch(), AdaccConfig(**{"min_compress_bytes": 0, **config}))
+    priced = {option.codec for kind in profile.kinds for value in kind.values for option in value.codecs}
+    assert priced == codecs
+
+
+def test_small_activations_are_never_compressed(tiny_gpt2, token_batch):
+    floor = 4096
+    profile = profile_model(tiny_gpt2(), token_batch(), AdaccConfig(min_compress_bytes=floor))
+    sizes = {bool(v.codecs): [] for v in profile.kinds[0].activations}
+    for value in profile.kinds[0].activations:
+        sizes[bool(value.codecs)].append(value.nbytes)
+    assert min(sizes[True]) >= floor
+    assert min(sizes[False]) < floor
+
+
+def test_outlier_channels_of_the_neediest_block_are_kept(toy_model, toy_batch):
+    """Blocks of one kind share a plan, so its codec keeps as many channels as any of them needs."""
+
+    model, batch = toy_model(lambda block, hidden: block.down(block.up(hidden).tanh()), num_blocks=2), toy_batch(64)
+    config = AdaccConfig(min_compress_bytes=0, zscore_threshold=1.5)
+    options = {}
+    for outliers in (True, False):
+        profile = profile_model(model, batch, config.with_overrides(outliers=outliers))
+        tanh = next(value for value in profile.kinds[0].activations if value.name.endswith("tanh"))
+        options[outliers] = dict(tanh.codecs[0].options)["num_outliers"]
+    assert options[False] == 0
+    with torch.no_grad():
+        model.layers[1].up.weight.mul_(0.01)
+        model.layers[1].up.weight[3].fill_(10.0)
+        model.layers[1].up.bias.fill_(0.0)
+    profile = profile_model(model, batch, config)
+    tanh = next(value for value in profile.kinds[0].activations if value.name.endswith("tanh"))
+    assert dict(tanh.codecs[0].options)["num_outliers"] >= max(1, options[True])
+
+
+def test_options_come_from_the_settings():
+    config = AdaccConfig(group_size=32, zscore_threshold=2.0)
+    assert make_codec("outlier_int4", config, 5).options["num_outliers"] == 5
+    assert make_codec("outlier_int4", config, 5).options["group_size"] == 32
+    assert make_codec("int8", config, 0).options["group_size"] == 32
+    assert make_codec("bitmask", config, 0).options == {}
+
+
+def test_relative_error():
+    assert relative_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 3.0])) == pytest.approx(0.2)
+    assert relative_error(torch.zeros(2), torch.zeros(2)) == 0.0
+
+
+def test_the_median_ignores_one_interruption(monkeypatch):
+    """Five runs after one to warm up, of which one takes a second."""
+    clock = iter([0.0, 0.002, 1.0, 1.002, 2.0, 3.0, 4.0, 4.003, 5.0, 5.002])
+    monkeypatch.setattr("adacc_hf.pricing.time.perf_counter", lambda: next(clock))
+    runs = []
+    assert median_ms(lambda: runs.append(1), torch.device("cpu")) == pytest.approx(2.0)
+    assert len(runs) == 6
