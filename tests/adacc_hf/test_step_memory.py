@@ -47,7 +47,7 @@ def test_forward_starts_with_the_block_and_frees_only_what_was_saved(gpt2_profil
 
 
 def test_gradients_gather_from_the_last_block_to_the_first(gpt2_profile, tiny_gpt2):
-    """When a block's backward starts, the gradients of all later blocks are there, and scalars that their operators held
+    """When a block's backward starts, gradients of all later blocks are there, and scalars that their operators held
     as tensors of 8 bytes are gone: a handful per block."""
     bases = [block.backward_base_bytes for block in gpt2_profile.blocks]
     block_bytes = sum(p.nbytes for p in tiny_gpt2().transformer.h[0].parameters())
