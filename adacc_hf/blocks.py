@@ -1,8 +1,8 @@
 """Finding a model's transformer blocks, and putting a function around each of them that leaves no trace when removed.
 
 The way in is Transformers' own: a GradientCheckpointingLayer whose flag is set hands its forward to a function. Each
-block gets a function object of its own, so nothing has to be read out of what is passed in. Modules of other classes,
-named by `AdaccConfig.block_classes`, get the function around their `forward`.
+block gets a function object of its own, so nothing has to be read out of what is passed in. Classes that the user names
+in `AdaccConfig.block_classes` get the function around their `forward` instead, whatever became of it.
 """
 
 from __future__ import annotations
@@ -102,6 +102,7 @@ class Installation:
         _refuse_wrappers(model)
         self.functions = {name: BlockFunction(name, block, Plainly()) for name, block in blocks}
         self._undo: list[tuple[nn.Module, str, Any]] = []
+        self._wraps_forward = block_classes is not None
         for name, block in blocks:
             self._install(self.functions[name], block)
         for module in model.modules():
@@ -122,7 +123,9 @@ class Installation:
     def reinstall(self) -> None:
         """Set the blocks' functions again after somebody else has set theirs."""
         for function in self.functions.values():
-            if isinstance(function.block, GradientCheckpointingLayer):
+            if self._wraps_forward and isinstance(function.block, GradientCheckpointingLayer):
+                function.block.__dict__[FLAG] = False
+            elif isinstance(function.block, GradientCheckpointingLayer):
                 function.block.__dict__[FLAG] = WhileTraining()
                 function.block.__dict__[FUNCTION] = function
 
@@ -131,11 +134,13 @@ class Installation:
         return [name for name, function in self.functions.items() if function.num_calls == 0]
 
     def _install(self, function: BlockFunction, block: nn.Module) -> None:
-        if isinstance(block, GradientCheckpointingLayer):
+        if not self._wraps_forward:
             self._set(block, FLAG, WhileTraining())
             self._set(block, FUNCTION, function)
-        else:
-            self._set(block, "forward", WrappedForward(function, block.forward))
+            return
+        if isinstance(block, GradientCheckpointingLayer):
+            self._set(block, FLAG, False)
+        self._set(block, "forward", WrappedForward(function, block.forward))
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         self._undo.append((module, name, module.__dict__.get(name, _ABSENT)))

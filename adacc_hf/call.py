@@ -137,7 +137,8 @@ class Call:
             cell = cells[self.plan.slots[slot].position[value]]
             if cell.tensor is None:
                 if environment[value] is None:
-                    environment[value] = self._codecs[value].decode(cell.payload)
+                    decoded = self._codecs[value].decode(cell.payload)
+                    environment[value] = view(decoded, self.plan.tape.values[value].ref)
             else:
                 if cell.tensor._version != cell.version:
                     raise self._modified(value)

@@ -16,6 +16,9 @@ class InfeasibleBudgetError(AdaccError, ValueError):
         super().__init__(message)
         self.smallest_budget_bytes = smallest_budget_bytes
 
+    def __reduce__(self) -> tuple[type, tuple[str, int]]:
+        return type(self), (str(self), self.smallest_budget_bytes)
+
 
 class NoBlocksError(AdaccError, ValueError):
     """The model has no repeated transformer blocks that this package can find."""

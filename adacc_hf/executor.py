@@ -147,16 +147,20 @@ class FollowPlan:
         self.entries.move_to_end(key)
         if entry.compiled is None:
             return Checkpointed().run(block, fn, args, kwargs)
-        codecs = entry.codecs
-        if self.wrap_codec is not None:
-            codecs = {value: self.wrap_codec(value, codec) for value, codec in codecs.items()}
-        call = Call(entry.compiled, self.name, codecs, fetch(entry.compiled.externals, block, args, kwargs))
+        call = Call(
+            entry.compiled, self.name, self._codecs(entry), fetch(entry.compiled.externals, block, args, kwargs)
+        )
         if len(entry.compiled.tape.order or ()) < entry.compiled.num_slots:
             self._watch_order(entry, call)
         with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
             result = fn(*args)
         call.finish()
         return result
+
+    def _codecs(self, entry: Entry) -> dict[int, Codec]:
+        if self.wrap_codec is None:
+            return entry.codecs
+        return {value: self.wrap_codec(value, codec) for value, codec in entry.codecs.items()}
 
     def _known_entry(self, key: Any) -> Entry | None:
         """The entry for a shape that was recorded under an earlier plan."""
@@ -182,7 +186,7 @@ class FollowPlan:
             oldest, _ = self.entries.popitem(last=False)
             del self.tapes[oldest]
         if entry.compiled is not None and not entry.compiled.is_plain:
-            entry.seen = recording.hand_over(entry.compiled, entry.codecs)
+            entry.seen = recording.hand_over(entry.compiled, self._codecs(entry))
         recording.close()
         return result
 
@@ -362,8 +366,9 @@ def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = 
 
 
 def _check_blocks(policy: Policy, blocks: list[str], model_class: str) -> None:
+    """Compare names, not their order: blocks are called in forward order and installed in module order (CLIP)."""
     named = [name for name, _ in policy.blocks]
-    if named == blocks:
+    if sorted(named) == sorted(blocks):
         return
     missing = [name for name in blocks if name not in named]
     foreign = [name for name in named if name not in blocks]

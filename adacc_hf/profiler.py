@@ -69,6 +69,8 @@ def _profile(
     survey = Survey(config)
     survey.record(model, batch, installation)
     blocks = survey.blocks
+    _check_calls([block.name for block in blocks], installation)
+    installation.functions = {block.name: installation.functions[block.name] for block in blocks}  # in forward order
     kinds = survey.kinds()
     watched = {block.kind: block.name for block in blocks}
     by_name = {block.name: kinds[block.kind] for block in blocks}
@@ -207,16 +209,21 @@ class Survey:
         for block in self.blocks:
             for value, tensor in block.arguments.items():
                 address = _address(tensor)
-                if address in self._shared_addresses and address not in self._state:
+                if address in self._shared_addresses:
                     is_saved = address in saved or address in self._outside
                     found.setdefault(address, (tensor, f"{block.name} {block.tape.values[value].name}", is_saved))
         self._shared = list(found.values())
         self._shared_index = {address: index for index, address in enumerate(found)}
 
     def shared_records(self) -> tuple[Shared, ...]:
-        """The inputs that others hold too; what came with the batch takes nothing beyond static memory."""
+        """The inputs that others hold too.
+
+        What came with the batch, and a parameter or buffer of the model that a block is given (DeBERTa-v2's relative
+        embeddings), takes nothing beyond static memory.
+        """
+        static = self._batch | self._state
         return tuple(
-            Shared(name=name, nbytes=0 if _address(t) in self._batch else t.untyped_storage().nbytes(), saved=saved)
+            Shared(name=name, nbytes=0 if _address(t) in static else t.untyped_storage().nbytes(), saved=saved)
             for t, name, saved in self._shared
         )
 
@@ -330,16 +337,14 @@ def _storable(tape: Tape) -> list[int]:
 
 def _operator(tape: Tape, index: int, ms: float) -> Operator:
     operator = tape.operators[index]
-    inputs = tuple(value for value in operator.inputs() if not tape.is_module_state(value))
-    known = all(tape.values[value].source is None or tape.values[value].source.place != "unknown" for value in inputs)
     return Operator(
         index=index,
         name=operator.name,
         module=operator.module,
-        inputs=inputs,
+        inputs=tuple(value for value in operator.inputs() if not tape.is_module_state(value)),
         outputs=tuple(operator.made()),
         ms=ms,
-        replayable=known and not operator.random,
+        replayable=not tape.recomputable.isdisjoint(operator.made()),
     )
 
 
@@ -374,6 +379,23 @@ def _check_trainable(model: nn.Module, batch: Mapping[str, Any]) -> None:
     if not isinstance(batch, Mapping) or not batch:
         raise ValueError(
             f"batch={batch!r:.60} must be a non-empty dict of the model's keyword arguments, labels included"
+        )
+
+
+def _check_calls(called: list[str], installation: Installation) -> None:
+    """Raise ValueError unless the batch called every block once."""
+    uncalled = [name for name in installation.functions if name not in called]
+    if uncalled:
+        raise ValueError(
+            f"{len(uncalled)} of {len(installation.functions)} blocks, {uncalled[0]} first, were not called with this "
+            f"batch: switch layerdrop off, use a batch that calls every block, or, if a patch replaced their class's "
+            f"forward or some are never used, name the classes to work on with AdaccConfig(block_classes=...)"
+        )
+    repeated = next((name for index, name in enumerate(called) if name in called[:index]), None)
+    if repeated is not None:
+        raise ValueError(
+            f"block {repeated} is called {called.count(repeated)} times in one forward, and a policy has one plan for "
+            f"one call: name the classes of the other blocks with AdaccConfig(block_classes=...)"
         )
 
 

@@ -291,3 +291,18 @@ def test_named_classes_may_be_checkpointing_layers(tiny_gpt2, token_batch):
     assert isinstance(model.transformer.h[0], GradientCheckpointingLayer)
     profile = profile_model(model, token_batch(), AdaccConfig(block_classes=("GPT2Block",)))
     assert [block.name for block in profile.blocks] == ["transformer.h.0", "transformer.h.1"]
+
+
+def test_a_replaced_forward_is_reported_and_can_be_wrapped(tiny_gpt2, token_batch, monkeypatch):
+    """A class-level patch of forward loses Transformers' hook; naming the class wraps what is there now."""
+    model = tiny_gpt2()
+    block_class = type(model.transformer.h[0])
+    forward = block_class.forward.__wrapped__
+    monkeypatch.setattr(block_class, "forward", lambda self, *args, **kwargs: forward(self, *args, **kwargs))
+    with pytest.raises(ValueError, match=r"transformer\.h\.0 first, were not called.*block_classes"):
+        profile_model(model, token_batch())
+    config = AdaccConfig(block_classes=("GPT2Block",))
+    profile = profile_model(model, token_batch(), config)
+    with apply_policy(model, Policy.uniform(profile, "recompute"), config) as handle:
+        model(**token_batch()).loss.backward()
+        assert handle.uncalled() == []
