@@ -48,9 +48,11 @@ class WatchSlots:
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         slots = iter(range(len(self.kind.slots)))
 
+        @torch.compiler.disable  # inside a compiled submodule dynamo would trace the hooks too
         def pack(tensor: torch.Tensor) -> TrackedTensor:
             return TrackedTensor(next(slots), tensor.detach(), self._mark)
 
+        @torch.compiler.disable
         def unpack(packed: TrackedTensor) -> torch.Tensor:
             self._mark(("unpack", packed.slot))
             return packed.tensor
@@ -88,6 +90,7 @@ class WatchForward:
         values = iter(self.kind.slots)
         seen: set[int] = set()
 
+        @torch.compiler.disable  # as in WatchSlots
         def pack(tensor: torch.Tensor) -> None:
             value = next(values)
             if self.meter is not None and value >= 0 and value not in seen:
