@@ -53,7 +53,7 @@ def _names(settings: Mapping[str, Any]) -> set[str]:
 
 
 def _set_up(config: Any, given: set[str]) -> None:
-    """Switch caches off, and every dropout on that the settings do not name. Layerdrop skips whole blocks: it is off."""
+    """Switch caches off, and every dropout on that the settings do not name; layerdrop, which skips blocks, off."""
     config.use_cache = False
     for name, value in vars(config).items():
         is_rate = isinstance(value, (int, float)) and not isinstance(value, bool) and name not in given
@@ -181,7 +181,12 @@ _TABLE: dict[str, dict[str, tuple[str, dict[str, Any], Callable[[torch.Generator
         "opt": ("OPTForCausalLM", {**COMMON, "ffn_dim": 64, "word_embed_proj_dim": 32}, padded_text),
         "bloom": ("BloomForCausalLM", {**IDS, "hidden_size": 32, "n_layer": 2, "n_head": 4}, padded_text),
         "falcon": ("FalconForCausalLM", COMMON, text),
-        "mpt": ("MptForCausalLM", {**IDS, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64, "attn_config": {"attn_pdrop": 0}}, text),
+        "mpt": (
+            "MptForCausalLM",
+            # The configuration declares attn_pdrop an int, so that only 0 and 1 pass its checks.
+            {**IDS, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64, "attn_config": {"attn_pdrop": 0}},
+            text,
+        ),
         "stablelm": ("StableLmForCausalLM", GROUPED, text),
         "starcoder2": ("Starcoder2ForCausalLM", GROUPED, text),
         "olmo": ("OlmoForCausalLM", GROUPED, text),
@@ -219,7 +224,9 @@ _TABLE: dict[str, dict[str, tuple[str, dict[str, Any], Callable[[torch.Generator
             {**IDS, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "max_position_embeddings": 64},
             padded_text,
         ),
-        "deberta": ("DebertaForMaskedLM", {**COMMON, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]}, padded_text),
+        "deberta": (
+            "DebertaForMaskedLM", {**COMMON, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]}, padded_text,
+        ),
         "deberta-v2": (
             "DebertaV2ForMaskedLM", {**COMMON, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]}, padded_text,
         ),
@@ -233,7 +240,9 @@ _TABLE: dict[str, dict[str, tuple[str, dict[str, Any], Callable[[torch.Generator
         "convbert": ("ConvBertForMaskedLM", {**COMMON, "embedding_size": 32, "head_ratio": 2}, padded_text),
         "ernie": ("ErnieForMaskedLM", COMMON, padded_text),
         "megatron-bert": ("MegatronBertForMaskedLM", COMMON, padded_text),
-        "rembert": ("RemBertForMaskedLM", {**COMMON, "input_embedding_size": 16, "output_embedding_size": 16}, padded_text),
+        "rembert": (
+            "RemBertForMaskedLM", {**COMMON, "input_embedding_size": 16, "output_embedding_size": 16}, padded_text,
+        ),
         "mobilebert": (
             "MobileBertForMaskedLM",
             {**COMMON, "embedding_size": 32, "intra_bottleneck_size": 32, "true_hidden_size": 32},
@@ -241,7 +250,11 @@ _TABLE: dict[str, dict[str, tuple[str, dict[str, Any], Callable[[torch.Generator
         ),
         "layoutlm": ("LayoutLMForMaskedLM", COMMON, padded_text),
         "fnet": ("FNetForMaskedLM", COMMON, text),
-        "nystromformer": ("NystromformerForMaskedLM", {**COMMON, "num_landmarks": 4, "segment_means_seq_len": 16, "conv_kernel_size": 3}, padded_text),
+        "nystromformer": (
+            "NystromformerForMaskedLM",
+            {**COMMON, "num_landmarks": TOKENS, "segment_means_seq_len": TOKENS},
+            padded_text,
+        ),
         "big_bird": ("BigBirdForMaskedLM", {**COMMON, "attention_type": "original_full"}, padded_text),
         "longformer": ("LongformerForMaskedLM", {**COMMON, "attention_window": 4}, padded_text),
     },

@@ -142,7 +142,7 @@ def fallbacks(handle: PolicyHandle) -> list[str]:
 
 
 def train(model: nn.Module, batch: Batch) -> list[Gradients]:
-    """Per step the loss and every gradient; no optimizer runs, and buffers are put back, so that runs can be compared."""
+    """Per step the loss and every gradient. No optimizer runs and buffers are put back: all runs start alike."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     steps = [_step(model, batch, seed) for seed in range(STEPS)]
     for buffer, before in buffers:
@@ -250,7 +250,8 @@ _HEAD = """# Supported architectures
 {green} of {total} architectures keep all three promises, checked with torch {torch} and Transformers {transformers} on
 tiny random models: fp32, dropout on, sdpa attention where the model has it. No architecture has code of its own.
 
-- **lossless**: loss and gradients under RECOMPUTE-everything and random lossless policies are bit for bit plain training's.
+- **lossless**: loss and gradients under RECOMPUTE-everything and random lossless policies are those of plain training,
+  bit for bit.
 - **compressed**: a policy that retains and compresses gives bit for bit the gradients of plain training whose saved
   tensors go through the same codecs.
 - **stored bytes**: what forward leaves behind is what the policy predicted, byte for byte.
