@@ -87,6 +87,16 @@ class TapeLibrary:
             self._warned.add(tape.structure)
             log.warning("Adacc: block %s and others like it are run under torch's checkpoint: %s", name, tape.untrusted)
 
+    def warn_varying(self, name: str, tape: Tape) -> None:
+        """Say once per kind that operators vary from call to call."""
+        if tape.structure not in self._warned:
+            self._warned.add(tape.structure)
+            log.warning(
+                "Adacc: block %s and others like it are run under torch's checkpoint: their operators, or the numbers "
+                "given to them, vary from call to call",
+                name,
+            )
+
     def warn_unplanned(self, name: str, tape: Tape) -> None:
         """Say once per kind that a shape has no plan."""
         if tape.structure not in self._warned:
@@ -118,6 +128,7 @@ class Entry:
     compiled: CompiledPlan | None
     codecs: dict[int, Codec]
     seen: list[int] | None = None
+    num_calls: int = 1
 
 
 class FollowPlan:
@@ -147,6 +158,9 @@ class FollowPlan:
         self.entries.move_to_end(key)
         if entry.compiled is None:
             return Checkpointed().run(block, fn, args, kwargs)
+        entry.num_calls += 1
+        if is_checked_call(entry.num_calls):
+            return self._checked_call(entry, block, fn, args, kwargs)
         call = Call(
             entry.compiled, self.name, self._codecs(entry), fetch(entry.compiled.externals, block, args, kwargs)
         )
@@ -166,6 +180,7 @@ class FollowPlan:
         """The entry for a shape that was recorded under an earlier plan."""
         if key in self.tapes:
             self.entries[key] = self._entry(self.tapes[key])
+            self.entries[key].num_calls = 2
         return self.entries.get(key)
 
     def _watch_order(self, entry: Entry, call: Call) -> None:
@@ -187,6 +202,19 @@ class FollowPlan:
             del self.tapes[oldest]
         if entry.compiled is not None and not entry.compiled.is_plain:
             entry.seen = recording.hand_over(entry.compiled, self._codecs(entry))
+        recording.close()
+        return result
+
+    def _checked_call(self, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Record the call once more; if it ran other operators, torch's checkpoint takes over at this shape."""
+        recording = Recording(self.name, block, args, kwargs)
+        result = recording.run(fn)
+        tape = recording.recorder.tape()
+        if tape.digest == entry.compiled.tape.digest:
+            entry.seen = recording.hand_over(entry.compiled, self._codecs(entry))
+        else:
+            self.library.warn_varying(self.name, tape)
+            entry.compiled = None
         recording.close()
         return result
 
@@ -238,6 +266,14 @@ class FollowPlan:
         inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
         made = [value for value in tape.saved_values() if tape.values[value].source is None]
         return dict.fromkeys(inputs, RETAIN) | {value: _least_memory(tape, value) for value in made}
+
+
+def is_checked_call(num_calls: int) -> bool:
+    """Whether the n-th call of a block at one shape is recorded again, to find operators that vary (rule R8).
+
+    The second is, before the first replay of an old record, and then the 16th, 32nd, 64th and so on.
+    """
+    return num_calls == 2 or (num_calls >= 16 and num_calls & (num_calls - 1) == 0)
 
 
 def can_follow(choice: Choice, tape: Tape, value: int) -> bool:
