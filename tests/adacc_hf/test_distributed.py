@@ -1,0 +1,133 @@
+"""Two ranks on gloo: DDP and FSDP2 train under policies bit for bit as without them.
+
+Each test starts two processes with torchrun on a worker that this file writes; every rank compares for itself.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+WORKER = '''
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+
+STEPS = 3
+CONFIG = AdaccConfig(min_compress_bytes=0)
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def build():
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=61, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(GPT2Config(use_cache=False, **sizes)).train()
+
+
+def batch(seed):
+    generator = torch.Generator().manual_seed(100 * dist.get_rank() + seed)
+    ids = torch.randint(0, 61, (2, 12), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def shard(model, **settings):
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.transformer.h:
+        fully_shard(block, mesh=mesh, **settings)
+    fully_shard(model, mesh=mesh, **settings)
+    return model
+
+
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def train(model):
+    """Losses, gradients and weights of some steps of SGD."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    noted = []
+    for step in range(STEPS):
+        torch.manual_seed(10 * step + dist.get_rank())
+        loss = model(**batch(step)).loss
+        loss.backward()
+        noted += [loss.detach(), *(local(p.grad).clone() for p in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return noted + [local(p.detach()).clone() for p in model.parameters()]
+
+
+def policies(profile):
+    actions = ("retain", "recompute", "compress")
+    return [Policy.uniform(profile, "recompute"), Policy.random(profile, 1, actions, lossless=True)]
+
+
+def applied(wrap, policy, before):
+    """(the wrapped model under the policy, the policy's handle)"""
+    model = build()
+    if before:
+        handle = apply_policy(model, policy, CONFIG)
+        return wrap(model), handle
+    model = wrap(model)
+    return model, apply_policy(model, policy, CONFIG)
+
+
+def check(name, before):
+    wrap = WRAPPERS[name]
+    plain = train(wrap(build()))
+    # A policy knows blocks by their names, which DDP changes, and by their operators, which FSDP2 changes.
+    profile = profile_model(build() if before and name == "ddp" else wrap(build()), batch(9), CONFIG)
+    for policy in policies(profile):
+        model, handle = applied(wrap, policy, before)
+        ours = train(model)
+        assert not handle.uncalled(), handle.uncalled()
+        handle.remove()
+        assert len(ours) == len(plain)
+        different = sum(not torch.equal(a, b) for a, b in zip(ours, plain))
+        assert not different, f"rank {dist.get_rank()}: {different} of {len(plain)} tensors differ"
+    print(f"{name} on rank {dist.get_rank()} is equal", flush=True)
+
+
+WRAPPERS = {
+    "ddp": torch.nn.parallel.DistributedDataParallel,
+    "fsdp2": shard,
+    "fsdp2-bf16": lambda model: shard(model, mp_policy=MIXED),
+}
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+for name in WRAPPERS:
+    check(name, before=sys.argv[1] == "before")
+dist.destroy_process_group()
+'''
+
+
+@pytest.fixture(scope="module")
+def run_two_ranks(tmp_path_factory):
+    """`run_two_ranks(*arguments)`: the output of the worker on two ranks; fails with it if a rank fails."""
+    script = tmp_path_factory.mktemp("worker") / "worker.py"
+    script.write_text(WORKER, encoding="utf-8")
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        result = subprocess.run(
+            [*command, str(script), *arguments], capture_output=True, text=True, timeout=200, check=False
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
+    return run
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_two_ranks_train_as_without_policy(run_two_ranks, order):
+    """`order` says when the policy is applied: before the model is wrapped, or after."""
+    output = run_two_ranks(order)
+    for wrapper in ("ddp", "fsdp2", "fsdp2-bf16"):
+        for rank in range(2):
+            assert f"{wrapper} on rank {rank} is equal" in output
