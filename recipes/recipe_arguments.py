@@ -114,7 +114,7 @@ _DEMO_DEFAULTS = {
     "vocab_size": PRESETS["demo"].vocab_size,
     "max_eval_sequences": 64,
     "memory_budget": "0.5",
-    "max_steps": 60,
+    "max_steps": 48,
     "per_device_train_batch_size": 4,
     "learning_rate": 7e-4,
     "adam_beta2": 0.95,
