@@ -27,98 +27,29 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
 from adacc_hf.blocks import Checkpointed, Installation
-from adacc_hf.call import Call, changed_in_place
+from adacc_hf.call import Call
 from adacc_hf.call_inputs import StatePaths, call_key, fetch
 from adacc_hf.compiled import CompiledPlan
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import PolicyMismatchError
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.policy import RECOMPUTE, RETAIN, Action, Choice, Plan, Policy
-from adacc_hf.recorder import Recorder
-from adacc_hf.replay import verify
+from adacc_hf.recording import Recording
 from adacc_hf.tape import Tape
+from adacc_hf.tape_library import TapeLibrary
 
 log = logging.getLogger(__name__)
 
 MAX_SHAPES = 64
 """Shapes a block remembers; the least recently used one goes. A tape is some 100 KiB of Python objects."""
-
-
-class TapeLibrary:
-    """The tapes of a model, shared by all blocks that recorded the same; one goes when no block remembers its shape."""
-
-    def __init__(self) -> None:
-        self._tapes: WeakValueDictionary[str, Tape] = WeakValueDictionary()
-        self._compiled: WeakValueDictionary[Any, CompiledPlan] = WeakValueDictionary()
-        self._warned: set[str] = set()
-
-    def verified(self, recorder: Recorder) -> Tape:
-        """The tape of what `recorder` saw; replay is verified for the first of its kind."""
-        tape = recorder.tape()
-        known = self._tapes.get(tape.digest)
-        if known is not None:
-            return known
-        if tape.untrusted is None:
-            with torch.no_grad(), _autocast_off(tape):
-                tape.recomputable = verify(tape, recorder.bases)
-        self._tapes[tape.digest] = tape
-        return tape
-
-    def compiled(self, tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> CompiledPlan:
-        key = (tape.digest, (tuple(sorted(choices.items(), key=lambda item: item[0])), shared))
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            compiled = self._compiled[key] = CompiledPlan(tape, choices, shared)
-        return compiled
-
-    def warn_untrusted(self, name: str, tape: Tape) -> None:
-        """Say once per kind that torch's checkpoint takes over."""
-        if tape.structure not in self._warned:
-            self._warned.add(tape.structure)
-            log.warning("Adacc: block %s and others like it are run under torch's checkpoint: %s", name, tape.untrusted)
-
-    def warn_varying(self, name: str, tape: Tape) -> None:
-        """Say once per kind that operators vary from call to call."""
-        if tape.structure not in self._warned:
-            self._warned.add(tape.structure)
-            log.warning(
-                "Adacc: block %s and others like it are run under torch's checkpoint: their operators, or the numbers "
-                "given to them, vary from call to call",
-                name,
-            )
-
-    def warn_unplanned(self, name: str, tape: Tape) -> None:
-        """Say once per kind that a shape has no plan."""
-        if tape.structure not in self._warned:
-            self._warned.add(tape.structure)
-            log.warning(
-                "Adacc: given %s, block %s and others like it run other operators than when profiled; all that can "
-                "be is recomputed there",
-                ", ".join(str(value.ref.geometry[0]) for value in tape.values if tape.is_block_input(value.index)),
-                name,
-            )
-
-    def learn_order(self, tape: Tape, order: Iterable[int]) -> None:
-        """From now on expect backward to ask for the slots of `tape` in `order`."""
-        tape.order = tuple(order)
-        for (digest, _), compiled in self._compiled.items():
-            if digest == tape.digest:
-                compiled.follow(tape.order)
-
-
-def _autocast_off(tape: Tape) -> Any:
-    devices = {value.device.type for value in tape.values}
-    return torch.autocast(devices.pop(), enabled=False) if len(devices) == 1 else nullcontext()
 
 
 @dataclass(slots=True)
@@ -159,13 +90,14 @@ class FollowPlan:
         if entry.compiled is None:
             return Checkpointed().run(block, fn, args, kwargs)
         entry.num_calls += 1
+        self._learn_order(entry)
         if is_checked_call(entry.num_calls):
             return self._checked_call(entry, block, fn, args, kwargs)
         call = Call(
             entry.compiled, self.name, self._codecs(entry), fetch(entry.compiled.externals, block, args, kwargs)
         )
         if len(entry.compiled.tape.order or ()) < entry.compiled.num_slots:
-            self._watch_order(entry, call)
+            entry.seen = call.seen = []
         with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
             result = fn(*args)
         call.finish()
@@ -183,13 +115,13 @@ class FollowPlan:
             self.entries[key].num_calls = 2
         return self.entries.get(key)
 
-    def _watch_order(self, entry: Entry, call: Call) -> None:
+    def _learn_order(self, entry: Entry) -> None:
         """Learn the order of unpacks from the backward that asked for most slots, whichever came first."""
-        tape = entry.compiled.tape
-        asked = dict.fromkeys(entry.seen or ())
-        if len(asked) > len(tape.order or ()):
-            self.library.learn_order(tape, asked)
-        entry.seen = call.seen = []
+        if entry.seen:
+            tape, asked = entry.compiled.tape, dict.fromkeys(entry.seen)
+            if len(asked) > len(tape.order or ()):
+                self.library.learn_order(tape, asked)
+            entry.seen = None
 
     def _first_call(self, key: Any, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recording = Recording(self.name, block, args, kwargs)
@@ -293,62 +225,6 @@ def _least_memory(tape: Tape, value: int) -> Choice:
         return RECOMPUTE
     is_mask = record.ref.dtype is torch.bool and record.is_encodable
     return Choice(action=Action.COMPRESS, codec="bitmask") if is_mask else RETAIN
-
-
-class Recording:
-    """One recorded call of a block. Its saved tensors can be handed over to a compiled plan when it is over."""
-
-    def __init__(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.name = name
-        self.block = block
-        self.recorder = Recorder(block, args, kwargs)
-        self._arguments = (args, kwargs)
-        self._packed: list[list[Any]] = []
-        self._call: Call | None = None
-
-    def run(self, fn: Callable[..., Any]) -> Any:
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        with self.recorder.naming_modules(), hooks, self.recorder:
-            return fn(*self._arguments[0])
-
-    def hand_over(self, compiled: CompiledPlan, codecs: dict[int, Codec]) -> list[int]:
-        """Store what the plan stores and let go of the rest; returns the list that the order of unpacks goes into."""
-        self._call = Call(compiled, self.name, codecs, fetch(compiled.externals, self.block, *self._arguments))
-        self._call.seen = []
-        for item in self._packed:
-            _, tensor, version = item
-            packed = self._call.pack(tensor)
-            if (
-                tensor._version == version
-            ):  # else the block changed it since: backward refuses it, as plain autograd does
-                item[:] = packed
-        self._call.finish()
-        return self._call.seen
-
-    def discard(self) -> None:
-        """Let go of everything, the saved tensors too: there will be no backward."""
-        for item in self._packed:
-            item[1] = None
-        self.close()
-
-    def close(self) -> None:
-        """Let go of everything but what the packed objects own."""
-        self.recorder = None
-        self._arguments = ((), {})
-        self._packed = []
-
-    def _pack(self, tensor: torch.Tensor) -> list[Any]:
-        item = [self.recorder.save(tensor), tensor.detach(), tensor._version]
-        self._packed.append(item)
-        return item
-
-    def _unpack(self, item: list[Any]) -> torch.Tensor:
-        if self._call is not None:
-            return self._call.unpack(tuple(item))
-        slot, tensor, version = item
-        if tensor._version != version:
-            raise changed_in_place(self.name, f"saved tensor {slot}")
-        return tensor
 
 
 class PolicyHandle:

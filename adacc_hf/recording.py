@@ -1,0 +1,71 @@
+"""One recorded call of a block: its tape, and what it saved until a plan takes over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from adacc_hf.call import Call, changed_in_place
+from adacc_hf.call_inputs import fetch
+from adacc_hf.compiled import CompiledPlan
+from adacc_hf.kernels.codecs import Codec
+from adacc_hf.recorder import Recorder
+
+
+class Recording:
+    """One recorded call of a block. Its saved tensors can be handed over to a compiled plan when it is over."""
+
+    def __init__(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.name = name
+        self.block = block
+        self.recorder = Recorder(block, args, kwargs)
+        self._arguments = (args, kwargs)
+        self._packed: list[list[Any]] = []
+        self._call: Call | None = None
+
+    def run(self, fn: Callable[..., Any]) -> Any:
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        with self.recorder.naming_modules(), hooks, self.recorder:
+            return fn(*self._arguments[0])
+
+    def hand_over(self, compiled: CompiledPlan, codecs: dict[int, Codec]) -> list[int]:
+        """Store what the plan stores and let go of the rest; returns the list that the order of unpacks goes into."""
+        self._call = Call(compiled, self.name, codecs, fetch(compiled.externals, self.block, *self._arguments))
+        self._call.seen = []
+        for item in self._packed:
+            _, tensor, version = item
+            packed = self._call.pack(tensor)
+            if (
+                tensor._version == version
+            ):  # else the block changed it since: backward refuses it, as plain autograd does
+                item[:] = packed
+        self._call.finish()
+        return self._call.seen
+
+    def discard(self) -> None:
+        """Let go of everything, the saved tensors too: there will be no backward."""
+        for item in self._packed:
+            item[1] = None
+        self.close()
+
+    def close(self) -> None:
+        """Let go of everything but what the packed objects own."""
+        self.recorder = None
+        self._arguments = ((), {})
+        self._packed = []
+
+    def _pack(self, tensor: torch.Tensor) -> list[Any]:
+        item = [self.recorder.save(tensor), tensor.detach(), tensor._version]
+        self._packed.append(item)
+        return item
+
+    def _unpack(self, item: list[Any]) -> torch.Tensor:
+        if self._call is not None:
+            return self._call.unpack(tuple(item))
+        slot, tensor, version = item
+        if tensor._version != version:
+            raise changed_in_place(self.name, f"saved tensor {slot}")
+        return tensor

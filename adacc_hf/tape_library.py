@@ -1,0 +1,86 @@
+"""The tapes of a model and the plans compiled for them, each kept once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from adacc_hf.compiled import CompiledPlan
+from adacc_hf.policy import Choice
+from adacc_hf.recorder import Recorder
+from adacc_hf.replay import verify
+from adacc_hf.tape import Tape
+
+log = logging.getLogger(__name__)
+
+
+class TapeLibrary:
+    """The tapes of a model, shared by all blocks that recorded the same; one goes when no block remembers its shape."""
+
+    def __init__(self) -> None:
+        self._tapes: WeakValueDictionary[str, Tape] = WeakValueDictionary()
+        self._compiled: WeakValueDictionary[Any, CompiledPlan] = WeakValueDictionary()
+        self._warned: set[str] = set()
+
+    def verified(self, recorder: Recorder) -> Tape:
+        """The tape of what `recorder` saw; replay is verified for the first of its kind."""
+        tape = recorder.tape()
+        known = self._tapes.get(tape.digest)
+        if known is not None:
+            return known
+        if tape.untrusted is None:
+            with torch.no_grad(), _autocast_off(tape):
+                tape.recomputable = verify(tape, recorder.bases)
+        self._tapes[tape.digest] = tape
+        return tape
+
+    def compiled(self, tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> CompiledPlan:
+        key = (tape.digest, (tuple(sorted(choices.items(), key=lambda item: item[0])), shared))
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = CompiledPlan(tape, choices, shared)
+        return compiled
+
+    def warn_untrusted(self, name: str, tape: Tape) -> None:
+        """Say once per kind that torch's checkpoint takes over."""
+        if tape.structure not in self._warned:
+            self._warned.add(tape.structure)
+            log.warning("Adacc: block %s and others like it are run under torch's checkpoint: %s", name, tape.untrusted)
+
+    def warn_varying(self, name: str, tape: Tape) -> None:
+        """Say once per kind that operators vary from call to call."""
+        if tape.structure not in self._warned:
+            self._warned.add(tape.structure)
+            log.warning(
+                "Adacc: block %s and others like it are run under torch's checkpoint: their operators, or the numbers "
+                "given to them, vary from call to call",
+                name,
+            )
+
+    def warn_unplanned(self, name: str, tape: Tape) -> None:
+        """Say once per kind that a shape has no plan."""
+        if tape.structure not in self._warned:
+            self._warned.add(tape.structure)
+            log.warning(
+                "Adacc: given %s, block %s and others like it run other operators than when profiled; all that can "
+                "be is recomputed there",
+                ", ".join(str(value.ref.geometry[0]) for value in tape.values if tape.is_block_input(value.index)),
+                name,
+            )
+
+    def learn_order(self, tape: Tape, order: Iterable[int]) -> None:
+        """From now on expect backward to ask for the slots of `tape` in `order`."""
+        tape.order = tuple(order)
+        for (digest, _), compiled in self._compiled.items():
+            if digest == tape.digest:
+                compiled.follow(tape.order)
+
+
+def _autocast_off(tape: Tape) -> Any:
+    devices = {value.device.type for value in tape.values}
+    return torch.autocast(devices.pop(), enabled=False) if len(devices) == 1 else nullcontext()
