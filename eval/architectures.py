@@ -51,10 +51,11 @@ class Verdict:
     num_blocks: int
     num_kinds: int
     lossless: bool
-    compressed: bool
+    compressed: bool | None
+    """None where nothing was compressed, because every block fell back."""
     stored: bool
     notes: tuple[str, ...] = ()
-    """Why blocks fell back to torch's checkpoint, or why the model was refused."""
+    """Why blocks fell back to torch's checkpoint, by how much stored bytes differ, or why the model was refused."""
 
     @property
     def is_green(self) -> bool:
@@ -103,19 +104,17 @@ def _verdict(
     policies += [Policy.random(profile, seed, actions, lossless=True) for seed in range(2)]
     lossy = Policy.random(profile, 2, (Action.RETAIN, Action.COMPRESS))
     trials = [_try(model, batch, policy) for policy in [*policies, lossy]]
-    expected = train_through_codecs(model, batch, profile, lossy)
+    expected = train_through_codecs(model, batch, profile, lossy, skipped=set(trials[-1].fallbacks))
+    is_vacuous = same_bits(expected, plain)
     return Verdict(
         architecture=architecture,
         attention=_attention(model),
         num_blocks=len(profile.blocks),
         num_kinds=len(profile.kinds),
         lossless=all(same_bits(trial.steps, plain) for trial in trials[:-1]),
-        compressed=same_bits(trials[-1].steps, expected) and not same_bits(expected, plain),
-        stored=all(
-            trial.stored_bytes == policy.predicted_stored_bytes
-            for trial, policy in zip(trials, [*policies, lossy], strict=True)
-        ),
-        notes=tuple(dict.fromkeys(note for trial in trials for note in trial.fallbacks)),
+        compressed=None if is_vacuous and trials[-1].fallbacks else same_bits(trials[-1].steps, expected) > is_vacuous,
+        stored=all(trial.excess_bytes == 0 for trial in trials),
+        notes=_notes(trials),
     )
 
 
@@ -125,20 +124,37 @@ class Trial:
 
     steps: list[Gradients]
     stored_bytes: int
-    fallbacks: list[str]
+    excess_bytes: int
+    """Stored bytes beyond the policy's prediction."""
+    fallbacks: dict[str, str]
+    """Why blocks run under torch's checkpoint, by block."""
+
+
+def _notes(trials: Sequence[Trial]) -> tuple[str, ...]:
+    reasons = dict.fromkeys(reason for trial in trials for reason in trial.fallbacks.values())
+    worst = max(trials, key=lambda trial: abs(trial.excess_bytes))
+    if worst.excess_bytes == 0:
+        return tuple(reasons)
+    more = "more" if worst.excess_bytes > 0 else "fewer"
+    excess = f"{worst.stored_bytes} bytes stored, {abs(worst.excess_bytes)} {more} than predicted"
+    return (*reasons, excess)
 
 
 def _try(model: nn.Module, batch: Batch, policy: Policy) -> Trial:
     with apply_policy(model, policy, CONFIG) as handle:
         steps = train(model, batch)
         stored_bytes = measure_step(model, batch).stored_bytes
-        return Trial(steps, stored_bytes, fallbacks(handle))
+        return Trial(steps, stored_bytes, stored_bytes - policy.predicted_stored_bytes, fallbacks(handle))
 
 
-def fallbacks(handle: PolicyHandle) -> list[str]:
-    """Why blocks run under torch's checkpoint, one line for each class and reason."""
-    tapes = [tape for function in handle.installation.functions.values() for tape in function.strategy.tapes.values()]
-    return list(dict.fromkeys(f"{tape.block_class}: {tape.untrusted}" for tape in tapes if tape.untrusted))
+def fallbacks(handle: PolicyHandle) -> dict[str, str]:
+    """Why blocks run under torch's checkpoint, by block."""
+    return {
+        name: f"{tape.block_class}: {tape.untrusted}"
+        for name, function in handle.installation.functions.items()
+        for tape in function.strategy.tapes.values()
+        if tape.untrusted
+    }
 
 
 def train(model: nn.Module, batch: Batch) -> list[Gradients]:
@@ -167,11 +183,16 @@ def same_bits(left: Sequence[Gradients], right: Sequence[Gradients]) -> bool:
     )
 
 
-def train_through_codecs(model: nn.Module, batch: Batch, profile: Profile, policy: Policy) -> list[Gradients]:
-    """Plain training whose saved tensors go through the codecs of `policy`, without the executor: the codec oracle."""
+def train_through_codecs(
+    model: nn.Module, batch: Batch, profile: Profile, policy: Policy, skipped: set[str]
+) -> list[Gradients]:
+    """Plain training whose saved tensors go through the codecs of `policy`, without the executor: the codec oracle.
+
+    The blocks in `skipped` train plainly.
+    """
     installation = Installation(model)
     try:
-        for block in profile.blocks:
+        for block in [block for block in profile.blocks if block.name not in skipped]:
             strategy = ThroughCodecs(profile.kind_of(block), dict(policy.plan_of(block.name).choices))
             installation.functions[block.name].strategy = strategy
         return train(model, batch)
@@ -224,8 +245,8 @@ def _attention(model: nn.Module) -> str:
     return str(model.config._attn_implementation)
 
 
-def _word(holds: bool) -> str:
-    return "yes" if holds else "NO"
+def _word(holds: bool | None) -> str:
+    return {True: "yes", False: "NO", None: "-"}[holds]
 
 
 def support_table(verdicts: Iterable[Verdict]) -> str:
@@ -253,9 +274,12 @@ tiny random models: fp32, dropout on, sdpa attention where the model has it. No 
 - **lossless**: loss and gradients under RECOMPUTE-everything and random lossless policies are those of plain training,
   bit for bit.
 - **compressed**: a policy that retains and compresses gives bit for bit the gradients of plain training whose saved
-  tensors go through the same codecs.
+  tensors go through the same codecs; "-" where every block fell back.
 - **stored bytes**: what forward leaves behind is what the policy predicted, byte for byte.
-- **notes**: blocks that torch's checkpoint runs instead of ours, and why; no activation of theirs is planned.
+- **notes**: blocks that torch's checkpoint runs instead of ours, and why: their policy is not followed, and their
+  stored bytes are the checkpoint's. Elsewhere a prediction is off where a block keeps tensors on its modules from step
+  to step, saves tensors for results that never reach the loss (routers, last states), or hands a tensor that it saves
+  itself to other blocks.
 
 Written by `python -m adacc_hf.eval.architectures --output docs/SUPPORT.md`.
 """
