@@ -1,0 +1,167 @@
+"""Every architecture keeps the three promises, and docs/SUPPORT.md lists what this table has.
+
+By default a fast subset runs, one of each family. `ADACC_ALL_ARCHITECTURES=1 pytest tests/eval/test_architectures.py`
+runs them all (some minutes).
+"""
+
+import os
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from adacc_hf.call import Call
+from adacc_hf.errors import NoBlocksError
+from adacc_hf.eval import architectures as architectures_module
+from adacc_hf.eval.architecture_configs import architectures
+from adacc_hf.eval.architectures import Verdict, check, main, same_bits, support_table
+from adacc_hf.recorder import Recorder
+
+SUPPORT = Path(__file__).parents[2] / "docs" / "SUPPORT.md"
+TABLE = architectures()
+FAST = ("gpt2", "llama", "gemma3_text", "bert", "t5", "vit", "whisper", "mixtral", "mamba")
+NAMES = tuple(TABLE) if os.environ.get("ADACC_ALL_ARCHITECTURES") == "1" else FAST
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Sums of floats are made in one order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def quiet():
+    """Models of other people's warn about much, and none of it is ours; warnings of adacc_hf stay errors."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"(transformers|torch)\.")
+        yield
+
+
+def promises(verdict: Verdict) -> dict[str, str]:
+    return {name: verdict.row()[name] for name in ("lossless", "compressed", "stored bytes")}
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("name", NAMES)
+def test_keeps_all_promises(name):
+    verdict = check(TABLE[name])
+    noted = documented_rows()[name]
+    assert promises(verdict) == {key: noted[key] for key in promises(verdict)}
+    assert bool(verdict.notes) == bool(noted["notes"])
+
+
+def documented_rows() -> dict[str, dict[str, str]]:
+    """The rows of docs/SUPPORT.md by architecture."""
+    rows, columns = {}, []
+    for line in SUPPORT.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| architecture"):
+            columns = cells
+        elif line.startswith("| ") and not cells[0].startswith("---"):
+            rows[cells[0]] = dict(zip(columns, cells, strict=True))
+    return rows
+
+
+def test_the_page_lists_the_table():
+    rows = documented_rows()
+    assert list(rows) == list(TABLE)
+    assert [row["model"] for row in rows.values()] == [architecture.model_class for architecture in TABLE.values()]
+
+
+def test_at_least_44_are_green_on_the_page():
+    promised = ("lossless", "compressed", "stored bytes")
+    green = [name for name, row in documented_rows().items() if {row[key] for key in promised} == {"yes"}]
+    assert len(green) >= 44
+
+
+def test_no_promise_is_broken_on_the_page():
+    """What is refused or run under torch's checkpoint says so; anything else is exact."""
+    for name, row in documented_rows().items():
+        assert row["lossless"] == "yes" or row["notes"].startswith("refused"), name
+
+
+def test_every_cache_is_off_and_every_dropout_on():
+    config = TABLE["t5"].build().config
+    model = TABLE["t5"].build()
+    assert config.use_cache is False
+    assert model.decoder.config.use_cache is False
+    rates = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
+    assert rates == {0.1}
+
+
+def test_batches_differ_in_values_alone():
+    one, other = TABLE["bert"].make_batch(0), TABLE["bert"].make_batch(1)
+    assert {name: t.shape for name, t in one.items()} == {name: t.shape for name, t in other.items()}
+    assert not torch.equal(one["input_ids"], other["input_ids"])
+
+
+class TestTheCheckCanFail:
+    """Each promise is seen broken when something breaks it."""
+
+    def test_one_changed_bit_is_a_difference(self):
+        steps = [{"loss": torch.ones(3)}]
+        changed = [{"loss": torch.tensor([1.0, 1.0, 1.0 + 2**-23])}]
+        assert same_bits(steps, [{"loss": torch.ones(3)}])
+        assert not same_bits(steps, changed)
+        assert not same_bits(steps, [{"loss": torch.ones(3), "weight": torch.ones(3)}])
+
+    def test_a_wrong_replay_breaks_lossless(self, monkeypatch):
+        run = Call._run
+
+        def lie(self, program, slot, cells):
+            tensor = run(self, program, slot, cells)
+            return tensor + 1e-3 if tensor.is_floating_point() else tensor
+
+        monkeypatch.setattr(Call, "_run", lie)
+        assert check(TABLE["gpt2"]).row()["lossless"] == "NO"
+
+    def test_a_wrong_codec_breaks_compressed(self, monkeypatch):
+        monkeypatch.setattr(Call, "_store", _store_doubled(Call._store))
+        assert check(TABLE["gpt2"]).row()["compressed"] == "NO"
+
+    def test_a_wrong_prediction_breaks_stored_bytes(self, monkeypatch):
+        measure = architectures_module.measure_step
+
+        def one_byte_more(model, batch):
+            memory = measure(model, batch)
+            return replace(memory, stored_bytes=memory.stored_bytes + 1)
+
+        monkeypatch.setattr(architectures_module, "measure_step", one_byte_more)
+        assert check(TABLE["gpt2"]).row()["stored bytes"] == "NO"
+
+
+def _store_doubled(store):
+    def doubled(self, value, tensor):
+        store(self, value, tensor * 2 if value in self._codecs and tensor.is_floating_point() else tensor)
+
+    return doubled
+
+
+def test_a_fall_back_is_noted(monkeypatch):
+    monkeypatch.setattr(Recorder, "_check_trust", lambda self, func, args: setattr(self, "untrusted", "it was told so"))
+    verdict = check(TABLE["gpt2"])
+    assert verdict.notes[0] == "GPT2Block: it was told so"
+    assert verdict.lossless
+    assert verdict.compressed is None
+    assert not verdict.is_green
+
+
+def test_a_refusal_is_noted(monkeypatch):
+    def refuse(*_):
+        raise NoBlocksError("it has none")
+
+    monkeypatch.setattr(architectures_module, "profile_model", refuse)
+    verdict = check(TABLE["gpt2"])
+    assert verdict.notes == ("refused: it has none",)
+    assert "| refused: it has none |" in support_table([verdict])
+
+
+def test_unknown_names_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["no-such-model"])
+    assert "unknown architecture 'no-such-model'; known: gpt2, " in capsys.readouterr().err
