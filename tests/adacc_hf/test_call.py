@@ -118,7 +118,7 @@ def attends_thrice(block, hidden):
 
 
 def test_one_storage_is_encoded_once(toy_model, toy_batch):
-    """Rule R3, however many operators save it; and decoded once, since its slots follow each other closely."""
+    """Rule R3, however many operators save it."""
     model, batch = toy_model(attends_thrice), toy_batch()
     profile = profile_model(model, batch, CONFIG)
     kind = profile.kinds[0]
@@ -135,7 +135,9 @@ def test_one_storage_is_encoded_once(toy_model, toy_batch):
     assert counts == before
     encoded = {value for moment, value in counts if moment == "encode"}
     assert encoded == {value.index for value in kind.activations if value.saved}
-    assert set(counts.values()) == {1}
+    assert {count for (moment, _), count in counts.items() if moment == "encode"} == {1}
+    for (moment, value), count in counts.items():  # decoded again at most for each slot that asks much later
+        assert moment == "encode" or count <= kind.slots.count(value)
 
 
 def test_retained_tensors_share_their_storage(toy_model, toy_batch, monkeypatch):
