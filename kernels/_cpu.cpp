@@ -27,31 +27,61 @@ inline To bit_cast(From from) {
     return to;
 }
 
-// A dtype: how elements are stored, their bit pattern (Key), and conversion from and to float.
+inline float from_bf16(u16 bits) { return bit_cast<float>(u32(bits) << 16); }
+
+// A dtype: how elements are stored, their bit pattern (Key), and conversion from and to float and of 16-bit peaks.
 struct F32 {
     using Stored = float;
     using Key = u32;
     static float load(float value) { return value; }
     static float save(float value) { return value; }
+    static float peak(u16 bits) { return from_bf16(bits); }
 };
 
 struct BF16 {
     using Stored = u16;
     using Key = u16;
-    static float load(u16 value) { return bit_cast<float>(u32(value) << 16); }
+    static float load(u16 value) { return from_bf16(value); }
     static u16 save(float value) {  // to nearest even, as torch rounds
         const u32 bits = bit_cast<u32>(value);
         return value != value ? u16(0x7FC0) : u16((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
     }
+    static float peak(u16 bits) { return from_bf16(bits); }
 };
 
-// Calls body(dtype, std::bool_constant<stochastic>) for a dtype given by its size in bytes.
+// In integers, because compilers that know _Float16 do not all vectorise its conversions. The exponent's bias is 15
+// here and 127 in a float.
+struct F16 {
+    using Stored = u16;
+    using Key = u16;
+    static float load(u16 value) {
+        const u32 sign = u32(value & 0x8000u) << 16;
+        const u32 rest = u32(value & 0x7FFFu) << 13;
+        const u32 finite = bit_cast<u32>(bit_cast<float>(rest) * 0x1p112f);  // exact, denormals too
+        return bit_cast<float>(sign | (rest >= 0x7C00u << 13 ? rest | 0x7F800000u : finite));
+    }
+    static u16 save(float value) {  // to nearest even, as torch rounds
+        const u32 sign = (bit_cast<u32>(value) >> 16) & 0x8000u;
+        const u32 bits = bit_cast<u32>(value) & 0x7FFFFFFFu;
+        const u32 normal = (bits - (112u << 23) + 0xFFFu + ((bits >> 13) & 1u)) >> 13;
+        // One half has a last place of 2^-24, the step of half-precision denormals: the addition rounds to it.
+        const u32 denormal = bit_cast<u32>(bit_cast<float>(bits) + 0.5f) - bit_cast<u32>(0.5f);
+        const u32 small = bits < 113u << 23 ? denormal : normal;
+        const u32 finite = std::min(small, 0x7C00u);
+        return u16(sign | (bits > 0x7F800000u ? 0x7E00u : bits >= 0x7F800000u ? 0x7C00u : finite));
+    }
+    static float peak(u16 bits) { return load(bits); }
+};
+
+// Calls body(dtype, std::bool_constant<stochastic>) for a dtype given by its place in _cpu.DTYPES.
 template <class Body>
-void dispatch(int itemsize, int stochastic, Body body) {
-    if (itemsize == 4 && stochastic) return body(F32{}, std::true_type{});
-    if (itemsize == 4) return body(F32{}, std::false_type{});
-    if (stochastic) return body(BF16{}, std::true_type{});
-    body(BF16{}, std::false_type{});
+void dispatch(int dtype, int stochastic, Body body) {
+    auto with_rounding = [&](auto type) {
+        stochastic ? body(type, std::true_type{}) : body(type, std::false_type{});
+    };
+    if (dtype == 0) return with_rounding(F32{});
+    if (dtype == 1) return with_rounding(BF16{});
+    with_rounding(F16{});
 }
 
 // [Peaks] Found as integers: with the sign bit rotated to the bottom, unsigned order is the order of magnitudes, NaN is
@@ -67,10 +97,7 @@ inline u16 peak_of(Key key) {
     return u16(Key(Key(key >> 1) | Key(key << TOP)) >> (TOP - 15));
 }
 
-inline float peak_value(u16 peak) { return bit_cast<float>(u32(peak) << 16); }
-
-inline float inverse_of(u16 peak, float factor) {
-    const float value = peak_value(peak);
+inline float inverse_of(float value, float factor) {
     const float magnitude = value < 0 ? -value : value;
     const bool usable = magnitude >= 0x1p-100f && magnitude <= 3.4028234663852886e38f;
     return usable ? 1.0f / (value * factor) : 0.0f;
@@ -176,7 +203,7 @@ void encode_symmetric(const typename T::Stored* x, u8* codes, u16* peaks, int bi
         auto prepare = [&](int64_t group, auto* buffer, Group& steps) {
             const auto* values = group_of<T>(x, a, group, buffer, 0);
             peaks[group] = peak_in<T>(values, a.size, a.sign);
-            steps = {0.0f, inverse_of(peaks[group], a.factor), u32(group * a.size)};
+            steps = {0.0f, inverse_of(T::peak(peaks[group]), a.factor), u32(group * a.size)};
             return values;
         };
         Group low_steps, high_steps;
@@ -207,13 +234,13 @@ void decode_symmetric(typename T::Stored* out, const u8* codes, const u16* peaks
     for (int64_t p = 0; p < a.rows; ++p) {
         const u8* row = codes + p * a.size;
         const int64_t low = p * a.size, high = low + a.rows * a.size;
-        const float scale = peak_value(peaks[p]) * a.factor;
+        const float scale = T::peak(peaks[p]) * a.factor;
         if (bits == 8) {
             read_codes<T, 0, 255>(out + low, row, std::min(a.size, a.numel - low), scale, none, 1.0f, 128.0f);
             continue;
         }
         read_codes<T, 0, 15>(out + low, row, std::min(a.size, a.numel - low), scale, none, 1.0f, 8.0f);
-        const float high_scale = peak_value(peaks[p + a.rows]) * a.factor;
+        const float high_scale = T::peak(peaks[p + a.rows]) * a.factor;
         read_codes<T, 4, 15>(out + high, row, std::min(a.size, a.numel - high), high_scale, none, 1.0f, 8.0f);
     }
 }
@@ -260,7 +287,8 @@ void encode_asymmetric(const typename T::Stored* x, u8* codes, typename T::Store
             range_of<T>(values, a.size, low, high);
             half_ranges[group] = u16(bit_cast<u32>(high * 0.5f - low * 0.5f) >> 16);
             offsets[group] = T::save(zero == 0.0f ? low : high * 0.5f + low * 0.5f);
-            steps = {T::load(offsets[group]) * 0.5f, inverse_of(half_ranges[group], a.factor), u32(group * a.size)};
+            const float inverse = inverse_of(from_bf16(half_ranges[group]), a.factor);
+            steps = {T::load(offsets[group]) * 0.5f, inverse, u32(group * a.size)};
             return values;
         };
         Group low_steps, high_steps;
@@ -277,9 +305,9 @@ void decode_asymmetric(typename T::Stored* out, const u8* codes, const typename 
     for (int64_t p = 0; p < a.rows; ++p) {
         const int64_t q = p + a.rows, low = p * a.size, high = q * a.size;
         const u8* row = codes + low;
-        read_codes<T, 0, 15>(out + low, row, std::min(a.size, a.numel - low), peak_value(half_ranges[p]) * a.factor,
+        read_codes<T, 0, 15>(out + low, row, std::min(a.size, a.numel - low), from_bf16(half_ranges[p]) * a.factor,
                              T::load(offsets[p]) * 0.5f, 2.0f, zero);
-        read_codes<T, 4, 15>(out + high, row, std::min(a.size, a.numel - high), peak_value(half_ranges[q]) * a.factor,
+        read_codes<T, 4, 15>(out + high, row, std::min(a.size, a.numel - high), from_bf16(half_ranges[q]) * a.factor,
                              T::load(offsets[q]) * 0.5f, 2.0f, zero);
     }
 }
@@ -326,7 +354,7 @@ void encode_columns(const typename T::Stored* x, u8* codes, u16* peaks, const Co
                 for (int64_t g = 0; g < a.size; ++g) merge_keys<Key>(keys, row_of(g), width, Key(a.sign));
                 for (int64_t k = 0; k < width; ++k) {
                     const u16 peak = peaks[group * a.columns + c + k] = peak_of(keys[k]);
-                    inverses[k] = inverse_of(peak, a.factor);
+                    inverses[k] = inverse_of(T::peak(peak), a.factor);
                 }
                 for (int64_t g = 0; g < a.size; ++g) {
                     u8* out = codes + (p * a.size + g) * a.columns + c;
@@ -345,7 +373,7 @@ void read_row(typename T::Stored* __restrict out, const u8* __restrict codes, co
               const int64_t count, const int shift, const float factor) {
     for (int64_t k = 0; k < count; ++k) {
         const float steps = float((codes[k] >> shift) & 15) - 8.0f;
-        out[k] = T::save(steps * (peak_value(peaks[k]) * factor));
+        out[k] = T::save(steps * (T::peak(peaks[k]) * factor));
     }
 }
 
@@ -407,21 +435,21 @@ void dispatch_width(int itemsize, Body body) {
 extern "C" {
 
 void adacc_encode_groups(const void* x, u8* codes, u16* peaks, const void* keep, int64_t numel, int64_t size, int64_t rows,
-                         int64_t channels, int itemsize, int bits, float factor, int with_sign, int stochastic,
+                         int64_t channels, int dtype, int bits, float factor, int with_sign, int stochastic,
                          u32 seed, int threads) {
     const Groups a{numel, size, rows, keep, channels, factor, u32(with_sign), seed, threads};
-    dispatch(itemsize, stochastic, [&](auto dtype, auto noisy) {
-        using T = decltype(dtype);
+    dispatch(dtype, stochastic, [&](auto type, auto noisy) {
+        using T = decltype(type);
         const auto* values = static_cast<const typename T::Stored*>(x);
         encode_symmetric<T, noisy.value>(values, codes, peaks, bits, a);
     });
 }
 
 void adacc_decode_groups(void* out, const u8* codes, const u16* peaks, int64_t numel, int64_t size, int64_t rows,
-                         int itemsize, int bits, float factor, int threads) {
+                         int dtype, int bits, float factor, int threads) {
     const Groups a{numel, size, rows, nullptr, 1, factor, 0, 0, threads};
-    dispatch(itemsize, 0, [&](auto dtype, auto) {
-        using T = decltype(dtype);
+    dispatch(dtype, 0, [&](auto type, auto) {
+        using T = decltype(type);
         decode_symmetric<T>(static_cast<typename T::Stored*>(out), codes, peaks, bits, a);
     });
 }
@@ -435,41 +463,41 @@ void adacc_copy_channels(void* x, void* kept, const int* indices, int64_t rows, 
 }
 
 void adacc_encode_asymmetric(const void* x, u8* codes, void* offsets, u16* half_ranges, int64_t numel, int64_t size,
-                             int64_t rows, int itemsize, float factor, float zero, int stochastic, u32 seed,
+                             int64_t rows, int dtype, float factor, float zero, int stochastic, u32 seed,
                              int threads) {
     const Groups a{numel, size, rows, nullptr, 1, factor, 0, seed, threads};
-    dispatch(itemsize, stochastic, [&](auto dtype, auto noisy) {
-        using Stored = typename decltype(dtype)::Stored;
-        encode_asymmetric<decltype(dtype), noisy.value>(static_cast<const Stored*>(x), codes,
+    dispatch(dtype, stochastic, [&](auto type, auto noisy) {
+        using Stored = typename decltype(type)::Stored;
+        encode_asymmetric<decltype(type), noisy.value>(static_cast<const Stored*>(x), codes,
                                                         static_cast<Stored*>(offsets), half_ranges, zero, a);
     });
 }
 
 void adacc_decode_asymmetric(void* out, const u8* codes, const void* offsets, const u16* half_ranges, int64_t numel,
-                             int64_t size, int64_t rows, int itemsize, float factor, float zero, int threads) {
+                             int64_t size, int64_t rows, int dtype, float factor, float zero, int threads) {
     const Groups a{numel, size, rows, nullptr, 1, factor, 0, 0, threads};
-    dispatch(itemsize, 0, [&](auto dtype, auto) {
-        using Stored = typename decltype(dtype)::Stored;
-        decode_asymmetric<decltype(dtype)>(static_cast<Stored*>(out), codes, static_cast<const Stored*>(offsets),
+    dispatch(dtype, 0, [&](auto type, auto) {
+        using Stored = typename decltype(type)::Stored;
+        decode_asymmetric<decltype(type)>(static_cast<Stored*>(out), codes, static_cast<const Stored*>(offsets),
                                            half_ranges, zero, a);
     });
 }
 
 void adacc_encode_columns(const void* x, u8* codes, u16* peaks, int64_t rows, int64_t columns, int64_t size,
-                          int64_t pairs, int itemsize, float factor, int with_sign, int stochastic, u32 seed,
+                          int64_t pairs, int dtype, float factor, int with_sign, int stochastic, u32 seed,
                           int threads) {
     const Columns a{rows, columns, size, pairs, factor, u32(with_sign), seed, threads};
-    dispatch(itemsize, stochastic, [&](auto dtype, auto noisy) {
-        using T = decltype(dtype);
+    dispatch(dtype, stochastic, [&](auto type, auto noisy) {
+        using T = decltype(type);
         encode_columns<T, noisy.value>(static_cast<const typename T::Stored*>(x), codes, peaks, a);
     });
 }
 
 void adacc_decode_columns(void* out, const u8* codes, const u16* peaks, int64_t rows, int64_t columns, int64_t size,
-                          int64_t pairs, int itemsize, float factor, int threads) {
+                          int64_t pairs, int dtype, float factor, int threads) {
     const Columns a{rows, columns, size, pairs, factor, 0, 0, threads};
-    dispatch(itemsize, 0, [&](auto dtype, auto) {
-        using T = decltype(dtype);
+    dispatch(dtype, 0, [&](auto type, auto) {
+        using T = decltype(type);
         decode_columns<T>(static_cast<typename T::Stored*>(out), codes, peaks, a);
     });
 }

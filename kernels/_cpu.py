@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("_cpu.cpp")
 # -march=native: the library is built where it runs. -fopenmp: found by its name, it shares torch's thread pool.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared")
-DTYPES = (torch.float32, torch.bfloat16)  # float16 on the CPU is rare; the reference serves it
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # _cpu.cpp knows them by their places here
 MAX_GROUP = _symmetric.GROUP_SIZES[-1]
 BYTES_PER_THREAD = 256 * 1024  # below this, waking a thread costs more than it saves
 
@@ -128,7 +128,7 @@ def encode_groups(
     peaks = torch.empty(groups, dtype=_symmetric.peak_dtype(flat_N.dtype))
     library().adacc_encode_groups(
         flat_N.data_ptr(), codes.data_ptr(), peaks.data_ptr(), _pointer(keep), numel, group_size, rows, channels,
-        flat_N.element_size(), bits, factor, factor < 0, rounding == "stochastic", seed, _threads(flat_N.nbytes),
+        DTYPES.index(flat_N.dtype), bits, factor, factor < 0, rounding == "stochastic", seed, _threads(flat_N.nbytes),
     )  # fmt: skip
     return codes, peaks
 
@@ -138,7 +138,7 @@ def decode_groups(out_N: Tensor, codes: Tensor, peaks: Tensor, bits: int, factor
     rows, group_size = codes.shape
     library().adacc_decode_groups(
         out_N.data_ptr(), codes.data_ptr(), peaks.data_ptr(), out_N.numel(), group_size, rows,
-        out_N.element_size(), bits, factor, _threads(out_N.nbytes),
+        DTYPES.index(out_N.dtype), bits, factor, _threads(out_N.nbytes),
     )  # fmt: skip
 
 
@@ -171,7 +171,7 @@ def encode_asymmetric(
     half_ranges = torch.empty(groups, dtype=torch.bfloat16)
     library().adacc_encode_asymmetric(
         flat_N.data_ptr(), codes.data_ptr(), offsets.data_ptr(), half_ranges.data_ptr(), flat_N.numel(), group_size,
-        groups // 2, flat_N.element_size(), factor, zero, rounding == "stochastic", seed, _threads(flat_N.nbytes),
+        groups // 2, DTYPES.index(flat_N.dtype), factor, zero, rounding == "stochastic", seed, _threads(flat_N.nbytes),
     )  # fmt: skip
     return codes, offsets, half_ranges
 
@@ -183,7 +183,7 @@ def decode_asymmetric(
     rows, group_size = codes.shape
     library().adacc_decode_asymmetric(
         out_N.data_ptr(), codes.data_ptr(), offsets.data_ptr(), half_ranges.data_ptr(), out_N.numel(), group_size,
-        rows, out_N.element_size(), factor, zero, _threads(out_N.nbytes),
+        rows, DTYPES.index(out_N.dtype), factor, zero, _threads(out_N.nbytes),
     )  # fmt: skip
 
 
@@ -195,7 +195,7 @@ def encode_columns(x_RC: Tensor, group_size: int, factor: float, rounding: str, 
     peaks = torch.empty(groups, columns, dtype=_symmetric.peak_dtype(x_RC.dtype))
     library().adacc_encode_columns(
         x_RC.data_ptr(), codes.data_ptr(), peaks.data_ptr(), rows, columns, group_size, groups // 2,
-        x_RC.element_size(), factor, factor < 0, rounding == "stochastic", seed, _threads(x_RC.nbytes),
+        DTYPES.index(x_RC.dtype), factor, factor < 0, rounding == "stochastic", seed, _threads(x_RC.nbytes),
     )  # fmt: skip
     return codes, peaks
 
@@ -206,7 +206,7 @@ def decode_columns(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) 
     pairs, group_size, _ = codes.shape
     library().adacc_decode_columns(
         out_RC.data_ptr(), codes.data_ptr(), peaks.data_ptr(), rows, columns, group_size, pairs,
-        out_RC.element_size(), factor, _threads(out_RC.nbytes),
+        DTYPES.index(out_RC.dtype), factor, _threads(out_RC.nbytes),
     )  # fmt: skip
 
 
