@@ -1,5 +1,4 @@
 """What the kernels compile to, without a GPU: for every architecture, spilling nothing, moving 128 bits at once.
-once.
 
 Every kernel is compiled ahead of time from the very arguments that its wrapper would launch it with.
 """
