@@ -29,7 +29,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -62,6 +62,15 @@ class Entry:
     num_calls: int = 1
 
 
+class Observer(Protocol):
+    """What may look at a call that a strategy runs."""
+
+    def run(
+        self, plan: FollowPlan, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Take itself off `plan`, have it run the call, and return the result."""
+
+
 class FollowPlan:
     """The strategy that runs one block under its plan."""
 
@@ -76,8 +85,12 @@ class FollowPlan:
         self.entries: OrderedDict[Any, Entry] = OrderedDict()
         self.wrap_codec: Callable[[int, Codec], Codec] | None = None
         """If set, what stands around each activation's codec for the time being."""
+        self.observer: Observer | None = None
+        """If set, what runs the next call in place of this strategy."""
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.observer is not None:
+            return self.observer.run(self, block, fn, args, kwargs)
         if self._is_plain and self.entries:
             return fn(*args)
         if self._paths is None:
@@ -227,6 +240,14 @@ def _least_memory(tape: Tape, value: int) -> Choice:
     return Choice(action=Action.COMPRESS, codec="bitmask") if is_mask else RETAIN
 
 
+@dataclass(frozen=True, slots=True)
+class BlockPlans:
+    """A policy made ready to run: a strategy for every block, by name."""
+
+    policy: Policy
+    strategies: dict[str, FollowPlan]
+
+
 class PolicyHandle:
     """A policy applied to a model. `remove()`, or leaving it as a context manager, takes it off without a trace."""
 
@@ -234,6 +255,8 @@ class PolicyHandle:
         self.installation = Installation(model, block_classes)
         self.library = TapeLibrary()
         self.policy = policy
+        self.plans: BlockPlans | None = None
+        """The strategies that were followed last."""
         try:
             self.replace(policy)
         except BaseException:
@@ -242,16 +265,29 @@ class PolicyHandle:
 
     def replace(self, policy: Policy) -> None:
         """Follow another policy from the next forward on."""
+        self.follow(self.prepare(policy, self.plans))
+
+    def prepare(self, policy: Policy, earlier: BlockPlans | None = None) -> BlockPlans:
+        """The strategies of `policy`, to be followed at any time; they know the shapes that `earlier` has seen."""
         _check_blocks(policy, list(self.installation.functions), type(self.installation.model).__name__)
-        for name, plan_index in policy.blocks:
-            function = self.installation.functions[name]
-            tapes = function.strategy.tapes if isinstance(function.strategy, FollowPlan) else None
-            function.strategy = FollowPlan(name, policy.plans[plan_index], self.library, tapes)
-        self.policy = policy
+        strategies = {
+            name: FollowPlan(
+                name, policy.plans[index], self.library, earlier.strategies[name].tapes if earlier is not None else None
+            )
+            for name, index in policy.blocks
+        }
+        return BlockPlans(policy, strategies)
+
+    def follow(self, plans: BlockPlans | None) -> None:
+        """Run the blocks under `plans` from the next forward on; under torch's own checkpoint if None."""
+        for name, function in self.installation.functions.items():
+            function.strategy = Checkpointed() if plans is None else plans.strategies[name]
+        if plans is not None:
+            self.plans, self.policy = plans, plans.policy
 
     def wrap_codecs(self, block: str, wrap: Callable[[int, Codec], Codec] | None) -> None:
         """Put `wrap(value, codec)` in place of the codecs of `block`; None takes it away again."""
-        self.installation.functions[block].strategy.wrap_codec = wrap
+        self.plans.strategies[block].wrap_codec = wrap
 
     def remove(self) -> None:
         self.installation.remove()
