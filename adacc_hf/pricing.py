@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -38,6 +38,28 @@ CODEC_OF_ROLE = {
 }
 """The paper's layer-specific choice (section 3.2). A block input reaches every gradient of its block, so it gets 8
 bits."""
+
+
+@dataclass
+class Prices:
+    """What the first block of a tape cost."""
+
+    operator_ms: list[float]
+    codecs: dict[int, tuple[CodecOption, ...]] = field(default_factory=dict)
+
+
+def price_tape(tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, outliers: dict[int, int]) -> Prices:
+    """The prices of `tape`, measured on the recorded tensors."""
+    with torch.no_grad(), torch.autocast(bases[0].device.type, enabled=False):
+        codecs = {v: codec_options(tape, v, bases[v], config, outliers.get(v, 0)) for v in storable(tape)}
+        return Prices(operator_times(tape, bases), codecs)
+
+
+def storable(tape: Tape) -> list[int]:
+    """Values that a policy may act on: what the block saves and made, and its inputs."""
+    saved = [v for v in tape.saved_values() if tape.values[v].source is None]
+    inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
+    return sorted({*saved, *inputs})
 
 
 def median_ms(run: Callable[[], object], device: torch.device) -> float:

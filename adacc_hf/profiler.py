@@ -6,7 +6,6 @@ under full recomputation, measure memory, with one block of each kind watched cl
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +16,8 @@ from torch import nn
 
 from adacc_hf.blocks import Installation
 from adacc_hf.config import AdaccConfig
-from adacc_hf.memory import available_bytes, backward, count_static_bytes, forward_loss
+from adacc_hf.instruments import Instruments
+from adacc_hf.memory import count_static_bytes
 from adacc_hf.profile import BlockProfile, Profile
 from adacc_hf.step_memory import measure_forward, measure_step_layout
 from adacc_hf.survey import Survey, recompute_stored_bytes
@@ -28,29 +28,37 @@ def profile_model(
     batch: Mapping[str, Any],
     config: AdaccConfig | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    instruments: Instruments | None = None,
 ) -> Profile:
     """Profile the blocks of `model` on `batch`, the keyword arguments of its forward, labels included.
 
     The model must be in train mode, and may be under autocast. It is left as it was: gradients, buffers and random
-    generators too. `optimizer`, if given, has its state counted as static memory. Raises NoBlocksError for a model
+    generators too. `optimizer`, if given, has its state counted as static memory; `instruments` take the readings, by
+    default from real runs. Raises NoBlocksError for a model
     without repeated blocks, NestedHooksError if other saved-tensor hooks are active, ValueError for a batch without a
     loss.
     """
     config = config or AdaccConfig()
+    instruments = instruments or Instruments()
     _check_trainable(model, batch)
-    with _left_as_it_was(model):
+    with _left_as_it_was(model, instruments):
         static_bytes = count_static_bytes(model, batch, optimizer)
         installation = Installation(model, config.block_classes)
         try:
-            return _profile(model, batch, config, installation, static_bytes)
+            return _profile(model, batch, config, installation, static_bytes, instruments)
         finally:
             installation.remove()
 
 
 def _profile(
-    model: nn.Module, batch: Mapping[str, Any], config: AdaccConfig, installation: Installation, static_bytes: int
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    config: AdaccConfig,
+    installation: Installation,
+    static_bytes: int,
+    instruments: Instruments,
 ) -> Profile:
-    survey = Survey(config)
+    survey = Survey(config, instruments)
     survey.record(model, batch, installation)
     blocks = survey.blocks
     _check_calls([block.name for block in blocks], installation)
@@ -58,15 +66,17 @@ def _profile(
     kinds = survey.kinds()
     watched = {block.kind: block.name for block in blocks}
     by_name = {block.name: kinds[block.kind] for block in blocks}
-    forward_base_bytes, forwards = measure_forward(model, batch, installation, by_name, set(watched.values()))
+    forward_base_bytes, forwards = measure_forward(
+        model, batch, installation, by_name, set(watched.values()), instruments
+    )
     kinds = survey.add_forwards([forwards[watched[index]] for index in range(len(kinds))])
     watchers = survey.follow_full_recomputation(installation, watched)
     stored_bytes = {name: recompute_stored_bytes(kind) for name, kind in by_name.items()}
-    layout = measure_step_layout(model, batch, installation, watchers, stored_bytes)
+    layout = measure_step_layout(model, batch, installation, watchers, stored_bytes, instruments)
     shared = survey.shared_records()
     read = survey.shared_in_replay(watched)
     held_bytes = sum(record.nbytes for index, record in enumerate(shared) if record.saved or index in read)
-    step_ms = _time_step(model, batch)
+    step_ms = instruments.step_ms(model, batch)
     device = next(model.parameters()).device
     return Profile(
         model_class=type(model).__name__,
@@ -81,20 +91,10 @@ def _profile(
         forward_base_bytes=static_bytes + forward_base_bytes,
         outside_peak_bytes=static_bytes + layout.outside_peak_bytes,
         tail_peak_bytes=static_bytes + layout.tail_peak_bytes,
-        available_bytes=available_bytes(device, static_bytes),
+        available_bytes=instruments.available_bytes(device, static_bytes),
         step_ms=step_ms,
         device=str(device),
     )
-
-
-def _time_step(model: nn.Module, batch: Mapping[str, Any]) -> float:
-    """Milliseconds of one forward and backward as the model stands."""
-    start = time.perf_counter()
-    backward(forward_loss(model, batch))
-    if next(model.parameters()).is_cuda:
-        torch.cuda.synchronize()
-    model.zero_grad(set_to_none=True)
-    return (time.perf_counter() - start) * 1e3
 
 
 def _check_trainable(model: nn.Module, batch: Mapping[str, Any]) -> None:
@@ -124,15 +124,14 @@ def _check_calls(called: list[str], installation: Installation) -> None:
 
 
 @contextmanager
-def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+def _left_as_it_was(model: nn.Module, instruments: Instruments) -> Iterator[None]:
     """Put gradients, buffers and random generators back as they were."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     for parameter, _ in gradients:
         parameter.grad = None
-    devices = [parameter.device for parameter, _ in gradients if parameter.is_cuda]
     try:
-        with torch.random.fork_rng(devices=sorted({device.index for device in devices})), torch.enable_grad():
+        with instruments.keep_random({parameter.device for parameter, _ in gradients}), torch.enable_grad():
             yield
     finally:
         for parameter, gradient in gradients:

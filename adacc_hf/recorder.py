@@ -27,9 +27,16 @@ class Recorder(TorchDispatchMode):
     at hand for verification (rule R7).
     """
 
-    def __init__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        block: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        drawing: type[Drawing] | None = None,
+    ) -> None:
         super().__init__()
         self.block = block
+        self.drawing = drawing or Drawing
         self.values: list[TapeValue] = []
         self.bases: list[torch.Tensor] = []
         """The base tensor of each value, detached."""
@@ -86,7 +93,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         recorded_args = map_tensors(args, torch.Tensor, self.refer)
         recorded_kwargs = map_tensors(kwargs, torch.Tensor, self.refer)
-        drawing = _Drawing(func, args, kwargs)
+        drawing = self.drawing(func, args, kwargs)
         result = func(*args, **kwargs)
         drew = drawing.happened()
         self._check_trust(func, args)
@@ -218,7 +225,7 @@ def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return list(written.values())
 
 
-class _Drawing:
+class Drawing:
     """Finds out whether one operator draws random numbers, by the state of the generator before and after.
 
     The tag alone says too much: fused attention carries it, and draws only with dropout. Operators from outside torch

@@ -12,16 +12,23 @@ from adacc_hf.call import Call, changed_in_place
 from adacc_hf.call_inputs import fetch
 from adacc_hf.compiled import CompiledPlan
 from adacc_hf.kernels.codecs import Codec
-from adacc_hf.recorder import Recorder
+from adacc_hf.recorder import Drawing, Recorder
 
 
 class Recording:
     """One recorded call of a block. Its saved tensors can be handed over to a compiled plan when it is over."""
 
-    def __init__(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        block: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        drawing: type[Drawing] = Drawing,
+    ) -> None:
         self.name = name
         self.block = block
-        self.recorder = Recorder(block, args, kwargs)
+        self.recorder = Recorder(block, args, kwargs, drawing)
         self._arguments = (args, kwargs)
         self._packed: list[list[Any]] = []
         self._call: Call | None = None

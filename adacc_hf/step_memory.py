@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from adacc_hf.blocks import Installation, Strategy
-from adacc_hf.memory import MemoryMeter, MemoryPoint, backward, forward_loss
+from adacc_hf.instruments import Instruments
+from adacc_hf.memory import MemoryMeter, MemoryPoint, forward_loss
 from adacc_hf.profile import BackwardEvent, ForwardEvent, KindProfile
 
 
@@ -116,10 +117,13 @@ def _no_backward(_: Any) -> torch.Tensor:
 class MarkCalls:
     """A strategy around another: marks when a block's forward ends and when its backward starts."""
 
-    def __init__(self, name: str, inner: Strategy, meter: MemoryMeter, is_first: bool) -> None:
+    def __init__(
+        self, name: str, inner: Strategy, meter: MemoryMeter, instruments: Instruments, is_first: bool
+    ) -> None:
         self.name = name
         self.inner = inner
         self.meter = meter
+        self.instruments = instruments
         self.is_first = is_first
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -134,7 +138,7 @@ class MarkCalls:
         """Mark when the gradient of the first differentiable tensor in `tree` is there."""
         for leaf in tree_leaves(tree):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda _: self.meter.mark(label))
+                self.instruments.on_gradient(leaf, lambda: self.meter.mark(label))
                 return
 
 
@@ -158,10 +162,11 @@ def measure_forward(
     installation: Installation,
     kinds: Mapping[str, KindProfile],
     watched: set[str],
+    instruments: Instruments,
 ) -> tuple[int, dict[str, tuple[ForwardEvent, ...]]]:
     """Run one forward that stores nothing; returns the most that was live when a block started, and the watched
     forwards."""
-    with MemoryMeter.for_device(next(model.parameters()).device) as meter:
+    with instruments.meter(next(model.parameters()).device) as meter:
         for name, function in installation.functions.items():
             function.strategy = WatchForward(name, kinds[name], meter)
         forward_loss(model, batch)
@@ -186,6 +191,7 @@ def measure_step_layout(
     installation: Installation,
     watchers: Sequence[WatchSlots],
     recompute_stored: dict[str, int],
+    instruments: Instruments,
 ) -> StepLayout:
     """Run one forward and backward under the strategies that are installed and take its memory apart.
 
@@ -193,14 +199,14 @@ def measure_step_layout(
     """
     functions = installation.functions
     strategies = {name: function.strategy for name, function in functions.items()}
-    with MemoryMeter.for_device(next(model.parameters()).device) as meter:
+    with instruments.meter(next(model.parameters()).device) as meter:
         for index, (name, function) in enumerate(functions.items()):
-            function.strategy = MarkCalls(name, strategies[name], meter, is_first=index == 0)
+            function.strategy = MarkCalls(name, strategies[name], meter, instruments, is_first=index == 0)
         for watcher in watchers:
             watcher.meter = meter
         loss = forward_loss(model, batch)
         meter.mark(("loss",))
-        backward(loss)
+        instruments.backward(loss)
         loss_bytes = loss.untyped_storage().nbytes()
         del loss
         model.zero_grad(set_to_none=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from adacc_hf.call_inputs import StatePaths, call_key
 from adacc_hf.compiled import encode_view
 from adacc_hf.config import AdaccConfig
 from adacc_hf.executor import FollowPlan
+from adacc_hf.instruments import Instruments
 from adacc_hf.memory import forward_loss
 from adacc_hf.policy import RECOMPUTE, RETAIN, Plan
-from adacc_hf.pricing import codec_options, operator_times, outliers_in, role_of, with_outliers
-from adacc_hf.profile import CodecOption, ForwardEvent, KindProfile, Operator, Shared, Value
+from adacc_hf.pricing import Prices, role_of, storable, with_outliers
+from adacc_hf.profile import ForwardEvent, KindProfile, Operator, Shared, Value
 from adacc_hf.recorder import argument_tensors
 from adacc_hf.recording import Recording
 from adacc_hf.simulator import BlockOutcome, run_block
@@ -39,14 +40,6 @@ class RecordedBlock:
     kind: int = -1
 
 
-@dataclass
-class Prices:
-    """What the first block of a tape cost."""
-
-    operator_ms: list[float]
-    codecs: dict[int, tuple[CodecOption, ...]] = field(default_factory=dict)
-
-
 class RecordBlock:
     """The strategy that records one call; the block's saved tensors are let go, since no backward follows."""
 
@@ -57,7 +50,7 @@ class RecordBlock:
         self.survey = survey
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        recording = Recording(self.name, block, args, kwargs)
+        recording = Recording(self.name, block, args, kwargs, self.survey.instruments.drawing)
         result = recording.run(fn)
         key = call_key(block, StatePaths(block), args, kwargs)
         self.survey.add(self.name, key, recording)
@@ -68,9 +61,10 @@ class RecordBlock:
 class Survey:
     """All blocks' tapes, what they share with each other and with the rest of the model, and the prices."""
 
-    def __init__(self, config: AdaccConfig) -> None:
+    def __init__(self, config: AdaccConfig, instruments: Instruments) -> None:
         self.config = config
-        self.library = TapeLibrary()
+        self.instruments = instruments
+        self.library = TapeLibrary(instruments.verify)
         self.blocks: list[RecordedBlock] = []
         self._prices: dict[str, Prices] = {}
         self._outside: dict[int, torch.Tensor] = {}
@@ -95,19 +89,12 @@ class Survey:
         """Keep one block's tape, and take the prices if no tape like it came before."""
         recorder = recording.recorder
         tape = self.library.verified(recorder)
-        outliers = outliers_in(tape, recorder.bases, self.config)
+        outliers = self.instruments.outliers(tape, recorder.bases, self.config)
         inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
         arguments = {value: recorder.bases[value] for value in inputs}
         self.blocks.append(RecordedBlock(name, key, tape, arguments, outliers))
         if tape.digest not in self._prices:
-            self._prices[tape.digest] = self._price(tape, recorder.bases, outliers)
-
-    def _price(self, tape: Tape, bases: list[torch.Tensor], outliers: dict[int, int]) -> Prices:
-        with torch.no_grad(), torch.autocast(bases[0].device.type, enabled=False):
-            prices = Prices(operator_times(tape, bases))
-            for value in _storable(tape):
-                prices.codecs[value] = codec_options(tape, value, bases[value], self.config, outliers.get(value, 0))
-        return prices
+            self._prices[tape.digest] = self.instruments.price(tape, recorder.bases, self.config, outliers)
 
     def _save_outside(self, tensor: torch.Tensor) -> torch.Tensor:
         kept = tensor.detach()
@@ -170,9 +157,9 @@ class Survey:
         prices = self._prices[tape.digest]
         outliers = {value: max(block.outliers.get(value, 0) for block in group) for value in prices.codecs}
         shared = dict(self._sharing(group[0]))
-        storable = set(_storable(tape))
+        acted_on = set(storable(tape))
         values = tuple(
-            self._value(tape, index, shared, storable, prices, outliers) for index in range(len(tape.values))
+            self._value(tape, index, shared, acted_on, prices, outliers) for index in range(len(tape.values))
         )
         return KindProfile(
             digest=tape.kind,
@@ -190,12 +177,12 @@ class Survey:
         tape: Tape,
         index: int,
         shared: dict[int, int | None],
-        storable: set[int],
+        acted_on: set[int],
         prices: Prices,
         outliers: dict[int, int],
     ) -> Value:
         record = tape.values[index]
-        activation = index in storable and shared.get(index) is None
+        activation = index in acted_on and shared.get(index) is None
         return Value(
             index=index,
             name=record.name,
@@ -249,13 +236,6 @@ def _recompute_outcome(kind: KindProfile) -> BlockOutcome:
 def _recompute_plan(kind: KindProfile) -> Plan:
     choices = tuple((v.index, RECOMPUTE if v.recomputable else RETAIN) for v in kind.activations)
     return Plan(kind=kind.digest, choices=choices)
-
-
-def _storable(tape: Tape) -> list[int]:
-    """Values that a policy may act on: what the block saves and made, and its inputs."""
-    saved = [v for v in tape.saved_values() if tape.values[v].source is None]
-    inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
-    return sorted({*saved, *inputs})
 
 
 def _operator(tape: Tape, index: int, ms: float) -> Operator:
