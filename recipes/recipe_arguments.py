@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from model_presets import PRESETS
 from transformers import HfArgumentParser, TrainingArguments
+
+from adacc_hf.model_presets import PRESETS
 
 Method = Literal["none", "full", "quantization", "adacc", "adacc_no_outlier", "compare"]
 

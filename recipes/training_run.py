@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model_presets import build_model, checked_seq_len, load_config
 from recipe_arguments import RecipeArguments
 from text_data import TextData, load_text_data
 from text_packing import stack_sequences
-from train_methods import method_callbacks
 from transformers import PreTrainedModel, Trainer, TrainingArguments, set_seed
 
 from adacc_hf import AdaccCallback, AdaccConfig
 from adacc_hf.callbacks.adacc import POLICY_FILE
+from adacc_hf.callbacks.train_methods import method_callbacks
+from adacc_hf.model_presets import build_model, checked_seq_len, load_config
 from adacc_hf.report import write_report
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 import pytest
-from train_methods import method_callbacks, parse_budget
 
 from adacc_hf import AdaccCallback
+from adacc_hf.callbacks.train_methods import method_callbacks, parse_budget
 
 
 @pytest.mark.parametrize(

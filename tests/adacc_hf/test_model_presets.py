@@ -2,8 +2,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_presets import PRESETS, build_model, checked_seq_len, context_length, load_config
 from transformers import BloomConfig, GPT2Config, LlamaConfig
+
+from adacc_hf.model_presets import PRESETS, build_model, checked_seq_len, context_length, load_config
 
 
 @pytest.mark.parametrize(
