@@ -79,7 +79,7 @@ class AsymmetricInt4(Codec):
         elif _cpu.usable(flat_N):
             tensors = _cpu.encode_asymmetric(flat_N, self.group_size, *formula, self.rounding, self.seed)
         else:
-            tensors = encode_ref(flat_N, self.group_size, self.scale, self.rounding, self.seed)
+            tensors = self.encode_traceable(flat_N)
         return Payload(tensors, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     @torch.no_grad()
@@ -94,6 +94,12 @@ class AsymmetricInt4(Codec):
             elif _cpu.usable(out_N):
                 _cpu.decode_asymmetric(out_N, *payload.tensors, *formula)
             else:
-                out_N.copy_(decode_ref(out_N.shape[0], self.scale, *payload.tensors))
+                out_N.copy_(self.decode_traceable(payload.tensors, tuple(out_N.shape), payload.dtype))
 
         return restore(fill, payload)
+
+    def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return encode_ref(tensor.reshape(-1), self.group_size, self.scale, self.rounding, self.seed)
+
+    def decode_traceable(self, tensors: tuple[Tensor, ...], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return decode_ref(prod(size), self.scale, *tensors).view(size)

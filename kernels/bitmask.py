@@ -97,6 +97,13 @@ class Bitmask(Codec):
 
         return restore(fill, payload)
 
+    def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        patterns_N = tensor.reshape(-1).view(PATTERN_DTYPES[tensor.element_size()])
+        return encode_ref(patterns_N, tensor.dtype != torch.bool)
+
+    def decode_traceable(self, tensors: tuple[Tensor, ...], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return decode_ref(prod(size), *tensors).view(dtype).view(size)
+
 
 def _patterns(tensor: Tensor) -> Tensor:
     """[N] bit patterns as signed integers of the elements' width."""

@@ -56,14 +56,15 @@ class ChannelInt4(Codec):
     def encode(self, tensor: Tensor) -> Payload:
         self._require(tensor)
         x_RC = as_flat(tensor, keep_rows=True).view(rows_and_columns(tuple(tensor.shape)))
-        encode = encode_ref
+        settings = (self.group_size, self._factor, self.rounding, self.seed)
         if x_RC.is_cuda:
             from adacc_hf.kernels import channel_int4_triton
 
-            encode = channel_int4_triton.encode
+            tensors = channel_int4_triton.encode(x_RC, *settings)
         elif _cpu.usable(x_RC):
-            encode = _cpu.encode_columns
-        tensors = encode(x_RC, self.group_size, self._factor, self.rounding, self.seed)
+            tensors = _cpu.encode_columns(x_RC, *settings)
+        else:
+            tensors = self.encode_traceable(x_RC)
         return Payload(tensors, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     @torch.no_grad()
@@ -79,6 +80,13 @@ class ChannelInt4(Codec):
             elif _cpu.usable(out_N):
                 _cpu.decode_columns(out_RC, *payload.tensors, self._factor)
             else:
-                out_RC.copy_(decode_ref(shape, payload.dtype, self._factor, *payload.tensors))
+                out_RC.copy_(self.decode_traceable(payload.tensors, shape, payload.dtype))
 
         return restore(fill, payload, keep_rows=True)
+
+    def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        x_RC = tensor.reshape(rows_and_columns(tuple(tensor.shape)))
+        return encode_ref(x_RC, self.group_size, self._factor, self.rounding, self.seed)
+
+    def decode_traceable(self, tensors: tuple[Tensor, ...], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return decode_ref(rows_and_columns(size), dtype, self._factor, *tensors).reshape(size)

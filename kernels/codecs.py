@@ -73,6 +73,18 @@ class Codec:
         """The tensor in fresh storage, with the dtype, size and stride of the one encoded."""
         raise NotImplementedError
 
+    def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """What `encode` keeps of a contiguous tensor, by plain torch operators that may stand in a compiled graph.
+
+        Static control flow and no in-place operator; bit-equal to `encode`. Raises NotImplementedError for a codec, or
+        options, that need state outside the payload.
+        """
+        raise NotImplementedError(f"codec {self!r} cannot stand in a compiled graph")
+
+    def decode_traceable(self, tensors: tuple[Tensor, ...], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor from what `encode_traceable` returned; bit-equal to `decode`."""
+        raise NotImplementedError(f"codec {self!r} cannot stand in a compiled graph")
+
     def _require(self, tensor: Tensor) -> None:
         """Raise TypeError if `tensor` cannot be encoded."""
         if not self.supports(tuple(tensor.shape), tensor.dtype):

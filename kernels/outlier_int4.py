@@ -173,6 +173,22 @@ class OutlierInt4(Codec):
 
         return restore(fill, payload, keep_rows=True)
 
+    def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        self._refuse_outliers()
+        x_RC = tensor.reshape(rows_and_columns(tuple(tensor.shape)))
+        return encode_ref(x_RC, None, self.group_size, self._factor, self.rounding, self.seed)
+
+    def decode_traceable(self, tensors: tuple[Tensor, ...], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        self._refuse_outliers()
+        return decode_ref(rows_and_columns(size), dtype, self._factor, *tensors).reshape(size)
+
+    def _refuse_outliers(self) -> None:
+        """Which channels are raw is state that changes while training goes on, and a compiled graph is fixed."""
+        if self.num_outliers:
+            raise NotImplementedError(
+                f"codec {self.name!r} with num_outliers={self.num_outliers} cannot stand in a compiled graph: use 0"
+            )
+
     def _fitted(self, tensor: Tensor) -> Outliers | None:
         """The raw channels, chosen from `tensor` if never chosen before; None if there are to be none."""
         if not self.num_outliers:

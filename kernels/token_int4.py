@@ -58,7 +58,7 @@ class TokenInt4(Codec):
         elif _cpu.usable(x_RC):
             tensors = _cpu.encode_groups(x_RC.view(-1), x_RC.shape[1], BITS, *settings)
         else:
-            tensors = encode_ref(x_RC, *settings)
+            tensors = self.encode_traceable(x_RC)
         return Payload(tensors, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     @torch.no_grad()
@@ -73,6 +73,13 @@ class TokenInt4(Codec):
             elif _cpu.usable(out_N):
                 _cpu.decode_groups(out_N, *payload.tensors, BITS, self._factor)
             else:
-                out_N.view(shape).copy_(decode_ref(shape, payload.dtype, self._factor, *payload.tensors))
+                out_N.view(shape).copy_(self.decode_traceable(payload.tensors, shape, payload.dtype))
 
         return restore(fill, payload, keep_rows=True)
+
+    def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        x_RC = tensor.reshape(rows_and_columns(tuple(tensor.shape)))
+        return encode_ref(x_RC, self._factor, self.rounding, self.seed)
+
+    def decode_traceable(self, tensors: tuple[Tensor, ...], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return decode_ref(rows_and_columns(size), dtype, self._factor, *tensors).reshape(size)

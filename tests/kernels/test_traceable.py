@@ -1,0 +1,45 @@
+"""The codecs as plain operators: the same bits as `encode` and `decode`, in a graph that any tensor can run through."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from adacc_hf.kernels.codecs import Codec, get_codec
+
+SIZE = (3, 5, 40)  # 600 elements: no multiple of a group
+
+
+def _tensor(dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _skip_stateful(codec: Codec) -> None:
+    if codec.options.get("num_outliers"):
+        pytest.skip("which channels are raw is state outside the payload")
+
+
+def test_traced_codecs_give_the_bits_of_the_eager_ones(lossy: Codec, dtype: torch.dtype) -> None:
+    _skip_stateful(lossy)
+    kept = lossy.encode_traceable(_tensor(dtype))
+    encode = make_fx(lambda tensor: lossy.encode_traceable(tensor))(_tensor(dtype))
+    decode = make_fx(lambda *tensors: lossy.decode_traceable(tensors, SIZE, dtype))(*kept)
+    other = _tensor(dtype, seed=1)
+    payload = lossy.encode(other)
+    kept = encode(other)
+    assert all(torch.equal(one, two) for one, two in zip(kept, payload.tensors, strict=True))
+    assert torch.equal(decode(*kept), lossy.decode(payload))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16], ids=str)
+def test_a_traced_bitmask_is_lossless(dtype: torch.dtype) -> None:
+    codec = get_codec("bitmask")
+    mask = torch.where(_tensor(torch.float32) > 0, -2.5, 0.0).to(dtype)
+    kept = make_fx(lambda tensor: codec.encode_traceable(tensor))(torch.zeros_like(mask))(mask)
+    assert sum(t.nbytes for t in kept) == codec.predicted_bytes(SIZE, dtype)
+    assert torch.equal(codec.decode_traceable(kept, SIZE, dtype), mask)
+
+
+def test_outlier_channels_are_refused() -> None:
+    codec = get_codec("outlier_int4", num_outliers=2)
+    with pytest.raises(NotImplementedError, match="num_outliers=2 cannot stand in a compiled graph: use 0"):
+        codec.encode_traceable(_tensor(torch.float32))
