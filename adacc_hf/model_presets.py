@@ -1,8 +1,17 @@
-"""Models by name: the GPT models of the paper's Table 3, a small demo, or any causal LM of the hub."""
+"""Models by name: the GPT models of the paper's Table 3, LLaMA, T5, small demos, or any language model of the hub."""
 
 from dataclasses import asdict, dataclass
 
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GPT2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    T5Config,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,8 +24,43 @@ class Gpt2Size:
     n_positions: int = 1024
     vocab_size: int = 50257
 
+    def config(self) -> GPT2Config:
+        # The token ids are the tokenizer's; GPT2Config's own default lies outside a small vocabulary.
+        return GPT2Config(**asdict(self), bos_token_id=None, eos_token_id=None)
 
-PRESETS: dict[str, Gpt2Size] = {
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaSize:
+    """The shape of a LLaMA with tied embeddings; all else is LlamaConfig's default (no dropout)."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    max_position_embeddings: int = 4096
+    vocab_size: int = 128_256
+
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(**asdict(self), tie_word_embeddings=True, bos_token_id=None, eos_token_id=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class T5Size:
+    """The shape of a T5 with as many decoder as encoder layers; all else is T5Config's default (dropout 0.1)."""
+
+    num_layers: int
+    d_model: int
+    d_ff: int
+    num_heads: int
+    d_kv: int = 64
+    vocab_size: int = 32_128
+
+    def config(self) -> T5Config:
+        return T5Config(**asdict(self), decoder_start_token_id=0)
+
+
+PRESETS: dict[str, Gpt2Size | LlamaSize | T5Size] = {
     # 4.9 million parameters. With 2048 tokens in place of 512 the loss stood still for the hundred steps it is given.
     "demo": Gpt2Size(n_layer=6, n_embd=256, n_head=4, n_positions=256, vocab_size=512),
     # OpenAI's names count 117 and 345 million; with the embeddings counted in full it is 124.4 and 354.8 million.
@@ -24,14 +68,33 @@ PRESETS: dict[str, Gpt2Size] = {
     "gpt2-345m": Gpt2Size(n_layer=24, n_embd=1024, n_head=16),
     # The paper gives only the total, 4.7 billion; 40 layers of width 3072 make 4.69 billion.
     "gpt2-4.7b": Gpt2Size(n_layer=40, n_embd=3072, n_head=24),
+    # Llama 3.2 1B, as published: 1.24 billion.
+    "llama-1b": LlamaSize(
+        num_hidden_layers=16,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    ),
+    # T5 Base, as published: 222.9 million.
+    "t5-base": T5Size(num_layers=12, d_model=768, d_ff=3072, num_heads=12),
+    "demo-llama": LlamaSize(
+        num_hidden_layers=6,
+        hidden_size=256,
+        intermediate_size=688,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        vocab_size=512,
+    ),
+    "demo-t5": T5Size(num_layers=3, d_model=256, d_ff=1024, num_heads=4, vocab_size=512),
 }
 
 
 def load_config(name: str) -> PretrainedConfig:
     """The configuration of a preset, a hub id or a config folder. Raises ValueError for an unknown name."""
     if name in PRESETS:
-        # The token ids are the tokenizer's; GPT2Config's own default lies outside a small vocabulary.
-        return GPT2Config(**asdict(PRESETS[name]), bos_token_id=None, eos_token_id=None)
+        return PRESETS[name].config()
     try:
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -70,7 +133,13 @@ def build_model(
     text_config = config.get_text_config()
     text_config.vocab_size = vocab_size
     text_config.bos_token_id = text_config.eos_token_id = eos_token_id
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
+    return fresh_model(config, attn_implementation)
+
+
+def fresh_model(config: PretrainedConfig, attn_implementation: str) -> PreTrainedModel:
+    """The language model of `config` in float32, with weights from torch's current seed."""
+    auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    return auto_class.from_config(config, attn_implementation=attn_implementation)
 
 
 def _pretrained_model(
