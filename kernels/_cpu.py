@@ -7,13 +7,9 @@ kept in $XDG_CACHE_HOME/adacc_hf. Without a compiler the references serve, and o
 """
 
 import ctypes
-import hashlib
 import logging
-import os
 import platform
-import shutil
 import subprocess
-import tempfile
 from ctypes import c_float, c_int, c_int64, c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
@@ -22,6 +18,7 @@ import torch
 from torch import Tensor
 
 from adacc_hf.kernels import _symmetric
+from adacc_hf.kernels._compiler import build
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +47,7 @@ _SIGNATURES = {
 def library() -> ctypes.CDLL | None:
     """The compiled functions, or None, with one logged warning, where they cannot be built."""
     try:
-        loaded = ctypes.CDLL(str(_build()))
+        loaded = ctypes.CDLL(str(build(SOURCE, FLAGS, [_processor()])))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: there is no home folder
         logger.warning(
             "codecs run as plain torch on the CPU, ten and more times slower, since their C++ could not be built: %s. "
@@ -67,25 +64,6 @@ def library() -> ctypes.CDLL | None:
 def usable(tensor: Tensor) -> bool:
     """Whether the functions below can take this float tensor."""
     return tensor.device.type == "cpu" and tensor.dtype in DTYPES and library() is not None
-
-
-def _build() -> Path:
-    """The path of the library for this source, compiler and processor, compiled unless it is there already."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise FileNotFoundError("neither g++ nor clang++ found; install one or set CXX")
-    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
-    key = hashlib.sha256("\n".join([SOURCE.read_text(), *FLAGS, version, _processor()]).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adacc_hf"
-    target = folder / f"cpu-{key}.so"
-    if not target.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            built = Path(scratch) / "cpu.so"
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(built)]
-            subprocess.run(command, check=True, capture_output=True, text=True)
-            built.replace(target)  # atomic: several processes may compile at once
-    return target
 
 
 def _processor() -> str:
