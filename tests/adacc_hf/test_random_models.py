@@ -1,0 +1,215 @@
+"""Rule R1 on models drawn at random: 500 of them, each under a random lossless policy, train bit for bit as without it.
+
+The examples are the same at every run. `pytest --hypothesis-seed=N` draws others.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, pricing, profile_model
+from adacc_hf.instruments import Instruments
+from adacc_hf.memory import MemoryMeter, MemoryPoint
+
+CONFIG = AdaccConfig(min_compress_bytes=0)
+VOCABULARY, MAX_TOKENS = 23, 16
+NUM_STEPS = 3
+"""The first is recorded, the second checked against the record and used to learn the order of backward, the third is
+steady."""
+
+AUTOCAST = {"autocast-bf16": torch.bfloat16, "autocast-fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One model, its batch and its policy."""
+
+    depth: int
+    heads: int
+    head_size: int
+    batch: int
+    tokens: int
+    padding: int
+    """Tokens that the first sentence is shorter by."""
+    dropout: float
+    attention: str
+    precision: str
+    seed: int
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_size
+
+
+EXAMPLES = st.builds(
+    Example,
+    depth=st.integers(1, 3),
+    heads=st.sampled_from([1, 2, 4]),
+    head_size=st.sampled_from([2, 4, 8]),
+    batch=st.integers(1, 3),
+    tokens=st.integers(2, MAX_TOKENS),
+    padding=st.integers(0, 1),
+    dropout=st.sampled_from([0.0, 0.1, 0.5]),
+    attention=st.sampled_from(["sdpa", "eager"]),
+    precision=st.sampled_from(["fp32", "pure-bf16", "autocast-bf16", "autocast-fp16"]),
+    seed=st.integers(0, 2**32 - 1),
+)
+
+
+def gpt2(example):
+    dropout = {"resid_pdrop": example.dropout, "embd_pdrop": example.dropout, "attn_pdrop": example.dropout}
+    sizes = {"n_embd": example.width, "n_layer": example.depth, "n_head": example.heads, "n_positions": MAX_TOKENS}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel, GPT2Config(vocab_size=VOCABULARY, use_cache=False, **sizes, **dropout, **ends)
+
+
+def llama(example):
+    sizes = {"hidden_size": example.width, "intermediate_size": 3 * example.width, "num_hidden_layers": example.depth}
+    heads = {"num_attention_heads": example.heads, "num_key_value_heads": 1 + example.seed % 2 * (example.heads - 1)}
+    ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, attention_dropout=example.dropout, use_cache=False, **sizes, **heads, **ends
+    )
+    return LlamaForCausalLM, config
+
+
+def t5(example):
+    sizes = {"d_model": example.width, "d_kv": example.head_size, "d_ff": 3 * example.width}
+    counts = {"num_layers": min(example.depth, 2), "num_decoder_layers": 1, "num_heads": example.heads}
+    settings = {"dropout_rate": example.dropout, "decoder_start_token_id": 0, "use_cache": False}
+    return T5ForConditionalGeneration, T5Config(vocab_size=VOCABULARY, **sizes, **counts, **settings)
+
+
+def bert(example):
+    sizes = {"hidden_size": example.width, "intermediate_size": 3 * example.width, "num_hidden_layers": example.depth}
+    dropout = {"hidden_dropout_prob": example.dropout, "attention_probs_dropout_prob": example.dropout}
+    places = {"num_attention_heads": example.heads, "max_position_embeddings": MAX_TOKENS}
+    return BertForMaskedLM, BertConfig(vocab_size=VOCABULARY, **sizes, **dropout, **places)
+
+
+FAMILIES = {"gpt2": gpt2, "llama": llama, "t5": t5, "bert": bert}
+
+
+def build(family, example):
+    """The example's model in train mode, the same at each call."""
+    torch.manual_seed(example.seed)
+    model_class, config = FAMILIES[family](example)
+    config._attn_implementation = example.attention
+    model = model_class(config).train()
+    return model.to(torch.bfloat16) if example.precision == "pure-bf16" else model
+
+
+def batch_of(example):
+    generator = torch.Generator().manual_seed(example.seed)
+    ids = torch.randint(1, VOCABULARY, (example.batch, example.tokens), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, example.tokens - example.padding :] = 0
+    batch = {"input_ids": ids, "labels": ids}
+    return batch | ({"attention_mask": mask} if example.padding else {})
+
+
+def autocast(example):
+    dtype = AUTOCAST.get(example.precision)
+    return torch.autocast("cpu", dtype=dtype) if dtype else nullcontext()
+
+
+def train(model, batch, example):
+    """Per step of SGD the loss, every gradient and the state of the generator."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=example.precision == "autocast-fp16")
+    noted = []
+    for step in range(NUM_STEPS):
+        torch.manual_seed(step)
+        with autocast(example):
+            loss = model(**batch).loss
+        scaler.scale(loss).backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        noted.append({"the loss": loss.detach(), "the generator's state": torch.get_rng_state(), **gradients})
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return noted
+
+
+class NoMeter(MemoryMeter):
+    """Counts no bytes, which is most of the time of profiling a small model; random policies look at none."""
+
+    def __enter__(self):
+        self.labels = []
+        self.is_open = True
+        return self
+
+    def _mark(self, label):
+        self.labels.append(label)
+
+    def __exit__(self, *exception):
+        self.is_open = False
+        self.points = [MemoryPoint(label, 0, 0) for label in self.labels]
+
+
+class WithoutBytes(Instruments):
+    def meter(self, device):
+        return NoMeter()
+
+
+@pytest.fixture(scope="module")
+def quick_prices():
+    """Random policies look at no price either."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pricing, "REPEATS", 1)
+        yield
+
+
+def different(ours, plain):
+    """What differs by a bit, as (step, name); NaN is equal to itself."""
+    assert [step.keys() for step in ours] == [step.keys() for step in plain]
+    return [
+        (number, name)
+        for number, (left, right) in enumerate(zip(ours, plain, strict=True))
+        for name in left
+        if left[name].dtype is not right[name].dtype or not torch.equal(as_bits(left[name]), as_bits(right[name]))
+    ]
+
+
+def as_bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+# 125 examples for each of the four families: the 500 that were promised.
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=125, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(example=EXAMPLES)
+def test_random_models_train_exactly(one_thread, quick_prices, family, example):
+    batch = batch_of(example)
+    plain = train(build(family, example), batch, example)
+    model = build(family, example)
+    with autocast(example):
+        profile = profile_model(model, batch, CONFIG, instruments=WithoutBytes())
+    policy = Policy.random(profile, example.seed, ("retain", "recompute", "compress"), lossless=True)
+    with apply_policy(model, policy, CONFIG) as handle:
+        assert not different(train(model, batch, example), plain)
+        assert not handle.uncalled()
+
+
+def test_one_changed_bit_is_a_difference():
+    """Else the test above would be weaker than it looks."""
+    plain = [{"the loss": torch.tensor([float("nan"), 1.0])}]
+    assert not different([{"the loss": torch.tensor([float("nan"), 1.0])}], plain)
+    changed = torch.tensor([float("nan"), 1.0])
+    changed.view(torch.int32)[1] += 1
+    assert different([{"the loss": changed}], plain) == [(0, "the loss")]
+    assert different([{"the loss": torch.tensor([float("nan"), 1.0]).double()}], plain) == [(0, "the loss")]
