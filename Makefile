@@ -20,7 +20,7 @@ venv: $(INSTALLED) ## Make .venv with the pinned packages (PYTHON=... chooses th
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) setuptools torch
-	$(INSTALL) --no-build-isolation --editable '.[recipes,plot,test]'
+	$(INSTALL) --no-build-isolation --editable '.[eval,recipes,plot,test]'
 	@touch $@
 
 demo: $(INSTALLED) ## Train a small GPT-2 four ways on 2 CPU cores and print the comparison (under 5 minutes)
