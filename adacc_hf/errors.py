@@ -32,6 +32,10 @@ class TapeMismatchError(AdaccError, RuntimeError):
     """A block saved other tensors for backward than its tape says."""
 
 
+class ChunkedHeadError(AdaccError, RuntimeError):
+    """Something asks of a chunked head what only whole logits can give."""
+
+
 class NestedHooksError(AdaccError, RuntimeError):
     """Another pair of saved-tensor hooks stands around or inside a block; only the innermost pair would run."""
 

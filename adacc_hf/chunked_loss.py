@@ -1,0 +1,140 @@
+"""Cross entropy of a linear layer's outputs, chunk by chunk: the logits never exist as a whole.
+
+Each chunk of rows makes its logits, adds to the loss and leaves its share of the gradients, all in forward: so every
+product runs once, as in plain training. Recomputing the logits in backward needs as much memory at its peak and one
+product in four more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from adacc_hf.errors import ChunkedHeadError
+
+MIN_CHUNK_ROWS = 64
+"""Fewer rows make the products slow: the weight's gradient is read and written once per chunk."""
+
+
+def chunk_rows(width: int) -> int:
+    """Rows per chunk for a weight of that many columns.
+
+    A chunk's float logits then take half of what the weight's gradient does, which is there in any case.
+    """
+    return max(MIN_CHUNK_ROWS, width // 2)
+
+
+def chunked_cross_entropy(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    *,
+    dtype: torch.dtype,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    num_rows: int | None = None,
+) -> Tensor:
+    """`F.cross_entropy(F.linear(rows, weight, bias), target)` with the products in `dtype` and the rest in float32.
+
+    Args:
+        rows: [N, D]. target: [N] of class numbers. reduction: "mean" or "sum".
+        num_rows: rows per chunk; None takes `chunk_rows`.
+
+    One backward is all that is possible: the gradients are there after forward, and are handed over.
+    """
+    if num_rows is None:
+        num_rows = chunk_rows(rows.shape[-1])
+    total = _ChunkedCrossEntropy.apply(rows, weight, bias, target, ignore_index, dtype, num_rows)
+    if reduction == "sum":
+        return total
+    return total / (target != ignore_index).sum()
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Sum of the losses of all rows that count."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        ignore_index: int,
+        dtype: torch.dtype,
+        num_rows: int,
+    ) -> Tensor:
+        needed = list(ctx.needs_input_grad[:3])
+        with torch.autocast(rows.device.type, enabled=False):
+            ctx.gradients, total = _forward(rows, weight, bias, target, ignore_index, dtype, num_rows, needed)
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise ChunkedHeadError(
+                "the gradients of a chunked loss were handed over in an earlier backward (retain_graph=True?): set "
+                'AdaccConfig(head="plain") to go through one graph twice'
+            )
+        # In place: a scaled copy of the weight's gradient would be a second one. The list is dropped first, so that
+        # autograd may keep these very tensors.
+        gradients, ctx.gradients = ctx.gradients, None
+        return (*(None if g is None else g.mul_(gradient) for g in gradients), None, None, None, None)
+
+
+def _forward(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    dtype: torch.dtype,
+    num_rows: int,
+    needed: list[bool],
+) -> tuple[list[Tensor | None], Tensor]:
+    """The gradients of rows, weight and bias where `needed`, and the sum of the losses."""
+    wide = torch.promote_types(dtype, torch.float32)
+    cast_weight = weight.to(dtype)
+    cast_bias = None if bias is None else bias.to(dtype)
+    row_gradient = torch.empty_like(rows) if needed[0] else None
+    # Sums over chunks are kept wide: in bfloat16 each further chunk would round once more.
+    weight_gradient = torch.zeros_like(weight, dtype=wide) if needed[1] else None
+    bias_gradient = torch.zeros_like(bias, dtype=wide) if needed[2] else None
+    total = torch.zeros((), dtype=wide, device=rows.device)
+    for start in range(0, rows.shape[0], num_rows):
+        chunk = slice(start, start + num_rows)
+        inputs, labels = rows[chunk].to(dtype), target[chunk]
+        counts = (labels != ignore_index).unsqueeze(-1)
+        labels = labels.unsqueeze(-1).where(counts, 0)
+        outputs = F.log_softmax(F.linear(inputs, cast_weight, cast_bias), -1, dtype=wide)
+        total -= outputs.gather(-1, labels).where(counts, 0).sum()
+        if not any(needed):
+            continue
+        # Softmax less one at the label, 0 in rows that do not count: the gradient of the logits.
+        outputs.exp_().scatter_add_(-1, labels, counts.to(wide).neg_())
+        outputs.mul_(counts)
+        if bias_gradient is not None:
+            bias_gradient += outputs.sum(0)
+        outputs = outputs.to(dtype)
+        if row_gradient is not None:
+            row_gradient[chunk] = outputs @ cast_weight
+        if weight_gradient is not None:
+            _add_product(weight_gradient, outputs, inputs)
+        del outputs
+    gradients = [row_gradient]
+    for gradient, tensor in ((weight_gradient, weight), (bias_gradient, bias)):
+        gradients.append(None if gradient is None else gradient.to(tensor.dtype))
+    return gradients, total
+
+
+def _add_product(total: Tensor, outputs: Tensor, inputs: Tensor) -> None:
+    """Add `outputs.T @ inputs` to `total`."""
+    if total.dtype == outputs.dtype:
+        total.addmm_(outputs.T, inputs)
+    else:
+        total += outputs.T @ inputs
