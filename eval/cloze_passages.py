@@ -1,0 +1,73 @@
+"""A cloze set after LAMBADA's pattern from anyone's own text: guess a passage's last word, which stood there before."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+
+PASSAGE_CHARACTERS = 400
+"""About as long as LAMBADA's passages."""
+
+LEAST_LETTERS = 4
+"""Shorter words are mostly grammar, and guessed from the words beside them."""
+
+_WORD = re.compile(r"(?<=\S )[^\W\d_]{4,}(?!\w)")
+_WORD = re.compile(r"\w+")
+
+
+def cloze_passages(
+    documents: Iterable[str], num_passages: int, passage_characters: int = PASSAGE_CHARACTERS
+) -> list[str]:
+    """At most `num_passages` passages of at most `passage_characters`, taken evenly from all that the documents offer.
+
+    The last word has four letters or more and occurs earlier in the passage. No two passages share text. Raises
+    ValueError where the documents offer none.
+    """
+    found = [passage for document in documents for passage in _passages(document, passage_characters)]
+    if not found:
+        raise ValueError(
+            f"the documents offer no passage of {passage_characters} characters that ends in a word which occurs in it "
+            "before; hold out more text"
+        )
+    kept = min(num_passages, len(found))
+    return [found[place * len(found) // kept] for place in range(kept)]
+
+
+def save_passages(passages: Iterable[str], path: Path) -> None:
+    """Write {"text": passage} per line, the schema of LAMBADA."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": passage}) + "\n" for passage in passages), encoding="utf-8")
+
+
+def _passages(document: str, characters: int) -> Iterator[str]:
+    """From each stretch of `characters` the longest passage, if there is one of half that length."""
+    words = list(_WORD.finditer(document))
+    by_stretch = groupby(words, key=lambda word: word.start() // characters)
+    for stretch, group in by_stretch:
+        passage = _longest_passage(document, [word for word in group if word.end() <= (stretch + 1) * characters])
+        if passage is not None and len(passage) >= characters // 2:
+            yield passage
+
+
+def _longest_passage(document: str, words: list[re.Match[str]]) -> str | None:
+    """From the first of the words up to the last that will do."""
+    first = {}
+    for place, word in enumerate(words):
+        first.setdefault(word.group(), place)
+    for place in reversed(range(len(words))):
+        word = words[place]
+        if first[word.group()] < place and _can_be_asked(document, word):
+            return document[words[0].start() : word.end()]
+    return None
+
+
+def _can_be_asked(document: str, word: re.Match[str]) -> bool:
+    """Whether it is long enough, of letters only, and after one space.
+
+    At the start of a line lm-eval would take the indentation for a part of the answer.
+    """
+    before = document[max(0, word.start() - 2) : word.start()]
+    return len(word.group()) >= LEAST_LETTERS and word.group().isalpha() and re.fullmatch(r"\S ", before) is not None
