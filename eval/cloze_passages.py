@@ -8,6 +8,9 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 
+CLOZE_FILE = "cloze.jsonl"
+"""The passages' name in a run folder."""
+
 PASSAGE_CHARACTERS = 400
 """About as long as LAMBADA's passages."""
 

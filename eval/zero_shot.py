@@ -38,7 +38,7 @@ class TaskScore:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class ModelSource:
     """A model to evaluate: a checkpoint folder or hub id, or a model in memory with its tokenizer."""
 
     model: str | Path | PreTrainedModel
@@ -50,20 +50,20 @@ class Subject:
 
 
 @contextmanager
-def language_model(subject: Subject) -> Iterator[HFLM]:
+def language_model(source: ModelSource) -> Iterator[HFLM]:
     """The model as lm-eval takes it, in eval mode; one in memory is back in its own mode afterwards."""
     from lm_eval.models.huggingface import HFLM
 
-    if not isinstance(subject.model, PreTrainedModel):
-        yield HFLM(pretrained=str(subject.model), device=subject.device, batch_size=subject.batch_size)
+    if not isinstance(source.model, PreTrainedModel):
+        yield HFLM(pretrained=str(source.model), device=source.device, batch_size=source.batch_size)
         return
-    if subject.tokenizer is None:
+    if source.tokenizer is None:
         raise ValueError("tokenizer=None: a model in memory needs its tokenizer; pass the one it was trained with")
-    modes = {module: module.training for module in subject.model.modules()}
+    modes = {module: module.training for module in source.model.modules()}
     try:
         # A copy, because a padding token is chosen where there is none.
-        tokenizer = copy.deepcopy(subject.tokenizer)
-        yield HFLM(pretrained=subject.model, tokenizer=tokenizer, batch_size=subject.batch_size)
+        tokenizer = copy.deepcopy(source.tokenizer)
+        yield HFLM(pretrained=source.model, tokenizer=tokenizer, batch_size=source.batch_size)
     finally:
         for module, training in modes.items():
             module.training = training

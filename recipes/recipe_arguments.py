@@ -63,6 +63,10 @@ class DataArguments:
         default=2000, metadata={"help": "First documents of the stream held out (--dataset pile)."}
     )
     max_eval_sequences: int = field(default=1000, metadata={"help": "Validation sequences used at most."})
+    cloze_passages: int = field(
+        default=0,
+        metadata={"help": "Cloze passages made of held-out documents, left in the run folder for `adacc eval cloze`."},
+    )
     cache_dir: str = field(
         default="runs/cache", metadata={"help": "Folder for prepared text and trained tokenizers; safe to delete."}
     )
@@ -73,6 +77,8 @@ class DataArguments:
         for name in ("tokenizer_documents", "validation_documents", "max_eval_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name}={getattr(self, name)} must be at least 1")
+        if self.cloze_passages < 0:
+            raise ValueError(f"--cloze_passages={self.cloze_passages} must be 0 (none) or more, say 500")
 
 
 @dataclass(kw_only=True)

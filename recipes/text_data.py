@@ -20,6 +20,8 @@ class TextData:
     tokenizer: PreTrainedTokenizerBase
     train: Dataset | IterableDataset
     validation: Dataset
+    held_out: Dataset | IterableDataset
+    """The documents, {"text": str}, that `validation` was made from; nothing of them is trained on."""
 
 
 def load_text_data(
@@ -37,7 +39,7 @@ def load_text_data(
         packed_train = pack_documents(encode_documents(train, tokenizer), seq_len, cache_dir, "training")
         packed_validation = pack_documents(encode_documents(validation, tokenizer), seq_len, cache_dir, "validation")
         first_validation = _first_sequences(packed_validation, args.max_eval_sequences)
-    return TextData(tokenizer=tokenizer, train=packed_train, validation=first_validation)
+    return TextData(tokenizer=tokenizer, train=packed_train, validation=first_validation, held_out=validation)
 
 
 def _split_documents(

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments, set_seed
 from adacc_hf import AdaccCallback, AdaccConfig
 from adacc_hf.callbacks.adacc import POLICY_FILE
 from adacc_hf.callbacks.train_methods import method_callbacks
+from adacc_hf.eval.cloze_passages import CLOZE_FILE, cloze_passages, save_passages
 from adacc_hf.model_presets import build_model, checked_seq_len, load_config
 from adacc_hf.report import write_report
 
@@ -28,6 +29,8 @@ class PreparedRun:
     args: RecipeArguments
     data: TextData
     seq_len: int
+    cloze: list[str]
+    """Passages of the held-out documents, as many as the settings ask for."""
 
     def fresh_model(self) -> PreTrainedModel:
         """The model as it is before training: equal for every call."""
@@ -63,7 +66,9 @@ def prepare_run(args: RecipeArguments) -> PreparedRun:
     if has_policy and args.method.report and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--report needs matplotlib: pip install 'adacc-hf[plot]', or pass --report false")
     data = load_text_data(args.data, seq_len, args.training.main_process_first)
-    return PreparedRun(args=args, data=data, seq_len=seq_len)
+    num_passages = args.data.cloze_passages
+    cloze = cloze_passages((row["text"] for row in data.held_out), num_passages) if num_passages else []
+    return PreparedRun(args=args, data=data, seq_len=seq_len, cloze=cloze)
 
 
 def _check_method(args: RecipeArguments) -> None:
@@ -100,6 +105,8 @@ def train_once(run: PreparedRun, method: str, memory_budget: str, output_dir: st
     trainer.save_model()
     trainer.save_metrics("all", metrics)
     trainer.save_state()
+    if run.cloze and trainer.is_world_process_zero():
+        save_passages(run.cloze, Path(output_dir, CLOZE_FILE))
     callback = callbacks[0] if callbacks else None
     if callback is not None and callback.policy is None:
         log.warning("training ended after %d steps, before a policy was set: train longer", results["steps"])

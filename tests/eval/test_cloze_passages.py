@@ -55,6 +55,8 @@ def test_every_passage_keeps_its_promise(documents: list[str], characters: int, 
         assert word in re.findall(r"\w+", context)
         assert characters // 2 <= len(passage) <= characters
         assert any(passage in document for document in documents)
+    # No two of them share text.
+    assert sum(map(len, passages)) <= sum(map(len, documents))
 
 
 def test_passages_are_taken_from_the_whole_text() -> None:

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from adacc_hf.eval.lm_eval_tasks import PAPER_TASKS, load_tasks
-from adacc_hf.eval.zero_shot import Subject, TaskScore, accuracy_stderr, language_model, score
+from adacc_hf.eval.zero_shot import ModelSource, TaskScore, accuracy_stderr, language_model, score
 
 Question = tuple[str, list[str], int]
 """What the model reads, the choices that may follow, and which one is right."""
@@ -48,8 +48,8 @@ def best_choices(loglikelihood: Any, asked: list[Question], per_character: bool)
     return right / len(asked)
 
 
-def scores(subject: Subject, data_dir: Path, limit: int | None = None) -> dict[str, TaskScore]:
-    with language_model(subject) as model:
+def scores(source: ModelSource, data_dir: Path, limit: int | None = None) -> dict[str, TaskScore]:
+    with language_model(source) as model:
         return {name: score(model, task, limit) for name, task in load_tasks(PAPER_TASKS, data_dir).items()}
 
 
@@ -61,7 +61,7 @@ def test_accuracy_is_the_one_worked_out_by_hand(
     data_dir: Path,
     rows: dict[str, list[dict[str, Any]]],
 ) -> None:
-    with language_model(Subject(model=alphabet_model, tokenizer=byte_tokenizer, batch_size=3)) as model:
+    with language_model(ModelSource(model=alphabet_model, tokenizer=byte_tokenizer, batch_size=3)) as model:
         got = score(model, load_tasks([name], data_dir)[name])
     (own_rows,) = (lines for key, lines in rows.items() if key.startswith(name))
     num = len(own_rows)
@@ -87,7 +87,7 @@ def test_a_gpt2_scores_what_its_loglikelihoods_say(
     data_dir: Path,
     rows: dict[str, list[dict[str, Any]]],
 ) -> None:
-    got = scores(Subject(model=tiny_gpt2, tokenizer=text_tokenizer, batch_size=4), data_dir)
+    got = scores(ModelSource(model=tiny_gpt2, tokenizer=text_tokenizer, batch_size=4), data_dir)
     tiny_gpt2.eval()
 
     def token_logprobs(context: str, text: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,7 +122,7 @@ def test_the_model_and_the_tokenizer_stay_as_they_were(
     modes = [module.training for module in tiny_gpt2.modules()]
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    scores(Subject(model=tiny_gpt2, tokenizer=text_tokenizer), data_dir)
+    scores(ModelSource(model=tiny_gpt2, tokenizer=text_tokenizer), data_dir)
     assert [module.training for module in tiny_gpt2.modules()] == modes
     assert text_tokenizer.pad_token is None
     assert torch.equal(torch.get_rng_state(), state)
@@ -131,7 +131,7 @@ def test_the_model_and_the_tokenizer_stay_as_they_were(
 def test_a_limit_shows_in_the_counts(
     alphabet_model: PreTrainedModel, byte_tokenizer: PreTrainedTokenizerBase, data_dir: Path
 ) -> None:
-    got = scores(Subject(model=alphabet_model, tokenizer=byte_tokenizer), data_dir, limit=1)
+    got = scores(ModelSource(model=alphabet_model, tokenizer=byte_tokenizer), data_dir, limit=1)
     assert {name: one.num_samples for name, one in got.items()} == dict.fromkeys(PAPER_TASKS, 1)
     assert [got[name].num_samples_original for name in PAPER_TASKS] == [4, 3, 2, 4]
     assert [one.acc for one in got.values()] == [1.0] * 4  # every data set's first row is answered rightly
@@ -143,7 +143,7 @@ def test_a_model_that_diverged_has_no_perplexity(
 ) -> None:
     with torch.no_grad():
         alphabet_model.logits.fill_(math.nan)
-    got = scores(Subject(model=alphabet_model, tokenizer=byte_tokenizer), data_dir)
+    got = scores(ModelSource(model=alphabet_model, tokenizer=byte_tokenizer), data_dir)
     assert got["lambada_openai"].perplexity is None
     assert got["sciq"].acc == 0.0  # the first choice wins, and the right one is the last
 
@@ -157,5 +157,8 @@ def test_standard_error_is_lm_evals(num_right: int, num: int) -> None:
 
 
 def test_a_model_in_memory_needs_its_tokenizer(tiny_gpt2: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match="pass the one it was trained with"), language_model(Subject(model=tiny_gpt2)):
+    with (
+        pytest.raises(ValueError, match="pass the one it was trained with"),
+        language_model(ModelSource(model=tiny_gpt2)),
+    ):
         pass
