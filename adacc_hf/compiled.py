@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from adacc_hf.policy import Action, Choice
+from adacc_hf.equal_values import merged
+from adacc_hf.policy import RECOMPUTE, Action, Choice
 from adacc_hf.replay import Environment, Program, Store, closure, schedule, single_program
 from adacc_hf.tape import Source, Tape, TensorRef
 
@@ -47,7 +48,8 @@ class Schedule:
 class CompiledPlan:
     """One plan on one tape. Shared by all calls and all blocks whose tapes have equal digests.
 
-    `choices` has an entry for every activation; `shared` are the inputs that others hold anyway.
+    `choices` has an entry for every activation; `shared` are the inputs that others hold anyway. What the plan takes
+    from an equal value (`Tape.equal`) has no storage of its own: its slots go into the cell of that value.
     """
 
     def __init__(self, tape: Tape, choices: dict[int, Choice], shared: Iterable[int] = ()) -> None:
@@ -57,28 +59,32 @@ class CompiledPlan:
         self.device_type = next((value.device.type for value in tape.values), "cpu")
         self.is_plain = all(choice.action is Action.RETAIN for choice in choices.values())
         self.store = _store(tape, choices, frozenset(shared))
-        remade = {value for value, choice in choices.items() if choice.action is not Action.RETAIN}
-        self.needs = {value: self._roots_of(value) for value in tape.saved_values() if value in remade}
+        equal = _taken_from_equals(tape, choices)
+        self._merged = merged(tape, equal) if equal else tape
+        in_cells = {value for value, choice in choices.items() if choice.action is not Action.RETAIN} | {
+            *equal.values()
+        }
+        self.needs = {value: self._roots_of(value) for value in self._merged.saved_values() if value in in_cells}
         saved = {value for value in self.needs if value in self.store.compressed}
         self.roots = tuple(sorted(saved.union(*self.needs.values())))
         """Stored values that get a cell: payloads, and tensors that some replay reads."""
-        self.slots = [self._slot(ref) for ref in tape.slots]
+        self.slots = [self._slot(ref) for ref in self._merged.slots]
         self.encode_views = {value: encode_view(tape, value) for value in self.store.compressed}
         self.externals = self._externals()
         """(value, source) of the inputs, parameters and buffers that a call must hold for replay."""
-        self.schedule = Schedule(tape, self.store, tape.order or tuple(reversed(range(self.num_slots))))
+        self.schedule = Schedule(self._merged, self.store, tape.order or tuple(reversed(range(self.num_slots))))
 
     def follow(self, order: tuple[int, ...]) -> None:
         """Prepare for backward asking for slots in `order`; calls under way keep theirs."""
-        self.schedule = Schedule(self.tape, self.store, order)
+        self.schedule = Schedule(self._merged, self.store, order)
 
     def program_out_of_order(self, slot: int, environment: Environment) -> Program:
         made = {value for value, tensor in enumerate(environment) if tensor is not None}
-        return single_program(self.tape, self.store, slot, made)
+        return single_program(self._merged, self.store, slot, made)
 
     def _roots_of(self, value: int) -> tuple[int, ...]:
         """Stored values that remaking `value` from scratch reads."""
-        _, leaves = closure(self.tape, value, self.store.__contains__)
+        _, leaves = closure(self._merged, value, self.store.__contains__)
         return tuple(leaf for leaf in leaves if leaf in self.store.retained or leaf in self.store.compressed)
 
     def _slot(self, ref: TensorRef) -> Slot:
@@ -87,8 +93,8 @@ class CompiledPlan:
         return Slot(ref, in_cell, needs, self.tape.values[ref.value].source is None)
 
     def _externals(self) -> list[tuple[int, Source]]:
-        read = {value for needs in self.needs for value in closure(self.tape, needs, self.store.__contains__)[1]}
-        saved = set(self.tape.saved_values())
+        read = {value for needs in self.needs for value in closure(self._merged, needs, self.store.__contains__)[1]}
+        saved = set(self._merged.saved_values())
         early = [v for v in sorted(read) if v in self.store.persistent or (v in self.roots and v not in saved)]
         return [(value, self.tape.values[value].source) for value in early]
 
@@ -99,6 +105,15 @@ def _store(tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> St
     retained = {value for value, choice in choices.items() if choice.action is Action.RETAIN}
     retained = {value for value in retained if not tape.values[value].overwritten}
     return Store(frozenset(state | shared), frozenset(retained), frozenset(compressed))
+
+
+def _taken_from_equals(tape: Tape, choices: dict[int, Choice]) -> dict[int, int]:
+    """The values that this plan does not store itself and takes from an equal one that it has a choice for."""
+    if all(choice != RECOMPUTE for choice in choices.values()):
+        return {}
+    saved = set(tape.saved_values())
+    not_stored = {value for value in tape.equal if value not in saved or choices.get(value) == RECOMPUTE}
+    return {value: tape.equal[value] for value in sorted(not_stored) if tape.equal[value] in choices}
 
 
 def encode_view(tape: Tape, value: int) -> TensorRef:

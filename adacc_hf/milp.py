@@ -65,7 +65,10 @@ class Store:
 class KindModel:
     """What the solver may do with one kind under a config."""
 
+    whole: KindProfile
+    """The kind as it was profiled."""
     kind: KindProfile
+    """The kind in which no value repeats another, if replay is allowed: one that would is taken from the other."""
     menus: Mapping[int, tuple[Store, ...]]
     """The ways to store each activation, RETAIN first."""
     runnable: frozenset[int]
@@ -91,6 +94,9 @@ class Column:
 
 def build_model(kind: KindProfile, config: AdaccConfig) -> KindModel:
     """The actions that `config` allows on `kind`."""
+    whole = kind
+    if Action.RECOMPUTE in config.parsed_actions:
+        kind = whole.merged(whole.equal)
     menus = {
         value.index: (Store(RETAIN, value.nbytes, 0.0), *_codec_stores(value, config)) for value in kind.activations
     }
@@ -100,7 +106,7 @@ def build_model(kind: KindProfile, config: AdaccConfig) -> KindModel:
             available = (_is_available(kind.values[value], menus, runnable) for value in operator.inputs)
             if operator.replayable and all(available):
                 runnable.add(operator.index)
-    return KindModel(kind, menus, frozenset(runnable))
+    return KindModel(whole, kind, menus, frozenset(runnable))
 
 
 def _codec_stores(value: Value, config: AdaccConfig) -> list[Store]:
@@ -123,8 +129,10 @@ def _is_available(value: Value, menus: Mapping[int, Any], runnable: set[int]) ->
 def price(model: KindModel, choices: Mapping[int, Choice]) -> Column:
     """The plan with these choices; what nobody reads is neither replayed nor stored.
 
-    A block input that autograd does not save costs bytes only if a replay reads it.
+    A block input that autograd does not save costs bytes only if a replay reads it. Activations that repeat another
+    are recomputed.
     """
+    choices = {v.index: choices[v.index] if v.index in model.menus else RECOMPUTE for v in model.whole.activations}
     values = model.kind.values
     pending = [value.index for value in model.kind.activations if value.saved and choices[value.index] == RECOMPUTE]
     read: set[int] = set()
@@ -231,8 +239,14 @@ def combine(terms: Iterable[tuple[Any, float]]) -> Any:
 
 
 def retain_all(model: KindModel) -> Column:
-    """The plan that leaves the block untouched."""
-    return price(model, dict.fromkeys(model.menus, RETAIN))
+    """The plan that leaves the block untouched, values that repeat others included."""
+    activations = model.whole.activations
+    return Column(
+        plan=Plan(kind=model.whole.digest, choices=tuple((value.index, RETAIN) for value in activations)),
+        nbytes=sum(value.nbytes for value in activations if value.saved),
+        shared=frozenset(),
+        ms=0.0,
+    )
 
 
 def total_ms(models: Sequence[KindModel]) -> float:

@@ -5,8 +5,8 @@ It is what the solver and the simulator read. `profile_model` makes it (paper, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,9 @@ class Value:
     cached: bool = False
     """Whether it lives until the whole forward ends in any case: a parameter's cast in autocast's cache."""
     codecs: tuple[CodecOption, ...] = ()
+    equal_to: int | None = None
+    """An earlier activation with the same bits, made by the same operator from the same input. RECOMPUTE takes this
+    value from there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +129,27 @@ class KindProfile:
     def activations(self) -> tuple[Value, ...]:
         """The values that a policy has an action for."""
         return tuple(value for value in self.values if value.activation)
+
+    @cached_property
+    def equal(self) -> dict[int, int]:
+        """Values that repeat an earlier activation, mapped to it."""
+        return {value.index: value.equal_to for value in self.values if value.equal_to is not None}
+
+    def merged(self, equal: Mapping[int, int]) -> KindProfile:
+        """The kind in which `equal[v]` stands for `v` wherever an operator reads it or a slot holds it."""
+        if not equal:
+            return self
+        operators = (
+            replace(operator, inputs=tuple(dict.fromkeys(equal.get(v, v) for v in operator.inputs)))
+            for operator in self.operators
+        )
+        gone = {v: replace(self.values[v], saved=False, activation=False, equal_to=None) for v in equal}
+        return replace(
+            self,
+            values=tuple(gone.get(value.index, value) for value in self.values),
+            operators=tuple(operators),
+            slots=tuple(equal.get(value, value) for value in self.slots),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

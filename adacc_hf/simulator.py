@@ -132,6 +132,7 @@ def run_block(kind: KindProfile, plan: Plan) -> BlockOutcome:
       one that is a root as well, or that nothing reads, dies at once.
     - A payload is decoded just before its use, and again if it is wanted much later.
     - A replayed or decoded value dies after its last use, and not before autograd released every slot it was handed to.
+    - A recomputed value that repeats an earlier activation is that activation.
 
     Raises ValueError for a plan that cannot be carried out.
     """
@@ -153,8 +154,10 @@ class _Walk:
     """The walk through one block's backward: first what happens in which order, then what is live when."""
 
     def __init__(self, kind: KindProfile, plan: Plan) -> None:
-        self.kind = kind
         self.choices = dict(plan.choices)
+        if any(choice.action is Action.RECOMPUTE for choice in self.choices.values()):
+            kind = kind.merged({v: twin for v, twin in kind.equal.items() if not self._is_chosen_to_store(v)})
+        self.kind = kind
         # Whatever a policy wants kept; block inputs that nobody turns out to need are dropped below.
         self.roots = {
             value.index: self._root_bytes(value.index) for value in kind.activations if self._kept(value.index)
@@ -163,6 +166,9 @@ class _Walk:
         self.closures = {slot: self._closure(value) for slot, value in enumerate(kind.slots) if value >= 0}
         read = set().union(*(roots for roots, _ in self.closures.values()))
         self.roots = {v: nbytes for v, nbytes in self.roots.items() if kind.values[v].saved or v in read}
+
+    def _is_chosen_to_store(self, value: int) -> bool:
+        return value in self.choices and self._kept(value)
 
     def _kept(self, value: int) -> bool:
         return self.choices[value].action is not Action.RECOMPUTE

@@ -183,6 +183,7 @@ class Survey:
     ) -> Value:
         record = tape.values[index]
         activation = index in acted_on and shared.get(index) is None
+        twin = tape.equal.get(index)
         return Value(
             index=index,
             name=record.name,
@@ -197,6 +198,7 @@ class Survey:
             recomputable=index in tape.recomputable,
             role=role_of(tape, index),
             codecs=with_outliers(prices.codecs[index], tape, index, self.config, outliers[index]) if activation else (),
+            equal_to=twin,
         )
 
     def add_forwards(self, forwards: list[tuple[ForwardEvent, ...]]) -> list[KindProfile]:

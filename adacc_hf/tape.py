@@ -119,6 +119,8 @@ class Tape:
     """Digest with sizes and constants: tapes with equal digests replay alike."""
     recomputable: frozenset[int] = frozenset()
     """Values that replay was verified to remake bit for bit (rule R7)."""
+    equal: dict[int, int] = field(default_factory=dict)
+    """Values that an earlier saved one can stand for, mapped to it: see `equal_values`."""
     order: tuple[int, ...] | None = None
     """Order in which backward asks for the slots, each once, as far as it was seen."""
     _consumers: dict[int, list[int]] = field(default_factory=dict)

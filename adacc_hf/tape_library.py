@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from adacc_hf.compiled import CompiledPlan
+from adacc_hf.equal_values import equal_values
 from adacc_hf.policy import Choice
 from adacc_hf.recorder import Recorder
 from adacc_hf.replay import verify
@@ -37,6 +38,7 @@ class TapeLibrary:
         if tape.untrusted is None:
             with torch.no_grad(), _autocast_off(tape):
                 tape.recomputable = self._verify(tape, recorder.bases)
+                tape.equal = equal_values(tape, tape.recomputable)
         self._tapes[tape.digest] = tape
         return tape
 

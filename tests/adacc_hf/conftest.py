@@ -358,6 +358,29 @@ def tiny_gpt2(one_thread):
 
 
 @pytest.fixture(scope="session")
+def tiny_llama(one_thread):
+    """`tiny_llama(attention="sdpa", layers=2, **config)`: a LLaMA with grouped queries in train mode, with no cache."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def build(attention="sdpa", layers=2, **config):
+        torch.manual_seed(0)
+        sizes = {
+            "vocab_size": 61,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+            "use_cache": False,
+        }
+        settings = LlamaConfig(num_hidden_layers=layers, attn_implementation=attention, **{**sizes, **config})
+        return LlamaForCausalLM(settings).train()
+
+    return build
+
+
+@pytest.fixture(scope="session")
 def token_batch():
     """`token_batch(batch=2, tokens=12, vocabulary=61)`: random tokens with themselves as labels."""
     import torch

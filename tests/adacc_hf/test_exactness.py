@@ -1,4 +1,6 @@
-"""Rule R1 on GPT-2: under every lossless policy, loss and all gradients are those of plain training, bit for bit."""
+"""Rule R1 on GPT-2 and LLaMA: under every lossless policy, loss and gradients are those of plain training, bitwise."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -6,28 +8,31 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.memory import measure_step
 
 SETTINGS = [
-    pytest.param(("sdpa", 3, None), id="sdpa-fp32"),
-    pytest.param(("sdpa", 2, torch.bfloat16), id="sdpa-bf16"),
-    pytest.param(("eager", 2, None), id="eager-fp32"),
-    pytest.param(("eager", 4, torch.bfloat16), id="eager-bf16"),
+    pytest.param(("gpt2", "sdpa", 3, None), id="sdpa-fp32"),
+    pytest.param(("gpt2", "sdpa", 2, torch.bfloat16), id="sdpa-bf16"),
+    pytest.param(("gpt2", "eager", 2, None), id="eager-fp32"),
+    pytest.param(("gpt2", "eager", 4, torch.bfloat16), id="eager-bf16"),
+    pytest.param(("llama", "eager", 2, torch.bfloat16), id="llama-bf16"),
 ]
-"""Attention, layers, autocast."""
+"""Model, attention, layers, autocast."""
 
 
 @pytest.fixture(scope="module", params=SETTINGS)
-def trained(request, tiny_gpt2, token_batch, run_steps):
+def trained(request, tiny_gpt2, tiny_llama, token_batch, run_steps):
     """(model, batch, autocast, its profile, three steps of plain training)."""
-    attention, layers, autocast = request.param
-    model, batch = tiny_gpt2(attention, layers), token_batch()
+    name, attention, layers, autocast = request.param
+    build = {"gpt2": tiny_gpt2, "llama": partial(tiny_llama, attention_dropout=0.1)}[name]
+    model, batch = build(attention, layers), token_batch()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast is not None):
         profile = profile_model(model, batch, AdaccConfig(min_compress_bytes=0))
     return model, batch, autocast, profile, run_steps(model, batch, autocast=autocast)
 
 
-# 50 examples for each of the four settings: the 200 policies that were promised. The fixtures outlive an example, but
-# nothing in them changes: weights stay as they are, gradients are dropped.
+# 50 examples for each of the five settings: more than the 200 policies that were promised. The fixtures outlive an
+# example, but nothing in them changes: weights stay as they are, gradients are dropped.
 @settings(max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32 - 1))
 def test_random_lossless_policies_train_exactly(trained, run_steps, assert_same_steps, seed):
@@ -36,6 +41,16 @@ def test_random_lossless_policies_train_exactly(trained, run_steps, assert_same_
     with apply_policy(model, policy):
         # The first step is recorded, the second guesses the order of backward, the third has learned it.
         assert_same_steps(run_steps(model, batch, autocast=autocast), plain)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_policies_store_what_they_predict(trained, run_steps, seed):
+    model, batch, autocast, profile, _ = trained
+    policy = Policy.random(profile, seed, ("retain", "recompute", "compress"))
+    with apply_policy(model, policy):
+        run_steps(model, batch, num_steps=2, autocast=autocast)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast is not None):
+            assert measure_step(model, batch).stored_bytes == policy.predicted_stored_bytes
 
 
 @pytest.mark.parametrize("action", ["retain", "recompute"])
@@ -48,9 +63,10 @@ def test_uniform_policies_train_exactly(trained, run_steps, assert_same_steps, a
 def test_random_policies_use_every_action(trained):
     """Else the tests above would be weaker than they look."""
     profile = trained[3]
-    policy = Policy.random(profile, 0, ("retain", "recompute", "compress"), lossless=True)
-    assert set(policy.action_counts()) == {"retain", "recompute", "compress"}
-    codecs = {choice.codec for plan in policy.plans for _, choice in plan.choices}
+    actions = ("retain", "recompute", "compress")
+    policies = [Policy.random(profile, seed, actions, lossless=True) for seed in range(4)]
+    assert set().union(*(policy.action_counts() for policy in policies)) == {*actions}
+    codecs = {choice.codec for policy in policies for plan in policy.plans for _, choice in plan.choices}
     assert codecs == {None, "bitmask"}
 
 
