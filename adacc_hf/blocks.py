@@ -20,6 +20,7 @@ from adacc_hf.compat import (
     SETTER,
     GradientCheckpointingLayer,
     PreTrainedModel,
+    class_name,
     is_checkpoint_wrapper,
     keyword_arguments,
     outer_hooks,
@@ -190,7 +191,7 @@ def find_blocks(model: nn.Module, block_classes: tuple[str, ...] | None = None) 
     wanted = set(block_classes or ())
     found: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
-        is_block = type(module).__name__ in wanted if wanted else isinstance(module, GradientCheckpointingLayer)
+        is_block = class_name(module) in wanted if wanted else isinstance(module, GradientCheckpointingLayer)
         if is_block and not any(name.startswith(f"{outer}.") for outer, _ in found):
             found.append((name, module))
     if not found:

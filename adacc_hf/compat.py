@@ -16,8 +16,8 @@ FUNCTION = "_gradient_checkpointing_func"
 SETTER = "_set_gradient_checkpointing"
 
 __all__ = [
-    "FLAG", "FUNCTION", "SETTER", "GradientCheckpointingLayer", "PreTrainedModel", "attention_of", "keyword_arguments",
-    "outer_hooks", "without_caches",
+    "FLAG", "FUNCTION", "SETTER", "GradientCheckpointingLayer", "PreTrainedModel", "attention_of", "class_name",
+    "keyword_arguments", "outer_hooks", "without_caches",
 ]  # fmt: skip
 
 
@@ -35,6 +35,13 @@ def without_caches(fn: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]
         kept = {name: None if isinstance(argument, Cache) else argument for name, argument in keywords.items()}
         fn = partial(fn.func, *fn.args, **kept)
     return fn, args
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of a module's class; FSDP2 puts one of its own, which has another name, in front of it."""
+    cls = type(module)
+    bases = [base.__name__ for base in cls.__bases__]
+    return bases[-1] if bases[0] == "FSDPModule" else cls.__name__
 
 
 def attention_of(block: nn.Module) -> list[str]:

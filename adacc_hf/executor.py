@@ -182,12 +182,17 @@ class FollowPlan:
     def _choices(self, tape: Tape) -> dict[int, Choice]:
         """The plan's choices as far as they can be followed on this tape.
 
-        Raises PolicyMismatchError if the same call ran other operators when it was profiled, or another block did.
+        Raises PolicyMismatchError if the same call ran other operators when it was profiled, or another block did. Once
+        the block has fitted its plan, other operators are a change in mid-training: weights frozen or set free, say.
         """
         structure, _, identity, call = (self.plan.kind.split("-") + [""] * 3)[:4]
         own_structure, _, own_identity, own_call = tape.kind.split("-")
         if structure != own_structure:
-            if identity != own_identity or call == own_call:
+            planned = next((known for known in self.tapes.values() if known.kind.startswith(f"{structure}-")), None)
+            same = planned.values_in(tape) if planned is not None else None
+            if same is not None:
+                return self._choices_by_value(tape, same)
+            if planned is None and (identity != own_identity or call == own_call):
                 raise PolicyMismatchError(
                     f"block {self.name} ({tape.block_class}: {len(tape.operators)} operators, {len(tape.slots)} saved "
                     f"tensors) has tape {tape.kind}, the policy was made for tape {self.plan.kind}: the model, its "
@@ -202,6 +207,17 @@ class FollowPlan:
                 "Adacc: block %s retains %s: it can be neither replayed nor encoded as planned", self.name, names
             )
         return choices | dict.fromkeys(unfit, RETAIN)
+
+    def _choices_by_value(self, tape: Tape, same: dict[int, int]) -> dict[int, Choice]:
+        """The plan's choices for a call of the planned operators of which autograd saves other results.
+
+        `same` maps the values that the plan was made for to those of `tape`.
+        """
+        planned = {same[value]: choice for value, choice in self.plan.choices if value in same}
+        inputs = [value.index for value in tape.values if tape.is_block_input(value.index) and value.index in planned]
+        made = [value for value in tape.saved_values() if tape.values[value].source is None]
+        follow = {v: v in planned and can_follow(planned[v], tape, v) for v in [*inputs, *made]}
+        return {v: planned[v] if followed else _least_memory(tape, v) for v, followed in follow.items()}
 
     def _careful_choices(self, tape: Tape) -> dict[int, Choice]:
         """Least memory for a call with other operators than the profiled one: a batch of one, say, or no padding."""

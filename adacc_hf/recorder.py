@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from adacc_hf.compat import attention_of
+from adacc_hf.compat import attention_of, class_name
 from adacc_hf.tape import Source, Tape, TapeOperator, TapeValue, TensorRef, geometry_of, map_tensors
 
 _NO_OPERATORS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
@@ -74,7 +74,7 @@ class Recorder(TorchDispatchMode):
     def tape(self) -> Tape:
         """The record of all that ran. Call it after the block has returned."""
         tape = Tape(
-            block_class=type(self.block).__name__,
+            block_class=class_name(self.block),
             values=self.values,
             operators=self.operators,
             slots=self.slots,

@@ -97,6 +97,11 @@ class TapeOperator:
         """Values it makes: fresh storages and new versions."""
         return [value for _, value in self.outputs] + [value for _, value in self.mutations]
 
+    def signature(self) -> tuple[Any, ...]:
+        """What it does, but for which values it does it to."""
+        positions = tuple(position for position, _ in self.outputs)
+        return self.name, len(self.inputs()), positions, len(self.mutations), self.random
+
 
 @dataclass
 class Tape:
@@ -167,6 +172,21 @@ class Tape:
         self.structure = _digest([self.identity, self._wiring()])
         constants = [_constants((operator.args, operator.kwargs)) for operator in self.operators]
         self.digest = _digest([self.structure, constants, [repr(slot) for slot in self.slots]])
+
+    def values_in(self, other: Tape) -> dict[int, int] | None:
+        """For each value that operators touch, the one of `other` that is the same; None if other operators ran.
+
+        What autograd saves may differ, and with it the order in which values were first seen.
+        """
+        same: dict[int, int] = {}
+        if [operator.signature() for operator in self.operators] != [op.signature() for op in other.operators]:
+            return None
+        for own, theirs in zip(self.operators, other.operators, strict=True):
+            touched = zip([*own.inputs(), *own.made()], [*theirs.inputs(), *theirs.made()], strict=True)
+            if any(same.setdefault(value, found) != found for value, found in touched):
+                return None
+        sources = [(str(self.values[value].source), str(other.values[found].source)) for value, found in same.items()]
+        return same if all(source == found for source, found in sources) else None
 
     def _wiring(self) -> list[Any]:
         operators = [(op.name, op.inputs(), op.outputs, op.mutations, op.random) for op in self.operators]

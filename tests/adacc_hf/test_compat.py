@@ -5,6 +5,7 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FSDPModule
 from transformers import DynamicCache, StaticCache
 
 from adacc_hf import compat
@@ -59,3 +60,10 @@ def test_attention_implementations_are_found(tiny_gpt2):
     assert compat.attention_of(tiny_gpt2("eager").transformer.h[0]) == ["eager"]
     assert compat.attention_of(tiny_gpt2("sdpa").transformer.h[0]) == ["sdpa"]
     assert compat.attention_of(nn.Linear(1, 1)) == []
+
+
+def test_class_names_are_those_before_fsdp2(tiny_gpt2):
+    block = tiny_gpt2().transformer.h[0]
+    assert compat.class_name(block) == "GPT2Block"
+    block.__class__ = type("FSDPGPT2Block", (FSDPModule, type(block)), {})
+    assert compat.class_name(block) == "GPT2Block"

@@ -80,8 +80,9 @@ def applied(wrap, policy, before):
 def check(name, before):
     wrap = WRAPPERS[name]
     plain = train(wrap(build()))
-    # A policy knows blocks by their names, which DDP changes, and by their operators, which FSDP2 changes.
-    profile = profile_model(build() if before and name == "ddp" else wrap(build()), batch(9), CONFIG)
+    # A policy knows blocks by their names, which DDP changes, and by their operators, which FSDP2's casts change.
+    bare = name == "fsdp2" or (before and name == "ddp")
+    profile = profile_model(build() if bare else wrap(build()), batch(9), CONFIG)
     for policy in policies(profile):
         model, handle = applied(wrap, policy, before)
         ours = train(model)

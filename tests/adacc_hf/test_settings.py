@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from adacc_hf import AdaccConfig, Policy, PolicyMismatchError, apply_policy, profile_model
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.memory import measure_step
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -219,15 +219,54 @@ def test_frozen_weights(tiny_gpt2, padded_batch, assert_same_training):
     assert_same_training(build, padded_batch(12), training([padded_batch(12, seed) for seed in range(2)]))
 
 
-def test_weights_frozen_in_mid_training_are_refused(tiny_gpt2, padded_batch):
-    """Autograd saves other tensors then, and the policy says nothing about them."""
+PARTS = {"attention": "h.1.attn", "matrix": "h.0.mlp.c_fc", "block": "h.0", "inlet and block": "wte h.0 wpe"}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("first", ["frozen", "free"])
+def test_weights_frozen_and_freed_in_mid_training(tiny_gpt2, padded_batch, assert_same_training, part, first):
+    """Autograd saves other tensors then. Profiled in the first state, trained in both, twice."""
+
+    def freeze(model, frozen):
+        for path in PARTS[part].split():
+            model.transformer.get_submodule(path).requires_grad_(not frozen)
+        return model
+
+    def loop(model):
+        for step in range(4):
+            freeze(model, frozen=(first == "frozen") == (step % 2 == 0))
+            yield from training([padded_batch(12, 3 * step + seed) for seed in range(3)])(model)
+
+    assert_same_training(lambda: freeze(tiny_gpt2(), first == "frozen"), padded_batch(12), loop, num_policies=1)
+
+
+def test_the_policy_is_followed_when_weights_are_frozen(tiny_gpt2, padded_batch, caplog):
+    """What autograd still saves is handled as planned: a policy that retains all but one value does so on."""
     model, batch = tiny_gpt2(), padded_batch(12)
-    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
-    with apply_policy(model, policy, CONFIG):
+    profile = profile_model(model, batch, CONFIG)
+    policy = Policy.random(profile, 3, ("retain", "recompute", "compress"), lossless=True)
+    planned = dict(policy.plans[policy.blocks[1][1]].choices)
+    with apply_policy(model, policy, CONFIG) as handle, caplog.at_level("WARNING"):
         model(**batch).loss.backward()
-        model.transformer.h[1].attn.requires_grad_(False)
-        with pytest.raises(PolicyMismatchError, match=r"block transformer\.h\.1 .* profile this model and solve"):
-            model(**batch)
+        model.transformer.h[1].mlp.requires_grad_(False)
+        model(**batch).loss.backward()
+        before, after = handle.plans.strategies["transformer.h.1"].entries.values()
+    assert not caplog.records
+    kept = set(after.compiled.tape.saved_values())
+    assert kept < set(before.compiled.tape.saved_values())
+    assert after.compiled.store.retained - kept <= {0}  # the block's input is always had
+    assert all((v in after.compiled.needs) == (planned[v].action.value != "retain") for v in kept & planned.keys())
+
+
+def test_another_attention_in_mid_training(tiny_gpt2, padded_batch, assert_same_training):
+    """Other operators than planned: all that can be is recomputed there."""
+
+    def loop(model):
+        for attention in ("sdpa", "eager", "sdpa"):
+            model.set_attn_implementation(attention)
+            yield from training([padded_batch(12, seed) for seed in range(3)])(model)
+
+    assert_same_training(tiny_gpt2, padded_batch(12), loop)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft 0.21 with Transformers 5.23

@@ -85,6 +85,19 @@ def test_what_digests_tell_apart(forward, same_structure):
     assert base.identity == other.identity
 
 
+def test_equal_operators_are_found_whatever_autograd_saves_of_them():
+    module, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    base = record(module, x)
+    frozen = record(module.requires_grad_(False), x)
+    assert base.structure != frozen.structure
+    same = base.values_in(frozen)
+    assert sorted(same) == [value.index for value in base.values]
+    assert [str(base.values[v].source) for v in same] == [str(frozen.values[v].source) for v in same.values()]
+    assert any(value != found for value, found in same.items())  # the input is not saved, and so comes later
+    assert base.values_in(record(module, x, forward=lambda x: module(x).tanh())) is None
+    assert base.values_in(record(module, x, forward=lambda x: x @ module.weight.T + module.bias)) is None
+
+
 def test_the_kind_names_structure_sizes_identity_and_call():
     module = nn.Linear(4, 4)
     base = record(module, torch.randn(2, 4, requires_grad=True)).kind.split("-")
