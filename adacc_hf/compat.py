@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import masking_utils
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
@@ -17,7 +20,7 @@ SETTER = "_set_gradient_checkpointing"
 
 __all__ = [
     "FLAG", "FUNCTION", "SETTER", "GradientCheckpointingLayer", "PreTrainedModel", "attention_of", "class_name",
-    "keyword_arguments", "outer_hooks", "without_caches",
+    "keyword_arguments", "no_packed_sequences", "outer_hooks", "without_caches",
 ]  # fmt: skip
 
 
@@ -58,3 +61,17 @@ def outer_hooks() -> Any:
 def is_checkpoint_wrapper(module: nn.Module) -> bool:
     """Whether `module` is torch's activation-checkpoint wrapper, which FSDP's activation_checkpointing installs."""
     return hasattr(module, "_checkpoint_wrapped_module")
+
+
+@contextmanager
+def no_packed_sequences() -> Iterator[None]:
+    """While open, Transformers takes no batch for packed sequences.
+
+    It reads that off the values of the position ids, and tensors without memory have none.
+    """
+    before = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = before

@@ -40,5 +40,9 @@ class NestedHooksError(AdaccError, RuntimeError):
     """Another pair of saved-tensor hooks stands around or inside a block; only the innermost pair would run."""
 
 
+class FakeDeviceError(AdaccError, RuntimeError):
+    """Tensors without memory cannot be made here for a device."""
+
+
 class NoEffectWarning(UserWarning):
     """A setting that changes nothing in this run."""

@@ -242,7 +242,7 @@ def verify(tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
         for value in [*operator.inputs(), *operator.made()]:
             if last_reader[value] <= operator.index:
                 environment[value] = None
-    return _recomputable(tape, good)
+    return obtainable(tape, good)
 
 
 def _verify_operator(
@@ -296,7 +296,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _recomputable(tape: Tape, good: set[int]) -> frozenset[int]:
+def obtainable(tape: Tape, good: set[int]) -> frozenset[int]:
     """Values among `good` whose inputs can all be had: from outside, from a saved slot, or by replay."""
     saved = set(tape.saved_values())
     recomputable: set[int] = set()
