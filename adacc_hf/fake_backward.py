@@ -8,7 +8,7 @@ accumulated before that, and what a node saved goes with it.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
