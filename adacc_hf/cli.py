@@ -20,7 +20,14 @@ USER_ERROR = 2
 """Exit status for what the user can mend; argparse's own."""
 
 
-RUNNERS = ("budget_bench", "codec_bandwidth", "executor_bench", "gradient_error", "solver_bench")
+RUNNERS = (
+    "budget_bench",
+    "codec_bandwidth",
+    "executor_bench",
+    "gradient_error",
+    "peak_accuracy",
+    "solver_bench",
+)
 """Modules of `adacc_hf.eval` that `adacc eval` runs."""
 
 

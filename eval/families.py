@@ -1,0 +1,127 @@
+"""One small model of each of four families, to measure a policy's memory on: GPT-2, LLaMA, T5 and BERT."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    T5Config,
+)
+
+Batch = dict[str, torch.Tensor]
+
+ATTENTIONS = ("sdpa", "eager")
+PRECISIONS = ("fp32", "bf16")
+"""bf16 is autocast over float32 weights, as Trainer's `bf16=True` trains."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """The shape of a family's model and of its batch. The vocabulary is small, so that blocks decide the peak."""
+
+    width: int = 128
+    layers: int = 4
+    heads: int = 4
+    vocabulary: int = 256
+    batch: int = 4
+    tokens: int = 128
+
+    def batches(self, device: str = "cpu", seed: int = 0) -> Batch:
+        """Random tokens with themselves as labels; the encoder-decoder reads the same on both sides."""
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(5, self.vocabulary, (self.batch, self.tokens), generator=generator).to(device)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _gpt2(size: Size) -> PretrainedConfig:
+    return GPT2Config(
+        n_layer=size.layers,
+        n_embd=size.width,
+        n_head=size.heads,
+        n_positions=size.tokens,
+        vocab_size=size.vocabulary,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+
+def _llama(size: Size) -> PretrainedConfig:
+    return LlamaConfig(
+        num_hidden_layers=size.layers,
+        hidden_size=size.width,
+        intermediate_size=3 * size.width,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads // 2,
+        vocab_size=size.vocabulary,
+        max_position_embeddings=size.tokens,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+
+def _t5(size: Size) -> PretrainedConfig:
+    return T5Config(
+        num_layers=size.layers,
+        d_model=size.width,
+        d_ff=4 * size.width,
+        num_heads=size.heads,
+        d_kv=size.width // size.heads,
+        vocab_size=size.vocabulary,
+        decoder_start_token_id=0,
+    )
+
+
+def _bert(size: Size) -> PretrainedConfig:
+    return BertConfig(
+        num_hidden_layers=size.layers,
+        hidden_size=size.width,
+        intermediate_size=4 * size.width,
+        num_attention_heads=size.heads,
+        vocab_size=size.vocabulary,
+        max_position_embeddings=size.tokens,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """How to make a family's configuration, and the class that trains on it."""
+
+    config: Callable[[Size], PretrainedConfig]
+    auto_class: type
+
+    def model(self, size: Size, attention: str, device: str = "cpu", seed: int = 0) -> PreTrainedModel:
+        """The model in train mode, dropout on where the family has it, without a cache of keys and values."""
+        config = self.config(size)
+        config.use_cache = False
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = self.auto_class.from_config(config, attn_implementation=attention)
+        return model.to(device).train()
+
+
+FAMILIES = {
+    "gpt2": Family(config=_gpt2, auto_class=AutoModelForCausalLM),
+    "llama": Family(config=_llama, auto_class=AutoModelForCausalLM),
+    "t5": Family(config=_t5, auto_class=AutoModelForSeq2SeqLM),
+    "bert": Family(config=_bert, auto_class=AutoModelForMaskedLM),
+}
+
+
+@contextmanager
+def in_precision(precision: str, device: str) -> Iterator[None]:
+    """Run under one of PRECISIONS. Raises ValueError for another name."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r} is unknown: choose from {', '.join(PRECISIONS)}")
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=precision == "bf16"):
+        yield

@@ -1,0 +1,157 @@
+"""Predicted against measured peak of live bytes: four families x attention x precision x budgets.
+
+    python -m adacc_hf.eval.peak_accuracy
+
+Each model is profiled once. Budgets lie at even distances from the least possible peak to just below plain training's.
+A policy is solved for each and followed for two steps; the peak of the third is measured by the allocator. A peak above
+its budget or more than 3 % away from the prediction makes the run fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+from torch import nn
+from tqdm import tqdm
+
+from adacc_hf import AdaccConfig, InfeasibleBudgetError, Policy, Profile, apply_policy, profile_model, solve_policy
+from adacc_hf.eval.families import ATTENTIONS, FAMILIES, PRECISIONS, Batch, Size, in_precision
+from adacc_hf.eval.records import Settings, add_settings, markdown_table, positive_int, save_record
+from adacc_hf.memory import backward, forward_loss, measure_step
+from adacc_hf.policy import Action
+from adacc_hf.units import format_bytes
+
+TOLERANCE = 0.03
+"""How far a measured peak may lie from the predicted one: what the project promises."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One policy's peak, predicted and measured, beside its budget."""
+
+    family: str
+    attention: str
+    precision: str
+    budget_bytes: int
+    predicted_bytes: int
+    measured_bytes: int
+
+    @property
+    def error(self) -> float:
+        """How far the measured peak lies above the predicted one, as a part of it."""
+        return self.measured_bytes / self.predicted_bytes - 1.0
+
+    @property
+    def is_within_budget(self) -> bool:
+        return self.measured_bytes <= self.budget_bytes
+
+    @property
+    def is_good(self) -> bool:
+        return self.is_within_budget and abs(self.error) <= TOLERANCE
+
+
+def main(argv: Sequence[str] | None = None, size: Size | None = None) -> int:
+    """Measure, print the table and save the record. Returns 1 if a budget was exceeded or a prediction is off."""
+    parser = argparse.ArgumentParser(prog="adacc_hf.eval.peak_accuracy", description=__doc__.partition("\n")[0])
+    for name, choices in (("family", tuple(FAMILIES)), ("attention", ATTENTIONS), ("precision", PRECISIONS)):
+        parser.add_argument(f"--{name}", nargs="+", choices=choices, default=choices, help="which to measure")
+    parser.add_argument("--budgets", type=positive_int, default=5, help="budgets per model")
+    add_settings(parser, "peak_accuracy")
+    arguments = parser.parse_args(argv)
+    settings, size = Settings.from_arguments(arguments), size or Size()
+    cases = list(product(arguments.family, arguments.attention, arguments.precision))
+    rows = [row for case in tqdm(cases, unit="model") for row in measure(*case, size, arguments.budgets, settings)]
+    save_record(
+        settings,
+        {"size": asdict(size), "budgets": arguments.budgets, "tolerance": TOLERANCE},
+        {"peaks": [asdict(row) | {"error": row.error, "within_budget": row.is_within_budget} for row in rows]},
+    )
+    bad = [row for row in rows if not row.is_good]
+    print(f"{table_text(rows)}\n\n{summary(rows)}\nsaved as {settings.output}")
+    return 1 if bad else 0
+
+
+def measure(
+    family: str, attention: str, precision: str, size: Size, num_budgets: int, settings: Settings
+) -> list[Measurement]:
+    """The peaks of one model at `num_budgets` budgets."""
+    model = FAMILIES[family].model(size, attention, settings.device, settings.seed)
+    batch = size.batches(settings.device, settings.seed)
+    rows = []
+    with in_precision(precision, settings.device):
+        profile = profile_model(model, batch, AdaccConfig())
+        for budget in peak_budgets(profile, num_budgets):
+            policy = solve_policy(profile, budget)
+            rows.append(
+                Measurement(
+                    family=family,
+                    attention=attention,
+                    precision=precision,
+                    budget_bytes=budget,
+                    predicted_bytes=policy.predicted_peak_bytes,
+                    measured_bytes=measured_peak(model, batch, policy),
+                )
+            )
+    return rows
+
+
+def peak_budgets(profile: Profile, num_budgets: int) -> list[int]:
+    """Budgets from the least possible peak up, at even distances; the next one would be what plain training takes."""
+    floor = least_peak_bytes(profile)
+    plain = Policy.uniform(profile, Action.RETAIN).predicted_peak_bytes
+    return [floor + (plain - floor) * i // num_budgets for i in range(num_budgets)]
+
+
+def least_peak_bytes(profile: Profile, config: AdaccConfig | None = None) -> int:
+    """The smallest budget on the peak that can be kept to."""
+    try:
+        return solve_policy(profile, 1, config).predicted_peak_bytes
+    except InfeasibleBudgetError as error:
+        return error.smallest_budget_bytes
+
+
+def measured_peak(model: nn.Module, batch: Batch, policy: Policy) -> int:
+    """Peak bytes of a step under `policy`, the third: the first is recorded, the second learns backward's order."""
+    with apply_policy(model, policy):
+        for _ in range(2):
+            backward(forward_loss(model, batch))
+        model.zero_grad(set_to_none=True)
+        return measure_step(model, batch).peak_bytes
+
+
+def summary(rows: Sequence[Measurement]) -> str:
+    """One line: how far off, how often over budget."""
+    worst = max(rows, key=lambda row: abs(row.error))
+    over = [row for row in rows if not row.is_within_budget]
+    return (
+        f"{len(rows)} policies: the measured peak lies at most {100 * abs(worst.error):.2f} % from the predicted one "
+        f"({worst.family}, {worst.attention}, {worst.precision}); {len(over)} above their budget."
+    )
+
+
+def table_text(rows: Sequence[Measurement]) -> str:
+    """One line per model: the budgets' range, the error's range, and whether every budget held."""
+    cases: dict[tuple[str, str, str], list[Measurement]] = {}
+    for row in rows:
+        cases.setdefault((row.family, row.attention, row.precision), []).append(row)
+    return markdown_table([_cells(*case, found) for case, found in cases.items()])
+
+
+def _cells(family: str, attention: str, precision: str, rows: Sequence[Measurement]) -> dict[str, Any]:
+    errors = [100 * row.error for row in rows]
+    return {
+        "model": f"{family}, {attention}, {precision}",
+        "budgets": f"{format_bytes(rows[0].budget_bytes)} to {format_bytes(rows[-1].budget_bytes)}",
+        "measured over predicted, %": f"{min(errors):+.2f} to {max(errors):+.2f}",
+        "used of the budget, %": " ".join(f"{100 * row.measured_bytes / row.budget_bytes:.1f}" for row in rows),
+        "within budget": f"{sum(row.is_within_budget for row in rows)} of {len(rows)}",
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
