@@ -1,6 +1,6 @@
 """Train Hugging Face language models under a memory budget.
 
-Importing this package starts no CUDA and loads neither triton, pulp nor lm_eval: names are resolved on first use.
+Importing this package starts no CUDA and loads neither triton, highspy nor lm_eval: names are resolved on first use.
 """
 
 import os as _os

@@ -52,6 +52,12 @@ class AdaccConfig:
     max_error: float | None = None
     """Largest relative L2 round-trip error that a compressed activation may have; None does not bound it, 0 allows
     lossless codecs only."""
+    solver_gap: float = 0.0
+    """Part of the overhead by which a solution of an integer program may miss the best one; 0 asks for a proof, 0.05
+    stops at five percent. `Policy.facts` has the gap that was left."""
+    solver_seconds: float = 60.0
+    """Longest that one integer program may run. A program that ends at this limit makes the policy depend on the
+    machine's load; it takes 10 to 30 ms as a rule."""
     block_classes: tuple[str, ...] | None = None
     """Class names of the modules to treat as blocks; None takes every GradientCheckpointingLayer of Transformers."""
 
@@ -70,6 +76,8 @@ class AdaccConfig:
         _check_integer("min_compress_bytes", self.min_compress_bytes, 0, 2**40)
         _check_integer("profile_steps", self.profile_steps, 1, 1000)
         _check_tracking(self.tracking)
+        _check_range("solver_gap", self.solver_gap, 0.0, 1.0)
+        _check_range("solver_seconds", self.solver_seconds, 1e-3, 86400.0)
         if self.max_error is not None:
             _check_range("max_error", self.max_error, 0.0, 1e6)
 

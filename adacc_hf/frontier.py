@@ -2,45 +2,78 @@
 
 At a price of w ms per byte the best plan minimises ms + w * bytes; over all w these plans are the corners of the lower
 convex hull of (bytes, ms). At a fixed price the program's linear relaxation is integral (it is a closure problem), so
-CBC solves it without branching, and one call takes many prices and all kinds at once: starting CBC costs more than
-solving.
+a corner is one run of the simplex method from the last corner's basis.
 """
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from adacc_hf.milp import BlockVariables, Cbc, Column, KindModel, combine, retain_all, total_ms
+from adacc_hf.milp import BlockVariables, Column, KindModel, retain_all
+from adacc_hf.program import Program, Solver, SolverLog
 
-MAX_ROUNDS = 6
-"""Calls of CBC that look for corners; each can split every gap once. GPT-2 has 10 to 12 corners, found in 4 rounds."""
 TOLERANCE = 1e-6
-"""How far below the line between its neighbours a corner must lie, as a part of their difference; ten times what CBC
+"""How far below the line between its neighbours a corner must lie, as a part of their difference; far above what HiGHS
 may leave of an optimum."""
+SCALE = 1e3
+"""What the costs of one run add up to at most: its tolerance of 1e-9 is absolute."""
 
 
-def frontiers(cbc: Cbc, models: Sequence[KindModel]) -> list[list[Column]]:
+def frontiers(log: SolverLog, models: Sequence[KindModel]) -> list[list[Column]]:
     """For each kind the plans worth mixing, from all RETAIN to the least bytes: bytes falling, ms rising.
 
     They do not depend on the budget, which makes the policies for two budgets comparable. Shared tensors count as free.
     """
-    found = [[retain_all(model)] for model in models]
-    for columns, floor in zip(found, _least_bytes(cbc, models), strict=True):
-        if floor.nbytes < columns[0].nbytes:
-            columns.append(floor)
-    gaps = [(i, pair) for i, columns in enumerate(found) for pair in pairwise(columns)]
-    for _ in range(MAX_ROUNDS):
-        gaps = [(i, pair) for i, pair in gaps if pair[1].ms > pair[0].ms]
-        if not gaps:
-            break
-        corners = _cheapest(cbc, [(models[i], _slope(*pair)) for i, pair in gaps])
-        split = [(i, pair, corner) for (i, pair), corner in zip(gaps, corners, strict=True) if _is_below(corner, *pair)]
-        for i, _, corner in split:
-            insort(found[i], corner, key=lambda column: -column.nbytes)
-        gaps = [(i, gap) for i, (left, right), corner in split for gap in ((left, corner), (corner, right))]
-    return found
+    return [_frontier(_Relaxation(log, model), retain_all(model)) for model in models]
+
+
+def _frontier(relaxation: _Relaxation, plain: Column) -> list[Column]:
+    least = relaxation.least_bytes()
+    if least.nbytes >= plain.nbytes:
+        return [plain]
+    return [plain, *_corners(relaxation, plain, least), least]
+
+
+def _corners(relaxation: _Relaxation, left: Column, right: Column) -> list[Column]:
+    """The corners strictly between two plans of the hull, bytes falling."""
+    if right.ms <= left.ms:
+        return []
+    corner = relaxation.cheapest(_slope(left, right))
+    if not _is_below(corner, left, right):
+        return []
+    return [*_corners(relaxation, left, corner), corner, *_corners(relaxation, corner, right)]
+
+
+class _Relaxation:
+    """The linear relaxation of one block's program, whose vertices are plans."""
+
+    def __init__(self, log: SolverLog, model: KindModel) -> None:
+        program = Program()
+        self.block = BlockVariables(program, model)
+        self.whole_ms = model.total_ms or 1.0
+        self.whole_bytes = retain_all(model).nbytes or 1
+        self.limit = program.constrain(self.block.terms_bytes(1 / self.whole_bytes))
+        self.solver = Solver(program, log, integer=False)
+
+    def cheapest(self, price: float) -> Column:
+        """The plan with the least ms + price * bytes."""
+        weight = SCALE / (self.whole_ms + price * self.whole_bytes)
+        return self._solved([*self.block.terms_ms(weight), *self.block.terms_bytes(weight * price)])
+
+    def least_bytes(self) -> Column:
+        """The plan that stores least, and of those the fastest."""
+        column = self._solved(self.block.terms_bytes(SCALE / self.whole_bytes))
+        # A face of an integral polytope is integral.
+        self.solver.bound(self.limit, high=column.nbytes / self.whole_bytes)
+        fastest = self._solved(self.block.terms_ms(SCALE / self.whole_ms))
+        self.solver.bound(self.limit)
+        return min(column, fastest, key=lambda c: (c.nbytes, c.ms))
+
+    def _solved(self, costs: list[tuple[int, float]]) -> Column:
+        solution = self.solver.minimize(costs)
+        assert solution is not None, "all RETAIN is always a solution"
+        return self.block.column(solution)
 
 
 def chain(kinds: Sequence[int], columns: Sequence[Sequence[Column]]) -> Iterator[list[Column]]:
@@ -73,26 +106,3 @@ def _is_below(corner: Column, left: Column, right: Column) -> bool:
     """Whether `corner` is better than every mixture of its neighbours, and between them."""
     line_ms = left.ms + _slope(left, right) * (left.nbytes - corner.nbytes)
     return right.nbytes < corner.nbytes < left.nbytes and corner.ms < line_ms - TOLERANCE * (right.ms - left.ms)
-
-
-def _least_bytes(cbc: Cbc, models: Sequence[KindModel]) -> list[Column]:
-    """The plan that stores least for each kind, and among those nearly the cheapest."""
-    priced = [(model, (total_ms([model]) or 1.0) / TOLERANCE / (retain_all(model).nbytes or 1)) for model in models]
-    return _cheapest(cbc, priced)
-
-
-def _cheapest(cbc: Cbc, priced: Sequence[tuple[KindModel, float]]) -> list[Column]:
-    """For each kind and price of memory, in ms per byte, the plan with the least ms + price * bytes."""
-    from pulp import LpMinimize, LpProblem
-
-    problem = LpProblem("corners", LpMinimize)
-    blocks = [BlockVariables(problem, model, f"b{i}_") for i, (model, _) in enumerate(priced)]
-    objective = []
-    for block, (model, price) in zip(blocks, priced, strict=True):
-        # Each block's share of the objective is scaled to about 1, the size that CBC's tolerances are made for.
-        scale = 1.0 / (total_ms([model]) + price * (retain_all(model).nbytes or 1))
-        objective += [(x, ms * scale) for x, ms in block.terms_ms()]
-        objective += [(x, nbytes * price * scale) for x, nbytes in block.terms_bytes()]
-    problem += combine(objective)
-    cbc.solve(problem)
-    return [block.column() for block in blocks]

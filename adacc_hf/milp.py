@@ -7,48 +7,17 @@ For a block of one kind, all variables binary:
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from adacc_hf.policy import RECOMPUTE, RETAIN, Action, Choice, Plan
+from adacc_hf.program import Program
 
 if TYPE_CHECKING:
-    import pulp
-
     from adacc_hf.config import AdaccConfig
     from adacc_hf.profile import KindProfile, Value
-
-
-MAX_NODES = 2000
-"""Branches that CBC may take. GPT-2's programs end long before; one of many kinds could take hours to prove. A limit on
-time would make the policy depend on the machine's load."""
-TIME_LIMIT_SECONDS = 60
-"""A guard against a hang, far above what MAX_NODES take."""
-CBC_TOLERANCES = ("primalTolerance 1e-9", "integerTolerance 1e-9")
-"""CBC's own (1e-7 and 1e-6) let stored bytes exceed the budget by kilobytes, since coefficients are large."""
-
-
-class Cbc:
-    """The solver that PuLP ships, with a record of its runs. Starting it takes about 10 ms."""
-
-    def __init__(self) -> None:
-        self.num_solves = 0
-        self.num_unproven = 0
-        """Runs that ended before their solution was proven the best one."""
-
-    def solve(self, problem: pulp.LpProblem) -> bool:
-        """Solve `problem`; False if no solution was found."""
-        from pulp import COIN_CMD, LpSolutionOptimal, LpStatusInfeasible, LpStatusOptimal
-        from pulp.apis.coin_api import pulp_cbc_path
-
-        limits = {"gapRel": 0.0, "gapAbs": 0.0, "maxNodes": MAX_NODES, "timeLimit": TIME_LIMIT_SECONDS}
-        # PULP_CBC_CMD, the usual name of the same program, warns that PuLP 4 will drop it.
-        status = problem.solve(COIN_CMD(path=pulp_cbc_path, msg=False, options=list(CBC_TOLERANCES), **limits))
-        self.num_solves += 1
-        self.num_unproven += status != LpStatusInfeasible and problem.sol_status != LpSolutionOptimal
-        return status == LpStatusOptimal
 
 
 @dataclass(frozen=True)
@@ -73,6 +42,12 @@ class KindModel:
     """The ways to store each activation, RETAIN first."""
     runnable: frozenset[int]
     """Operators that can be replayed: their inputs can all be stored or remade."""
+
+    @cached_property
+    def total_ms(self) -> float:
+        """Sum of all operators' and codecs' times: a scale for the objective."""
+        runs = sum(operator.ms for operator in self.kind.operators)
+        return runs + sum(store.ms for menu in self.menus.values() for store in menu)
 
     def remake(self, value: int) -> int | None:
         """The operator whose replay makes `value`, or None if none may."""
@@ -162,80 +137,68 @@ def _producer(model: KindModel, value: int) -> int:
 
 
 class BlockVariables:
-    """The variables and constraints of one block of `model` inside the program `problem`."""
+    """The variables and constraints of one block of `model` inside `program`."""
 
-    def __init__(self, problem: pulp.LpProblem, model: KindModel, prefix: str) -> None:
-        from pulp import lpSum
-
+    def __init__(self, program: Program, model: KindModel) -> None:
         self.model = model
         self.store = {
-            (value, option): problem.add_variable(f"{prefix}store_{value}_{option}", cat="Binary")
-            for value, menu in model.menus.items()
-            for option in range(len(menu))
+            (value, option): program.variable() for value, menu in model.menus.items() for option in range(len(menu))
         }
-        self.run = {j: problem.add_variable(f"{prefix}run_{j}", cat="Binary") for j in sorted(model.runnable)}
-        self.stored = {v: lpSum(self.store[v, o] for o in range(len(menu))) for v, menu in model.menus.items()}
-        self._constrain(problem)
+        self.run = {j: program.variable() for j in sorted(model.runnable)}
+        self._constrain(program)
 
-    def _constrain(self, problem: pulp.LpProblem) -> None:
+    def _constrain(self, program: Program) -> None:
         # [Once] an activation is stored in at most one way (equation 5).
         for value, menu in self.model.menus.items():
             if len(menu) > 1:
-                problem += self.stored[value] <= 1
+                program.constrain(self._stored(value), high=1.0)
         # [Available] what autograd saved is stored, or its producer is replayed (equations 5 and 6).
         for value in self.model.kind.activations:
             if value.saved:
-                problem += self.stored[value.index] + self._remade(value.index) >= 1
+                program.constrain([*self._stored(value.index), *self._remade(value.index)], low=1.0)
         # [Dependency] a replayed operator has its inputs; for what autograd saved, [Available] says so already.
         for j, run in self.run.items():
             for value in self._unsaved_inputs(j):
-                problem += self.stored.get(value, 0) + self._remade(value) >= run
+                program.constrain([*self._stored(value), *self._remade(value), (run, -1.0)], low=0.0)
+
+    def _stored(self, value: int) -> list[tuple[int, float]]:
+        return [(self.store[value, option], 1.0) for option in range(len(self.model.menus.get(value, ())))]
+
+    def _remade(self, value: int) -> list[tuple[int, float]]:
+        operator = self.model.remake(value)
+        return [] if operator is None else [(self.run[operator], 1.0)]
 
     def _unsaved_inputs(self, operator: int) -> list[int]:
         values = self.model.kind.values
         inputs = dict.fromkeys(self.model.kind.operators[operator].inputs)
         return [v for v in inputs if values[v].shared is None and not (values[v].activation and values[v].saved)]
 
-    def _remade(self, value: int) -> Any:
-        operator = self.model.remake(value)
-        return 0 if operator is None else self.run[operator]
-
-    def shared_readers(self) -> list[tuple[int, Any]]:
+    def shared_readers(self) -> list[tuple[int, int]]:
         """Pairs of a shared tensor and the run variable of an operator that reads it."""
         values = self.model.kind.values
         inputs = [(v, run) for j, run in self.run.items() for v in dict.fromkeys(self.model.kind.operators[j].inputs)]
         return [(values[v].shared, run) for v, run in inputs if values[v].shared is not None]
 
-    def terms_ms(self) -> list[tuple[Any, float]]:
-        """Replay, encoding and decoding, in ms (equation 4)."""
-        runs = [(run, self.model.kind.operators[j].ms) for j, run in self.run.items()]
-        return runs + [(x, self.model.menus[v][o].ms) for (v, o), x in self.store.items()]
+    def terms_ms(self, weight: float = 1.0) -> list[tuple[int, float]]:
+        """Replay, encoding and decoding, in ms (equation 4), times `weight`."""
+        runs = [(run, weight * self.model.kind.operators[j].ms) for j, run in self.run.items()]
+        return runs + [(x, weight * self.model.menus[v][o].ms) for (v, o), x in self.store.items()]
 
-    def terms_bytes(self) -> list[tuple[Any, int]]:
-        """What is stored, in bytes (equation 8)."""
-        return [(x, self.model.menus[v][o].nbytes) for (v, o), x in self.store.items()]
+    def terms_bytes(self, weight: float = 1) -> list[tuple[int, float]]:
+        """What is stored, in bytes (equation 8), times `weight`."""
+        return [(x, weight * self.model.menus[v][o].nbytes) for (v, o), x in self.store.items()]
 
-    def column(self) -> Column:
+    def column(self, solution: Sequence[float]) -> Column:
         """The plan that the solved variables mean, rounded to integers and priced anew."""
         choices = {}
         for value, menu in self.model.menus.items():
-            taken = [store.choice for o, store in enumerate(menu) if self.store[value, o].value() > 0.5]
+            taken = [store.choice for o, store in enumerate(menu) if solution[self.store[value, o]] > 0.5]
             choices[value] = taken[0] if taken else RECOMPUTE
         for value in self.model.kind.activations:
             # A block input that nothing needs is not stored under any action; it cannot be RECOMPUTE.
             if not value.saved and choices[value.index] == RECOMPUTE:
                 choices[value.index] = RETAIN
         return price(self.model, choices)
-
-
-def combine(terms: Iterable[tuple[Any, float]]) -> Any:
-    """The linear expression sum of coefficient * variable, in which a variable may occur more than once."""
-    from pulp import LpAffineExpression
-
-    total: dict[Any, float] = defaultdict(float)
-    for variable, coefficient in terms:
-        total[variable] += coefficient
-    return LpAffineExpression(total)
 
 
 def retain_all(model: KindModel) -> Column:
@@ -247,9 +210,3 @@ def retain_all(model: KindModel) -> Column:
         shared=frozenset(),
         ms=0.0,
     )
-
-
-def total_ms(models: Sequence[KindModel]) -> float:
-    """Sum of all operators' and codecs' times: a scale for the objective."""
-    runs = sum(operator.ms for model in models for operator in model.kind.operators)
-    return runs + sum(store.ms for model in models for menu in model.menus.values() for store in menu)

@@ -9,15 +9,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from adacc_hf.milp import BlockVariables, Cbc, Column, KindModel, combine, total_ms
+from adacc_hf.milp import BlockVariables, Column, KindModel
+from adacc_hf.program import Program, Solver, SolverLog
 
 if TYPE_CHECKING:
     from adacc_hf.profile import Profile
 
+SCALE = 1e3
+"""What the objective comes to at most: HiGHS's tolerances are absolute."""
 TIE_BREAK = 1e-6
 """Weight of all stored bytes beside all ms in the objective: decides between plans that are equally fast."""
+CORRECTIONS = 3
+"""Runs that lower a cap again when a rounded solution misses it, as it may by a few bytes in a hundred GiB."""
 
 
 def fixed_bytes(profile: Profile) -> int:
@@ -38,9 +43,7 @@ def overhead_ms(columns: Sequence[Column]) -> float:
 
 
 class MixtureProgram:
-    """The program whose solution gives `num_free` blocks of each kind one plan of any shape and the others columns.
-
-    It is solved once, by `least_ms` or `least_bytes`.
+    """The program whose solution gives `num_free[k]` blocks of kind k one plan of any shape and the others columns.
 
     Variables besides those of `BlockVariables`:
       count[k, c]  blocks of kind k that run under column c of its frontier (integer)
@@ -48,84 +51,93 @@ class MixtureProgram:
     """
 
     def __init__(
-        self, profile: Profile, models: Sequence[KindModel], frontiers: Sequence[Sequence[Column]], num_free: int | None
+        self,
+        profile: Profile,
+        models: Sequence[KindModel],
+        frontiers: Sequence[Sequence[Column]],
+        num_free: Sequence[int],
+        log: SolverLog,
     ) -> None:
-        """`num_free` None frees all blocks, so that those of one kind all have the same plan."""
-        from pulp import LpMinimize, LpProblem
-
         self.profile = profile
         self.models = models
         self.frontiers = frontiers
         blocks = Counter(block.kind for block in profile.blocks)
-        self.num_free = [blocks[k] if num_free is None else min(num_free, blocks[k]) for k in range(len(models))]
-        self.rest = [blocks[k] - free for k, free in enumerate(self.num_free)]
-        self.problem = LpProblem("mixture", LpMinimize)
-        self.free = {
-            k: BlockVariables(self.problem, model, f"k{k}_") for k, model in enumerate(models) if self.num_free[k]
-        }
+        self.num_free = num_free
+        self.rest = [blocks[k] - free for k, free in enumerate(num_free)]
+        program = Program()
+        self.free = {k: BlockVariables(program, model) for k, model in enumerate(models) if num_free[k]}
         self.counts = {
-            (k, c): self.problem.add_variable(f"count_{k}_{c}", 0, self.rest[k], cat="Integer")
+            (k, c): program.variable(self.rest[k])
             for k, columns in enumerate(frontiers)
             for c in range(len(columns))
             if self.rest[k]
         }
-        unsaved = [i for i, shared in enumerate(profile.shared) if not shared.saved]
-        self.reads = {i: self.problem.add_variable(f"reads_{i}", cat="Binary") for i in unsaved}
-        self._constrain()
+        self.reads = {i: program.variable() for i, shared in enumerate(profile.shared) if not shared.saved}
+        self._constrain(program)
+        # [Memory] what is stored keeps to a cap (equations 7 and 8), as a part of what plain training stores.
+        self.unit = 1 / (profile.plain_stored_bytes or 1)
+        self.memory = program.constrain((x, self.unit * nbytes) for x, nbytes in self._terms_bytes())
+        self.solver = Solver(program, log, integer=True)
 
-    def _constrain(self) -> None:
+    def _constrain(self, program: Program) -> None:
         # [Blocks] every block has a plan.
         for k, rest in enumerate(self.rest):
             if rest:
-                counts = [(count, 1) for (kind, _), count in self.counts.items() if kind == k]
-                self.problem += combine(counts) == rest
+                counts = [(count, 1.0) for (kind, _), count in self.counts.items() if kind == k]
+                program.constrain(counts, low=rest, high=rest)
         # [Shared] a shared tensor that any replay reads is held, once.
         for block in self.free.values():
             for shared, run in block.shared_readers():
                 if shared in self.reads:
-                    self.problem += self.reads[shared] >= run
+                    program.constrain([(self.reads[shared], 1.0), (run, -1.0)], low=0.0)
         for (k, c), count in self.counts.items():
             for shared in self.frontiers[k][c].shared & self.reads.keys():
-                self.problem += self.rest[k] * self.reads[shared] >= count
+                program.constrain([(self.reads[shared], self.rest[k]), (count, -1.0)], low=0.0)
 
-    def least_ms(self, cbc: Cbc, cap_bytes: int) -> list[Column] | None:
-        """A column per block, the fastest of those that store at most `cap_bytes`; None if there are none."""
-        self.problem.setObjective(combine([*self._ms(1.0), *self._bytes(TIE_BREAK)]))
-        # [Memory] what is stored keeps to the cap (equations 7 and 8). In units that divide every size; the half unit
-        # keeps CBC's rounding away from both sides.
-        terms = self._terms_bytes()
-        unit = math.gcd(*(nbytes for _, nbytes in terms)) or 1
-        room = (cap_bytes - fixed_bytes(self.profile)) // unit + 0.5
-        self.problem.addConstraint(combine((x, nbytes // unit) for x, nbytes in terms) <= room, "memory")
-        return self._columns() if cbc.solve(self.problem) else None
+    def least_ms(self, cap_bytes: int) -> list[Column] | None:
+        """A column per block, the fastest of those that store at most `cap_bytes`; None if none was found."""
+        room = cap_bytes - fixed_bytes(self.profile)
+        costs = [*self._ms(SCALE), *self._bytes(SCALE * TIE_BREAK)]
+        for _ in range(CORRECTIONS):
+            # Sizes are whole bytes, so that half of one keeps rounding away from both sides.
+            self.solver.bound(self.memory, high=(room + 0.5) * self.unit)
+            solution = self.solver.minimize(costs)
+            if solution is None:
+                return None
+            columns = self._columns(solution)
+            excess = stored_bytes(self.profile, columns) - cap_bytes
+            if excess <= 0:
+                return columns
+            room -= excess
+        return None
 
-    def least_bytes(self, cbc: Cbc) -> list[Column]:
+    def least_bytes(self) -> list[Column]:
         """A column per block, storing as little as any."""
-        self.problem.setObjective(combine([*self._bytes(1.0), *self._ms(TIE_BREAK)]))
-        assert cbc.solve(self.problem), "all RETAIN is always a solution"
-        return self._columns()
+        self.solver.bound(self.memory)
+        solution = self.solver.minimize([*self._bytes(SCALE), *self._ms(SCALE * TIE_BREAK)])
+        assert solution is not None, "all RETAIN is always a solution"
+        return self._columns(solution)
 
-    def _ms(self, weight: float) -> list[tuple[Any, float]]:
+    def _ms(self, weight: float) -> list[tuple[int, float]]:
         """The terms of the objective for time, scaled to at most `weight`."""
-        whole = sum(total_ms([self.models[block.kind]]) for block in self.profile.blocks)
+        whole = sum(self.models[block.kind].total_ms for block in self.profile.blocks)
         terms = [(x, self.num_free[k] * ms) for k, block in self.free.items() for x, ms in block.terms_ms()]
         terms += [(count, self.frontiers[k][c].ms) for (k, c), count in self.counts.items()]
         return [(x, weight * ms / (whole or 1.0)) for x, ms in terms]
 
-    def _bytes(self, weight: float) -> list[tuple[Any, float]]:
+    def _bytes(self, weight: float) -> list[tuple[int, float]]:
         """The terms of the objective for stored bytes, scaled to at most about `weight`."""
-        whole = self.profile.plain_stored_bytes or 1
-        return [(x, weight * nbytes / whole) for x, nbytes in self._terms_bytes()]
+        return [(x, weight * self.unit * nbytes) for x, nbytes in self._terms_bytes()]
 
-    def _terms_bytes(self) -> list[tuple[Any, int]]:
+    def _terms_bytes(self) -> list[tuple[int, float]]:
         terms = [(x, self.num_free[k] * size) for k, block in self.free.items() for x, size in block.terms_bytes()]
         terms += [(count, self.frontiers[k][c].nbytes) for (k, c), count in self.counts.items()]
         return terms + [(read, self.profile.shared[i].nbytes) for i, read in self.reads.items()]
 
-    def _columns(self) -> list[Column]:
+    def _columns(self, solution: Sequence[float]) -> list[Column]:
         """The solution as a column per block; among blocks of a kind the first store least."""
-        pools = [[self.free[k].column()] * free if free else [] for k, free in enumerate(self.num_free)]
+        pools = [[self.free[k].column(solution)] * free if free else [] for k, free in enumerate(self.num_free)]
         for (k, c), count in self.counts.items():
-            pools[k] += [self.frontiers[k][c]] * round(count.value())
+            pools[k] += [self.frontiers[k][c]] * round(solution[count])
         order = [iter(sorted(pool, key=lambda column: column.nbytes)) for pool in pools]
         return [next(order[block.kind]) for block in self.profile.blocks]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,10 +18,11 @@ from typing import TYPE_CHECKING
 from adacc_hf.config import AdaccConfig, check_memory_budget
 from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.frontier import chain, frontiers
-from adacc_hf.milp import Cbc, Column, KindModel, build_model, retain_all
+from adacc_hf.milp import Column, KindModel, build_model, retain_all
 from adacc_hf.mixture import MixtureProgram, fixed_bytes, overhead_ms, stored_bytes
 from adacc_hf.peak import PeakOracle
 from adacc_hf.policy import Policy
+from adacc_hf.program import SolverLog
 from adacc_hf.simulator import simulate
 from adacc_hf.units import format_bytes, parse_bytes
 
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 REFINEMENTS = 4
 """Amounts of stored bytes tried between two policies of the chain, which differ in one block: the same for every budget
-between them, so that more memory never costs time. Each is a run of CBC (20 to 100 ms)."""
+between them, so that more memory never costs time. Each is a run of HiGHS (10 to 30 ms)."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,9 @@ def solve_policy(
         "memory_budget": budget.given,
         "budget_bytes": budget.nbytes,
         "budget_of": "peak" if budget.of_peak else "stored",
-        "status": "plain" if columns is search.plain else "unproven" if search.cbc.num_unproven else "optimal",
-        "solves": search.cbc.num_solves,
+        "status": "plain" if columns is search.plain else "unproven" if search.log.num_unproven else "optimal",
+        "gap": search.log.worst_gap,
+        "solves": search.log.num_solves,
         "seconds": time.perf_counter() - started,
     }
     policy = Policy.build(profile, [column.plan for column in columns], facts)
@@ -86,7 +89,7 @@ class _Search:
     def __init__(self, profile: Profile, config: AdaccConfig) -> None:
         self.profile = profile
         self.config = config
-        self.cbc = Cbc()
+        self.log = SolverLog(gap=config.solver_gap, seconds=config.solver_seconds)
         self.models: list[KindModel] = [build_model(kind, config) for kind in profile.kinds]
         self.oracle = PeakOracle(profile)
         retained = [retain_all(model) for model in self.models]
@@ -101,23 +104,23 @@ class _Search:
     def _within_stored(self, budget: Budget) -> list[Column]:
         if self._stored(self.plain) <= budget.nbytes:
             return self.plain
-        no_columns: list[list[Column]] = [[] for _ in self.models]
-        least = MixtureProgram(self.profile, self.models, no_columns, num_free=None).least_bytes(self.cbc)
+        least = self._uniform().least_bytes()
         if self._stored(least) > budget.nbytes:
             raise _infeasible_stored(self.profile, self.config, budget, self._stored(least))
-        columns = frontiers(self.cbc, self.models)
+        columns = frontiers(self.log, self.models)
         if len(self.models) > 1:
             found = self._chained(columns, lambda policy: self._stored(policy) <= budget.nbytes)
         else:
             # One kind is solved outright: mixed plans, and one plan for all, which may be no mixture of the frontier.
-            solved = [self._mixture(columns, num_free, budget.nbytes) for num_free in (1, None)]
+            programs = [self._mixture(columns, 0), self._uniform()]
+            solved = [program.least_ms(budget.nbytes) for program in programs]
             found = (policy for policy in solved if policy is not None)
         return self.oracle.arranged(min([least, *found], key=self._rank))
 
     def _within_peak(self, budget: Budget) -> list[Column]:
         if self.oracle.peak_bytes(self.plain) <= budget.nbytes:
             return self.plain
-        columns = frontiers(self.cbc, self.models)
+        columns = frontiers(self.log, self.models)
         floor = self.oracle.least_peak(columns)
         if self.oracle.peak_bytes(floor) > budget.nbytes:
             raise _infeasible_peak(self.profile, self.config, budget, floor)
@@ -132,25 +135,43 @@ class _Search:
         for policy in chain([block.kind for block in self.profile.blocks], columns):
             if fits(policy):
                 yield policy
-                yield from filter(fits, self._between(columns, self._stored(policy), self._stored(before)))
+                if policy != before:
+                    yield from filter(fits, self._between(columns, policy, before))
                 return
             before = policy
 
-    def _between(self, columns: Sequence[Sequence[Column]], low_bytes: int, high_bytes: int) -> Iterator[list[Column]]:
-        """Policies that store more than `low_bytes` and less than `high_bytes`."""
-        # With several kinds, a free block of each would make the program too hard to prove, and gains below 1 %.
-        num_free = 1 if len(self.models) == 1 else 0
+    def _between(
+        self, columns: Sequence[Sequence[Column]], low: list[Column], high: list[Column]
+    ) -> Iterator[list[Column]]:
+        """Policies that store more than `low` and less than `high`, which differ in one block."""
+        changed = next(i for i, (left, right) in enumerate(zip(low, high, strict=True)) if left is not right)
+        program = self._mixture(self._near(columns, high), self.profile.blocks[changed].kind)
+        low_bytes, high_bytes = self._stored(low), self._stored(high)
         for step in range(1, REFINEMENTS + 1):
-            cap_bytes = low_bytes + (high_bytes - low_bytes) * step // (REFINEMENTS + 1)
-            policy = self._mixture(columns, num_free, cap_bytes)
+            policy = program.least_ms(low_bytes + (high_bytes - low_bytes) * step // (REFINEMENTS + 1))
             if policy is not None:
                 yield self.oracle.arranged(policy)
 
-    def _mixture(
-        self, columns: Sequence[Sequence[Column]], num_free: int | None, cap_bytes: int
-    ) -> list[Column] | None:
-        policy = MixtureProgram(self.profile, self.models, columns, num_free).least_ms(self.cbc, cap_bytes)
-        return policy if policy is not None and self._stored(policy) <= cap_bytes else None
+    def _near(self, columns: Sequence[Sequence[Column]], policy: Sequence[Column]) -> list[list[Column]]:
+        """Of each frontier the columns of `policy` and their neighbours: the others are far from worth their price."""
+        used: list[set[Column]] = [set() for _ in columns]
+        for block, column in zip(self.profile.blocks, policy, strict=True):
+            used[block.kind].add(column)
+        return [
+            [column for i, column in enumerate(frontier) if used[k] & set(frontier[max(0, i - 1) : i + 2])]
+            for k, frontier in enumerate(columns)
+        ]
+
+    def _mixture(self, columns: Sequence[Sequence[Column]], kind: int) -> MixtureProgram:
+        """Plans of the frontiers for all blocks but one of `kind`, which may have any."""
+        num_free = [int(k == kind) for k in range(len(self.models))]
+        return MixtureProgram(self.profile, self.models, columns, num_free, self.log)
+
+    def _uniform(self) -> MixtureProgram:
+        """One plan of any shape for all blocks of a kind."""
+        blocks = Counter(block.kind for block in self.profile.blocks)
+        num_free = [blocks[k] for k in range(len(self.models))]
+        return MixtureProgram(self.profile, self.models, [[]] * len(self.models), num_free, self.log)
 
     def _stored(self, policy: Sequence[Column]) -> int:
         return stored_bytes(self.profile, policy)

@@ -11,7 +11,7 @@ from adacc_hf.eval.records import Settings
 
 
 def cpu_seconds() -> float:
-    """What this process and those it has waited for (the solver's CBC) have computed so far."""
+    """What this process and those it has waited for have computed so far."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 

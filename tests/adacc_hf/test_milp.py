@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adacc_hf.config import AdaccConfig
-from adacc_hf.milp import Cbc, build_model, combine, price
+from adacc_hf.milp import build_model, price
 from adacc_hf.policy import RECOMPUTE, RETAIN, Choice, Policy
 from adacc_hf.simulator import run_block
 
@@ -65,26 +65,3 @@ def test_codecs_that_save_nothing_are_no_choice(tape_builder, make_codec):
     tape.values[a]["codecs"] = (make_codec("int8", 8, 0.0, 0.0), make_codec("int4", 5, 0.1, 0.1))
     model = build_model(tape.kind(), AdaccConfig())
     assert [store.choice for store in model.menus[a]] == [RETAIN, Choice.compress(tape.values[a]["codecs"][1])]
-
-
-def test_a_variable_may_occur_twice_in_a_sum():
-    from pulp import LpMaximize, LpProblem
-
-    problem = LpProblem("twice", LpMaximize)
-    x = problem.add_variable("x", 0, 10)
-    problem += combine([(x, 1.0)])
-    problem += combine([(x, 1), (x, 2)]) <= 12
-    assert Cbc().solve(problem)
-    assert x.value() == pytest.approx(4.0)
-
-
-def test_a_program_without_a_solution_says_so():
-    from pulp import LpMinimize, LpProblem
-
-    problem = LpProblem("impossible", LpMinimize)
-    x = problem.add_variable("x", cat="Binary")
-    problem += combine([(x, 1.0)])
-    problem += combine([(x, 1)]) >= 2
-    cbc = Cbc()
-    assert not cbc.solve(problem)
-    assert cbc.num_solves == 1

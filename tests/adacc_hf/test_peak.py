@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from adacc_hf.config import AdaccConfig
 from adacc_hf.frontier import frontiers
-from adacc_hf.milp import Cbc, build_model
+from adacc_hf.milp import build_model
 from adacc_hf.peak import PeakOracle
+from adacc_hf.program import SolverLog
 from adacc_hf.simulator import simulate
 
 SOLVING = settings(
@@ -17,7 +18,7 @@ SOLVING = settings(
 
 
 def frontiers_of(profile):
-    return frontiers(Cbc(), [build_model(kind, AdaccConfig()) for kind in profile.kinds])
+    return frontiers(SolverLog(), [build_model(kind, AdaccConfig()) for kind in profile.kinds])
 
 
 @SOLVING

@@ -13,7 +13,7 @@ from adacc_hf.policy import RECOMPUTE, RETAIN, Action, Choice, Plan, Policy
 from adacc_hf.simulator import run_block, simulate
 from adacc_hf.solver import solve_policy
 
-# Each example starts CBC a few times, 10 ms each.
+# Each example solves several programs.
 SOLVING = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
@@ -228,3 +228,20 @@ def test_facts_go_into_a_policy_file(gpt2_like_profile, tmp_path):
     assert loaded == policy
     assert loaded.facts == policy.facts
     assert dict(loaded.facts)["status"] == "optimal"
+    assert dict(loaded.facts)["gap"] == 0.0
+
+
+def test_a_gap_that_is_allowed_is_kept_to(gpt2_like_profile):
+    profile = gpt2_like_profile(num_blocks=12)
+    best_ms = solve_policy(profile, 0.3).predicted_overhead_ms
+    policy = solve_policy(profile, 0.3, AdaccConfig(solver_gap=0.2))
+    facts = dict(policy.facts)
+    assert facts["status"] == "optimal"
+    assert 0.0 <= facts["gap"] <= 0.2
+    assert best_ms - MS_ROUNDING <= policy.predicted_overhead_ms <= best_ms / (1 - 0.2)
+
+
+def test_a_solver_out_of_time_still_keeps_to_the_budget(gpt2_like_profile):
+    profile = gpt2_like_profile(num_blocks=12)
+    policy = solve_policy(profile, 0.3, AdaccConfig(solver_seconds=0.001))
+    assert policy.predicted_stored_bytes <= 0.3 * profile.plain_stored_bytes
