@@ -50,14 +50,31 @@ class AdaccConfig:
     """Patterns (fnmatch) of module paths inside a block whose activations are tracked; None tracks every activation
     that keeps outliers."""
     max_error: float | None = None
-    """Largest relative L2 round-trip error that a compressed activation may have; None does not bound it, 0 allows
-    lossless codecs only."""
+    """Largest relative L2 round-trip error that a compressed activation may have, and largest relative error of a
+    sampled block's gradient. What tracking steps find above it is promoted: to INT8, or not compressed at all. None
+    does not bound it, 0 allows lossless codecs only."""
     solver_gap: float = 0.0
     """Part of the overhead by which a solution of an integer program may miss the best one; 0 asks for a proof, 0.05
     stops at five percent. `Policy.facts` has the gap that was left."""
     solver_seconds: float = 60.0
     """Longest that one integer program may run. A program that ends at this limit makes the policy depend on the
     machine's load; it takes 10 to 30 ms as a rule."""
+    guard: bool = True
+    """Whether tracking steps measure what compression costs in accuracy, and loss spikes are looked into."""
+    guard_blocks: int = 1
+    """Blocks per tracking step whose gradient is compared with an uncompressed backward, in turn; each costs two
+    forwards and backwards of one block. 0 compares none."""
+    loss_spike: float = 2.0
+    """A logged loss above this many times the median of the last 16 is a spike. Compression is switched off for the
+    kinds of block whose gradients it spoils then. Close to 1 every bad batch is one; 1e6 sees only non-finite ones."""
+    takeover_steps: int = 1
+    """Optimizer steps between a tracking step and the taking over of what was solved from it. 0 waits for the solver at
+    once; large values train longer under the old policy."""
+    length_buckets: bool = True
+    """Whether batches of other sizes get policies of their own, one per power of two of batch size and length. False
+    follows the first policy at every size, whatever memory that takes."""
+    retry_out_of_memory: bool = True
+    """Whether a step that ran out of memory is tried once more under a tighter policy, where that is possible."""
     block_classes: tuple[str, ...] | None = None
     """Class names of the modules to treat as blocks; None takes every GradientCheckpointingLayer of Transformers."""
 
@@ -80,6 +97,11 @@ class AdaccConfig:
         _check_range("solver_seconds", self.solver_seconds, 1e-3, 86400.0)
         if self.max_error is not None:
             _check_range("max_error", self.max_error, 0.0, 1e6)
+        for name in ("guard", "length_buckets", "retry_out_of_memory"):
+            _check_flag(name, getattr(self, name))
+        _check_integer("guard_blocks", self.guard_blocks, 0, 1000)
+        _check_range("loss_spike", self.loss_spike, 1.0, 1e6)
+        _check_integer("takeover_steps", self.takeover_steps, 0, 1000)
 
     @property
     def parsed_actions(self) -> frozenset[Action]:
@@ -133,6 +155,11 @@ def _check_tracking(tracking: str | int) -> None:
     is_interval = isinstance(tracking, int) and not isinstance(tracking, bool) and tracking >= 1
     if tracking not in TRACKING_NAMES and not is_interval:
         raise ValueError(f'tracking={tracking!r} must be "exponential", "off" or a number of steps of at least 1')
+
+
+def _check_flag(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False")
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:

@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -269,6 +270,7 @@ class PolicyHandle:
 
     def __init__(self, model: nn.Module, policy: Policy, block_classes: tuple[str, ...] | None = None) -> None:
         self.installation = Installation(model, block_classes)
+        self._block_classes = block_classes
         self.library = TapeLibrary()
         self.policy = policy
         self.plans: BlockPlans | None = None
@@ -304,6 +306,19 @@ class PolicyHandle:
     def wrap_codecs(self, block: str, wrap: Callable[[int, Codec], Codec] | None) -> None:
         """Put `wrap(value, codec)` in place of the codecs of `block`; None takes it away again."""
         self.plans.strategies[block].wrap_codec = wrap
+
+    @contextmanager
+    def taken_off(self) -> Iterator[None]:
+        """The model without this handle, for a profile in the middle of a run; afterwards all is as before."""
+        before = self.installation
+        before.remove()
+        try:
+            yield
+        finally:
+            self.installation = Installation(before.model, self._block_classes)
+            for name, function in self.installation.functions.items():
+                function.strategy = before.functions[name].strategy
+                function.num_calls = before.functions[name].num_calls
 
     def remove(self) -> None:
         self.installation.remove()

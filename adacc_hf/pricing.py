@@ -177,7 +177,8 @@ def candidates(tape: Tape, value: int, config: AdaccConfig) -> list[str]:
     if "compress" not in config.actions:
         return []
     if config.codecs is None:
-        return [CODEC_OF_ROLE[role]]
+        # With a bound on errors, what INT4 is too coarse for may still do with INT8.
+        return list(dict.fromkeys([CODEC_OF_ROLE[role], *(["int8"] if config.max_error is not None else [])]))
     return [name for name in config.codecs if (name == "bitmask") == (role == "mask")]
 
 

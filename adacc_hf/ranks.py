@@ -21,13 +21,35 @@ def num_ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def is_first_rank() -> bool:
+    return num_ranks() == 1 or dist.get_rank() == 0
+
+
+def of_all_ranks(value: T) -> list[T]:
+    """The `value` of every rank, in their order."""
+    if num_ranks() == 1:
+        return [value]
+    values: list[Any] = [None] * num_ranks()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def check_same(value: str, what: str) -> None:
+    """Raise AdaccError on every rank unless all ranks have the same `value`."""
+    values = of_all_ranks(value)
+    different = [rank for rank, other in enumerate(values) if other != values[0]]
+    if different:
+        raise AdaccError(
+            f"rank {different[0]} has another {what} than rank 0 ({values[different[0]]} against {values[0]}): all "
+            f"ranks must train the same model with the same settings; compare their arguments"
+        )
+
+
 def least_over_ranks(profile: Profile) -> Profile:
     """`profile` with the least available memory of all ranks."""
     if num_ranks() == 1:
         return profile
-    available: list[int] = [0] * num_ranks()
-    dist.all_gather_object(available, profile.available_bytes)
-    return replace(profile, available_bytes=min(available))
+    return replace(profile, available_bytes=min(of_all_ranks(profile.available_bytes)))
 
 
 def from_first_rank(make: Callable[[], T]) -> T:

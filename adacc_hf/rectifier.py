@@ -1,69 +1,63 @@
-"""The policy rectifier (paper, section 3.4): look at outliers again now and then, re-price, re-solve.
+"""The policy rectifier (paper, section 3.4): look at the data again now and then, re-price, re-solve.
 
-At a tracking step the executor's own encoding counts the outlier channels of every tracked activation and chooses them
-anew; between tracking steps nothing is counted and nothing synchronises.
+At a tracking step the executor's own encoding counts the outlier channels of every tracked activation, chooses them
+anew and measures round trips; between tracking steps nothing is counted and nothing synchronises. The solver runs on a
+thread while training goes on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from adacc_hf.accuracy import BlockSample, GradientError
+from adacc_hf.background import Background
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError
-from adacc_hf.kernels.codecs import Codec, Payload, get_codec
-from adacc_hf.kernels.outlier_int4 import count_outliers
-from adacc_hf.policy import Policy
+from adacc_hf.kernels.codecs import Codec, get_codec
+from adacc_hf.policy import Action, Plan, Policy
+from adacc_hf.profile import CodecOption
+from adacc_hf.ranks import of_all_ranks
+from adacc_hf.repricing import repriced_choice, with_errors, with_more_memory, with_outliers, without_lossy
 from adacc_hf.solver import Budget, solve_policy
+from adacc_hf.tracking import Findings, Key, MeasuringCodec, Observation, full_name, is_tracked
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from adacc_hf.executor import PolicyHandle
-    from adacc_hf.profile import KindProfile, Profile, Value
+    from adacc_hf.executor import BlockPlans
+    from adacc_hf.profile import Profile
 
 MIN_GAIN = 0.02
 """A new policy is taken over if it saves this share of the overhead, or if the old one no longer keeps to the budget.
 Prices vary by a few percent from one profile to the next; a smaller gain is noise."""
 
-OUTLIER_CODEC = "outlier_int4"
+ERROR_MARGIN = 0.05
+"""The part of `max_error` that new policies leave free: errors drift by a few percent between tracking steps."""
 
 
-def is_tracking_step(steps_since: int, tracking: str | int) -> bool:
-    """Whether outliers are looked at `steps_since` steps after the policy was set: 1, 2, 4, ... if "exponential"."""
-    if tracking == "off" or steps_since < 1:
-        return False
-    if tracking == "exponential":
-        return steps_since & (steps_since - 1) == 0
-    return steps_since % int(tracking) == 0
+NOTHING_FITS = "no policy fits any more"
+"""How the reason begins where no policy keeps to the budget at today's prices."""
 
 
-class CountingCodec:
-    """An outlier codec that counts the outliers of what it encodes, and chooses its channels anew."""
+@dataclass(frozen=True, kw_only=True)
+class Tracking:
+    """What one tracking step found, by activation: the most over all blocks of its kind and all ranks."""
 
-    def __init__(self, codec: Codec, threshold: float, counts: dict[Any, int], key: Any) -> None:
-        self._codec = codec
-        self._threshold = threshold
-        self._counts = counts
-        self._key = key
-
-    def encode(self, tensor: Tensor) -> Payload:
-        count = count_outliers(tensor, self._threshold)
-        self._counts[self._key] = max(count, self._counts.get(self._key, 0))
-        self._codec.fit(tensor)
-        return self._codec.encode(tensor)
-
-    def decode(self, payload: Payload) -> Tensor:
-        return self._codec.decode(payload)
+    num_outliers: dict[str, int]
+    """Outlier channels of each tracked activation."""
+    errors: dict[str, float]
+    """Relative L2 round-trip error of each compressed activation."""
+    gradients: dict[int, GradientError]
+    """What compression cost the gradient of sampled blocks, by kind."""
+    reason: str
+    """Why the policy must be solved again, or why not."""
+    needs_solving: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rectification:
-    """What one tracking step found."""
+    """What came of solving again."""
 
-    num_outliers: dict[str, int]
-    """Outlier channels of each tracked activation, the most over all blocks of its kind."""
     policy: Policy | None
     """A better policy, or None to keep the one in force."""
     reason: str
@@ -72,7 +66,9 @@ class Rectification:
 class Rectifier:
     """Keeps a policy in step with the data.
 
-    Between steps: `start_tracking(handle)` before a tracking step, `finish_tracking(handle)` after it.
+    Between steps: `start_tracking(handle.plans)` before a tracking step and `finish_tracking()` after it. If that says
+    so, `start_solving()`; then, after any number of steps, `take_over()` and `handle.replace` what it returns. With
+    several ranks all of them call all of these at the same steps.
     """
 
     def __init__(
@@ -82,105 +78,225 @@ class Rectifier:
         self.policy = policy
         self.config = config
         self.memory_budget = config.memory_budget if memory_budget is None else memory_budget
-        self._counts: dict[tuple[int, int], int] = {}
+        self._plans: BlockPlans | None = None
+        self._findings = Findings()
+        self._samples: dict[str, BlockSample] = {}
+        self.num_tracked = 0
+        """Tracking steps so far; the blocks whose gradients are compared go on from there."""
+        self._solving: Background[Rectification] | None = None
+
+    @property
+    def is_tracking(self) -> bool:
+        return self._plans is not None
+
+    @property
+    def is_solving(self) -> bool:
+        return self._solving is not None
 
     def has_work(self) -> bool:
-        """Whether any tracked activation is compressed with outliers kept apart."""
-        return self.config.outliers and any(
-            choice.codec == OUTLIER_CODEC for plan in self.policy.plans for _, choice in plan.choices
-        )
+        """Whether any activation is compressed in a way that can lose something or keeps outliers apart."""
+        return bool(self.lossy_blocks())
 
-    def start_tracking(self, handle: PolicyHandle) -> None:
-        """Have the next forward count outliers."""
-        self._counts = {}
+    def lossy_blocks(self) -> list[str]:
+        """Blocks that compress something with loss, in forward order."""
+        lossy = [any(not c.lossless for c in _codecs(plan).values()) for plan in self.policy.plans]
+        return [name for name, plan in self.policy.blocks if lossy[plan]]
+
+    def lossy_kinds(self) -> list[int]:
+        """Kinds of block of which some block compresses with loss."""
+        lossy = set(self.lossy_blocks())
+        return sorted({block.kind for block in self.profile.blocks if block.name in lossy})
+
+    def start_tracking(self, plans: BlockPlans, every_kind: bool = False) -> None:
+        """Have the next forward measure; with `every_kind` the gradient of a block of every lossy kind."""
+        self._plans, self._findings = plans, Findings()
         for block in self.profile.blocks:
-            kind = self.profile.kinds[block.kind]
-            handle.wrap_codecs(block.name, self._counting(block.kind, kind))
+            plans.strategies[block.name].wrap_codec = self._measuring(block.kind)
+        names = self._sampled(every_kind) if self.config.guard else []
+        self._samples = {name: BlockSample(plans.strategies[name]) for name in names}
+        self.num_tracked += 1
 
-    def finish_tracking(self, handle: PolicyHandle) -> Rectification:
-        """Stop counting, put the counts into the prices and solve again."""
-        for block in self.profile.blocks:
-            handle.wrap_codecs(block.name, None)
-        found = {self._name(kind, value): count for (kind, value), count in self._counts.items()}
-        repriced = _with_outliers(self.profile, self._counts)
-        if repriced == self.profile:
-            return Rectification(num_outliers=found, policy=None, reason="outliers as before")
-        self.profile = repriced
-        try:
-            candidate = solve_policy(repriced, self.memory_budget, self.config)
-        except InfeasibleBudgetError as error:
-            return Rectification(num_outliers=found, policy=None, reason=f"no policy fits any more: {error}")
-        policy, reason = self._judged(candidate)
-        if policy.plans == self.policy.plans:
-            return Rectification(num_outliers=found, policy=None, reason=reason)
-        self.policy = policy
-        return Rectification(num_outliers=found, policy=policy, reason=reason)
+    def finish_tracking(self) -> Tracking:
+        """Stop measuring, and put what was found on any rank into the prices."""
+        self._stop_measuring()
+        gradients, promoted = self._compare()
+        observation = Observation.merged(of_all_ranks(self._findings.read(gradients, promoted)))
+        self.cancel_tracking()
+        return self._reprice(observation)
 
-    def _judged(self, candidate: Policy) -> tuple[Policy, str]:
-        """The policy to follow from now on, and why: `candidate`, or today's actions with as many channels as found."""
-        current = self._current_policy()
-        budget = Budget.resolve(self.memory_budget, self.profile, self.config)
-        needed = current.predicted_peak_bytes if budget.of_peak else current.predicted_stored_bytes
-        if needed > budget.nbytes:
-            return candidate, f"more outliers: the old actions would need {needed} of {budget.nbytes} bytes"
-        gain = current.predicted_overhead_ms - candidate.predicted_overhead_ms
-        if gain > MIN_GAIN * current.predicted_overhead_ms:
-            return candidate, f"{gain:.2f} ms of {current.predicted_overhead_ms:.2f} ms overhead gained"
-        return current, "the same actions, with the channels there are now"
+    def cancel_tracking(self) -> None:
+        """Stop measuring and forget what was found. Harmless when nothing is measured."""
+        self._stop_measuring()
+        for sample in self._samples.values():
+            sample.close()
+        self._plans, self._findings, self._samples = None, Findings(), {}
 
-    def _current_policy(self) -> Policy:
-        """The actions in force, with today's outlier channels and prices."""
-        plans = []
-        for block in self.profile.blocks:
-            kind = self.profile.kinds[block.kind]
-            plan = self.policy.plan_of(block.name)
-            plans.append(replace(plan, choices=tuple((v, _repriced(kind, v, c)) for v, c in plan.choices)))
-        return Policy.build(self.profile, plans, dict(self.policy.facts))
+    def add_memory(self, extra_bytes: int) -> None:
+        """Price a step that was measured to need `extra_bytes` more than predicted."""
+        self.profile = with_more_memory(self.profile, extra_bytes)
 
-    def _counting(self, kind_index: int, kind: KindProfile) -> Any:
-        def wrap(value: int, codec: Codec) -> Codec | CountingCodec:
-            if codec.name != OUTLIER_CODEC or not self._tracks(kind.values[value]):
-                return codec
-            return CountingCodec(codec, self.config.zscore_threshold, self._counts, (kind_index, value))
+    def stop_compressing(self, kind: int) -> None:
+        """From the next solving on, no lossy codec for the blocks of `kind`."""
+        self.profile = without_lossy(self.profile, kind)
+
+    def start_solving(self) -> None:
+        """Solve for today's prices on a thread of the first rank."""
+        profile, policy, budget = self.profile, self.policy, self.memory_budget
+        self._solving = Background(lambda: _judged(profile, policy, budget, self.config))
+
+    def take_over(self) -> Rectification:
+        """What was solved, which is the policy from now on. Waits for the solver and raises its errors."""
+        assert self._solving is not None, "start_solving comes first"
+        found = self._solving.result()
+        self._solving = None
+        if found.policy is not None:
+            self.policy = found.policy
+        return found
+
+    def _measuring(self, kind_index: int) -> Callable[[int, Codec], MeasuringCodec]:
+        values = self.profile.kinds[kind_index].values
+
+        def wrap(value: int, codec: Codec) -> MeasuringCodec:
+            tracks = is_tracked(values[value], self.config)
+            key, options = (kind_index, value), values[value].codecs
+            return MeasuringCodec(codec, key, options, self.config, self._findings, tracks)
 
         return wrap
 
-    def _tracks(self, value: Value) -> bool:
-        patterns = self.config.tracked_modules
-        return patterns is None or any(fnmatch(value.name.partition(":")[0], pattern) for pattern in patterns)
+    def _stop_measuring(self) -> None:
+        for strategy in self._plans.strategies.values() if self._plans is not None else ():
+            strategy.wrap_codec = None
 
-    def _name(self, kind: int, value: int) -> str:
-        record = self.profile.kinds[kind]
-        return f"{record.block_class}.{record.values[value].name}#{value}"
+    def _sampled(self, every_kind: bool) -> list[str]:
+        """Blocks whose gradients are compared: some in turn, or the first lossy one of every kind."""
+        names = self.lossy_blocks()
+        if every_kind:
+            kinds = {block.name: block.kind for block in self.profile.blocks}
+            return list({kinds[name]: name for name in reversed(names)}.values())
+        num = min(self.config.guard_blocks, len(names))
+        return [names[(self.num_tracked * num + place) % len(names)] for place in range(num)]
+
+    def _compare(self) -> tuple[dict[int, GradientError], frozenset[Key]]:
+        """Gradient errors by kind, and what must not be compressed any more for them to keep to the bound."""
+        kinds = {block.name: block.kind for block in self.profile.blocks}
+        found: dict[int, list[GradientError]] = {}
+        promoted: set[Key] = set()
+        for name, sample in self._samples.items():
+            error = sample.compare()
+            if error is not None:
+                found.setdefault(kinds[name], []).append(error)
+                promoted |= {(kinds[name], value) for value in self._to_bypass(name, kinds[name], sample, error)}
+        return {kind: GradientError.worst(errors) for kind, errors in found.items()}, frozenset(promoted)
+
+    def _to_bypass(self, name: str, kind: int, sample: BlockSample, error: GradientError | None) -> set[int]:
+        """The fewest activations, worst first, without whose compression the gradient keeps to `max_error`."""
+        bypassed: set[int] = set()
+        lossy = [v for v, codec in _codecs(self.policy.plan_of(name)).items() if not codec.lossless]
+        errors = {v: float(self._findings.errors.get((kind, v), 0.0)) for v in lossy}
+        for value in sorted(lossy, key=lambda v: -errors[v]):
+            if self.config.max_error is None or error is None or error.error <= self._bound():
+                break
+            bypassed.add(value)
+            error = sample.compare(frozenset(bypassed))
+        return bypassed
+
+    def _bound(self) -> float:
+        return self.config.max_error * (1 - ERROR_MARGIN)
+
+    def _reprice(self, found: Observation) -> Tracking:
+        before = self.profile
+        repriced = with_outliers(before, found.num_outliers)
+        channels_moved = repriced != before
+        spoiled = {key: found.gradients[key[0]].error for key in found.promoted}
+        repriced = with_errors(repriced, found.option_errors)
+        self.profile = with_errors(repriced, _of_choices(self.policy, repriced, spoiled))
+        over = _over_bound(self.profile, self.policy, self.config)
+        if channels_moved:
+            reason = "the number of outliers changed"
+        elif over:
+            reason = f"errors above the bound: {', '.join(over)}"
+        else:
+            reason = "outliers as before"
+        return Tracking(
+            num_outliers={full_name(before, key): count for key, count in found.num_outliers.items()},
+            errors={full_name(before, key): error for key, error in found.errors.items()},
+            gradients=found.gradients,
+            reason=reason,
+            needs_solving=channels_moved or bool(over),
+        )
 
 
-def _with_outliers(profile: Profile, counts: dict[tuple[int, int], int]) -> Profile:
-    """`profile` with the outlier codec of each counted activation priced for as many channels as were found."""
-    kinds = list(profile.kinds)
-    for (kind_index, value_index), count in counts.items():
-        kind = kinds[kind_index]
-        values = list(kind.values)
-        values[value_index] = _value_with_outliers(values[value_index], count)
-        kinds[kind_index] = replace(kind, values=tuple(values))
-    return replace(profile, kinds=tuple(kinds))
+def _codecs(plan: Plan) -> dict[int, Codec]:
+    return {
+        value: get_codec(choice.codec, **dict(choice.options))
+        for value, choice in plan.choices
+        if choice.action is Action.COMPRESS
+    }
 
 
-def _value_with_outliers(value: Value, count: int) -> Value:
-    import torch
-
-    def reprice(option: Any) -> Any:
-        if option.codec != OUTLIER_CODEC:
-            return option
-        codec = get_codec(option.codec, **(dict(option.options) | {"num_outliers": count}))
-        nbytes = codec.predicted_bytes(value.encoded_shape, getattr(torch, value.dtype))
-        return replace(option, options=tuple(sorted(codec.options.items())), nbytes=nbytes)
-
-    return replace(value, codecs=tuple(reprice(option) for option in value.codecs))
+def _of_choices(policy: Policy, profile: Profile, errors: Mapping[Key, float]) -> dict[tuple[int, int, str], float]:
+    """`errors` by activation as those of the codecs that `policy` gives these activations."""
+    found = {}
+    for block in profile.blocks:
+        for value, choice in policy.plan_of(block.name).choices:
+            if choice.codec is not None and (block.kind, value) in errors:
+                found[block.kind, value, choice.codec] = errors[block.kind, value]
+    return found
 
 
-def _repriced(kind: KindProfile, value: int, choice: Any) -> Any:
-    """`choice` with its codec's options of today."""
-    if choice.codec is None:
-        return choice
-    option = next(option for option in kind.values[value].codecs if option.codec == choice.codec)
-    return replace(choice, options=option.options)
+def _judged(profile: Profile, policy: Policy, memory_budget: str | float | int, config: AdaccConfig) -> Rectification:
+    """The policy to follow from now on, and why: a new one, or today's actions with as many channels as were found."""
+    bounded = config
+    if config.max_error is not None:
+        bounded = config.with_overrides(max_error=config.max_error * (1 - ERROR_MARGIN))
+    try:
+        candidate = solve_policy(profile, memory_budget, bounded)
+    except InfeasibleBudgetError as error:
+        return Rectification(policy=None, reason=f"{NOTHING_FITS}: {error}")
+    chosen, reason = _better(profile, policy, candidate, Budget.resolve(memory_budget, profile, config), config)
+    is_same = chosen.plans == policy.plans and chosen.blocks == policy.blocks
+    return Rectification(policy=None if is_same else chosen, reason=reason)
+
+
+def _better(
+    profile: Profile, policy: Policy, candidate: Policy, budget: Budget, config: AdaccConfig
+) -> tuple[Policy, str]:
+    over = _over_bound(profile, policy, config)
+    if over:
+        return candidate, f"must not be compressed as before: {', '.join(over)}"
+    current = _current_policy(profile, policy)
+    needed = current.predicted_peak_bytes if budget.of_peak else current.predicted_stored_bytes
+    if needed > budget.nbytes:
+        return candidate, f"more memory: the old actions would need {needed} of {budget.nbytes} bytes"
+    gain = current.predicted_overhead_ms - candidate.predicted_overhead_ms
+    if gain > MIN_GAIN * current.predicted_overhead_ms:
+        return candidate, f"{gain:.2f} ms of {current.predicted_overhead_ms:.2f} ms overhead gained"
+    return current, "the same actions, with the channels there are now"
+
+
+def _current_policy(profile: Profile, policy: Policy) -> Policy:
+    """The actions in force, with today's outlier channels and prices."""
+    plans = []
+    for block in profile.blocks:
+        kind = profile.kinds[block.kind]
+        plan = policy.plan_of(block.name)
+        choices = tuple((v, repriced_choice(kind, v, choice)) for v, choice in plan.choices)
+        plans.append(replace(plan, choices=choices))
+    return Policy.build(profile, plans, dict(policy.facts))
+
+
+def _over_bound(profile: Profile, policy: Policy, config: AdaccConfig) -> list[str]:
+    """Activations whose codec `profile` no longer offers, or whose error exceeds what new policies may have."""
+    bound = None if config.max_error is None else config.max_error * (1 - ERROR_MARGIN)
+    found: dict[str, None] = {}
+    for block in profile.blocks:
+        options = {value.index: value.codecs for value in profile.kinds[block.kind].values}
+        for value, choice in policy.plan_of(block.name).choices:
+            if choice.codec is not None and not _may_use(options[value], choice.codec, bound):
+                found[full_name(profile, (block.kind, value))] = None
+    return list(found)
+
+
+def _may_use(options: tuple[CodecOption, ...], codec: str, bound: float | None) -> bool:
+    option = next((option for option in options if option.codec == codec), None)
+    return option is not None and (bound is None or option.error <= bound)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,25 @@ from adacc_hf.blocks import Checkpointed, Installation
 from adacc_hf.callbacks.checkpoint_files import (
     POLICY_FILE,
     PROFILE_FILE,
+    Saved,
+    SavedSituation,
     load_from_checkpoint,
     save_files,
+    save_history,
     save_in_checkpoint,
 )
+from adacc_hf.callbacks.evolution import Evolution, metrics, predictions
+from adacc_hf.callbacks.step_retry import run_with_retry
 from adacc_hf.callbacks.trainer_guard import TrainerGuard
 from adacc_hf.callbacks.training_log import add_to_log, is_training_log
 from adacc_hf.config import AdaccConfig
+from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.executor import PolicyHandle
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
 from adacc_hf.profiler import profile_model
-from adacc_hf.ranks import from_first_rank, least_over_ranks, num_ranks
-from adacc_hf.rectifier import Rectifier, is_tracking_step
+from adacc_hf.ranks import check_same, from_first_rank, least_over_ranks, of_all_ranks
+from adacc_hf.shapes import BatchShapes, batch_shapes, describe, is_alike, resized
 from adacc_hf.solver import solve_policy
 
 log = logging.getLogger(__name__)
@@ -40,12 +47,13 @@ class AdaccCallback(TrainerCallback):
     """Trains within a memory budget.
 
     The first `profile_steps` steps run under torch's own checkpointing; then the last batch is profiled, a policy is
-    solved and followed. A checkpoint carries its policy and profile, and a run that resumes with the same
-    `memory_budget` goes on with them. When training ends, or fails, the model is as it was.
+    solved and followed. As training goes on the policy follows the data: see `callbacks/evolution.py`. A checkpoint
+    carries all of it, and a run that resumes with the same `memory_budget` goes on with it. When training ends, or
+    fails, the model is as it was.
 
-    `policy` overrides the solver: a Policy, a file, or a function of the profile. The rectifier never changes such a
-    policy; a Policy or a file is followed from the first step, and goes before a checkpoint's. Fields of `AdaccConfig`
-    may be given as keyword arguments instead of a config, or on top of one.
+    `policy` overrides the solver: a Policy, a file, or a function of the profile. Nothing ever changes such a policy;
+    a Policy or a file is followed from the first step, and goes before a checkpoint's. Fields of `AdaccConfig` may be
+    given as keyword arguments instead of a config, or on top of one.
 
     | logged key | unit |
     |---|---|
@@ -53,6 +61,10 @@ class AdaccCallback(TrainerCallback):
     | `adacc/peak_gib` | GiB live at the step's peak, predicted |
     | `adacc/overhead_ms` | milliseconds per micro-batch spent on replay and codecs, predicted |
     | `adacc/compression_rate` | stored bytes over those of plain training |
+    | `adacc/measured_peak_gib` | GiB live at the peak of the last step that was counted |
+    | `adacc/error` | largest relative L2 error of a compressed activation, at the last tracking step |
+    | `adacc/gradient_error` | the same of a sampled block's gradient |
+    | `adacc/tracking_ms` | milliseconds that tracking, and waiting for what it led to, took since the policy was set |
 
     Example:
         Trainer(model=model, args=args, train_dataset=dataset, callbacks=[AdaccCallback(memory_budget="20GiB")])
@@ -66,17 +78,17 @@ class AdaccCallback(TrainerCallback):
         """The policy in force, once it is set."""
         self.profile: Profile | None = None
         self.history: list[dict[str, Any]] = []
-        """What happened in the last run: dicts of `step`, `event` ("policy", "tracking", "change") and its figures."""
+        """What happened in the run: dicts of `step`, `event` ("policy", "tracking", "change", "guard", "memory") and
+        its figures. A resumed run goes on with that of its checkpoint."""
         self._given = policy
         self._handle: PolicyHandle | None = None
         self._waiting: Installation | None = None
         self._batch: dict[str, Any] | None = None
+        self._shapes: BatchShapes | None = None
         self._batch_hook: Any = None
         self._guard: TrainerGuard | None = None
-        self._rectifier: Rectifier | None = None
+        self._evolution: Evolution | None = None
         self._num_steps = 0
-        self._policy_step = 0
-        self._is_tracking = False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
@@ -85,6 +97,8 @@ class AdaccCallback(TrainerCallback):
         _refuse_data_parallel(args)
         self.policy, self.profile, self.history, self._num_steps = None, None, [], 0
         self._guard = TrainerGuard.around_caller(self, on_failure=self.detach)
+        if self._guard is not None:
+            self._guard.wrap("training_step", self._training_step)
         try:
             self._begin(args, state, model)
         except BaseException:
@@ -92,24 +106,56 @@ class AdaccCallback(TrainerCallback):
             raise
 
     def _begin(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
-        policy = self._known_policy(args, state)
-        if policy is not None:
-            self._follow(model, policy, state.global_step)
+        saved = self._known_policy(args)
+        if saved is not None:
+            self._resume(args, state, model, saved)
             return
         self._waiting = Installation(model, self.config.block_classes)
         for function in self._waiting.functions.values():
             function.strategy = Checkpointed()
-        self._batch_hook = model.register_forward_pre_hook(self._keep_batch, with_kwargs=True)
+        self._catch_batch(model)
 
     def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if self._evolution is not None:
+            if self._evolution.wanted is not None:
+                self._catch_batch(model)
+            self._evolution.step_begins(state.global_step + 1, model, optimizer)
+
+    def _training_step(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's step on one micro-batch, under the policy for its size, tried twice if memory runs out."""
+        evolution = self._evolution
+        self._shapes = batch_shapes(inputs)
+        if evolution is None:
+            return step(model, inputs, *args, **kwargs)
+        evolution.choose(self._shapes)
+        if not self.config.retry_out_of_memory:
+            return step(model, inputs, *args, **kwargs)
+        return run_with_retry(
+            lambda: step(model, inputs, *args, **kwargs),
+            self._handle.installation.model,
+            self._tighten,
+            evolution.advice,
+        )
+
+    def _tighten(self) -> str | None:
+        obstacle = self._evolution.tighten()
+        if obstacle is None:
+            self._show_policy()
+        return obstacle
+
+    def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._rectifier is None or self._handle is None:
-            return
-        steps_since = state.global_step + 1 - self._policy_step
-        if is_tracking_step(steps_since, self.config.tracking) and self._rectifier.has_work():
-            self._rectifier.start_tracking(self._handle)
-            self._is_tracking = True
+        if self._evolution is not None:
+            self._evolution.backward_is_over()
 
     def on_step_end(
         self,
@@ -123,14 +169,21 @@ class AdaccCallback(TrainerCallback):
         self._num_steps += 1
         if self._num_steps == 1:
             self._check_called()
-        if self._is_tracking:
-            self._rectify(args, state.global_step)
         if self._handle is None and self._num_steps >= self.config.profile_steps:
             self._set_policy(args, state, model, optimizer)
+        elif self._evolution is not None:
+            num_events = len(self.history)
+            changed = self._evolution.step_ends(state.global_step)
+            if self._evolution.wanted is not None and self._batch_hook is not None:
+                changed |= self._add_size(state.global_step, model, optimizer)
+            if changed:
+                self._show_policy()
+            if len(self.history) > num_events and state.is_world_process_zero:
+                self._save(args, changed)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.policy is not None and state.is_world_process_zero:
-            save_in_checkpoint(args, state, self.policy, self.profile)
+            save_in_checkpoint(args, state, self._saved())
 
     def on_log(
         self,
@@ -140,8 +193,11 @@ class AdaccCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        if self.policy is not None and is_training_log(logs):
-            add_to_log(logs, state, self._metrics())
+        if self.policy is None or not is_training_log(logs):
+            return
+        if self._evolution is not None:
+            self._evolution.logged(state.global_step, logs)
+        add_to_log(logs, state, metrics(self.policy, self.profile, self._evolution))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -150,84 +206,114 @@ class AdaccCallback(TrainerCallback):
 
     def detach(self) -> None:
         """Take everything off the model and the Trainer. Harmless when nothing is on."""
+        if self._evolution is not None:
+            self._evolution.cancel()
         for attached in (self._handle, self._waiting, self._batch_hook):
             if attached is not None:
                 attached.remove()
         if self._guard is not None:
             self._guard.leave(self)
         self._handle = self._waiting = self._batch_hook = self._guard = None
-        self._batch = self._rectifier = None
-        self._is_tracking = False
+        self._batch = self._evolution = self._shapes = None
 
-    def _known_policy(self, args: TrainingArguments, state: TrainerState) -> Policy | None:
-        """The policy that was given, or the one of the checkpoint that training resumes from, with its profile."""
-        if isinstance(self._given, Policy):
-            return self._given
-        if isinstance(self._given, (str, Path)):
-            return Policy.load(self._given)
+    def _known_policy(self, args: TrainingArguments) -> Saved | None:
+        """The policy that was given, or what the checkpoint holds that training resumes from."""
+        if isinstance(self._given, (str, Path, Policy)):
+            policy = self._given if isinstance(self._given, Policy) else Policy.load(self._given)
+            return Saved(situations=[SavedSituation(policy=policy, profile=None)])
         folder = self._guard.checkpoint if self._guard is not None else args.resume_from_checkpoint
         if folder is None:
             return None
         # The first rank decides, also where the others do not see its files: all ranks must profile, or none.
-        found = from_first_rank(lambda: load_from_checkpoint(folder, self.config.memory_budget))
-        policy, self.profile = found or (None, None)
-        return policy
+        return from_first_rank(lambda: load_from_checkpoint(folder, self.config.memory_budget))
+
+    def _resume(self, args: TrainingArguments, state: TrainerState, model: Any, saved: Saved) -> None:
+        first = saved.situations[0]
+        self.profile, self.history = first.profile, list(saved.history)
+        self._follow(args, model, first.policy, state.global_step if saved.policy_step is None else saved.policy_step)
+        if self._evolution is not None:
+            self._evolution.restore(saved)
+        self._note(state.global_step, "policy", **predictions(first.policy))
 
     def _set_policy(self, args: TrainingArguments, state: TrainerState, model: Any, optimizer: Any) -> None:
         """Profile the last batch, solve, and follow the policy from the next step on."""
         if self._batch is None:
             raise RuntimeError("AdaccCallback saw no training batch: the model was not called in train mode")
         self._waiting.remove()  # the profiler's own functions around the blocks must not stand around these
-        self._batch_hook.remove()
+        self.profile = self._profile(model, self._caught_batch(), optimizer)
+        self._waiting = None
+        policy = from_first_rank(lambda: self._solve(self.profile))
+        check_same(str(policy), "policy")
+        self._follow(args, model, policy, state.global_step)
+        if self._evolution is not None:
+            self._evolution.add(self._shapes if self.config.length_buckets else None, self.profile, policy)
+        self._note(state.global_step, "policy", **predictions(policy))
+        if state.is_world_process_zero:
+            self._save(args, True)
+
+    def _add_size(self, step: int, model: Any, optimizer: Any) -> bool:
+        """Profile and solve for a size of batch that was seen often, with the step's batch made to that size."""
+        wanted, self._evolution.wanted = self._evolution.wanted, None
+        seen = self._evolution.last_shapes
+        if not all(of_all_ranks(self._batch is not None and is_alike(seen, wanted))):
+            self._caught_batch()
+            return False
+        batch = resized(self._caught_batch(), seen, wanted)
+        started = time.perf_counter()
+        with self._handle.taken_off():
+            profile = self._profile(model, batch, optimizer)
+        try:
+            policy = from_first_rank(lambda: self._solve(profile))
+        except InfeasibleBudgetError as error:
+            log.warning("Adacc: batches of %s run under full recomputation: %s", describe(wanted), error)
+            self._evolution.situations.refuse(wanted)
+            self._note(step, "memory", reason=f"{describe(wanted)}: {error}")
+            return False
+        check_same(str(policy), "policy")
+        self._evolution.add(wanted, profile, policy)
+        self._evolution.tracking_ms += (time.perf_counter() - started) * 1e3
+        self._note(step, "policy", **predictions(policy), reason=f"for batches of {describe(wanted)}")
+        log.info("Adacc: for batches of %s: %s", describe(wanted), policy.summary())
+        return True
+
+    def _profile(self, model: Any, batch: dict[str, Any], optimizer: Any) -> Profile:
         was_training = model.training
         model.train()
-        self.profile = profile_model(model, self._batch, self.config, optimizer)
+        profile = profile_model(model, batch, self.config, optimizer)
         model.train(was_training)
-        self.profile = least_over_ranks(self.profile)
-        policy = from_first_rank(self._solve)
-        self._waiting = self._batch_hook = self._batch = None
-        self._follow(model, policy, state.global_step)
-        if state.is_world_process_zero:
-            save_files(args.output_dir, policy, self.profile)
+        return least_over_ranks(profile)
 
-    def _solve(self) -> Policy:
+    def _solve(self, profile: Profile) -> Policy:
         if callable(self._given):
-            return self._given(self.profile)
-        return solve_policy(self.profile, self.config.memory_budget, self.config)
+            return self._given(profile)
+        budget = self.config.memory_budget if self._evolution is None else self._evolution.memory_budget
+        return solve_policy(profile, budget, self.config)
 
-    def _follow(self, model: Any, policy: Policy, step: int) -> None:
+    def _follow(self, args: TrainingArguments, model: Any, policy: Policy, policy_step: int) -> None:
+        """Put `policy` in force; a policy that was given, or is known without its profile, stays as it is."""
         self._handle = PolicyHandle(model, policy, self.config.block_classes)
-        self.policy, self._policy_step = policy, step
-        self._rectifier = self._new_rectifier(policy)
-        self._note(step, "policy", **self._predictions(policy))
+        self.policy = policy
+        if self._given is None and self.profile is not None:
+            num_micro = args.gradient_accumulation_steps
+            self._evolution = Evolution(self._handle, self.config, policy_step, self._note, num_micro)
         log.info("Adacc: %s", policy.summary())
 
-    def _new_rectifier(self, policy: Policy) -> Rectifier | None:
-        """None where the policy stays as it is: it was given, or each of several ranks would find its own outliers."""
-        if self._given is not None or self.profile is None or self.config.tracking == "off":
-            return None
-        rectifier = Rectifier(self.profile, policy, self.config)
-        if num_ranks() == 1:
-            return rectifier
-        if rectifier.has_work():
-            log.warning(
-                "Adacc: tracking=%r has no effect with %d ranks: the policy is not changed during the run",
-                self.config.tracking,
-                num_ranks(),
-            )
-        return None
+    def _show_policy(self) -> None:
+        """Let `policy` and `profile` be those in force."""
+        rectifier = self._evolution.shown.rectifier
+        self.policy, self.profile = rectifier.policy, rectifier.profile
 
-    def _rectify(self, args: TrainingArguments, step: int) -> None:
-        found = self._rectifier.finish_tracking(self._handle)
-        self._is_tracking = False
-        self._note(step, "tracking", reason=found.reason, num_outliers=found.num_outliers)
-        if found.policy is None:
-            return
-        self.policy, self.profile = found.policy, self._rectifier.profile
-        self._handle.replace(found.policy)
-        self._note(step, "change", reason=found.reason, **self._predictions(found.policy))
-        log.info("Adacc: policy changed at step %d (%s): %s", step, found.reason, found.policy.summary())
-        save_files(args.output_dir, self.policy, self.profile)
+    def _saved(self) -> Saved:
+        if self._evolution is None:
+            situations = [SavedSituation(policy=self.policy, profile=self.profile)]
+            return Saved(situations=situations, memory_budget=self.config.memory_budget, history=self.history)
+        return self._evolution.saved(self.history)
+
+    def _save(self, args: TrainingArguments, changed: bool) -> None:
+        """Write what happened, and the policy if it changed, into the run's folder."""
+        if changed:
+            save_files(args.output_dir, self.policy, self.profile)
+        save_history(args.output_dir, self.history)
 
     def _check_called(self) -> None:
         """Report blocks whose function was never called: something replaced their forward at class level."""
@@ -240,27 +326,18 @@ class AdaccCallback(TrainerCallback):
                 f"AdaccConfig(block_classes=...) so that their forward is wrapped instead"
             )
 
+    def _catch_batch(self, model: Any) -> None:
+        self._batch_hook = model.register_forward_pre_hook(self._keep_batch, with_kwargs=True)
+
+    def _caught_batch(self) -> dict[str, Any] | None:
+        """The last batch, which is let go of; no more are kept."""
+        self._batch_hook.remove()
+        batch, self._batch, self._batch_hook = self._batch, None, None
+        return batch
+
     def _keep_batch(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled() and kwargs:
             self._batch = dict(kwargs)
-
-    def _predictions(self, policy: Policy) -> dict[str, float]:
-        return {
-            "stored_bytes": policy.predicted_stored_bytes,
-            "peak_bytes": policy.predicted_peak_bytes,
-            "overhead_ms": policy.predicted_overhead_ms,
-        }
-
-    def _metrics(self) -> dict[str, float]:
-        metrics = {
-            "adacc/stored_gib": self.policy.predicted_stored_bytes / 2**30,
-            "adacc/peak_gib": self.policy.predicted_peak_bytes / 2**30,
-            "adacc/overhead_ms": self.policy.predicted_overhead_ms,
-        }
-        if self.profile is not None:
-            rate = self.policy.predicted_stored_bytes / self.profile.plain_stored_bytes
-            metrics["adacc/compression_rate"] = rate
-        return metrics
 
     def _note(self, step: int, event: str, **figures: Any) -> None:
         self.history.append({"step": step, "event": event, **figures})

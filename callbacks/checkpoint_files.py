@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from transformers import TrainerState, TrainingArguments
 
 from adacc_hf.errors import AdaccError
+from adacc_hf.files import read_json, write_json
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
+from adacc_hf.shapes import BatchShapes, shapes_from_json, shapes_to_json
 
 log = logging.getLogger(__name__)
 
@@ -17,39 +21,123 @@ POLICY_FILE = "adacc_policy.json"
 PROFILE_FILE = "adacc_profile.json"
 
 
-def save_files(folder: str | Path, policy: Policy, profile: Profile | None) -> None:
-    """Write both into `folder`, each whole or not at all."""
+STATE_FILE = "adacc_state.json"
+HISTORY_FILE = "adacc_history.json"
+STATE_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedSituation:
+    """What a run needs to go on at one size of batch."""
+
+    policy: Policy
+    profile: Profile | None
+    shapes: BatchShapes | None = None
+    due: int | None = None
+    """The step at whose end a new policy is to be taken over, solved from this profile."""
+    num_tracked: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What a run needs to go on: the situation in force comes first."""
+
+    situations: list[SavedSituation]
+    policy_step: int | None = None
+    """The step from which tracking is counted; None for the step at which the run resumes."""
+    memory_budget: str | float | int | None = None
+    """The budget that the run was given; None if only its policy is known."""
+    tightened: float | int | None = None
+    """The budget of new policies, if a step ran out of memory under the given one."""
+    history: list[dict[str, Any]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    tracking_ms: float = 0.0
+
+
+def save_files(folder: str | Path, policy: Policy, profile: Profile | None, number: int = 1) -> None:
+    """Write both into `folder`, each whole or not at all; those of further situations are numbered."""
     if profile is not None:
-        profile.save(Path(folder) / PROFILE_FILE)
-    policy.save(Path(folder) / POLICY_FILE)
+        profile.save(Path(folder) / _numbered(PROFILE_FILE, number))
+    policy.save(Path(folder) / _numbered(POLICY_FILE, number))
 
 
-def save_in_checkpoint(args: TrainingArguments, state: TrainerState, policy: Policy, profile: Profile | None) -> None:
-    """Write both into the checkpoint of the present step."""
+def save_history(folder: str | Path, history: list[dict[str, Any]]) -> None:
+    """Write what happened so far, for reports."""
+    write_json(Path(folder) / HISTORY_FILE, history)
+
+
+def save_in_checkpoint(args: TrainingArguments, state: TrainerState, saved: Saved) -> None:
+    """Write all of it into the checkpoint of the present step."""
     folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-    if folder.is_dir():
-        save_files(folder, policy, profile)
-    else:
+    if not folder.is_dir():
         log.warning("Adacc: no policy saved, since there is no %s; a run that resumes will profile again", folder)
+        return
+    for number, situation in enumerate(saved.situations, start=1):
+        save_files(folder, situation.policy, situation.profile, number)
+    record = {
+        "version": STATE_VERSION,
+        "policy_step": saved.policy_step,
+        "memory_budget": saved.memory_budget,
+        "tightened": saved.tightened,
+        "history": saved.history,
+        "losses": saved.losses,
+        "tracking_ms": saved.tracking_ms,
+        "situations": [
+            {"shapes": shapes_to_json(s.shapes), "due": s.due, "num_tracked": s.num_tracked} for s in saved.situations
+        ],
+    }
+    write_json(folder / STATE_FILE, record)
 
 
-def load_from_checkpoint(folder: str | Path, memory_budget: str | float | int) -> tuple[Policy, Profile | None] | None:
+def load_from_checkpoint(folder: str | Path, memory_budget: str | float | int) -> Saved | None:
     """What the run that wrote the checkpoint `folder` had; None if it had no policy, or one for another budget.
 
     Raises PolicyMismatchError or AdaccError for a damaged file.
     """
-    policy_file, profile_file = (Path(folder) / name for name in (POLICY_FILE, PROFILE_FILE))
-    if not policy_file.is_file():
+    folder = Path(folder)
+    if not (folder / POLICY_FILE).is_file():
         return None
     try:
-        policy = Policy.load(policy_file)
-        profile = Profile.load(profile_file) if profile_file.is_file() else None
+        saved = _load(folder)
     except AdaccError as error:
         raise type(error)(
             f"{error}. To have the resumed run profile again, delete {POLICY_FILE} and {PROFILE_FILE} in {folder}"
         ) from error
-    earlier = dict(policy.facts).get("memory_budget", memory_budget)
+    solved_for = dict(saved.situations[0].policy.facts).get("memory_budget", memory_budget)
+    earlier = solved_for if saved.memory_budget is None else saved.memory_budget
     if earlier != memory_budget:
-        log.info("Adacc: %s was solved for memory_budget=%r, not %r: solving anew", policy_file, earlier, memory_budget)
+        log.info("Adacc: %s was solved for memory_budget=%r, not %r: solving anew", folder, earlier, memory_budget)
         return None
-    return policy, profile
+    return saved
+
+
+def _load(folder: Path) -> Saved:
+    if not (folder / STATE_FILE).is_file():
+        return Saved(situations=[_load_situation(folder, 1, {})])
+    record = read_json(folder / STATE_FILE, AdaccError, "state")
+    try:
+        if record["version"] != STATE_VERSION:
+            raise AdaccError(f"{folder / STATE_FILE} has format version {record['version']!r}, not {STATE_VERSION}")
+        situations = [
+            _load_situation(folder, number, fields) for number, fields in enumerate(record["situations"], start=1)
+        ]
+        names = ("policy_step", "memory_budget", "tightened", "history", "losses", "tracking_ms")
+        return Saved(situations=situations, **{name: record[name] for name in names})
+    except (KeyError, TypeError, ValueError) as error:
+        raise AdaccError(f"{folder / STATE_FILE} is damaged ({type(error).__name__}: {error})") from error
+
+
+def _load_situation(folder: Path, number: int, fields: dict[str, Any]) -> SavedSituation:
+    profile_file = folder / _numbered(PROFILE_FILE, number)
+    return SavedSituation(
+        policy=Policy.load(folder / _numbered(POLICY_FILE, number)),
+        profile=Profile.load(profile_file) if profile_file.is_file() else None,
+        shapes=shapes_from_json(fields.get("shapes")),
+        due=fields.get("due"),
+        num_tracked=fields.get("num_tracked", 0),
+    )
+
+
+def _numbered(name: str, number: int) -> str:
+    """("adacc_policy.json", 2) -> "adacc_policy_2.json"."""
+    return name if number == 1 else name.replace(".json", f"_{number}.json")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
@@ -60,6 +61,11 @@ class TrainerGuard:
             else:
                 owner.__dict__[name] = before
         self._restore_order()
+
+    def wrap(self, name: str, around: Callable[..., Any]) -> None:
+        """Until the guard is gone, the Trainer's method `name` is `around(method, *args, **kwargs)`."""
+        method = getattr(self._trainer, name)
+        self._set(self._trainer, name, partial(around, method))
 
     def _install(self, callback: TrainerCallback) -> None:
         self._set(self._trainer, _ATTRIBUTE, self)

@@ -10,7 +10,16 @@ import pytest
 
 import adacc_hf.callbacks.adacc as adacc_module
 from adacc_hf import AdaccCallback, AdaccConfig, AdaccError, Policy, PolicyMismatchError, Profile
-from adacc_hf.callbacks.checkpoint_files import POLICY_FILE, PROFILE_FILE, load_from_checkpoint, save_files
+from adacc_hf.callbacks.checkpoint_files import (
+    HISTORY_FILE,
+    POLICY_FILE,
+    PROFILE_FILE,
+    STATE_FILE,
+    Saved,
+    SavedSituation,
+    load_from_checkpoint,
+    save_files,
+)
 
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
 
@@ -59,7 +68,7 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(train, lossless, tmp
     resumed = train([callback], resume=True if way == "last" else str(folder), **SAVING, **settings)
     assert not profilings
     assert callback.policy == policy
-    assert callback.history[0]["step"] == 3
+    assert [event["step"] for event in callback.history if event["event"] == "policy"] == [2, 3]
     resumed.assert_equals(whole)
     assert resumed.logs[-2].keys() == whole.logs[-2].keys()
 
@@ -83,7 +92,7 @@ def test_a_checkpoint_written_without_the_callback_resumes(train, lossless, tmp_
     whole = train(**SAVING)
     callback = AdaccCallback(**lossless)
     resumed = train([callback], resume=str(tmp_path / "run" / "checkpoint-3"), **SAVING)
-    assert [event["step"] for event in callback.history] == [5]
+    assert [event["step"] for event in callback.history if event["event"] == "policy"] == [5]
     resumed.assert_equals(whole)
 
 
@@ -159,7 +168,9 @@ def test_a_failing_run_leaves_checkpoints_and_policies_whole(make_trainer, train
     with pytest.raises(KeyboardInterrupt):
         make_trainer([AdaccCallback(**lossless)], trainer_class=FailingTrainer, **SAVING).train()
     folder = tmp_path / "run"
-    assert sorted(p.name for p in folder.rglob("*adacc*")) == sorted([POLICY_FILE, PROFILE_FILE] * 2)
+    assert sorted(p.name for p in folder.rglob("*adacc*")) == sorted(
+        [POLICY_FILE, PROFILE_FILE] * 2 + [HISTORY_FILE, STATE_FILE]
+    )
     resumed = train([AdaccCallback(**lossless)], resume=str(folder / "checkpoint-3"), **SAVING)
     resumed.assert_equals(train(**{**SAVING, "save_strategy": "no"}))
 
@@ -167,6 +178,7 @@ def test_a_failing_run_leaves_checkpoints_and_policies_whole(make_trainer, train
 def test_files_of_a_policy_without_profile(tmp_path, train, checkpoint):
     policy = Policy.load(checkpoint / POLICY_FILE)
     save_files(tmp_path / "new", policy, None)
-    assert load_from_checkpoint(tmp_path / "new", 0.6) == (policy, None)
+    saved = load_from_checkpoint(tmp_path / "new", 0.6)
+    assert saved == Saved(situations=[SavedSituation(policy=policy, profile=None)])
     assert load_from_checkpoint(tmp_path / "new", AdaccConfig().memory_budget) is None
     assert load_from_checkpoint(tmp_path / "nothing", 0.6) is None

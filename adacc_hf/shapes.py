@@ -1,0 +1,104 @@
+"""The sizes of a batch: which ones are alike, and which batch needs no more memory than another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """One tensor of a batch."""
+
+    name: str
+    size: tuple[int, ...]
+    num_free: int
+    """How many leading dimensions may differ from batch to batch: samples, and the length of ids and masks [B, T]."""
+
+
+BatchShapes = tuple[TensorShape, ...]
+
+
+def batch_shapes(batch: Mapping[str, Any]) -> BatchShapes:
+    """The shapes of the tensors in `batch` that have any dimension, by name."""
+    tensors = sorted((name, t) for name, t in batch.items() if isinstance(t, torch.Tensor) and t.dim() > 0)
+    return tuple(
+        TensorShape(name, tuple(t.shape), 2 if t.dim() == 2 and not t.is_floating_point() else 1) for name, t in tensors
+    )
+
+
+def bucket_of(shapes: BatchShapes) -> BatchShapes:
+    """`shapes` with samples and lengths rounded up to powers of two: what one policy is made for."""
+    return tuple(replace(s, size=(*map(_power_of_two, s.size[: s.num_free]), *s.size[s.num_free :])) for s in shapes)
+
+
+def is_alike(shapes: BatchShapes, other: BatchShapes) -> bool:
+    """Whether batches of these shapes hold the same tensors but for samples and lengths."""
+    return len(shapes) == len(other) and all(
+        mine.name == theirs.name
+        and mine.num_free == theirs.num_free
+        and mine.size[mine.num_free :] == theirs.size[theirs.num_free :]
+        for mine, theirs in zip(shapes, other, strict=True)
+    )
+
+
+def fits_in(shapes: BatchShapes, other: BatchShapes) -> bool:
+    """Whether a batch of `shapes` is in no dimension larger than one of `other`, and otherwise alike."""
+    return is_alike(shapes, other) and all(
+        a <= b for mine, theirs in zip(shapes, other, strict=True) for a, b in zip(mine.size, theirs.size, strict=True)
+    )
+
+
+def smallest_around(shapes: BatchShapes, other: BatchShapes) -> BatchShapes:
+    """The smallest shapes that both of these, of one bucket, fit in."""
+    return tuple(
+        replace(mine, size=tuple(map(max, mine.size, theirs.size))) for mine, theirs in zip(shapes, other, strict=True)
+    )
+
+
+def num_elements(shapes: BatchShapes) -> int:
+    return sum(prod(shape.size) for shape in shapes)
+
+
+def resized(batch: Mapping[str, Any], before: BatchShapes, after: BatchShapes) -> dict[str, Any]:
+    """`batch`, which has the shapes `before`, cut or repeated to the shapes `after`.
+
+    A tensor that has no shape there, made from the batch on its way into the model, follows by its sizes.
+    """
+    sizes = {s.name: s.size for s in after}
+    mapping = {
+        old: new
+        for s, t in zip(before, after, strict=True)
+        for old, new in zip(s.size[: s.num_free], t.size[: t.num_free], strict=True)
+    }
+    return {name: _resized(value, sizes.get(name), mapping) for name, value in batch.items()}
+
+
+def _resized(value: Any, size: tuple[int, ...] | None, mapping: Mapping[int, int]) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    size = size if size is not None else tuple(mapping.get(n, n) for n in value.shape)
+    for dim, (old, new) in enumerate(zip(value.shape, size, strict=True)):
+        if old != new:
+            value = value.index_select(dim, torch.arange(new, device=value.device) % old)
+    return value
+
+
+def describe(shapes: BatchShapes) -> str:
+    return ", ".join(f"{shape.name} {'x'.join(map(str, shape.size))}" for shape in shapes) or "any"
+
+
+def shapes_to_json(shapes: BatchShapes | None) -> list[Any] | None:
+    return None if shapes is None else [[shape.name, list(shape.size), shape.num_free] for shape in shapes]
+
+
+def shapes_from_json(record: list[Any] | None) -> BatchShapes | None:
+    return None if record is None else tuple(TensorShape(n, tuple(size), free) for n, size, free in record)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length() if n > 0 else 0

@@ -1,0 +1,420 @@
+"""What becomes of a run's policy once it is set: tracking, solving again, guarding accuracy, other batch sizes.
+
+NOTE [Timetable of a step]. All ranks do the same at the same step.
+1. Step begins: at a tracking step, the policies in force measure. At the next normal one, its memory is counted.
+2. Each micro-batch: the policy for its size is put in force. Out of memory: tighter policy, once more.
+3. Step ends: a) what was measured goes into the prices; b) what was solved `takeover_steps` steps ago is taken over; c)
+   if prices moved, the solver starts on a thread. Now and then a size that was seen often is profiled.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from adacc_hf.callbacks.checkpoint_files import Saved, SavedSituation
+from adacc_hf.callbacks.situations import MAX_SITUATIONS, Situation, Situations, most_wanted
+from adacc_hf.callbacks.step_meter import MAX_STEPS, StepMeter
+from adacc_hf.config import AdaccConfig
+from adacc_hf.errors import InfeasibleBudgetError
+from adacc_hf.executor import PolicyHandle
+from adacc_hf.loss_watch import SPOILED_ERROR, LossWatch
+from adacc_hf.policy import Policy
+from adacc_hf.profile import Profile
+from adacc_hf.ranks import check_same, num_ranks, of_all_ranks
+from adacc_hf.rectifier import NOTHING_FITS, Rectifier, Tracking
+from adacc_hf.shapes import BatchShapes
+from adacc_hf.solver import Budget, solve_policy
+from adacc_hf.tracking import is_tracking_step
+
+log = logging.getLogger(__name__)
+
+LOOK_STEPS = 16
+"""Steps between two looks at which batch sizes have no policy; with several ranks each look is a collective."""
+
+PEAK_TOLERANCE = 0.01
+"""A measured peak this far above the predicted one corrects the prices: allocators round, and the Trainer keeps a few
+small tensors that the profiler does not see."""
+
+RECORDED_STEPS = 2
+"""First steps of a handle, whose calls are recorded: they take more memory than those that follow."""
+
+TIGHTER = 0.9
+"""Share of its memory that a policy may have after it ran out of memory."""
+
+Note = Callable[..., None]
+
+
+class Evolution:
+    """Follows one run from the step at which its policy was set."""
+
+    def __init__(self, handle: PolicyHandle, config: AdaccConfig, policy_step: int, note: Note, num_micro: int) -> None:
+        self.config = config
+        self.memory_budget = config.memory_budget
+        """The budget of new policies: the config's, or less after a step ran out of memory."""
+        self.policy_step = policy_step
+        self.situations = Situations()
+        self.wanted: BatchShapes | None = None
+        """Sizes to be profiled with the next step's batch."""
+        self.last_shapes: BatchShapes = ()
+        """Sizes of the last micro-batch."""
+        self.tracking_ms = 0.0
+        """Time that tracking, waiting for the solver and profiling other sizes took so far."""
+        self._handle = handle
+        self._note = note
+        self._num_micro = num_micro
+        self._meter = StepMeter()
+        self._watch = LossWatch(config.loss_spike)
+        self._suspicion: str | None = None
+        self._is_tracking = False
+        self._meter_next = self._is_metering = False
+        self._num_steps = 0
+        self._current: Situation | None = None
+        self._used: set[int] = set()
+
+    @property
+    def shown(self) -> Situation:
+        """The situation of the last micro-batch; the first one if that ran under torch's checkpoint."""
+        return self._current or self.situations.all[0]
+
+    def saved(self, history: list[dict[str, Any]]) -> Saved:
+        """What a run needs to go on from here."""
+        shown = self.shown
+        return Saved(
+            situations=[
+                SavedSituation(
+                    policy=s.rectifier.policy,
+                    profile=s.rectifier.profile,
+                    shapes=s.shapes,
+                    due=s.due,
+                    num_tracked=s.rectifier.num_tracked,
+                )
+                for s in [shown, *(other for other in self.situations.all if other is not shown)]
+            ],
+            policy_step=self.policy_step,
+            memory_budget=self.config.memory_budget,
+            tightened=None if self.memory_budget == self.config.memory_budget else self.memory_budget,
+            history=history,
+            losses=self._watch.losses,
+            tracking_ms=self.tracking_ms,
+        )
+
+    def restore(self, saved: Saved) -> None:
+        """Go on where the run stood that wrote `saved`; what its solver had begun is begun anew."""
+        self.tracking_ms = saved.tracking_ms
+        self.memory_budget = self.config.memory_budget if saved.tightened is None else saved.tightened
+        self._watch = LossWatch(self.config.loss_spike, saved.losses)
+        for record in reversed(saved.situations):
+            shapes = record.shapes if self.config.length_buckets else None
+            situation = self.add(shapes, record.profile, record.policy)
+            situation.rectifier.num_tracked = record.num_tracked
+            situation.due = record.due
+            if record.due is not None:
+                situation.rectifier.start_solving()
+
+    def add(self, shapes: BatchShapes | None, profile: Profile, policy: Policy) -> Situation:
+        """Be ready for batches of `shapes`, and follow `policy` from now on."""
+        plans = self._handle.prepare(policy, self._handle.plans)
+        situation = Situation(shapes, Rectifier(profile, policy, self.config, self.memory_budget), plans)
+        self.situations.add(situation)
+        self._put_in_force(situation)
+        return situation
+
+    def step_begins(self, step: int, model: nn.Module | None, optimizer: Any) -> None:
+        """`step` is the number of the step that begins, counted from 1."""
+        due = is_tracking_step(step - self.policy_step, self.config.tracking)
+        self._used.clear()
+        self._meter.begin()
+        if due or self._suspicion is not None:
+            self._start_tracking()
+        if not self._is_tracking and self._meter_next and self._num_steps >= RECORDED_STEPS and model is not None:
+            self._is_metering = True
+            self._meter.count_memory(model, optimizer)
+        self._num_steps += 1
+
+    def choose(self, shapes: BatchShapes) -> None:
+        """Put the policy for a micro-batch of `shapes` in force."""
+        if not self.config.length_buckets:
+            return
+        self.last_shapes = shapes
+        situation = self.situations.choose(shapes)
+        if situation is not self._current:
+            self._put_in_force(situation)
+        self._used.add(id(situation))
+
+    def backward_is_over(self) -> None:
+        self._meter.backward_is_over()
+
+    def step_ends(self, step: int) -> bool:
+        """Returns whether a policy changed."""
+        started = time.perf_counter()
+        self._meter.end()
+        if self._current is not None:
+            self._current.num_steps += 1
+        was_tracking = self._is_tracking
+        if was_tracking:
+            self._finish_tracking(step)
+        elif self._is_metering:
+            self._compare_peaks(step)
+        elif self._current is not None and len(self._used) <= 1 and self._meter.step_ms is not None:
+            self._current.step_ms = [*self._current.step_ms[1 - MAX_STEPS :], self._meter.step_ms]
+        self._is_metering = False
+        self._meter.close()
+        changed = self._take_over(step)
+        if self.config.length_buckets and (step - self.policy_step) % LOOK_STEPS == 0:
+            self._look_for_sizes()
+        if was_tracking:
+            self.tracking_ms += (time.perf_counter() - started) * 1e3 + self._slower_by()
+        return changed
+
+    def logged(self, step: int, logs: Mapping[str, float]) -> None:
+        """Look at what the Trainer logs; a check of all kinds follows in the next step if it is suspicious."""
+        if not self.config.guard or self._suspicion is not None:
+            return
+        mine = self._watch.see(logs.get("loss"), logs.get("grad_norm"))
+        found = next((reason for reason in of_all_ranks(mine) if reason is not None), None)
+        if found is not None and any(situation.rectifier.has_work() for situation in self.situations.all):
+            self._suspicion = found
+
+    def tighten(self) -> str | None:
+        """Plan with less memory after a step ran out of it; returns why that cannot be, or None."""
+        self.cancel()
+        situation = self._current
+        if num_ranks() > 1:
+            return "the other ranks are in the middle of it"
+        if situation is None:
+            return "it ran under full recomputation already"
+        rectifier = situation.rectifier
+        budget = _tighter(rectifier)
+        try:
+            policy = solve_policy(rectifier.profile, budget, self.config)
+        except InfeasibleBudgetError as error:
+            return f"no policy needs that much less: {error}"
+        self.memory_budget = rectifier.memory_budget = budget
+        rectifier.policy = policy
+        self._follow(situation, policy)
+        return None
+
+    def advice(self) -> str:
+        """What to set so that the step fits."""
+        rectifier = self.shown.rectifier
+        needed = rectifier.policy.predicted_peak_bytes
+        return (
+            f"Adacc planned a peak of {needed} bytes for memory_budget={rectifier.memory_budget!r}: set "
+            f"memory_budget={int(needed * TIGHTER)} or less, or use a smaller batch or shorter sequences"
+        )
+
+    def cancel(self) -> None:
+        """Stop measuring. Harmless when nothing is measured."""
+        for situation in self.situations.all:
+            situation.rectifier.cancel_tracking()
+        self._meter.close()
+        self._is_tracking = self._is_metering = False
+
+    def _put_in_force(self, situation: Situation | None) -> None:
+        self._handle.follow(None if situation is None else situation.plans)
+        self._current = situation
+
+    def _follow(self, situation: Situation, policy: Policy) -> None:
+        situation.plans = self._handle.prepare(policy, situation.plans)
+        situation.step_ms = []
+        if situation is self._current:
+            self._put_in_force(situation)
+
+    def _start_tracking(self) -> None:
+        self._meter_next = True
+        for situation in self.situations.all:
+            if situation.rectifier.has_work():
+                situation.rectifier.start_tracking(situation.plans, every_kind=self._suspicion is not None)
+                self._is_tracking = True
+
+    def _finish_tracking(self, step: int) -> None:
+        self._is_tracking = False
+        suspicion, self._suspicion = self._suspicion, None
+        for situation in self.situations.all:
+            if not situation.rectifier.is_tracking:
+                continue
+            found = situation.rectifier.finish_tracking()
+            situation.error = max(found.errors.values(), default=None)
+            situation.gradient_error = max((g.error for g in found.gradients.values()), default=None)
+            self._note_tracking(step, situation, found)
+            spoiled = suspicion is not None and self._judge(step, situation, suspicion, found)
+            if found.needs_solving or spoiled:
+                self._solve_from(step, situation)
+
+    def _note_tracking(self, step: int, situation: Situation, found: Tracking) -> None:
+        figures: dict[str, Any] = {
+            "reason": found.reason,
+            "num_outliers": found.num_outliers,
+            "errors": found.errors,
+            "compression_rate": compression_rate(situation),
+        }
+        if situation.gradient_error is not None:
+            figures["gradient_error"] = situation.gradient_error
+            figures["gradient_cosine"] = min(g.cosine for g in found.gradients.values())
+        if situation.step_ms:
+            figures["step_ms"] = statistics.median(situation.step_ms)
+        if situation.predicted_step_ms is not None:
+            figures["predicted_step_ms"] = situation.predicted_step_ms
+        self._note(step, "tracking", **figures)
+
+    def _judge(self, step: int, situation: Situation, suspicion: str, found: Tracking) -> bool:
+        """Switch compression off for the kinds whose gradients it spoils; returns whether there are any."""
+        rectifier = situation.rectifier
+        errors = {kind: gradient.error for kind, gradient in found.gradients.items()}
+        spoiled = [kind for kind, error in errors.items() if not error <= SPOILED_ERROR]
+        for kind in spoiled:
+            rectifier.stop_compressing(kind)
+        names = [rectifier.profile.kinds[kind].block_class for kind in spoiled]
+        if spoiled:
+            verdict = f"lossy compression is switched off for {', '.join(names)}"
+            log.warning(
+                "Adacc: %s, and compression spoils the gradients of %s (relative error %.3g): it is switched off for "
+                "them",
+                suspicion,
+                ", ".join(names),
+                max(errors[kind] for kind in spoiled),
+            )
+        elif errors:
+            verdict = f"compression is not the cause: gradients are exact to {max(errors.values()):.3g}"
+            log.info("Adacc: %s; %s", suspicion, verdict)
+        else:
+            verdict = "no exact gradient to compare with: it is zero or not finite without compression too"
+            log.warning("Adacc: %s; %s", suspicion, verdict)
+        self._note(step, "guard", reason=suspicion, verdict=verdict)
+        return bool(spoiled)
+
+    def _compare_peaks(self, step: int) -> None:
+        """Correct prices where a step took more memory than predicted; each rank may have had another size."""
+        mine = None
+        if self._current is not None and len(self._used) <= 1 and self._current.num_steps > 2:
+            mine = (self.situations.all.index(self._current), self._meter.peak_bytes)
+        peaks: dict[int, int] = {}
+        for found in of_all_ranks(mine):
+            if found is not None and found[1] is not None:
+                peaks[found[0]] = max(found[1], peaks.get(found[0], 0))
+        self._meter_next = not peaks
+        for index, peak in sorted(peaks.items()):
+            self._compare_peak(step, self.situations.all[index], peak)
+
+    def _compare_peak(self, step: int, situation: Situation, peak: int) -> None:
+        predicted = situation.rectifier.policy.predicted_peak_bytes
+        situation.measured_peak_bytes = peak
+        above = peak > predicted * (1 + PEAK_TOLERANCE)
+        self._note(step, "memory", measured_peak_bytes=peak, peak_bytes=predicted, corrected=above)
+        if above:
+            situation.rectifier.add_memory(peak - predicted)
+            self._solve_from(step, situation)
+
+    def _solve_from(self, step: int, situation: Situation) -> None:
+        situation.must_solve = situation.rectifier.is_solving
+        if not situation.must_solve:
+            situation.rectifier.start_solving()
+            situation.due = step + self.config.takeover_steps
+
+    def _take_over(self, step: int) -> bool:
+        changed = False
+        for situation in self.situations.all:
+            if situation.due is None or step < situation.due:
+                continue
+            started = time.perf_counter()
+            before, found = situation.rectifier.policy, situation.rectifier.take_over()
+            waited_ms = (time.perf_counter() - started) * 1e3
+            situation.due = None
+            self.tracking_ms += waited_ms
+            if found.policy is None:
+                if found.reason.startswith(NOTHING_FITS):
+                    log.warning("Adacc: step %d: %s; the policy stays as it is", step, found.reason)
+                    self._note(step, "memory", reason=found.reason)
+            else:
+                changed = True
+                self._change(step, situation, before, found.policy, found.reason, waited_ms)
+            if situation.must_solve:
+                self._solve_from(step, situation)
+        return changed
+
+    def _change(
+        self, step: int, situation: Situation, before: Policy, policy: Policy, reason: str, waited_ms: float
+    ) -> None:
+        check_same(str(policy), "policy")
+        extra_ms = (policy.predicted_overhead_ms - before.predicted_overhead_ms) * self._num_micro
+        measured = statistics.median(situation.step_ms) if situation.step_ms else None
+        situation.predicted_step_ms = None if measured is None else measured + extra_ms
+        self._follow(situation, policy)
+        self._meter_next = True
+        figures = predictions(policy) | {"moved": moved(before, policy), "waited_ms": waited_ms}
+        if measured is not None:
+            figures |= {"step_ms": measured, "predicted_step_ms": situation.predicted_step_ms}
+        self._note(step, "change", reason=reason, **figures)
+        log.info("Adacc: policy changed at step %d (%s): %s", step, reason, policy.summary())
+
+    def _look_for_sizes(self) -> None:
+        if len(self.situations.all) < MAX_SITUATIONS:
+            self.wanted = most_wanted(of_all_ranks(self.situations.unplanned()))
+
+    def _slower_by(self) -> float:
+        """Milliseconds by which the last step was slower than a normal one."""
+        normal = self._current.step_ms if self._current is not None else []
+        if self._meter.step_ms is None or not normal:
+            return 0.0
+        return max(0.0, self._meter.step_ms - statistics.median(normal))
+
+
+def predictions(policy: Policy) -> dict[str, float]:
+    return {
+        "stored_bytes": policy.predicted_stored_bytes,
+        "peak_bytes": policy.predicted_peak_bytes,
+        "overhead_ms": policy.predicted_overhead_ms,
+    }
+
+
+def compression_rate(situation: Situation) -> float:
+    """Stored bytes over those of plain training."""
+    return situation.rectifier.policy.predicted_stored_bytes / situation.rectifier.profile.plain_stored_bytes
+
+
+def moved(before: Policy, after: Policy) -> str:
+    """How many activations of all blocks have another action or codec, and how many another number of channels."""
+    actions = channels = 0
+    for block, _ in before.blocks:
+        old = dict(before.plan_of(block).choices)
+        for value, choice in after.plan_of(block).choices:
+            was = old.get(value, choice)
+            actions += (was.action, was.codec) != (choice.action, choice.codec)
+            channels += (was.action, was.codec) == (choice.action, choice.codec) and was.options != choice.options
+    return f"{actions} actions, {channels} sets of channels"
+
+
+def _tighter(rectifier: Rectifier) -> int | float:
+    """A budget of the same form, a tenth below what the policy in force keeps to."""
+    budget = Budget.resolve(rectifier.memory_budget, rectifier.profile, rectifier.config)
+    if budget.of_peak:
+        return int(TIGHTER * min(budget.nbytes, rectifier.policy.predicted_peak_bytes))
+    stored = min(budget.nbytes, rectifier.policy.predicted_stored_bytes)
+    return math.floor(1e6 * TIGHTER * stored / rectifier.profile.plain_stored_bytes) / 1e6
+
+
+def metrics(policy: Policy, profile: Profile | None, evolution: Evolution | None) -> dict[str, float]:
+    """What the Trainer's log gets."""
+    found: dict[str, float | None] = {
+        "adacc/stored_gib": policy.predicted_stored_bytes / 2**30,
+        "adacc/peak_gib": policy.predicted_peak_bytes / 2**30,
+        "adacc/overhead_ms": policy.predicted_overhead_ms,
+    }
+    if profile is not None:
+        found["adacc/compression_rate"] = policy.predicted_stored_bytes / profile.plain_stored_bytes
+    if evolution is not None:
+        shown = evolution.shown
+        peak = shown.measured_peak_bytes
+        found["adacc/measured_peak_gib"] = None if peak is None else peak / 2**30
+        is_exact = not shown.rectifier.has_work()
+        found["adacc/error"] = 0.0 if is_exact else shown.error
+        found["adacc/gradient_error"] = 0.0 if is_exact else shown.gradient_error
+        found["adacc/tracking_ms"] = evolution.tracking_ms
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,0 +1,103 @@
+"""The policies of a run by the size of the batch.
+
+A batch runs under the policy that was made for its bucket, or for the next larger one: memory grows with the batch, so
+that keeps to the budget. A batch larger than any that was profiled runs under torch's own checkpoint, until its bucket
+was seen often enough to be profiled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from adacc_hf.executor import BlockPlans
+from adacc_hf.rectifier import Rectifier
+from adacc_hf.shapes import BatchShapes, bucket_of, fits_in, num_elements, smallest_around
+
+ENOUGH = 8
+"""Batches of a bucket without a policy of its own that are worth a profile, which takes as long as 20 to 60 steps."""
+MAX_SITUATIONS = 8
+"""Policies per run; each keeps its tapes, some 100 KiB per block."""
+
+
+@dataclass(slots=True)
+class Situation:
+    """One size of batch, and how training goes at that size."""
+
+    shapes: BatchShapes | None
+    """The sizes that it was profiled at; None where they are not known."""
+    rectifier: Rectifier
+    plans: BlockPlans
+    due: int | None = None
+    """The step at whose end the solver's result is taken over."""
+    must_solve: bool = False
+    """Whether prices changed while the solver was busy."""
+    num_steps: int = 0
+    step_ms: list[float] = field(default_factory=list)
+    """Normal steps under the present plans."""
+    predicted_step_ms: float | None = None
+    error: float | None = None
+    """Largest round-trip error at the last tracking step."""
+    gradient_error: float | None = None
+    measured_peak_bytes: int | None = None
+
+
+@dataclass(slots=True)
+class _Unplanned:
+    """A bucket that has no policy for some of its batches."""
+
+    shapes: BatchShapes
+    num_seen: int = 0
+
+
+class Situations:
+    """All of a run. `choose` is asked for every batch and never synchronises."""
+
+    def __init__(self) -> None:
+        self.all: list[Situation] = []
+        self._unplanned: dict[BatchShapes, _Unplanned] = {}
+        self._refused: set[BatchShapes] = set()
+
+    def add(self, situation: Situation) -> None:
+        """Take the place of a situation of the same bucket, if there is one."""
+        if situation.shapes is None:
+            self.all = [situation]
+            return
+        bucket = bucket_of(situation.shapes)
+        self.all = [s for s in self.all if s.shapes is None or bucket_of(s.shapes) != bucket] + [situation]
+        self._unplanned.pop(bucket, None)
+
+    def choose(self, shapes: BatchShapes) -> Situation | None:
+        """The situation that keeps a batch of `shapes` within the budget at least cost; None if none does."""
+        fitting = [s for s in self.all if s.shapes is None or fits_in(shapes, s.shapes)]
+        best = min(fitting, key=lambda s: 0 if s.shapes is None else num_elements(s.shapes), default=None)
+        bucket = bucket_of(shapes)
+        if best is None or (best.shapes is not None and bucket_of(best.shapes) != bucket):
+            self._see(bucket, shapes)
+        return best
+
+    def refuse(self, shapes: BatchShapes) -> None:
+        """No policy fits the bucket of `shapes`: it stays under torch's checkpoint, or a larger one's policy."""
+        self._refused.add(bucket_of(shapes))
+        self._unplanned.pop(bucket_of(shapes), None)
+
+    def _see(self, bucket: BatchShapes, shapes: BatchShapes) -> None:
+        if bucket in self._refused:
+            return
+        known = self._unplanned.setdefault(bucket, _Unplanned(shapes))
+        known.shapes = smallest_around(known.shapes, shapes)
+        known.num_seen += 1
+
+    def unplanned(self) -> dict[BatchShapes, tuple[BatchShapes, int]]:
+        """Per bucket without a policy of its own: the sizes that were seen, and how often."""
+        return {bucket: (seen.shapes, seen.num_seen) for bucket, seen in self._unplanned.items()}
+
+
+def most_wanted(seen: list[dict[BatchShapes, tuple[BatchShapes, int]]]) -> BatchShapes | None:
+    """The sizes worth a profile from what all ranks have seen; None if no bucket was seen often enough."""
+    total: dict[BatchShapes, tuple[BatchShapes, int]] = {}
+    for rank in seen:
+        for bucket, (shapes, count) in rank.items():
+            before, counted = total.get(bucket, (shapes, 0))
+            total[bucket] = smallest_around(before, shapes), counted + count
+    wanted = [(count, num_elements(shapes), shapes) for shapes, count in total.values() if count >= ENOUGH]
+    return max(wanted, key=lambda item: item[:2])[2] if wanted else None

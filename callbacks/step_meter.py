@@ -1,0 +1,58 @@
+"""Measured time and peak of training steps, without synchronising in normal ones."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from adacc_hf.memory import MemoryMeter, count_static_bytes
+
+MAX_STEPS = 64
+"""Step times that are kept; the median of more is no better."""
+
+
+class StepMeter:
+    """Times every step by the host's clock, and counts the live bytes of those that it is asked to."""
+
+    def __init__(self) -> None:
+        self.peak_bytes: int | None = None
+        """Peak of the step that was counted last, until the optimizer ran; None if none was."""
+        self.step_ms: float | None = None
+        """Time of the last step."""
+        self._started: float | None = None
+        self._memory: MemoryMeter | None = None
+        self._static_bytes = 0
+
+    def begin(self) -> None:
+        self._started = time.perf_counter()
+        self.step_ms = self.peak_bytes = None
+
+    def count_memory(self, model: nn.Module, optimizer: Any) -> None:
+        """Count the live bytes of the step that begins. Does nothing where another profiler is at work."""
+        device = next(model.parameters()).device
+        if device.type == "cpu" and torch.autograd.profiler._is_profiler_enabled:
+            return
+        self._static_bytes = count_static_bytes(model, {}, optimizer)
+        self._memory = MemoryMeter.for_device(device)
+        self._memory.__enter__()
+        self._memory.mark(("step",))
+
+    def backward_is_over(self) -> None:
+        """The optimizer's turn: a policy has no part in its memory."""
+        if self._memory is not None:
+            self._memory.__exit__(None, None, None)
+            self.peak_bytes = self._static_bytes + self._memory.peak_bytes
+            self._memory = None
+
+    def end(self) -> None:
+        if self._started is not None:
+            self.step_ms = (time.perf_counter() - self._started) * 1e3
+
+    def close(self) -> None:
+        """Stop counting. Harmless when nothing is counted."""
+        if self._memory is not None:
+            self._memory.__exit__(None, None, None)
+        self._memory = None

@@ -1,0 +1,60 @@
+"""A micro-batch that runs out of memory: free, plan tighter, try once more."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+log = logging.getLogger(__name__)
+
+
+class GradientsBefore:
+    """The gradients of a model before a micro-batch; nothing is copied and nothing synchronises."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before = [
+            (parameter, parameter.grad, None if parameter.grad is None else parameter.grad._version)
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        ]
+
+    def restore(self) -> bool:
+        """Take away what a broken backward left; False if it added to gradients of earlier micro-batches."""
+        for _, gradient, version in self._before:
+            if gradient is not None and gradient._version != version:
+                return False
+        for parameter, gradient, _ in self._before:
+            parameter.grad = gradient
+        return True
+
+
+def run_with_retry(
+    run: Callable[[], Any], model: nn.Module, tighten: Callable[[], str | None], advice: Callable[[], str]
+) -> Any:
+    """What `run` returns, tried once more if it runs out of memory.
+
+    `tighten` frees what it can and lowers what the next attempt needs; it returns why it cannot, or None. Raises
+    torch.OutOfMemoryError with `advice` if the first attempt cannot be repeated or the second one fails too.
+    """
+    before = GradientsBefore(model)
+    try:
+        return run()
+    except torch.OutOfMemoryError as error:
+        message = str(error)
+    # Outside the except clause: the error's traceback holds the frames whose tensors are to be freed.
+    gc.collect()
+    obstacle = tighten() if before.restore() else "earlier micro-batches' gradients are half changed"
+    if obstacle is not None:
+        raise torch.OutOfMemoryError(f"{message} {advice()}. The step was not tried again: {obstacle}")
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    log.warning("Adacc: out of memory (%s); trying the step again under a tighter policy", message.splitlines()[0])
+    try:
+        return run()
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(f"{error} {advice()}. The step failed twice") from None
