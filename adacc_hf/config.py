@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from adacc_hf.policy import Action
+from adacc_hf.policy import HEADS, Action
 from adacc_hf.units import parse_bytes
 
 TRACKING_NAMES = ("exponential", "off")
@@ -49,6 +49,12 @@ class AdaccConfig:
     tracked_modules: tuple[str, ...] | None = None
     """Patterns (fnmatch) of module paths inside a block whose activations are tracked; None tracks every activation
     that keeps outliers."""
+    head: str = "auto"
+    """How the output layer and the loss run. "plain": with whole logits. "chunked": logits are made a chunk of tokens
+    at a time and never as a whole; loss and gradients are the same but for the order of sums. "auto": chunked where
+    that lets the budget be met at all, or faster; considered only where "compress" is allowed, since it is not
+    bit-equal. "auto" measures both, so the first steps and the profile need the memory of whole logits; "chunked"
+    never makes them."""
     max_error: float | None = None
     """Largest relative L2 round-trip error that a compressed activation may have, and largest relative error of a
     sampled block's gradient. What tracking steps find above it is promoted: to INT8, or not compressed at all. None
@@ -95,6 +101,8 @@ class AdaccConfig:
         _check_tracking(self.tracking)
         _check_range("solver_gap", self.solver_gap, 0.0, 1.0)
         _check_range("solver_seconds", self.solver_seconds, 1e-3, 86400.0)
+        if self.head not in ("auto", *HEADS):
+            raise ValueError(f'head={self.head!r} is unknown: choose from "auto", "plain" and "chunked"')
         if self.max_error is not None:
             _check_range("max_error", self.max_error, 0.0, 1e6)
         for name in ("guard", "length_buckets", "retry_out_of_memory"):
@@ -102,6 +110,13 @@ class AdaccConfig:
         _check_integer("guard_blocks", self.guard_blocks, 0, 1000)
         _check_range("loss_spike", self.loss_spike, 1.0, 1e6)
         _check_integer("takeover_steps", self.takeover_steps, 0, 1000)
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """The heads that a policy may choose from."""
+        if self.head != "auto":
+            return (self.head,)
+        return HEADS if "compress" in self.actions and self.max_error != 0 else ("plain",)
 
     @property
     def parsed_actions(self) -> frozenset[Action]:

@@ -40,7 +40,8 @@ from adacc_hf.call import Call
 from adacc_hf.call_inputs import StatePaths, call_key, fetch
 from adacc_hf.compiled import CompiledPlan
 from adacc_hf.config import AdaccConfig
-from adacc_hf.errors import PolicyMismatchError
+from adacc_hf.errors import ChunkedHeadError, PolicyMismatchError
+from adacc_hf.head import ChunkedHead
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.policy import RECOMPUTE, RETAIN, Action, Choice, Plan, Policy
 from adacc_hf.recording import Recording
@@ -275,10 +276,11 @@ class PolicyHandle:
         self.policy = policy
         self.plans: BlockPlans | None = None
         """The strategies that were followed last."""
+        self._head: ChunkedHead | None = None
         try:
             self.replace(policy)
         except BaseException:
-            self.installation.remove()
+            self.remove()
             raise
 
     def replace(self, policy: Policy) -> None:
@@ -300,8 +302,18 @@ class PolicyHandle:
         """Run the blocks under `plans` from the next forward on; under torch's own checkpoint if None."""
         for name, function in self.installation.functions.items():
             function.strategy = Checkpointed() if plans is None else plans.strategies[name]
+        self._chunk_head(plans is not None and plans.policy.head == "chunked")
         if plans is not None:
             self.plans, self.policy = plans, plans.policy
+
+    def _chunk_head(self, is_on: bool) -> None:
+        if self._head is None and is_on:
+            try:
+                self._head = ChunkedHead(self.installation.model)
+            except ChunkedHeadError as error:
+                raise PolicyMismatchError(f"the policy has a chunked head, and {error}") from error
+        if self._head is not None:
+            self._head.is_on = is_on
 
     def wrap_codecs(self, block: str, wrap: Callable[[int, Codec], Codec] | None) -> None:
         """Put `wrap(value, codec)` in place of the codecs of `block`; None takes it away again."""
@@ -310,18 +322,22 @@ class PolicyHandle:
     @contextmanager
     def taken_off(self) -> Iterator[None]:
         """The model without this handle, for a profile in the middle of a run; afterwards all is as before."""
-        before = self.installation
-        before.remove()
+        before, head = self.installation, self._head
+        self.remove()
+        self._head = None
         try:
             yield
         finally:
             self.installation = Installation(before.model, self._block_classes)
+            self._chunk_head(head is not None and head.is_on)
             for name, function in self.installation.functions.items():
                 function.strategy = before.functions[name].strategy
                 function.num_calls = before.functions[name].num_calls
 
     def remove(self) -> None:
         self.installation.remove()
+        if self._head is not None:
+            self._head.remove()
 
     def uncalled(self) -> list[str]:
         """Blocks whose function was never called with gradients on: something replaced their forward."""

@@ -104,7 +104,7 @@ def plan_groups(policy: Policy, profile: Profile) -> list[tuple[str, KindProfile
 def explain_policy(policy: Policy, profile: Profile) -> str:
     """The policy as text: for every activation of every plan its name, shape, bytes, action and reason."""
     check_belongs(policy, profile)
-    lines = [f"Policy: {policy.summary()}"]
+    lines = [f"Policy: {policy.summary()}", describe_head(policy, profile)]
     for blocks, kind, plan in plan_groups(policy, profile):
         cells = [("activation", "shape", "bytes", "action", "reason")]
         cells += [
@@ -121,6 +121,16 @@ def explain_policy(policy: Policy, profile: Profile) -> str:
         lines += ["", f"{kind.block_class}, {blocks}"]
         lines += [_aligned(line, widths) for line in cells]
     return "\n".join(lines)
+
+
+def describe_head(policy: Policy, profile: Profile) -> str:
+    """The head that `policy` chose, with what each one that was profiled costs: its time, and the peak it makes."""
+    costs = []
+    for name in profile.heads:
+        with_it = profile.with_head(name)
+        time = f"{with_it.head_ms:.2f} ms, " if len(profile.heads) > 1 else ""
+        costs.append(f"{name}: {time}{format_bytes(with_it.outside_peak_bytes)} live besides what blocks store")
+    return f"{policy.head} head; " + "; ".join(costs)
 
 
 def format_shape(value: Value) -> str:

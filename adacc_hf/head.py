@@ -16,6 +16,8 @@ from adacc_hf.lazy_logits import HeadCall, LazyLogits, LossCall, product_dtype
 
 log = logging.getLogger(__name__)
 
+_NEXT_STEP = 'train with AdaccConfig(head="plain") or "auto"'
+
 
 class ChunkedHead:
     """The output layer of `model`, chunked from now until `remove()`.
@@ -40,6 +42,13 @@ class ChunkedHead:
         if self._layer is not None:
             self._layer.__dict__.pop("forward", None)
         self._layer = None
+
+    def check_used(self) -> None:
+        """Raise ChunkedHeadError unless all that was done with the logits so far were losses."""
+        if self.num_whole or not self.num_losses:
+            raise ChunkedHeadError(
+                f"the model computes something else from its logits than a cross entropy: {_NEXT_STEP}"
+            )
 
     def note_loss(self, loss: LossCall) -> None:
         self.num_losses += 1
@@ -86,12 +95,14 @@ def output_layer(model: nn.Module) -> nn.Linear:
     get = getattr(model, "get_output_embeddings", None)
     layer = get() if get is not None else None
     if layer is None:
-        raise ChunkedHeadError(f"{type(model).__name__} has no output layer (get_output_embeddings): its head is plain")
+        raise ChunkedHeadError(
+            f"{type(model).__name__} has no output layer (get_output_embeddings) that could be chunked: {_NEXT_STEP}"
+        )
     # A subclass may compute anything; FSDP's frees its weight before the loss is computed.
     if type(layer) is not nn.Linear:
         raise ChunkedHeadError(
             f"the output layer is a {type(layer).__name__}, not a plain nn.Linear: its head is plain"
         )
     if "forward" in layer.__dict__:
-        raise ChunkedHeadError("the forward of the output layer was replaced by something else: its head is plain")
+        raise ChunkedHeadError(f"the forward of the output layer was replaced by something else: {_NEXT_STEP}")
     return layer

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from adacc_hf.config import AdaccConfig
+from adacc_hf.head_pricing import head_times
+from adacc_hf.lazy_logits import LossCall
 from adacc_hf.memory import MemoryMeter, available_bytes, backward, forward_loss
 from adacc_hf.pricing import Prices, outliers_in, price_tape
 from adacc_hf.recorder import Drawing
@@ -63,6 +65,10 @@ class Instruments:
             torch.cuda.synchronize()
         model.zero_grad(set_to_none=True)
         return (time.perf_counter() - start) * 1e3
+
+    def head_times(self, loss: LossCall) -> dict[str, float]:
+        """Milliseconds of the output layer and the loss, forward and backward, by the name of the head."""
+        return head_times(loss)
 
     def available_bytes(self, device: torch.device, static_bytes: int) -> int:
         """Bytes that this process can have on `device`."""

@@ -8,7 +8,7 @@ once, and goes on with them as plain training does.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -60,6 +60,10 @@ class LossCall:
     target: Tensor
     ignore_index: int
     reduction: str
+
+    def on(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> LossCall:
+        """The same loss of other tensors."""
+        return replace(self, rows=rows, call=replace(self.call, weight=weight, bias=bias))
 
     def chunked(self) -> Tensor:
         """The loss, chunk by chunk."""

@@ -21,7 +21,8 @@ from adacc_hf.units import format_bytes
 if TYPE_CHECKING:
     from adacc_hf.profile import CodecOption, KindProfile, Profile, Value
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+HEADS = ("plain", "chunked")
 
 
 class Action(str, Enum):
@@ -108,7 +109,9 @@ class Policy:
     """Peak of live tensor bytes over a training step: parameters, buffers, gradients as they appear, optimizer state if
     there is any, stored activations and temporaries."""
     predicted_overhead_ms: float
-    """Time per step spent on replay, encoding and decoding (the paper's equation 4)."""
+    """Time per step spent on replay, encoding and decoding (the paper's equation 4), and by a slower head."""
+    head: str = "plain"
+    """How the output layer and the loss run: "plain", or "chunked" without whole logits."""
     facts: tuple[tuple[str, Any], ...] = field(default=(), compare=False)
     """How it came about: solver status, gap, seconds, budget. JSON scalars only."""
 
@@ -118,7 +121,7 @@ class Policy:
     @property
     def is_plain(self) -> bool:
         """Whether this policy does nothing at all."""
-        return all(plan.is_plain for plan in self.plans)
+        return self.head == "plain" and all(plan.is_plain for plan in self.plans)
 
     def action_counts(self) -> Counter[str]:
         """How many activations of all blocks get each action."""
@@ -131,8 +134,9 @@ class Policy:
         """One line for a log."""
         counts = self.action_counts()
         actions = ", ".join(f"{counts[action.value]} {action.value}" for action in Action)
+        head = "" if self.head == "plain" else f", {self.head} head"
         return (
-            f"{len(self.blocks)} blocks, {actions}; stored {format_bytes(self.predicted_stored_bytes)}, "
+            f"{len(self.blocks)} blocks, {actions}{head}; stored {format_bytes(self.predicted_stored_bytes)}, "
             f"peak {format_bytes(self.predicted_peak_bytes)}, overhead {self.predicted_overhead_ms:.2f} ms per step"
         )
 
@@ -146,7 +150,7 @@ class Policy:
 
     @classmethod
     def build(cls, profile: Profile, plans: Sequence[Plan], facts: dict[str, Any] | None = None) -> Policy:
-        """The policy that gives `plans[i]` to the i-th block of `profile`, with its predicted cost."""
+        """The policy that gives `plans[i]` to the i-th block of `profile`, with its head and its predicted cost."""
         from adacc_hf.simulator import simulate
 
         different = list(dict.fromkeys(plans))
@@ -159,6 +163,7 @@ class Policy:
             predicted_stored_bytes=outcome.stored_bytes,
             predicted_peak_bytes=outcome.peak_bytes,
             predicted_overhead_ms=outcome.overhead_ms,
+            head=profile.head,
             facts=tuple((facts or {}).items()),
         )
 
@@ -203,6 +208,7 @@ class Policy:
             "predicted_stored_bytes": self.predicted_stored_bytes,
             "predicted_peak_bytes": self.predicted_peak_bytes,
             "predicted_overhead_ms": self.predicted_overhead_ms,
+            "head": self.head,
             "facts": dict(self.facts),
             "plans": [
                 {"kind": plan.kind, "choices": {str(value): choice.to_json() for value, choice in plan.choices}}
@@ -242,12 +248,19 @@ class Policy:
                 predicted_stored_bytes=int(record["predicted_stored_bytes"]),
                 predicted_peak_bytes=int(record["predicted_peak_bytes"]),
                 predicted_overhead_ms=float(record["predicted_overhead_ms"]),
+                head=_checked_head(record["head"]),
                 facts=tuple(record["facts"].items()),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PolicyMismatchError(
                 f"{source} is a damaged policy file ({type(error).__name__}: {error}): solve the policy again"
             ) from error
+
+
+def _checked_head(name: str) -> str:
+    if name not in HEADS:
+        raise ValueError(f"head {name!r} is none of {', '.join(HEADS)}")
+    return name
 
 
 def _checked_blocks(record: dict[str, Any]) -> list[tuple[str, int]]:

@@ -62,11 +62,11 @@ def storable(tape: Tape) -> list[int]:
     return sorted({*saved, *inputs})
 
 
-def median_ms(run: Callable[[], object], device: torch.device) -> float:
+def median_ms(run: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
     """Median time of `run` on `device`, in milliseconds."""
     run()
     times = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         if device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()

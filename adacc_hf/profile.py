@@ -14,7 +14,7 @@ from typing import Any
 from adacc_hf.errors import AdaccError
 from adacc_hf.files import read_json, write_json
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +175,30 @@ class Shared:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Head:
+    """One way to run the output layer and the loss: its time, and what of a profile's memory depends on it."""
+
+    name: str
+    """ "plain": whole logits; "chunked": a loss that does without (chunked_loss.py)."""
+    ms: float
+    """Time of its forward and backward; 0 for the only one of a profile, which nothing is compared with."""
+    outside_stored_bytes: int
+    outside_peak_bytes: int
+    tail_peak_bytes: int
+    backward_base_bytes: tuple[int, ...]
+    """Of each block in forward order."""
+
+    def with_more_memory(self, extra_bytes: int) -> Head:
+        """The head with so much more live at every moment."""
+        return replace(
+            self,
+            outside_peak_bytes=self.outside_peak_bytes + extra_bytes,
+            tail_peak_bytes=self.tail_peak_bytes + extra_bytes,
+            backward_base_bytes=tuple(base + extra_bytes for base in self.backward_base_bytes),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Profile:
     """Tapes and prices of a model's blocks for one batch, and the memory of the rest of the step."""
 
@@ -197,13 +221,62 @@ class Profile:
     step_ms: float
     """Time of one forward and backward with everything recomputed."""
     device: str
+    head: str = "plain"
+    """The head that the memory above was measured with; `with_head` gives the profile for another."""
+    head_ms: float = 0.0
+    """`Head.ms` of that head."""
+    other_heads: tuple[Head, ...] = ()
+    """The other heads that a policy may choose."""
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """Names of the heads that a policy may choose, this profile's own first."""
+        return (self.head, *(head.name for head in self.other_heads))
+
+    def with_head(self, name: str) -> Profile:
+        """The profile of the same model with the head `name`. Raises ValueError if it was not profiled."""
+        if name == self.head:
+            return self
+        wanted = next((head for head in self.other_heads if head.name == name), None)
+        if wanted is None:
+            raise ValueError(
+                f"head={name!r} is not in this profile, which has {' and '.join(self.heads)}: profile again with "
+                f"AdaccConfig(head={name!r}), on a model whose output layer can be chunked"
+            )
+        bases = zip(self.blocks, wanted.backward_base_bytes, strict=True)
+        return replace(
+            self,
+            head=name,
+            head_ms=wanted.ms,
+            other_heads=(self._own_head(), *(head for head in self.other_heads if head is not wanted)),
+            blocks=tuple(replace(block, backward_base_bytes=base) for block, base in bases),
+            outside_stored_bytes=wanted.outside_stored_bytes,
+            outside_peak_bytes=wanted.outside_peak_bytes,
+            tail_peak_bytes=wanted.tail_peak_bytes,
+        )
+
+    def _own_head(self) -> Head:
+        return Head(
+            name=self.head,
+            ms=self.head_ms,
+            outside_stored_bytes=self.outside_stored_bytes,
+            outside_peak_bytes=self.outside_peak_bytes,
+            tail_peak_bytes=self.tail_peak_bytes,
+            backward_base_bytes=tuple(block.backward_base_bytes for block in self.blocks),
+        )
+
+    @property
+    def head_overhead_ms(self) -> float:
+        """Time that the head takes beyond the plain one; 0 if it is no slower, or the plain one was not profiled."""
+        plain_ms = next((head.ms for head in self.other_heads if head.name == "plain"), self.head_ms)
+        return max(0.0, self.head_ms - plain_ms)
 
     def kind_of(self, block: BlockProfile) -> KindProfile:
         return self.kinds[block.kind]
 
     @cached_property
     def plain_stored_bytes(self) -> int:
-        """What plain training keeps for backward, storages counted once.
+        """What training without any action keeps for backward, storages counted once.
 
         What lives before the step anyway, parameters, buffers and the batch, is left out.
         """
@@ -238,6 +311,9 @@ def _profile_from_json(record: dict[str, Any]) -> Profile:
     fields["kinds"] = tuple(_kind_from_json(kind) for kind in fields["kinds"])
     fields["blocks"] = tuple(BlockProfile(**block) for block in fields["blocks"])
     fields["shared"] = tuple(Shared(**shared) for shared in fields["shared"])
+    fields["other_heads"] = tuple(
+        Head(**{**head, "backward_base_bytes": tuple(head["backward_base_bytes"])}) for head in fields["other_heads"]
+    )
     return Profile(**fields)
 
 

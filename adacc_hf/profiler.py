@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from torch import nn
 
 from adacc_hf.blocks import Installation
 from adacc_hf.config import AdaccConfig
+from adacc_hf.head_survey import HeadLayout, HeadSurvey
 from adacc_hf.instruments import Instruments
 from adacc_hf.memory import count_static_bytes
-from adacc_hf.profile import BlockProfile, Profile
+from adacc_hf.profile import BlockProfile, Head, Profile
 from adacc_hf.step_memory import measure_forward, measure_step_layout
 from adacc_hf.survey import Survey, recompute_stored_bytes
 
@@ -45,7 +47,8 @@ def profile_model(
         static_bytes = count_static_bytes(model, batch, optimizer)
         installation = Installation(model, config.block_classes)
         try:
-            return _profile(model, batch, config, installation, static_bytes, instruments)
+            with HeadSurvey(model, config) as heads:
+                return _profile(model, batch, config, installation, static_bytes, instruments, heads)
         finally:
             installation.remove()
 
@@ -57,9 +60,11 @@ def _profile(
     installation: Installation,
     static_bytes: int,
     instruments: Instruments,
+    heads: HeadSurvey,
 ) -> Profile:
     survey = Survey(config, instruments)
     survey.record(model, batch, installation)
+    heads.check_own()
     blocks = survey.blocks
     _check_calls([block.name for block in blocks], installation)
     installation.functions = {block.name: installation.functions[block.name] for block in blocks}  # in forward order
@@ -72,11 +77,12 @@ def _profile(
     kinds = survey.add_forwards([forwards[watched[index]] for index in range(len(kinds))])
     watchers = survey.follow_full_recomputation(installation, watched)
     stored_bytes = {name: recompute_stored_bytes(kind) for name, kind in by_name.items()}
-    layout = measure_step_layout(model, batch, installation, watchers, stored_bytes, instruments)
+    measure = partial(measure_step_layout, model, batch, installation, watchers, stored_bytes, instruments)
+    layout = measure()
     shared = survey.shared_records()
     read = survey.shared_in_replay(watched)
     held_bytes = sum(record.nbytes for index, record in enumerate(shared) if record.saved or index in read)
-    step_ms = instruments.step_ms(model, batch)
+    other = heads.other(model, batch, measure, instruments)
     device = next(model.parameters()).device
     return Profile(
         model_class=type(model).__name__,
@@ -92,8 +98,24 @@ def _profile(
         outside_peak_bytes=static_bytes + layout.outside_peak_bytes,
         tail_peak_bytes=static_bytes + layout.tail_peak_bytes,
         available_bytes=instruments.available_bytes(device, static_bytes),
-        step_ms=step_ms,
+        step_ms=instruments.step_ms(model, batch),
         device=str(device),
+        head=heads.own,
+        head_ms=other.ms[heads.own] if other is not None else 0.0,
+        other_heads=(_chunked(other, [block.name for block in blocks], static_bytes, held_bytes),) if other else (),
+    )
+
+
+def _chunked(other: HeadLayout, blocks: list[str], static_bytes: int, held_bytes: int) -> Head:
+    """The record of the chunked head."""
+    layout = other.layout
+    return Head(
+        name="chunked",
+        ms=other.ms["chunked"],
+        outside_stored_bytes=layout.outside_stored_bytes - held_bytes,
+        outside_peak_bytes=static_bytes + layout.outside_peak_bytes,
+        tail_peak_bytes=static_bytes + layout.tail_peak_bytes,
+        backward_base_bytes=tuple(static_bytes + layout.bases[block] for block in blocks),
     )
 
 

@@ -254,7 +254,7 @@ def _judged(profile: Profile, policy: Policy, memory_budget: str | float | int, 
     except InfeasibleBudgetError as error:
         return Rectification(policy=None, reason=f"{NOTHING_FITS}: {error}")
     chosen, reason = _better(profile, policy, candidate, Budget.resolve(memory_budget, profile, config), config)
-    is_same = chosen.plans == policy.plans and chosen.blocks == policy.blocks
+    is_same = (chosen.plans, chosen.blocks, chosen.head) == (policy.plans, policy.blocks, policy.head)
     return Rectification(policy=None if is_same else chosen, reason=reason)
 
 
@@ -282,7 +282,7 @@ def _current_policy(profile: Profile, policy: Policy) -> Policy:
         plan = policy.plan_of(block.name)
         choices = tuple((v, repriced_choice(kind, v, choice)) for v, choice in plan.choices)
         plans.append(replace(plan, choices=choices))
-    return Policy.build(profile, plans, dict(policy.facts))
+    return Policy.build(profile.with_head(policy.head), plans, dict(policy.facts))
 
 
 def _over_bound(profile: Profile, policy: Policy, config: AdaccConfig) -> list[str]:

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adacc_hf.document import Figure, Heading, Paragraph, Part, Table, to_html, to_markdown
-from adacc_hf.explain import ActivationRow, activation_rows, check_belongs, format_shape, plan_groups
+from adacc_hf.explain import (
+    ActivationRow,
+    activation_rows,
+    check_belongs,
+    describe_head,
+    format_shape,
+    plan_groups,
+)
 from adacc_hf.policy import RETAIN, Action, Plan, Policy
 from adacc_hf.profile import Profile
 from adacc_hf.report_plots import Timeline, draw_memory, draw_policy_map
@@ -92,7 +99,9 @@ def _outcomes(profile: Profile, policy: Policy) -> dict[str, Outcome]:
     return {
         "plain": simulate(profile, [plain[profile.kind_of(block).digest] for block in profile.blocks]),
         "full recomputation": simulate(profile, [full.plan_of(block.name) for block in profile.blocks]),
-        "this policy": simulate(profile, [policy.plan_of(block.name) for block in profile.blocks]),
+        "this policy": simulate(
+            profile.with_head(policy.head), [policy.plan_of(block.name) for block in profile.blocks]
+        ),
     }
 
 
@@ -123,7 +132,10 @@ def _summary(profile: Profile, policy: Policy, outcomes: dict[str, Outcome]) -> 
     ]
     headers = ("predicted", "stored", "of plain", "peak of the step", "overhead ms", "of the profiled step")
     parts: list[Part] = [
-        Paragraph(f"{profile.model_class} on {profile.device}: {len(profile.blocks)} blocks, activations: {actions}."),
+        Paragraph(
+            f"{profile.model_class} on {profile.device}: {len(profile.blocks)} blocks, activations: {actions}; "
+            f"{describe_head(policy, profile)}."
+        ),
         Table(headers, rows, numbers=frozenset(headers[1:])),
         Paragraph(
             "Stored is what forward leaves behind for backward. Peak is of live tensor bytes: parameters, gradients "

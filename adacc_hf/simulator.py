@@ -33,7 +33,7 @@ class Outcome:
     peak_bytes: int
     """Most bytes live at any moment of the step."""
     overhead_ms: float
-    """Time spent on replay, encoding and decoding, over all blocks (the paper's equation 4)."""
+    """Time spent on replay, encoding and decoding, over all blocks (the paper's equation 4), and by a slower head."""
     timeline: tuple[tuple[str, int], ...]
     """Moments of the step in order: what runs, and the bytes live then."""
 
@@ -87,7 +87,7 @@ def simulate(profile: Profile, plans: Sequence[Plan]) -> Outcome:
     return Outcome(
         stored_bytes=sum(block.stored_bytes for block in blocks) + shared_bytes + profile.outside_stored_bytes,
         peak_bytes=max(live for _, live in timeline),
-        overhead_ms=sum(block.overhead_ms for block in blocks),
+        overhead_ms=sum(block.overhead_ms for block in blocks) + profile.head_overhead_ms,
         timeline=tuple(timeline),
     )
 

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from adacc_hf.config import AdaccConfig, check_memory_budget
@@ -61,13 +62,12 @@ def solve_policy(
     """The fastest policy whose memory keeps to `memory_budget` (default: the config's).
 
     All RETAIN if that fits. Raises InfeasibleBudgetError, with the smallest budget that would do, if nothing fits, and
-    ValueError for a budget in no known form.
+    ValueError for a budget in no known form, or if the profile has no head that the config allows.
     """
     started = time.perf_counter()
     config = config or AdaccConfig()
     budget = Budget.resolve(config.memory_budget if memory_budget is None else memory_budget, profile, config)
-    search = _Search(profile, config)
-    columns = search.within(budget)
+    search, columns = _fastest(_searches(profile, config), budget)
     facts = {
         "memory_budget": budget.given,
         "budget_bytes": budget.nbytes,
@@ -77,20 +77,60 @@ def solve_policy(
         "solves": search.log.num_solves,
         "seconds": time.perf_counter() - started,
     }
-    policy = Policy.build(profile, [column.plan for column in columns], facts)
+    policy = Policy.build(search.profile, [column.plan for column in columns], facts)
     needed = policy.predicted_peak_bytes if budget.of_peak else policy.predicted_stored_bytes
     assert needed <= budget.nbytes, f"the solver's policy needs {needed} bytes of {budget.nbytes}"
     return policy
 
 
+def _searches(profile: Profile, config: AdaccConfig) -> list[_Search]:
+    """A search for each head that may be chosen, the plain one first."""
+    heads = [name for name in config.heads if name in profile.heads] or config.heads[:1]
+    kinds = _Kinds(profile, config)
+    return [_Search(profile.with_head(name), config, kinds) for name in heads]
+
+
+def _fastest(searches: Sequence[_Search], budget: Budget) -> tuple[_Search, list[Column]]:
+    """The fastest policy within the budget, with the search that found it. Raises InfeasibleBudgetError."""
+    found: list[tuple[_Search, list[Column]]] = []
+    errors: list[InfeasibleBudgetError] = []
+    for search in searches:
+        try:
+            columns = search.within(budget)
+        except InfeasibleBudgetError as error:
+            errors.append(error)
+            continue
+        if columns is search.plain and search is searches[0]:
+            return search, columns
+        found.append((search, columns))
+    if not found:
+        raise min(errors, key=lambda error: error.smallest_budget_bytes)
+    return min(found, key=lambda pair: pair[0].rank(pair[1]))
+
+
+class _Kinds:
+    """The programs of a profile's kinds, and their frontiers, which depend on neither head nor budget."""
+
+    def __init__(self, profile: Profile, config: AdaccConfig) -> None:
+        self.plain_stored_bytes = profile.plain_stored_bytes
+        """What fractions are fractions of, whatever the head."""
+        self.log = SolverLog(gap=config.solver_gap, seconds=config.solver_seconds)
+        self.models: list[KindModel] = [build_model(kind, config) for kind in profile.kinds]
+
+    @cached_property
+    def frontiers(self) -> list[list[Column]]:
+        return frontiers(self.log, self.models)
+
+
 class _Search:
     """The search for one profile and config. No candidate depends on the budget: a larger one never costs more."""
 
-    def __init__(self, profile: Profile, config: AdaccConfig) -> None:
+    def __init__(self, profile: Profile, config: AdaccConfig, kinds: _Kinds) -> None:
         self.profile = profile
         self.config = config
-        self.log = SolverLog(gap=config.solver_gap, seconds=config.solver_seconds)
-        self.models: list[KindModel] = [build_model(kind, config) for kind in profile.kinds]
+        self.kinds = kinds
+        self.log = kinds.log
+        self.models = kinds.models
         self.oracle = PeakOracle(profile)
         retained = [retain_all(model) for model in self.models]
         self.plain = [retained[block.kind] for block in profile.blocks]
@@ -106,8 +146,9 @@ class _Search:
             return self.plain
         least = self._uniform().least_bytes()
         if self._stored(least) > budget.nbytes:
-            raise _infeasible_stored(self.profile, self.config, budget, self._stored(least))
-        columns = frontiers(self.log, self.models)
+            plain_bytes = self.kinds.plain_stored_bytes
+            raise _infeasible_stored(self.profile, self.config, budget, self._stored(least), plain_bytes)
+        columns = self.kinds.frontiers
         if len(self.models) > 1:
             found = self._chained(columns, lambda policy: self._stored(policy) <= budget.nbytes)
         else:
@@ -115,17 +156,17 @@ class _Search:
             programs = [self._mixture(columns, 0), self._uniform()]
             solved = [program.least_ms(budget.nbytes) for program in programs]
             found = (policy for policy in solved if policy is not None)
-        return self.oracle.arranged(min([least, *found], key=self._rank))
+        return self.oracle.arranged(min([least, *found], key=self.rank))
 
     def _within_peak(self, budget: Budget) -> list[Column]:
         if self.oracle.peak_bytes(self.plain) <= budget.nbytes:
             return self.plain
-        columns = frontiers(self.log, self.models)
+        columns = self.kinds.frontiers
         floor = self.oracle.least_peak(columns)
         if self.oracle.peak_bytes(floor) > budget.nbytes:
             raise _infeasible_peak(self.profile, self.config, budget, floor)
         found = self._chained(columns, lambda policy: self.oracle.peak_bytes(policy) <= budget.nbytes)
-        return min([floor, *found], key=self._rank)
+        return min([floor, *found], key=self.rank)
 
     def _chained(
         self, columns: Sequence[Sequence[Column]], fits: Callable[[list[Column]], bool]
@@ -176,20 +217,22 @@ class _Search:
     def _stored(self, policy: Sequence[Column]) -> int:
         return stored_bytes(self.profile, policy)
 
-    def _rank(self, policy: Sequence[Column]) -> tuple[float, int]:
-        return (overhead_ms(policy), self._stored(policy))
+    def rank(self, policy: Sequence[Column]) -> tuple[float, int]:
+        """What decides between policies that fit: the time they cost, then what they store."""
+        return (overhead_ms(policy) + self.profile.head_overhead_ms, self._stored(policy))
 
 
-def _infeasible_stored(profile: Profile, config: AdaccConfig, budget: Budget, floor: int) -> InfeasibleBudgetError:
-    plain = profile.plain_stored_bytes
+def _infeasible_stored(
+    profile: Profile, config: AdaccConfig, budget: Budget, floor: int, plain: int
+) -> InfeasibleBudgetError:
     fraction = math.ceil(floor / plain * 1e4) / 1e4
     outside = fixed_bytes(profile)
     return InfeasibleBudgetError(
         f"memory_budget={budget.given!r} allows {format_bytes(budget.nbytes)} of the {format_bytes(plain)} that plain "
         f"training stores for backward, and the least possible is {floor} bytes ({format_bytes(floor)}), a fraction of "
-        f"{fraction:.4f}: {format_bytes(outside)} are stored outside the blocks and {format_bytes(floor - outside)} by "
-        f"the blocks with actions={config.actions!r}. Raise memory_budget, allow more actions or codecs, or use a "
-        f"smaller batch",
+        f"{fraction:.4f}: {format_bytes(outside)} are stored outside the blocks ({profile.head} head) and "
+        f"{format_bytes(floor - outside)} by the blocks with actions={config.actions!r}. Raise memory_budget, allow "
+        f"more actions or codecs, or use a smaller batch",
         floor,
     )
 
@@ -202,7 +245,8 @@ def _infeasible_peak(
     origin = f" ({budget.nbytes} bytes)" if isinstance(budget.given, str) else ""
     return InfeasibleBudgetError(
         f"memory_budget={budget.given!r}{origin} is below the least possible peak of {needed} bytes "
-        f"({format_bytes(needed)}), reached in {outcome.peak_label!r} with actions={config.actions!r}: "
+        f"({format_bytes(needed)}), reached in {outcome.peak_label!r} with actions={config.actions!r} and a "
+        f"{profile.head} head: "
         f"{format_bytes(profile.static_bytes)} are parameters, optimizer state and the batch, and at least "
         f"{format_bytes(outcome.stored_bytes)} are stored for backward. Raise memory_budget, allow more actions or "
         f"codecs, or use a smaller batch or shorter sequences",

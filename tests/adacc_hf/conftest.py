@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import strategies as st
@@ -12,6 +12,7 @@ from adacc_hf.profile import (
     BlockProfile,
     CodecOption,
     ForwardEvent,
+    Head,
     KindProfile,
     Operator,
     Profile,
@@ -148,6 +149,19 @@ def make_profile(kinds, layout, shared=(), **memory):
     )
 
 
+def with_chunked_head(profile, saved_bytes, ms=5.0):
+    """`profile` with a second, chunked head that needs `saved_bytes` less at its peak and takes `ms` more."""
+    head = Head(
+        name="chunked",
+        ms=20.0 + ms,
+        outside_stored_bytes=profile.outside_stored_bytes,
+        outside_peak_bytes=profile.outside_peak_bytes - saved_bytes,
+        tail_peak_bytes=profile.tail_peak_bytes,
+        backward_base_bytes=tuple(block.backward_base_bytes for block in profile.blocks),
+    )
+    return replace(profile, head_ms=20.0, other_heads=(head,))
+
+
 def gpt2_kind(batch, tokens, width, heads, attention, bytes_per_element):
     """A GPT-2 block in training, priced like a device of 100 TFLOP/s and 1 TB/s."""
     tape = TapeBuilder()
@@ -278,6 +292,12 @@ def make_codec():
 def profile_of():
     """`profile_of(kinds, layout, shared=(), **memory)`: a profile whose i-th block is of kind `layout[i]`."""
     return make_profile
+
+
+@pytest.fixture(scope="session")
+def add_chunked_head():
+    """`add_chunked_head(profile, saved_bytes, ms=5.0)`: the profile with a chunked head to choose."""
+    return with_chunked_head
 
 
 @st.composite

@@ -128,9 +128,9 @@ def test_a_resumed_run_goes_on_tracking(train, checkpoint, tmp_path):
 
 DAMAGE = {
     "empty": "",
-    "cut": '{"format": "adacc_hf.policy", "version": 1, "plans": [',
+    "cut": '{"format": "adacc_hf.policy", "version": 2, "plans": [',
     "no-policy": '{"hello": 1}',
-    "no-plans": '{"format": "adacc_hf.policy", "version": 1}',
+    "no-plans": '{"format": "adacc_hf.policy", "version": 2}',
     "binary": "\x00\x01",
 }
 
