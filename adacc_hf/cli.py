@@ -21,14 +21,19 @@ USER_ERROR = 2
 
 
 RUNNERS = (
+    "ablation",
     "budget_bench",
     "codec_bandwidth",
     "executor_bench",
     "gradient_error",
+    "loss",
+    "max_batch",
     "peak_accuracy",
+    "peers",
     "solver_bench",
+    "throughput",
 )
-"""Modules of `adacc_hf.eval` that `adacc eval` runs."""
+"""Modules of `adacc_hf.eval` that `adacc eval` runs; on the command line also with hyphens."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,9 +81,14 @@ def _parser() -> argparse.ArgumentParser:
     codecs.set_defaults(run=_codecs)
 
     measure = commands.add_parser("eval", help="measure speed, memory or gradient error; `adacc eval RUNNER --help`")
-    measure.add_argument("runner", choices=RUNNERS, metavar="RUNNER", help=f"one of {', '.join(RUNNERS)}")
+    names = ", ".join(name.replace("_", "-") for name in RUNNERS)
+    measure.add_argument("runner", type=_module_name, choices=RUNNERS, metavar="RUNNER", help=f"one of {names}")
     measure.add_argument("options", nargs=argparse.REMAINDER, help="the runner's own options")
     return parser
+
+
+def _module_name(runner: str) -> str:
+    return runner.replace("-", "_")
 
 
 def _explain(arguments: argparse.Namespace) -> str:

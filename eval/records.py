@@ -87,9 +87,19 @@ def positive_int(text: str) -> int:
 
 def save_record(settings: Settings, run_info: dict[str, Any], train_info: dict[str, Any]) -> None:
     """Write the runner's JSON: its configuration, its figures, and where they come from."""
+    write_json(settings.output, make_record(settings, run_info, train_info, "complete"))
+
+
+def make_record(
+    settings: Settings, run_info: dict[str, Any], train_info: dict[str, Any], status: str
+) -> dict[str, Any]:
+    """The record as it is saved; `status` is "complete", or "running" while points are missing."""
     shared = {name: value for name, value in asdict(settings).items() if name not in ("output", "notes")}
-    record = {"run_info": {**run_info, **shared}, "train_info": to_json(train_info), "meta_info": meta_info(settings)}
-    write_json(settings.output, record)
+    return {
+        "run_info": {**run_info, **shared},
+        "train_info": to_json(train_info),
+        "meta_info": {**meta_info(settings), "status": status},
+    }
 
 
 def to_json(figures: Any) -> Any:

@@ -1,0 +1,157 @@
+"""Validation loss over training, by each of the paper's methods, and its gap to plain training (Figure 6).
+
+    adacc eval loss --preset gpt2-117m --device cuda --precision bf16 --steps 5000 --text pile.txt
+
+Every method trains the same model by the Trainer: same seed, same data in the same order. The text is read as bytes. A
+run that was cut short goes on from the Trainer's last checkpoint of the method under way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from adacc_hf.callbacks.train_methods import parse_budget
+from adacc_hf.config import check_memory_budget
+from adacc_hf.eval.isolation import Figures, Status, run_isolated
+from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.methods import PAPER_METHODS
+from adacc_hf.eval.plots import curves, need_matplotlib
+from adacc_hf.eval.records import Settings, add_settings, markdown_table, positive_int
+from adacc_hf.eval.subject import add_subject, subject_options
+from adacc_hf.eval.training import train_curve
+
+PAPER_GAP_PERCENT = (0.46, 0.5)
+"""Adacc's difference to plain training (section 4.3, GPT-117M and GPT-345M)."""
+
+Curve = list[tuple[int, float]]
+
+
+def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_isolated) -> int:
+    """Train by every method, print the table, save record, table and plot. Returns 1 if a run failed."""
+    parser = argparse.ArgumentParser(prog="adacc eval loss", description=__doc__.partition("\n")[0])
+    add_subject(parser)
+    add_training(parser)
+    parser.add_argument("--methods", nargs="+", choices=tuple(PAPER_METHODS), default=list(PAPER_METHODS))
+    parser.add_argument("--timeout", type=positive_int, help="seconds that one training may take (default: no bound)")
+    add_resume(parser)
+    add_settings(parser, "loss")
+    arguments = parser.parse_args(argv)
+    settings = Settings.from_arguments(arguments)
+    need_matplotlib()
+    run_info = {
+        "subject": subject_options(arguments) | {"batch": arguments.batch},
+        "methods": arguments.methods,
+        **training_options(arguments),
+    }
+    with open_ledger(settings, run_info, arguments.resume) as ledger:
+        for method in tqdm(arguments.methods, desc="loss", unit="method"):
+            ledger.measure(method, lambda method=method: train(ledger, method, arguments.timeout, run))
+        gaps = {name: gap(ledger.points["none"], ledger.points[name]) for name in arguments.methods if name != "none"}
+        ledger.finish(gap_to_plain=gaps, paper_gap_percent=PAPER_GAP_PERCENT)
+        text = report_text(ledger, gaps)
+        settings.output.with_suffix(".md").write_text(text, encoding="utf-8")
+        series = {PAPER_METHODS[n].title: p["curve"] for n, p in ledger.points.items() if "curve" in p}
+        curves(settings.output.with_suffix(".svg"), series, "step", "validation loss")
+    print(f"{text}\nsaved as {settings.output}")
+    return 1 if any(point["status"] != Status.MEASURED.value for point in ledger.points.values()) else 0
+
+
+def add_training(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a training run."""
+    parser.add_argument("--batch", type=positive_int, default=8, help="sequences per step")
+    parser.add_argument("--steps", type=positive_int, default=60)
+    parser.add_argument("--eval-every", type=positive_int, default=10, help="steps between two validation losses")
+    parser.add_argument("--eval-sequences", type=positive_int, default=32, help="held-out sequences")
+    parser.add_argument("--learning-rate", type=float, default=7e-4)
+    parser.add_argument("--budget", default="0.25", help='Adacc\'s memory budget: a fraction, a size or "auto"')
+    parser.add_argument(
+        "--text", type=Path, help="file whose bytes are the data (default: the running Python's standard library)"
+    )
+
+
+def training_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says of training. Raises ValueError or FileNotFoundError for what cannot be."""
+    budget = parse_budget(arguments.budget)
+    check_memory_budget(budget)
+    if not 0.0 < arguments.learning_rate <= 1.0:
+        raise ValueError(f"--learning-rate={arguments.learning_rate} must lie in (0, 1], say 7e-4")
+    if arguments.text is not None and not arguments.text.is_file():
+        raise FileNotFoundError(f"--text={arguments.text} is no file: name one, or leave it out")
+    return {
+        "steps": arguments.steps,
+        "eval_every": min(arguments.eval_every, arguments.steps),
+        "eval_sequences": arguments.eval_sequences,
+        "learning_rate": arguments.learning_rate,
+        "budget": budget,
+        "text": None if arguments.text is None else str(arguments.text),
+    }
+
+
+def train(ledger: Ledger, method: str, timeout_s: float | None, run: Callable[..., Figures]) -> Figures:
+    """The curve of one method; its Trainer's checkpoints lie beside the record until it is done."""
+    info, output = ledger.run_info, ledger.settings.output
+    options = {
+        name: info[name] for name in ("steps", "eval_every", "eval_sequences", "learning_rate", "budget", "text")
+    }
+    order = {
+        "subject": info["subject"],
+        "method": method,
+        "folder": str(output.with_suffix("") / method),
+        "threads": ledger.settings.threads,
+        **options,
+    }
+    return run(train_curve, order, timeout_s)
+
+
+def gap(plain: Figures, other: Figures) -> dict[str, float] | None:
+    """How far a curve lies from plain training's, in percent of plain's loss; None where one is missing.
+
+    The drift is the mean of the signed gaps: it stays at zero for a method that is off as often above as below.
+    """
+    if "curve" not in plain or "curve" not in other:
+        return None
+    expected = dict(plain["curve"])
+    percents = [100.0 * (loss / expected[step] - 1.0) for step, loss in other["curve"]]
+    return {
+        "final_percent": percents[-1],
+        "largest_percent": max(percents, key=abs),
+        "mean_drift_percent": sum(percents) / len(percents),
+    }
+
+
+def report_text(ledger: Ledger, gaps: dict[str, dict[str, float] | None]) -> str:
+    """The table as Markdown, and the paper's gap beside ours."""
+    info = ledger.run_info
+    subject = info["subject"]
+    rows = [_row(name, ledger.points[name], gaps.get(name)) for name in info["methods"]]
+    heading = (
+        f"Validation loss of {subject['preset']} after {info['steps']} steps of {subject['batch']} x "
+        f"{subject['tokens']} tokens, {subject['precision']}, seed {subject['seed']}, Adacc's budget {info['budget']}"
+    )
+    low, high = PAPER_GAP_PERCENT
+    note = f"The paper's gap of Adacc to plain training: {low} to {high} %."
+    failed = [f"{name}: {point['reason']}" for name, point in ledger.points.items() if "reason" in point]
+    return "\n\n".join([heading, markdown_table(rows), note, *failed]) + "\n"
+
+
+def _row(name: str, point: Figures, found: dict[str, float] | None) -> dict[str, str]:
+    def percent(key: str) -> str:
+        return "" if found is None else f"{found[key]:+.3f} %"
+
+    return {
+        "method": PAPER_METHODS[name].title,
+        "validation loss": f"{point['curve'][-1][1]:.4f}" if "curve" in point else point["status"].replace("_", " "),
+        "gap to plain": percent("final_percent"),
+        "largest gap": percent("largest_percent"),
+        "mean drift": percent("mean_drift_percent"),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

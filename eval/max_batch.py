@@ -1,0 +1,140 @@
+"""The largest batch that trains within a memory limit, by each of the paper's methods (Table 3).
+
+    adacc eval max-batch --preset gpt2-345m --device cuda --precision bf16 --limit 32GiB
+
+Found by doubling and then bisection; every trial runs whole training steps in a process of its own. The limit is the
+GPU's memory or `--limit`; on a CPU the live bytes of a step are counted. Adacc's budget is the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from tqdm import tqdm
+
+from adacc_hf.eval.isolation import Figures, Status, run_isolated
+from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.limits import add_limit, budget_bytes, limit_bytes
+from adacc_hf.eval.methods import PAPER_METHODS
+from adacc_hf.eval.records import Settings, add_settings, markdown_table, positive_int
+from adacc_hf.eval.subject import add_subject, subject_options
+from adacc_hf.eval.throughput import Run, point_key
+from adacc_hf.eval.trial import run_trial
+from adacc_hf.units import format_bytes
+
+PAPER = {
+    "gpt2-117m": {"none": 57, "full": 136, "quantization": 98, "adacc": 136},
+    "gpt2-345m": {"none": 8, "full": 61, "quantization": 19, "adacc": 61},
+    "gpt2-4.7b": {"none": 1, "full": 4, "quantization": 3, "adacc": 4},
+}
+"""Table 3: eight V100 GPUs of 32 GB, with ZeRO."""
+
+
+def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
+    """Search for every method, print the table, save record and table. Returns 1 if a trial failed for no memory."""
+    parser = argparse.ArgumentParser(prog="adacc eval max-batch", description=__doc__.partition("\n")[0])
+    add_subject(parser)
+    add_limit(parser)
+    parser.add_argument("--methods", nargs="+", choices=tuple(PAPER_METHODS), default=list(PAPER_METHODS))
+    parser.add_argument("--most", type=positive_int, default=4096, help="largest batch that is tried")
+    parser.add_argument("--timeout", type=positive_int, default=1800, help="seconds that one trial may take")
+    add_resume(parser)
+    add_settings(parser, "max_batch")
+    arguments = parser.parse_args(argv)
+    settings = Settings.from_arguments(arguments)
+    run_info = {
+        "subject": subject_options(arguments),
+        "limit_bytes": limit_bytes(arguments),
+        "methods": arguments.methods,
+        "most": arguments.most,
+    }
+    with open_ledger(settings, run_info, arguments.resume) as ledger:
+        found = {name: search(ledger, name, arguments.timeout, run) for name in arguments.methods}
+        paper = PAPER.get(arguments.preset, {})
+        ledger.finish(max_batch=found, paper=paper)
+        text = report_text(ledger, found)
+        settings.output.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(f"{text}\nsaved as {settings.output}")
+    return 1 if failures(ledger) else 0
+
+
+def search(ledger: Ledger, method: str, timeout_s: float, run: Run) -> int:
+    """The largest batch of `method` that fits; 0 if not even one sequence does."""
+    info, settings = ledger.run_info, ledger.settings
+    with tqdm(desc=f"max-batch, {method}", unit="trial") as progress:
+
+        def fits(batch: int) -> bool:
+            order = {
+                "subject": info["subject"] | {"batch": batch},
+                "family": "paper",
+                "method": method,
+                "budget": budget_bytes(info["limit_bytes"], settings.device),
+                "limit_bytes": info["limit_bytes"],
+                "threads": settings.threads,
+                "gate": False,
+            }
+            point = ledger.measure(point_key(method, batch), lambda: run(run_trial, order, timeout_s))
+            progress.set_postfix(batch=batch, status=point["status"])
+            progress.update()
+            return point["status"] == Status.MEASURED.value
+
+        return largest(fits, info["most"])
+
+
+def largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number from 1 to `most` that fits, 0 if none does, where all below a fitting one fit.
+
+    Example: for x <= 5 and most 100 it asks 1, 2, 4, 8, 6, 5.
+    """
+    good, bad = 0, 1
+    while fits(bad):
+        good, bad = bad, min(2 * bad, most)
+        if good == most:
+            return most
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if fits(middle):
+            good = middle
+        else:
+            bad = middle
+    return good
+
+
+def failures(ledger: Ledger) -> dict[str, str]:
+    """Why trials ended that did not end for memory: what they bound is no limit of memory."""
+    ends = (Status.MEASURED.value, Status.OUT_OF_MEMORY.value)
+    return {key: point["reason"] for key, point in ledger.points.items() if point["status"] not in ends}
+
+
+def report_text(ledger: Ledger, found: dict[str, int]) -> str:
+    """The table as Markdown, the paper's beside it where it has the model."""
+    info = ledger.run_info
+    subject = info["subject"]
+    paper = PAPER.get(subject["preset"], {})
+    rows = [_row(ledger, method, batch, found, paper) for method, batch in found.items()]
+    heading = (
+        f"Largest batch of {subject['preset']} with {subject['tokens']} tokens per sequence, {subject['precision']}, "
+        f"within {format_bytes(info['limit_bytes'])}"
+    )
+    lines = [heading, markdown_table(rows), *(f"{key}: {reason}" for key, reason in failures(ledger).items())]
+    return "\n\n".join(lines) + "\n"
+
+
+def _row(ledger: Ledger, method: str, batch: int, found: dict[str, int], paper: dict[str, int]) -> dict[str, str]:
+    peak: Figures = ledger.points.get(point_key(method, batch), {})
+    row = {
+        "method": PAPER_METHODS[method].title,
+        "largest batch": f"{batch}{'+' if batch == ledger.run_info['most'] else ''}",
+        "peak": format_bytes(peak["peak_bytes"]) if "peak_bytes" in peak else "",
+        "x plain": f"{batch / found['none']:.2f}" if found.get("none") else "",
+    }
+    if paper:
+        of_plain = f" ({paper[method] / paper['none']:.2f}x)" if method in paper else ""
+        row["paper"] = f"{paper.get(method, '')}{of_plain}"
+    return row
+
+
+if __name__ == "__main__":
+    sys.exit(main())

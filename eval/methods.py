@@ -1,0 +1,146 @@
+"""Ways to keep activations, by name: the paper's five, and what the ablation takes away from Adacc.
+
+A method is installed once, on a model that has trained a step, so that the optimizer's state is there to be counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model, solve_policy
+from adacc_hf.callbacks.train_methods import quantize_everything
+from adacc_hf.eval.contenders import uses_lossy_codec
+from adacc_hf.eval.one_policy import solve_one_policy
+from adacc_hf.eval.subject import Subject
+from adacc_hf.eval.workload import Batch
+from adacc_hf.profile import Profile
+
+Budget = str | float | int
+
+
+class Promise(str, Enum):
+    """What a method promises about gradients, which is what it is held to before it is timed."""
+
+    EXACT = "exact"
+    """Those of plain training, bit for bit."""
+    LOSSY = "lossy"
+    """Those of plain training, as far as codecs allow; the loss is equal."""
+    OWN_RANDOMNESS = "own_randomness"
+    """Those of its own loss: it draws other dropout masks than plain training, and rounds differently."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What a method is installed on."""
+
+    subject: Subject
+    model: PreTrainedModel
+    batch: Batch
+    optimizer: torch.optim.Optimizer | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Installed:
+    """A method in force."""
+
+    call: nn.Module | Callable[..., Any]
+    """What is called in place of the model; shares its parameters."""
+    promise: Promise
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What the method decided, for the record."""
+
+
+Install = Callable[[Bench, Budget | None], Installed]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One way to keep activations."""
+
+    title: str
+    install: Install
+    """Installs it on a bench within a budget. Raises CannotRunError where it cannot run."""
+    takes_budget: bool = False
+
+
+def install_plain(bench: Bench, budget: Budget | None) -> Installed:
+    """Plain training."""
+    return Installed(call=bench.model, promise=Promise.EXACT)
+
+
+def install_checkpointing(bench: Bench, budget: Budget | None, **options: Any) -> Installed:
+    """The checkpointing of Transformers, as TrainingArguments switch it on."""
+    bench.model.activation_checkpointing_enable(**options)
+    return Installed(call=bench.model, promise=Promise.EXACT)
+
+
+def install_policy(
+    bench: Bench,
+    budget: Budget | None,
+    config: AdaccConfig,
+    solve: Callable[[Profile, Budget, AdaccConfig], Policy] = solve_policy,
+) -> Installed:
+    """A policy solved for this bench. Raises InfeasibleBudgetError."""
+    with bench.subject.autocast():
+        profile = profile_model(bench.model, bench.batch, config, bench.optimizer)
+    policy = solve(profile, config.memory_budget if budget is None else budget, config)
+    apply_policy(bench.model, policy, config)
+    return Installed(
+        call=bench.model,
+        promise=Promise.LOSSY if uses_lossy_codec(policy) else Promise.EXACT,
+        facts={
+            "predicted_stored_bytes": policy.predicted_stored_bytes,
+            "predicted_peak_bytes": policy.predicted_peak_bytes,
+            "predicted_overhead_ms": policy.predicted_overhead_ms,
+            "actions": dict(policy.action_counts()),
+            "num_plans": len(policy.plans),
+        },
+    )
+
+
+def adacc(title: str, solve: Callable[[Profile, Budget, AdaccConfig], Policy] = solve_policy, **config: Any) -> Method:
+    """Adacc under a config."""
+    install = partial(install_policy, config=AdaccConfig(**config), solve=solve)
+    return Method(title=title, install=install, takes_budget=True)
+
+
+PLAIN = Method(title="plain", install=install_plain)
+CHECKPOINTING = Method(title="HF gradient checkpointing", install=install_checkpointing)
+QUANTIZATION = Method(
+    title="naive quantization",
+    install=partial(
+        install_policy,
+        config=AdaccConfig(actions=("retain", "compress"), codecs=("token_int4",)),
+        solve=lambda profile, budget, config: quantize_everything(profile),
+    ),
+)
+ADACC = adacc("Adacc")
+NO_OUTLIER = adacc("Adacc w/o outlier", outliers=False)
+
+PAPER_METHODS = {
+    "none": PLAIN,
+    "full": CHECKPOINTING,
+    "quantization": QUANTIZATION,
+    "adacc": ADACC,
+    "adacc_no_outlier": NO_OUTLIER,
+}
+"""The paper's names on the command line, in the order of its tables."""
+
+ABLATION_METHODS = {
+    "none": PLAIN,
+    "full": CHECKPOINTING,
+    "adacc": ADACC,
+    "no_compression": adacc("Adacc without compression", actions=("retain", "recompute")),
+    "no_recomputation": adacc("Adacc without recomputation", actions=("retain", "compress")),
+    "one_policy": adacc("Adacc with one policy for all layers", solve=solve_one_policy),
+    "no_outlier": NO_OUTLIER,
+}
+"""Adacc, and Adacc with one thing taken away."""

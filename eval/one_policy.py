@@ -1,0 +1,39 @@
+"""The paper's own program: one plan for all blocks of a kind, where `solve_policy` may mix plans over blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from adacc_hf.config import AdaccConfig
+from adacc_hf.errors import InfeasibleBudgetError
+from adacc_hf.milp import build_model
+from adacc_hf.mixture import MixtureProgram
+from adacc_hf.policy import Policy
+from adacc_hf.profile import Profile
+from adacc_hf.program import SolverLog
+from adacc_hf.units import format_bytes
+
+
+def solve_one_policy(profile: Profile, budget: float, config: AdaccConfig) -> Policy:
+    """The fastest policy with one plan per kind that stores at most the fraction `budget` of what plain training does.
+
+    Raises ValueError for a budget that is no fraction, and InfeasibleBudgetError if nothing fits.
+    """
+    if not isinstance(budget, float) or not 0.0 < budget <= 1.0:
+        raise ValueError(f"budget={budget!r} must be a fraction in (0, 1]: one plan for all is solved for stored bytes")
+    models = [build_model(kind, config) for kind in profile.kinds]
+    blocks = Counter(block.kind for block in profile.blocks)
+    # All blocks of a kind are free together, and so share one plan.
+    num_free = [blocks[k] for k in range(len(models))]
+    log = SolverLog(gap=config.solver_gap, seconds=config.solver_seconds)
+    program = MixtureProgram(profile, models, [[]] * len(models), num_free, log)
+    cap_bytes = int(budget * profile.plain_stored_bytes)
+    columns = program.least_ms(cap_bytes)
+    if columns is None:
+        floor = Policy.build(profile, [column.plan for column in program.least_bytes()])
+        raise InfeasibleBudgetError(
+            f"memory_budget={budget!r} allows {format_bytes(cap_bytes)} of stored activations, and one plan for all "
+            f"blocks stores at least {format_bytes(floor.predicted_stored_bytes)}: raise memory_budget",
+            floor.predicted_stored_bytes,
+        )
+    return Policy.build(profile, [column.plan for column in columns], {"memory_budget": budget, "one_plan": True})

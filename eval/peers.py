@@ -1,0 +1,134 @@
+"""Tokens per second against measured peak: Adacc at several budgets, and what else saves activation memory.
+
+    adacc eval peers --preset gpt2-345m --device cuda --precision bf16 --batch 16
+
+The same model, batch and training step for all, each in a process of its own; a peer that cannot run here has a row
+with the reason. From the points two things are read off, for every peer: Adacc's speed at the peer's peak, and Adacc's
+peak at the peer's speed; between points of Adacc by linear interpolation, and never beyond them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from adacc_hf.eval.clock import add_clock, check_clock
+from adacc_hf.eval.isolation import Status, run_isolated
+from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.methods import Promise
+from adacc_hf.eval.peer_methods import PEERS
+from adacc_hf.eval.peers_report import report_text, save_plot
+from adacc_hf.eval.plots import need_matplotlib
+from adacc_hf.eval.records import Settings, add_settings, positive_int
+from adacc_hf.eval.subject import add_subject, subject_options
+from adacc_hf.eval.throughput import Run
+from adacc_hf.eval.tradeoff import Point, compare
+from adacc_hf.eval.trial import run_trial
+
+BUDGETS = (0.75, 0.5, 0.35, 0.25, 0.15)
+"""Fractions of plain training's activation bytes for Adacc."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One point to measure: a method, Adacc's at a budget."""
+
+    method: str
+    budget: float | None = None
+
+    @property
+    def key(self) -> str:
+        return self.method if self.budget is None else f"{self.method}_{self.budget:g}"
+
+    @property
+    def title(self) -> str:
+        title = PEERS[self.method].title
+        return title if self.budget is None else f"{title} at {self.budget:.0%}"
+
+
+def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
+    """Measure every peer, print the tables, save record, tables and plot. Returns 1 if a gate was red."""
+    parser = argparse.ArgumentParser(prog="adacc eval peers", description=__doc__.partition("\n")[0])
+    add_subject(parser)
+    parser.add_argument("--batch", type=positive_int, default=8)
+    parser.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=list(PEERS))
+    parser.add_argument("--budgets", nargs="+", type=float, default=list(BUDGETS), help="Adacc's, as fractions")
+    parser.add_argument("--rounds", type=positive_int, default=9, help="timed steps of each peer")
+    parser.add_argument("--timeout", type=positive_int, default=1800, help="seconds that one peer may take")
+    add_clock(parser)
+    add_resume(parser)
+    add_settings(parser, "peers")
+    arguments = parser.parse_args(argv)
+    settings = Settings.from_arguments(arguments)
+    check_clock(arguments.clock, settings)
+    need_matplotlib()
+    if not all(0.0 < budget <= 1.0 for budget in arguments.budgets):
+        raise ValueError(f"--budgets={arguments.budgets} must be fractions in (0, 1], say 0.5 0.25")
+    run_info = {
+        "subject": subject_options(arguments) | {"batch": arguments.batch},
+        "peers": arguments.peers,
+        "budgets": arguments.budgets,
+        "rounds": arguments.rounds,
+        "clock": arguments.clock,
+    }
+    with open_ledger(settings, run_info, arguments.resume) as ledger:
+        entries = entries_of(arguments.peers, arguments.budgets)
+        measure(ledger, entries, arguments.timeout, run)
+        titles = {entry.key: entry.title for entry in entries}
+        comparisons = compare(*split(ledger, entries))
+        ledger.finish(titles=titles, adacc_against=comparisons)
+        text = report_text(ledger, titles, comparisons)
+        settings.output.with_suffix(".md").write_text(text, encoding="utf-8")
+        save_plot(ledger, settings.output.with_suffix(".svg"), titles)
+    print(f"{text}\nsaved as {settings.output}")
+    return 1 if any(point["status"] == Status.RED.value for point in ledger.points.values()) else 0
+
+
+def entries_of(peers: Sequence[str], budgets: Sequence[float]) -> list[Entry]:
+    """The points to measure, in the order of the table."""
+    entries: list[Entry] = []
+    for name in peers:
+        entries += [Entry(method=name, budget=b) for b in budgets] if PEERS[name].takes_budget else [Entry(method=name)]
+    return entries
+
+
+def measure(ledger: Ledger, entries: Sequence[Entry], timeout_s: float, run: Run) -> None:
+    """Fill in the points that are missing."""
+    info = ledger.run_info
+    for entry in tqdm(entries, desc="peers", unit="peer"):
+        order: dict[str, Any] = {
+            "subject": info["subject"],
+            "family": "peers",
+            "method": entry.method,
+            "budget": entry.budget,
+            "rounds": info["rounds"],
+            "clock": info["clock"],
+            "threads": ledger.settings.threads,
+        }
+        ledger.measure(entry.key, lambda order=order: run(run_trial, order, timeout_s))
+
+
+def split(ledger: Ledger, entries: Sequence[Entry]) -> tuple[list[Point], list[Point]]:
+    """Adacc's points, plain training among them (the policy of a budget that everything fits), and the peers'."""
+    own, peers = [], []
+    for entry in entries:
+        figures = ledger.points[entry.key]
+        if "tokens_per_second" not in figures:
+            continue
+        speed = figures["tokens_per_second"]["median"]
+        compiled = figures["gate"]["promise"] == Promise.OWN_RANDOMNESS.value
+        point = Point(name=entry.key, peak_bytes=figures["peak_bytes"], speed=speed, compiled=compiled)
+        if entry.method in ("adacc", "plain"):
+            own.append(point)
+        if entry.method not in ("adacc", "adacc_lossless"):
+            peers.append(point)
+    return own, peers
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""Tokens per second and peak memory against batch size, by each of the paper's methods (Figure 5).
+
+    adacc eval throughput --preset gpt2-345m --device cuda --precision bf16 --batches 1 4 8 16 32
+
+Every point runs in a process of its own. What exceeds the memory limit is shown as such: on a GPU the allocator refuses
+it, on a CPU the live bytes of a step are counted. Adacc's budget is the limit. Nothing is timed on wrong gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from adacc_hf.eval.clock import add_clock, check_clock
+from adacc_hf.eval.isolation import Figures, Status, run_isolated
+from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.limits import add_limit, budget_bytes, limit_bytes
+from adacc_hf.eval.methods import PAPER_METHODS
+from adacc_hf.eval.plots import curves, need_matplotlib
+from adacc_hf.eval.records import Settings, add_settings, markdown_table, positive_int
+from adacc_hf.eval.subject import add_subject, subject_options
+from adacc_hf.eval.trial import describe, run_trial
+from adacc_hf.units import format_bytes
+
+PAPER = {"full": (1.01, 1.37), "quantization": (1.09, 1.28)}
+"""Adacc's tokens per second over those of another method, least and most (section 4.2, on V100 GPUs)."""
+
+Run = Callable[..., Figures]
+
+
+def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
+    """Measure every point, print the table, save record, table and plot. Returns 1 if a gate was red."""
+    parser = argparse.ArgumentParser(prog="adacc eval throughput", description=__doc__.partition("\n")[0])
+    add_subject(parser)
+    add_limit(parser)
+    parser.add_argument("--batches", type=positive_int, nargs="+", default=[1, 2, 4, 8, 12], help="batch sizes")
+    parser.add_argument("--methods", nargs="+", choices=tuple(PAPER_METHODS), default=list(PAPER_METHODS))
+    parser.add_argument("--rounds", type=positive_int, default=5, help="timed steps of each point")
+    parser.add_argument("--timeout", type=positive_int, default=1800, help="seconds that one point may take")
+    add_clock(parser)
+    add_resume(parser)
+    add_settings(parser, "throughput")
+    arguments = parser.parse_args(argv)
+    settings = Settings.from_arguments(arguments)
+    check_clock(arguments.clock, settings)
+    need_matplotlib()
+    limit = limit_bytes(arguments)
+    run_info = {
+        "subject": subject_options(arguments),
+        "limit_bytes": limit,
+        "methods": arguments.methods,
+        "batches": arguments.batches,
+        "rounds": arguments.rounds,
+        "clock": arguments.clock,
+    }
+    with open_ledger(settings, run_info, arguments.resume) as ledger:
+        measure(ledger, arguments.timeout, run)
+        ratios = {name: speed_ratios(ledger, name) for name in PAPER if name in arguments.methods}
+        ledger.finish(adacc_over=ratios, paper=PAPER)
+        text = report_text(ledger, ratios)
+        write_outputs(ledger, text)
+    print(f"{text}\nsaved as {settings.output}")
+    return 1 if any(point["status"] == Status.RED.value for point in ledger.points.values()) else 0
+
+
+def measure(ledger: Ledger, timeout_s: float, run: Run) -> None:
+    """Fill in the points that are missing."""
+    info, settings = ledger.run_info, ledger.settings
+    keys = [(method, batch) for batch in info["batches"] for method in info["methods"]]
+    for method, batch in tqdm(keys, desc="throughput", unit="point"):
+        order = {
+            "subject": info["subject"] | {"batch": batch},
+            "family": "paper",
+            "method": method,
+            "budget": budget_bytes(info["limit_bytes"], settings.device),
+            "limit_bytes": info["limit_bytes"],
+            "rounds": info["rounds"],
+            "clock": info["clock"],
+            "threads": settings.threads,
+        }
+        ledger.measure(point_key(method, batch), lambda order=order: run(run_trial, order, timeout_s))
+
+
+def point_key(method: str, batch: int) -> str:
+    return f"{method}, batch {batch}"
+
+
+def speed_ratios(ledger: Ledger, other: str) -> dict[int, float]:
+    """By batch size, Adacc's tokens per second over the other method's, where both were timed."""
+    found = {}
+    for batch in ledger.run_info["batches"]:
+        points = [ledger.points.get(point_key(name, batch), {}) for name in ("adacc", other)]
+        if all("tokens_per_second" in point for point in points):
+            own, others = (point["tokens_per_second"]["median"] for point in points)
+            found[batch] = own / others
+    return found
+
+
+def report_text(ledger: Ledger, ratios: dict[str, dict[int, float]]) -> str:
+    """The tables as Markdown, and the paper's figures beside ours."""
+    info = ledger.run_info
+    subject = info["subject"]
+    heading = (
+        f"{subject['preset']}, {subject['tokens']} tokens per sequence, {subject['precision']}, limit "
+        f"{format_bytes(info['limit_bytes'])}; median tokens/s (20th to 80th percentile) of whole training steps"
+    )
+    parts = [heading, _table(ledger, "tokens/s"), "Peak bytes of a step:", _table(ledger, "peak")]
+    for name, by_batch in ratios.items():
+        low, high = PAPER[name]
+        ours = f"{min(by_batch.values()):.2f} to {max(by_batch.values()):.2f}" if by_batch else "no common point"
+        title = PAPER_METHODS[name].title
+        parts.append(f"Adacc's tokens/s over those of {title}: {ours} (paper, on V100 GPUs: {low:.2f} to {high:.2f})")
+    failed = {
+        key: point["reason"]
+        for key, point in ledger.points.items()
+        if point["status"] not in (Status.MEASURED.value, Status.OUT_OF_MEMORY.value)
+    }
+    parts += [f"{key}: {reason}" for key, reason in failed.items()]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(ledger: Ledger, cell: str) -> str:
+    rows = []
+    for method in ledger.run_info["methods"]:
+        cells = {
+            f"batch {batch}": describe(ledger.points[point_key(method, batch)])[cell]
+            for batch in ledger.run_info["batches"]
+        }
+        rows.append({"method": PAPER_METHODS[method].title} | cells)
+    return markdown_table(rows)
+
+
+def write_outputs(ledger: Ledger, text: str) -> None:
+    """Write the table and the plot beside the record."""
+    path = ledger.settings.output
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    series: dict[str, list[tuple[float, float]]] = {}
+    missing: dict[str, list[float]] = {}
+    for method in ledger.run_info["methods"]:
+        title = PAPER_METHODS[method].title
+        for batch in ledger.run_info["batches"]:
+            point: dict[str, Any] = ledger.points[point_key(method, batch)]
+            if "tokens_per_second" in point:
+                series.setdefault(title, []).append((batch, point["tokens_per_second"]["median"]))
+            elif point["status"] == Status.OUT_OF_MEMORY.value:
+                missing.setdefault(title, []).append(batch)
+    curves(Path(path).with_suffix(".svg"), series, "batch size", "tokens/s", missing)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
