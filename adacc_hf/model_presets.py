@@ -31,7 +31,7 @@ class Gpt2Size:
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaSize:
-    """The shape of a LLaMA with tied embeddings; all else is LlamaConfig's default (no dropout)."""
+    """The shape of a LLaMA; all else is LlamaConfig's default (no dropout)."""
 
     num_hidden_layers: int
     hidden_size: int
@@ -40,9 +40,10 @@ class LlamaSize:
     num_key_value_heads: int
     max_position_embeddings: int = 4096
     vocab_size: int = 128_256
+    tie_word_embeddings: bool = True
 
     def config(self) -> LlamaConfig:
-        return LlamaConfig(**asdict(self), tie_word_embeddings=True, bos_token_id=None, eos_token_id=None)
+        return LlamaConfig(**asdict(self), bos_token_id=None, eos_token_id=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,27 @@ PRESETS: dict[str, Gpt2Size | LlamaSize | T5Size] = {
         num_attention_heads=32,
         num_key_value_heads=8,
     ),
+    # LLaMA-3 8B and 70B, as published: 8.03 and 70.6 billion.
+    "llama3-8b": LlamaSize(
+        num_hidden_layers=32,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+    ),
+    "llama3-70b": LlamaSize(
+        num_hidden_layers=80,
+        hidden_size=8192,
+        intermediate_size=28_672,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+    ),
+    # T5 11B, as published: 11.3 billion, in feed-forward layers of 64 times the width.
+    "t5-11b": T5Size(num_layers=24, d_model=1024, d_ff=65_536, num_heads=128, d_kv=128),
     # T5 Base, as published: 222.9 million.
     "t5-base": T5Size(num_layers=12, d_model=768, d_ff=3072, num_heads=12),
     "demo-llama": LlamaSize(
@@ -136,10 +158,10 @@ def build_model(
     return fresh_model(config, attn_implementation)
 
 
-def fresh_model(config: PretrainedConfig, attn_implementation: str) -> PreTrainedModel:
-    """The language model of `config` in float32, with weights from torch's current seed."""
+def fresh_model(config: PretrainedConfig, attn_implementation: str, dtype: str = "float32") -> PreTrainedModel:
+    """The language model of `config`, with weights from torch's current seed."""
     auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    return auto_class.from_config(config, attn_implementation=attn_implementation)
+    return auto_class.from_config(config, attn_implementation=attn_implementation, dtype=dtype)
 
 
 def _pretrained_model(

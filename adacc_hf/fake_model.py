@@ -1,0 +1,134 @@
+"""A model without memory, and its profile for any batch, by tracing a training step on tensors without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from adacc_hf.blocks import find_blocks
+from adacc_hf.config import AdaccConfig
+from adacc_hf.devices import Device
+from adacc_hf.errors import AdaccError
+from adacc_hf.fake_device import fake_autocast, fake_tensors
+from adacc_hf.fake_instruments import OUTLIER_SHARE, FakeInstruments
+from adacc_hf.model_presets import fresh_model
+from adacc_hf.profile import Profile
+from adacc_hf.profiler import profile_model
+from adacc_hf.thin_model import Thinning, plan_thinning, thinned
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A dtype to train in."""
+
+    weights: torch.dtype
+    autocast: torch.dtype | None
+
+    @property
+    def compute(self) -> torch.dtype:
+        return self.autocast or self.weights
+
+
+PRECISIONS = {
+    "fp32": Precision(torch.float32, None),
+    "bf16": Precision(torch.bfloat16, None),
+    "bf16-amp": Precision(torch.float32, torch.bfloat16),
+    "fp16-amp": Precision(torch.float32, torch.float16),
+}
+"""fp32 and bf16 hold everything in that dtype; -amp is float32 with autocast, Trainer's bf16=True and fp16=True."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is trained how, but for the batch."""
+
+    config: PretrainedConfig
+    device: Device
+    precision: Precision
+    attention: str = "sdpa"
+    peft: str | None = None
+    trace: str = "cuda"
+    """Device type whose decisions torch takes."""
+    outlier_share: float = OUTLIER_SHARE
+    adacc: AdaccConfig = field(default_factory=AdaccConfig)
+
+    def __post_init__(self) -> None:
+        dtype = str(self.precision.compute).removeprefix("torch.")
+        if dtype not in self.device.flops:
+            raise ValueError(
+                f"--device={self.device.name} cannot train in {dtype}: choose another --dtype, it has "
+                f"{', '.join(self.device.flops)}"
+            )
+
+
+class FakeModel:
+    """A workload's model, to be traced. Made by `fake_model`."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        dtype = str(workload.precision.weights).removeprefix("torch.")
+        model = fresh_model(workload.config, workload.attention, dtype)
+        model.config.use_cache = False
+        self.model: nn.Module = with_lora(model) if workload.peft == "lora" else model
+        self.model.train()
+        self._thinning: Thinning | None = None
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return [block for _, block in find_blocks(self.model, self.workload.adacc.block_classes)]
+
+    def profile(self, batch_size: int, seq_len: int) -> Profile:
+        """The profile of a step on `batch_size` sequences of `seq_len` tokens, every block traced."""
+        profile = self._trace(batch_size, seq_len)
+        self._thinning = plan_thinning(self.model, profile)
+        return profile
+
+    def estimate(self, batch_size: int, seq_len: int) -> Profile:
+        """The same from a trace with a few blocks of each run of equal ones, whose `step_ms` is not the whole model's.
+
+        Call `profile` once before, which tells blocks that are equal.
+        """
+        assert self._thinning is not None, "profile() finds what can be left out"
+        with thinned(self.model, self._thinning):
+            profile = self._trace(batch_size, seq_len)
+        return self._thinning.expand(profile)
+
+    def _trace(self, batch_size: int, seq_len: int) -> Profile:
+        ids = torch.zeros((batch_size, seq_len), dtype=torch.long)
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        instruments = FakeInstruments(self.workload.device, self.workload.outlier_share)
+        with fake_autocast(self.workload.trace, self.workload.precision.autocast):
+            return profile_model(self.model, batch, self.workload.adacc, instruments=instruments)
+
+
+@contextmanager
+def fake_model(workload: Workload) -> Iterator[FakeModel]:
+    """The model of `workload`, to be traced while the context is open.
+
+    Raises FakeDeviceError where tensors on the device cannot be imitated, AdaccError for a model that needs more than
+    input_ids and labels, or that reads data.
+    """
+    with fake_tensors(workload.trace):
+        try:
+            yield FakeModel(workload)
+        except (torch._subclasses.fake_tensor.DataDependentOutputException, TypeError) as error:
+            name = type(workload.config).__name__
+            raise AdaccError(
+                f"a step of {name}'s language model cannot be traced without data ({type(error).__name__}: {error}): "
+                f"profile it on a GPU and give the file with --profile"
+            ) from error
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    """`model` with PEFT's LoRA adapters, at PEFT's defaults for its architecture."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise AdaccError("--peft=lora needs the package peft: pip install peft") from error
+    task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
+    return get_peft_model(model, LoraConfig(task_type=task))
