@@ -23,7 +23,9 @@ USER_ERROR = 2
 RUNNERS = (
     "ablation",
     "budget_bench",
+    "cloze",
     "codec_bandwidth",
+    "downstream",
     "executor_bench",
     "gradient_error",
     "loss",
@@ -31,6 +33,7 @@ RUNNERS = (
     "peak_accuracy",
     "peers",
     "solver_bench",
+    "table4",
     "throughput",
 )
 """Modules of `adacc_hf.eval` that `adacc eval` runs; on the command line also with hyphens."""
@@ -80,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     codecs = commands.add_parser("codecs", help="list the codecs, with the bytes that they keep of a tensor")
     codecs.set_defaults(run=_codecs)
 
-    measure = commands.add_parser("eval", help="measure speed, memory or gradient error; `adacc eval RUNNER --help`")
+    measure = commands.add_parser(
+        "eval", help="measure speed, memory, gradient error or accuracy; `adacc eval RUNNER --help`"
+    )
     names = ", ".join(name.replace("_", "-") for name in RUNNERS)
     measure.add_argument("runner", type=_module_name, choices=RUNNERS, metavar="RUNNER", help=f"one of {names}")
     measure.add_argument("options", nargs=argparse.REMAINDER, help="the runner's own options")

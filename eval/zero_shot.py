@@ -55,7 +55,7 @@ def language_model(source: ModelSource) -> Iterator[HFLM]:
     from lm_eval.models.huggingface import HFLM
 
     if not isinstance(source.model, PreTrainedModel):
-        yield HFLM(pretrained=str(source.model), device=source.device, batch_size=source.batch_size)
+        yield _loaded(source)
         return
     if source.tokenizer is None:
         raise ValueError("tokenizer=None: a model in memory needs its tokenizer; pass the one it was trained with")
@@ -67,6 +67,18 @@ def language_model(source: ModelSource) -> Iterator[HFLM]:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+def _loaded(source: ModelSource) -> HFLM:
+    from lm_eval.models.huggingface import HFLM
+
+    try:
+        return HFLM(pretrained=str(source.model), device=source.device, batch_size=source.batch_size)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"--model={source.model} could not be loaded with its tokenizer: {reason} Name a folder with both"
+        ) from error
 
 
 def score(model: HFLM, task: ConfigurableTask, limit: int | None = None) -> TaskScore:

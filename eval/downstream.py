@@ -1,0 +1,89 @@
+"""Zero-shot accuracy on the data sets of the paper's Table 4, by lm-eval.
+
+    python -m adacc_hf.eval.downstream --model runs/gpt2-117m-adacc
+
+The data sets come from the hub, or with --data_dir from local copies in the hub's schema: lambada_openai/test.jsonl,
+arc_easy/test.jsonl, sciq/test.jsonl, swag/validation.jsonl (or .parquet).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from adacc_hf.eval.ledger import RecordError, open_ledger
+from adacc_hf.eval.lm_eval_tasks import PAPER_TASKS, load_tasks
+from adacc_hf.eval.records import Settings, markdown_table
+from adacc_hf.eval.task_scores import Tasks, add_scoring, limit_note, percent, score_missing, task_info
+from adacc_hf.eval.weights import weights_digest
+from adacc_hf.eval.zero_shot import ModelSource
+from adacc_hf.files import read_json, write_json
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Evaluate, print the table and save the record."""
+    parser = argparse.ArgumentParser(
+        prog="adacc_hf.eval.downstream",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, help="checkpoint folder or hub id")
+    parser.add_argument("--tasks", default=",".join(PAPER_TASKS), help="data sets, with commas (default: all four)")
+    parser.add_argument("--data_dir", type=Path, help="folder with local copies (default: the hub)")
+    add_scoring(parser, "downstream")
+    arguments = parser.parse_args(argv)
+    tasks = load_tasks(arguments.tasks.split(","), arguments.data_dir)
+    return evaluate(arguments, tasks)
+
+
+def evaluate(arguments: argparse.Namespace, tasks: Tasks) -> int:
+    """Score `--model` on the tasks that its record lacks, print the table and save the record."""
+    settings = Settings.from_arguments(arguments)
+    source = ModelSource(model=arguments.model, device=settings.device, batch_size=arguments.batch_size)
+    run_info = {
+        "model": arguments.model,
+        "weights_sha256": weights_digest(arguments.model),
+        "batch_size": arguments.batch_size,
+        **task_info(tasks, arguments.limit),
+    }
+    with open_ledger(settings, run_info, arguments.resume) as ledger:
+        score_missing(ledger, "", source, tasks, arguments.limit)
+        ledger.finish(average_acc=average([ledger.points[name] for name in tasks]))
+        save_results(settings.output, ledger.points)
+    lines = [f"zero-shot accuracy of {arguments.model}, %", limit_note(arguments.limit), table_text(ledger.points)]
+    print("\n\n".join([*filter(None, lines), f"saved as {settings.output}"]))
+    return 0
+
+
+def average(scores: Sequence[Mapping[str, Any]]) -> float:
+    """The mean accuracy, each task counting the same, as the paper's "Ave."."""
+    return sum(figures["acc"] for figures in scores) / len(scores)
+
+
+def save_results(path: Path, results: Mapping[str, Any]) -> None:
+    """Add the scores under "results", where lm-eval's own files have them."""
+    write_json(path, {**read_json(path, RecordError, "record"), "results": results})
+
+
+def table_text(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """One line per task."""
+    return markdown_table([_cells(name, figures) for name, figures in results.items()])
+
+
+def _cells(name: str, figures: Mapping[str, Any]) -> dict[str, str]:
+    perplexity = figures["perplexity"]
+    rows, every = figures["num_samples"], figures["num_samples_original"]
+    return {
+        "task": f"{name}, version {figures['version']:g}",
+        "accuracy": percent(figures),
+        "per character": percent(figures, "acc_norm"),
+        "perplexity": "" if perplexity is None else f"{perplexity:.2f}",
+        "rows": str(rows) if rows == every else f"{rows} of {every}",
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""`adacc eval downstream`: its record, its limits, its second start; and a model that Adacc trained."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+
+from adacc_hf import AdaccCallback
+from adacc_hf.cli import main
+from adacc_hf.eval import task_scores
+from adacc_hf.eval.lm_eval_tasks import PAPER_TASKS, load_tasks
+from adacc_hf.eval.zero_shot import ModelSource, language_model, score
+
+
+@pytest.fixture
+def checkpoint(tiny_gpt2: PreTrainedModel, text_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint"
+    tiny_gpt2.save_pretrained(folder)
+    text_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def command(checkpoint: Path, data_dir: Path, tmp_path: Path) -> list[str]:
+    options = {"model": checkpoint, "data_dir": data_dir, "output": tmp_path / "out" / "downstream.json"}
+    return ["eval", "downstream", *(text for name, value in options.items() for text in (f"--{name}", str(value)))]
+
+
+def record(tmp_path: Path) -> dict[str, Any]:
+    return json.loads((tmp_path / "out" / "downstream.json").read_text())
+
+
+def test_leaves_the_scores_of_every_task(
+    command: list[str],
+    tiny_gpt2: PreTrainedModel,
+    text_tokenizer: PreTrainedTokenizerBase,
+    data_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(command) == 0
+    found = record(tmp_path)
+    with language_model(ModelSource(model=tiny_gpt2, tokenizer=text_tokenizer)) as model:
+        expected = {name: asdict(score(model, task)) for name, task in load_tasks(PAPER_TASKS, data_dir).items()}
+    assert found["results"] == expected
+    accuracies = [expected[name]["acc"] for name in PAPER_TASKS]
+    assert found["train_info"]["average_acc"] == sum(accuracies) / 4
+    assert all(0 <= acc <= 1 for acc in accuracies)
+    assert (found["run_info"]["limit"], found["run_info"]["num_fewshot"]) == (None, 0)
+    assert found["meta_info"]["status"] == "complete"
+    printed = capsys.readouterr().out
+    assert "swag, version 1" in printed
+    assert "LIMITED" not in printed
+
+
+def test_a_limited_run_says_so(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--tasks", "sciq", "--limit", "1"]) == 0
+    found = record(tmp_path)
+    assert found["run_info"]["limit"] == 1
+    counts = found["results"]["sciq"]
+    assert (counts["num_samples"], counts["num_samples_original"]) == (1, 2)
+    printed = capsys.readouterr().out
+    assert "LIMITED to the first 1 rows of each task" in printed
+    assert "1 of 2" in printed
+
+
+def test_a_run_that_was_cut_short_goes_on(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def interrupted(model: Any, task: Any, limit: int | None) -> Any:
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        asked.append(task.config.task)
+        return score(model, task, limit)
+
+    monkeypatch.setattr(task_scores, "score", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main(command)
+    assert record(tmp_path)["meta_info"]["status"] == "running"
+    assert asked == list(PAPER_TASKS[:2])
+
+    monkeypatch.setattr(task_scores, "score", lambda *given: asked.append(given[1].config.task) or score(*given))
+    assert main(command) == 0
+    assert asked == list(PAPER_TASKS)
+    assert list(record(tmp_path)["results"]) == list(PAPER_TASKS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tasks", "mmlu"], "--tasks=mmlu is unknown"),
+        (["--model", "no-such/model"], "no-such/model"),
+        (["--data_dir", "nowhere"], "--data_dir=nowhere holds neither"),
+    ],
+    ids=["task", "model", "data"],
+)
+def test_a_wrong_setting_is_one_line(
+    options: list[str], message: str, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, *options]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("adacc eval: error: ")
+    assert message in error
+
+
+def test_a_model_trained_by_adacc_scores_the_same_from_its_folder(
+    tiny_gpt2: PreTrainedModel, text_tokenizer: PreTrainedTokenizerBase, data_dir: Path, tmp_path: Path
+) -> None:
+    ids = torch.randint(0, 256, (16, 64))
+    arguments = TrainingArguments(
+        str(tmp_path / "run"), max_steps=4, per_device_train_batch_size=4, use_cpu=True, report_to="none"
+    )
+    callback = AdaccCallback(memory_budget=0.5)
+    trainer = Trainer(
+        model=tiny_gpt2,
+        args=arguments,
+        train_dataset=[{"input_ids": row, "labels": row} for row in ids],
+        callbacks=[callback],
+    )
+    trainer.train()
+    trainer.save_model()
+    text_tokenizer.save_pretrained(tmp_path / "run")
+    assert callback.policy is not None
+    sources = (
+        ModelSource(model=trainer.model, tokenizer=text_tokenizer, batch_size=4),
+        ModelSource(model=tmp_path / "run", batch_size=4),
+    )
+    scores = []
+    for source in sources:
+        with language_model(source) as model:
+            scores.append({name: score(model, task) for name, task in load_tasks(PAPER_TASKS, data_dir).items()})
+    assert scores[0] == scores[1]
