@@ -25,6 +25,8 @@ class ActivationRow:
     replay_ms: float | None
     """Time to remake it from what the plan stores; None if it cannot be replayed. Operators that two rows need count in
     both, though they run once."""
+    twin: str | None = None
+    """The label of the activation that it repeats, and is taken from where it is recomputed."""
 
     @property
     def reason(self) -> str:
@@ -41,7 +43,8 @@ class ActivationRow:
     def _replay_price(self) -> str:
         if self.replay_ms is None:
             return "recompute: not possible"
-        return f"recompute: {self.replay_ms:.2f} ms for {format_bytes(self.value.nbytes)}"
+        same = "" if self.twin is None else f", taken from {self.twin}"
+        return f"recompute: {self.replay_ms:.2f} ms for {format_bytes(self.value.nbytes)}{same}"
 
     def _codec_price(self, option: CodecOption) -> str:
         freed = format_bytes(self.value.nbytes - option.nbytes)
@@ -51,15 +54,17 @@ class ActivationRow:
 def activation_rows(kind: KindProfile, plan: Plan) -> list[ActivationRow]:
     """One row per activation of `kind`, in the order in which the block makes them."""
     choices = dict(plan.choices)
+    labels = dict(zip((value.index for value in kind.activations), activation_labels(kind), strict=True))
     return [
         ActivationRow(
             value=value,
-            label=label,
+            label=labels[value.index],
             choice=choices[value.index],
             option=_chosen_option(value, choices[value.index]),
             replay_ms=_replay_ms(kind, choices, value),
+            twin=labels.get(value.equal_to),
         )
-        for value, label in zip(kind.activations, activation_labels(kind), strict=True)
+        for value in kind.activations
     ]
 
 
@@ -119,6 +124,7 @@ def explain_policy(policy: Policy, profile: Profile) -> str:
         ]
         widths = [max(len(line[column]) for line in cells) for column in range(4)]
         lines += ["", f"{kind.block_class}, {blocks}"]
+        lines += [] if kind.fallback is None else [f"  fallback: {describe_fallback(kind)}"]
         lines += [_aligned(line, widths) for line in cells]
     return "\n".join(lines)
 
@@ -131,6 +137,11 @@ def describe_head(policy: Policy, profile: Profile) -> str:
         time = f"{with_it.head_ms:.2f} ms, " if len(profile.heads) > 1 else ""
         costs.append(f"{name}: {time}{format_bytes(with_it.outside_peak_bytes)} live besides what blocks store")
     return f"{policy.head} head; " + "; ".join(costs)
+
+
+def describe_fallback(kind: KindProfile) -> str:
+    """What runs a kind that cannot be replayed, and why."""
+    return f"torch's checkpoint runs these blocks unless they retain everything, since {kind.fallback}"
 
 
 def format_shape(value: Value) -> str:
@@ -161,6 +172,10 @@ def _replay_ms(kind: KindProfile, choices: dict[int, Choice], value: Value) -> f
     pending = [value]
     while pending:
         missing = pending.pop()
+        if missing.equal_to is not None:
+            twin = kind.values[missing.equal_to]
+            pending += [] if _is_stored(twin, choices) else [twin]
+            continue
         if missing.producer is None or not missing.recomputable or not kind.operators[missing.producer].replayable:
             return None
         if missing.producer in operators:

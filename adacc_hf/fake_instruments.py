@@ -58,7 +58,7 @@ class FakeInstruments(Instruments):
                 at_hand.update(operator.made())
             else:
                 at_hand.update(value for value in operator.made() if not tape.values[value].overwritten)
-        return obtainable(tape, good)
+        return obtainable(tape, good, tape.saved_values())
 
     def outliers(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
         if not config.outliers:

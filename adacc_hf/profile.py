@@ -124,6 +124,8 @@ class KindProfile:
     """The order in which forward saves values and lets go of them by itself, when nothing is stored."""
     forward_ms: float
     """Sum of its operators' times."""
+    fallback: str | None = None
+    """Why torch's checkpoint runs such a block unless it retains everything: its operators cannot be replayed."""
 
     @cached_property
     def activations(self) -> tuple[Value, ...]:

@@ -17,11 +17,12 @@ from torch import nn
 
 from adacc_hf.blocks import Installation
 from adacc_hf.config import AdaccConfig
+from adacc_hf.fallback import fallback_backward
 from adacc_hf.head_survey import HeadLayout, HeadSurvey
 from adacc_hf.instruments import Instruments
 from adacc_hf.memory import count_static_bytes
-from adacc_hf.profile import BlockProfile, Head, Profile
-from adacc_hf.step_memory import measure_forward, measure_step_layout
+from adacc_hf.profile import BlockProfile, Head, KindProfile, Profile
+from adacc_hf.step_memory import StepLayout, measure_forward, measure_step_layout
 from adacc_hf.survey import Survey, recompute_stored_bytes
 
 
@@ -79,14 +80,14 @@ def _profile(
     stored_bytes = {name: recompute_stored_bytes(kind) for name, kind in by_name.items()}
     measure = partial(measure_step_layout, model, batch, installation, watchers, stored_bytes, instruments)
     layout = measure()
-    shared = survey.shared_records()
+    shared = tuple(survey.sharing.records)
     read = survey.shared_in_replay(watched)
     held_bytes = sum(record.nbytes for index, record in enumerate(shared) if record.saved or index in read)
     other = heads.other(model, batch, measure, instruments)
     device = next(model.parameters()).device
     return Profile(
         model_class=type(model).__name__,
-        kinds=tuple(replace(kind, backward=layout.events[watched[index]]) for index, kind in enumerate(kinds)),
+        kinds=tuple(_with_backward(kind, watched[index], layout) for index, kind in enumerate(kinds)),
         blocks=tuple(
             BlockProfile(name=block.name, kind=block.kind, backward_base_bytes=static_bytes + layout.bases[block.name])
             for block in blocks
@@ -117,6 +118,12 @@ def _chunked(other: HeadLayout, blocks: list[str], static_bytes: int, held_bytes
         tail_peak_bytes=static_bytes + layout.tail_peak_bytes,
         backward_base_bytes=tuple(static_bytes + layout.bases[block] for block in blocks),
     )
+
+
+def _with_backward(kind: KindProfile, watched: str, layout: StepLayout) -> KindProfile:
+    if kind.fallback is not None:
+        return replace(kind, backward=fallback_backward(kind, layout.peaks.get(watched)))
+    return replace(kind, backward=layout.events[watched])
 
 
 def _check_trainable(model: nn.Module, batch: Mapping[str, Any]) -> None:

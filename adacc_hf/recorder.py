@@ -65,6 +65,11 @@ class Recorder(TorchDispatchMode):
             self.untrusted = "a tensor is conjugated or negated lazily, which its storage does not show"
         return TensorRef(self._current[key], geometry_of(tensor), tensor.dtype)
 
+    def made_value(self, tensor: torch.Tensor) -> int | None:
+        """The value that `tensor` views, if the block made its storage."""
+        key = tensor.untyped_storage()._cdata
+        return None if key in self._externals else self._current.get(key)
+
     def save(self, tensor: torch.Tensor) -> int:
         """Note that autograd saves `tensor`; return the slot's index."""
         self.slots.append(self.refer(tensor))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,15 @@ from adacc_hf.call_inputs import fetch
 from adacc_hf.compiled import CompiledPlan
 from adacc_hf.kernels.codecs import Codec
 from adacc_hf.recorder import Drawing, Recorder
+
+
+class Packed:
+    """What autograd holds for one slot: the slot's number, what is stored for it, and the version of that."""
+
+    __slots__ = ("__weakref__", "content")
+
+    def __init__(self, slot: int, tensor: torch.Tensor) -> None:
+        self.content: tuple[int, Any, int | None] = (slot, tensor.detach(), tensor._version)
 
 
 class Recording:
@@ -30,7 +40,7 @@ class Recording:
         self.block = block
         self.recorder = Recorder(block, args, kwargs, drawing)
         self._arguments = (args, kwargs)
-        self._packed: list[list[Any]] = []
+        self._packed: list[Packed] = []
         self._call: Call | None = None
 
     def run(self, fn: Callable[..., Any]) -> Any:
@@ -42,21 +52,25 @@ class Recording:
         """Store what the plan stores and let go of the rest; returns the list that the order of unpacks goes into."""
         self._call = Call(compiled, self.name, codecs, fetch(compiled.externals, self.block, *self._arguments))
         self._call.seen = []
-        for item in self._packed:
-            _, tensor, version = item
-            packed = self._call.pack(tensor)
-            if (
-                tensor._version == version
-            ):  # else the block changed it since: backward refuses it, as plain autograd does
-                item[:] = packed
+        for packed in self._packed:
+            _, tensor, version = packed.content
+            content = self._call.pack(tensor)
+            # A tensor that the block changed since stays: backward refuses it, as plain autograd does.
+            if tensor._version == version:
+                packed.content = content
         self._call.finish()
         return self._call.seen
 
-    def discard(self) -> None:
-        """Let go of everything, the saved tensors too: there will be no backward."""
-        for item in self._packed:
-            item[1] = None
+    def discard(self) -> list[weakref.ref[Packed]]:
+        """Let go of everything, the saved tensors too: there will be no backward.
+
+        Returns for each slot a reference that is dead once autograd has let go of it.
+        """
+        for packed in self._packed:
+            packed.content = (packed.content[0], None, None)
+        references = [weakref.ref(packed) for packed in self._packed]
         self.close()
+        return references
 
     def close(self) -> None:
         """Let go of everything but what the packed objects own."""
@@ -64,15 +78,15 @@ class Recording:
         self._arguments = ((), {})
         self._packed = []
 
-    def _pack(self, tensor: torch.Tensor) -> list[Any]:
-        item = [self.recorder.save(tensor), tensor.detach(), tensor._version]
-        self._packed.append(item)
-        return item
+    def _pack(self, tensor: torch.Tensor) -> Packed:
+        packed = Packed(self.recorder.save(tensor), tensor)
+        self._packed.append(packed)
+        return packed
 
-    def _unpack(self, item: list[Any]) -> torch.Tensor:
+    def _unpack(self, packed: Packed) -> torch.Tensor:
         if self._call is not None:
-            return self._call.unpack(tuple(item))
-        slot, tensor, version = item
+            return self._call.unpack(packed.content)
+        slot, tensor, version = packed.content
         if tensor._version != version:
             raise changed_in_place(self.name, f"saved tensor {slot}")
         return tensor

@@ -3,7 +3,7 @@ R7)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -242,7 +242,7 @@ def verify(tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
         for value in [*operator.inputs(), *operator.made()]:
             if last_reader[value] <= operator.index:
                 environment[value] = None
-    return obtainable(tape, good)
+    return obtainable(tape, good, tape.saved_values())
 
 
 def _verify_operator(
@@ -296,9 +296,9 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def obtainable(tape: Tape, good: set[int]) -> frozenset[int]:
-    """Values among `good` whose inputs can all be had: from outside, from a saved slot, or by replay."""
-    saved = set(tape.saved_values())
+def obtainable(tape: Tape, good: Collection[int], stored: Iterable[int]) -> frozenset[int]:
+    """Values among `good` whose inputs can all be had: from outside, out of `stored`, or by replay."""
+    saved = set(stored)
     recomputable: set[int] = set()
     for operator in tape.operators:
         available = all(_obtainable(tape, value, saved, recomputable) for value in operator.inputs())

@@ -12,6 +12,7 @@ from adacc_hf.explain import (
     ActivationRow,
     activation_rows,
     check_belongs,
+    describe_fallback,
     describe_head,
     format_shape,
     plan_groups,
@@ -168,6 +169,7 @@ def _actions(profile: Profile, policy: Policy) -> list[Part]:
         rows = [_action_cells(row) for row in activation_rows(kind, plan)]
         parts += [
             Heading(f"{kind.block_class}: {blocks}", level=3),
+            *([] if kind.fallback is None else [Paragraph(f"Fallback: {describe_fallback(kind)}.")]),
             Table(ACTION_HEADERS, rows, ACTION_NUMBERS),
         ]
     return parts

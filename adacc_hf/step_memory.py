@@ -88,16 +88,19 @@ class WatchForward:
         self.meter = meter
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        values = iter(self.kind.slots)
+        values = iter(self.kind.slots if self.kind.fallback is None else ())
         seen: set[int] = set()
 
         @torch.compiler.disable  # as in WatchSlots
-        def pack(tensor: torch.Tensor) -> None:
-            value = next(values)
-            if self.meter is not None and value >= 0 and value not in seen:
+        def pack(tensor: torch.Tensor) -> torch.Tensor | None:
+            value = next(values, None)
+            if value == -1:  # held by others, or dead soon: it lives as long as it does under any policy
+                return tensor.detach()
+            if self.meter is not None and value is not None and value not in seen:
                 seen.add(value)
                 self._mark(("pack", value))
                 weakref.finalize(tensor.untyped_storage(), self._mark, ("death", value)).atexit = False
+            return None
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _no_backward):
             self._mark(("enter", -1))
@@ -154,6 +157,8 @@ class StepLayout:
     tail_peak_bytes: int
     events: dict[str, tuple[BackwardEvent, ...]]
     """The backward of each watched block."""
+    peaks: dict[str, int]
+    """The most live in each block's backward, besides its and earlier blocks' stores; of blocks that have one."""
 
 
 def measure_forward(
@@ -229,8 +234,8 @@ class _Reading:
 
     def layout(self, loss_bytes: int) -> StepLayout:
         bases = dict.fromkeys(self.names, 0)  # a frozen block has no backward, and nothing of it is live in one
-        for point in self._all("backward"):
-            bases[point.label[1]] = point.live_bytes - self._stored_up_to(point.label[1])
+        backwards = {point.label[1]: point.live_bytes for point in self._all("backward")}
+        bases |= {name: live - self._stored_up_to(name) for name, live in backwards.items()}
         loss = next(self._all("loss"))
         all_stored = sum(self.stored.values())
         all_held = all_stored - sum(watcher.cached_bytes for watcher in self.watchers)
@@ -240,7 +245,15 @@ class _Reading:
             outside_peak_bytes=self._peak(("leave", self.names[-1]), "backward") - all_held,
             tail_peak_bytes=self._peak(("tail", self.names[0]), None),
             events={watcher.name: self._events(watcher, bases[watcher.name]) for watcher in self.watchers},
+            peaks={name: self._backward_peak(name) - bases[name] - self._stored_up_to(name) for name in backwards},
         )
+
+    def _backward_peak(self, name: str) -> int:
+        """Most bytes live from the start of a block's backward to the next block's."""
+        start = next(i for i, point in enumerate(self.points) if point.label == ("backward", name))
+        rest = self.points[start + 1 :]
+        end = next((i for i, point in enumerate(rest) if point.label[0] in ("backward", "tail")), len(rest))
+        return max(point.max_bytes for point in self.points[start : start + 1 + end])
 
     def _all(self, moment: str) -> Iterator[MemoryPoint]:
         return (point for point in self.points if point.label[0] == moment)
@@ -262,7 +275,8 @@ class _Reading:
         floor = base + self._stored_up_to(watcher.name) - watcher.stored_bytes
         alive = _SlotCount(watcher.kind)
         events = []
-        for point in self.points:
+        in_backward = self.points[self.points.index(next(self._all("loss"))) :]
+        for point in in_backward:  # dead slots were released in forward
             if point.label[0] not in ("unpack", "release") or point.label[2] != watcher.name:
                 continue
             moment, slot, _ = point.label
