@@ -97,12 +97,12 @@ def check_belongs(policy: Policy, profile: Profile) -> None:
 
 def plan_groups(policy: Policy, profile: Profile) -> list[tuple[str, KindProfile, Plan]]:
     """The different plans of `policy`, each with the blocks that follow it in words, and its kind."""
-    kinds = {kind.digest: kind for kind in profile.kinds}
+    kinds = [profile.kind_of(block) for block in profile.blocks]
     names = [name for name, _ in policy.blocks]
     groups = []
     for index, plan in enumerate(policy.plans):
         members = [position for position, (_, plan_index) in enumerate(policy.blocks) if plan_index == index]
-        groups.append((_in_runs(names, members), kinds[plan.kind], plan))
+        groups.append((_in_runs(names, members), kinds[members[0]], plan))
     return groups
 
 
