@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,14 @@ class ModelSource:
     device: str = "cpu"
     """Where a checkpoint is loaded to, in the dtype that it was saved in; a model in memory stays where it is."""
     batch_size: int = 8
+
+
+def evaluate(
+    source: ModelSource, tasks: Mapping[str, ConfigurableTask], limit: int | None = None
+) -> dict[str, TaskScore]:
+    """The scores on all tasks, those of `lm_eval_tasks.load_tasks` say."""
+    with language_model(source) as model:
+        return {name: score(model, task, limit) for name, task in tasks.items()}
 
 
 @contextmanager

@@ -161,6 +161,15 @@ def tiny_gpt2(text_tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
 
 
 @pytest.fixture
+def checkpoint(tiny_gpt2: GPT2LMHeadModel, text_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Path:
+    """A folder with `tiny_gpt2` and its tokenizer."""
+    folder = tmp_path / "checkpoint"
+    tiny_gpt2.save_pretrained(folder)
+    text_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
 def rows() -> Rows:
     """A few rows of every data set, in the hub's schema, by name and split."""
     return ROWS

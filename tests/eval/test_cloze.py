@@ -14,14 +14,6 @@ from adacc_hf.eval.lm_eval_tasks import cloze_task
 from adacc_hf.eval.zero_shot import ModelSource, language_model, score
 
 
-@pytest.fixture
-def checkpoint(tiny_gpt2: PreTrainedModel, text_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Path:
-    folder = tmp_path / "checkpoint"
-    tiny_gpt2.save_pretrained(folder)
-    text_tokenizer.save_pretrained(folder)
-    return folder
-
-
 def test_accuracy_is_the_share_of_last_words_guessed(
     offline: None, alphabet_model: PreTrainedModel, byte_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:

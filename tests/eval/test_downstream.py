@@ -15,15 +15,7 @@ from adacc_hf import AdaccCallback
 from adacc_hf.cli import main
 from adacc_hf.eval import task_scores
 from adacc_hf.eval.lm_eval_tasks import PAPER_TASKS, load_tasks
-from adacc_hf.eval.zero_shot import ModelSource, language_model, score
-
-
-@pytest.fixture
-def checkpoint(tiny_gpt2: PreTrainedModel, text_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Path:
-    folder = tmp_path / "checkpoint"
-    tiny_gpt2.save_pretrained(folder)
-    text_tokenizer.save_pretrained(folder)
-    return folder
+from adacc_hf.eval.zero_shot import ModelSource, evaluate, score
 
 
 @pytest.fixture
@@ -46,8 +38,8 @@ def test_leaves_the_scores_of_every_task(
 ) -> None:
     assert main(command) == 0
     found = record(tmp_path)
-    with language_model(ModelSource(model=tiny_gpt2, tokenizer=text_tokenizer)) as model:
-        expected = {name: asdict(score(model, task)) for name, task in load_tasks(PAPER_TASKS, data_dir).items()}
+    scores = evaluate(ModelSource(model=tiny_gpt2, tokenizer=text_tokenizer), load_tasks(PAPER_TASKS, data_dir))
+    expected = {name: asdict(one) for name, one in scores.items()}
     assert found["results"] == expected
     accuracies = [expected[name]["acc"] for name in PAPER_TASKS]
     assert found["train_info"]["average_acc"] == sum(accuracies) / 4
@@ -131,8 +123,5 @@ def test_a_model_trained_by_adacc_scores_the_same_from_its_folder(
         ModelSource(model=trainer.model, tokenizer=text_tokenizer, batch_size=4),
         ModelSource(model=tmp_path / "run", batch_size=4),
     )
-    scores = []
-    for source in sources:
-        with language_model(source) as model:
-            scores.append({name: score(model, task) for name, task in load_tasks(PAPER_TASKS, data_dir).items()})
-    assert scores[0] == scores[1]
+    in_memory, from_folder = (evaluate(source, load_tasks(PAPER_TASKS, data_dir)) for source in sources)
+    assert in_memory == from_folder

@@ -114,6 +114,15 @@ def test_a_killed_run_skips_what_is_there(
     assert trained == list(METHODS)  # none twice
 
 
+def test_no_resume_trains_anew(command: list[str], trained: list[str], tmp_path: Path) -> None:
+    assert main([*command, "--methods", "none"]) == 0
+    (folder,) = (tmp_path / "out").glob("none-*")
+    (folder / "checkpoint-4").mkdir()
+    assert main([*command, "--methods", "none", "--no-resume"]) == 0
+    assert trained == ["none", "none"]
+    assert not (folder / "checkpoint-4").exists()
+
+
 def test_other_options_train_into_other_folders(command: list[str], trained: list[str], tmp_path: Path) -> None:
     for steps in ("4", "5"):
         assert main([*command, "--methods", "none", "--max_steps", steps]) == 0

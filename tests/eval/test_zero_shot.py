@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from adacc_hf.eval.lm_eval_tasks import PAPER_TASKS, load_tasks
-from adacc_hf.eval.zero_shot import ModelSource, TaskScore, accuracy_stderr, language_model, score
+from adacc_hf.eval.zero_shot import ModelSource, TaskScore, accuracy_stderr, evaluate, language_model, score
 
 Question = tuple[str, list[str], int]
 """What the model reads, the choices that may follow, and which one is right."""
@@ -49,8 +49,7 @@ def best_choices(loglikelihood: Any, asked: list[Question], per_character: bool)
 
 
 def scores(source: ModelSource, data_dir: Path, limit: int | None = None) -> dict[str, TaskScore]:
-    with language_model(source) as model:
-        return {name: score(model, task, limit) for name, task in load_tasks(PAPER_TASKS, data_dir).items()}
+    return evaluate(source, load_tasks(PAPER_TASKS, data_dir), limit)
 
 
 @pytest.mark.parametrize("name", PAPER_TASKS)
