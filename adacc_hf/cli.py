@@ -1,4 +1,4 @@
-"""The `adacc` command: look into policy files, report on them, list the codecs, measure."""
+"""The `adacc` command: plan runs, look into policy files, report on them, list the codecs, measure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from adacc_hf import __version__
+from adacc_hf import __version__, cli_plan
 from adacc_hf.errors import AdaccError
 from adacc_hf.explain import explain_policy
 from adacc_hf.policy import Policy
@@ -79,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--profile", type=Path, required=True, help="the profile that the policy was solved from")
     report.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write into")
     report.set_defaults(run=_report)
+
+    cli_plan.add_parser(commands)
 
     codecs = commands.add_parser("codecs", help="list the codecs, with the bytes that they keep of a tensor")
     codecs.set_defaults(run=_codecs)

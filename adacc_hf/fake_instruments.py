@@ -23,8 +23,10 @@ from adacc_hf.config import AdaccConfig
 from adacc_hf.devices import Device
 from adacc_hf.fake_backward import FakeBackward
 from adacc_hf.fake_memory import FakeMemoryMeter
+from adacc_hf.head_pricing import whole
 from adacc_hf.instruments import Instruments
 from adacc_hf.kernels.codecs import Codec, get_codec
+from adacc_hf.lazy_logits import LossCall
 from adacc_hf.memory import MemoryMeter, forward_loss
 from adacc_hf.pricing import Prices, candidates, make_codec, relative_error, storable
 from adacc_hf.profile import CodecOption
@@ -94,6 +96,16 @@ class FakeInstruments(Instruments):
             error=0.0 if codec.lossless else _error_on_normal(codec.name, options),
             lossless=codec.lossless,
         )
+
+    def head_times(self, loss: LossCall) -> dict[str, float]:
+        return {"plain": self._head_ms(loss, whole), "chunked": self._head_ms(loss, LossCall.chunked)}
+
+    def _head_ms(self, loss: LossCall, compute: Callable[[LossCall], torch.Tensor]) -> float:
+        tensors = (loss.rows, loss.call.weight, loss.call.bias)
+        leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
+        with _SumOfTimes(self.device) as times:
+            FakeBackward().run(compute(loss.on(*leaves)))
+        return times.total_ms
 
     def meter(self, device: torch.device) -> MemoryMeter:
         return FakeMemoryMeter()

@@ -54,8 +54,15 @@ class Workload:
     peft: str | None = None
     trace: str = "cuda"
     """Device type whose decisions torch takes."""
+    is_deepspeed: bool = False
+    """Whether DeepSpeed does mixed precision in its own way: 16-bit weights, no autocast."""
     outlier_share: float = OUTLIER_SHARE
     adacc: AdaccConfig = field(default_factory=AdaccConfig)
+
+    @property
+    def has_master_weights(self) -> bool:
+        """Whether the optimizer keeps float32 weights beside 16-bit ones, as DeepSpeed does under mixed precision."""
+        return self.is_deepspeed and self.precision.autocast is not None
 
     def __post_init__(self) -> None:
         dtype = str(self.precision.compute).removeprefix("torch.")
@@ -71,16 +78,18 @@ class FakeModel:
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
-        dtype = str(workload.precision.weights).removeprefix("torch.")
+        self.autocast = None if workload.is_deepspeed else workload.precision.autocast
+        weights = workload.precision.compute if workload.is_deepspeed else workload.precision.weights
+        dtype = str(weights).removeprefix("torch.")
         model = fresh_model(workload.config, workload.attention, dtype)
         model.config.use_cache = False
         self.model: nn.Module = with_lora(model) if workload.peft == "lora" else model
         self.model.train()
         self._thinning: Thinning | None = None
 
-    @property
-    def blocks(self) -> list[nn.Module]:
-        return [block for _, block in find_blocks(self.model, self.workload.adacc.block_classes)]
+        found = find_blocks(self.model, workload.adacc.block_classes)
+        self.block_names = [name for name, _ in found]
+        self.blocks = [block for _, block in found]
 
     def profile(self, batch_size: int, seq_len: int) -> Profile:
         """The profile of a step on `batch_size` sequences of `seq_len` tokens, every block traced."""
@@ -102,7 +111,7 @@ class FakeModel:
         ids = torch.zeros((batch_size, seq_len), dtype=torch.long)
         batch = {"input_ids": ids, "labels": ids.clone()}
         instruments = FakeInstruments(self.workload.device, self.workload.outlier_share)
-        with fake_autocast(self.workload.trace, self.workload.precision.autocast):
+        with fake_autocast(self.workload.trace, self.autocast):
             return profile_model(self.model, batch, self.workload.adacc, instruments=instruments)
 
 

@@ -16,7 +16,7 @@ REPEATS = 1
 def head_times(loss: LossCall) -> dict[str, float]:
     """Milliseconds of forward and backward by the name of the head."""
     return {
-        "plain": median_ms(lambda: _gradients(loss, _whole), loss.rows.device, REPEATS),
+        "plain": median_ms(lambda: _gradients(loss, whole), loss.rows.device, REPEATS),
         "chunked": median_ms(lambda: _gradients(loss, LossCall.chunked), loss.rows.device, REPEATS),
     }
 
@@ -30,7 +30,8 @@ def _gradients(loss: LossCall, compute: object) -> tuple[Tensor, ...]:
     return torch.autograd.grad(value, [leaf for leaf in leaves if leaf is not None and leaf.requires_grad])
 
 
-def _whole(loss: LossCall) -> Tensor:
+def whole(loss: LossCall) -> Tensor:
+    """The loss by way of whole logits."""
     dtype, bias = loss.call.dtype, loss.call.bias
     with torch.autocast(loss.rows.device.type, enabled=False):
         logits = F.linear(loss.rows.to(dtype), loss.call.weight.to(dtype), None if bias is None else bias.to(dtype))

@@ -33,33 +33,64 @@ class Thinning:
 
     def expand(self, thin: Profile) -> Profile:
         """The profile of the whole model from that of the thinned one."""
-        kept = [block for block in self.blocks if block.name not in self.dropped]
-        assert [block.name for block in kept] == [block.name for block in thin.blocks]
-        missing = self.missing_bytes
-        bases = {block.name: block.backward_base_bytes for block in thin.blocks}
-        kinds = {block.name: block.kind for block in thin.blocks}
-        blocks: list[BlockProfile] = []
-        gradients = casts = 0
-        for run in reversed(_runs(self.blocks)):
-            names = [block.name for block in run]
-            per_block = bases[names[-KEPT]] - bases[names[1 - KEPT]] if names[0] in self.dropped else 0
-            for behind, name in enumerate(reversed(names)):
-                extra = per_block * max(0, behind - KEPT + 1) if name in self.dropped else 0
-                base = bases[name] if name in bases else bases[names[-KEPT]]
-                kind = kinds.get(name, kinds[names[-1]])
-                nbytes = base + missing + gradients + extra
-                blocks.append(BlockProfile(name=name, kind=kind, backward_base_bytes=nbytes))
-            num_dropped = sum(name in self.dropped for name in names)
-            gradients += per_block * num_dropped
-            casts += num_dropped * _cached_bytes(thin, kinds[names[-1]])
+        kept = [block.name for block in thin.blocks]
+        assert kept == [block.name for block in self.blocks if block.name not in self.dropped]
+        own = self._bases(dict(zip(kept, [block.backward_base_bytes for block in thin.blocks], strict=True)))
+        kinds = self._kinds({block.name: block.kind for block in thin.blocks})
+        held = self.missing_bytes + sum(_cached_bytes(thin, kinds[name]) for name in self.dropped)
+        blocks = [
+            BlockProfile(name=block.name, kind=kinds[block.name], backward_base_bytes=own.of_block[block.name])
+            for block in self.blocks
+        ]
+        heads = [
+            (head, self._bases(dict(zip(kept, head.backward_base_bytes, strict=True)))) for head in thin.other_heads
+        ]
         return replace(
             thin,
-            blocks=tuple(reversed(blocks)),
-            static_bytes=thin.static_bytes + missing,
-            forward_base_bytes=thin.forward_base_bytes + missing + casts,
-            outside_peak_bytes=thin.outside_peak_bytes + missing + casts,
-            tail_peak_bytes=thin.tail_peak_bytes + missing + gradients,
+            blocks=tuple(blocks),
+            static_bytes=thin.static_bytes + self.missing_bytes,
+            forward_base_bytes=thin.forward_base_bytes + held,
+            outside_peak_bytes=thin.outside_peak_bytes + held,
+            tail_peak_bytes=thin.tail_peak_bytes + own.added_at_end,
+            other_heads=tuple(
+                replace(
+                    head,
+                    outside_peak_bytes=head.outside_peak_bytes + held,
+                    tail_peak_bytes=head.tail_peak_bytes + bases.added_at_end,
+                    backward_base_bytes=tuple(bases.of_block.values()),
+                )
+                for head, bases in heads
+            ),
         )
+
+    def _kinds(self, kinds: dict[str, int]) -> dict[str, int]:
+        """The kind of every block; one that is left out is of the kind of its run."""
+        return {block.name: kinds.get(block.name, kinds[run[-1].name]) for run in _runs(self.blocks) for block in run}
+
+    def _bases(self, bases: dict[str, int]) -> _Bases:
+        """What is live when each block's backward starts, from the same of the blocks that are kept."""
+        found: dict[str, int] = {}
+        gradients = 0
+        for run in reversed(_runs(self.blocks)):
+            names = [block.name for block in run]
+            dropped = [name for name in names if name in self.dropped]
+            first_kept = bases[names[len(dropped)]]
+            per_block = first_kept - bases[names[len(dropped) + 1]] if dropped else 0
+            for name in reversed(names[len(dropped) :]):
+                found[name] = bases[name] + self.missing_bytes + gradients
+            for name in reversed(dropped):
+                gradients += per_block
+                found[name] = first_kept + self.missing_bytes + gradients
+        in_order = {block.name: found[block.name] for block in self.blocks}
+        return _Bases(in_order, self.missing_bytes + gradients)
+
+
+@dataclass(frozen=True)
+class _Bases:
+    of_block: dict[str, int]
+    """In forward order."""
+    added_at_end: int
+    """What the blocks that are left out add when backward is over."""
 
 
 def plan_thinning(model: nn.Module, profile: Profile) -> Thinning:

@@ -1,0 +1,310 @@
+"""A plan for a training run that was never started: whether it fits, what takes its memory, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from torch import nn
+
+from adacc_hf.config import AdaccConfig
+from adacc_hf.errors import InfeasibleBudgetError
+from adacc_hf.fake_model import FakeModel, Workload, fake_model
+from adacc_hf.memory import distinct_bytes
+from adacc_hf.policy import Policy
+from adacc_hf.profile import Profile
+from adacc_hf.simulator import run_block, simulate
+from adacc_hf.solver import solve_policy
+from adacc_hf.static_memory import Sharding, StaticMemory, static_memory
+from adacc_hf.units import format_bytes
+
+METHODS = ("plain", "full recomputation", "adacc")
+"""What is compared: everything kept, torch's checkpoint around every block, and the solved policy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked."""
+
+    model: str
+    workload: Workload
+    batch_size: int
+    seq_len: int
+    optimizer: str = "adamw"
+    sharding: Sharding = field(default_factory=Sharding)
+    budget_bytes: int | None = None
+    """Bytes per device; None is the device's memory less `AdaccConfig.memory_margin`."""
+    longest_seq_len: int | None = None
+    """The model's context, beyond which no sequence is looked for."""
+    find_largest: bool = True
+    """Whether to look for the largest batch and the longest sequence, which takes a dozen traces more."""
+    profile: Profile | None = None
+    """A saved profile to take in place of a trace."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"--batch-size={self.batch_size} must be at least 1: it counts the sequences per device")
+        if self.seq_len < 2:
+            raise ValueError(f"--seq-len={self.seq_len} must be at least 2: a token is predicted from those before it")
+
+    @property
+    def budget(self) -> int:
+        if self.budget_bytes is not None:
+            return self.budget_bytes
+        return int(self.workload.device.memory_bytes * (1 - self.workload.adacc.memory_margin))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """One method's step."""
+
+    fits: bool
+    peak_bytes: int
+    """Of adacc where it does not fit: the least there is."""
+    step_ms: float | None
+    """Time of one forward and backward; None where no policy fits."""
+    largest_batch: int | None = None
+    longest_seq_len: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """The answer to a request."""
+
+    request: Request
+    static: StaticMemory
+    profile: Profile
+    policy: Policy | None
+    """None where no policy fits."""
+    forecasts: dict[str, Forecast]
+    phases: dict[str, int]
+    """Most bytes live in each phase of the step under the policy, or under full recomputation where none fits."""
+
+
+def plan(request: Request) -> Planned:
+    """The plan for `request`.
+
+    Raises ValueError for a budget below what training holds without any activation, FakeDeviceError and AdaccError for
+    what cannot be traced.
+    """
+    with fake_model(request.workload) as model:
+        return _Planner(request, model).plan()
+
+
+class _Planner:
+    """One request with its traced model."""
+
+    def __init__(self, request: Request, model: FakeModel) -> None:
+        self.request = request
+        self.model = model
+        self.static = static_memory(
+            model.model, model.blocks, request.optimizer, request.sharding, model.workload.has_master_weights
+        )
+        self.share = 1 / request.sharding.parts("gradients")
+        self._estimated = cache(self._estimate)
+
+    def plan(self) -> Planned:
+        request = self.request
+        _check_budget(request, self.static)
+        _check_profile(request.profile, self.model)
+        whole = request.profile or self.model.profile(request.batch_size, request.seq_len)
+        profile = self._for_training(whole)
+        policy, peak_bytes = _solved(profile, request.budget, request.workload.adacc)
+        forecasts = self._forecasts(profile, policy, peak_bytes)
+        if request.find_largest and request.profile is None:
+            forecasts = {name: self._with_largest(name, forecast) for name, forecast in forecasts.items()}
+        return Planned(
+            request=request,
+            static=self.static,
+            profile=profile,
+            policy=policy,
+            forecasts=forecasts,
+            phases=_phases(profile, policy or Policy.uniform(profile, "recompute"), self.static),
+        )
+
+    def _for_training(self, profile: Profile) -> Profile:
+        """`profile` on one of the devices that train, with the optimizer's state and its step."""
+        added = self.static.resting_bytes - self._state_bytes(profile)
+        gradients = _gradients_before(self.model.model, [block.name for block in profile.blocks])
+        shifts = {name: added - int((1 - self.share) * nbytes) for name, nbytes in gradients.items()}
+        in_order = [shifts[block.name] for block in profile.blocks]
+        update = self.static.update_peak_bytes
+        return replace(
+            profile,
+            blocks=tuple(
+                replace(block, backward_base_bytes=block.backward_base_bytes + shift)
+                for block, shift in zip(profile.blocks, in_order, strict=True)
+            ),
+            static_bytes=profile.static_bytes + added,
+            forward_base_bytes=profile.forward_base_bytes + added,
+            outside_peak_bytes=profile.outside_peak_bytes + added,
+            tail_peak_bytes=max(profile.tail_peak_bytes + shifts["tail"], update),
+            available_bytes=self.request.workload.device.memory_bytes,
+            other_heads=tuple(
+                replace(
+                    head,
+                    outside_peak_bytes=head.outside_peak_bytes + added,
+                    tail_peak_bytes=max(head.tail_peak_bytes + shifts["tail"], update),
+                    backward_base_bytes=tuple(
+                        base + shift for base, shift in zip(head.backward_base_bytes, in_order, strict=True)
+                    ),
+                )
+                for head in profile.other_heads
+            ),
+        )
+
+    def _state_bytes(self, profile: Profile) -> int:
+        """What `profile` has for parameters, buffers and, if it was measured, all else that is there before a step."""
+        if profile is self.request.profile:
+            return profile.static_bytes
+        return distinct_bytes([*self.model.model.parameters(), *self.model.model.buffers()])
+
+    def _forecasts(self, profile: Profile, policy: Policy | None, peak_bytes: int) -> dict[str, Forecast]:
+        plain_ms = _plain_ms(profile)
+        blocks_ms = sum(profile.kind_of(block).forward_ms for block in profile.blocks)
+        plain, full = Policy.uniform(profile, "retain"), Policy.uniform(profile, "recompute")
+        adacc_ms = None if policy is None else plain_ms + policy.predicted_overhead_ms
+        return {
+            "plain": self._forecast(plain.predicted_peak_bytes, plain_ms),
+            "full recomputation": self._forecast(full.predicted_peak_bytes, plain_ms + blocks_ms),
+            "adacc": self._forecast(peak_bytes, adacc_ms),
+        }
+
+    def _forecast(self, peak_bytes: int, step_ms: float | None) -> Forecast:
+        return Forecast(fits=peak_bytes <= self.request.budget, peak_bytes=peak_bytes, step_ms=step_ms)
+
+    def _with_largest(self, method: str, forecast: Forecast) -> Forecast:
+        request = self.request
+        budget = request.budget
+
+        def by_batch(batch_size: int) -> int:
+            return self._estimated(batch_size, request.seq_len)[method] - budget
+
+        def by_length(seq_len: int) -> int:
+            return self._estimated(request.batch_size, seq_len)[method] - budget
+
+        return replace(
+            forecast,
+            largest_batch=largest(by_batch, request.batch_size, None),
+            longest_seq_len=largest(by_length, request.seq_len, request.longest_seq_len),
+        )
+
+    def _estimate(self, batch_size: int, seq_len: int) -> dict[str, int]:
+        """The least peak of each method at another shape."""
+        profile = self._for_training(self.model.estimate(batch_size, seq_len))
+        plain, full = (Policy.uniform(profile, action).predicted_peak_bytes for action in ("retain", "recompute"))
+        return {"plain": plain, "full recomputation": full, "adacc": _least_peak(profile, self.request.workload.adacc)}
+
+
+LARGEST_SEARCHED = 2**20
+"""No batch or sequence beyond this is looked for."""
+
+
+def largest(excess: Callable[[int], int], start: int, limit: int | None) -> int:
+    """The largest n up to `limit` with excess(n) <= 0; 0 if there is none.
+
+    `excess` must not fall; it is nearly linear, so the next n is where the line through the last two points meets 0.
+    """
+    limit = limit or LARGEST_SEARCHED
+    points: dict[int, int] = {}
+    low, high = 0, limit + 1
+    guess = min(max(start, 1), limit)
+    while low + 1 < high:
+        points[guess] = excess(guess)
+        if points[guess] <= 0:
+            low = guess
+        else:
+            high = guess
+        guess = min(max(_crossing(points, low, high), low + 1), high - 1)
+    return low
+
+
+def _crossing(points: dict[int, int], low: int, high: int) -> int:
+    """Where the line through the two points nearest to the answer meets 0."""
+    near = sorted(points, key=lambda n: abs(points[n]))[:2]
+    if len(near) < 2 or points[near[0]] == points[near[1]]:
+        return 2 * low if high > 2 * low > 0 else (low + high) // 2
+    (a, b) = near
+    return int(a - points[a] * (b - a) / (points[b] - points[a]))
+
+
+def _check_budget(request: Request, static: StaticMemory) -> None:
+    needed = max(static.resting_bytes, static.update_peak_bytes)
+    if request.budget_bytes is not None and request.budget_bytes < needed:
+        raise ValueError(
+            f"--budget={format_bytes(request.budget_bytes)} is below the {format_bytes(needed)} that training holds "
+            f"without any activation (parameters {format_bytes(static.parameters_bytes)}, gradients "
+            f"{format_bytes(static.gradients_bytes)}, optimizer {format_bytes(static.optimizer_bytes)}): raise it, "
+            f"divide it with --fsdp N or --zero 3 N, choose a smaller --optimizer, --dtype or --model, or --peft lora"
+        )
+
+
+def _check_profile(profile: Profile | None, model: FakeModel) -> None:
+    if profile is None:
+        return
+    given, expected = {block.name for block in profile.blocks}, set(model.block_names)
+    if given != expected:
+        raise ValueError(
+            f"--profile is of {profile.model_class} with {len(given)} blocks, --model has {len(expected)} under other "
+            f"names: give a profile of this very model"
+        )
+
+
+def _solved(profile: Profile, budget: int, config: AdaccConfig) -> tuple[Policy | None, int]:
+    """The policy within `budget` and its peak, or None and the least budget that would do."""
+    try:
+        policy = solve_policy(profile, budget, config)
+    except InfeasibleBudgetError as error:
+        return None, error.smallest_budget_bytes
+    return policy, policy.predicted_peak_bytes
+
+
+def _least_peak(profile: Profile, config: AdaccConfig) -> int:
+    """The least peak of any policy."""
+    policy, least = _solved(profile, 1, config)
+    assert policy is None, "nothing fits a byte"
+    return least
+
+
+def _plain_ms(profile: Profile) -> float:
+    """Time of a plain step: the profiled one, less what all blocks but the last of each kind recomputed in it."""
+    full = Policy.uniform(profile, "recompute")
+    overheads = {
+        block.name: run_block(profile.kind_of(block), full.plan_of(block.name)).overhead_ms
+        for block in {(block.kind, block.name): block for block in profile.blocks}.values()
+    }
+    watched = {block.kind: block.name for block in profile.blocks}.values()
+    return profile.step_ms - sum(ms for name, ms in overheads.items() if name not in watched)
+
+
+def _phases(profile: Profile, policy: Policy, static: StaticMemory) -> dict[str, int]:
+    """Most bytes live in each phase of the step."""
+    timeline = simulate(profile, [policy.plan_of(block.name) for block in profile.blocks]).timeline
+    phases: dict[str, int] = {}
+    for label, live in timeline:
+        name = {"forward": "forward of the blocks", "backward": "backward of the blocks"}.get(label.split()[0], label)
+        phases[name] = max(phases.get(name, 0), live)
+    phases["optimizer step"] = static.update_peak_bytes
+    return phases
+
+
+def _gradients_before(model: nn.Module, blocks: list[str]) -> dict[str, int]:
+    """Bytes of gradients that are there when each block's backward starts, and, as "tail", when the last one ended.
+
+    Those of the output embedding and of norms come before the blocks', those of other embeddings after.
+    """
+    of_block = {name: _trained_bytes(model.get_submodule(name)) for name in blocks}
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    late = sum(_trained_bytes(module) for module in embeddings if module.weight is not head)
+    so_far = _trained_bytes(model) - late - sum(of_block.values())
+    found = {}
+    for name in reversed(blocks):
+        found[name] = so_far
+        so_far += of_block[name]
+    return {**found, "tail": so_far}
+
+
+def _trained_bytes(module: nn.Module) -> int:
+    return distinct_bytes(parameter for parameter in module.parameters() if parameter.requires_grad)
