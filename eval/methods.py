@@ -54,6 +54,8 @@ class Installed:
     call: nn.Module | Callable[..., Any]
     """What is called in place of the model; shares its parameters."""
     promise: Promise
+    other_sums: bool = False
+    """Whether it adds up in another order than plain training, so that the promise holds but for rounding."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What the method decided, for the record."""
 
@@ -67,8 +69,10 @@ class Method:
 
     title: str
     install: Install
-    """Installs it on a bench within a budget. Raises CannotRunError where it cannot run."""
+    """Installs it on a bench within a budget."""
     takes_budget: bool = False
+    obstacle: Callable[[str], str | None] = lambda device: None
+    """Why it cannot run on a device; None if it can."""
 
 
 def install_plain(bench: Bench, budget: Budget | None) -> Installed:
@@ -96,7 +100,9 @@ def install_policy(
     return Installed(
         call=bench.model,
         promise=Promise.LOSSY if uses_lossy_codec(policy) else Promise.EXACT,
+        other_sums=policy.head == "chunked",
         facts={
+            "head": policy.head,
             "predicted_stored_bytes": policy.predicted_stored_bytes,
             "predicted_peak_bytes": policy.predicted_peak_bytes,
             "predicted_overhead_ms": policy.predicted_overhead_ms,

@@ -1,6 +1,6 @@
 """What else saves activation memory for the same Transformers model, installed as its own users would.
 
-Each says with CannotRunError what it lacks here, so that a table can show the reason in its row.
+Each says what it lacks on a device, so that a table can show the reason in its row.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from adacc_hf.compat import FLAG, FUNCTION, SETTER, GradientCheckpointingLayer
-from adacc_hf.eval.isolation import CannotRunError
 from adacc_hf.eval.methods import (
     ADACC,
     CHECKPOINTING,
@@ -49,8 +48,6 @@ SAVED_OPERATORS = (
 
 def install_offload(bench: Bench, budget: Budget | None) -> Installed:
     """Checkpointing whose saved block inputs live in host memory."""
-    if bench.subject.device == "cpu":
-        raise CannotRunError("activations are in host memory already: run it with --device cuda")
     return install_checkpointing(bench, budget, offload=True)
 
 
@@ -67,9 +64,6 @@ def _save_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Ch
 
 def install_trl_offloading(bench: Bench, budget: Budget | None) -> Installed:
     """trl's activation offloading, entered around forward as its trainers do."""
-    _need("trl")
-    if torch.accelerator.current_accelerator() is None:
-        raise CannotRunError("trl moves activations from an accelerator to the host, and there is none here")
     from trl.models.activation_offloading import OffloadActivations
 
     def call(**batch: torch.Tensor) -> Any:
@@ -85,10 +79,6 @@ def install_xformers(bench: Bench, budget: Budget | None, share: float) -> Insta
     xformers solves for positional arguments alone, and a block of Transformers takes keywords: its checkpoint function
     stands where Transformers' own would, which gets them bound.
     """
-    _need("xformers")
-    _need("scipy")
-    if bench.subject.device == "cpu":
-        raise CannotRunError("xformers times operators with CUDA's clock: run it with --device cuda")
     from xformers.checkpoint import checkpoint as selective
     from xformers.checkpoint import get_optimal_checkpoint_policy
 
@@ -117,15 +107,40 @@ def install_compiled(bench: Bench, budget: Budget | None, share: float) -> Insta
     return Installed(call=torch.compile(bench.model), promise=Promise.OWN_RANDOMNESS)
 
 
+def need_host_memory_elsewhere(device: str) -> str | None:
+    return "activations are in host memory already: run it with --device cuda" if device == "cpu" else None
+
+
+def need_trl(device: str) -> str | None:
+    if device == "cpu":
+        return "trl moves activations from an accelerator to the host: run it with --device cuda"
+    return missing_package("trl")
+
+
+def need_xformers(device: str) -> str | None:
+    if device == "cpu":
+        return "xformers times operators with CUDA's clock: run it with --device cuda"
+    return missing_package("xformers") or missing_package("scipy")
+
+
+def missing_package(name: str) -> str | None:
+    """What to do about a package that is not installed; None if it is."""
+    return None if importlib.util.find_spec(name) else f"{name} is not installed: pip install 'adacc-hf[peers]'"
+
+
 PEERS: dict[str, Method] = {
     "plain": PLAIN,
     "checkpointing": CHECKPOINTING,
-    "checkpointing_offload": Method(title="HF checkpointing with offload", install=install_offload),
-    "trl_offloading": Method(title="trl activation offloading", install=install_trl_offloading),
+    "checkpointing_offload": Method(
+        title="HF checkpointing with offload", install=install_offload, obstacle=need_host_memory_elsewhere
+    ),
+    "trl_offloading": Method(title="trl activation offloading", install=install_trl_offloading, obstacle=need_trl),
     "selective": Method(title="selective checkpointing (products, attention)", install=install_selective),
     **{
         f"xformers_{share:g}": Method(
-            title=f"xformers at {share:.0%} of a block", install=partial(install_xformers, share=share)
+            title=f"xformers at {share:.0%} of a block",
+            install=partial(install_xformers, share=share),
+            obstacle=need_xformers,
         )
         for share in XFORMERS_BUDGETS
     },
@@ -139,8 +154,3 @@ PEERS: dict[str, Method] = {
     "adacc_lossless": adacc_method("Adacc, lossless", actions=("retain", "recompute")),
 }
 """By the name that a record has for them."""
-
-
-def _need(package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise CannotRunError(f"{package} is not installed: pip install 'adacc-hf[peers]'")

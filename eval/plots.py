@@ -28,6 +28,7 @@ def curves(
     A crossed marker on the x axis stands for such a place. With `line` "" the points are not joined.
     """
     # Not pyplot, whose state would outlive the call; the non-interactive backend needs no display.
+    from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
@@ -45,6 +46,8 @@ def curves(
     if missing:
         axes.plot([], [], "x", color="gray", label="out of memory")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    # Nothing in the file that changes from run to run.
-    figure.savefig(path, metadata={"Date": None})
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize="small")
+    # Text that can be read and searched, and nothing in the file that changes from run to run.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "adacc"}):
+        figure.savefig(path, metadata={"Date": None})

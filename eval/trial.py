@@ -11,7 +11,7 @@ from tqdm import tqdm
 from adacc_hf.eval import methods, peer_methods
 from adacc_hf.eval.clock import CLOCKS
 from adacc_hf.eval.gate import check, halvings, reference_gradients
-from adacc_hf.eval.isolation import Figures, OverLimitError
+from adacc_hf.eval.isolation import CannotRunError, Figures, OverLimitError
 from adacc_hf.eval.methods import Bench, Budget, Installed, Method
 from adacc_hf.eval.records import Spread, to_json
 from adacc_hf.eval.subject import Subject, first_sequences
@@ -42,14 +42,16 @@ def run_trial(
     and torch.OutOfMemoryError.
     """
     torch.set_num_threads(threads)
-    what = Subject(**subject)
+    what, chosen = Subject(**subject), FAMILIES[family][method]
+    if obstacle := chosen.obstacle(what.device):
+        raise CannotRunError(obstacle)
     _limit_device(what.device, limit_bytes)
     model, batch = what.model(), what.example()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     bench = Bench(subject=what, model=model, batch=batch, optimizer=optimizer)
     _warm_up(bench)
     reference = reference_gradients(what, model, batch) if gate else None
-    installed = FAMILIES[family][method].install(bench, budget)
+    installed = chosen.install(bench, budget)
     figures: Figures = {"decided": installed.facts}
     if reference is not None:
         figures["gate"] = check(what, model, installed, reference)

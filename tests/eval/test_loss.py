@@ -1,0 +1,126 @@
+"""Curves of validation loss, their gap to plain training, and the training behind them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config
+
+from adacc_hf.eval import loss, training
+from adacc_hf.eval.isolation import run_here
+
+CURVES = {"none": [2.0, 1.0], "full": [2.0, 1.0], "quantization": [2.2, 0.99]}
+
+
+def made_up(function, order: dict, timeout_s: float | None) -> dict:
+    curve = [(step + 1, value) for step, value in enumerate(CURVES[order["method"]])]
+    return {"status": "measured", "curve": curve, "training_curve": curve}
+
+
+def test_gaps_by_hand(tmp_path: Path) -> None:
+    output = tmp_path / "loss.json"
+    assert loss.main(["--methods", *CURVES, "--output", str(output)], made_up) == 0
+    gaps = json.loads(output.read_text())["train_info"]["gap_to_plain"]
+    assert gaps["full"] == {"final_percent": 0.0, "largest_percent": 0.0, "mean_drift_percent": 0.0}
+    expected = {"final_percent": -1.0, "largest_percent": 10.0, "mean_drift_percent": 4.5}
+    assert gaps["quantization"] == pytest.approx(expected)
+    assert "0.46 to 0.5 %" in output.with_suffix(".md").read_text()
+    assert output.with_suffix(".svg").is_file()
+
+
+@pytest.mark.parametrize(
+    ("argv", "error", "message"),
+    [
+        (("--budget", "sheep"), ValueError, "memory_budget='sheep' is not a size"),
+        (("--learning-rate", "0"), ValueError, r"--learning-rate=0.0 must lie in \(0, 1\]"),
+        (("--text", "no-such.txt"), FileNotFoundError, "--text=no-such.txt is no file"),
+    ],
+    ids=["budget", "learning-rate", "text"],
+)
+def test_bad_settings_are_told_before_training(tmp_path: Path, argv, error, message: str) -> None:
+    with pytest.raises(error, match=message):
+        loss.main([*argv, "--output", str(tmp_path / "x.json")], made_up)
+
+
+def test_a_failed_method_leaves_its_reason(tmp_path: Path) -> None:
+    def failing(function, order: dict, timeout_s: float | None) -> dict:
+        if order["method"] == "full":
+            return {"status": "error", "reason": "broken"}
+        return made_up(function, order, timeout_s)
+
+    output = tmp_path / "loss.json"
+    assert loss.main(["--methods", "none", "full", "--output", str(output)], failing) == 1
+    assert "full: broken" in output.with_suffix(".md").read_text()
+
+
+def test_text_is_split_into_training_and_validation(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(bytes(range(200)))
+    train, validation = training.read_text(str(path), 8)
+    assert (train.tolist(), validation.tolist()) == (list(range(180)), list(range(180, 200)))
+    with pytest.raises(ValueError, match="has 200 bytes, too few for --tokens=64"):
+        training.read_text(str(path), 64)
+
+
+def test_sequences_depend_on_the_seed_alone() -> None:
+    text = torch.arange(256).to(torch.uint8)
+    one, same, other = (training.ByteSequences(text, 8, 5, seed) for seed in (1, 1, 2))
+    assert len(one) == 5
+    assert one.starts == same.starts != other.starts
+    row = one[3]
+    assert row["input_ids"].tolist() == list(range(one.starts[3], one.starts[3] + 8))
+    assert torch.equal(row["input_ids"], row["labels"])
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    path = tmp_path_factory.mktemp("model")
+    config = GPT2Config(n_layer=2, n_embd=64, n_head=2, n_positions=64, vocab_size=256)
+    config.bos_token_id = config.eos_token_id = None
+    config.save_pretrained(path)
+    return {"preset": str(path), "batch": 4, "tokens": 64}
+
+
+def curve_of(subject: dict, method: str, folder: Path, **changed) -> dict:
+    options = {"steps": 6, "eval_every": 2, "eval_sequences": 4, "learning_rate": 1e-3, "budget": 0.5} | changed
+    order = {"subject": subject, "method": method, "folder": str(folder / method), **options}
+    return run_here(training.train_curve, order)
+
+
+def test_lossless_methods_train_alike(subject: dict, tmp_path: Path) -> None:
+    plain, full, lossless = (curve_of(subject, name, tmp_path) for name in ("none", "full", "no_compression"))
+    assert [step for step, _ in plain["curve"]] == [2, 4, 6]
+    assert plain["curve"] == full["curve"] == lossless["curve"]
+    assert plain["curve"][-1][1] < plain["curve"][0][1]
+
+
+@pytest.mark.parametrize("method", ["quantization", "one_policy"])
+def test_compressed_training_stays_near(subject: dict, tmp_path: Path, method: str) -> None:
+    plain, other = curve_of(subject, "none", tmp_path), curve_of(subject, method, tmp_path)
+    found = loss.gap(plain, other)
+    assert abs(found["largest_percent"]) < 1.0  # six steps at 1e-3 move the weights too little for more
+    assert not (tmp_path / method).exists()
+
+
+def test_a_cut_training_goes_on_from_its_checkpoint(
+    subject: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "SAVED_AFTER_STEPS", 2)
+    whole = curve_of(subject, "none", tmp_path / "whole")
+    real, calls = training.Trainer.evaluate, []
+
+    def evaluate(self, *args, **kwargs):
+        calls.append(self.state.global_step)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(training.Trainer, "evaluate", evaluate)
+    with pytest.raises(KeyboardInterrupt):
+        curve_of(subject, "none", tmp_path)
+    again = curve_of(subject, "none", tmp_path)
+    assert calls == [2, 4, 6, 6]
+    assert again["curve"] == whole["curve"]

@@ -1,0 +1,68 @@
+"""The bisection, and the table of its results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adacc_hf.eval import max_batch
+from adacc_hf.eval.isolation import run_here
+
+FITTING = {"none": 8, "full": 61, "quantization": 19, "adacc": 61, "adacc_no_outlier": 0}
+
+
+def made_up(function, order: dict, timeout_s: float) -> dict:
+    """As in the paper for GPT-345M."""
+    batch = order["subject"]["batch"]
+    assert order["gate"] is False
+    fits = batch <= FITTING[order["method"]]
+    return {"status": "measured" if fits else "out_of_memory", "peak_bytes": batch * 2**20, "reason": ""}
+
+
+@given(st.integers(0, 300), st.integers(1, 300))
+def test_it_finds_the_largest(limit: int, most: int) -> None:
+    asked = []
+    found = max_batch.largest(lambda batch: asked.append(batch) or batch <= limit, most)
+    assert found == min(limit, most)
+    assert len(asked) == len(set(asked)) <= 2 * most.bit_length() + 1
+    assert all(1 <= batch <= most for batch in asked)
+
+
+def test_the_papers_table_stands_beside_ours(tmp_path: Path) -> None:
+    output = tmp_path / "max_batch.json"
+    argv = ["--preset", "gpt2-345m", "--limit", "32GiB", "--output", str(output)]
+    assert max_batch.main(argv, made_up) == 0
+    record = json.loads(output.read_text())
+    assert record["train_info"]["max_batch"] == FITTING
+    assert record["run_info"]["limit_bytes"] == 32 * 2**30
+    table = output.with_suffix(".md").read_text()
+    row = next(line for line in table.splitlines() if line.startswith("| HF gradient checkpointing"))
+    assert [cell.strip() for cell in row.split("|")[2:6]] == ["61", "61.00 MiB", "7.62", "61 (7.62x)"]
+
+
+def test_what_ends_for_another_reason_is_told(tmp_path: Path) -> None:
+    def failing(function, order: dict, timeout_s: float) -> dict:
+        return {"status": "timeout", "reason": "no result after 1 s"}
+
+    output = tmp_path / "max_batch.json"
+    assert max_batch.main(["--methods", "none", "--output", str(output)], failing) == 1
+    assert "none, batch 1: no result after 1 s" in output.with_suffix(".md").read_text()
+
+
+def test_a_tiny_model_from_end_to_end(tmp_path: Path) -> None:
+    output = tmp_path / "max_batch.json"
+    argv = ["--tokens", "16", "--methods", "none", "--most", "2", "--limit", "1GiB", "--output", str(output)]
+    assert max_batch.main(argv, run_here) == 0
+    record = json.loads(output.read_text())
+    assert record["train_info"]["max_batch"] == {"none": 2}
+    peaks = [point["peak_bytes"] for point in record["train_info"]["points"].values()]
+    assert peaks[0] < peaks[1] < 2**30
+
+
+def test_a_limit_that_is_no_size_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--limit='much' is not a size"):
+        max_batch.main(["--limit", "much", "--output", str(tmp_path / "x.json")], made_up)

@@ -1,0 +1,74 @@
+"""The comparison with peers, from points that are made up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from adacc_hf.eval import peers
+from adacc_hf.eval.peer_methods import PEERS
+
+POINTS = {"plain": (100, 10.0), "checkpointing": (40, 7.0), "selective": (70, 7.5), "compile_0.5": (60, 14.0)}
+OWN = {0.5: (60, 9.6), 0.25: (40, 9.0)}
+
+
+def made_up(function, order: dict, timeout_s: float) -> dict:
+    method, budget = order["method"], order["budget"]
+    if method not in POINTS and budget is None:
+        return {"status": "cannot_run", "reason": "needs a GPU"}
+    peak, speed = POINTS[method] if budget is None else OWN[budget]
+    spread = {"low": speed, "median": speed, "high": speed}
+    promise = "own_randomness" if method.startswith("compile") else "exact"
+    return {
+        "status": "measured",
+        "peak_bytes": peak * 2**20,
+        "tokens_per_second": spread,
+        "step_ms": spread,
+        "gate": {"promise": promise},
+    }
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str, str]:
+    output = tmp_path_factory.mktemp("peers") / "peers.json"
+    assert peers.main(["--budgets", "0.5", "0.25", "--output", str(output)], made_up) == 0
+    texts = (output.with_suffix(suffix).read_text() for suffix in (".md", ".svg"))
+    return json.loads(output.read_text()), *texts
+
+
+def test_every_peer_has_a_row_or_a_reason(outputs) -> None:
+    record, table, _ = outputs
+    info = record["train_info"]
+    assert len(info["points"]) == len(PEERS) + 2  # Adacc and Adacc, lossless, at two budgets each
+    for key, title in info["titles"].items():
+        assert f"| {title} " in table
+        if info["points"][key]["status"] == "cannot_run":
+            assert f"- {title}: needs a GPU" in table
+
+
+def test_speed_at_equal_peak_and_peak_at_equal_speed(outputs) -> None:
+    rows = {row["peer"]: row for row in outputs[0]["train_info"]["adacc_against"]}
+    assert rows.keys() == POINTS.keys()
+    assert rows["checkpointing"]["speed_ratio"] == pytest.approx(9.0 / 7.0)
+    assert rows["checkpointing"]["peak_ratio"] == pytest.approx(1.0)  # its least peak, already faster
+    assert rows["selective"]["speed_ratio"] == pytest.approx((9.6 + (10.0 - 9.6) / 4) / 7.5)
+    assert rows["compile_0.5"] == {
+        "peer": "compile_0.5",
+        "compiled": True,
+        "speed_ratio": pytest.approx(9.6 / 14.0),
+        "peak_ratio": None,  # no point of Adacc is as fast
+    }
+
+
+def test_the_plot_joins_one_methods_points(outputs) -> None:
+    _, _, svg = outputs
+    for name in ("Adacc", "Adacc, lossless", "torch.compile", PEERS["selective"].title):
+        assert svg.count(f">{name}<") == 1
+
+
+@pytest.mark.parametrize("budget", ["0", "1.5"])
+def test_budgets_are_fractions(tmp_path: Path, budget: str) -> None:
+    with pytest.raises(ValueError, match="must be fractions"):
+        peers.main(["--budgets", budget, "--output", str(tmp_path / "p.json")], made_up)

@@ -1,0 +1,86 @@
+"""The table of Figure 5 from points that are made up, and from a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from adacc_hf.eval import throughput
+from adacc_hf.eval.isolation import run_here
+
+SPEEDS = {"none": 100.0, "full": 75.0, "quantization": 80.0, "adacc": 90.0}
+
+
+def made_up(function, order: dict, timeout_s: float) -> dict:
+    """Speeds of SPEEDS per sequence; beyond 2 sequences plain training does not fit."""
+    batch, method = order["subject"]["batch"], order["method"]
+    if method == "none" and batch > 2:
+        return {"status": "out_of_memory", "reason": "too large", "peak_bytes": 2**30}
+    speed = SPEEDS[method] * batch
+    spread = {"low": speed, "median": speed, "high": speed}
+    return {"status": "measured", "peak_bytes": batch * 2**20, "tokens_per_second": spread, "step_ms": spread}
+
+
+def run(path: Path, *argv: str, points=made_up) -> tuple[int, dict, str]:
+    output = path / "throughput.json"
+    status = throughput.main(["--batches", "1", "2", "4", "--output", str(output), *argv], points)
+    return status, json.loads(output.read_text()), output.with_suffix(".md").read_text()
+
+
+def test_ratios_stand_beside_the_papers(tmp_path: Path) -> None:
+    status, record, table = run(tmp_path, "--methods", *SPEEDS)
+    assert status == 0
+    info = record["train_info"]
+    assert info["adacc_over"]["full"] == {"1": 1.2, "2": 1.2, "4": 1.2}
+    assert info["paper"] == {"full": [1.01, 1.37], "quantization": [1.09, 1.28]}
+    assert "HF gradient checkpointing: 1.20 to 1.20 (paper, on V100 GPUs: 1.01 to 1.37)" in table
+    assert len(info["points"]) == 12
+
+
+def test_out_of_memory_is_shown_as_such(tmp_path: Path) -> None:
+    _, record, table = run(tmp_path, "--methods", "none", "full")
+    assert record["train_info"]["points"]["none, batch 4"]["status"] == "out_of_memory"
+    plain = next(line for line in table.splitlines() if line.startswith("| plain"))
+    assert plain.split("|")[-2].strip() == "out of memory"
+    assert ">out of memory<" in (tmp_path / "throughput.svg").read_text()
+
+
+def test_a_red_gate_is_the_exit_status(tmp_path: Path) -> None:
+    def red(function, order: dict, timeout_s: float) -> dict:
+        return {"status": "red", "reason": "wrong gradients"}
+
+    status, record, table = run(tmp_path, "--methods", "adacc", points=red)
+    assert status == 1
+    assert "adacc, batch 1: wrong gradients" in table
+    assert record["train_info"]["adacc_over"] == {}
+
+
+def test_a_cut_run_completes_the_same_table(tmp_path: Path) -> None:
+    calls = []
+
+    def counted(function, order: dict, timeout_s: float) -> dict:
+        if len(calls) == 5:
+            calls.append("killed")
+            raise KeyboardInterrupt
+        calls.append(order["method"])
+        return made_up(function, order, timeout_s)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, "--methods", *SPEEDS, points=counted)
+    _, cut, table = run(tmp_path, "--methods", *SPEEDS, points=counted)
+    assert len(calls) == 12 + 1
+    other = tmp_path / "whole"
+    _, whole, expected = run(other, "--methods", *SPEEDS)
+    assert table == expected
+    assert cut["train_info"] == whole["train_info"]
+
+
+def test_a_tiny_model_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--preset", "demo", "--tokens", "32", "--batches", "1", "--methods", "none", "full", "--rounds", "1"]
+    assert throughput.main([*argv, "--clock", "cpu", "--output", str(tmp_path / "t.json")], run_here) == 0
+    record = json.loads((tmp_path / "t.json").read_text())
+    assert {point["status"] for point in record["train_info"]["points"].values()} == {"measured"}
+    assert record["run_info"]["limit_bytes"] == 512 * 2**20
+    assert "saved as" in capsys.readouterr().out
