@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -111,12 +111,14 @@ def time_rounds(contenders: Sequence[Contender], num_rounds: int, clock: str) ->
     samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for _ in tqdm(range(num_rounds), desc="timing", unit="round", leave=False):
         for contender in order:
-            samples[contender.name].append(_step_ms(contender, CLOCKS[clock]))
+            samples[contender.name].append(step_ms(contender, clock))
         order.rotate(1)
     return samples
 
 
-def _step_ms(contender: Contender, now: Callable[[], float]) -> float:
+def step_ms(contender: Contender, clock: str) -> float:
+    """Milliseconds of one step of `contender` by `clock`."""
+    now = CLOCKS[clock]
     _wait_for_device()
     start = now()
     contender.step()

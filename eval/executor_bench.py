@@ -2,8 +2,9 @@
 
     python -m adacc_hf.eval.executor_bench
 
-One forward and backward, in a case bound by arithmetic and in one bound by the launching of operators. Losses and
-gradients of all methods must be bit-equal before anything is timed.
+One forward and backward of GPT-2, LLaMA and T5, each in a case bound by arithmetic and in one bound by the launching of
+operators; then what a new sequence length costs. Losses and gradients of all methods must be bit-equal before anything
+is timed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from adacc_hf import Action, Policy, profile_model
@@ -22,9 +24,11 @@ from adacc_hf.eval.contenders import (
     PLAIN,
     Contender,
     check_gradients,
+    step_ms,
     time_rounds,
     timing_figures,
 )
+from adacc_hf.eval.new_length import new_length_figures
 from adacc_hf.eval.records import (
     RedGateError,
     Settings,
@@ -34,11 +38,19 @@ from adacc_hf.eval.records import (
     positive_int,
     save_record,
 )
-from adacc_hf.eval.workload import DEMO, LAUNCH_BOUND, Workload
+from adacc_hf.eval.workload import FAMILIES, LAUNCH_BOUND, Workload
 from adacc_hf.units import format_bytes
 
-CASES = {DEMO: 15, LAUNCH_BOUND: 200}
-"""Timed rounds of each workload: some 20 s each on one core."""
+RECOMPUTED, RETAINED = "Adacc, everything recomputed", "Adacc, everything retained"
+
+COMPUTE_BOUND = Workload(width=256, layers=4, batch=4, tokens=256)
+
+CASES = {
+    replace(workload, family=family): rounds
+    for workload, rounds in {COMPUTE_BOUND: 15, LAUNCH_BOUND: 150}.items()
+    for family in FAMILIES
+}
+"""Timed rounds of each workload: some 20 to 30 s each on one core."""
 
 Figures = dict[str, dict[str, Any]]
 
@@ -59,22 +71,34 @@ def main(argv: Sequence[str] | None = None, cases: Mapping[Workload, int] = CASE
         print(f"executor_bench: {error}", file=sys.stderr)
         return 1
     cases_info = [{**asdict(workload), "rounds": count} for workload, count in rounds.items()]
-    train_info = {str(workload): figures for workload, figures in results.items()}
+    train_info = {case_name(workload): figures for workload, figures in results.items()}
     save_record(settings, {"cases": cases_info, "clock": arguments.clock, "gate_steps": GATE_STEPS}, train_info)
     print(f"{table_text(results)}\n\nsaved as {settings.output}")
     return 0
 
 
-def measure(workload: Workload, num_rounds: int, clock: str, settings: Settings) -> Figures:
-    """Step times, ratios and bytes of each method. Raises RedGateError if gradients are not bit-equal."""
+def case_name(workload: Workload) -> str:
+    return f"{workload.family}, {workload}"
+
+
+def measure(workload: Workload, num_rounds: int, clock: str, settings: Settings) -> dict[str, Figures]:
+    """Step times, ratios and bytes of each method, and the cost of a new length.
+
+    Raises RedGateError if gradients are not bit-equal.
+    """
     contenders = build_contenders(workload, settings)
     check_gradients(contenders)
     memory = {contender.name: contender.memory() for contender in contenders}
     figures = timing_figures(time_rounds(contenders, num_rounds, clock))
     for name, measured in memory.items():
+        overhead = figures[name]["step_ms"].median - figures[PLAIN]["step_ms"].median
+        figures[name]["overhead_per_block_ms"] = overhead / workload.layers
         figures[name] |= {"stored_bytes": measured.stored_bytes, "peak_bytes": measured.peak_bytes}
         figures[name]["peak_of_checkpointing"] = measured.peak_bytes / memory[CHECKPOINTING].peak_bytes
-    return figures
+    recomputed = next(contender for contender in contenders if contender.name == RECOMPUTED)
+    checkpointing_ms = figures[CHECKPOINTING]["step_ms"].median
+    new_length = new_length_figures(recomputed, checkpointing_ms, partial(step_ms, recomputed, clock))
+    return {"methods": figures, "new_length": new_length}
 
 
 def build_contenders(workload: Workload, settings: Settings) -> list[Contender]:
@@ -85,16 +109,38 @@ def build_contenders(workload: Workload, settings: Settings) -> list[Contender]:
     return [
         Contender(PLAIN, model, batch),
         Contender(CHECKPOINTING, model, batch),
-        Contender("Adacc, everything recomputed", model, batch, Policy.uniform(profile, Action.RECOMPUTE)),
-        Contender("Adacc, everything retained", model, batch, Policy.uniform(profile, Action.RETAIN)),
+        Contender(RECOMPUTED, model, batch, Policy.uniform(profile, Action.RECOMPUTE)),
+        Contender(RETAINED, model, batch, Policy.uniform(profile, Action.RETAIN)),
     ]
 
 
-def table_text(results: Mapping[Workload, Figures]) -> str:
-    """One table per case."""
-    parts = [f"{workload} (forward and backward)\n\n{_case_table(figures)}" for workload, figures in results.items()]
+def table_text(results: Mapping[Workload, dict[str, Figures]]) -> str:
+    """One table per case, and one of new lengths."""
+    parts = [
+        f"{case_name(workload)} (forward and backward)\n\n{_case_table(figures['methods'])}"
+        for workload, figures in results.items()
+    ]
     note = "Medians, in brackets the 20th to 80th percentile; ratios are of medians, their brackets of single rounds."
-    return "\n\n".join([*parts, note])
+    lengths = "Everything recomputed, at a length not seen before: its first two steps are recorded"
+    return "\n\n".join([*parts, note, lengths, _new_length_table(results)])
+
+
+def _new_length_table(results: Mapping[Workload, dict[str, Figures]]) -> str:
+    rows = {case_name(workload): figures["new_length"] for workload, figures in results.items()}
+    return markdown_table(
+        [
+            {
+                "case": name,
+                "first step, ms": f"{row['first_ms']:.1f}",
+                "second": f"{row['second_ms']:.1f}",
+                "steady": f"{row['steady_ms']:.1f}",
+                "made up for, against checkpointing, after": "never"
+                if row["amortised_after"] is None
+                else f"{row['amortised_after']} steps",
+            }
+            for name, row in rows.items()
+        ]
+    )
 
 
 def _case_table(figures: Figures) -> str:
@@ -109,6 +155,7 @@ def _case_table(figures: Figures) -> str:
                 "step, ms": row["step_ms"].text(1),
                 "x plain": ratio(row, "of_plain"),
                 "x checkpointing": ratio(row, "of_checkpointing"),
+                "overhead per block, ms": f"{row['overhead_per_block_ms']:.2f}",
                 "stored": format_bytes(row["stored_bytes"]),
                 "peak": format_bytes(row["peak_bytes"]),
                 "peak x checkpointing": f"{row['peak_of_checkpointing']:.3f}",

@@ -9,9 +9,8 @@ import pytest
 
 from adacc_hf.eval import executor_bench
 from adacc_hf.eval.contenders import CHECKPOINTING, PLAIN
-from adacc_hf.eval.workload import Workload
-
-RECOMPUTED, RETAINED = "Adacc, everything recomputed", "Adacc, everything retained"
+from adacc_hf.eval.executor_bench import RECOMPUTED, RETAINED, case_name
+from adacc_hf.eval.workload import FAMILIES, Workload
 
 
 def run(tiny: Workload, output: Path) -> int:
@@ -23,17 +22,24 @@ def test_record_and_table(tiny: Workload, tmp_path: Path, capsys: pytest.Capture
     record = json.loads((tmp_path / "bench.json").read_text())
     assert record["run_info"]["cases"][0]["rounds"] == 2
     assert record["run_info"]["clock"] == "wall"
-    figures = record["train_info"][str(tiny)]
+    figures = record["train_info"][case_name(tiny)]["methods"]
     assert list(figures) == [PLAIN, CHECKPOINTING, RECOMPUTED, RETAINED]
     for row in figures.values():
         assert row["of_plain"] == row["step_ms"]["median"] / figures[PLAIN]["step_ms"]["median"]
         assert row["of_checkpointing"] == row["step_ms"]["median"] / figures[CHECKPOINTING]["step_ms"]["median"]
         assert row["step_ms"]["low"] <= row["step_ms"]["median"] <= row["step_ms"]["high"]
+        overhead = row["step_ms"]["median"] - figures[PLAIN]["step_ms"]["median"]
+        assert row["overhead_per_block_ms"] == overhead / tiny.layers
         assert row["peak_of_checkpointing"] == row["peak_bytes"] / figures[CHECKPOINTING]["peak_bytes"]
     assert figures[RETAINED]["stored_bytes"] == figures[PLAIN]["stored_bytes"]
     assert figures[RECOMPUTED]["stored_bytes"] < figures[PLAIN]["stored_bytes"] / 2
     printed = capsys.readouterr().out
-    assert all(f"| {name}" in printed for name in figures)
+    assert all(f"| {name}" in printed for name in [*figures, case_name(tiny)])
+
+
+def test_every_family_is_timed_in_both_cases() -> None:
+    families = [workload.family for workload in executor_bench.CASES]
+    assert sorted(families) == sorted([*FAMILIES] * 2)
 
 
 def test_nothing_is_timed_on_wrong_gradients(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 from adacc_hf.eval.workload import TEXT_BYTES, Workload, library_bytes
@@ -19,6 +22,24 @@ def test_model_is_what_was_asked_for(tiny: Workload) -> None:
     model = tiny.model()
     assert model.training
     assert (model.config.n_embd, model.config.n_layer, model.config._attn_implementation) == (32, 2, "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("family", "blocks"),
+    [("gpt2", ["transformer.h"]), ("llama", ["model.layers"]), ("t5", ["encoder.block", "decoder.block"])],
+)
+def test_every_family_trains(tiny: Workload, family: str, blocks: list[str]) -> None:
+    workload = replace(tiny, family=family)
+    model = workload.model()
+    assert sum(len(model.get_submodule(path)) for path in blocks) == tiny.layers
+    assert model.config.use_cache is False
+    loss = model(**next(workload.batches())).loss
+    assert 4 < loss.item() < 8  # a guess among 256 bytes costs 5.5
+
+
+def test_an_unknown_family_is_refused() -> None:
+    with pytest.raises(ValueError, match="family='gpt9' is none of gpt2, llama, t5"):
+        Workload(width=32, layers=2, batch=4, tokens=128, family="gpt9")
 
 
 def test_batches_are_stretches_of_the_text(tiny: Workload) -> None:
