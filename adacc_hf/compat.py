@@ -19,14 +19,25 @@ FUNCTION = "_gradient_checkpointing_func"
 SETTER = "_set_gradient_checkpointing"
 
 __all__ = [
-    "FLAG", "FUNCTION", "SETTER", "GradientCheckpointingLayer", "PreTrainedModel", "attention_of", "class_name",
-    "keyword_arguments", "no_packed_sequences", "outer_hooks", "without_caches",
+    "FLAG", "FUNCTION", "SETTER", "GradientCheckpointingLayer", "PreTrainedModel", "attention_of", "block_of",
+    "class_name", "keyword_arguments", "no_packed_sequences", "outer_hooks", "without_caches",
 ]  # fmt: skip
 
 
 def keyword_arguments(fn: Any) -> dict[str, Any]:
     """The keyword arguments of a block's call; every release passes them bound in a functools.partial."""
     return fn.keywords if isinstance(fn, partial) else {}
+
+
+def block_of(fn: Any) -> nn.Module | None:
+    """The block whose forward Transformers hands to a checkpoint function, as a partial; None for other functions.
+
+    Of the bound `__call__` in 5.17, of the class's `forward` with the block in front in 5.23.
+    """
+    if isinstance(fn, partial) and fn.args and isinstance(fn.args[0], nn.Module):
+        return fn.args[0]
+    owner = getattr(fn.func if isinstance(fn, partial) else fn, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
 
 
 def without_caches(fn: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:

@@ -169,7 +169,7 @@ class FollowPlan:
         if tape.untrusted is not None:
             self.library.warn_untrusted(self.name, tape)
             return Entry(None, {})
-        choices = self._choices(tape)
+        choices = self.choices(tape)
         shared = frozenset(
             value.index for value in tape.values if tape.is_block_input(value.index) and value.index not in choices
         )
@@ -181,7 +181,7 @@ class FollowPlan:
         }
         return Entry(compiled, codecs)
 
-    def _choices(self, tape: Tape) -> dict[int, Choice]:
+    def choices(self, tape: Tape) -> dict[int, Choice]:
         """The plan's choices as far as they can be followed on this tape.
 
         Raises PolicyMismatchError if the same call ran other operators when it was profiled, or another block did. Once
@@ -226,9 +226,7 @@ class FollowPlan:
         if self._is_plain:
             return {}
         self.library.warn_unplanned(self.name, tape)
-        inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
-        made = [value for value in tape.saved_values() if tape.values[value].source is None]
-        return dict.fromkeys(inputs, RETAIN) | {value: _least_memory(tape, value) for value in made}
+        return least_memory_choices(tape)
 
 
 def is_checked_call(num_calls: int) -> bool:
@@ -247,6 +245,13 @@ def can_follow(choice: Choice, tape: Tape, value: int) -> bool:
         record, codec = tape.values[value], get_codec(choice.codec, **dict(choice.options))
         return record.is_encodable and codec.supports(record.ref.geometry[0], record.ref.dtype)
     return True
+
+
+def least_memory_choices(tape: Tape) -> dict[int, Choice]:
+    """The lossless choices that store least."""
+    inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
+    made = [value for value in tape.saved_values() if tape.values[value].source is None]
+    return dict.fromkeys(inputs, RETAIN) | {value: _least_memory(tape, value) for value in made}
 
 
 def _least_memory(tape: Tape, value: int) -> Choice:

@@ -28,7 +28,7 @@ def new_length_figures(contender: Contender, checkpointing_ms: float, step_ms: C
     samples = []
     try:
         for length in range(tokens - NUM_LENGTHS, tokens):
-            contender.batch = {name: tensor[:, :length] for name, tensor in whole.items()}
+            contender.batch = {name: tensor[:, :length].contiguous() for name, tensor in whole.items()}
             first, second = step_ms(), step_ms()
             samples.append((first, second, statistics.median(step_ms() for _ in range(NUM_STEADY_STEPS))))
     finally:

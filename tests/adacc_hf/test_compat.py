@@ -33,6 +33,13 @@ def test_keyword_arguments_are_those_of_a_partial():
     assert compat.keyword_arguments(print) == {}
 
 
+def test_the_block_of_a_call_is_found_as_every_release_hands_it_over():
+    block = nn.Linear(2, 2)
+    handed = [partial(block.__call__, x=1), partial(nn.Linear.forward, block, x=1), block.__call__, block.forward]
+    assert [compat.block_of(fn) for fn in handed] == [block] * 4
+    assert [compat.block_of(fn) for fn in (torch.sin, partial(torch.sin, out=None), [].append)] == [None] * 3
+
+
 def test_caches_of_all_kinds_go_and_all_else_stays(tiny_gpt2):
     static = StaticCache(config=tiny_gpt2().config, max_cache_len=4)
     fn = partial(max, past=DynamicCache(), key="kept")

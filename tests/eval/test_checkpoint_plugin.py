@@ -1,0 +1,122 @@
+"""The stand-in for torch's checkpoint, as Transformers calls it."""
+
+from __future__ import annotations
+
+import copy
+import unittest
+from collections.abc import Iterator
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel, modeling_utils
+
+from adacc_hf.eval import checkpoint_plugin
+from adacc_hf.eval.checkpoint_plugin import Record, checkpoint_by_replay
+from adacc_hf.eval.workload import FAMILIES, Workload
+
+SMALL = Workload(width=16, layers=2, heads=2, batch=2, tokens=8)
+
+
+@pytest.fixture(autouse=True)
+def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
+    """A fresh record, with the plugin switched on."""
+    monkeypatch.setattr(checkpoint_plugin, "RECORD", Record())
+    checkpoint_plugin.pytest_configure()
+    yield checkpoint_plugin.RECORD
+    checkpoint_plugin.pytest_unconfigure()
+
+
+def trained(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The losses and gradients of three steps."""
+    found = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        found += [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_that_transformers_enables_is_ours(record: Record, family: str, use_reentrant: bool) -> None:
+    workload = Workload(width=16, layers=2, heads=2, batch=2, tokens=8, family=family)
+    model, batch = workload.model(), next(workload.batches())
+    plain = trained(model, batch)
+    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    ours = trained(copy.deepcopy(model), batch)
+    assert all(torch.equal(left, right) for left, right in zip(ours, plain, strict=True))
+    assert record.num_calls == 3 * workload.layers
+    assert record.num_replayed > 0
+    assert record.num_left == record.num_untrusted == 0
+
+
+def test_a_forward_behind_a_mock_is_found(record: Record) -> None:
+    """Transformers' tests put a mock around it, to count its calls."""
+    model, batch = SMALL.model(), next(SMALL.batches())
+    model.activation_checkpointing_enable()
+    layer, forward_mock = model.transformer.h[0], mock.Mock()
+    inner = layer._gradient_checkpointing_func
+
+    def behind_a_mock(forward, *args):
+        forward_mock.side_effect = forward
+        return inner(forward_mock, *args)
+
+    layer._gradient_checkpointing_func = behind_a_mock
+    model(**batch).loss.backward()
+    assert forward_mock.call_count == 1
+    assert (record.num_calls, record.num_left) == (2, 0)
+
+
+def test_other_functions_are_left_to_torch(record: Record) -> None:
+    weight = torch.ones(3, requires_grad=True)
+    checkpoint_by_replay(lambda x: x.sin().sum(), weight, use_reentrant=False).backward()
+    assert torch.equal(weight.grad, torch.ones(3).cos())
+    assert (record.num_calls, record.num_left) == (0, 1)
+
+
+def test_without_gradients_nothing_is_recorded(record: Record) -> None:
+    with torch.no_grad():
+        checkpoint_by_replay(partial(nn.Linear(2, 2).__call__), torch.ones(1, 2))
+    assert record.num_calls == 0
+
+
+def test_data_read_by_a_block_is_reported(record: Record) -> None:
+    class Reading(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * x.max().item()
+
+    block = Reading()
+    for _ in range(2):
+        checkpoint_by_replay(block.__call__, torch.ones(2, requires_grad=True)).sum().backward()
+    assert record.num_untrusted == 2
+    assert "reads data" in record.untrusted["Reading"]
+
+
+def test_torch_is_back_when_pytest_ends() -> None:
+    assert modeling_utils.checkpoint is checkpoint_by_replay
+    checkpoint_plugin.pytest_unconfigure()
+    assert modeling_utils.checkpoint is torch.utils.checkpoint.checkpoint
+
+
+@pytest.mark.parametrize(("replayed", "passes"), [(0, False), (3, True)])
+def test_a_replay_counts_as_a_second_run(
+    record: Record, monkeypatch: pytest.MonkeyPatch, replayed: int, passes: bool
+) -> None:
+    case = type("Case", (unittest.TestCase,), {})
+    request = mock.Mock(cls=case)
+    checkpoint_plugin.replay_is_a_second_run.__wrapped__(request, monkeypatch)
+    record.num_replayed += replayed
+    check = case().assertGreater
+    check(2, 1)
+    with pytest.raises(AssertionError):
+        check(1, 2)
+    if passes:
+        check(1, 1)
+    else:
+        with pytest.raises(AssertionError, match="1 not greater than 1"):
+            check(1, 1)
