@@ -1,0 +1,34 @@
+"""The backend of torch.compile that is called "adacc": Inductor with our partitioner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
+
+from torch import fx
+
+from adacc_hf.config import AdaccConfig
+from adacc_hf.partitioner.partitioner import AdaccPartitioner
+
+
+def adacc(
+    module: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None, **_: Any
+) -> Callable[..., Any]:
+    """Compile one region: `torch.compile(model, backend="adacc", options={"memory_budget": 0.5})`.
+
+    `options` are fields of `AdaccConfig`; `memory_budget` is a fraction of what torch.compile would save. Raises
+    ValueError for an option that there is not, or a value out of range.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    partitioner = AdaccPartitioner(_config(options or {}))
+    return compile_fx(module, inputs, config_patches={"custom_partitioner_fn": partitioner})
+
+
+def _config(options: dict[str, Any]) -> AdaccConfig:
+    known = [field.name for field in fields(AdaccConfig)]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise ValueError(f"options={unknown!r} are unknown to backend 'adacc': choose from {', '.join(known)}")
+    return AdaccConfig(**{"memory_budget": 0.5, **options})

@@ -1,0 +1,105 @@
+"""What is used of torch's own partitioner, in one place: none of it is a public interface (tested: torch 2.13)."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import partitioners
+from torch._functorch.compile_utils import fx_graph_cse, raise_getitems
+from torch._functorch.partitioners import NodeInfo, min_cut_rematerialization_partition
+from torch.fx.experimental.symbolic_shapes import optimization_hint
+
+__all__ = [
+    "NodeInfo", "classify", "extract", "hint", "is_getitem", "is_random", "min_cut_rematerialization_partition",
+    "must_be_saved", "op_types", "plain_saved", "prepare",
+]  # fmt: skip
+
+op_types = cache(partitioners.get_default_op_list)
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """`size`, or its value in the traced example if it is dynamic."""
+    return int(optimization_hint(size))
+
+
+def prepare(module: fx.GraphModule) -> str | None:
+    """Simplify a joint graph as torch's partitioner does; returns why it must be left to that one, or None."""
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    if torch._functorch.config.cse:
+        module.graph = fx_graph_cse(module.graph)
+    if partitioners.has_recomputable_ops(module):
+        return "it has regions under torch.utils.checkpoint"
+    partitioners.force_save_collectives(module)
+    partitioners.force_save_effectful_ops(module)
+    partitioners.force_save_bw_mutation_src(module)
+    return None
+
+
+def classify(module: fx.GraphModule, static_inputs: Sequence[int], num_fwd_outputs: int) -> NodeInfo:
+    """Which nodes forward and backward need. Also notes each node's distance from backward, which min-cut reads."""
+    info = partitioners.classify_nodes(module, list(static_inputs), num_fwd_outputs)
+    far = int(1e9)
+    for node in reversed(module.graph.nodes):
+        if node.op != "output" and not info.is_required_fw(node):
+            node.dist_from_bw = 0
+        else:
+            distances = [user.dist_from_bw + 1 for user in node.users]
+            node.dist_from_bw = far if node.op == "output" else min(distances, default=far)
+    return info
+
+
+def plain_saved(module: fx.GraphModule, info: NodeInfo) -> list[fx.Node]:
+    """The tensors that torch's partitioner would save by default."""
+    chosen = partitioners.choose_saved_values_set(module.graph, info, memory_budget=1)
+    return [node for node in chosen if isinstance(node.meta.get("val"), torch.Tensor)]
+
+
+def extract(
+    module: fx.GraphModule, info: NodeInfo, saved: Sequence[fx.Node], num_fwd_outputs: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward modules, with exactly the tensors `saved` and the sizes they need handed over."""
+    sizes = [node for node in info.required_fw_nodes if isinstance(node.meta.get("val"), torch.SymInt)]
+    forward, backward = partitioners._extract_fwd_bwd_modules(
+        module,
+        list(saved),
+        saved_sym_nodes=sizes,
+        num_fwd_outputs=num_fwd_outputs,
+        static_lifetime_input_nodes=info.static_lifetime_input_nodes,
+    )
+    backward = partitioners.reordering_to_mimic_autograd_engine(backward)
+    forward, backward = raise_getitems(forward), raise_getitems(backward)
+    forward = partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)
+    return forward, partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers, or makes the seeds that others draw from."""
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if target.namespace == "prims" and target._opname.startswith("inductor_"):
+        return True
+    return torch.Tag.nondeterministic_seeded in target.tags and _argument(node, "dropout_p") != 0.0
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    """What `node` is given for the argument `name` of its schema; None if it has no such argument."""
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name == name:
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+            return argument.default_value if given is None else given
+    return None
+
+
+def must_be_saved(node: fx.Node) -> bool:
+    return node.meta.get("recompute") is torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+
+
+def is_getitem(node: fx.Node) -> bool:
+    return node.target is operator.getitem

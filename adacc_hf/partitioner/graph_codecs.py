@@ -1,0 +1,98 @@
+"""The codecs that a forward value may be handed over in, priced as operators of a compiled graph."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import fx
+from torch.utils._mode_utils import no_dispatch
+
+from adacc_hf.config import AdaccConfig
+from adacc_hf.kernels.codecs import Codec, get_codec
+from adacc_hf.partitioner.functorch import op_types
+from adacc_hf.partitioner.fused_cost import device_speed
+from adacc_hf.partitioner.joint_graph import JointGraph, nbytes_of
+from adacc_hf.partitioner.rewrite import memory_order
+from adacc_hf.pricing import CODEC_OF_ROLE, make_codec, relative_error
+from adacc_hf.profile import CodecOption
+
+ENCODE_PASSES = 4
+"""Pointwise operators' worth of arithmetic that encoding takes: peak, scale, clamp and pack. Decoding takes half."""
+
+
+def codec_options(joint: JointGraph, value: int, config: AdaccConfig) -> tuple[CodecOption, ...]:
+    """The codecs for one value. Parameters' casts are never compressed (rule R4)."""
+    node = joint.nodes[value]
+    tensor = node.meta["val"]
+    size = tuple(joint.kind.values[value].shape[d] for d in memory_order(tensor))
+    record = joint.kind.values[value]
+    if record.nbytes < config.min_compress_bytes or record.role == "parameter":
+        return ()
+    codecs = [make_codec(name, config, 0) for name in _names(joint, value, config)]
+    return tuple(_option(codec, node, size) for codec in codecs if codec.supports(size, tensor.dtype))
+
+
+def _names(joint: JointGraph, value: int, config: AdaccConfig) -> list[str]:
+    node = joint.nodes[value]
+    if node.meta["val"].dtype is torch.bool:
+        return ["bitmask"]
+    if "compress" not in config.actions or not node.meta["val"].is_floating_point():
+        return []
+    names = config.codecs if config.codecs is not None else [CODEC_OF_ROLE[_role(node)]]
+    return [name for name in names if name != "bitmask"]
+
+
+def _role(node: fx.Node) -> str:
+    """The class of tensor (paper, section 3.2), as far as a graph of primitive operators shows it."""
+    if node.op == "placeholder":
+        return "input"
+    readers = [user for user in _readers(node) if op_types().is_compute_intensive(user)]
+    if any(user.target in (torch.ops.aten.bmm.default,) or "attention" in str(user.target) for user in readers):
+        return "softmax" if _is_softmax(node) else "qkv"
+    return "linear" if readers else "other"
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """Users of a node, and of its views."""
+    found = []
+    for user in node.users:
+        found += _readers(user) if op_types().is_view(user) else [user]
+    return found
+
+
+def _is_softmax(node: fx.Node) -> bool:
+    """Whether a value is a quotient, perhaps masked or scaled: softmax is exp / sum once it is decomposed."""
+    makers = [node]
+    for _ in range(4):
+        if any("div" in str(maker.target) or "softmax" in str(maker.target) for maker in makers):
+            return True
+        makers = [read for maker in makers for read in maker.all_input_nodes]
+    return False
+
+
+def _option(codec: Codec, node: fx.Node, size: tuple[int, ...]) -> CodecOption:
+    tensor = node.meta["val"]
+    speed = device_speed(tensor.device)
+    nbytes, payload_bytes = nbytes_of(node), codec.predicted_bytes(size, tensor.dtype)
+    arithmetic_ms = speed.arithmetic_ms_per_byte * nbytes * ENCODE_PASSES
+    # A product reads its operands from memory: what is decoded for it is written first.
+    is_written = any(not op_types().is_fusible(user) for user in _readers(node))
+    return CodecOption(
+        codec=codec.name,
+        options=tuple(sorted(codec.options.items())),
+        nbytes=payload_bytes,
+        encode_ms=speed.moving_ms(payload_bytes) + arithmetic_ms,
+        decode_ms=speed.moving_ms(payload_bytes + (nbytes if is_written else 0)) + arithmetic_ms / 2,
+        error=0.0 if codec.lossless else _typical_error(codec.name, codec.options["group_size"]),
+        lossless=codec.lossless,
+    )
+
+
+@cache
+def _typical_error(name: str, group_size: int) -> float:
+    """Round-trip error on normal noise: a graph is partitioned before there is data."""
+    with no_dispatch():
+        noise = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
+        codec = get_codec(name, group_size=group_size)
+        return relative_error(noise, codec.decode(codec.encode(noise)))

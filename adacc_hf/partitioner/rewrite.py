@@ -1,0 +1,113 @@
+"""Codecs inside a partitioned pair of graphs: forward hands over payloads, backward decodes them.
+
+The codecs are traced into plain operators, so Inductor fuses encoding with what makes a value and decoding with what
+reads it. Elements are taken in the order of memory, and a decoded value has the strides of the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from adacc_hf.kernels.codecs import Codec
+
+
+def compress_saved(
+    forward: fx.GraphModule, backward: fx.GraphModule, codecs: Mapping[str, Codec], num_outputs: int
+) -> None:
+    """Hand over payloads in place of the tensors named in `codecs`, which forward saves after `num_outputs` results."""
+    output = next(iter(forward.graph.find_nodes(op="output")))
+    handed_over: list[fx.Node] = []
+    notes = {name: list(output.meta[name]) for name in ("desc", "output_stack_traces") if name in output.meta}
+    sources = list(range(num_outputs))
+    for position, node in enumerate(output.args[0][num_outputs:], start=num_outputs):
+        kept = _encode(forward.graph, output, node, codecs[node.name]) if _is_coded(node, codecs) else [node]
+        handed_over += kept
+        sources += [position] * len(kept)
+    for placeholder in backward.graph.find_nodes(op="placeholder"):
+        if placeholder.name in codecs:
+            _decode(backward.graph, placeholder, codecs[placeholder.name])
+    output.args = ((*output.args[0][:num_outputs], *handed_over),)
+    for name, entries in notes.items():
+        output.meta[name] = [entries[source] for source in sources]
+    for module in (forward, backward):
+        module.graph.lint()
+        module.recompile()
+
+
+def memory_order(tensor: Tensor) -> list[int]:
+    """The dimensions of a tensor from the outermost in memory to the innermost."""
+    return sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), d))
+
+
+def _is_coded(node: Any, codecs: Mapping[str, Codec]) -> bool:
+    return isinstance(node, fx.Node) and node.name in codecs
+
+
+def _encode(graph: fx.Graph, before: fx.Node, node: fx.Node, codec: Codec) -> list[fx.Node]:
+    """Put the encoding of `node` before `before`; returns the nodes of the payload."""
+    example = node.meta["val"]
+    order = memory_order(example)
+    traced = _traced(lambda tensor: codec.encode_traceable(tensor.permute(order)), [example])
+    with graph.inserting_before(before):
+        kept = _inline(graph, traced, [node])
+    for number, payload in enumerate(kept):
+        payload.name = payload_name(node.name, number)
+    return kept
+
+
+def _decode(graph: fx.Graph, placeholder: fx.Node, codec: Codec) -> None:
+    """Replace `placeholder` by placeholders of its payload, and what read it by their decoding."""
+    example = placeholder.meta["val"]
+    order = memory_order(example)
+    back = [order.index(d) for d in range(len(order))]
+    size = tuple(example.shape[d] for d in order)
+    with example.fake_mode:
+        payload = codec.encode_traceable(example.permute(order))
+    traced = _traced(
+        lambda *tensors: (codec.decode_traceable(tensors, size, example.dtype).permute(back),), list(payload)
+    )
+    inputs = []
+    with graph.inserting_before(placeholder):
+        for number, tensor in enumerate(payload):
+            inputs.append(graph.placeholder(payload_name(placeholder.name, number)))
+            inputs[-1].meta = {**placeholder.meta, "val": tensor}
+            inputs[-1].meta.pop("tensor_meta", None)
+    last = graph.find_nodes(op="placeholder")[-1]
+    with graph.inserting_after(last):
+        anchor = graph.call_function(torch.ops.aten.alias.default, (inputs[0],))
+    with graph.inserting_before(anchor):
+        (decoded,) = _inline(graph, traced, inputs)
+    graph.erase_node(anchor)
+    placeholder.replace_all_uses_with(decoded)
+    graph.erase_node(placeholder)
+
+
+def payload_name(value: str, number: int) -> str:
+    """The name of one tensor of a value's payload, the same in both graphs."""
+    return f"{value}_coded_{number}"
+
+
+def _traced(function: Callable[..., Sequence[Tensor]], examples: list[Tensor]) -> fx.GraphModule:
+    """`function` as a graph of the operators that Inductor lowers."""
+    with examples[0].fake_mode:
+        return make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="real")(*examples)
+
+
+def _inline(graph: fx.Graph, traced: fx.GraphModule, inputs: Sequence[fx.Node]) -> list[fx.Node]:
+    """Copy the operators of `traced` to the insertion point of `graph`; returns the nodes of its results."""
+    found: dict[fx.Node, Any] = {}
+    given = iter(inputs)
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            found[node] = next(given)
+        elif node.op == "output":
+            return [found[result] for result in torch.utils._pytree.tree_leaves(node.args[0])]
+        else:
+            found[node] = graph.node_copy(node, lambda read: found[read])
+    raise AssertionError("a traced graph ends with its output")

@@ -1,0 +1,84 @@
+"""Small models, and training steps through partitioned graphs that run operator by operator."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.decomposition import select_decomp_table
+
+
+class Attention(nn.Module):
+    """Layer norm, attention with dropout, a gated product: what the blocks of transformers are made of."""
+
+    def __init__(self, width: int = 32, heads: int = 4, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.up, self.gate, self.down = (nn.Linear(width, width) for _ in range(3))
+        self.dropout = nn.Dropout(dropout)
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv[0], qkv[1], qkv[2]
+        weights = self.dropout((q @ k.transpose(-1, -2) / width**0.5).softmax(-1))
+        x = x + (weights @ v).transpose(1, 2).reshape(batch, length, width)
+        return x + self.down(torch.nn.functional.gelu(self.gate(x), approximate="tanh") * self.up(x))
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one training step gave."""
+
+    loss: Tensor
+    gradients: list[Tensor]
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+
+    def saved(self, num_outputs: int = 1) -> list[Any]:
+        """What forward hands to backward, as the nodes' example tensors; parameters, which have two dimensions at
+        most, left out."""
+        results = self.forward.graph.find_nodes(op="output")[0].args[0][num_outputs:]
+        return [n.meta["val"] for n in results if n.op == "call_function" or n.meta["val"].dim() == 3]
+
+
+TrainStep = Callable[[Any], Step]
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """No compiled code before or after."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def train_step(fresh_dynamo: None) -> TrainStep:
+    """Trains the small model for one step, its graphs cut by the partitioner it is given and run as they are."""
+
+    def train(partition: Any, dtype: torch.dtype = torch.float32, dropout: float = 0.1) -> Step:
+        torch._dynamo.reset()
+        graphs: list[fx.GraphModule] = []
+
+        def keep(graph: fx.GraphModule, _: Any) -> Any:
+            graphs.append(graph)
+            return make_boxed_func(graph)
+
+        torch.manual_seed(0)
+        model = nn.Sequential(Attention(dropout=dropout), Attention(dropout=dropout)).to(dtype)
+        x = torch.randn(4, 16, 32, dtype=dtype)
+        backend = aot_autograd(
+            fw_compiler=keep, bw_compiler=keep, partition_fn=partition, decompositions=select_decomp_table()
+        )
+        loss = torch.compile(model, backend=backend)(x).square().mean()
+        loss.backward()
+        return Step(loss.detach(), [p.grad for p in model.parameters()], *graphs)
+
+    return train
