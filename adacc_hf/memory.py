@@ -215,6 +215,11 @@ def count_static_bytes(
     return distinct_bytes(tensors)
 
 
+def batch_bytes(batch: Mapping[str, Any]) -> int:
+    """Bytes of the distinct storages of a batch's tensors."""
+    return distinct_bytes(leaf for leaf in tree_leaves(dict(batch)) if isinstance(leaf, torch.Tensor))
+
+
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages of `tensors`, each counted once."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}

@@ -211,7 +211,8 @@ class Profile:
     outside_stored_bytes: int
     """Bytes kept for backward by the rest of the model (embedding, head, loss), storages counted once."""
     static_bytes: int
-    """Bytes live before the step: parameters, buffers, optimizer state, the batch."""
+    """Bytes live before a forward: parameters, buffers, optimizer state, the step's batches, and, with gradient
+    accumulation, the gradients that earlier micro-batches left."""
     forward_base_bytes: int
     """Most bytes live when a block's forward starts, besides what earlier blocks store; its own input is counted."""
     outside_peak_bytes: int
@@ -229,6 +230,8 @@ class Profile:
     """`Head.ms` of that head."""
     other_heads: tuple[Head, ...] = ()
     """The other heads that a policy may choose."""
+    optimizer_peak_bytes: int = 0
+    """Most bytes live while gradients are clipped and the optimizer steps; 0 if it was profiled without one."""
 
     @property
     def heads(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from adacc_hf.config import AdaccConfig
 from adacc_hf.fallback import fallback_backward
 from adacc_hf.head_survey import HeadLayout, HeadSurvey
 from adacc_hf.instruments import Instruments
-from adacc_hf.memory import count_static_bytes
+from adacc_hf.memory import batch_bytes, count_static_bytes
 from adacc_hf.profile import BlockProfile, Head, KindProfile, Profile
 from adacc_hf.step_memory import StepLayout, measure_forward, measure_step_layout
 from adacc_hf.survey import Survey, recompute_stored_bytes
@@ -32,26 +32,66 @@ def profile_model(
     config: AdaccConfig | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     instruments: Instruments | None = None,
+    gradient_accumulation_steps: int = 1,
+    optimizer_step_bytes: int = 0,
 ) -> Profile:
     """Profile the blocks of `model` on `batch`, the keyword arguments of its forward, labels included.
 
     The model must be in train mode, and may be under autocast. It is left as it was: gradients, buffers and random
-    generators too. `optimizer`, if given, has its state counted as static memory; `instruments` take the readings, by
-    default from real runs. Raises NoBlocksError for a model
-    without repeated blocks, NestedHooksError if other saved-tensor hooks are active, ValueError for a batch without a
+    generators too.
+
+    Args:
+        optimizer: if given, its state is static memory, and its step a moment of the training step.
+        optimizer_step_bytes: what clipping and the optimizer's step take for a while (`measure_optimizer_step`).
+        gradient_accumulation_steps: micro-batches per step; all of them are on the device, and the later ones find the
+            gradients of the first.
+        instruments: what takes the readings, by default from real runs.
+
+    Raises NoBlocksError for a model without repeated blocks, NestedHooksError if other saved-tensor hooks are active,
+    ChunkedHeadError if the config wants a chunked head that the model cannot have, ValueError for a batch without a
     loss.
     """
     config = config or AdaccConfig()
     instruments = instruments or Instruments()
     _check_trainable(model, batch)
+    _check_not_below("gradient_accumulation_steps", gradient_accumulation_steps, 1)
+    _check_not_below("optimizer_step_bytes", optimizer_step_bytes, 0)
     with _left_as_it_was(model, instruments):
-        static_bytes = count_static_bytes(model, batch, optimizer)
+        step = _Step(
+            static_bytes=count_static_bytes(model, batch, optimizer),
+            other_batches_bytes=(gradient_accumulation_steps - 1) * batch_bytes(batch),
+            optimizer_bytes=None if optimizer is None else optimizer_step_bytes,
+            accumulates=gradient_accumulation_steps > 1,
+        )
         installation = Installation(model, config.block_classes)
         try:
             with HeadSurvey(model, config) as heads:
-                return _profile(model, batch, config, installation, static_bytes, instruments, heads)
+                return _profile(model, batch, config, installation, step, instruments, heads)
         finally:
             installation.remove()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """What is live during a training step besides what its micro-batches allocate."""
+
+    static_bytes: int
+    """Now: parameters, buffers, optimizer state, one batch."""
+    other_batches_bytes: int
+    optimizer_bytes: int | None
+    """What clipping and the optimizer take for a while; None without an optimizer."""
+    accumulates: bool
+
+    def live_bytes(self, layout: StepLayout) -> int:
+        """What is live before the micro-batch that `layout` measured."""
+        gradient_bytes = layout.gradient_bytes if self.accumulates else 0
+        return self.static_bytes + self.other_batches_bytes + gradient_bytes
+
+    def optimizer_peak_bytes(self, layout: StepLayout) -> int:
+        """Most bytes live once all gradients are there; 0 without an optimizer."""
+        if self.optimizer_bytes is None:
+            return 0
+        return self.static_bytes + self.other_batches_bytes + layout.gradient_bytes + self.optimizer_bytes
 
 
 def _profile(
@@ -59,7 +99,7 @@ def _profile(
     batch: Mapping[str, Any],
     config: AdaccConfig,
     installation: Installation,
-    static_bytes: int,
+    step: _Step,
     instruments: Instruments,
     heads: HeadSurvey,
 ) -> Profile:
@@ -78,8 +118,11 @@ def _profile(
     kinds = survey.add_forwards([forwards[watched[index]] for index in range(len(kinds))])
     watchers = survey.follow_full_recomputation(installation, watched)
     stored_bytes = {name: recompute_stored_bytes(kind) for name, kind in by_name.items()}
-    measure = partial(measure_step_layout, model, batch, installation, watchers, stored_bytes, instruments)
+    measure = partial(
+        measure_step_layout, model, batch, installation, watchers, stored_bytes, instruments, step.accumulates
+    )
     layout = measure()
+    static_bytes = step.live_bytes(layout)
     shared = tuple(survey.sharing.records)
     read = survey.shared_in_replay(watched)
     held_bytes = sum(record.nbytes for index, record in enumerate(shared) if record.saved or index in read)
@@ -98,9 +141,10 @@ def _profile(
         forward_base_bytes=static_bytes + forward_base_bytes,
         outside_peak_bytes=static_bytes + layout.outside_peak_bytes,
         tail_peak_bytes=static_bytes + layout.tail_peak_bytes,
-        available_bytes=instruments.available_bytes(device, static_bytes),
+        available_bytes=instruments.available_bytes(device, step.static_bytes),
         step_ms=instruments.step_ms(model, batch),
         device=str(device),
+        optimizer_peak_bytes=step.optimizer_peak_bytes(layout),
         head=heads.own,
         head_ms=other.ms[heads.own] if other is not None else 0.0,
         other_heads=(_chunked(other, [block.name for block in blocks], static_bytes, held_bytes),) if other else (),
@@ -133,6 +177,11 @@ def _check_trainable(model: nn.Module, batch: Mapping[str, Any]) -> None:
         raise ValueError(
             f"batch={batch!r:.60} must be a non-empty dict of the model's keyword arguments, labels included"
         )
+
+
+def _check_not_below(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} must be an int of at least {least}")
 
 
 def _check_calls(called: list[str], installation: Installation) -> None:

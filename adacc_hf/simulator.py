@@ -94,7 +94,7 @@ def simulate(profile: Profile, plans: Sequence[Plan]) -> Outcome:
 
 def step_peak_bytes(profile: Profile, outcomes: Sequence[BlockOutcome]) -> int:
     """Peak of a step in which the i-th block has `outcomes[i]`: `simulate(...).peak_bytes` without the timeline."""
-    peaks = [profile.tail_peak_bytes]
+    peaks = [profile.tail_peak_bytes, profile.optimizer_peak_bytes]
     stored = held = 0
     for block, outcome in zip(profile.blocks, outcomes, strict=True):
         peaks.append(profile.forward_base_bytes + held + outcome.forward_working_bytes)
@@ -106,7 +106,7 @@ def step_peak_bytes(profile: Profile, outcomes: Sequence[BlockOutcome]) -> int:
 
 
 def _timeline(profile: Profile, outcomes: Sequence[BlockOutcome]) -> list[tuple[str, int]]:
-    """Forward, head and loss, backward from the last block to the first, and what follows it."""
+    """Forward, head and loss, backward from the last block to the first, what follows it, and the optimizer."""
     stored = held = 0
     forward: list[tuple[str, int]] = []
     backward: list[list[tuple[str, int]]] = []
@@ -120,7 +120,10 @@ def _timeline(profile: Profile, outcomes: Sequence[BlockOutcome]) -> list[tuple[
     points = [*forward, ("head and loss", profile.outside_peak_bytes + held)]
     for moments in reversed(backward):
         points += moments
-    return [*points, ("after the blocks", profile.tail_peak_bytes)]
+    points.append(("after the blocks", profile.tail_peak_bytes))
+    if profile.optimizer_peak_bytes:
+        points.append(("optimizer", profile.optimizer_peak_bytes))
+    return points
 
 
 def run_block(kind: KindProfile, plan: Plan) -> BlockOutcome:

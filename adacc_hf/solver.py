@@ -246,9 +246,8 @@ def _infeasible_peak(
     return InfeasibleBudgetError(
         f"memory_budget={budget.given!r}{origin} is below the least possible peak of {needed} bytes "
         f"({format_bytes(needed)}), reached in {outcome.peak_label!r} with actions={config.actions!r} and a "
-        f"{profile.head} head: "
-        f"{format_bytes(profile.static_bytes)} are parameters, optimizer state and the batch, and at least "
-        f"{format_bytes(outcome.stored_bytes)} are stored for backward. Raise memory_budget, allow more actions or "
-        f"codecs, or use a smaller batch or shorter sequences",
+        f"{profile.head} head: {format_bytes(profile.static_bytes)} are live before a forward (parameters, optimizer "
+        f"state, batches), and at least {format_bytes(outcome.stored_bytes)} are stored for backward. Raise "
+        f"memory_budget, allow more actions or codecs, or use a smaller batch or shorter sequences",
         needed,
     )

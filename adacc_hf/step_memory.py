@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from adacc_hf.blocks import Installation, Strategy
 from adacc_hf.instruments import Instruments
-from adacc_hf.memory import MemoryMeter, MemoryPoint, forward_loss
+from adacc_hf.memory import MemoryMeter, MemoryPoint, distinct_bytes, forward_loss
 from adacc_hf.profile import BackwardEvent, ForwardEvent, KindProfile
 
 
@@ -155,6 +155,8 @@ class StepLayout:
     """What is live when backward starts, besides the blocks' stores and the loss."""
     outside_peak_bytes: int
     tail_peak_bytes: int
+    gradient_bytes: int
+    """All gradients, once backward is over."""
     events: dict[str, tuple[BackwardEvent, ...]]
     """The backward of each watched block."""
     peaks: dict[str, int]
@@ -197,11 +199,15 @@ def measure_step_layout(
     watchers: Sequence[WatchSlots],
     recompute_stored: dict[str, int],
     instruments: Instruments,
+    accumulates: bool = False,
 ) -> StepLayout:
     """Run one forward and backward under the strategies that are installed and take its memory apart.
 
-    `recompute_stored` has the bytes that each block stores under full recomputation.
+    `recompute_stored` has the bytes that each block stores under full recomputation. With `accumulates` it is a later
+    micro-batch: an earlier one has left its gradients, which are live before it.
     """
+    if accumulates:
+        instruments.backward(forward_loss(model, batch))
     functions = installation.functions
     strategies = {name: function.strategy for name, function in functions.items()}
     with instruments.meter(next(model.parameters()).device) as meter:
@@ -214,13 +220,16 @@ def measure_step_layout(
         instruments.backward(loss)
         loss_bytes = loss.untyped_storage().nbytes()
         del loss
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        gradient_bytes = distinct_bytes(gradients)
+        del gradients
         model.zero_grad(set_to_none=True)
     for name, function in functions.items():
         function.strategy = strategies[name]
     for watcher in watchers:
         watcher.meter = None
     stored = recompute_stored | {watcher.name: watcher.stored_bytes for watcher in watchers}
-    return _Reading(meter.points, list(functions), watchers, stored).layout(loss_bytes)
+    return _Reading(meter.points, list(functions), watchers, stored).layout(loss_bytes, gradient_bytes)
 
 
 @dataclass
@@ -232,7 +241,7 @@ class _Reading:
     watchers: Sequence[WatchSlots]
     stored: dict[str, int]
 
-    def layout(self, loss_bytes: int) -> StepLayout:
+    def layout(self, loss_bytes: int, gradient_bytes: int) -> StepLayout:
         bases = dict.fromkeys(self.names, 0)  # a frozen block has no backward, and nothing of it is live in one
         backwards = {point.label[1]: point.live_bytes for point in self._all("backward")}
         bases |= {name: live - self._stored_up_to(name) for name, live in backwards.items()}
@@ -244,6 +253,7 @@ class _Reading:
             outside_stored_bytes=loss.live_bytes - all_stored - loss_bytes,
             outside_peak_bytes=self._peak(("leave", self.names[-1]), "backward") - all_held,
             tail_peak_bytes=self._peak(("tail", self.names[0]), None),
+            gradient_bytes=gradient_bytes,
             events={watcher.name: self._events(watcher, bases[watcher.name]) for watcher in self.watchers},
             peaks={name: self._backward_peak(name) - bases[name] - self._stored_up_to(name) for name in backwards},
         )

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adacc_hf.blocks import Checkpointed, Installation
 from adacc_hf.callbacks.checkpoint_files import (
     POLICY_FILE,
     PROFILE_FILE,
@@ -23,9 +22,11 @@ from adacc_hf.callbacks.checkpoint_files import (
     save_in_checkpoint,
 )
 from adacc_hf.callbacks.evolution import Evolution, metrics, predictions
+from adacc_hf.callbacks.optimizer_watch import OptimizerWatch
 from adacc_hf.callbacks.step_retry import run_with_retry
 from adacc_hf.callbacks.trainer_guard import TrainerGuard
 from adacc_hf.callbacks.training_log import add_to_log, is_training_log
+from adacc_hf.callbacks.waiting import Waiting
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.executor import PolicyHandle
@@ -82,13 +83,15 @@ class AdaccCallback(TrainerCallback):
         its figures. A resumed run goes on with that of its checkpoint."""
         self._given = policy
         self._handle: PolicyHandle | None = None
-        self._waiting: Installation | None = None
+        self._waiting: Waiting | None = None
+        self._optimizer = OptimizerWatch()
         self._batch: dict[str, Any] | None = None
         self._shapes: BatchShapes | None = None
         self._batch_hook: Any = None
         self._guard: TrainerGuard | None = None
         self._evolution: Evolution | None = None
         self._num_steps = 0
+        self._num_micro = 1
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
@@ -96,6 +99,7 @@ class AdaccCallback(TrainerCallback):
         self.detach()
         _refuse_data_parallel(args)
         self.policy, self.profile, self.history, self._num_steps = None, None, [], 0
+        self._optimizer, self._num_micro = OptimizerWatch(), args.gradient_accumulation_steps
         self._guard = TrainerGuard.around_caller(self, on_failure=self.detach)
         if self._guard is not None:
             self._guard.wrap("training_step", self._training_step)
@@ -110,9 +114,7 @@ class AdaccCallback(TrainerCallback):
         if saved is not None:
             self._resume(args, state, model, saved)
             return
-        self._waiting = Installation(model, self.config.block_classes)
-        for function in self._waiting.functions.values():
-            function.strategy = Checkpointed()
+        self._waiting = Waiting(model, self.config)
         self._catch_batch(model)
 
     def on_step_begin(
@@ -152,10 +154,17 @@ class AdaccCallback(TrainerCallback):
         return obstacle
 
     def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         if self._evolution is not None:
             self._evolution.backward_is_over()
+        if not self._optimizer.has_seen and self._num_steps + 1 >= self.config.profile_steps:
+            self._optimizer.begin(args, model)
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._optimizer.end()
 
     def on_step_end(
         self,
@@ -213,6 +222,7 @@ class AdaccCallback(TrainerCallback):
                 attached.remove()
         if self._guard is not None:
             self._guard.leave(self)
+        self._optimizer.end()
         self._handle = self._waiting = self._batch_hook = self._guard = None
         self._batch = self._evolution = self._shapes = None
 
@@ -279,7 +289,14 @@ class AdaccCallback(TrainerCallback):
     def _profile(self, model: Any, batch: dict[str, Any], optimizer: Any) -> Profile:
         was_training = model.training
         model.train()
-        profile = profile_model(model, batch, self.config, optimizer)
+        profile = profile_model(
+            model,
+            batch,
+            self.config,
+            optimizer,
+            gradient_accumulation_steps=self._num_micro,
+            optimizer_step_bytes=self._optimizer.nbytes,
+        )
         model.train(was_training)
         return least_over_ranks(profile)
 

@@ -1,0 +1,31 @@
+"""How a model trains until there is a policy."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from adacc_hf.blocks import Checkpointed, Installation
+from adacc_hf.config import AdaccConfig
+from adacc_hf.head import ChunkedHead
+
+
+class Waiting(Installation):
+    """Every block under torch's own checkpointing, and the head chunked where the config allows no other."""
+
+    def __init__(self, model: nn.Module, config: AdaccConfig) -> None:
+        self._head = ChunkedHead(model) if config.heads == ("chunked",) else None
+        try:
+            super().__init__(model, config.block_classes)
+        except BaseException:
+            self._remove_head()
+            raise
+        for function in self.functions.values():
+            function.strategy = Checkpointed()
+
+    def remove(self) -> None:
+        super().remove()
+        self._remove_head()
+
+    def _remove_head(self) -> None:
+        if self._head is not None:
+            self._head.remove()
