@@ -52,7 +52,7 @@ def without_lossy(profile: Profile, kind: int) -> Profile:
 
 
 def with_more_memory(profile: Profile, extra_bytes: int) -> Profile:
-    """`profile` with `extra_bytes` more live at every moment of the step: what a measured peak has shown."""
+    """`profile` with `extra_bytes` more live from forward to the end of backward: what a measured peak has shown."""
     blocks = tuple(replace(b, backward_base_bytes=b.backward_base_bytes + extra_bytes) for b in profile.blocks)
     return replace(
         profile,
