@@ -133,25 +133,30 @@ class Call:
 
     def _run(self, program: Program, slot: int, cells: list[Cell]) -> torch.Tensor:
         environment = self._environment
-        for value in program.loads:
-            cell = cells[self.plan.slots[slot].position[value]]
-            if cell.tensor is None:
-                if environment[value] is None:
-                    decoded = self._codecs[value].decode(cell.payload)
-                    environment[value] = view(decoded, self.plan.tape.values[value].ref)
-            else:
-                if cell.tensor._version != cell.version:
-                    raise self._modified(value)
-                environment[value] = cell.tensor
         if program.steps and self._versions:
             self._check_externals()
         for step in program.steps:
+            for value in step.loads:
+                self._fetch(value, slot, cells)
             step.run(environment)
+        for value in program.loads:
+            self._fetch(value, slot, cells)
         ref = self.plan.slots[slot].ref
         result = view(environment[ref.value], ref)
         for value in program.frees:
             environment[value] = None
         return result
+
+    def _fetch(self, value: int, slot: int, cells: list[Cell]) -> None:
+        """Put a stored value into the environment, decoded unless it is still there."""
+        cell = cells[self.plan.slots[slot].position[value]]
+        if cell.tensor is not None:
+            if cell.tensor._version != cell.version:
+                raise self._modified(value)
+            self._environment[value] = cell.tensor
+        elif self._environment[value] is None:
+            decoded = self._codecs[value].decode(cell.payload)
+            self._environment[value] = view(decoded, self.plan.tape.values[value].ref)
 
     def _store(self, value: int, tensor: torch.Tensor) -> None:
         """Fill the cell of `value` from a tensor on its storage; encoded once however many slots share it (rule R3)."""

@@ -41,6 +41,7 @@ class Step:
         "_tensors",
         "copies",
         "frees",
+        "loads",
         "mutations",
         "operator",
         "outputs",
@@ -54,6 +55,8 @@ class Step:
         self.mutations = operator.mutations
         self.copies: tuple[int, ...] = tuple(old for old, _ in operator.mutations)
         """Values that must be copied before this operator overwrites them (rule R6)."""
+        self.loads: tuple[int, ...] = ()
+        """Values to fetch from the store just before: decoded any earlier they would add to other operators' peak."""
         self.frees: tuple[int, ...] = ()
         """Values nobody needs once this operator has run."""
         self._args = list(operator.args)
@@ -131,11 +134,16 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one unpack runs: values to fetch from the store, then steps, then values to let go."""
+    """What one unpack runs: steps, then values to fetch from the store, then values to let go."""
 
     loads: tuple[int, ...]
+    """Values that the slot itself takes from the store; steps have their own."""
     steps: tuple[Step, ...]
     frees: tuple[int, ...]
+
+    def fetched(self) -> list[int]:
+        """All values that it takes from the store."""
+        return [value for part in (*self.steps, self) for value in part.loads]
 
 
 def closure(tape: Tape, value: int, at_hand: Callable[[int], bool]) -> tuple[list[int], list[int]]:
@@ -173,8 +181,8 @@ def schedule(tape: Tape, store: Store, order: Sequence[int]) -> list[Program]:
 
 def _drop_decoded(program: Program, store: Store, next_programs: Sequence[Program]) -> Program:
     """`program`, letting go of decoded values that none of `next_programs` fetches."""
-    soon = {value for later in next_programs for value in later.loads}
-    dropped = [value for value in program.loads if value in store.compressed and value not in soon]
+    soon = {value for later in next_programs for value in later.fetched()}
+    dropped = [value for value in program.fetched() if value in store.compressed and value not in soon]
     return replace(program, frees=tuple(dict.fromkeys([*program.frees, *dropped])))
 
 
@@ -207,11 +215,14 @@ def _program(
     tape: Tape, store: Store, value: int, rank: int, run: list[int], uses: dict[int, tuple[int, int]]
 ) -> Program:
     read = dict.fromkeys([v for number in run for v in tape.operators[number].inputs()] + [value])
-    loads = tuple(v for v in read if v in store.retained or v in store.compressed)
+    stored = {v for v in read if v in store.retained or v in store.compressed}
     steps = tuple(_step(tape, store, number, (rank, index), uses) for index, number in enumerate(run))
+    for step in steps:
+        step.loads = tuple(v for v in dict.fromkeys(step.operator.inputs()) if v in stored)
+        stored.difference_update(step.loads)
     ended = [v for v in read if v not in store.persistent and uses[v] <= (rank, len(run))]
-    kept_out = [v for v in loads if v in store.retained]
-    return Program(loads, steps, tuple(dict.fromkeys([*ended, *kept_out])))
+    kept_out = [v for v in read if v in store.retained]
+    return Program(tuple(stored & {value}), steps, tuple(dict.fromkeys([*ended, *kept_out])))
 
 
 def _step(tape: Tape, store: Store, number: int, moment: tuple[int, int], uses: dict[int, tuple[int, int]]) -> Step:
