@@ -23,7 +23,7 @@ def fallback_kind(block: RecordedBlock, sharing: Sharing, forward_ms: float) -> 
     """The kind of `block`, its memory still to be measured."""
     arguments = [
         _value(index, "an argument of the block", tensor.untyped_storage().nbytes(), sharing.index_of(tensor))
-        for index, tensor in enumerate(block.given, start=SAVED + 1)
+        for index, tensor in enumerate(block.given.values(), start=SAVED + 1)
     ]
     generator = [_value(len(arguments) + 1, "the random generator's state", _generator_bytes(block), None)]
     values = [_saved_value(block, sharing), *arguments, *generator]
@@ -96,5 +96,5 @@ def _value(index: int, name: str, nbytes: int, shared: int | None) -> Value:
 
 def _generator_bytes(block: RecordedBlock) -> int:
     """What torch's checkpoint keeps on the block's device; a GPU's state is kept on the CPU."""
-    on_cpu = all(tensor.device.type == "cpu" for tensor in block.given)
+    on_cpu = all(tensor.device.type == "cpu" for tensor in block.given.values())
     return torch.get_rng_state().nbytes if on_cpu else 0

@@ -113,7 +113,7 @@ def _profile(
     watched = {block.kind: block.name for block in blocks}
     by_name = {block.name: kinds[block.kind] for block in blocks}
     forward_base_bytes, forwards = measure_forward(
-        model, batch, installation, by_name, set(watched.values()), instruments
+        model, batch, installation, by_name, survey.replay_sources(), set(watched.values()), instruments
     )
     kinds = survey.add_forwards([forwards[watched[index]] for index in range(len(kinds))])
     watchers = survey.follow_full_recomputation(installation, watched)
@@ -124,7 +124,7 @@ def _profile(
     layout = measure()
     static_bytes = step.live_bytes(layout)
     shared = tuple(survey.sharing.records)
-    read = survey.shared_in_replay(watched)
+    read = survey.shared_in_replay()
     held_bytes = sum(record.nbytes for index, record in enumerate(shared) if record.saved or index in read)
     other = heads.other(model, batch, measure, instruments)
     device = next(model.parameters()).device

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from adacc_hf.profile import Shared
-from adacc_hf.tape import Tape
+from adacc_hf.tape import Source, Tape
 
 
 @dataclass
@@ -22,7 +22,7 @@ class RecordedBlock:
     tape: Tape
     arguments: dict[int, torch.Tensor]
     """The recorded argument of each input value; holds the storage so that its address stays its own."""
-    given: list[torch.Tensor]
+    given: dict[Source, torch.Tensor]
     """All tensors among the arguments, one per storage, read or not."""
     outputs: dict[int, torch.Tensor]
     """Saved values that the block made and gave away, with a tensor on their storage."""
@@ -43,7 +43,13 @@ class RecordedBlock:
 
     def held(self) -> Iterable[torch.Tensor]:
         """The inputs that a plan for the block may hold: torch's checkpoint holds all of them."""
-        return self.given if self.tape.untrusted else self.arguments.values()
+        return (tensor for _, tensor in self.inputs())
+
+    def inputs(self) -> Iterable[tuple[Source, torch.Tensor]]:
+        """Those inputs, with where each call finds them."""
+        if self.tape.untrusted:
+            return self.given.items()
+        return [(self.tape.values[value].source, tensor) for value, tensor in self.arguments.items()]
 
 
 class Sharing:
@@ -79,6 +85,11 @@ class Sharing:
     def index_of(self, tensor: torch.Tensor) -> int | None:
         """The record of an input, or None for one that belongs to a single block."""
         return self._index.get(address_of(tensor))
+
+    def sources(self, block: RecordedBlock, wanted: Set[int]) -> list[Source]:
+        """Where `block` finds those of the `wanted` records that nothing else is sure to hold."""
+        counted = {index for index in wanted if self.records[index].nbytes}
+        return [source for source, tensor in block.inputs() if self.index_of(tensor) in counted]
 
     def is_kept(self, tensor: torch.Tensor) -> bool:
         """Whether others hold this output of a block too."""

@@ -18,40 +18,49 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from adacc_hf.blocks import Installation, Strategy
+from adacc_hf.call_inputs import find_external
 from adacc_hf.instruments import Instruments
 from adacc_hf.memory import MemoryMeter, MemoryPoint, distinct_bytes, forward_loss
 from adacc_hf.profile import BackwardEvent, ForwardEvent, KindProfile
+from adacc_hf.tape import Source
 
 
 class TrackedTensor:
     """A packed object that tells when autograd lets go of it."""
 
-    __slots__ = ("mark", "slot", "tensor")
+    __slots__ = ("beside", "mark", "slot", "tensor")
 
-    def __init__(self, slot: int, tensor: torch.Tensor, mark: Callable[[Any], None]) -> None:
+    def __init__(self, slot: int, tensor: torch.Tensor, beside: Any, mark: Callable[[Any], None]) -> None:
         self.slot = slot
         self.tensor: torch.Tensor | None = tensor
+        self.beside = beside
+        """What lives as long as any slot of the block."""
         self.mark = mark
 
     def __del__(self) -> None:
-        self.tensor = None
+        self.tensor = self.beside = None
         self.mark(("release", self.slot))
 
 
 class WatchSlots:
-    """The strategy that retains everything and marks every unpack and release."""
+    """The strategy that retains everything and marks every unpack and release.
 
-    def __init__(self, name: str, kind: KindProfile) -> None:
+    It holds the shared inputs that a replay would read, `held`, as other blocks of its kind do.
+    """
+
+    def __init__(self, name: str, kind: KindProfile, held: Sequence[Source]) -> None:
         self.name = name
         self.kind = kind
+        self.held = held
         self.meter: MemoryMeter | None = None
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         slots = iter(range(len(self.kind.slots)))
+        held = [find_external(source, block, args, kwargs) for source in self.held]
 
         @torch.compiler.disable  # inside a compiled submodule dynamo would trace the hooks too
         def pack(tensor: torch.Tensor) -> TrackedTensor:
-            return TrackedTensor(next(slots), tensor.detach(), self._mark)
+            return TrackedTensor(next(slots), tensor.detach(), held, self._mark)
 
         @torch.compiler.disable
         def unpack(packed: TrackedTensor) -> torch.Tensor:
@@ -79,12 +88,22 @@ class WatchSlots:
 class WatchForward:
     """The strategy that stores nothing and marks when a value is saved first and when forward lets go of it.
 
-    No backward can follow. With `meter` None it only drops.
+    The shared inputs that a replay would read, at `sources`, go into `held`: replaying blocks keep them, and outlive
+    their other readers. No backward can follow. With `meter` None it only drops.
     """
 
-    def __init__(self, name: str, kind: KindProfile, meter: MemoryMeter | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        kind: KindProfile,
+        meter: MemoryMeter | None,
+        sources: Sequence[Source],
+        held: list[torch.Tensor],
+    ) -> None:
         self.name = name
         self.kind = kind
+        self.sources = sources
+        self.held = held
         self.meter = meter
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -104,6 +123,7 @@ class WatchForward:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _no_backward):
             self._mark(("enter", -1))
+            self.held += [find_external(source, block, args, kwargs) for source in self.sources]
             result = fn(*args)
         self._mark(("leave", -1))
         return result
@@ -168,14 +188,16 @@ def measure_forward(
     batch: Mapping[str, Any],
     installation: Installation,
     kinds: Mapping[str, KindProfile],
+    sources: Mapping[str, Sequence[Source]],
     watched: set[str],
     instruments: Instruments,
 ) -> tuple[int, dict[str, tuple[ForwardEvent, ...]]]:
     """Run one forward that stores nothing; returns the most that was live when a block started, and the watched
-    forwards."""
+    forwards. `sources` has the shared inputs that each block would keep for replay."""
+    held: list[torch.Tensor] = []
     with instruments.meter(next(model.parameters()).device) as meter:
         for name, function in installation.functions.items():
-            function.strategy = WatchForward(name, kinds[name], meter)
+            function.strategy = WatchForward(name, kinds[name], meter, sources[name], held)
         forward_loss(model, batch)
     starts = [point.live_bytes for point in meter.points if point.label[0] == "enter"]
     return max(starts), {name: _forward_events(meter.points, name) for name in watched}

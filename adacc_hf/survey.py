@@ -26,7 +26,7 @@ from adacc_hf.recording import Recording
 from adacc_hf.sharing import RecordedBlock, Sharing, address_of
 from adacc_hf.simulator import BlockOutcome, run_block
 from adacc_hf.step_memory import WatchSlots
-from adacc_hf.tape import Tape
+from adacc_hf.tape import Source, Tape
 from adacc_hf.tape_library import TapeLibrary
 
 
@@ -43,7 +43,7 @@ class RecordBlock:
         recording = Recording(self.name, block, args, kwargs, self.survey.instruments.drawing)
         result = recording.run(fn)
         key = call_key(block, StatePaths(block), args, kwargs)
-        given = [tensor for _, tensor in argument_tensors(args, kwargs)]
+        given = {Source("argument", path): tensor for path, tensor in argument_tensors(args, kwargs)}
         self.survey.add(self.name, key, recording, given, result)
         return result
 
@@ -75,7 +75,7 @@ class Survey:
         del loss
         self.sharing = Sharing(self.blocks, self._outside.keys(), state, given)
 
-    def add(self, name: str, key: Any, recording: Recording, given: list[torch.Tensor], result: Any) -> None:
+    def add(self, name: str, key: Any, recording: Recording, given: Mapping[Source, torch.Tensor], result: Any) -> None:
         """Keep one block's tape, and take the prices if no tape like it came before; lets go of the recording."""
         recorder = recording.recorder
         tape = self.library.verified(recorder)
@@ -89,7 +89,7 @@ class Survey:
                 key=key,
                 tape=tape,
                 arguments={value: recorder.bases[value] for value in inputs},
-                given=[tensor.detach() for tensor in {address_of(tensor): tensor for tensor in given}.values()],
+                given=_one_per_storage(given),
                 outputs={} if tape.untrusted else _saved_outputs(recorder, tape, result),
                 packed=recording.discard(),
                 outliers=outliers,
@@ -134,25 +134,34 @@ class Survey:
     def follow_full_recomputation(self, installation: Installation, watched: Mapping[int, str]) -> list[WatchSlots]:
         """Put every block under full recomputation, but for the watched one of each kind; returns the watchers."""
         watchers = []
+        sources = self.replay_sources()
         for block in self.blocks:
             function, kind = installation.functions[block.name], self._kinds[block.kind]
             if watched[block.kind] == block.name and kind.fallback is None:
-                function.strategy = WatchSlots(block.name, kind)
+                function.strategy = WatchSlots(block.name, kind, sources[block.name])
                 watchers.append(function.strategy)
             else:
                 tapes = {block.key: block.tape}
                 function.strategy = FollowPlan(block.name, _recompute_plan(kind), self.library, tapes)
-            block.arguments, block.given, block.outputs = {}, [], {}
+            block.arguments, block.given, block.outputs = {}, {}, {}
         return watchers
 
-    def shared_in_replay(self, watched: Mapping[int, str]) -> frozenset[int]:
+    def replay_sources(self) -> dict[str, list[Source]]:
+        """Where each block finds the shared inputs that it holds for replay under full recomputation."""
+        read = [_recompute_outcome(kind).shared for kind in self._kinds]
+        return {block.name: self.sharing.sources(block, read[block.kind]) for block in self.blocks}
+
+    def shared_in_replay(self) -> frozenset[int]:
         """Shared inputs that blocks under full recomputation hold for replay."""
-        kinds = {
-            block.kind
-            for block in self.blocks
-            if watched[block.kind] != block.name or self._kinds[block.kind].fallback is not None
-        }
-        return frozenset().union(*(_recompute_outcome(self._kinds[kind]).shared for kind in kinds))
+        return frozenset().union(*(_recompute_outcome(kind).shared for kind in self._kinds))
+
+
+def _one_per_storage(given: Mapping[Source, torch.Tensor]) -> dict[Source, torch.Tensor]:
+    """The tensors of `given` whose storage none before them has, detached."""
+    first: dict[int, Source] = {}
+    for source, tensor in given.items():
+        first.setdefault(address_of(tensor), source)
+    return {source: given[source].detach() for source in first.values()}
 
 
 def _saved_outputs(recorder: Recorder, tape: Tape, result: Any) -> dict[int, torch.Tensor]:

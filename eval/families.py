@@ -107,6 +107,9 @@ class Family:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = self.auto_class.from_config(config, attn_implementation=attention)
+        if self.auto_class is AutoModelForCausalLM:
+            # Transformers cannot tell it from GPT2LMHeadModel's name: it takes this one, and warns.
+            model.loss_type = "ForCausalLM"
         return model.to(device).train()
 
 

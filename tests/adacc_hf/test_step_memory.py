@@ -76,7 +76,7 @@ def test_a_tracked_tensor_dies_before_it_says_so():
 
     tensor = torch.zeros(3)
     tracked_storage = weakref.ref(tensor)
-    tracked = TrackedTensor(4, tensor, mark)
+    tracked = TrackedTensor(4, tensor, None, mark)
     del tensor
     assert tracked.tensor is not None
     del tracked

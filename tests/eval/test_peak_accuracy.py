@@ -1,0 +1,56 @@
+"""Predicted against measured peaks on tiny models: within the tolerance, and never above the budget."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from adacc_hf.eval import peak_accuracy
+from adacc_hf.eval.families import FAMILIES, Size, in_precision
+from adacc_hf.eval.peak_accuracy import Measurement, summary
+
+# Large enough for activations to be compressed, and for what is predicted to the byte, activations, to outweigh what is
+# bounded from above, autocast's cache of weights.
+TINY = Size(width=64, layers=3, heads=2, batch=4, tokens=128)
+
+
+@pytest.mark.parametrize("case", ["gpt2 eager bf16", "t5 sdpa bf16", "bert eager fp32", "llama sdpa fp32"])
+def test_peaks_are_as_predicted(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    family, attention, precision = case.split()
+    output = tmp_path / "peaks.json"
+    options = ["--family", family, "--attention", attention, "--precision", precision, "--budgets", "2"]
+    assert peak_accuracy.main([*options, "--output", str(output)], TINY) == 0
+    peaks = json.loads(output.read_text())["train_info"]["peaks"]
+    assert [(peak["family"], peak["within_budget"]) for peak in peaks] == [(family, True)] * 2
+    assert peaks[0]["budget_bytes"] < peaks[1]["budget_bytes"]
+    assert f"| {family}, {attention}, {precision}" in capsys.readouterr().out
+
+
+def test_a_peak_above_its_budget_or_off_its_prediction_is_bad() -> None:
+    good = Measurement(
+        family="gpt2", attention="sdpa", precision="fp32", budget_bytes=100, predicted_bytes=99, measured_bytes=99
+    )
+    assert good.is_good
+    over = replace(good, measured_bytes=101)
+    assert not over.is_good
+    assert not replace(good, measured_bytes=90).is_good
+    assert "1 above their budget" in summary([good, over])
+
+
+def test_an_unknown_precision_is_refused() -> None:
+    with (
+        pytest.raises(ValueError, match="precision='fp8' is unknown: choose from fp32, bf16"),
+        in_precision("fp8", "cpu"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_depend_on_the_seed_alone(name: str) -> None:
+    weights = [dict(FAMILIES[name].model(TINY, "sdpa", seed=seed).named_parameters()) for seed in (0, 0, 1)]
+    matrices = [key for key, weight in weights[0].items() if weight.dim() == 2]
+    assert all((weights[0][key] == weights[1][key]).all() for key in matrices)
+    assert any((weights[0][key] != weights[2][key]).any() for key in matrices)
