@@ -22,10 +22,12 @@ class AdaccConfig:
     A float in (0, 1]: that fraction of the activation bytes that plain training keeps for backward
     (`Profile.plain_stored_bytes`); 1.0 asks for nothing, small fractions approach full recomputation.
     An int, or a string such as "20GiB": bytes that the peak of a whole training step keeps to, with parameters,
-    gradients and optimizer state. "auto": what the device has, less `memory_margin`.
+    gradients and optimizer state. "auto": the same, with the bytes that this process holds and those that are free on
+    the device when it profiles, less `memory_margin`. If plain training keeps to the budget, nothing is done.
     """
     memory_margin: float = 0.05
-    """Fraction of the device's memory that "auto" leaves free for the allocator's rounding; 0 uses it all."""
+    """Fraction of what the device has for this process that "auto" leaves free, for rounding and fragments of the
+    allocator; 0 uses it all."""
     actions: tuple[str, ...] = ("retain", "compress", "recompute")
     """The actions the solver may choose from. Without "compress" training is bit-equal to plain training; dropout masks
     may be stored as bits in any case, which loses nothing."""

@@ -8,7 +8,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.memory import MemoryMeter, count_static_bytes, distinct_bytes, forward_loss, measure_step
+from adacc_hf.memory import (
+    MemoryMeter,
+    available_bytes,
+    count_static_bytes,
+    distinct_bytes,
+    forward_loss,
+    measure_step,
+)
 
 CPU = torch.device("cpu")
 ACTIONS = ("retain", "recompute", "compress")
@@ -139,6 +146,17 @@ def test_static_bytes_have_everything_that_lives_between_steps():
     assert (
         count_static_bytes(model, batch, optimizer) == 3 * 64 + 64 + 20 + 32 + 12 + 4
     )  # two moments, the step's count
+
+
+def test_a_gpu_has_what_is_free_and_what_our_allocator_holds(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30)
+    assert available_bytes(torch.device("cuda", 0), static_bytes=7) == 130
+
+
+def test_a_cpu_has_what_is_free_and_what_is_live(monkeypatch):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=100))
+    assert available_bytes(CPU, static_bytes=7) == 107
 
 
 def test_a_measured_step_leaves_gradients_as_they_were(tiny_gpt2, token_batch):

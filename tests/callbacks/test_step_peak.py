@@ -5,8 +5,13 @@ from __future__ import annotations
 import pytest
 from transformers import TrainerCallback
 
-from adacc_hf import AdaccCallback
+from adacc_hf import AdaccCallback, AdaccConfig, Policy
 from adacc_hf.memory import CpuMemoryMeter, count_static_bytes
+
+QUIET = {"tracking": "off", "guard": False, "min_compress_bytes": 0}
+BATCH_SIZE = 16
+BATCH_BYTES = 2 * BATCH_SIZE * 32 * 8
+"""Token numbers and labels of one micro-batch."""
 
 
 class MeasureStep(TrainerCallback):
@@ -38,12 +43,44 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_trainers_step_keeps_to_the_predicted_peak(make_trainer, make_model, name):
-    callback = AdaccCallback(memory_budget=0.5, tracking="off", guard=False, min_compress_bytes=0)
+    callback = AdaccCallback(memory_budget=0.5, **QUIET)
     measured = MeasureStep(step=5)
     model = make_model(vocab_size=600)
-    make_trainer([callback, measured], model=model, per_device_train_batch_size=16, **SETTINGS[name]).train()
+    make_trainer([callback, measured], model=model, per_device_train_batch_size=BATCH_SIZE, **SETTINGS[name]).train()
     num_micro = SETTINGS[name].get("gradient_accumulation_steps", 1)
-    ids_and_labels = 2 * 16 * 32 * 8
-    peak = measured.peak_bytes + num_micro * ids_and_labels
+    peak = measured.peak_bytes + num_micro * BATCH_BYTES
     # Of about 8 MB: scalars that the Trainer keeps, a random state, and autocast's cache as in test_memory.py.
     assert peak == pytest.approx(callback.policy.predicted_peak_bytes, rel=0.03)
+
+
+@pytest.fixture
+def device_with(monkeypatch):
+    """`device_with(nbytes)`: let the device have so many bytes for this process."""
+
+    def have(nbytes: int) -> None:
+        monkeypatch.setattr("adacc_hf.instruments.available_bytes", lambda device, static_bytes: nbytes)
+
+    return have
+
+
+def test_what_fits_the_device_is_trained_as_it_is(train, device_with):
+    device_with(1 << 40)
+    callback = AdaccCallback(memory_budget="auto", **QUIET)
+    run = train([callback])
+    assert callback.policy.is_plain
+    run.assert_equals(train())
+
+
+def test_what_does_not_fit_keeps_to_the_device_less_the_margin(make_trainer, make_model, device_with):
+    settings = {"per_device_train_batch_size": BATCH_SIZE, "max_steps": 3}
+    device_with(1 << 40)
+    plain, adacc = (AdaccCallback(memory_budget="auto", **QUIET) for _ in range(2))
+    make_trainer([plain], model=make_model(), **settings).train()
+    peaks = [Policy.uniform(plain.profile, action).predicted_peak_bytes for action in ("retain", "recompute")]
+    wanted = sum(peaks) // 2
+    device_with(int(wanted / (1 - AdaccConfig().memory_margin)) + 1)
+    measured = MeasureStep(step=5)
+    make_trainer([adacc, measured], model=make_model(), **{**settings, "max_steps": 5}).train()
+    assert dict(adacc.policy.facts)["budget_bytes"] == wanted
+    assert not adacc.policy.is_plain
+    assert measured.peak_bytes + BATCH_BYTES <= wanted
