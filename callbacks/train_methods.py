@@ -4,11 +4,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from adacc_hf import AdaccCallback, AdaccConfig, Policy
-from adacc_hf.policy import Action
-from adacc_hf.profile import Profile
-
-NAIVE_CODEC = "token_int4"
+from adacc_hf import AdaccCallback, AdaccConfig
+from adacc_hf.naive import NAIVE_CODEC, quantize_everything
 
 
 def method_callbacks(method: str, memory_budget: str) -> tuple[list[TrainerCallback], dict[str, Any]]:
@@ -28,11 +25,6 @@ def method_callbacks(method: str, memory_budget: str) -> tuple[list[TrainerCallb
     if method in ("adacc", "adacc_no_outlier"):
         return [AdaccCallback(AdaccConfig(memory_budget=budget, outliers=method == "adacc"))], {}
     raise ValueError(f"--method={method} is unknown; choose none, full, quantization, adacc or adacc_no_outlier")
-
-
-def quantize_everything(profile: Profile) -> Policy:
-    """The paper's "Quantization" baseline: each activation that a codec takes as per-token INT4."""
-    return Policy.uniform(profile, Action.COMPRESS, codec=NAIVE_CODEC)
 
 
 def parse_budget(text: str) -> str | float | int:

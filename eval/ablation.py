@@ -56,9 +56,7 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
         for method in tqdm(arguments.methods, desc="ablation", unit="variant"):
             measure(ledger, method, arguments.timeout, run)
         ledger.finish()
-        text = report_text(ledger)
-        settings.output.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(f"{text}\nsaved as {settings.output}")
+        ledger.publish(report_text(ledger))
     return 0 if all(point["status"] in ENDS for point in ledger.points.values()) else 1
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adacc_hf.eval.ledger import RecordError, open_ledger
+from adacc_hf.eval.ledger import Ledger, RecordError, open_ledger
 from adacc_hf.eval.lm_eval_tasks import PAPER_TASKS, load_tasks
 from adacc_hf.eval.records import Settings, markdown_table
 from adacc_hf.eval.task_scores import Tasks, add_scoring, limit_note, percent, score_missing, task_info
@@ -53,8 +53,7 @@ def evaluate(arguments: argparse.Namespace, tasks: Tasks) -> int:
         score_missing(ledger, "", source, tasks, arguments.limit)
         ledger.finish(average_acc=average([ledger.points[name] for name in tasks]))
         save_results(settings.output, ledger.points)
-    lines = [f"zero-shot accuracy of {arguments.model}, %", limit_note(arguments.limit), table_text(ledger.points)]
-    print("\n\n".join([*filter(None, lines), f"saved as {settings.output}"]))
+        ledger.publish(report_text(ledger))
     return 0
 
 
@@ -66,6 +65,13 @@ def average(scores: Sequence[Mapping[str, Any]]) -> float:
 def save_results(path: Path, results: Mapping[str, Any]) -> None:
     """Add the scores under "results", where lm-eval's own files have them."""
     write_json(path, {**read_json(path, RecordError, "record"), "results": results})
+
+
+def report_text(ledger: Ledger) -> str:
+    """The scores as Markdown."""
+    info = ledger.run_info
+    parts = [f"zero-shot accuracy of {info['model']}, %", limit_note(info["limit"]), table_text(ledger.points)]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def table_text(results: Mapping[str, Mapping[str, Any]]) -> str:

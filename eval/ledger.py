@@ -41,20 +41,42 @@ class Ledger:
         self.settings = settings
         self.run_info = run_info
         self.points = points
+        self.summary: dict[str, Any] = {}
+        """What was worked out from the points, by its name in the record."""
+
+    @classmethod
+    def load(cls, path: Path) -> Ledger:
+        """The ledger of a saved record, to report on. Raises RecordError for another kind of file."""
+        record = read_json(path, RecordError, "record")
+        if not _is_ledger(record):
+            raise RecordError(f"{path} is no record with points: name a JSON file that `adacc eval` wrote")
+        info = record["run_info"]
+        shared = {name: info[name] for name in ("runner", "seed", "threads", "device")}
+        summary = dict(record["train_info"])
+        ledger = cls(Settings(**shared, notes=record["meta_info"]["notes"], output=path), info, summary.pop("points"))
+        ledger.summary = summary
+        return ledger
 
     def measure(self, key: str, measure: Callable[[], Figures]) -> Figures:
         """The figures of point `key`: those of the record, or new ones."""
         if key not in self.points or self.points[key].get("status") in TRIED_AGAIN:
             self.points[key] = to_json(measure())
-            self._save("running", {})
+            self._save("running")
         return self.points[key]
 
     def finish(self, **summary: Any) -> None:
         """Save the whole record, with what was worked out from the points."""
-        self._save("complete", summary)
+        self.summary = to_json(summary)
+        self._save("complete")
 
-    def _save(self, status: str, summary: dict[str, Any]) -> None:
-        record = make_record(self.settings, self.run_info, {"points": self.points, **summary}, status)
+    def publish(self, text: str) -> None:
+        """Save the report beside the record, and print it."""
+        path = self.settings.output
+        path.with_suffix(".md").write_text(text, encoding="utf-8")
+        print(f"{text}\nsaved as {path}")
+
+    def _save(self, status: str) -> None:
+        record = make_record(self.settings, self.run_info, {"points": self.points, **self.summary}, status)
         write_json(self.settings.output, record)
 
 
@@ -87,12 +109,17 @@ def _kept_points(path: Path, empty: dict[str, Any], resume: bool | None) -> dict
 
 def _differences(record: dict[str, Any], empty: dict[str, Any]) -> list[str]:
     """The settings and conditions in which two records differ."""
-    if not {"run_info", "train_info", "meta_info"} <= record.keys() or "points" not in record["train_info"]:
+    if not _is_ledger(record):
         return ["kind of record"]
     names = sorted(record["run_info"].keys() | empty["run_info"].keys())
     found = [name for name in names if record["run_info"].get(name) != empty["run_info"].get(name)]
     found += [n for n in ("commit", "device", "versions") if record["meta_info"][n] != empty["meta_info"][n]]
     return found
+
+
+def _is_ledger(record: Any) -> bool:
+    parts = {"run_info", "train_info", "meta_info"}
+    return isinstance(record, dict) and parts <= record.keys() and "points" in record["train_info"]
 
 
 @contextmanager

@@ -9,8 +9,8 @@ import torch
 from adacc_hf.config import AdaccConfig
 from adacc_hf.units import parse_bytes
 
-CPU_LIMIT = "512MiB"
-"""Where no limit is given on a CPU, whose own memory says nothing: plain training of the demo ends at batch 6 in it."""
+CPU_LIMIT = "256MiB"
+"""Where no limit is given on a CPU, whose own memory says nothing: plain training of the demo ends at batch 2 in it."""
 
 
 def add_limit(parser: argparse.ArgumentParser) -> None:

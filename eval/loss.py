@@ -55,11 +55,9 @@ def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_is
         plain = ledger.points.get("none", {})
         gaps = {name: gap(plain, ledger.points[name]) for name in arguments.methods if name != "none"}
         ledger.finish(gap_to_plain=gaps, paper_gap_percent=PAPER_GAP_PERCENT)
-        text = report_text(ledger, gaps)
-        settings.output.with_suffix(".md").write_text(text, encoding="utf-8")
         series = {PAPER_METHODS[n].title: p["curve"] for n, p in ledger.points.items() if "curve" in p}
         curves(settings.output.with_suffix(".svg"), series, "step", "validation loss")
-    print(f"{text}\nsaved as {settings.output}")
+        ledger.publish(report_text(ledger))
     return 1 if any(point["status"] != Status.MEASURED.value for point in ledger.points.values()) else 0
 
 
@@ -126,10 +124,11 @@ def gap(plain: Figures, other: Figures) -> dict[str, float] | None:
     }
 
 
-def report_text(ledger: Ledger, gaps: dict[str, dict[str, float] | None]) -> str:
+def report_text(ledger: Ledger) -> str:
     """The table as Markdown, and the paper's gap beside ours."""
     info = ledger.run_info
     subject = info["subject"]
+    gaps = ledger.summary["gap_to_plain"]
     rows = [_row(name, ledger.points[name], gaps.get(name)) for name in info["methods"]]
     heading = (
         f"Validation loss of {subject['preset']} after {info['steps']} steps of {subject['batch']} x "

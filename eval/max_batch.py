@@ -54,9 +54,7 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
         found = {name: search(ledger, name, arguments.timeout, run) for name in arguments.methods}
         paper = PAPER.get(arguments.preset, {})
         ledger.finish(max_batch=found, paper=paper)
-        text = report_text(ledger, found)
-        settings.output.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(f"{text}\nsaved as {settings.output}")
+        ledger.publish(report_text(ledger))
     return 1 if failures(ledger) else 0
 
 
@@ -108,12 +106,11 @@ def failures(ledger: Ledger) -> dict[str, str]:
     return {key: point["reason"] for key, point in ledger.points.items() if point["status"] not in ends}
 
 
-def report_text(ledger: Ledger, found: dict[str, int]) -> str:
+def report_text(ledger: Ledger) -> str:
     """The table as Markdown, the paper's beside it where it has the model."""
     info = ledger.run_info
     subject = info["subject"]
-    paper = PAPER.get(subject["preset"], {})
-    rows = [_row(ledger, method, batch, found, paper) for method, batch in found.items()]
+    rows = [_row(ledger, method, batch) for method, batch in ledger.summary["max_batch"].items()]
     heading = (
         f"Largest batch of {subject['preset']} with {subject['tokens']} tokens per sequence, {subject['precision']}, "
         f"within {format_bytes(info['limit_bytes'])}"
@@ -122,7 +119,8 @@ def report_text(ledger: Ledger, found: dict[str, int]) -> str:
     return "\n\n".join(lines) + "\n"
 
 
-def _row(ledger: Ledger, method: str, batch: int, found: dict[str, int], paper: dict[str, int]) -> dict[str, str]:
+def _row(ledger: Ledger, method: str, batch: int) -> dict[str, str]:
+    found, paper = ledger.summary["max_batch"], ledger.summary["paper"]
     peak: Figures = ledger.points.get(point_key(method, batch), {})
     row = {
         "method": PAPER_METHODS[method].title,

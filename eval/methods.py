@@ -16,11 +16,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model, solve_policy
-from adacc_hf.callbacks.train_methods import quantize_everything
 from adacc_hf.eval.contenders import uses_lossy_codec
 from adacc_hf.eval.one_policy import solve_one_policy
 from adacc_hf.eval.subject import Subject
 from adacc_hf.eval.workload import Batch
+from adacc_hf.naive import NAIVE_CODEC, quantize_everything
 from adacc_hf.profile import Profile
 
 Budget = str | float | int
@@ -124,7 +124,7 @@ QUANTIZATION = Method(
     title="naive quantization",
     install=partial(
         install_policy,
-        config=AdaccConfig(actions=("retain", "compress"), codecs=("token_int4",)),
+        config=AdaccConfig(actions=("retain", "compress"), codecs=(NAIVE_CODEC,)),
         solve=lambda profile, budget, config: quantize_everything(profile),
     ),
 )

@@ -27,7 +27,7 @@ from adacc_hf.eval.plots import need_matplotlib
 from adacc_hf.eval.records import Settings, add_settings, positive_int
 from adacc_hf.eval.subject import add_subject, subject_options
 from adacc_hf.eval.throughput import Run
-from adacc_hf.eval.tradeoff import Point, compare
+from adacc_hf.eval.tradeoff import Point, compare, fastest_within
 from adacc_hf.eval.trial import run_trial
 
 BUDGETS = (0.75, 0.5, 0.35, 0.25, 0.15)
@@ -80,12 +80,10 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
         entries = entries_of(arguments.peers, arguments.budgets)
         measure(ledger, entries, arguments.timeout, run)
         titles = {entry.key: entry.title for entry in entries}
-        comparisons = compare(*split(ledger, entries))
-        ledger.finish(titles=titles, adacc_against=comparisons)
-        text = report_text(ledger, titles, comparisons)
-        settings.output.with_suffix(".md").write_text(text, encoding="utf-8")
-        save_plot(ledger, settings.output.with_suffix(".svg"), titles)
-    print(f"{text}\nsaved as {settings.output}")
+        own, peers = split(ledger, entries)
+        ledger.finish(titles=titles, adacc_against=compare(own, peers), within_adaccs_peaks=rivals(own, peers))
+        save_plot(ledger)
+        ledger.publish(report_text(ledger))
     return 1 if any(point["status"] == Status.RED.value for point in ledger.points.values()) else 0
 
 
@@ -125,9 +123,23 @@ def split(ledger: Ledger, entries: Sequence[Entry]) -> tuple[list[Point], list[P
         point = Point(name=entry.key, peak_bytes=figures["peak_bytes"], speed=speed, compiled=compiled)
         if entry.method in ("adacc", "plain"):
             own.append(point)
-        if entry.method not in ("adacc", "adacc_lossless"):
+        if not entry.method.startswith("adacc"):
             peers.append(point)
     return own, peers
+
+
+def rivals(own: Sequence[Point], peers: Sequence[Point]) -> list[dict[str, Any]]:
+    """Beside each point of Adacc the fastest eager and the fastest compiled peer that need no more memory."""
+    rows = []
+    for point in own:
+        if point.name == "plain":
+            continue
+        row: dict[str, Any] = {"adacc": point.name}
+        for kind, compiled in (("eager", False), ("compiled", True)):
+            found = fastest_within([peer for peer in peers if peer.compiled is compiled], point.peak_bytes)
+            row[kind] = None if found is None else {"peer": found.name, "speed_ratio": point.speed / found.speed}
+        rows.append(row)
+    return rows
 
 
 if __name__ == "__main__":

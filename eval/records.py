@@ -1,4 +1,4 @@
-"""What every runner leaves: one JSON file with its figures and the conditions, and one Markdown table."""
+"""What every runner leaves in its record: the figures, the settings they were measured with, and where."""
 
 from __future__ import annotations
 
@@ -50,6 +50,8 @@ class Spread:
 class Settings:
     """The settings that all runners share."""
 
+    runner: str
+    """The name of what is run, by which its record says what it holds."""
     seed: int = 0
     threads: int = 1
     device: str = "cpu"
@@ -75,7 +77,9 @@ def add_settings(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--notes", default="", help="text to keep in the record, the state of the machine say")
-    parser.add_argument("--output", type=Path, default=DEFAULT_FOLDER / f"{name}.json", help="the JSON file to write")
+    output = DEFAULT_FOLDER / f"{name}.json"
+    parser.add_argument("--output", type=Path, default=output, help=f"the JSON file to write (default: {output})")
+    parser.set_defaults(runner=output.stem)
 
 
 def positive_int(text: str) -> int:
@@ -96,7 +100,7 @@ def make_record(
     """The record as it is saved; `status` is "complete", or "running" while points are missing."""
     shared = {name: value for name, value in asdict(settings).items() if name not in ("output", "notes")}
     return {
-        "run_info": {**run_info, **shared},
+        "run_info": {**shared, **run_info},
         "train_info": to_json(train_info),
         "meta_info": {**meta_info(settings), "status": status},
     }

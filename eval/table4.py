@@ -63,12 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 shutil.rmtree(run.folder, ignore_errors=True)
             _train_and_score(ledger, run, tasks, arguments)
         ledger.finish(paper=paper_figures())
-    heading = f"{arguments.preset}, {' '.join(options)}: accuracy, %"
-    table = table_text(ledger.points, names)
-    parts = [heading, limit_note(arguments.limit), table, *_failures(ledger.points), paper_table_text()]
-    text = "\n\n".join(filter(None, parts))
-    settings.output.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
-    print(f"{text}\n\nsaved as {settings.output}")
+        ledger.publish(report_text(ledger))
     return 1 if _failures(ledger.points) else 0
 
 
@@ -147,6 +142,16 @@ def _train_and_score(ledger: Ledger, run: RecipeRun, tasks: Tasks, arguments: ar
         tasks = {**tasks, CLOZE: cloze_task(run.folder / CLOZE_FILE)}
     source = ModelSource(model=run.folder, device=arguments.device, batch_size=arguments.batch_size)
     score_missing(ledger, f"{run.method}/", source, tasks, arguments.limit)
+
+
+def report_text(ledger: Ledger) -> str:
+    """Our table as Markdown, and the paper's below it."""
+    info = ledger.run_info
+    names = [*info["tasks"], *([CLOZE] if info["cloze"] else [])]
+    heading = f"{info['preset']}, {' '.join(info['recipe_options'])}: accuracy, %"
+    table = table_text(ledger.points, names)
+    parts = [heading, limit_note(info["limit"]), table, *_failures(ledger.points), paper_table_text()]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def table_text(points: Mapping[str, Mapping[str, Any]], tasks: Sequence[str]) -> str:

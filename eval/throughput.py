@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -62,9 +61,8 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
         measure(ledger, arguments.timeout, run)
         ratios = {name: speed_ratios(ledger, name) for name in PAPER if name in arguments.methods}
         ledger.finish(adacc_over=ratios, paper=PAPER)
-        text = report_text(ledger, ratios)
-        write_outputs(ledger, text)
-    print(f"{text}\nsaved as {settings.output}")
+        save_plot(ledger)
+        ledger.publish(report_text(ledger))
     return 1 if any(point["status"] == Status.RED.value for point in ledger.points.values()) else 0
 
 
@@ -101,7 +99,7 @@ def speed_ratios(ledger: Ledger, other: str) -> dict[int, float]:
     return found
 
 
-def report_text(ledger: Ledger, ratios: dict[str, dict[int, float]]) -> str:
+def report_text(ledger: Ledger) -> str:
     """The tables as Markdown, and the paper's figures beside ours."""
     info = ledger.run_info
     subject = info["subject"]
@@ -110,7 +108,7 @@ def report_text(ledger: Ledger, ratios: dict[str, dict[int, float]]) -> str:
         f"{format_bytes(info['limit_bytes'])}; median tokens/s (20th to 80th percentile) of whole training steps"
     )
     parts = [heading, _table(ledger, "tokens/s"), "Peak bytes of a step:", _table(ledger, "peak")]
-    for name, by_batch in ratios.items():
+    for name, by_batch in ledger.summary["adacc_over"].items():
         low, high = PAPER[name]
         ours = f"{min(by_batch.values()):.2f} to {max(by_batch.values()):.2f}" if by_batch else "no common point"
         title = PAPER_METHODS[name].title
@@ -135,10 +133,8 @@ def _table(ledger: Ledger, cell: str) -> str:
     return markdown_table(rows)
 
 
-def write_outputs(ledger: Ledger, text: str) -> None:
-    """Write the table and the plot beside the record."""
-    path = ledger.settings.output
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
+def save_plot(ledger: Ledger) -> None:
+    """Tokens per second against batch size, beside the record."""
     series: dict[str, list[tuple[float, float]]] = {}
     missing: dict[str, list[float]] = {}
     for method in ledger.run_info["methods"]:
@@ -149,7 +145,7 @@ def write_outputs(ledger: Ledger, text: str) -> None:
                 series.setdefault(title, []).append((batch, point["tokens_per_second"]["median"]))
             elif point["status"] == Status.OUT_OF_MEMORY.value:
                 missing.setdefault(title, []).append(batch)
-    curves(Path(path).with_suffix(".svg"), series, "batch size", "tokens/s", missing)
+    curves(ledger.settings.output.with_suffix(".svg"), series, "batch size", "tokens/s", missing)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,12 @@ def compare(curve: Sequence[Point], peers: Sequence[Point]) -> list[Comparison]:
     return rows
 
 
+def fastest_within(points: Sequence[Point], peak_bytes: float) -> Point | None:
+    """The fastest point that needs no more memory; None if all need more."""
+    fitting = [point for point in points if point.peak_bytes <= peak_bytes]
+    return max(fitting, key=lambda point: point.speed, default=None)
+
+
 def frontier(points: Sequence[Point]) -> list[Point]:
     """The points that no other beats in both peak and speed, by rising peak and so by rising speed."""
     kept: list[Point] = []

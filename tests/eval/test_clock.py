@@ -31,7 +31,7 @@ def test_cpu_time_counts_finished_children() -> None:
 
 
 def test_cpu_time_is_refused_for_several_threads() -> None:
-    check_clock("cpu", Settings(output=Path("x")))
-    check_clock("wall", Settings(output=Path("x"), threads=2))
+    check_clock("cpu", Settings(runner="x", output=Path("x")))
+    check_clock("wall", Settings(runner="x", output=Path("x"), threads=2))
     with pytest.raises(ValueError, match="--threads=2 --device=cpu use --clock=wall"):
-        check_clock("cpu", Settings(output=Path("x"), threads=2))
+        check_clock("cpu", Settings(runner="x", output=Path("x"), threads=2))

@@ -46,7 +46,7 @@ def test_record_and_tables(tiny: Workload, tmp_path: Path, capsys: pytest.Captur
 
 
 def test_training_lowers_the_loss(tiny: Workload, tmp_path: Path) -> None:
-    settings = gradient_error.Settings(output=tmp_path / "x.json")
+    settings = gradient_error.Settings(runner="x", output=tmp_path / "x.json")
     # A fresh model gives ln 256 = 5.5; 20 steps at this size bring it well below 5.
     assert gradient_error.train(tiny, tiny.batches(), 20, settings)[1] < 5.0
 

@@ -17,7 +17,7 @@ class KilledError(Exception):
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    return Settings(output=tmp_path / "record.json")
+    return Settings(runner="letters", output=tmp_path / "record.json")
 
 
 def run(settings: Settings, keys: str, resume: bool | None = None, status: str = "measured", **run_info: int) -> str:
@@ -100,3 +100,21 @@ def test_figures_are_saved_as_they_will_be_read(settings: Settings) -> None:
         assert isinstance(ledger, Ledger)
         point = ledger.measure("a", lambda: {"status": "measured", "pair": (1, 2)})
         assert point == saved(settings)["train_info"]["points"]["a"] == {"status": "measured", "pair": [1, 2]}
+
+
+def test_a_record_can_be_reported_on_again(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_ledger(settings, {"letters": "a"}, None) as ledger:
+        ledger.measure("a", lambda: {"status": "measured"})
+        ledger.finish(pair=(1, 2))
+        ledger.publish("the report\n")
+    assert settings.output.with_suffix(".md").read_text() == "the report\n"
+    assert capsys.readouterr().out == f"the report\n\nsaved as {settings.output}\n"
+    loaded = Ledger.load(settings.output)
+    assert (loaded.settings, loaded.points) == (settings, ledger.points)
+    assert (loaded.run_info["letters"], loaded.run_info["runner"], loaded.summary) == ("a", "letters", {"pair": [1, 2]})
+
+
+def test_another_kind_of_file_is_not_reported_on(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"rows": []}')
+    with pytest.raises(RecordError, match="is no record with points"):
+        Ledger.load(tmp_path / "x.json")

@@ -16,7 +16,7 @@ def parse(*argv: str) -> argparse.Namespace:
 
 def test_a_limit_is_a_size() -> None:
     assert limit_bytes(parse("--limit", "16GiB")) == 16 * 2**30
-    assert limit_bytes(parse()) == 512 * 2**20
+    assert limit_bytes(parse()) == 256 * 2**20
 
 
 def test_only_a_gpu_needs_a_margin() -> None:

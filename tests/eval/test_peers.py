@@ -62,6 +62,20 @@ def test_speed_at_equal_peak_and_peak_at_equal_speed(outputs) -> None:
     }
 
 
+def test_the_fastest_that_needs_no_more_stands_beside_each_of_adaccs_points(outputs) -> None:
+    record, table, _ = outputs
+    rows = {row["adacc"]: row for row in record["train_info"]["within_adaccs_peaks"]}
+    assert rows.keys() == {"adacc_0.5", "adacc_0.25"}
+    assert rows["adacc_0.25"]["eager"] == {"peer": "checkpointing", "speed_ratio": pytest.approx(9.0 / 7.0)}
+    assert rows["adacc_0.25"]["compiled"] is None
+    assert rows["adacc_0.5"]["compiled"] == {"peer": "compile_0.5", "speed_ratio": pytest.approx(9.6 / 14.0)}
+    assert (
+        "Slower than the fastest compiled peer (which runs fused operators, and Adacc the model's own): Adacc at 50%."
+        in table
+    )
+    assert "Slower than the fastest eager peer" not in table
+
+
 def test_the_plot_joins_one_methods_points(outputs) -> None:
     _, _, svg = outputs
     for name in ("Adacc", "Adacc, lossless", "torch.compile", PEERS["selective"].title):

@@ -31,7 +31,7 @@ def test_record_has_the_three_parts(tmp_path: Path) -> None:
     settings = parsed("--seed", "7", "--notes", "busy", "--output", str(tmp_path / "a" / "bench.json"))
     save_record(settings, {"rounds": 3}, {"step_ms": Spread.of([1.0])})
     record = json.loads((tmp_path / "a" / "bench.json").read_text())
-    assert record["run_info"] == {"rounds": 3, "seed": 7, "threads": 1, "device": "cpu"}
+    assert record["run_info"] == {"runner": "bench", "rounds": 3, "seed": 7, "threads": 1, "device": "cpu"}
     assert record["train_info"] == {"step_ms": {"low": 1.0, "median": 1.0, "high": 1.0}}
     meta = record["meta_info"]
     assert (meta["status"], meta["seeds"], meta["notes"]) == ("complete", [7], "busy")

@@ -82,5 +82,5 @@ def test_a_tiny_model_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixt
     assert throughput.main([*argv, "--clock", "cpu", "--output", str(tmp_path / "t.json")], run_here) == 0
     record = json.loads((tmp_path / "t.json").read_text())
     assert {point["status"] for point in record["train_info"]["points"].values()} == {"measured"}
-    assert record["run_info"]["limit_bytes"] == 512 * 2**20
+    assert record["run_info"]["limit_bytes"] == 256 * 2**20
     assert "saved as" in capsys.readouterr().out

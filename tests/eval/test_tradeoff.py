@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adacc_hf.eval.tradeoff import Point, compare, frontier, peak_at, speed_at
+from adacc_hf.eval.tradeoff import Point, compare, fastest_within, frontier, peak_at, speed_at
 
 NUMBERS = st.floats(1.0, 1e6)
 POINTS = st.lists(st.builds(Point, name=st.just("x"), peak_bytes=NUMBERS, speed=NUMBERS), min_size=1, max_size=8)
@@ -51,3 +51,12 @@ def test_no_point_of_the_curve_beats_the_curve(found: list[Point]) -> None:
     for row in compare(found, found):
         assert row.speed_ratio >= 1 - 1e-9
         assert row.peak_ratio <= 1 + 1e-9
+
+
+def test_the_fastest_within_a_peak() -> None:
+    points = [
+        Point(name=name, peak_bytes=peak, speed=speed) for name, peak, speed in (("a", 1, 5), ("b", 2, 4), ("c", 3, 9))
+    ]
+    assert fastest_within(points, 2).name == "a"
+    assert fastest_within(points, 3).name == "c"
+    assert fastest_within(points, 0.5) is None
