@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
     parser = argparse.ArgumentParser(prog="adacc eval ablation", description=__doc__.partition("\n")[0])
     add_subject(parser)
     add_training(parser)
+    parser.set_defaults(batch=4, steps=40)
     parser.add_argument("--methods", nargs="+", choices=tuple(ABLATION_METHODS), default=list(ABLATION_METHODS))
     parser.add_argument("--rounds", type=positive_int, default=7, help="timed steps of each variant")
     parser.add_argument("--timeout", type=positive_int, default=3600, help="seconds that one process may take")

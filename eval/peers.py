@@ -55,10 +55,10 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
     """Measure every peer, print the tables, save record, tables and plot. Returns 1 if a gate was red."""
     parser = argparse.ArgumentParser(prog="adacc eval peers", description=__doc__.partition("\n")[0])
     add_subject(parser)
-    parser.add_argument("--batch", type=positive_int, default=8)
+    parser.add_argument("--batch", type=positive_int, default=4, help="sequences per step")
     parser.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=list(PEERS))
     parser.add_argument("--budgets", nargs="+", type=float, default=list(BUDGETS), help="Adacc's, as fractions")
-    parser.add_argument("--rounds", type=positive_int, default=9, help="timed steps of each peer")
+    parser.add_argument("--rounds", type=positive_int, default=7, help="timed steps of each peer")
     parser.add_argument("--timeout", type=positive_int, default=1800, help="seconds that one peer may take")
     add_clock(parser)
     add_resume(parser)

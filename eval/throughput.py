@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
     parser = argparse.ArgumentParser(prog="adacc eval throughput", description=__doc__.partition("\n")[0])
     add_subject(parser)
     add_limit(parser)
-    parser.add_argument("--batches", type=positive_int, nargs="+", default=[1, 2, 4, 8, 12], help="batch sizes")
+    parser.add_argument("--batches", type=positive_int, nargs="+", default=[1, 2, 4, 8], help="batch sizes")
     parser.add_argument("--methods", nargs="+", choices=tuple(PAPER_METHODS), default=list(PAPER_METHODS))
     parser.add_argument("--rounds", type=positive_int, default=5, help="timed steps of each point")
     parser.add_argument("--timeout", type=positive_int, default=1800, help="seconds that one point may take")
