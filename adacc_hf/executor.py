@@ -30,7 +30,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -47,6 +47,9 @@ from adacc_hf.policy import RECOMPUTE, RETAIN, Action, Choice, Plan, Policy
 from adacc_hf.recording import Recording
 from adacc_hf.tape import Tape
 from adacc_hf.tape_library import TapeLibrary
+
+if TYPE_CHECKING:
+    from adacc_hf.profile import Profile
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +149,7 @@ class FollowPlan:
         self.entries[key], self.tapes[key] = entry, tape
         if len(self.entries) > MAX_SHAPES:
             oldest, _ = self.entries.popitem(last=False)
-            del self.tapes[oldest]
+            self.tapes.pop(oldest, None)
         if entry.compiled is not None and not entry.compiled.is_plain:
             entry.seen = recording.hand_over(entry.compiled, self._codecs(entry))
         recording.close()
@@ -302,6 +305,13 @@ class PolicyHandle:
             for name, index in policy.blocks
         }
         return BlockPlans(policy, strategies)
+
+    def prepare_recording(self, profile: Profile, plans: BlockPlans) -> BlockPlans:
+        """Strategies under which a new shape is recorded for `plans`: everything recomputed, so that there is room."""
+        recording = self.prepare(Policy.uniform(profile, Action.RECOMPUTE), plans)
+        for name, strategy in plans.strategies.items():
+            strategy.tapes = recording.strategies[name].tapes
+        return recording
 
     def follow(self, plans: BlockPlans | None) -> None:
         """Run the blocks under `plans` from the next forward on; under torch's own checkpoint if None."""

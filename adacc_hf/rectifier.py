@@ -131,6 +131,10 @@ class Rectifier:
             sample.close()
         self._plans, self._findings, self._samples = None, Findings(), {}
 
+    def predicted_peak_bytes(self) -> int:
+        """Peak of the policy in force at today's prices."""
+        return _current_policy(self.profile, self.policy).predicted_peak_bytes
+
     def add_memory(self, extra_bytes: int) -> None:
         """Price a step that was measured to need `extra_bytes` more than predicted."""
         self.profile = with_more_memory(self.profile, extra_bytes)

@@ -92,6 +92,7 @@ class AdaccCallback(TrainerCallback):
         self._evolution: Evolution | None = None
         self._num_steps = 0
         self._num_micro = 1
+        self._global_step = 0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
@@ -126,6 +127,7 @@ class AdaccCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
+        self._global_step = state.global_step
         if self._evolution is not None:
             if self._evolution.wanted is not None:
                 self._catch_batch(model)
@@ -148,7 +150,7 @@ class AdaccCallback(TrainerCallback):
         )
 
     def _tighten(self) -> str | None:
-        obstacle = self._evolution.tighten()
+        obstacle = self._evolution.tighten(self._global_step + 1)
         if obstacle is None:
             self._show_policy()
         return obstacle

@@ -19,11 +19,11 @@ from typing import Any
 from torch import nn
 
 from adacc_hf.callbacks.checkpoint_files import Saved, SavedSituation
-from adacc_hf.callbacks.situations import MAX_SITUATIONS, Situation, Situations, most_wanted
+from adacc_hf.callbacks.situations import MAX_SITUATIONS, RECORDED_CALLS, Situation, Situations, most_wanted
 from adacc_hf.callbacks.step_meter import MAX_STEPS, StepMeter
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError
-from adacc_hf.executor import PolicyHandle
+from adacc_hf.executor import BlockPlans, PolicyHandle
 from adacc_hf.loss_watch import SPOILED_ERROR, LossWatch
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
@@ -76,6 +76,7 @@ class Evolution:
         self._meter_next = self._is_metering = False
         self._num_steps = 0
         self._current: Situation | None = None
+        self._plans: BlockPlans | None = None
         self._used: set[int] = set()
 
     @property
@@ -122,8 +123,12 @@ class Evolution:
         """Be ready for batches of `shapes`, and follow `policy` from now on."""
         plans = self._handle.prepare(policy, self._handle.plans)
         situation = Situation(shapes, Rectifier(profile, policy, self.config, self.memory_budget), plans)
+        if shapes is not None:
+            situation.recording = self._handle.prepare_recording(profile, plans)
+            if not self.situations.all:  # the first policy must be there for the first tracking step
+                situation.num_calls[shapes] = RECORDED_CALLS
         self.situations.add(situation)
-        self._put_in_force(situation)
+        self._put_in_force(situation, plans)
         return situation
 
     def step_begins(self, step: int, model: nn.Module | None, optimizer: Any) -> None:
@@ -144,9 +149,10 @@ class Evolution:
             return
         self.last_shapes = shapes
         situation = self.situations.choose(shapes)
-        if situation is not self._current:
-            self._put_in_force(situation)
-        self._used.add(id(situation))
+        plans = None if situation is None else situation.plans_for(shapes)
+        if situation is not self._current or plans is not self._plans:
+            self._put_in_force(situation, plans)
+        self._used.add(id(plans))
 
     def backward_is_over(self) -> None:
         self._meter.backward_is_over()
@@ -162,7 +168,7 @@ class Evolution:
             self._finish_tracking(step)
         elif self._is_metering:
             self._compare_peaks(step)
-        elif self._current is not None and len(self._used) <= 1 and self._meter.step_ms is not None:
+        elif self._ran_alone() and self._meter.step_ms is not None:
             self._current.step_ms = [*self._current.step_ms[1 - MAX_STEPS :], self._meter.step_ms]
         self._is_metering = False
         self._meter.close()
@@ -182,8 +188,8 @@ class Evolution:
         if found is not None and any(situation.rectifier.has_work() for situation in self.situations.all):
             self._suspicion = found
 
-    def tighten(self) -> str | None:
-        """Plan with less memory after a step ran out of it; returns why that cannot be, or None."""
+    def tighten(self, step: int) -> str | None:
+        """Plan with less memory after `step` ran out of it; returns why that cannot be, or None."""
         self.cancel()
         situation = self._current
         if num_ranks() > 1:
@@ -199,6 +205,7 @@ class Evolution:
         self.memory_budget = rectifier.memory_budget = budget
         rectifier.policy = policy
         self._follow(situation, policy)
+        self._note(step, "memory", reason=f"out of memory: from now on memory_budget={budget}", **predictions(policy))
         return None
 
     def advice(self) -> str:
@@ -217,15 +224,17 @@ class Evolution:
         self._meter.close()
         self._is_tracking = self._is_metering = False
 
-    def _put_in_force(self, situation: Situation | None) -> None:
-        self._handle.follow(None if situation is None else situation.plans)
-        self._current = situation
+    def _put_in_force(self, situation: Situation | None, plans: BlockPlans | None) -> None:
+        self._handle.follow(plans)
+        self._current, self._plans = situation, plans
 
     def _follow(self, situation: Situation, policy: Policy) -> None:
         situation.plans = self._handle.prepare(policy, situation.plans)
+        if situation.recording is not None:
+            situation.recording = self._handle.prepare_recording(situation.rectifier.profile, situation.plans)
         situation.step_ms = []
         if situation is self._current:
-            self._put_in_force(situation)
+            self._put_in_force(situation, situation.plans)
 
     def _start_tracking(self) -> None:
         self._meter_next = True
@@ -293,7 +302,7 @@ class Evolution:
     def _compare_peaks(self, step: int) -> None:
         """Correct prices where a step took more memory than predicted; each rank may have had another size."""
         mine = None
-        if self._current is not None and len(self._used) <= 1 and self._current.num_steps > 2:
+        if self._ran_alone() and self._current.num_steps > RECORDED_STEPS:
             mine = (self.situations.all.index(self._current), self._meter.peak_bytes)
         peaks: dict[int, int] = {}
         for found in of_all_ranks(mine):
@@ -304,7 +313,7 @@ class Evolution:
             self._compare_peak(step, self.situations.all[index], peak)
 
     def _compare_peak(self, step: int, situation: Situation, peak: int) -> None:
-        predicted = situation.rectifier.policy.predicted_peak_bytes
+        predicted = situation.rectifier.predicted_peak_bytes()
         situation.measured_peak_bytes = peak
         above = peak > predicted * (1 + PEAK_TOLERANCE)
         self._note(step, "memory", measured_peak_bytes=peak, peak_bytes=predicted, corrected=above)
@@ -357,6 +366,10 @@ class Evolution:
     def _look_for_sizes(self) -> None:
         if len(self.situations.all) < MAX_SITUATIONS:
             self.wanted = most_wanted(of_all_ranks(self.situations.unplanned()))
+
+    def _ran_alone(self) -> bool:
+        """Whether all of the last step ran under the present policy."""
+        return self._current is not None and self._used <= {id(self._current.plans)}
 
     def _slower_by(self) -> float:
         """Milliseconds by which the last step was slower than a normal one."""

@@ -15,6 +15,9 @@ from adacc_hf.shapes import BatchShapes, bucket_of, fits_in, num_elements, small
 
 ENOUGH = 8
 """Batches of a bucket without a policy of its own that are worth a profile, which takes as long as 20 to 60 steps."""
+RECORDED_CALLS = 2
+"""First calls of a block at a shape that are recorded."""
+
 MAX_SITUATIONS = 8
 """Policies per run; each keeps its tapes, some 100 KiB per block."""
 
@@ -27,6 +30,9 @@ class Situation:
     """The sizes that it was profiled at; None where they are not known."""
     rectifier: Rectifier
     plans: BlockPlans
+    recording: BlockPlans | None = None
+    """What the first calls at other sizes run under: they are recorded, which takes memory of its own."""
+    num_calls: dict[BatchShapes, int] = field(default_factory=dict)
     due: int | None = None
     """The step at whose end the solver's result is taken over."""
     must_solve: bool = False
@@ -39,6 +45,13 @@ class Situation:
     """Largest round-trip error at the last tracking step."""
     gradient_error: float | None = None
     measured_peak_bytes: int | None = None
+
+    def plans_for(self, shapes: BatchShapes) -> BlockPlans:
+        """What a batch of `shapes` runs under; asked once per batch."""
+        if self.recording is None:
+            return self.plans
+        seen = self.num_calls[shapes] = self.num_calls.get(shapes, 0) + 1
+        return self.recording if seen <= RECORDED_CALLS else self.plans
 
 
 @dataclass(slots=True)
