@@ -12,6 +12,7 @@ from pathlib import Path
 from adacc_hf import __version__, cli_plan
 from adacc_hf.errors import AdaccError
 from adacc_hf.explain import explain_policy
+from adacc_hf.files import read_json
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
 from adacc_hf.units import format_bytes
@@ -26,6 +27,7 @@ RUNNERS = (
     "cloze",
     "codec_bandwidth",
     "downstream",
+    "evolution",
     "executor_bench",
     "gradient_error",
     "loss",
@@ -78,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("policy", type=Path, metavar="POLICY", help="file that Policy.save wrote")
     report.add_argument("--profile", type=Path, required=True, help="the profile that the policy was solved from")
     report.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write into")
+    report.add_argument("--history", type=Path, help="adacc_history.json of the run, for what happened over its steps")
     report.set_defaults(run=_report)
 
     cli_plan.add_parser(commands)
@@ -109,7 +112,8 @@ def _report(arguments: argparse.Namespace) -> str:
     from adacc_hf.report import write_report
 
     policy, profile = Policy.load(arguments.policy), Profile.load(arguments.profile)
-    return f"wrote {write_report(arguments.output, profile=profile, policy=policy)}"
+    history = read_json(arguments.history, AdaccError, "history") if arguments.history else ()
+    return f"wrote {write_report(arguments.output, profile=profile, policy=policy, history=history)}"
 
 
 def _eval(arguments: argparse.Namespace) -> int:

@@ -308,7 +308,8 @@ class PolicyHandle:
 
     def prepare_recording(self, profile: Profile, plans: BlockPlans) -> BlockPlans:
         """Strategies under which a new shape is recorded for `plans`: everything recomputed, so that there is room."""
-        recording = self.prepare(Policy.uniform(profile, Action.RECOMPUTE), plans)
+        recompute = Policy.uniform(profile.with_head(plans.policy.head), Action.RECOMPUTE)
+        recording = self.prepare(recompute, plans)
         for name, strategy in plans.strategies.items():
             strategy.tapes = recording.strategies[name].tapes
         return recording
@@ -317,8 +318,8 @@ class PolicyHandle:
         """Run the blocks under `plans` from the next forward on; under torch's own checkpoint if None."""
         for name, function in self.installation.functions.items():
             function.strategy = Checkpointed() if plans is None else plans.strategies[name]
-        self._chunk_head(plans is not None and plans.policy.head == "chunked")
-        if plans is not None:
+        if plans is not None:  # else the head stays: no size of batch is safer with a plain one
+            self._chunk_head(plans.policy.head == "chunked")
             self.plans, self.policy = plans, plans.policy
 
     def _chunk_head(self, is_on: bool) -> None:

@@ -78,6 +78,8 @@ class Rectifier:
         self.policy = policy
         self.config = config
         self.memory_budget = config.memory_budget if memory_budget is None else memory_budget
+        self.exact_kinds: frozenset[int] = frozenset()
+        """Kinds of block that are not compressed with loss any more."""
         self._plans: BlockPlans | None = None
         self._findings = Findings()
         self._samples: dict[str, BlockSample] = {}
@@ -141,11 +143,13 @@ class Rectifier:
 
     def stop_compressing(self, kind: int) -> None:
         """From the next solving on, no lossy codec for the blocks of `kind`."""
-        self.profile = without_lossy(self.profile, kind)
+        self.exact_kinds |= {kind}
 
     def start_solving(self) -> None:
         """Solve for today's prices on a thread of the first rank."""
         profile, policy, budget = self.profile, self.policy, self.memory_budget
+        for kind in self.exact_kinds:
+            profile = without_lossy(profile, kind)
         self._solving = Background(lambda: _judged(profile, policy, budget, self.config))
 
     def take_over(self) -> Rectification:

@@ -20,6 +20,7 @@ from adacc_hf.explain import (
 from adacc_hf.policy import RETAIN, Action, Plan, Policy
 from adacc_hf.profile import Profile
 from adacc_hf.report_plots import Timeline, draw_memory, draw_policy_map
+from adacc_hf.report_timeline import timeline_parts
 from adacc_hf.units import format_bytes
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def write_report(
 
     Args:
         history: `AdaccCallback.history`, records with `step` and `event`. The last one that has a `timeline`, a list of
-            (phase, live bytes) with the simulator's phases, is drawn as the measured memory.
+            (phase, live bytes) with the simulator's phases, is drawn as the measured memory. What was tracked is drawn
+            in timeline.png.
         comparison: one record per method, all with the same columns.
 
     Raises PolicyMismatchError if policy and profile do not belong together, NotADirectoryError if `folder` is a file,
@@ -60,6 +62,8 @@ def write_report(
         Figure("policy_map.png", "Action of every activation in every block", draw_policy_map(profile, policy)),
         Figure("memory.png", "Live memory over one training step", _memory_png(profile, policy, outcomes, history)),
     ]
+    run = timeline_parts(history)
+    figures += [part for part in run if isinstance(part, Figure)]
     parts = [
         Heading(TITLE, level=1),
         *_summary(profile, policy, outcomes),
@@ -70,6 +74,7 @@ def write_report(
         Heading("Memory over a step"),
         Paragraph("Every block takes the same width, so this is the order of events and not time."),
         figures[1],
+        *run,
         *_actions(profile, policy),
         *_events(history),
     ]

@@ -36,6 +36,8 @@ class SavedSituation:
     due: int | None = None
     """The step at whose end a new policy is to be taken over, solved from this profile."""
     num_tracked: int = 0
+    exact_kinds: frozenset[int] = frozenset()
+    """Kinds of block for which compression was switched off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +85,13 @@ def save_in_checkpoint(args: TrainingArguments, state: TrainerState, saved: Save
         "losses": saved.losses,
         "tracking_ms": saved.tracking_ms,
         "situations": [
-            {"shapes": shapes_to_json(s.shapes), "due": s.due, "num_tracked": s.num_tracked} for s in saved.situations
+            {
+                "shapes": shapes_to_json(s.shapes),
+                "due": s.due,
+                "num_tracked": s.num_tracked,
+                "exact_kinds": sorted(s.exact_kinds),
+            }
+            for s in saved.situations
         ],
     }
     write_json(folder / STATE_FILE, record)
@@ -135,6 +143,7 @@ def _load_situation(folder: Path, number: int, fields: dict[str, Any]) -> SavedS
         shapes=shapes_from_json(fields.get("shapes")),
         due=fields.get("due"),
         num_tracked=fields.get("num_tracked", 0),
+        exact_kinds=frozenset(fields.get("exact_kinds", ())),
     )
 
 

@@ -95,6 +95,7 @@ class Evolution:
                     shapes=s.shapes,
                     due=s.due,
                     num_tracked=s.rectifier.num_tracked,
+                    exact_kinds=s.rectifier.exact_kinds,
                 )
                 for s in [shown, *(other for other in self.situations.all if other is not shown)]
             ],
@@ -115,6 +116,7 @@ class Evolution:
             shapes = record.shapes if self.config.length_buckets else None
             situation = self.add(shapes, record.profile, record.policy)
             situation.rectifier.num_tracked = record.num_tracked
+            situation.rectifier.exact_kinds = record.exact_kinds
             situation.due = record.due
             if record.due is not None:
                 situation.rectifier.start_solving()

@@ -170,7 +170,7 @@ class Case:
 
 
 class _Evolving:
-    """The loop around the rectifier, as `AdaccCallback` has it: tracked, solved on a thread, taken over a step later."""
+    """The loop around the rectifier, as `AdaccCallback` has it: tracks, solves on a thread, takes over a step later."""
 
     def __init__(self, case: Case, profile: Profile, policy: Policy) -> None:
         self.case = case
