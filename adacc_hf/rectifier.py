@@ -7,7 +7,7 @@ thread while training goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -75,17 +75,21 @@ class Rectifier:
         self, profile: Profile, policy: Policy, config: AdaccConfig, memory_budget: str | float | int | None = None
     ) -> None:
         self.profile = profile
+        """Today's prices."""
         self.policy = policy
+        self.priced = profile
+        """The prices that `policy` was made from: those of today, or of the last tracking step but one."""
         self.config = config
         self.memory_budget = config.memory_budget if memory_budget is None else memory_budget
-        self.exact_kinds: frozenset[int] = frozenset()
-        """Kinds of block that are not compressed with loss any more."""
+        self.exact_blocks: frozenset[str] = frozenset()
+        """Blocks that are not compressed with loss any more."""
         self._plans: BlockPlans | None = None
         self._findings = Findings()
         self._samples: dict[str, BlockSample] = {}
         self.num_tracked = 0
         """Tracking steps so far; the blocks whose gradients are compared go on from there."""
         self._solving: Background[Rectification] | None = None
+        self._solving_from = profile
 
     @property
     def is_tracking(self) -> bool:
@@ -141,15 +145,14 @@ class Rectifier:
         """Price a step that was measured to need `extra_bytes` more than predicted."""
         self.profile = with_more_memory(self.profile, extra_bytes)
 
-    def stop_compressing(self, kind: int) -> None:
-        """From the next solving on, no lossy codec for the blocks of `kind`."""
-        self.exact_kinds |= {kind}
+    def stop_compressing(self, blocks: Iterable[str]) -> None:
+        """From the next solving on, no lossy codec for the kinds of `blocks`."""
+        self.exact_blocks |= frozenset(blocks)
 
     def start_solving(self) -> None:
         """Solve for today's prices on a thread of the first rank."""
-        profile, policy, budget = self.profile, self.policy, self.memory_budget
-        for kind in self.exact_kinds:
-            profile = without_lossy(profile, kind)
+        profile, policy, budget = self._to_solve(), self.policy, self.memory_budget
+        self._solving_from = self.profile
         self._solving = Background(lambda: _judged(profile, policy, budget, self.config))
 
     def take_over(self) -> Rectification:
@@ -158,8 +161,17 @@ class Rectifier:
         found = self._solving.result()
         self._solving = None
         if found.policy is not None:
-            self.policy = found.policy
+            self.policy, self.priced = found.policy, self._solving_from
         return found
+
+    def solve_within(self, memory_budget: str | float | int) -> Policy:
+        """The policy for another budget, which is the policy from now on. Raises InfeasibleBudgetError."""
+        self.policy = solve_policy(self._to_solve(), memory_budget, self.config)
+        self.memory_budget, self.priced = memory_budget, self.profile
+        return self.policy
+
+    def _to_solve(self) -> Profile:
+        return without_lossy(self.profile, self.exact_blocks)
 
     def _measuring(self, kind_index: int) -> Callable[[int, Codec], MeasuringCodec]:
         values = self.profile.kinds[kind_index].values

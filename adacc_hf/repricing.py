@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -42,13 +42,16 @@ def with_errors(profile: Profile, errors: Mapping[OptionKey, float]) -> Profile:
     return _with_options(profile, reprice)
 
 
-def without_lossy(profile: Profile, kind: int) -> Profile:
-    """`profile` with lossless codecs alone for the blocks of one kind."""
-    record = profile.kinds[kind]
-    values = tuple(replace(v, codecs=tuple(o for o in v.codecs if o.lossless)) for v in record.values)
-    kinds = list(profile.kinds)
-    kinds[kind] = replace(record, values=values)
-    return replace(profile, kinds=tuple(kinds))
+def without_lossy(profile: Profile, blocks: Collection[str]) -> Profile:
+    """`profile` with lossless codecs alone for the kinds of `blocks`."""
+    exact = {block.kind for block in profile.blocks if block.name in blocks}
+    kinds = tuple(_lossless(kind) if index in exact else kind for index, kind in enumerate(profile.kinds))
+    return replace(profile, kinds=kinds) if exact else profile
+
+
+def _lossless(kind: KindProfile) -> KindProfile:
+    values = tuple(replace(v, codecs=tuple(o for o in v.codecs if o.lossless)) for v in kind.values)
+    return replace(kind, values=values)
 
 
 def with_more_memory(profile: Profile, extra_bytes: int) -> Profile:

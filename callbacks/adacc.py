@@ -34,6 +34,7 @@ from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
 from adacc_hf.profiler import profile_model
 from adacc_hf.ranks import check_same, from_first_rank, least_over_ranks, of_all_ranks
+from adacc_hf.repricing import without_lossy
 from adacc_hf.shapes import BatchShapes, batch_shapes, describe, is_alike, resized
 from adacc_hf.solver import solve_policy
 
@@ -305,8 +306,10 @@ class AdaccCallback(TrainerCallback):
     def _solve(self, profile: Profile) -> Policy:
         if callable(self._given):
             return self._given(profile)
-        budget = self.config.memory_budget if self._evolution is None else self._evolution.memory_budget
-        return solve_policy(profile, budget, self.config)
+        if self._evolution is None:
+            return solve_policy(profile, self.config.memory_budget, self.config)
+        allowed = without_lossy(profile, self._evolution.exact_blocks)
+        return solve_policy(allowed, self._evolution.memory_budget, self.config)
 
     def _follow(self, args: TrainingArguments, model: Any, policy: Policy, policy_step: int) -> None:
         """Put `policy` in force; a policy that was given, or is known without its profile, stays as it is."""
@@ -320,7 +323,7 @@ class AdaccCallback(TrainerCallback):
     def _show_policy(self) -> None:
         """Let `policy` and `profile` be those in force."""
         rectifier = self._evolution.shown.rectifier
-        self.policy, self.profile = rectifier.policy, rectifier.profile
+        self.policy, self.profile = rectifier.policy, rectifier.priced
 
     def _saved(self) -> Saved:
         if self._evolution is None:

@@ -19,8 +19,7 @@ log = logging.getLogger(__name__)
 
 POLICY_FILE = "adacc_policy.json"
 PROFILE_FILE = "adacc_profile.json"
-
-
+PRICES_FILE = "adacc_prices.json"
 STATE_FILE = "adacc_state.json"
 HISTORY_FILE = "adacc_history.json"
 STATE_VERSION = 1
@@ -36,8 +35,8 @@ class SavedSituation:
     due: int | None = None
     """The step at whose end a new policy is to be taken over, solved from this profile."""
     num_tracked: int = 0
-    exact_kinds: frozenset[int] = frozenset()
-    """Kinds of block for which compression was switched off."""
+    prices: Profile | None = None
+    """Today's prices, if they have moved since the policy was made from those of `profile`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +52,8 @@ class Saved:
     """The budget of new policies, if a step ran out of memory under the given one."""
     history: list[dict[str, Any]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    exact_blocks: list[str] = field(default_factory=list)
+    """Blocks for which lossy compression was switched off."""
     tracking_ms: float = 0.0
 
 
@@ -76,6 +77,8 @@ def save_in_checkpoint(args: TrainingArguments, state: TrainerState, saved: Save
         return
     for number, situation in enumerate(saved.situations, start=1):
         save_files(folder, situation.policy, situation.profile, number)
+        if situation.prices is not None:
+            situation.prices.save(folder / _numbered(PRICES_FILE, number))
     record = {
         "version": STATE_VERSION,
         "policy_step": saved.policy_step,
@@ -83,15 +86,10 @@ def save_in_checkpoint(args: TrainingArguments, state: TrainerState, saved: Save
         "tightened": saved.tightened,
         "history": saved.history,
         "losses": saved.losses,
+        "exact_blocks": saved.exact_blocks,
         "tracking_ms": saved.tracking_ms,
         "situations": [
-            {
-                "shapes": shapes_to_json(s.shapes),
-                "due": s.due,
-                "num_tracked": s.num_tracked,
-                "exact_kinds": sorted(s.exact_kinds),
-            }
-            for s in saved.situations
+            {"shapes": shapes_to_json(s.shapes), "due": s.due, "num_tracked": s.num_tracked} for s in saved.situations
         ],
     }
     write_json(folder / STATE_FILE, record)
@@ -129,21 +127,21 @@ def _load(folder: Path) -> Saved:
         situations = [
             _load_situation(folder, number, fields) for number, fields in enumerate(record["situations"], start=1)
         ]
-        names = ("policy_step", "memory_budget", "tightened", "history", "losses", "tracking_ms")
+        names = ("policy_step", "memory_budget", "tightened", "history", "losses", "exact_blocks", "tracking_ms")
         return Saved(situations=situations, **{name: record[name] for name in names})
     except (KeyError, TypeError, ValueError) as error:
         raise AdaccError(f"{folder / STATE_FILE} is damaged ({type(error).__name__}: {error})") from error
 
 
 def _load_situation(folder: Path, number: int, fields: dict[str, Any]) -> SavedSituation:
-    profile_file = folder / _numbered(PROFILE_FILE, number)
+    profile_file, prices_file = (folder / _numbered(name, number) for name in (PROFILE_FILE, PRICES_FILE))
     return SavedSituation(
         policy=Policy.load(folder / _numbered(POLICY_FILE, number)),
         profile=Profile.load(profile_file) if profile_file.is_file() else None,
         shapes=shapes_from_json(fields.get("shapes")),
         due=fields.get("due"),
         num_tracked=fields.get("num_tracked", 0),
-        exact_kinds=frozenset(fields.get("exact_kinds", ())),
+        prices=Profile.load(prices_file) if prices_file.is_file() else None,
     )
 
 

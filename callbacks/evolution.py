@@ -30,7 +30,7 @@ from adacc_hf.profile import Profile
 from adacc_hf.ranks import check_same, num_ranks, of_all_ranks
 from adacc_hf.rectifier import NOTHING_FITS, Rectifier, Tracking
 from adacc_hf.shapes import BatchShapes
-from adacc_hf.solver import Budget, solve_policy
+from adacc_hf.solver import Budget
 from adacc_hf.tracking import is_tracking_step
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,8 @@ class Evolution:
         """Sizes to be profiled with the next step's batch."""
         self.last_shapes: BatchShapes = ()
         """Sizes of the last micro-batch."""
+        self.exact_blocks: frozenset[str] = frozenset()
+        """Blocks whose gradients compression has spoiled: lossless from then on, at every size of batch."""
         self.tracking_ms = 0.0
         """Time that tracking, waiting for the solver and profiling other sizes took so far."""
         self._handle = handle
@@ -91,11 +93,11 @@ class Evolution:
             situations=[
                 SavedSituation(
                     policy=s.rectifier.policy,
-                    profile=s.rectifier.profile,
+                    profile=s.rectifier.priced,
+                    prices=None if s.rectifier.profile == s.rectifier.priced else s.rectifier.profile,
                     shapes=s.shapes,
                     due=s.due,
                     num_tracked=s.rectifier.num_tracked,
-                    exact_kinds=s.rectifier.exact_kinds,
                 )
                 for s in [shown, *(other for other in self.situations.all if other is not shown)]
             ],
@@ -104,6 +106,7 @@ class Evolution:
             tightened=None if self.memory_budget == self.config.memory_budget else self.memory_budget,
             history=history,
             losses=self._watch.losses,
+            exact_blocks=sorted(self.exact_blocks),
             tracking_ms=self.tracking_ms,
         )
 
@@ -112,11 +115,13 @@ class Evolution:
         self.tracking_ms = saved.tracking_ms
         self.memory_budget = self.config.memory_budget if saved.tightened is None else saved.tightened
         self._watch = LossWatch(self.config.loss_spike, saved.losses)
+        self.exact_blocks = frozenset(saved.exact_blocks)
         for record in reversed(saved.situations):
             shapes = record.shapes if self.config.length_buckets else None
             situation = self.add(shapes, record.profile, record.policy)
             situation.rectifier.num_tracked = record.num_tracked
-            situation.rectifier.exact_kinds = record.exact_kinds
+            if record.prices is not None:
+                situation.rectifier.profile = record.prices
             situation.due = record.due
             if record.due is not None:
                 situation.rectifier.start_solving()
@@ -129,6 +134,7 @@ class Evolution:
             situation.recording = self._handle.prepare_recording(profile, plans)
             if not self.situations.all:  # the first policy must be there for the first tracking step
                 situation.num_calls[shapes] = RECORDED_CALLS
+        situation.rectifier.stop_compressing(self.exact_blocks)
         self.situations.add(situation)
         self._put_in_force(situation, plans)
         return situation
@@ -201,11 +207,10 @@ class Evolution:
         rectifier = situation.rectifier
         budget = _tighter(rectifier)
         try:
-            policy = solve_policy(rectifier.profile, budget, self.config)
+            policy = rectifier.solve_within(budget)
         except InfeasibleBudgetError as error:
             return f"no policy needs that much less: {error}"
-        self.memory_budget = rectifier.memory_budget = budget
-        rectifier.policy = policy
+        self.memory_budget = budget
         self._follow(situation, policy)
         self._note(step, "memory", reason=f"out of memory: from now on memory_budget={budget}", **predictions(policy))
         return None
@@ -256,8 +261,10 @@ class Evolution:
             situation.gradient_error = max((g.error for g in found.gradients.values()), default=None)
             self._note_tracking(step, situation, found)
             spoiled = suspicion is not None and self._judge(step, situation, suspicion, found)
-            if found.needs_solving or spoiled:
+            if found.needs_solving and not spoiled:
                 self._solve_from(step, situation)
+            if spoiled:
+                self._stop_compressing(step)
 
     def _note_tracking(self, step: int, situation: Situation, found: Tracking) -> None:
         figures: dict[str, Any] = {
@@ -275,13 +282,17 @@ class Evolution:
             figures["predicted_step_ms"] = situation.predicted_step_ms
         self._note(step, "tracking", **figures)
 
+    def _stop_compressing(self, step: int) -> None:
+        for situation in self.situations.all:
+            situation.rectifier.stop_compressing(self.exact_blocks)
+            self._solve_from(step, situation)
+
     def _judge(self, step: int, situation: Situation, suspicion: str, found: Tracking) -> bool:
         """Switch compression off for the kinds whose gradients it spoils; returns whether there are any."""
         rectifier = situation.rectifier
         errors = {kind: gradient.error for kind, gradient in found.gradients.items()}
         spoiled = [kind for kind, error in errors.items() if not error <= SPOILED_ERROR]
-        for kind in spoiled:
-            rectifier.stop_compressing(kind)
+        self.exact_blocks |= {block.name for block in rectifier.profile.blocks if block.kind in spoiled}
         names = [rectifier.profile.kinds[kind].block_class for kind in spoiled]
         if spoiled:
             verdict = f"lossy compression is switched off for {', '.join(names)}"

@@ -9,6 +9,8 @@ import adacc_hf.callbacks.adacc as adacc_module
 import adacc_hf.rectifier as rectifier_module
 import adacc_hf.tracking as tracking_module
 from adacc_hf import AdaccCallback, Policy, Profile
+from adacc_hf.callbacks.checkpoint_files import POLICY_FILE, PRICES_FILE, PROFILE_FILE
+from adacc_hf.explain import explain_policy
 
 COMPRESS = {"actions": ("retain", "compress"), "min_compress_bytes": 4096, "memory_budget": 0.45}
 
@@ -71,6 +73,31 @@ def test_an_outlier_that_appears_in_mid_run_changes_the_policy_and_its_files(tra
     assert Policy.load(tmp_path / "run" / "adacc_policy.json") == callback.policy
     assert Profile.load(tmp_path / "run" / "adacc_profile.json") == callback.profile
     assert 3 in [dict(choice.options).get("num_outliers") for _, choice in callback.policy.plans[0].choices]
+
+
+def test_a_policy_goes_with_the_prices_that_it_was_made_from(train, tmp_path, monkeypatch):
+    """Outliers that move at every step: each policy is older by a step than today's prices."""
+
+    class MoveOutliers(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            for block in model.transformer.h:
+                block.ln_2.bias.data.zero_()[: state.global_step % 3] = 30.0
+
+    for module in (adacc_module, rectifier_module):
+        monkeypatch.setattr(module, "solve_policy", lambda profile, *_: Policy.uniform(profile, "compress"))
+    callback = AdaccCallback(**COMPRESS, tracking=1)
+    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 5}
+    train([callback, MoveOutliers()], **settings)
+    checkpoint = tmp_path / "run" / "checkpoint-5"
+    for folder in (tmp_path / "run", checkpoint):
+        policy, profile = Policy.load(folder / POLICY_FILE), Profile.load(folder / PROFILE_FILE)
+        assert "outlier_int4" in explain_policy(policy, profile)
+    assert Profile.load(checkpoint / PRICES_FILE) != profile
+    whole = [event for event in callback.history if event["step"] == 6 and event["event"] == "change"]
+    resumed = AdaccCallback(**COMPRESS, tracking=1)
+    train([resumed, MoveOutliers()], resume=str(checkpoint), **settings)
+    again = [event for event in resumed.history if event["step"] == 6 and event["event"] == "change"]
+    assert [event["stored_bytes"] for event in again] == [event["stored_bytes"] for event in whole] != []
 
 
 def most_in_ln_2(counts):
