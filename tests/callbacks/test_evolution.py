@@ -302,7 +302,7 @@ def test_the_measured_peak_corrects_a_prediction_that_was_too_low(make_trainer, 
     honest = events(probe, "memory")[0]
     assert not honest["corrected"]
     assert honest["measured_peak_bytes"] == pytest.approx(honest["peak_bytes"], rel=0.01)
-    monkeypatch.setattr(adacc_module, "profile_model", lambda *a: with_more_memory(original(*a), -(2**18)))
+    monkeypatch.setattr(adacc_module, "profile_model", lambda *a, **k: with_more_memory(original(*a, **k), -(2**18)))
     budget = honest["peak_bytes"] - 2**18
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=budget)
     make_trainer([callback], max_steps=8).train()
