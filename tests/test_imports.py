@@ -78,7 +78,7 @@ def offending(paths: list[Path], packages: tuple[str, ...]) -> list[str]:
 
 
 def test_import_loads_nothing_heavy(tmp_path: Path) -> None:
-    heavy = {"torch", "transformers", "triton", "highspy", "lm_eval", "matplotlib", "numpy"}
+    heavy = {"torch", "transformers", "triton", "highspy", "lm_eval", "matplotlib", "numpy", "pulp"}
     code = f"import adacc_hf, sys; print(sorted({heavy!r} & set(sys.modules)))"
     assert run_python(code, cwd=tmp_path) == "[]"
 
@@ -87,7 +87,7 @@ def test_every_public_name_resolves_without_a_device(tmp_path: Path) -> None:
     code = (
         "import adacc_hf, sys, torch\n"
         "for name in adacc_hf.__all__: getattr(adacc_hf, name)\n"
-        "lazy = {'highspy', 'lm_eval', 'matplotlib', 'adacc_hf.report'}\n"
+        "lazy = {'highspy', 'pulp', 'lm_eval', 'matplotlib', 'adacc_hf.report'}\n"
         "print(sorted(lazy & set(sys.modules)), torch.cuda.is_initialized())"
     )
     assert run_python(code, cwd=tmp_path) == "[] False"

@@ -14,6 +14,27 @@ def knapsack() -> tuple[Program, int]:
     return program, program.constrain(zip(things, (3.0, 4.0, 5.0), strict=True), high=7.0)
 
 
+def test_a_row_without_bounds_gets_them_later() -> None:
+    program = Program()
+    x = program.variable(2.0)
+    row = program.constrain([(x, 3.0)])
+    solver = Solver(program, SolverLog(), integer=False)
+    assert solver.minimize([(x, -1.0)]) == pytest.approx([2.0])
+    solver.bound(row, high=3.0)
+    assert solver.minimize([(x, -1.0)]) == pytest.approx([1.0])
+    solver.bound(row)
+    assert solver.minimize([(x, -1.0)]) == pytest.approx([2.0])
+
+
+def test_the_solution_has_every_variable_in_its_own_place() -> None:
+    program = Program()
+    xs = [program.variable(float(k)) for k in range(12)]  # the last two in no row
+    program.constrain([(x, 1.0) for x in xs[:10]], low=0.0)
+    program.constrain([(xs[1], 1.0), (xs[2], 1.0)], low=2.0, high=2.0)
+    solution = Solver(program, SolverLog(), integer=False).minimize((x, -2.0 if x == xs[2] else -1.0) for x in xs)
+    assert solution == pytest.approx([0, 0, *range(2, 12)])
+
+
 VALUES = [(0, -4.0), (1, -5.0), (2, -6.0)]
 
 
