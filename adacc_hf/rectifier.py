@@ -8,35 +8,23 @@ thread while training goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from adacc_hf.accuracy import BlockSample, GradientError
 from adacc_hf.background import Background
 from adacc_hf.config import AdaccConfig
-from adacc_hf.errors import InfeasibleBudgetError
+from adacc_hf.judging import Rectification, bound_of, current_policy, judged, over_bound, with_margin
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.policy import Action, Plan, Policy
-from adacc_hf.profile import CodecOption
 from adacc_hf.ranks import of_all_ranks
-from adacc_hf.repricing import repriced_choice, with_errors, with_more_memory, with_outliers, without_lossy
-from adacc_hf.solver import Budget, solve_policy
+from adacc_hf.repricing import with_errors, with_more_memory, with_outliers, without_lossy
+from adacc_hf.solver import solve_policy
 from adacc_hf.tracking import Findings, Key, MeasuringCodec, Observation, full_name, is_tracked
 
 if TYPE_CHECKING:
     from adacc_hf.executor import BlockPlans
     from adacc_hf.profile import Profile
-
-MIN_GAIN = 0.02
-"""A new policy is taken over if it saves this share of the overhead, or if the old one no longer keeps to the budget.
-Prices vary by a few percent from one profile to the next; a smaller gain is noise."""
-
-ERROR_MARGIN = 0.05
-"""The part of `max_error` that new policies leave free: errors drift by a few percent between tracking steps."""
-
-
-NOTHING_FITS = "no policy fits any more"
-"""How the reason begins where no policy keeps to the budget at today's prices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +40,6 @@ class Tracking:
     reason: str
     """Why the policy must be solved again, or why not."""
     needs_solving: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rectification:
-    """What came of solving again."""
-
-    policy: Policy | None
-    """A better policy, or None to keep the one in force."""
-    reason: str
 
 
 class Rectifier:
@@ -139,7 +118,7 @@ class Rectifier:
 
     def predicted_peak_bytes(self) -> int:
         """Peak of the policy in force at today's prices."""
-        return _current_policy(self.profile, self.policy).predicted_peak_bytes
+        return current_policy(self.profile, self.policy).predicted_peak_bytes
 
     def add_memory(self, extra_bytes: int) -> None:
         """Price a step that was measured to need `extra_bytes` more than predicted."""
@@ -153,7 +132,7 @@ class Rectifier:
         """Solve for today's prices on a thread of the first rank."""
         profile, policy, budget = self._to_solve(), self.policy, self.memory_budget
         self._solving_from = self.profile
-        self._solving = Background(lambda: _judged(profile, policy, budget, self.config))
+        self._solving = Background(lambda: judged(profile, policy, budget, self.config))
 
     def take_over(self) -> Rectification:
         """What was solved, which is the policy from now on. Waits for the solver and raises its errors."""
@@ -166,7 +145,7 @@ class Rectifier:
 
     def solve_within(self, memory_budget: str | float | int) -> Policy:
         """The policy for another budget, which is the policy from now on. Raises InfeasibleBudgetError."""
-        self.policy = solve_policy(self._to_solve(), memory_budget, self.config)
+        self.policy = solve_policy(self._to_solve(), memory_budget, with_margin(self.config))
         self.memory_budget, self.priced = memory_budget, self.profile
         return self.policy
 
@@ -211,17 +190,15 @@ class Rectifier:
     def _to_bypass(self, name: str, kind: int, sample: BlockSample, error: GradientError | None) -> set[int]:
         """The fewest activations, worst first, without whose compression the gradient keeps to `max_error`."""
         bypassed: set[int] = set()
+        bound = bound_of(self.config)
         lossy = [v for v, codec in _codecs(self.policy.plan_of(name)).items() if not codec.lossless]
         errors = {v: float(self._findings.errors.get((kind, v), 0.0)) for v in lossy}
         for value in sorted(lossy, key=lambda v: -errors[v]):
-            if self.config.max_error is None or error is None or error.error <= self._bound():
+            if bound is None or error is None or error.error <= bound:
                 break
             bypassed.add(value)
             error = sample.compare(frozenset(bypassed))
         return bypassed
-
-    def _bound(self) -> float:
-        return self.config.max_error * (1 - ERROR_MARGIN)
 
     def _reprice(self, found: Observation) -> Tracking:
         before = self.profile
@@ -230,7 +207,7 @@ class Rectifier:
         spoiled = {key: found.gradients[key[0]].error for key in found.promoted}
         repriced = with_errors(repriced, found.option_errors)
         self.profile = with_errors(repriced, _of_choices(self.policy, repriced, spoiled))
-        over = _over_bound(self.profile, self.policy, self.config)
+        over = over_bound(self.profile, self.policy, self.config)
         if channels_moved:
             reason = "the number of outliers changed"
         elif over:
@@ -262,61 +239,3 @@ def _of_choices(policy: Policy, profile: Profile, errors: Mapping[Key, float]) -
             if choice.codec is not None and (block.kind, value) in errors:
                 found[block.kind, value, choice.codec] = errors[block.kind, value]
     return found
-
-
-def _judged(profile: Profile, policy: Policy, memory_budget: str | float | int, config: AdaccConfig) -> Rectification:
-    """The policy to follow from now on, and why: a new one, or today's actions with as many channels as were found."""
-    bounded = config
-    if config.max_error is not None:
-        bounded = config.with_overrides(max_error=config.max_error * (1 - ERROR_MARGIN))
-    try:
-        candidate = solve_policy(profile, memory_budget, bounded)
-    except InfeasibleBudgetError as error:
-        return Rectification(policy=None, reason=f"{NOTHING_FITS}: {error}")
-    chosen, reason = _better(profile, policy, candidate, Budget.resolve(memory_budget, profile, config), config)
-    is_same = (chosen.plans, chosen.blocks, chosen.head) == (policy.plans, policy.blocks, policy.head)
-    return Rectification(policy=None if is_same else chosen, reason=reason)
-
-
-def _better(
-    profile: Profile, policy: Policy, candidate: Policy, budget: Budget, config: AdaccConfig
-) -> tuple[Policy, str]:
-    over = _over_bound(profile, policy, config)
-    if over:
-        return candidate, f"must not be compressed as before: {', '.join(over)}"
-    current = _current_policy(profile, policy)
-    needed = current.predicted_peak_bytes if budget.of_peak else current.predicted_stored_bytes
-    if needed > budget.nbytes:
-        return candidate, f"more memory: the old actions would need {needed} of {budget.nbytes} bytes"
-    gain = current.predicted_overhead_ms - candidate.predicted_overhead_ms
-    if gain > MIN_GAIN * current.predicted_overhead_ms:
-        return candidate, f"{gain:.2f} ms of {current.predicted_overhead_ms:.2f} ms overhead gained"
-    return current, "the same actions, with the channels there are now"
-
-
-def _current_policy(profile: Profile, policy: Policy) -> Policy:
-    """The actions in force, with today's outlier channels and prices."""
-    plans = []
-    for block in profile.blocks:
-        kind = profile.kinds[block.kind]
-        plan = policy.plan_of(block.name)
-        choices = tuple((v, repriced_choice(kind, v, choice)) for v, choice in plan.choices)
-        plans.append(replace(plan, choices=choices))
-    return Policy.build(profile.with_head(policy.head), plans, dict(policy.facts))
-
-
-def _over_bound(profile: Profile, policy: Policy, config: AdaccConfig) -> list[str]:
-    """Activations whose codec `profile` no longer offers, or whose error exceeds what new policies may have."""
-    bound = None if config.max_error is None else config.max_error * (1 - ERROR_MARGIN)
-    found: dict[str, None] = {}
-    for block in profile.blocks:
-        options = {value.index: value.codecs for value in profile.kinds[block.kind].values}
-        for value, choice in policy.plan_of(block.name).choices:
-            if choice.codec is not None and not _may_use(options[value], choice.codec, bound):
-                found[full_name(profile, (block.kind, value))] = None
-    return list(found)
-
-
-def _may_use(options: tuple[CodecOption, ...], codec: str, bound: float | None) -> bool:
-    option = next((option for option in options if option.codec == codec), None)
-    return option is not None and (bound is None or option.error <= bound)

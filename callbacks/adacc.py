@@ -21,8 +21,9 @@ from adacc_hf.callbacks.checkpoint_files import (
     save_history,
     save_in_checkpoint,
 )
-from adacc_hf.callbacks.evolution import Evolution, metrics, predictions
+from adacc_hf.callbacks.evolution import Evolution
 from adacc_hf.callbacks.optimizer_watch import OptimizerWatch
+from adacc_hf.callbacks.policy_figures import metrics, predictions
 from adacc_hf.callbacks.step_retry import run_with_retry
 from adacc_hf.callbacks.trainer_guard import TrainerGuard
 from adacc_hf.callbacks.training_log import add_to_log, is_training_log
@@ -208,7 +209,7 @@ class AdaccCallback(TrainerCallback):
         if self.policy is None or not is_training_log(logs):
             return
         if self._evolution is not None:
-            self._evolution.logged(state.global_step, logs)
+            self._evolution.logged(logs)
         add_to_log(logs, state, metrics(self.policy, self.profile, self._evolution))
 
     def on_train_end(
@@ -308,7 +309,7 @@ class AdaccCallback(TrainerCallback):
             return self._given(profile)
         if self._evolution is None:
             return solve_policy(profile, self.config.memory_budget, self.config)
-        allowed = without_lossy(profile, self._evolution.exact_blocks)
+        allowed = without_lossy(profile, self._evolution.guard.exact_blocks)
         return solve_policy(allowed, self._evolution.memory_budget, self.config)
 
     def _follow(self, args: TrainingArguments, model: Any, policy: Policy, policy_step: int) -> None:

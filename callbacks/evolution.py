@@ -10,7 +10,6 @@ NOTE [Timetable of a step]. All ranks do the same at the same step.
 from __future__ import annotations
 
 import logging
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -18,19 +17,21 @@ from typing import Any
 
 from torch import nn
 
-from adacc_hf.callbacks.checkpoint_files import Saved, SavedSituation
+from adacc_hf.callbacks.checkpoint_files import Saved
+from adacc_hf.callbacks.loss_guard import LossGuard
+from adacc_hf.callbacks.policy_figures import moved, predictions, step_times, tracking_figures
 from adacc_hf.callbacks.situations import MAX_SITUATIONS, RECORDED_CALLS, Situation, Situations, most_wanted
 from adacc_hf.callbacks.step_meter import MAX_STEPS, StepMeter
+from adacc_hf.callbacks.step_retry import advice, tighter_budget
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.executor import BlockPlans, PolicyHandle
-from adacc_hf.loss_watch import SPOILED_ERROR, LossWatch
+from adacc_hf.judging import NOTHING_FITS
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
 from adacc_hf.ranks import check_same, num_ranks, of_all_ranks
-from adacc_hf.rectifier import NOTHING_FITS, Rectifier, Tracking
+from adacc_hf.rectifier import Rectifier, Tracking
 from adacc_hf.shapes import BatchShapes
-from adacc_hf.solver import Budget
 from adacc_hf.tracking import is_tracking_step
 
 log = logging.getLogger(__name__)
@@ -44,9 +45,6 @@ small tensors that the profiler does not see."""
 
 RECORDED_STEPS = 2
 """First steps of a handle, whose calls are recorded: they take more memory than those that follow."""
-
-TIGHTER = 0.9
-"""Share of its memory that a policy may have after it ran out of memory."""
 
 Note = Callable[..., None]
 
@@ -64,16 +62,13 @@ class Evolution:
         """Sizes to be profiled with the next step's batch."""
         self.last_shapes: BatchShapes = ()
         """Sizes of the last micro-batch."""
-        self.exact_blocks: frozenset[str] = frozenset()
-        """Blocks whose gradients compression has spoiled: lossless from then on, at every size of batch."""
         self.tracking_ms = 0.0
         """Time that tracking, waiting for the solver and profiling other sizes took so far."""
         self._handle = handle
         self._note = note
         self._num_micro = num_micro
         self._meter = StepMeter()
-        self._watch = LossWatch(config.loss_spike)
-        self._suspicion: str | None = None
+        self.guard = LossGuard(config)
         self._is_tracking = False
         self._meter_next = self._is_metering = False
         self._num_steps = 0
@@ -90,23 +85,13 @@ class Evolution:
         """What a run needs to go on from here."""
         shown = self.shown
         return Saved(
-            situations=[
-                SavedSituation(
-                    policy=s.rectifier.policy,
-                    profile=s.rectifier.priced,
-                    prices=None if s.rectifier.profile == s.rectifier.priced else s.rectifier.profile,
-                    shapes=s.shapes,
-                    due=s.due,
-                    num_tracked=s.rectifier.num_tracked,
-                )
-                for s in [shown, *(other for other in self.situations.all if other is not shown)]
-            ],
+            situations=[s.saved() for s in [shown, *(other for other in self.situations.all if other is not shown)]],
             policy_step=self.policy_step,
             memory_budget=self.config.memory_budget,
             tightened=None if self.memory_budget == self.config.memory_budget else self.memory_budget,
             history=history,
-            losses=self._watch.losses,
-            exact_blocks=sorted(self.exact_blocks),
+            losses=self.guard.losses,
+            exact_blocks=sorted(self.guard.exact_blocks),
             tracking_ms=self.tracking_ms,
         )
 
@@ -114,17 +99,10 @@ class Evolution:
         """Go on where the run stood that wrote `saved`; what its solver had begun is begun anew."""
         self.tracking_ms = saved.tracking_ms
         self.memory_budget = self.config.memory_budget if saved.tightened is None else saved.tightened
-        self._watch = LossWatch(self.config.loss_spike, saved.losses)
-        self.exact_blocks = frozenset(saved.exact_blocks)
+        self.guard = LossGuard(self.config, saved.losses, saved.exact_blocks)
         for record in reversed(saved.situations):
             shapes = record.shapes if self.config.length_buckets else None
-            situation = self.add(shapes, record.profile, record.policy)
-            situation.rectifier.num_tracked = record.num_tracked
-            if record.prices is not None:
-                situation.rectifier.profile = record.prices
-            situation.due = record.due
-            if record.due is not None:
-                situation.rectifier.start_solving()
+            self.add(shapes, record.profile, record.policy).go_on(record)
 
     def add(self, shapes: BatchShapes | None, profile: Profile, policy: Policy) -> Situation:
         """Be ready for batches of `shapes`, and follow `policy` from now on."""
@@ -134,7 +112,7 @@ class Evolution:
             situation.recording = self._handle.prepare_recording(profile, plans)
             if not self.situations.all:  # the first policy must be there for the first tracking step
                 situation.num_calls[shapes] = RECORDED_CALLS
-        situation.rectifier.stop_compressing(self.exact_blocks)
+        situation.rectifier.stop_compressing(self.guard.exact_blocks)
         self.situations.add(situation)
         self._put_in_force(situation, plans)
         return situation
@@ -144,7 +122,7 @@ class Evolution:
         due = is_tracking_step(step - self.policy_step, self.config.tracking)
         self._used.clear()
         self._meter.begin()
-        if due or self._suspicion is not None:
+        if due or self.guard.suspicion is not None:
             self._start_tracking()
         if not self._is_tracking and self._meter_next and self._num_steps >= RECORDED_STEPS and model is not None:
             self._is_metering = True
@@ -187,14 +165,9 @@ class Evolution:
             self.tracking_ms += (time.perf_counter() - started) * 1e3 + self._slower_by()
         return changed
 
-    def logged(self, step: int, logs: Mapping[str, float]) -> None:
+    def logged(self, logs: Mapping[str, float]) -> None:
         """Look at what the Trainer logs; a check of all kinds follows in the next step if it is suspicious."""
-        if not self.config.guard or self._suspicion is not None:
-            return
-        mine = self._watch.see(logs.get("loss"), logs.get("grad_norm"))
-        found = next((reason for reason in of_all_ranks(mine) if reason is not None), None)
-        if found is not None and any(situation.rectifier.has_work() for situation in self.situations.all):
-            self._suspicion = found
+        self.guard.logged(logs, any(situation.rectifier.has_work() for situation in self.situations.all))
 
     def tighten(self, step: int) -> str | None:
         """Plan with less memory after `step` ran out of it; returns why that cannot be, or None."""
@@ -205,7 +178,7 @@ class Evolution:
         if situation is None:
             return "it ran under full recomputation already"
         rectifier = situation.rectifier
-        budget = _tighter(rectifier)
+        budget = tighter_budget(rectifier)
         try:
             policy = rectifier.solve_within(budget)
         except InfeasibleBudgetError as error:
@@ -216,13 +189,7 @@ class Evolution:
         return None
 
     def advice(self) -> str:
-        """What to set so that the step fits."""
-        rectifier = self.shown.rectifier
-        needed = rectifier.policy.predicted_peak_bytes
-        return (
-            f"Adacc planned a peak of {needed} bytes for memory_budget={rectifier.memory_budget!r}: set "
-            f"memory_budget={int(needed * TIGHTER)} or less, or use a smaller batch or shorter sequences"
-        )
+        return advice(self.shown.rectifier)
 
     def cancel(self) -> None:
         """Stop measuring. Harmless when nothing is measured."""
@@ -247,70 +214,31 @@ class Evolution:
         self._meter_next = True
         for situation in self.situations.all:
             if situation.rectifier.has_work():
-                situation.rectifier.start_tracking(situation.plans, every_kind=self._suspicion is not None)
+                situation.rectifier.start_tracking(situation.plans, every_kind=self.guard.suspicion is not None)
                 self._is_tracking = True
 
     def _finish_tracking(self, step: int) -> None:
         self._is_tracking = False
-        suspicion, self._suspicion = self._suspicion, None
+        suspicion, self.guard.suspicion = self.guard.suspicion, None
+        must_solve, is_spoiled = {}, False
         for situation in self.situations.all:
             if not situation.rectifier.is_tracking:
                 continue
             found = situation.rectifier.finish_tracking()
             situation.error = max(found.errors.values(), default=None)
             situation.gradient_error = max((g.error for g in found.gradients.values()), default=None)
-            self._note_tracking(step, situation, found)
-            spoiled = suspicion is not None and self._judge(step, situation, suspicion, found)
-            if found.needs_solving and not spoiled:
-                self._solve_from(step, situation)
-            if spoiled:
-                self._stop_compressing(step)
-
-    def _note_tracking(self, step: int, situation: Situation, found: Tracking) -> None:
-        figures: dict[str, Any] = {
-            "reason": found.reason,
-            "num_outliers": found.num_outliers,
-            "errors": found.errors,
-            "compression_rate": compression_rate(situation),
-        }
-        if situation.gradient_error is not None:
-            figures["gradient_error"] = situation.gradient_error
-            figures["gradient_cosine"] = min(g.cosine for g in found.gradients.values())
-        if situation.step_ms:
-            figures["step_ms"] = statistics.median(situation.step_ms)
-        if situation.predicted_step_ms is not None:
-            figures["predicted_step_ms"] = situation.predicted_step_ms
-        self._note(step, "tracking", **figures)
-
-    def _stop_compressing(self, step: int) -> None:
+            self._note(step, "tracking", **tracking_figures(situation, found))
+            must_solve[id(situation)] = found.needs_solving
+            is_spoiled |= suspicion is not None and self._judge(step, situation, suspicion, found)
         for situation in self.situations.all:
-            situation.rectifier.stop_compressing(self.exact_blocks)
-            self._solve_from(step, situation)
+            situation.rectifier.stop_compressing(self.guard.exact_blocks)
+            if is_spoiled or must_solve.get(id(situation)):
+                self._solve_from(step, situation)
 
     def _judge(self, step: int, situation: Situation, suspicion: str, found: Tracking) -> bool:
-        """Switch compression off for the kinds whose gradients it spoils; returns whether there are any."""
-        rectifier = situation.rectifier
-        errors = {kind: gradient.error for kind, gradient in found.gradients.items()}
-        spoiled = [kind for kind, error in errors.items() if not error <= SPOILED_ERROR]
-        self.exact_blocks |= {block.name for block in rectifier.profile.blocks if block.kind in spoiled}
-        names = [rectifier.profile.kinds[kind].block_class for kind in spoiled]
-        if spoiled:
-            verdict = f"lossy compression is switched off for {', '.join(names)}"
-            log.warning(
-                "Adacc: %s, and compression spoils the gradients of %s (relative error %.3g): it is switched off for "
-                "them",
-                suspicion,
-                ", ".join(names),
-                max(errors[kind] for kind in spoiled),
-            )
-        elif errors:
-            verdict = f"compression is not the cause: gradients are exact to {max(errors.values()):.3g}"
-            log.info("Adacc: %s; %s", suspicion, verdict)
-        else:
-            verdict = "no exact gradient to compare with: it is zero or not finite without compression too"
-            log.warning("Adacc: %s; %s", suspicion, verdict)
+        is_spoiled, verdict = self.guard.judge(suspicion, situation.rectifier.profile, found)
         self._note(step, "guard", reason=suspicion, verdict=verdict)
-        return bool(spoiled)
+        return is_spoiled
 
     def _compare_peaks(self, step: int) -> None:
         """Correct prices where a step took more memory than predicted; each rank may have had another size."""
@@ -366,14 +294,11 @@ class Evolution:
     ) -> None:
         check_same(str(policy), "policy")
         extra_ms = (policy.predicted_overhead_ms - before.predicted_overhead_ms) * self._num_micro
-        measured = statistics.median(situation.step_ms) if situation.step_ms else None
-        situation.predicted_step_ms = None if measured is None else measured + extra_ms
+        situation.predicted_step_ms = statistics.median(situation.step_ms) + extra_ms if situation.step_ms else None
+        figures = predictions(policy) | {"moved": moved(before, policy), "waited_ms": waited_ms}
+        self._note(step, "change", reason=reason, **figures, **step_times(situation))
         self._follow(situation, policy)
         self._meter_next = True
-        figures = predictions(policy) | {"moved": moved(before, policy), "waited_ms": waited_ms}
-        if measured is not None:
-            figures |= {"step_ms": measured, "predicted_step_ms": situation.predicted_step_ms}
-        self._note(step, "change", reason=reason, **figures)
         log.info("Adacc: policy changed at step %d (%s): %s", step, reason, policy.summary())
 
     def _look_for_sizes(self) -> None:
@@ -390,57 +315,3 @@ class Evolution:
         if self._meter.step_ms is None or not normal:
             return 0.0
         return max(0.0, self._meter.step_ms - statistics.median(normal))
-
-
-def predictions(policy: Policy) -> dict[str, float]:
-    return {
-        "stored_bytes": policy.predicted_stored_bytes,
-        "peak_bytes": policy.predicted_peak_bytes,
-        "overhead_ms": policy.predicted_overhead_ms,
-    }
-
-
-def compression_rate(situation: Situation) -> float:
-    """Stored bytes over those of plain training."""
-    return situation.rectifier.policy.predicted_stored_bytes / situation.rectifier.profile.plain_stored_bytes
-
-
-def moved(before: Policy, after: Policy) -> str:
-    """How many activations of all blocks have another action or codec, and how many another number of channels."""
-    actions = channels = 0
-    for block, _ in before.blocks:
-        old = dict(before.plan_of(block).choices)
-        for value, choice in after.plan_of(block).choices:
-            was = old.get(value, choice)
-            actions += (was.action, was.codec) != (choice.action, choice.codec)
-            channels += (was.action, was.codec) == (choice.action, choice.codec) and was.options != choice.options
-    return f"{actions} actions, {channels} sets of channels"
-
-
-def _tighter(rectifier: Rectifier) -> int | float:
-    """A budget of the same form, a tenth below what the policy in force keeps to."""
-    budget = Budget.resolve(rectifier.memory_budget, rectifier.profile, rectifier.config)
-    if budget.of_peak:
-        return int(TIGHTER * min(budget.nbytes, rectifier.policy.predicted_peak_bytes))
-    stored = min(budget.nbytes, rectifier.policy.predicted_stored_bytes)
-    return math.floor(1e6 * TIGHTER * stored / rectifier.profile.plain_stored_bytes) / 1e6
-
-
-def metrics(policy: Policy, profile: Profile | None, evolution: Evolution | None) -> dict[str, float]:
-    """What the Trainer's log gets."""
-    found: dict[str, float | None] = {
-        "adacc/stored_gib": policy.predicted_stored_bytes / 2**30,
-        "adacc/peak_gib": policy.predicted_peak_bytes / 2**30,
-        "adacc/overhead_ms": policy.predicted_overhead_ms,
-    }
-    if profile is not None:
-        found["adacc/compression_rate"] = policy.predicted_stored_bytes / profile.plain_stored_bytes
-    if evolution is not None:
-        shown = evolution.shown
-        peak = shown.measured_peak_bytes
-        found["adacc/measured_peak_gib"] = None if peak is None else peak / 2**30
-        is_exact = not shown.rectifier.has_work()
-        found["adacc/error"] = 0.0 if is_exact else shown.error
-        found["adacc/gradient_error"] = 0.0 if is_exact else shown.gradient_error
-        found["adacc/tracking_ms"] = evolution.tracking_ms
-    return {name: value for name, value in found.items() if value is not None}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from adacc_hf.callbacks.checkpoint_files import SavedSituation
 from adacc_hf.executor import BlockPlans
 from adacc_hf.rectifier import Rectifier
 from adacc_hf.shapes import BatchShapes, bucket_of, fits_in, num_elements, smallest_around
@@ -45,6 +46,26 @@ class Situation:
     """Largest round-trip error at the last tracking step."""
     gradient_error: float | None = None
     measured_peak_bytes: int | None = None
+
+    def saved(self) -> SavedSituation:
+        """What a run needs to go on at this size."""
+        rectifier = self.rectifier
+        return SavedSituation(
+            policy=rectifier.policy,
+            profile=rectifier.priced,
+            prices=None if rectifier.profile == rectifier.priced else rectifier.profile,
+            shapes=self.shapes,
+            due=self.due,
+            num_tracked=rectifier.num_tracked,
+        )
+
+    def go_on(self, record: SavedSituation) -> None:
+        """Go on where `saved` was written; what the solver had begun is begun anew."""
+        self.rectifier.num_tracked, self.due = record.num_tracked, record.due
+        if record.prices is not None:
+            self.rectifier.profile = record.prices
+        if self.due is not None:
+            self.rectifier.start_solving()
 
     def plans_for(self, shapes: BatchShapes) -> BlockPlans:
         """What a batch of `shapes` runs under; asked once per batch."""

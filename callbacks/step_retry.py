@@ -4,13 +4,39 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from adacc_hf.rectifier import Rectifier
+from adacc_hf.solver import Budget
+
 log = logging.getLogger(__name__)
+
+
+TIGHTER = 0.9
+"""Share of its memory that a policy may have after it ran out of memory."""
+
+
+def tighter_budget(rectifier: Rectifier) -> int | float:
+    """A budget of the same form, a tenth below what the policy in force keeps to."""
+    budget = Budget.resolve(rectifier.memory_budget, rectifier.profile, rectifier.config)
+    if budget.of_peak:
+        return int(TIGHTER * min(budget.nbytes, rectifier.policy.predicted_peak_bytes))
+    stored = min(budget.nbytes, rectifier.policy.predicted_stored_bytes)
+    return math.floor(1e6 * TIGHTER * stored / rectifier.profile.plain_stored_bytes) / 1e6
+
+
+def advice(rectifier: Rectifier) -> str:
+    """What to set so that a step under the policy of `rectifier` fits."""
+    needed = rectifier.policy.predicted_peak_bytes
+    return (
+        f"Adacc planned a peak of {needed} bytes for memory_budget={rectifier.memory_budget!r}: set "
+        f"memory_budget={int(needed * TIGHTER)} or less, or use a smaller batch or shorter sequences"
+    )
 
 
 class GradientsBefore:

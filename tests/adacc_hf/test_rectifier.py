@@ -8,11 +8,12 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-import adacc_hf.rectifier as rectifier_module
+import adacc_hf.judging as judging_module
 import adacc_hf.tracking as tracking_module
 from adacc_hf import Action, AdaccConfig, InfeasibleBudgetError, Policy, apply_policy, profile_model, solve_policy
+from adacc_hf.judging import ERROR_MARGIN, MIN_GAIN, Rectification
 from adacc_hf.policy import RETAIN
-from adacc_hf.rectifier import ERROR_MARGIN, MIN_GAIN, Rectification, Rectifier
+from adacc_hf.rectifier import Rectifier
 
 NORM = "GPT2Block.ln_2:native_layer_norm"
 """The input of c_fc, where outliers are planted by the norm's bias."""
@@ -104,7 +105,7 @@ def norm_options(profile, policy):
 
 
 def test_outliers_that_appear_and_vanish_change_counts_prices_and_policy(model, batch, monkeypatch):
-    monkeypatch.setattr(rectifier_module, "solve_policy", lambda profile, *_: compress_all(profile))
+    monkeypatch.setattr(judging_module, "solve_policy", lambda profile, *_: compress_all(profile))
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
     option, before = norm_options(session.profile, session.policy)
     assert before["num_outliers"] == 0
@@ -123,7 +124,7 @@ def test_the_policy_in_force_gets_as_many_channels_as_were_found(model, batch, m
     config = replace(COMPRESS, memory_budget=0.9)
     session = Session(model, batch, config, policy=compress_all)
     # The solver's answer is no faster: actions stay, channels follow.
-    monkeypatch.setattr(rectifier_module, "solve_policy", lambda *_: slower(session.policy))
+    monkeypatch.setattr(judging_module, "solve_policy", lambda *_: slower(session.policy))
     for channels in ([5, 40], []):
         plant(model, channels)
         _, found = session.track()
@@ -177,7 +178,7 @@ def test_only_a_gain_or_a_burst_budget_changes_the_actions(model, batch, monkeyp
     other = replace(Policy.uniform(session.profile, "retain"), plans=changed_in_one(session.policy.plans))
     now_ms = session.policy.predicted_overhead_ms
     monkeypatch.setattr(
-        rectifier_module, "solve_policy", lambda *_: replace(other, predicted_overhead_ms=now_ms * (1 - gain))
+        judging_module, "solve_policy", lambda *_: replace(other, predicted_overhead_ms=now_ms * (1 - gain))
     )
     if over:
         session.rectifier.memory_budget = session.policy.predicted_stored_bytes
@@ -199,7 +200,7 @@ def test_a_budget_that_nothing_fits_any_more_keeps_the_policy(model, batch, monk
         raise InfeasibleBudgetError("too small", 7)
 
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
-    monkeypatch.setattr(rectifier_module, "solve_policy", infeasible)
+    monkeypatch.setattr(judging_module, "solve_policy", infeasible)
     plant(model, [5])
     _, found = session.track()
     assert found.policy is None
@@ -361,7 +362,7 @@ def test_an_error_of_the_solver_is_raised_where_its_result_is_asked_for(model, b
     def broken(*_):
         raise OSError("cbc is gone")
 
-    monkeypatch.setattr(rectifier_module, "solve_policy", broken)
+    monkeypatch.setattr(judging_module, "solve_policy", broken)
     session.rectifier.start_solving()
     session.step()
     with pytest.raises(OSError, match="cbc is gone"):

@@ -224,7 +224,7 @@ class SpikeLoss(Trainer):
 @pytest.mark.parametrize("spoiled", [True, False], ids=["spoiled", "healthy"])
 def test_a_spike_switches_compression_off_only_where_it_spoils_gradients(make_trainer, monkeypatch, caplog, spoiled):
     callback = AdaccCallback(**{**COMPRESS, "memory_budget": 0.9, "actions": ("retain", "compress", "recompute")})
-    for module in ("callbacks.adacc", "rectifier"):
+    for module in ("callbacks.adacc", "judging"):
         monkeypatch.setattr(f"adacc_hf.{module}.solve_policy", compress_first)
     spoil = [SpoilCodec(monkeypatch, 8)] if spoiled else []
     trainer = make_trainer([callback, *spoil], trainer_class=SpikeLoss, max_steps=13)

@@ -1,0 +1,102 @@
+"""Whether another policy is worth following at today's prices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from adacc_hf.config import AdaccConfig
+from adacc_hf.errors import InfeasibleBudgetError
+from adacc_hf.policy import Policy
+from adacc_hf.profile import CodecOption
+from adacc_hf.repricing import repriced_choice
+from adacc_hf.solver import Budget, solve_policy
+from adacc_hf.tracking import full_name
+
+if TYPE_CHECKING:
+    from adacc_hf.profile import Profile
+
+MIN_GAIN = 0.02
+"""A new policy is taken over if it saves this share of the overhead, or if the old one no longer keeps to the budget.
+Prices vary by a few percent from one profile to the next; a smaller gain is noise."""
+
+ERROR_MARGIN = 0.05
+"""The part of `max_error` that new policies leave free: errors drift by a few percent between tracking steps."""
+
+NOTHING_FITS = "no policy fits any more"
+"""How the reason begins where no policy keeps to the budget at today's prices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rectification:
+    """What came of solving again."""
+
+    policy: Policy | None
+    """A better policy, or None to keep the one in force."""
+    reason: str
+
+
+def judged(profile: Profile, policy: Policy, memory_budget: str | float | int, config: AdaccConfig) -> Rectification:
+    """The policy to follow from now on, and why: a new one, or today's actions with as many channels as were found."""
+    try:
+        candidate = solve_policy(profile, memory_budget, with_margin(config))
+    except InfeasibleBudgetError as error:
+        return Rectification(policy=None, reason=f"{NOTHING_FITS}: {error}")
+    chosen, reason = _better(profile, policy, candidate, Budget.resolve(memory_budget, profile, config), config)
+    is_same = (chosen.plans, chosen.blocks, chosen.head) == (policy.plans, policy.blocks, policy.head)
+    return Rectification(policy=None if is_same else chosen, reason=reason)
+
+
+def with_margin(config: AdaccConfig) -> AdaccConfig:
+    """`config` with the bound on errors that new policies keep to."""
+    bound = bound_of(config)
+    return config if bound is None else config.with_overrides(max_error=bound)
+
+
+def bound_of(config: AdaccConfig) -> float | None:
+    """Largest error that a new policy may have; None if there is no bound."""
+    return None if config.max_error is None else config.max_error * (1 - ERROR_MARGIN)
+
+
+def _better(
+    profile: Profile, policy: Policy, candidate: Policy, budget: Budget, config: AdaccConfig
+) -> tuple[Policy, str]:
+    over = over_bound(profile, policy, config)
+    if over:
+        return candidate, f"must not be compressed as before: {', '.join(over)}"
+    current = current_policy(profile, policy)
+    needed = current.predicted_peak_bytes if budget.of_peak else current.predicted_stored_bytes
+    if needed > budget.nbytes:
+        return candidate, f"more memory: the old actions would need {needed} of {budget.nbytes} bytes"
+    gain = current.predicted_overhead_ms - candidate.predicted_overhead_ms
+    if gain > MIN_GAIN * current.predicted_overhead_ms:
+        return candidate, f"{gain:.2f} ms of {current.predicted_overhead_ms:.2f} ms overhead gained"
+    return current, "the same actions, with the channels there are now"
+
+
+def current_policy(profile: Profile, policy: Policy) -> Policy:
+    """The actions in force, with today's outlier channels and prices."""
+    plans = []
+    for block in profile.blocks:
+        kind = profile.kinds[block.kind]
+        plan = policy.plan_of(block.name)
+        choices = tuple((v, repriced_choice(kind, v, choice)) for v, choice in plan.choices)
+        plans.append(replace(plan, choices=choices))
+    return Policy.build(profile.with_head(policy.head), plans, dict(policy.facts))
+
+
+def over_bound(profile: Profile, policy: Policy, config: AdaccConfig) -> list[str]:
+    """Activations whose codec `profile` no longer offers, or whose error exceeds what new policies may have."""
+    bound = bound_of(config)
+    found: dict[str, None] = {}
+    for block in profile.blocks:
+        options = {value.index: value.codecs for value in profile.kinds[block.kind].values}
+        for value, choice in policy.plan_of(block.name).choices:
+            if choice.codec is not None and not _may_use(options[value], choice.codec, bound):
+                found[full_name(profile, (block.kind, value))] = None
+    return list(found)
+
+
+def _may_use(options: tuple[CodecOption, ...], codec: str, bound: float | None) -> bool:
+    option = next((option for option in options if option.codec == codec), None)
+    return option is not None and (bound is None or option.error <= bound)
