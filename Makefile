@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-gpu bench style check clean
+.PHONY: help venv demo test test-gpu bench eval tables style check clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -37,6 +37,13 @@ test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
 bench: $(INSTALLED) ## Time the executor and the codecs against what they replace
 	$(BIN)/python -m adacc_hf.eval.executor_bench
 	$(BIN)/python -m adacc_hf.eval.codec_bandwidth
+
+# Goes on where it was cut short. EVAL_OPTIONS='--device cuda' measures on a GPU, '--publish DIR' keeps the results.
+eval: $(INSTALLED) ## Run everything in eval/ at the demo's scale, into runs/eval
+	HF_HUB_OFFLINE=1 $(BIN)/adacc eval all $(EVAL_OPTIONS)
+
+tables: $(INSTALLED) ## Write README's tables, and those beside the records, from the JSON in eval/results
+	$(BIN)/python -m adacc_hf.eval.tables
 
 style: $(INSTALLED) ## Format the code and fix what ruff can fix
 	@$(BIN)/ruff format

@@ -6,10 +6,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
-from adacc_hf import __version__, cli_plan
+from adacc_hf import __version__, cli_eval, cli_plan
 from adacc_hf.errors import AdaccError
 from adacc_hf.explain import explain_policy
 from adacc_hf.files import read_json
@@ -21,32 +20,12 @@ USER_ERROR = 2
 """Exit status for what the user can mend; argparse's own."""
 
 
-RUNNERS = (
-    "ablation",
-    "budget_bench",
-    "cloze",
-    "codec_bandwidth",
-    "downstream",
-    "evolution",
-    "executor_bench",
-    "gradient_error",
-    "loss",
-    "max_batch",
-    "peak_accuracy",
-    "peers",
-    "solver_bench",
-    "table4",
-    "throughput",
-)
-"""Modules of `adacc_hf.eval` that `adacc eval` runs; on the command line also with hyphens."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, or 2 after a one-line message on stderr."""
     arguments = _parser().parse_args(argv)
     try:
         if arguments.command == "eval":
-            return _eval(arguments)
+            return cli_eval.run(arguments)
         print(arguments.run(arguments), flush=True)
     except BrokenPipeError:  # the reader, `head` say, has seen enough; the interpreter must not flush to it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -88,17 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     codecs = commands.add_parser("codecs", help="list the codecs, with the bytes that they keep of a tensor")
     codecs.set_defaults(run=_codecs)
 
-    measure = commands.add_parser(
-        "eval", help="measure speed, memory, gradient error or accuracy; `adacc eval RUNNER --help`"
-    )
-    names = ", ".join(name.replace("_", "-") for name in RUNNERS)
-    measure.add_argument("runner", type=_module_name, choices=RUNNERS, metavar="RUNNER", help=f"one of {names}")
-    measure.add_argument("options", nargs=argparse.REMAINDER, help="the runner's own options")
+    cli_eval.add_parser(commands)
     return parser
-
-
-def _module_name(runner: str) -> str:
-    return runner.replace("-", "_")
 
 
 def _explain(arguments: argparse.Namespace) -> str:
@@ -114,11 +84,6 @@ def _report(arguments: argparse.Namespace) -> str:
     policy, profile = Policy.load(arguments.policy), Profile.load(arguments.profile)
     history = read_json(arguments.history, AdaccError, "history") if arguments.history else ()
     return f"wrote {write_report(arguments.output, profile=profile, policy=policy, history=history)}"
-
-
-def _eval(arguments: argparse.Namespace) -> int:
-    """Run a module of `adacc_hf.eval`, which prints by itself, and return its exit status."""
-    return import_module(f"adacc_hf.eval.{arguments.runner}").main(arguments.options) or 0
 
 
 def _codecs(_: argparse.Namespace) -> str:

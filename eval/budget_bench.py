@@ -1,6 +1,6 @@
 """What a memory budget costs in time: Adacc within it, beside plain training and HF gradient checkpointing.
 
-    python -m adacc_hf.eval.budget_bench
+    adacc eval budget-bench
 
 The budgets are fractions of what plain training stores for backward, and the peak of HF gradient checkpointing as an
 absolute budget. Each is met twice: with every action, and losslessly (RETAIN and RECOMPUTE, gradients bit-equal).
@@ -26,7 +26,8 @@ from adacc_hf.eval.contenders import (
     time_rounds,
     timing_figures,
 )
-from adacc_hf.eval.records import RedGateError, Settings, add_settings, markdown_table, positive_int, save_record
+from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records import RedGateError, Settings, Spread, add_settings, markdown_table, positive_int
 from adacc_hf.eval.workload import DEMO, Batch, Workload
 from adacc_hf.memory import StepMemory
 from adacc_hf.units import format_bytes
@@ -63,30 +64,31 @@ class Entry:
 
 def main(argv: Sequence[str] | None = None, workload: Workload = DEMO) -> int:
     """Measure, print the table and save the record. Returns 1, and saves nothing, on wrong gradients."""
-    parser = argparse.ArgumentParser(prog="adacc_hf.eval.budget_bench", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="adacc eval budget-bench", description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=positive_int, default=15, help="timed rounds")
     add_clock(parser)
+    add_resume(parser)
     add_settings(parser, "budget_bench")
     arguments = parser.parse_args(argv)
     settings = Settings.from_arguments(arguments)
     check_clock(arguments.clock, settings)
-    try:
-        figures, skipped = measure(workload, arguments.rounds, arguments.clock, settings)
-    except RedGateError as error:
-        print(f"budget_bench: {error}", file=sys.stderr)
-        return 1
     options = {"rounds": arguments.rounds, "clock": arguments.clock, "fractions": FRACTIONS}
-    save_record(settings, {"workload": asdict(workload), **options}, {"methods": figures, "skipped": skipped})
-    lines = [f"{workload} (forward and backward)", "", table_text(figures), ""]
-    lines += [f"not measured: {name}: {reason}" for name, reason in skipped.items()]
-    print("\n".join([*lines, f"saved as {settings.output}"]))
+    with open_ledger(settings, {"workload": asdict(workload), **options}, arguments.resume) as ledger:
+        try:
+            ledger.measure(str(workload), lambda: measure(workload, arguments.rounds, arguments.clock, settings))
+        except RedGateError as error:
+            print(f"adacc eval budget-bench: {error}", file=sys.stderr)
+            return 1
+        ledger.finish()
+        ledger.publish(report_text(ledger))
     return 0
 
 
-def measure(
-    workload: Workload, num_rounds: int, clock: str, settings: Settings
-) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """The figures of every method, and why a budget was left out. Raises RedGateError on wrong gradients."""
+def measure(workload: Workload, num_rounds: int, clock: str, settings: Settings) -> dict[str, dict[str, Any]]:
+    """The figures of every "methods", and why a budget was "skipped". Raises RedGateError on wrong gradients.
+
+    One point for all: they are timed in turn, which no part of it could repeat.
+    """
     model = workload.model(settings.device, settings.seed)
     batch = next(workload.batches(settings.device, settings.seed))
     base = [Contender(PLAIN, model, batch), Contender(CHECKPOINTING, model, batch)]
@@ -100,7 +102,7 @@ def measure(
     for entry in entries:
         name = entry.contender.name
         figures[name] |= _memory_figures(entry, memory[name]) | {"gradient_error": errors[name]}
-    return figures, skipped
+    return {"methods": figures, "skipped": skipped}
 
 
 def within_budgets(
@@ -138,9 +140,14 @@ def _memory_figures(entry: Entry, memory: StepMemory) -> dict[str, Any]:
     return figures
 
 
-def table_text(figures: dict[str, dict[str, Any]]) -> str:
-    """One line per method; the budget stands beside what it bounds."""
-    return markdown_table([_cells(name, row) for name, row in figures.items()])
+def report_text(ledger: Ledger) -> str:
+    """One line per method as Markdown, the budget beside what it bounds; and the budgets that nothing fits."""
+    parts = []
+    for workload, point in ledger.points.items():
+        parts += [f"{workload} (forward and backward)"]
+        parts += [markdown_table([_cells(name, row) for name, row in point["methods"].items()])]
+        parts += [f"not measured: {name}: {reason}" for name, reason in point["skipped"].items()]
+    return "\n\n".join(parts) + "\n"
 
 
 def _cells(name: str, row: dict[str, Any]) -> dict[str, str]:
@@ -149,10 +156,10 @@ def _cells(name: str, row: dict[str, Any]) -> dict[str, str]:
         budget = row.get("budget")
         return f"{text} of {format_bytes(budget['nbytes'])}" if budget and budget["of"] == of else text
 
-    checkpointing = row["of_checkpointing_by_round"]
+    checkpointing = Spread(**row["of_checkpointing_by_round"])
     return {
         "method, budget": name,
-        "step, ms": row["step_ms"].text(1),
+        "step, ms": Spread(**row["step_ms"]).text(1),
         "x plain": f"{row['of_plain']:.2f}",
         "x checkpointing": f"{row['of_checkpointing']:.2f} ({checkpointing.low:.2f} to {checkpointing.high:.2f})",
         "stored": size("stored"),

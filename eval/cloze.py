@@ -1,7 +1,7 @@
 """Accuracy on cloze passages of one's own text: LAMBADA's question where LAMBADA cannot be downloaded.
 
-    python -m adacc_hf.eval.cloze --model runs/demo-none
-    python -m adacc_hf.eval.cloze --model FOLDER --documents held_out.jsonl
+    adacc eval cloze --model runs/demo-none
+    adacc eval cloze --model FOLDER --documents held_out.jsonl
 
 The recipes leave cloze.jsonl in the run folder when --cloze_passages asks for it, made of documents that they hold out.
 With --documents the passages are made here; take documents that the model was not trained on. A passage counts if its
@@ -29,7 +29,7 @@ NUM_PASSAGES = 500
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate, print the table and save the record."""
     parser = argparse.ArgumentParser(
-        prog="adacc_hf.eval.cloze", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="adacc eval cloze", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True, help="checkpoint folder or hub id")
     parser.add_argument(

@@ -1,7 +1,7 @@
 """How fast the codecs are, as bytes moved per second beside a copy of the same tensor in the same run.
 
-    python -m adacc_hf.eval.codec_bandwidth --model gpt2-117m --dtype bfloat16
-    python -m adacc_hf.eval.codec_bandwidth --device cuda --tokens 8192 --model llama-7b --compile
+    adacc eval codec-bandwidth --model gpt2-117m --dtype bfloat16
+    adacc eval codec-bandwidth --device cuda --tokens 8192 --model llama-7b --compile
 
 Encoding must read the tensor and write the payload, decoding the reverse; a copy reads and writes the tensor. Caches
 are flushed before every sample. Beside the codecs stand what else one could use: the plain torch reference,
@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adacc_hf.eval.records import RedGateError, Settings, Spread, add_settings, markdown_table, save_record
+from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records import RedGateError, Settings, Spread, add_settings, markdown_table, positive_int
 from adacc_hf.kernels import outlier_int4
 from adacc_hf.kernels.codecs import Codec, get_codec
 
@@ -61,6 +63,14 @@ class Row:
     copy_ms: Spread
     encode_ms: Spread
     decode_ms: Spread
+    round_trip_error: float
+    """Relative L2 error of what comes back."""
+
+    @classmethod
+    def from_point(cls, point: dict[str, Any]) -> Row:
+        """The row that a record holds."""
+        spreads = {name: Spread(**point[name]) for name in ("copy_ms", "encode_ms", "decode_ms")}
+        return cls(**{**point, **spreads, "shape": tuple(point["shape"])})
 
     def gigabytes_per_s(self, spread: Spread) -> float:
         return (self.tensor_bytes + self.payload_bytes) / spread.median / 1e6
@@ -76,6 +86,7 @@ class Row:
             "dtype": self.dtype,
             "MiB": f"{self.tensor_bytes / 2**20:.1f}",
             "rate": f"{self.tensor_bytes / self.payload_bytes:.2f}",
+            "error": f"{self.round_trip_error:.4f}",
             "copy GB/s": f"{self.copy_gigabytes_per_s():.1f}",
         }
         for name, spread in (("encode", self.encode_ms), ("decode", self.decode_ms)):
@@ -96,33 +107,59 @@ class Contender:
     nbytes: Callable[[Any], int]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", choices=sorted(BLOCKS), nargs="+", default=["gpt2-117m"], help="block sizes")
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens of a micro-batch")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), nargs="+", default=["float32"])
-    parser.add_argument("--samples", type=int, default=20, help="measurements of each time, at least 1")
-    parser.add_argument("--compile", action="store_true", help="also torch.compile of the reference: takes a minute")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure every codec, print the table, save it and the record."""
+    parser = argparse.ArgumentParser(prog="adacc eval codec-bandwidth", description=__doc__.partition("\n")[0])
+    add_tensors(parser)
+    add_resume(parser)
     add_settings(parser, "codec_bandwidth")
-    parsed = parser.parse_args(arguments)
-    if parsed.tokens < 1 or parsed.samples < 1:
-        parser.error(f"--tokens={parsed.tokens} and --samples={parsed.samples} must be 1 or more")
-    settings = Settings.from_arguments(parsed)
-    rows = [
-        row
-        for model in parsed.model
-        for dtype in parsed.dtype
-        for row in measure(BLOCKS[model], DTYPES[dtype], parsed.tokens, parsed.samples, parsed.compile, settings)
-    ]
-    print(markdown_table([row.cells() for row in rows]))
-    run_info = {"model": parsed.model, "dtype": parsed.dtype, "tokens": parsed.tokens, "samples": parsed.samples}
-    save_record(settings, run_info, {"rows": [asdict(row) for row in rows]})
+    arguments = parser.parse_args(argv)
+    settings = Settings.from_arguments(arguments)
+    with open_ledger(settings, tensors_info(arguments), arguments.resume) as ledger:
+        measure(ledger)
+        ledger.finish()
+        ledger.publish(report_text(ledger))
+    return 0
 
 
-def measure(
-    block: Block, dtype: torch.dtype, tokens: int, samples: int, with_compile: bool, settings: Settings
-) -> Iterator[Row]:
-    """A row for every codec on the activation of the block that it is made for, and for its rivals."""
+def add_tensors(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the tensors that are encoded."""
+    parser.add_argument("--model", choices=sorted(BLOCKS), nargs="+", default=["gpt2-117m"], help="block sizes")
+    parser.add_argument("--tokens", type=positive_int, default=2048, help="tokens of a micro-batch")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), nargs="+", default=["float32"])
+    parser.add_argument("--samples", type=positive_int, default=20, help="measurements of each time")
+    parser.add_argument("--compile", action="store_true", help="also torch.compile of the reference: takes a minute")
+
+
+def tensors_info(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in ("model", "tokens", "dtype", "samples", "compile")}
+
+
+def measure(ledger: Ledger) -> None:
+    """Leave a point for every codec, and for its rivals, on the activation of each block that it is made for."""
+    info = ledger.run_info
+    for model in info["model"]:
+        for dtype in info["dtype"]:
+            pairs = contenders(BLOCKS[model], DTYPES[dtype], info["tokens"], info["compile"], ledger.settings)
+            for contender, tensor in pairs:
+                key = f"bandwidth, {model}, {dtype}, {contender.name}"
+                ledger.measure(key, lambda c=contender, x=tensor: asdict(time_contender(c, x, info["samples"])))
+
+
+def report_text(ledger: Ledger) -> str:
+    """One line per codec and tensor, as Markdown."""
+    rows = [Row.from_point(point) for key, point in ledger.points.items() if key.startswith("bandwidth, ")]
+    heading = (
+        "Bytes moved per second, tensor and payload, beside a copy of the tensor with cold caches; medians of "
+        f"{ledger.run_info['samples']}. The error is that of a round trip."
+    )
+    return f"{heading}\n\n{markdown_table([row.cells() for row in rows])}\n"
+
+
+def contenders(
+    block: Block, dtype: torch.dtype, tokens: int, with_compile: bool, settings: Settings
+) -> Iterator[tuple[Contender, Tensor]]:
+    """Every codec with an activation of the block that it is made for, and its rivals."""
     generator = torch.Generator().manual_seed(settings.seed)
     inner = torch.randn(tokens, block.inner, generator=generator)
     inner[:, :: block.inner // 8] *= 50  # eight outlier channels
@@ -141,19 +178,19 @@ def measure(
         "bitmask": mask,
     }
     for name, tensor in activations.items():
-        yield time_contender(_codec(get_codec(name)), tensor, samples)
-    yield time_contender(_codec(get_codec("outlier_int4", num_outliers=8)), inner, samples)
-    yield time_contender(_codec(get_codec("outlier_int4", rounding="stochastic")), inner, samples)
+        yield _codec(get_codec(name)), tensor
+    yield _codec(get_codec("outlier_int4", num_outliers=8)), inner
+    yield _codec(get_codec("outlier_int4", rounding="stochastic")), inner
     for rival in rivals(inner, with_compile):
-        yield time_contender(rival, inner, samples)
+        yield rival, inner
 
 
 def time_contender(contender: Contender, tensor: Tensor, samples: int) -> Row:
     """One row. Raises RedGateError if what comes back is not close to what went in."""
     payload = contender.encode(tensor)
-    difference = (contender.decode(payload).float() - tensor.float()).norm() / tensor.float().norm()
-    if not float(difference) < GATE_ERROR:
-        raise RedGateError(f"{contender.name} is off by {float(difference):.3f} of the tensor's norm: not timed")
+    error = float((contender.decode(payload).float() - tensor.float()).norm() / tensor.float().norm())
+    if not error < GATE_ERROR:
+        raise RedGateError(f"{contender.name} is off by {error:.3f} of the tensor's norm: not timed")
     target = torch.empty_like(tensor)
     device = tensor.device.type
     return Row(
@@ -165,6 +202,7 @@ def time_contender(contender: Contender, tensor: Tensor, samples: int) -> Row:
         copy_ms=Spread.of(sample_ms(lambda: target.copy_(tensor), device, samples)),
         encode_ms=Spread.of(sample_ms(lambda: contender.encode(tensor), device, samples)),
         decode_ms=Spread.of(sample_ms(lambda: contender.decode(payload), device, samples)),
+        round_trip_error=error,
     )
 
 
@@ -244,4 +282,4 @@ def _bitsandbytes() -> Iterator[Contender]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -104,6 +104,7 @@ class RoundTrips:
         self.scheme = scheme
         self.num_tensors = 0
         """How many tensors were encoded."""
+        self._squared_error = self._squared_norm = 0.0
         self._in_block = False
         self._parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
         self._mask = get_codec("bitmask")
@@ -123,6 +124,11 @@ class RoundTrips:
         for handle in self._handles:
             handle.remove()
 
+    @property
+    def error(self) -> float:
+        """Relative L2 error of what came back, everything as one vector."""
+        return (self._squared_error / self._squared_norm) ** 0.5
+
     def _enter_block(self, inside: bool) -> None:
         self._in_block = inside
 
@@ -131,10 +137,17 @@ class RoundTrips:
         if not self._in_block or is_parameter or not tensor.is_floating_point() or self._mask.accepts(tensor):
             return tensor
         codec = self._codec(tensor)
-        return codec, codec.encode(tensor)
+        # Detached: a tensor that is kept by the node that made it would never be freed.
+        return codec, codec.encode(tensor), tensor.detach()
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        return packed if isinstance(packed, torch.Tensor) else packed[0].decode(packed[1])
+        if isinstance(packed, torch.Tensor):
+            return packed
+        codec, payload, original = packed
+        restored = codec.decode(payload)
+        self._squared_error += float((restored.double() - original).square().sum())
+        self._squared_norm += float(original.double().square().sum())
+        return restored
 
     def _codec(self, tensor: torch.Tensor) -> Codec:
         self.num_tensors += 1

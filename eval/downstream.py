@@ -1,6 +1,6 @@
 """Zero-shot accuracy on the data sets of the paper's Table 4, by lm-eval.
 
-    python -m adacc_hf.eval.downstream --model runs/gpt2-117m-adacc
+    adacc eval downstream --model runs/gpt2-117m-adacc
 
 The data sets come from the hub, or with --data_dir from local copies in the hub's schema: lambada_openai/test.jsonl,
 arc_easy/test.jsonl, sciq/test.jsonl, swag/validation.jsonl (or .parquet).
@@ -26,7 +26,7 @@ from adacc_hf.files import read_json, write_json
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate, print the table and save the record."""
     parser = argparse.ArgumentParser(
-        prog="adacc_hf.eval.downstream",
+        prog="adacc eval downstream",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

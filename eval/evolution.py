@@ -1,6 +1,6 @@
 """What policy evolution gains: the frozen first policy against one that follows the data (the paper's Figure 7).
 
-    python -m adacc_hf.eval.evolution
+    adacc eval evolution
 
 Two cases. A GPT-2 is trained from scratch on the standard library's text at four batch sizes; both runs begin with the
 same profile. In the constructed case every block's ln_2 has outlier channels when the policy is set, which vanish, come
@@ -19,11 +19,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from adacc_hf import AdaccConfig, Policy, Profile, Rectifier, apply_policy, profile_model, solve_policy
 from adacc_hf.eval.clock import CLOCKS, add_clock, check_clock
-from adacc_hf.eval.records import Settings, Spread, add_settings, markdown_table, positive_int, save_record
+from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records import Settings, Spread, add_settings, markdown_table, positive_int
 from adacc_hf.eval.workload import Batch, Workload
 from adacc_hf.executor import PolicyHandle
 from adacc_hf.memory import measure_step
@@ -73,27 +75,40 @@ class Outcome:
 
 def main(argv: Sequence[str] | None = None, workload: Workload = WIDTH) -> int:
     """Measure every case, print the table and save the record."""
-    parser = argparse.ArgumentParser(prog="adacc_hf.eval.evolution", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="adacc eval evolution", description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=positive_int, default=256, help="training steps of every case")
     parser.add_argument("--rounds", type=positive_int, default=11, help="timed rounds of the final policies")
     parser.add_argument("--batches", type=positive_int, nargs="+", default=list(BATCHES), help="batch sizes")
     parser.add_argument("--budget", type=float, default=0.35, help="memory budget, a fraction of what plain stores")
     add_clock(parser)
+    add_resume(parser)
     add_settings(parser, "evolution")
     arguments = parser.parse_args(argv)
     settings = Settings.from_arguments(arguments)
     check_clock(arguments.clock, settings)
-    outcomes = {}
-    for batch in arguments.batches:
-        for title, planted in (("stdlib text", ()), ("constructed", PLANTED)):
-            case = Case(replace(workload, batch=batch), planted, arguments, settings)
-            outcomes[f"{title}, batch {batch}"] = case.run()
     options = {name: getattr(arguments, name) for name in ("steps", "rounds", "batches", "budget", "clock")}
-    save_record(settings, {"workload": asdict(workload), **options}, {"cases": outcomes})
-    print(f"{workload}, {arguments.steps} steps, budget {arguments.budget:.0%} of what plain training stores\n")
-    print(markdown_table([_cells(name, outcome) for name, outcome in outcomes.items()]))
-    print(f"\nThe paper's Figure 7: {PAPER}.\nsaved as {settings.output}")
+    with open_ledger(settings, {"workload": asdict(workload), **options}, arguments.resume) as ledger:
+        for batch in tqdm(arguments.batches, desc="evolution", unit="batch size"):
+            for title, planted in (("stdlib text", ()), ("constructed", PLANTED)):
+                case = Case(replace(workload, batch=batch), planted, arguments, settings)
+                ledger.measure(f"{title}, batch {batch}", lambda case=case: asdict(case.run()))
+        ledger.finish(paper=PAPER)
+        ledger.publish(report_text(ledger))
     return 0
+
+
+def report_text(ledger: Ledger) -> str:
+    """One line per case as Markdown, and the paper's figures."""
+    info = ledger.run_info
+    workload = Workload(**info["workload"])
+    heading = f"{workload}, {info['steps']} steps, budget {info['budget']:.0%} of what plain training stores"
+    table = markdown_table([_cells(name, _outcome(point)) for name, point in ledger.points.items()])
+    return f"{heading}\n\n{table}\n\nThe paper's Figure 7: {ledger.summary['paper']}.\n"
+
+
+def _outcome(point: dict[str, Any]) -> Outcome:
+    spreads = {name: Spread(**point[name]) for name in ("frozen_step_ms", "evolving_step_ms")}
+    return Outcome(**{**point, **spreads, "changes": [Change(**change) for change in point["changes"]]})
 
 
 class Case:

@@ -1,6 +1,6 @@
 """What the executor itself costs: RECOMPUTE everything against torch.utils.checkpoint, RETAIN everything against plain.
 
-    python -m adacc_hf.eval.executor_bench
+    adacc eval executor-bench
 
 One forward and backward of GPT-2, LLaMA and T5, each in a case bound by arithmetic and in one bound by the launching of
 operators; then what a new sequence length costs. Losses and gradients of all methods must be bit-equal before anything
@@ -28,6 +28,7 @@ from adacc_hf.eval.contenders import (
     time_rounds,
     timing_figures,
 )
+from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.new_length import new_length_figures
 from adacc_hf.eval.records import (
     RedGateError,
@@ -36,7 +37,6 @@ from adacc_hf.eval.records import (
     add_settings,
     markdown_table,
     positive_int,
-    save_record,
 )
 from adacc_hf.eval.workload import FAMILIES, LAUNCH_BOUND, Workload
 from adacc_hf.units import format_bytes
@@ -56,24 +56,28 @@ Figures = dict[str, dict[str, Any]]
 
 
 def main(argv: Sequence[str] | None = None, cases: Mapping[Workload, int] = CASES) -> int:
-    """Measure every case, print the table and save the record. Returns 1, and saves nothing, on wrong gradients."""
-    parser = argparse.ArgumentParser(prog="adacc_hf.eval.executor_bench", description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=positive_int, help="timed rounds of every case (default: 15 and 200)")
+    """Measure every case, print the tables and save the record. Returns 1, with nothing timed, on wrong gradients."""
+    parser = argparse.ArgumentParser(prog="adacc eval executor-bench", description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=positive_int, help="timed rounds of every case (default: 15 and 150)")
     add_clock(parser)
+    add_resume(parser)
     add_settings(parser, "executor_bench")
     arguments = parser.parse_args(argv)
     settings = Settings.from_arguments(arguments)
     check_clock(arguments.clock, settings)
     rounds = {workload: arguments.rounds or default for workload, default in cases.items()}
-    try:
-        results = {workload: measure(workload, count, arguments.clock, settings) for workload, count in rounds.items()}
-    except RedGateError as error:
-        print(f"executor_bench: {error}", file=sys.stderr)
-        return 1
     cases_info = [{**asdict(workload), "rounds": count} for workload, count in rounds.items()]
-    train_info = {case_name(workload): figures for workload, figures in results.items()}
-    save_record(settings, {"cases": cases_info, "clock": arguments.clock, "gate_steps": GATE_STEPS}, train_info)
-    print(f"{table_text(results)}\n\nsaved as {settings.output}")
+    run_info = {"cases": cases_info, "clock": arguments.clock, "gate_steps": GATE_STEPS}
+    with open_ledger(settings, run_info, arguments.resume) as ledger:
+        for workload, count in rounds.items():
+            measured = partial(measure, workload, count, arguments.clock, settings)
+            try:
+                ledger.measure(case_name(workload), measured)
+            except RedGateError as error:
+                print(f"adacc eval executor-bench: {case_name(workload)}: {error}", file=sys.stderr)
+                return 1
+        ledger.finish()
+        ledger.publish(report_text(ledger))
     return 0
 
 
@@ -114,19 +118,18 @@ def build_contenders(workload: Workload, settings: Settings) -> list[Contender]:
     ]
 
 
-def table_text(results: Mapping[Workload, dict[str, Figures]]) -> str:
-    """One table per case, and one of new lengths."""
+def report_text(ledger: Ledger) -> str:
+    """One table per case, and one of new lengths, as Markdown."""
     parts = [
-        f"{case_name(workload)} (forward and backward)\n\n{_case_table(figures['methods'])}"
-        for workload, figures in results.items()
+        f"{name} (forward and backward)\n\n{_case_table(figures['methods'])}" for name, figures in ledger.points.items()
     ]
     note = "Medians, in brackets the 20th to 80th percentile; ratios are of medians, their brackets of single rounds."
     lengths = "Everything recomputed, at a length not seen before: its first two steps are recorded"
-    return "\n\n".join([*parts, note, lengths, _new_length_table(results)])
+    return "\n\n".join([*parts, note, lengths, _new_length_table(ledger.points)]) + "\n"
 
 
-def _new_length_table(results: Mapping[Workload, dict[str, Figures]]) -> str:
-    rows = {case_name(workload): figures["new_length"] for workload, figures in results.items()}
+def _new_length_table(points: Mapping[str, dict[str, Figures]]) -> str:
+    rows = {name: figures["new_length"] for name, figures in points.items()}
     return markdown_table(
         [
             {
@@ -145,14 +148,14 @@ def _new_length_table(results: Mapping[Workload, dict[str, Figures]]) -> str:
 
 def _case_table(figures: Figures) -> str:
     def ratio(row: dict[str, Any], name: str) -> str:
-        by_round: Spread = row[f"{name}_by_round"]
+        by_round = Spread(**row[f"{name}_by_round"])
         return f"{row[name]:.2f} ({by_round.low:.2f} to {by_round.high:.2f})"
 
     return markdown_table(
         [
             {
                 "method": name,
-                "step, ms": row["step_ms"].text(1),
+                "step, ms": Spread(**row["step_ms"]).text(1),
                 "x plain": ratio(row, "of_plain"),
                 "x checkpointing": ratio(row, "of_checkpointing"),
                 "overhead per block, ms": f"{row['overhead_per_block_ms']:.2f}",

@@ -1,19 +1,21 @@
 """How far each codec moves the gradient of a trained model. The loss of a small run hardly tells them apart.
 
-    python -m adacc_hf.eval.gradient_error
+    adacc eval gradient-error
 
 A GPT-2 with eager attention is trained on bytes. Then the gradient of some batches is taken with what the blocks save
-for backward compressed, and compared with the exact gradient by relative L2 error, everything as one vector.
-`codec_schemes` says what is compressed under each scheme.
+for backward compressed, and compared with the exact gradient by relative L2 error, everything as one vector; so
+are the saved tensors with what comes back of them. `codec_schemes` says what is compressed under each scheme.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from itertools import islice, pairwise
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -31,7 +33,8 @@ from adacc_hf.eval.codec_schemes import (
     with_options,
 )
 from adacc_hf.eval.gradients import Gradients, compute_gradients, relative_error
-from adacc_hf.eval.records import Settings, add_settings, markdown_table, positive_int, save_record
+from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records import Settings, add_settings, markdown_table, positive_int
 from adacc_hf.eval.workload import Batch, Workload
 
 WORKLOAD = Workload(width=128, layers=4, batch=16, tokens=128, attention="eager")
@@ -55,27 +58,103 @@ PROTOTYPE_ERRORS = {
 # fmt: on
 
 
+TRAINING = "gradient, training"
+"""The point of what the schemes share: the trained model's loss, and how far another batch moves the gradient."""
+
+Errors = Mapping[Scheme, float]
+
+
 def main(argv: Sequence[str] | None = None, workload: Workload = WORKLOAD) -> int:
-    """Train, measure every scheme, print the tables and save the record."""
-    parser = argparse.ArgumentParser(prog="adacc_hf.eval.gradient_error", description=__doc__.partition("\n")[0])
+    """Train, measure every scheme, print the tables, save them and the record."""
+    parser = argparse.ArgumentParser(prog="adacc eval gradient-error", description=__doc__.partition("\n")[0])
+    add_probing(parser)
+    add_resume(parser)
+    add_settings(parser, "gradient_error")
+    arguments = parser.parse_args(argv)
+    settings = Settings.from_arguments(arguments)
+    with open_ledger(settings, probing_info(arguments, workload), arguments.resume) as ledger:
+        measure(ledger, workload)
+        ledger.finish()
+        ledger.publish(report_text(ledger))
+    return 0
+
+
+def add_probing(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the gradients that are taken."""
     parser.add_argument("--steps", type=positive_int, default=200, help="training steps before the gradients are taken")
     parser.add_argument(
         "--batches", type=positive_int, default=3, help="batches whose errors are averaged (root mean square)"
     )
-    add_settings(parser, "gradient_error")
-    arguments = parser.parse_args(argv)
-    settings = Settings.from_arguments(arguments)
-    batches = workload.batches(settings.device, settings.seed)
-    model, loss = train(workload, batches, arguments.steps, settings)
-    probes = list(islice(batches, arguments.batches + 1))
-    errors, another_batch = measure(model, probes, settings.seed)
-    run_info = {"workload": asdict(workload), "steps": arguments.steps, "batches": arguments.batches}
-    rows = [{**asdict(scheme), "error": error} for scheme, error in errors.items()]
-    save_record(settings, run_info, {"final_loss": loss, "another_batch": another_batch, "errors": rows})
-    print(f"Relative L2 error of the whole gradient, {workload}, after {arguments.steps} steps (loss {loss:.3f})\n")
-    print(f"{table_text(errors)}\n\n{comparison_text(errors)}\n\nThe gradient of another batch: {another_batch:.2f}")
-    print(f"\nsaved as {settings.output}")
-    return 0
+
+
+def probing_info(arguments: argparse.Namespace, workload: Workload) -> dict[str, Any]:
+    return {"workload": asdict(workload), "steps": arguments.steps, "batches": arguments.batches}
+
+
+def measure(ledger: Ledger, workload: Workload) -> None:
+    """Leave the point TRAINING and one for every scheme."""
+    probe = Probe(workload, ledger.run_info["steps"], ledger.run_info["batches"], ledger.settings)
+    ledger.measure(TRAINING, lambda: {"final_loss": probe.loss, "another_batch": probe.another_batch()})
+    for scheme in tqdm(codec_schemes(), desc="codecs", unit="scheme"):
+        ledger.measure(_key(scheme), lambda scheme=scheme: {**asdict(scheme), **probe.codec_errors(scheme)})
+    for scheme in tqdm(layer_specific_schemes(), desc=LAYER_SPECIFIC, unit="scheme"):
+        ledger.measure(_key(scheme), lambda scheme=scheme: {**asdict(scheme), **probe.policy_error(scheme)})
+
+
+def _key(scheme: Scheme) -> str:
+    return "gradient, " + ", ".join([scheme.name, *(f"{name}={value}" for name, value in scheme.options.items())])
+
+
+class Probe:
+    """A trained model, batches and their exact gradients; made on first use, for a resumed run may need none of it."""
+
+    def __init__(self, workload: Workload, steps: int, num_batches: int, settings: Settings) -> None:
+        self.workload, self.steps, self.num_batches, self.settings = workload, steps, num_batches, settings
+
+    @cached_property
+    def _trained(self) -> tuple[PreTrainedModel, float, list[Batch]]:
+        batches = self.workload.batches(self.settings.device, self.settings.seed)
+        model, loss = train(self.workload, batches, self.steps, self.settings)
+        return model, loss, list(islice(batches, self.num_batches + 1))
+
+    @property
+    def loss(self) -> float:
+        return self._trained[1]
+
+    @cached_property
+    def _exact(self) -> list[Gradients]:
+        model, _, probes = self._trained
+        return [compute_gradients(model, batch, self.settings.seed) for batch in probes]
+
+    @cached_property
+    def _policy(self) -> Policy:
+        model, _, probes = self._trained
+        return Policy.uniform(profile_model(model, probes[0]), Action.COMPRESS)
+
+    def another_batch(self) -> float:
+        """The relative difference between the gradients of two batches."""
+        return root_mean_square([relative_error(*pair) for pair in pairwise(self._exact)])
+
+    def codec_errors(self, scheme: Scheme) -> dict[str, float]:
+        """The error of the gradient, and of the saved tensors, with all that blocks save through one codec."""
+        with RoundTrips(self._trained[0], scheme) as hooks:
+            error = self._error()
+        assert hooks.num_tensors, f"{scheme} met no tensor to encode"
+        return {"error": error, "round_trip_error": hooks.error}
+
+    def policy_error(self, scheme: Scheme) -> dict[str, float | None]:
+        """The error of the gradient with each activation through the codec of its layer, carried out by the executor.
+
+        What comes back is out of sight there.
+        """
+        with apply_policy(self._trained[0], with_options(self._policy, scheme)):
+            return {"error": self._error(), "round_trip_error": None}
+
+    def _error(self) -> float:
+        """Root mean square over all probes but the last."""
+        model, _, probes = self._trained
+        found = [compute_gradients(model, batch, self.settings.seed) for batch in probes[:-1]]
+        return root_mean_square([relative_error(*pair) for pair in zip(self._exact, found, strict=False)])
 
 
 def train(
@@ -94,34 +173,34 @@ def train(
     return model, loss.item()
 
 
-def measure(model: PreTrainedModel, probes: Sequence[Batch], seed: int) -> tuple[dict[Scheme, float], float]:
-    """The error of every scheme, and that of taking another batch: root mean squares over all probes but the last."""
-    exact = [compute_gradients(model, batch, seed) for batch in probes]
-    another_batch = root_mean_square([relative_error(*pair) for pair in pairwise(exact)])
-    errors = {}
-    for scheme in tqdm(codec_schemes(), desc="codecs", unit="scheme", leave=False):
-        with RoundTrips(model, scheme) as hooks:
-            errors[scheme] = _error(model, probes, exact, seed)
-            assert hooks.num_tensors, f"{scheme} met no tensor to encode"
-    profile = profile_model(model, probes[0])
-    policy = Policy.uniform(profile, Action.COMPRESS)
-    with apply_policy(model, policy) as handle:
-        for scheme in tqdm(layer_specific_schemes(), desc=LAYER_SPECIFIC, unit="scheme", leave=False):
-            handle.replace(with_options(policy, scheme))
-            errors[scheme] = _error(model, probes, exact, seed)
-    return errors, another_batch
-
-
-def _error(model: PreTrainedModel, probes: Sequence[Batch], exact: Sequence[Gradients], seed: int) -> float:
-    pairs = zip(probes[:-1], exact, strict=False)
-    return root_mean_square([relative_error(expected, compute_gradients(model, b, seed)) for b, expected in pairs])
-
-
 def root_mean_square(values: Sequence[float]) -> float:
     return (sum(value**2 for value in values) / len(values)) ** 0.5
 
 
-def table_text(errors: dict[Scheme, float]) -> str:
+def report_text(ledger: Ledger) -> str:
+    """The tables of both errors as Markdown, and what a prototype measured beside ours."""
+    info, training = ledger.run_info, ledger.points[TRAINING]
+    rows = [point for key, point in ledger.points.items() if key.startswith("gradient, ") and key != TRAINING]
+    schemes = {_scheme(row): row for row in rows}
+    errors = {scheme: row["error"] for scheme, row in schemes.items()}
+    trips = {s: row["round_trip_error"] for s, row in schemes.items() if row["round_trip_error"] is not None}
+    where = f"{Workload(**info['workload'])}, after {info['steps']} steps (loss {training['final_loss']:.3f})"
+    parts = [
+        f"Relative L2 error of the whole gradient, {where}",
+        table_text(errors),
+        comparison_text(errors),
+        f"The gradient of another batch: {training['another_batch']:.2f}",
+        "Relative L2 error of what the blocks save after encoding and decoding it:",
+        table_text(trips),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _scheme(row: Mapping[str, Any]) -> Scheme:
+    return Scheme(**{name: row[name] for name in Scheme.__dataclass_fields__})
+
+
+def table_text(errors: Errors) -> str:
     """One line per codec, scale and rounding; one column per group size."""
     lines = dict.fromkeys((scheme.name, scheme.scale, scheme.rounding) for scheme in errors)
     columns = {None: "one per row", **{size: f"groups of {size}" for size in GROUP_SIZES}}
@@ -136,7 +215,7 @@ def table_text(errors: dict[Scheme, float]) -> str:
     return markdown_table(rows)
 
 
-def comparison_text(errors: dict[Scheme, float]) -> str:
+def comparison_text(errors: Errors) -> str:
     """What was measured here beside what a prototype had."""
     rows = [
         {

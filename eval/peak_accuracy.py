@@ -1,6 +1,6 @@
 """Predicted against measured peak of live bytes: four families x attention x precision x budgets.
 
-    python -m adacc_hf.eval.peak_accuracy
+    adacc eval peak-accuracy
 
 Each model is profiled once. Budgets lie at even distances from the least possible peak to just below plain training's.
 A policy is solved for each and followed for two steps; the peak of the third is measured by the allocator. A peak above
@@ -21,7 +21,8 @@ from tqdm import tqdm
 
 from adacc_hf import AdaccConfig, InfeasibleBudgetError, Policy, Profile, apply_policy, profile_model, solve_policy
 from adacc_hf.eval.families import ATTENTIONS, FAMILIES, PRECISIONS, Batch, Size, in_precision
-from adacc_hf.eval.records import Settings, add_settings, markdown_table, positive_int, save_record
+from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records import Settings, add_settings, markdown_table, positive_int
 from adacc_hf.memory import backward, forward_loss, measure_step
 from adacc_hf.policy import Action
 from adacc_hf.units import format_bytes
@@ -57,23 +58,32 @@ class Measurement:
 
 def main(argv: Sequence[str] | None = None, size: Size | None = None) -> int:
     """Measure, print the table and save the record. Returns 1 if a budget was exceeded or a prediction is off."""
-    parser = argparse.ArgumentParser(prog="adacc_hf.eval.peak_accuracy", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="adacc eval peak-accuracy", description=__doc__.partition("\n")[0])
     for name, choices in (("family", tuple(FAMILIES)), ("attention", ATTENTIONS), ("precision", PRECISIONS)):
         parser.add_argument(f"--{name}", nargs="+", choices=choices, default=choices, help="which to measure")
     parser.add_argument("--budgets", type=positive_int, default=5, help="budgets per model")
+    add_resume(parser)
     add_settings(parser, "peak_accuracy")
     arguments = parser.parse_args(argv)
     settings, size = Settings.from_arguments(arguments), size or Size()
     cases = list(product(arguments.family, arguments.attention, arguments.precision))
-    rows = [row for case in tqdm(cases, unit="model") for row in measure(*case, size, arguments.budgets, settings)]
-    save_record(
-        settings,
-        {"size": asdict(size), "budgets": arguments.budgets, "tolerance": TOLERANCE},
-        {"peaks": [asdict(row) | {"error": row.error, "within_budget": row.is_within_budget} for row in rows]},
-    )
-    bad = [row for row in rows if not row.is_good]
-    print(f"{table_text(rows)}\n\n{summary(rows)}\nsaved as {settings.output}")
-    return 1 if bad else 0
+    run_info = {"cases": cases, "size": asdict(size), "budgets": arguments.budgets, "tolerance": TOLERANCE}
+    with open_ledger(settings, run_info, arguments.resume) as ledger:
+        for case in tqdm(cases, desc="peak-accuracy", unit="model"):
+            ledger.measure(", ".join(case), lambda case=case: _point(measure(*case, size, arguments.budgets, settings)))
+        ledger.finish()
+        ledger.publish(report_text(ledger))
+        return 0 if all(row.is_good for row in _measurements(ledger)) else 1
+
+
+def _point(rows: Sequence[Measurement]) -> dict[str, Any]:
+    return {"peaks": [asdict(row) | {"error": row.error, "within_budget": row.is_within_budget} for row in rows]}
+
+
+def _measurements(ledger: Ledger) -> list[Measurement]:
+    names = Measurement.__dataclass_fields__
+    rows = [row for point in ledger.points.values() for row in point["peaks"]]
+    return [Measurement(**{name: row[name] for name in names}) for row in rows]
 
 
 def measure(
@@ -122,6 +132,12 @@ def measured_peak(model: nn.Module, batch: Batch, policy: Policy) -> int:
             backward(forward_loss(model, batch))
         model.zero_grad(set_to_none=True)
         return measure_step(model, batch).peak_bytes
+
+
+def report_text(ledger: Ledger) -> str:
+    """The table as Markdown, and the worst of it."""
+    rows = _measurements(ledger)
+    return f"{table_text(rows)}\n\n{summary(rows)}\n"
 
 
 def summary(rows: Sequence[Measurement]) -> str:

@@ -17,7 +17,6 @@ import transformers
 
 import adacc_hf
 from adacc_hf.errors import AdaccError
-from adacc_hf.files import write_json
 
 DEFAULT_FOLDER = Path("runs/eval")
 
@@ -87,11 +86,6 @@ def positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
-
-
-def save_record(settings: Settings, run_info: dict[str, Any], train_info: dict[str, Any]) -> None:
-    """Write the runner's JSON: its configuration, its figures, and where they come from."""
-    write_json(settings.output, make_record(settings, run_info, train_info, "complete"))
 
 
 def make_record(

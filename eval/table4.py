@@ -1,7 +1,7 @@
 """Train a model by each of the paper's methods and evaluate all of them: the paper's Table 4.
 
-    python -m adacc_hf.eval.table4 --preset demo
-    python -m adacc_hf.eval.table4 --preset gpt2-117m --dataset pile --tokenizer gpt2 --bf16 \\
+    adacc eval table4 --preset demo
+    adacc eval table4 --preset gpt2-117m --dataset pile --tokenizer gpt2 --bf16 \\
         --per_device_train_batch_size 32 --memory_budget 12GiB
 
 Options that are not listed here go to recipes/gpt2_pile.py, which trains every method in a process of its own; so a
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="adacc_hf.eval.table4",
+        prog="adacc eval table4",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # an option of the recipe must not be taken for the beginning of one of these
@@ -131,7 +131,7 @@ def _train_and_score(ledger: Ledger, run: RecipeRun, tasks: Tasks, arguments: ar
 
     def train() -> dict[str, Any]:
         try:
-            return {"status": "measured", **run.train()}
+            return {"status": "measured", "folder": run.folder.name, **run.train()}
         except TrainingFailedError as error:
             return {"status": "error", "reason": str(error)}
 

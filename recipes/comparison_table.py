@@ -1,27 +1,14 @@
 """The comparison as a table: printed, as Markdown, and as JSON with the settings and versions it was made with."""
 
-import json
-import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import accelerate
 import torch
-import transformers
 from recipe_arguments import RecipeArguments
 
-from adacc_hf import __version__
+from adacc_hf.eval.records import Settings, Spread, make_record, markdown_table
+from adacc_hf.files import write_json
 from adacc_hf.units import format_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """The 20th, 50th and 80th percentile of something measured several times."""
-
-    low: float
-    median: float
-    high: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +29,11 @@ class ComparisonRow:
 
     def cells(self) -> dict[str, str]:
         """The row as a reader sees it, by column heading."""
-        speed = self.relative_throughput
         return {
             "method": self.title,
             "peak activation bytes": format_bytes(self.activation_bytes),
             "peak live tensor bytes": format_bytes(self.peak_bytes),
-            "tokens/s relative to plain": f"{speed.median:.2f} ({speed.low:.2f} to {speed.high:.2f})",
+            "tokens/s relative to plain": self.relative_throughput.text(2),
             "final training loss": f"{self.final_train_loss:.4f}",
             "validation loss": f"{self.validation_loss:.4f}",
         }
@@ -65,50 +51,35 @@ class ComparisonRow:
 
 def table_text(rows: list[ComparisonRow]) -> str:
     """The table as Markdown with aligned columns, which reads well in a terminal too."""
-    cells = [row.cells() for row in rows]
-    widths = {name: max(len(name), *(len(cell[name]) for cell in cells)) for name in cells[0]}
-    # Text to the left, figures to the right.
-    align = {name: str.ljust if name == "method" else str.rjust for name in widths}
-    lines = [[align[name](name, width) for name, width in widths.items()]]
-    lines.append(["-" * width if name == "method" else "-" * (width - 1) + ":" for name, width in widths.items()])
-    lines += [[align[name](cell[name], width) for name, width in widths.items()] for cell in cells]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table([row.cells() for row in rows])
 
 
 def save_comparison(rows: list[ComparisonRow], folder: Path, args: RecipeArguments) -> None:
-    """Writes comparison.md and comparison.json into `folder`."""
-    record = {
-        "run_info": {
-            "model": asdict(args.model),
-            "data": asdict(args.data),
-            "training": args.training.to_sanitized_dict(),
-        },
-        "rows": [asdict(row) for row in rows],
-        "meta_info": _meta_info(args),
+    """Writes comparison.md and comparison.json into `folder`; the latter is a record like those of `adacc eval`."""
+    settings = Settings(
+        runner="demo_comparison",
+        seed=args.training.seed,
+        threads=torch.get_num_threads(),
+        device=args.training.device.type,
+        output=folder / "comparison.json",
+    )
+    run_info = {
+        "model": asdict(args.model),
+        "data": asdict(args.data),
+        "training": args.training.to_sanitized_dict(),
     }
-    note = f"{_conditions(args)}. Tokens/s: median (20th to 80th percentile) of whole training steps taken in turn."
-    folder.mkdir(parents=True, exist_ok=True)
+    points = {row.folder: asdict(row) for row in rows}
+    record = make_record(settings, run_info, {"points": points}, "complete")
+    note = f"{_conditions(args, record['meta_info']['device'])}. Tokens/s: median (20th to 80th percentile) of whole "
+    note += "training steps taken in turn."
+    write_json(settings.output, record)
     (folder / "comparison.md").write_text(f"{table_text(rows)}\n\n{note}\n", encoding="utf-8")
-    (folder / "comparison.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
-def _conditions(args: RecipeArguments) -> str:
+def _conditions(args: RecipeArguments, device: str) -> str:
     training = args.training
     return (
         f"{args.model.model} on {args.data.dataset}, {training.max_steps} steps of "
-        f"{training.per_device_train_batch_size} sequences, seed {training.seed}, {_meta_info(args)['device']}, "
-        f"torch {torch.__version__}"
+        f"{training.per_device_train_batch_size} sequences, seed {training.seed}, {device}, "
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}"
     )
-
-
-def _meta_info(args: RecipeArguments) -> dict[str, Any]:
-    device = args.training.device
-    is_gpu = device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(device) if is_gpu else f"{torch.get_num_threads()} CPU threads",
-        "adacc_hf": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "accelerate": accelerate.__version__,
-        "python": platform.python_version(),
-    }

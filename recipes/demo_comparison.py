@@ -5,7 +5,6 @@ trained models: bytes on one batch, speed on whole training steps taken in turn 
 that a busy machine slows all methods alike.
 """
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from comparison_table import ComparisonRow, Spread, save_comparison, table_text
+from comparison_table import ComparisonRow, save_comparison, table_text
 from text_packing import stack_sequences
 from training_run import FinishedRun, PreparedRun, save_report, train_once
 from transformers import PreTrainedModel
 
 from adacc_hf import apply_policy
+from adacc_hf.eval.records import Spread
 from adacc_hf.memory import StepMemory, measure_step
 
 Batch = dict[str, torch.Tensor]
@@ -123,7 +123,7 @@ def relative_throughput(finished: dict[str, FinishedRun], batch: Batch) -> dict[
         steps = {name: training_step(stack.enter_context(in_force(result)), batch) for name, result in finished.items()}
         rounds = [{name: seconds_of(step) for name, step in steps.items()} for _ in range(WARMUP_ROUNDS + TIMED_ROUNDS)]
     timed = rounds[WARMUP_ROUNDS:]
-    return {name: spread([seconds[BASE] / seconds[name] for seconds in timed]) for name in finished}
+    return {name: Spread.of([seconds[BASE] / seconds[name] for seconds in timed]) for name in finished}
 
 
 def training_step(model: PreTrainedModel, batch: Batch) -> Callable[[], None]:
@@ -145,12 +145,6 @@ def seconds_of(step: Callable[[], None]) -> float:
     step()
     _finish_device_work()
     return time.perf_counter() - start
-
-
-def spread(samples: list[float]) -> Spread:
-    """The 20th, 50th and 80th percentile of at least two samples."""
-    fifths = statistics.quantiles(samples, n=5, method="inclusive")
-    return Spread(low=fifths[0], median=statistics.median(samples), high=fifths[3])
 
 
 def _finish_device_work() -> None:

@@ -22,6 +22,7 @@ def test_bytes_moved_are_tensor_and_payload() -> None:
         copy_ms=spread[1.0],
         encode_ms=spread[2.0],
         decode_ms=spread[4.0],
+        round_trip_error=0.25,
     )
     cells = row.cells()
     assert cells["rate"] == "2.00"
@@ -47,18 +48,21 @@ def test_every_codec_and_rival_gets_a_row(
         main(["--tokens", "8", "--samples", "1", "--dtype", "bfloat16", "float32", "--output", str(output)])
     finally:
         torch.set_num_threads(threads)
-    rows = json.loads(output.read_text())["train_info"]["rows"]
+    rows = json.loads(output.read_text())["train_info"]["points"].values()
     names = {row["what"] for row in rows}
     codecs = {"outlier_int4", "token_int4", "int8", "channel_int4", "asymmetric_int4", "bitmask"}
     assert names >= codecs | {"plain torch reference", "outlier_int4 num_outliers=8"}
     assert {row["dtype"] for row in rows if row["what"] == "int8"} == {"bfloat16", "float32"}
     assert all(row["encode_ms"]["median"] > 0 for row in rows)
     table = capsys.readouterr().out
-    assert table.count("\n") == len(rows) + 2
+    assert table.count("\n| ") == len(rows) + 2
+    assert output.with_suffix(".md").read_text() in table
+    errors = {row["what"]: row["round_trip_error"] for row in rows if row["dtype"] != "bfloat16"}
+    assert errors["bitmask"] == 0.0 < errors["int8"] < errors["token_int4"]
     assert "encode / copy GB/s" in table
 
 
 def test_sizes_below_one_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--tokens", "0"])
-    assert "--tokens=0 and --samples=20 must be 1 or more" in capsys.readouterr().err
+    assert "argument --tokens: '0' is not a whole number of 1 or more" in capsys.readouterr().err

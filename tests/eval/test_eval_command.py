@@ -6,15 +6,17 @@ from importlib import import_module
 
 import pytest
 
-from adacc_hf.cli import RUNNERS, main
+from adacc_hf.cli import main
+from adacc_hf.cli_eval import RUNNERS
 from adacc_hf.eval import executor_bench
 
 
+@pytest.mark.parametrize("name", ["executor-bench", "executor_bench"])
 @pytest.mark.parametrize("status", [0, 1])
-def test_forwards_options_and_status(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+def test_forwards_options_and_status(monkeypatch: pytest.MonkeyPatch, name: str, status: int) -> None:
     given = []
     monkeypatch.setattr(executor_bench, "main", lambda argv: given.append(argv) or status)
-    assert main(["eval", "executor_bench", "--rounds", "3", "--output", "x"]) == status
+    assert main(["eval", name, "--rounds", "3", "--output", "x"]) == status
     assert given == [["--rounds", "3", "--output", "x"]]
 
 
@@ -22,8 +24,23 @@ def test_forwards_options_and_status(monkeypatch: pytest.MonkeyPatch, status: in
 def test_every_runner_explains_itself(runner: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["eval", runner, "--help"])
-    assert callable(import_module(f"adacc_hf.eval.{runner}").main)
-    assert "--output" in capsys.readouterr().out
+    assert callable(import_module(f"adacc_hf.eval.{RUNNERS[runner][0]}").main)
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: adacc eval {runner} ")
+    assert "--output" in shown
+
+
+def test_help_names_every_runner(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["eval", "--help"])
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown and text in shown for name, (_, text) in RUNNERS.items())
+
+
+def test_a_modules_name_stands_for_its_runner(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["eval", "solver_bench", "--help"])
+    assert "usage: adacc eval solver " in capsys.readouterr().out
 
 
 def test_bad_setting_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ def test_record_and_table(tiny: Workload, tmp_path: Path, capsys: pytest.Capture
     record = json.loads((tmp_path / "bench.json").read_text())
     assert record["run_info"]["cases"][0]["rounds"] == 2
     assert record["run_info"]["clock"] == "wall"
-    figures = record["train_info"][case_name(tiny)]["methods"]
+    figures = record["train_info"]["points"][case_name(tiny)]["methods"]
     assert list(figures) == [PLAIN, CHECKPOINTING, RECOMPUTED, RETAINED]
     for row in figures.values():
         assert row["of_plain"] == row["step_ms"]["median"] / figures[PLAIN]["step_ms"]["median"]

@@ -35,14 +35,17 @@ def test_record_and_tables(tiny: Workload, tmp_path: Path, capsys: pytest.Captur
     assert gradient_error.main(argv, replace(tiny, attention="eager")) == 0
     record = json.loads(output.read_text())
     assert (record["run_info"]["steps"], record["run_info"]["batches"]) == (2, 2)
-    rows = record["train_info"]["errors"]
+    training, *rows = record["train_info"]["points"].values()
     errors = {(row["name"], row["scale"]): row["error"] for row in rows}
-    assert list(rows[0]) == ["name", "scale", "group_size", "rounding", "error"]
-    assert 0 < errors["int8", None] < errors["token_int4", "signed"] < record["train_info"]["another_batch"]
-    assert 0 < errors[LAYER_SPECIFIC, "signed"] < record["train_info"]["another_batch"]
+    assert list(rows[0]) == ["name", "scale", "group_size", "rounding", "error", "round_trip_error"]
+    assert 0 < errors["int8", None] < errors["token_int4", "signed"] < training["another_batch"]
+    assert 0 < errors[LAYER_SPECIFIC, "signed"] < training["another_batch"]
+    trips = {(row["name"], row["scale"]): row["round_trip_error"] for row in rows}
+    assert 0 < trips["int8", None] < trips["token_int4", "signed"] < trips["token_int4", "paper"] < 1
+    assert trips[LAYER_SPECIFIC, "signed"] is None
     printed = capsys.readouterr().out
     assert f"{errors['token_int4', 'paper']:.3f} |     0.176 |" in printed
-    assert f"another batch: {record['train_info']['another_batch']:.2f}" in printed
+    assert f"another batch: {training['another_batch']:.2f}" in printed
 
 
 def test_training_lowers_the_loss(tiny: Workload, tmp_path: Path) -> None:

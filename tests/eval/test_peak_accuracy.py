@@ -23,7 +23,8 @@ def test_peaks_are_as_predicted(case: str, tmp_path: Path, capsys: pytest.Captur
     output = tmp_path / "peaks.json"
     options = ["--family", family, "--attention", attention, "--precision", precision, "--budgets", "2"]
     assert peak_accuracy.main([*options, "--output", str(output)], TINY) == 0
-    peaks = json.loads(output.read_text())["train_info"]["peaks"]
+    points = json.loads(output.read_text())["train_info"]["points"]
+    peaks = points[f"{family}, {attention}, {precision}"]["peaks"]
     assert [(peak["family"], peak["within_budget"]) for peak in peaks] == [(family, True)] * 2
     assert peaks[0]["budget_bytes"] < peaks[1]["budget_bytes"]
     assert f"| {family}, {attention}, {precision}" in capsys.readouterr().out

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from adacc_hf.eval import records
-from adacc_hf.eval.records import Settings, Spread, add_settings, markdown_table, positive_int, save_record, to_json
+from adacc_hf.eval.records import Settings, Spread, add_settings, make_record, markdown_table, positive_int, to_json
 
 
 def parsed(*argv: str) -> Settings:
@@ -27,10 +26,9 @@ def test_spread_of_one_sample() -> None:
     assert Spread.of([3.0]) == Spread(low=3.0, median=3.0, high=3.0)
 
 
-def test_record_has_the_three_parts(tmp_path: Path) -> None:
-    settings = parsed("--seed", "7", "--notes", "busy", "--output", str(tmp_path / "a" / "bench.json"))
-    save_record(settings, {"rounds": 3}, {"step_ms": Spread.of([1.0])})
-    record = json.loads((tmp_path / "a" / "bench.json").read_text())
+def test_record_has_the_three_parts() -> None:
+    settings = parsed("--seed", "7", "--notes", "busy")
+    record = make_record(settings, {"rounds": 3}, {"step_ms": Spread.of([1.0])}, "complete")
     assert record["run_info"] == {"runner": "bench", "rounds": 3, "seed": 7, "threads": 1, "device": "cpu"}
     assert record["train_info"] == {"step_ms": {"low": 1.0, "median": 1.0, "high": 1.0}}
     meta = record["meta_info"]

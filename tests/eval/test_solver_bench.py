@@ -18,11 +18,10 @@ def test_record_and_table(tiny: Workload, tmp_path: Path, capsys: pytest.Capture
     assert solver_bench.main(["--step", "45", "--repeats", "1", "--output", str(output)], cases) == 0
     record = json.loads(output.read_text())
     assert record["run_info"]["percents"] == [5, 50, 95]
-    rows = record["train_info"]["cases"]
-    assert [(row["attention"], row["budget_of"]) for row in rows] == [
-        ("sdpa", "stored"), ("sdpa", "peak"), ("eager", "stored"), ("eager", "peak"),
-    ]  # fmt: skip
-    for row in rows:
+    points = record["train_info"]["points"]
+    assert list(points) == ["sdpa, 2 blocks", "eager, 2 blocks"]
+    assert all(list(point) == ["stored", "peak"] for point in points.values())
+    for row in [row for point in points.values() for row in point.values()]:
         seconds = list(row["seconds"].values())
         assert list(row["seconds"]) == ["5", "50", "95"]
         assert (row["median_seconds"], row["max_seconds"]) == (sorted(seconds)[1], max(seconds))
@@ -30,5 +29,5 @@ def test_record_and_table(tiny: Workload, tmp_path: Path, capsys: pytest.Capture
         assert 95 not in row["infeasible_percents"]
         assert row["num_blocks"] == 2
     # Parameters alone take more than a twentieth of the peak.
-    assert all(5 in row["infeasible_percents"] for row in rows if row["budget_of"] == "peak")
+    assert all(5 in point["peak"]["infeasible_percents"] for point in points.values())
     assert "| eager, 2 blocks" in capsys.readouterr().out

@@ -1,10 +1,11 @@
 import json
 from pathlib import Path
 
-import pytest
-from comparison_table import ComparisonRow, Spread, save_comparison, table_text
-from demo_comparison import spread
+from comparison_table import ComparisonRow, save_comparison, table_text
 from recipe_arguments import parse_arguments
+
+from adacc_hf.eval.records import Spread
+from adacc_hf.eval.schemas import check_record
 
 ROWS = [
     ComparisonRow(
@@ -37,15 +38,15 @@ def test_the_table_is_aligned_and_complete():
 def test_the_record_holds_figures_settings_and_versions(tmp_path: Path):
     save_comparison(ROWS, tmp_path / "run", parse_arguments(["--seed", "5", "--use_cpu"]))
     record = json.loads((tmp_path / "run" / "comparison.json").read_text())
-    assert record["rows"][1]["relative_throughput"] == {"low": 0.9, "median": 0.75, "high": 1.1}
+    check_record(record)
+    assert record["train_info"]["points"]["a much longer title"]["relative_throughput"] == {
+        "low": 0.9,
+        "median": 0.75,
+        "high": 1.1,
+    }
     assert record["run_info"]["training"]["seed"] == 5
     assert record["run_info"]["model"]["model"] == "demo"
-    assert {"torch", "transformers", "adacc_hf", "device"} <= record["meta_info"].keys()
+    assert {"torch", "transformers", "adacc_hf"} <= record["meta_info"]["versions"].keys()
     text = (tmp_path / "run" / "comparison.md").read_text()
     assert text.startswith(table_text(ROWS))
     assert "seed 5" in text
-
-
-def test_spread_is_the_percentiles_20_50_80():
-    result = spread([5.0, 1.0, 4.0, 2.0, 3.0, 6.0])
-    assert (result.low, result.median, result.high) == pytest.approx((2.0, 3.5, 5.0))  # rounding of 0.2 * 5

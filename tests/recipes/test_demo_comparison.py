@@ -27,5 +27,5 @@ def test_the_comparison_trains_and_measures_every_method(figures: dict[str, floa
         assert (tmp_path / "run" / folder / "model.safetensors").is_file()
 
     record = json.loads((tmp_path / "run" / "comparison.json").read_text())
-    assert [row["folder"] for row in record["rows"]] == folders
-    assert record["rows"][0]["relative_throughput"] == {"low": 1.0, "median": 1.0, "high": 1.0}
+    assert list(record["train_info"]["points"]) == folders
+    assert record["train_info"]["points"]["plain"]["relative_throughput"] == {"low": 1.0, "median": 1.0, "high": 1.0}

@@ -1,0 +1,45 @@
+"""What codecs lose and what they cost: gradient error, round-trip error and bandwidth, in one record.
+
+    adacc eval codecs
+    adacc eval codecs --device cuda --model gpt2-345m llama-7b --dtype bfloat16 --tokens 8192 --compile
+
+`adacc eval gradient-error` and `adacc eval codec-bandwidth` are the two halves, each with a record of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from adacc_hf.eval import codec_bandwidth, gradient_error
+from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records import Settings, add_settings
+from adacc_hf.eval.workload import Workload
+
+
+def main(argv: Sequence[str] | None = None, workload: Workload = gradient_error.WORKLOAD) -> int:
+    """Measure both, print the tables, save them and the record."""
+    parser = argparse.ArgumentParser(prog="adacc eval codecs", description=__doc__.partition("\n")[0])
+    gradient_error.add_probing(parser)
+    codec_bandwidth.add_tensors(parser)
+    add_resume(parser)
+    add_settings(parser, "codecs")
+    arguments = parser.parse_args(argv)
+    settings = Settings.from_arguments(arguments)
+    run_info = gradient_error.probing_info(arguments, workload) | codec_bandwidth.tensors_info(arguments)
+    with open_ledger(settings, run_info, arguments.resume) as ledger:
+        codec_bandwidth.measure(ledger)
+        gradient_error.measure(ledger, workload)
+        ledger.finish()
+        ledger.publish(report_text(ledger))
+    return 0
+
+
+def report_text(ledger: Ledger) -> str:
+    """Both reports as Markdown."""
+    return f"{gradient_error.report_text(ledger)}\n{codec_bandwidth.report_text(ledger)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""Every runner at the demo's scale, one after the other, each in a process and a folder of its own.
+
+    adacc eval all --output runs/eval/all.json
+    adacc eval all --device cuda --publish eval/results/my-gpu
+
+What was cut short goes on where it stopped: with the runner that was under way, and in it at its last point.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from adacc_hf.eval.clock import add_clock, check_clock
+from adacc_hf.eval.isolation import Figures, Status
+from adacc_hf.eval.ledger import Ledger, RecordError, add_resume, open_ledger
+from adacc_hf.eval.records import Settings, add_settings, markdown_table
+from adacc_hf.eval.schemas import check_record
+from adacc_hf.files import read_json
+
+CLOCKED = ("throughput", "peers", "ablation", "solver", "executor-bench", "budget-bench", "evolution")
+UNCLOCKED = ("max-batch", "loss", "codecs", "peak-accuracy", "table4")
+SCORED = ("cloze", "downstream")
+"""Need a trained model, which table4 leaves."""
+
+NAMES = (*CLOCKED, *UNCLOCKED, *SCORED)
+
+SAMPLE_ROWS = Path(__file__).parent / "sample_rows"
+"""A few rows of our own in the schema of Table 4's data sets: enough to see downstream work, not to rank models."""
+
+Execute = Callable[[Sequence[str]], int]
+
+
+def main(argv: Sequence[str] | None = None, execute: Execute | None = None) -> int:
+    """Run what is missing, print and save what came of each. Returns 1 if one failed."""
+    parser = argparse.ArgumentParser(prog="adacc eval all", description=__doc__.partition("\n")[0])
+    parser.add_argument("--runners", nargs="+", choices=NAMES, default=list(NAMES), help="which (default: all)")
+    parser.add_argument(
+        "--data_dir", type=Path, default=SAMPLE_ROWS, help="data sets for downstream (default: a few sample rows)"
+    )
+    parser.add_argument("--publish", type=Path, metavar="DIR", help="also copy records, tables and plots into DIR")
+    add_clock(parser)
+    add_resume(parser)
+    add_settings(parser, "all")
+    arguments = parser.parse_args(argv)
+    settings = Settings.from_arguments(arguments)
+    check_clock(arguments.clock, settings)
+    run_info = {"runners": arguments.runners, "clock": arguments.clock, "data_dir": str(arguments.data_dir)}
+    with open_ledger(settings, run_info, arguments.resume) as ledger:
+        for name in tqdm(arguments.runners, desc="all", unit="runner"):
+            ledger.measure(name, lambda name=name: measure(ledger, name, execute or _execute))
+        ledger.finish()
+        if arguments.publish is not None:
+            publish(ledger, arguments.publish)
+        ledger.publish(report_text(ledger))
+    return 0 if all(point["status"] == Status.MEASURED.value for point in ledger.points.values()) else 1
+
+
+def measure(ledger: Ledger, name: str, execute: Execute) -> Figures:
+    """How one runner ended, and after how long."""
+    output = record_path(ledger, name)
+    command = ["eval", name, "--output", str(output), *_shared_options(ledger)]
+    if name in CLOCKED:
+        command += ["--clock", ledger.run_info["clock"]]
+    if name in SCORED:
+        model = trained_model(ledger)
+        if model is None:
+            return {"status": Status.ERROR.value, "reason": "needs the model that table4 trains: run it before"}
+        command += ["--model", str(model)]
+    if name == "downstream":
+        command += ["--data_dir", ledger.run_info["data_dir"]]
+    start = time.perf_counter()
+    status = execute(command)
+    figures = {"seconds": time.perf_counter() - start, "record": str(output.relative_to(ledger.settings.output.parent))}
+    if status != 0:
+        reason = f"`adacc {' '.join(command)}` ended with status {status}; its last lines say why"
+        return {"status": Status.ERROR.value, "reason": reason, **figures}
+    check_record(read_json(output, RecordError, "record"))
+    return {"status": Status.MEASURED.value, **figures}
+
+
+def record_path(ledger: Ledger, name: str) -> Path:
+    """Where a runner's record lies: in a folder of its own, because runners lock theirs."""
+    return ledger.settings.output.parent / name / f"{name.replace('-', '_')}.json"
+
+
+def _shared_options(ledger: Ledger) -> list[str]:
+    settings = ledger.settings
+    options = {name: getattr(settings, name) for name in ("seed", "threads", "device", "notes")}
+    return [f"--{name}={value}" for name, value in options.items()]
+
+
+def trained_model(ledger: Ledger) -> Path | None:
+    """The folder of the model that table4 trained plainly; None if it has not."""
+    path = record_path(ledger, "table4")
+    if not path.is_file():
+        return None
+    training = Ledger.load(path).points.get("none/training", {})
+    return path.parent / training["folder"] if "folder" in training else None
+
+
+def _execute(command: Sequence[str]) -> int:
+    return subprocess.run([sys.executable, "-m", "adacc_hf.cli", *command], check=False).returncode
+
+
+def publish(ledger: Ledger, folder: Path) -> None:
+    """Copy what each runner that succeeded left: record, table and plot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, point in ledger.points.items():
+        if point["status"] == Status.MEASURED.value:
+            path = record_path(ledger, name)
+            for file in (path.with_suffix(suffix) for suffix in (".json", ".md", ".svg")):
+                if file.is_file():
+                    shutil.copy(file, folder)
+
+
+def report_text(ledger: Ledger) -> str:
+    """One line per runner, as Markdown."""
+    rows = [
+        {
+            "runner": name,
+            "minutes": f"{point['seconds'] / 60:.1f}" if "seconds" in point else "",
+            "status": point["status"],
+            "record": point.get("record", ""),
+        }
+        for name, point in ledger.points.items()
+    ]
+    failed = [f"{name}: {point['reason']}" for name, point in ledger.points.items() if "reason" in point]
+    return "\n\n".join([markdown_table(rows), *failed]) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
