@@ -42,7 +42,6 @@ class Recorder(TorchDispatchMode):
         """The base tensor of each value, detached."""
         self.operators: list[TapeOperator] = []
         self.slots: list[TensorRef] = []
-        self.slot_positions: list[int] = []
         self.untrusted: str | None = None
         self._autocast = [str(torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
         self._current: dict[int, int] = {}
@@ -73,7 +72,6 @@ class Recorder(TorchDispatchMode):
     def save(self, tensor: torch.Tensor) -> int:
         """Note that autograd saves `tensor`; return the slot's index."""
         self.slots.append(self.refer(tensor))
-        self.slot_positions.append(len(self.operators))
         return len(self.slots) - 1
 
     def tape(self) -> Tape:
@@ -83,7 +81,6 @@ class Recorder(TorchDispatchMode):
             values=self.values,
             operators=self.operators,
             slots=self.slots,
-            slot_positions=self.slot_positions,
             untrusted=self.untrusted,
         )
         parameters = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.block.named_parameters()]

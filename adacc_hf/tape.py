@@ -112,8 +112,6 @@ class Tape:
     operators: list[TapeOperator]
     slots: list[TensorRef]
     """The tensors autograd saved, in order."""
-    slot_positions: list[int]
-    """Number of operators recorded before each slot was saved."""
     untrusted: str | None = None
     """Why the tape must not be used (data read into Python), or None."""
     identity: str = ""

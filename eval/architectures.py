@@ -276,10 +276,9 @@ tiny random models: fp32, dropout on, sdpa attention where the model has it. No 
 - **compressed**: a policy that retains and compresses gives bit for bit the gradients of plain training whose saved
   tensors go through the same codecs; "-" where every block fell back.
 - **stored bytes**: what forward leaves behind is what the policy predicted, byte for byte.
-- **notes**: blocks that torch's checkpoint runs instead of ours, and why: their policy is not followed, and their
-  stored bytes are the checkpoint's. Elsewhere a prediction is off where a block keeps tensors on its modules from step
-  to step, saves tensors for results that never reach the loss (routers, last states), or hands a tensor that it saves
-  itself to other blocks.
+- **notes**: blocks that cannot be replayed, and why: such a block retains everything or runs under torch's checkpoint,
+  as the policy says. Predictions are off where a model keeps tensors on its modules from step to step
+  (recurrent_gemma), and where a block retains tensors whose number depends on random routing (switch_transformers).
 
 Written by `python -m adacc_hf.eval.architectures --output docs/SUPPORT.md`.
 """

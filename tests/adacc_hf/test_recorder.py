@@ -51,8 +51,6 @@ def test_slots_follow_autograd_and_know_their_views(x):
     ]
     assert tape.slots[0].geometry == ((6, 4), (4, 1), 0)
     assert tape.slots[1].geometry == ((4, 4), (1, 4), 0)
-    assert tape.slot_positions == sorted(tape.slot_positions)
-    assert tape.slot_positions[-1] == len(tape.operators) - 1
     for slot in tape.slots:
         assert recorder.bases[slot.value].untyped_storage().nbytes() == tape.values[slot.value].nbytes
 
