@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from adacc_hf.config import AdaccConfig
     from adacc_hf.errors import (
         AdaccError,
+        CompiledBlockError,
         InfeasibleBudgetError,
         NestedHooksError,
         NoBlocksError,
@@ -39,6 +40,7 @@ _EXPORTS = {
     "ThroughputCallback": "adacc_hf.callbacks.throughput",
     "AdaccConfig": "adacc_hf.config",
     "AdaccError": "adacc_hf.errors",
+    "CompiledBlockError": "adacc_hf.errors",
     "InfeasibleBudgetError": "adacc_hf.errors",
     "NestedHooksError": "adacc_hf.errors",
     "NoBlocksError": "adacc_hf.errors",

@@ -22,11 +22,12 @@ from adacc_hf.compat import (
     PreTrainedModel,
     class_name,
     is_checkpoint_wrapper,
+    is_compiled_around,
     keyword_arguments,
     outer_hooks,
     without_caches,
 )
-from adacc_hf.errors import NestedHooksError, NoBlocksError
+from adacc_hf.errors import CompiledBlockError, NestedHooksError, NoBlocksError
 
 _ABSENT = object()
 
@@ -71,6 +72,12 @@ class BlockFunction:
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         if self.block is None or not torch.is_grad_enabled():
             return fn(*args)
+        if is_compiled_around():
+            raise CompiledBlockError(
+                f"block {self.name} runs inside a module that torch.compile compiles, where no operator can be seen: "
+                f"compile what stands beside the blocks or inside them only (torch_compile=False in "
+                f"TrainingArguments), or compile the whole model with backend='adacc' and without adacc_hf around it"
+            )
         self.num_calls += 1
         if outer_hooks() is not None and not getattr(self.strategy, "expects_outer_hooks", False):
             raise NestedHooksError(

@@ -20,7 +20,7 @@ SETTER = "_set_gradient_checkpointing"
 
 __all__ = [
     "FLAG", "FUNCTION", "SETTER", "GradientCheckpointingLayer", "PreTrainedModel", "attention_of", "block_of",
-    "class_name", "keyword_arguments", "no_packed_sequences", "outer_hooks", "without_caches",
+    "class_name", "is_compiled_around", "keyword_arguments", "no_packed_sequences", "outer_hooks", "without_caches",
 ]  # fmt: skip
 
 
@@ -67,6 +67,14 @@ def attention_of(block: nn.Module) -> list[str]:
 def outer_hooks() -> Any:
     """The innermost pair of saved-tensor hooks that is active now, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def is_compiled_around() -> bool:
+    """Whether the caller runs inside a function or module that torch.compile compiles.
+
+    `is_compiling` says so to the compiler, which goes no further then, and the second half when Python runs.
+    """
+    return torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
 def is_checkpoint_wrapper(module: nn.Module) -> bool:

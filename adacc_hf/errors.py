@@ -40,6 +40,10 @@ class NestedHooksError(AdaccError, RuntimeError):
     """Another pair of saved-tensor hooks stands around or inside a block; only the innermost pair would run."""
 
 
+class CompiledBlockError(AdaccError, RuntimeError):
+    """A block runs inside a module that torch.compile compiles; its operators cannot be recorded there."""
+
+
 class FakeDeviceError(AdaccError, RuntimeError):
     """Tensors without memory cannot be made here for a device."""
 

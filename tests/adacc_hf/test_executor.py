@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf import executor as executor_module
 from adacc_hf.errors import PolicyMismatchError, TapeMismatchError
+from adacc_hf.recorder import Recorder
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 ACTIONS = ("retain", "recompute", "compress")
@@ -385,6 +386,18 @@ def test_a_steady_step_reads_no_data(gpt2, batch, gpt2_profile, run_steps):
     with apply_policy(gpt2, policy):
         run_steps(gpt2, batch)
         assert reads_of_a_step(gpt2, batch) == plain
+
+
+def test_a_steady_step_enters_no_dispatch_mode(gpt2, batch, gpt2_profile, run_steps, monkeypatch):
+    """Neither in forward nor in backward; the recorded steps before it do."""
+    entered = []
+    enter = TorchDispatchMode.__enter__
+    monkeypatch.setattr(TorchDispatchMode, "__enter__", lambda mode: entered.append(type(mode)) or enter(mode))
+    with apply_policy(gpt2, Policy.random(gpt2_profile, 11, ACTIONS)):
+        for times in (2, 0, 0):
+            run_steps(gpt2, batch, num_steps=2)
+            assert entered == [Recorder] * times * len(gpt2_profile.blocks)
+            entered.clear()
 
 
 def test_the_mode_would_notice():

@@ -406,19 +406,6 @@ class TestWhatBlocksDo:
         assert made
         assert all(op.replayable for op in made)
 
-    @pytest.mark.filterwarnings(
-        "ignore:The .grad attribute of a Tensor that is not a leaf"
-    )  # dynamo looks at all inputs
-    def test_a_compiled_submodule(self, toy_model, toy_batch, assert_exact):
-        """Its one autograd function saves what the compiler chose; what is inside is seen operator by operator."""
-        torch._dynamo.reset()
-
-        def setup(block):
-            block.mlp = torch.compile(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU()), backend="aot_eager")
-            block.out = torch.nn.Linear(16, 8)
-
-        assert_exact(toy_model(lambda block, hidden: hidden + block.out(block.mlp(hidden)), setup=setup), toy_batch())
-
 
 def calling(model, order):
     """`model` with its blocks called in `order`, which holds their indices."""

@@ -161,6 +161,22 @@ def test_a_refusal_is_noted(monkeypatch):
     assert "| refused: it has none |" in support_table([verdict])
 
 
+def test_the_head_counts_the_kept_promises():
+    kept = Verdict(
+        architecture=TABLE["gpt2"],
+        attention="sdpa",
+        num_blocks=2,
+        num_kinds=1,
+        lossless=True,
+        compressed=True,
+        stored=True,
+    )
+    noted, all_under_checkpoint = replace(kept, notes=("why",)), replace(kept, compressed=None, notes=("why",))
+    page = support_table([kept, noted, all_under_checkpoint, replace(kept, stored=False)])
+    assert "\n2 of 4 architectures keep all three promises" in page
+    assert "In 1 of them torch's checkpoint runs\nsome" in page
+
+
 def test_unknown_names_are_refused(capsys):
     with pytest.raises(SystemExit):
         main(["no-such-model"])
