@@ -48,8 +48,8 @@ def profile_model(
         instruments: what takes the readings, by default from real runs.
 
     Raises NoBlocksError for a model without repeated blocks, NestedHooksError if other saved-tensor hooks are active,
-    CompiledBlockError if torch.compile compiles the blocks, ChunkedHeadError if the config wants a chunked head that the model cannot have, ValueError for a batch without a
-    loss.
+    CompiledBlockError if torch.compile compiles the blocks, ChunkedHeadError if the config wants a chunked head that
+    the model cannot have, ValueError for a batch without a loss.
     """
     config = config or AdaccConfig()
     instruments = instruments or Instruments()
