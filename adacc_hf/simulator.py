@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -310,7 +310,13 @@ class _Walk:
 
     def _decoded_bytes(self, steps: Sequence[_Step]) -> list[tuple[int, int]]:
         """Bytes of decoded values (while a step runs, after it), for each step."""
-        spans = [span for value in self.roots if self._is_coded(value) for span in self._decoded_spans(value, steps)]
+        uses: dict[int, list[int]] = {}
+        for number, step in enumerate(steps):
+            for value in self._decoded_by(step):
+                uses.setdefault(value, []).append(number)
+        unpacks = [number for number, step in enumerate(steps) if step.unpacked is not None]
+        released = {step.released: number for number, step in enumerate(steps) if step.released is not None}
+        spans = [span for value in uses for span in self._decoded_spans(value, uses[value], steps, unpacks, released)]
         return [
             (
                 sum(nbytes for first, last, nbytes in spans if first <= number <= last),
@@ -319,21 +325,24 @@ class _Walk:
             for number in range(len(steps))
         ]
 
-    def _decoded_spans(self, value: int, steps: Sequence[_Step]) -> list[tuple[float, float, int]]:
-        """(first step, last step, bytes) of each stretch in which a compressed value is there decoded.
+    def _decoded_spans(
+        self,
+        value: int,
+        uses: Sequence[int],
+        steps: Sequence[_Step],
+        unpacks: Sequence[int],
+        released: Mapping[int | None, int],
+    ) -> list[tuple[float, float, int]]:
+        """(first step, last step, bytes) of each stretch in which a compressed value, used at `uses`, is there decoded.
 
         It is dropped at the end of an unpack if none of the next DECODED_KEPT unpacks wants it, at once after its last
         use, and in no case before autograd lets go of it.
         """
-        unpacks = [number for number, step in enumerate(steps) if step.unpacked is not None]
-        uses = [
-            (number, bisect_left(unpacks, number)) for number, s in enumerate(steps) if value in self._decoded_by(s)
-        ]
-        released = {step.released: number for number, step in enumerate(steps) if step.released is not None}
+        ordinals = [bisect_left(unpacks, number) for number in uses]
         spans: list[tuple[float, float, int]] = []
         nbytes = self.kind.values[value].nbytes
-        for index, (number, ordinal) in enumerate(uses):
-            if index == 0 or ordinal - uses[index - 1][1] > DECODED_KEPT:
+        for index, (number, ordinal) in enumerate(zip(uses, ordinals, strict=True)):
+            if index == 0 or ordinal - ordinals[index - 1] > DECODED_KEPT:
                 spans.append((number, number, nbytes))
             is_last = index == len(uses) - 1
             slot = steps[number].unpacked
