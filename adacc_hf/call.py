@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from adacc_hf.errors import TapeMismatchError
-from adacc_hf.replay import Program, view
+from adacc_hf.replay import Program, copy_with_storage, view
 
 if TYPE_CHECKING:
     from adacc_hf.compiled import CompiledPlan
@@ -114,7 +114,7 @@ class Call:
         if version is not None:
             if held._version != version:
                 raise self._modified(self.plan.slots[slot].value)
-            return held
+            return copy_with_storage(held) if self.plan.slots[slot].copied else held
         if torch.is_grad_enabled() or torch.is_autocast_enabled(self.plan.device_type):
             with torch.no_grad(), torch.autocast(self.plan.device_type, enabled=False):
                 return self._run(program, slot, held)
@@ -145,7 +145,8 @@ class Call:
         result = view(environment[ref.value], ref)
         for value in program.frees:
             environment[value] = None
-        return result
+        is_read_again = environment[ref.value] is not None or ref.value in self.plan.store.retained
+        return copy_with_storage(result) if is_read_again and self.plan.slots[slot].copied else result
 
     def _fetch(self, value: int, slot: int, cells: list[Cell]) -> None:
         """Put a stored value into the environment, decoded unless it is still there."""

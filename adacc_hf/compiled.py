@@ -15,9 +15,23 @@ from adacc_hf.tape import Source, Tape, TensorRef
 class Slot:
     """What happens to one saved tensor under a plan."""
 
-    __slots__ = ("checks_offset", "dtype", "in_cell", "needs", "offset", "position", "ref", "size", "stride", "value")
+    __slots__ = (
+        "checks_offset",
+        "copied",
+        "dtype",
+        "in_cell",
+        "needs",
+        "offset",
+        "position",
+        "ref",
+        "size",
+        "stride",
+        "value",
+    )
 
-    def __init__(self, ref: TensorRef, in_cell: bool, needs: tuple[int, ...] | None, block_made: bool) -> None:
+    def __init__(
+        self, ref: TensorRef, in_cell: bool, needs: tuple[int, ...] | None, block_made: bool, copied: bool
+    ) -> None:
         size, self.stride, self.offset = ref.geometry
         self.ref = ref
         self.value = ref.value
@@ -30,6 +44,8 @@ class Slot:
         self.position = {value: index for index, value in enumerate(needs or ())}
         self.checks_offset = block_made
         """Whether the offset in the storage is part of the tape; an argument may be a slice of anything."""
+        self.copied = copied
+        """Whether autograd gets a copy: its backward may write into what replay, or an equal value's slot, reads."""
 
     def __str__(self) -> str:
         return f"{tuple(self.size)} stride {self.stride} {self.dtype}"
@@ -68,7 +84,8 @@ class CompiledPlan:
         saved = {value for value in self.needs if value in self.store.compressed}
         self.roots = tuple(sorted(saved.union(*self.needs.values())))
         """Stored values that get a cell: payloads, and tensors that some replay reads."""
-        self.slots = [self._slot(ref) for ref in self._merged.slots]
+        read = {*self._read_by_replay(), *equal.values()}
+        self.slots = [self._slot(index, ref, read) for index, ref in enumerate(self._merged.slots)]
         self.encode_views = {value: encode_view(tape, value) for value in self.store.compressed}
         self.externals = self._externals()
         """(value, source) of the inputs, parameters and buffers that a call must hold for replay."""
@@ -87,10 +104,17 @@ class CompiledPlan:
         _, leaves = closure(self._merged, value, self.store.__contains__)
         return tuple(leaf for leaf in leaves if leaf in self.store.retained or leaf in self.store.compressed)
 
-    def _slot(self, ref: TensorRef) -> Slot:
+    def _read_by_replay(self) -> set[int]:
+        """Values that operators read when anything that is not at hand is remade, parameters and the like aside."""
+        runs = [closure(self._merged, value, self.store.__contains__)[0] for value in self.needs]
+        read = {value for run in runs for number in run for value in self._merged.operators[number].inputs()}
+        return {value for value in read if not self.tape.is_held_elsewhere(value)}
+
+    def _slot(self, index: int, ref: TensorRef, read: set[int]) -> Slot:
         needs = self.needs.get(ref.value)
         in_cell = ref.value in self.roots
-        return Slot(ref, in_cell, needs, self.tape.values[ref.value].source is None)
+        copied = index in self.tape.custom_slots and ref.value in read
+        return Slot(ref, in_cell, needs, self.tape.values[ref.value].source is None, copied)
 
     def _externals(self) -> list[tuple[int, Source]]:
         read = {value for needs in self.needs for value in closure(self._merged, needs, self.store.__contains__)[1]}

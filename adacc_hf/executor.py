@@ -12,6 +12,7 @@ R4  Parameters and casts of parameters are never compressed. A cast may be recom
 R5  Random operators are never replayed: their result is retained or stored losslessly. Of dropout only the mask
     is random.
 R6  An in-place operator makes a new version of a storage; replay never changes a version that something else needs.
+    Nor does the backward of an autograd function written in Python: what replay reads again, it gets as a copy.
 R7  Nothing is replayed that was not compared with the original, bit for bit, when its tape was recorded.
 R8  Each call checks what autograd saves against the tape. A new input shape gets a tape of its own. Where operators
     depend on data, torch's checkpoint takes over.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from adacc_hf.tape import Source, Tape, TapeOperator, TapeValue, TensorRef, geom
 
 _NO_OPERATORS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 _READS_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_APPLY = torch.autograd.Function.apply.__func__.__code__
 _MOVES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_"}
 
 
@@ -42,6 +44,7 @@ class Recorder(TorchDispatchMode):
         """The base tensor of each value, detached."""
         self.operators: list[TapeOperator] = []
         self.slots: list[TensorRef] = []
+        self.custom_slots: set[int] = set()
         self.untrusted: str | None = None
         self._autocast = [str(torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
         self._current: dict[int, int] = {}
@@ -69,8 +72,10 @@ class Recorder(TorchDispatchMode):
         key = tensor.untyped_storage()._cdata
         return None if key in self._externals else self._current.get(key)
 
-    def save(self, tensor: torch.Tensor) -> int:
-        """Note that autograd saves `tensor`; return the slot's index."""
+    def save(self, tensor: torch.Tensor, caller: CodeType | None = None) -> int:
+        """Note that autograd saves `tensor`; return the slot's index. `caller` is the code that the hook came from."""
+        if caller is _APPLY:
+            self.custom_slots.add(len(self.slots))
         self.slots.append(self.refer(tensor))
         return len(self.slots) - 1
 
@@ -81,6 +86,7 @@ class Recorder(TorchDispatchMode):
             values=self.values,
             operators=self.operators,
             slots=self.slots,
+            custom_slots=frozenset(self.custom_slots),
             untrusted=self.untrusted,
         )
         parameters = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.block.named_parameters()]

@@ -112,6 +112,8 @@ class Tape:
     operators: list[TapeOperator]
     slots: list[TensorRef]
     """The tensors autograd saved, in order."""
+    custom_slots: frozenset[int] = frozenset()
+    """Slots that autograd functions written in Python saved: their backward may write into what it is given."""
     untrusted: str | None = None
     """Why the tape must not be used (data read into Python), or None."""
     identity: str = ""
@@ -169,7 +171,9 @@ class Tape:
         self.identity = _digest([self.block_class, *identity])
         self.structure = _digest([self.identity, self._wiring()])
         constants = [_constants((operator.args, operator.kwargs)) for operator in self.operators]
-        self.digest = _digest([self.structure, constants, [repr(slot) for slot in self.slots]])
+        self.digest = _digest(
+            [self.structure, constants, [repr(slot) for slot in self.slots], sorted(self.custom_slots)]
+        )
 
     def values_in(self, other: Tape) -> dict[int, int] | None:
         """For each value that operators touch, the one of `other` that is the same; None if other operators ran.

@@ -1,0 +1,101 @@
+"""Rule R6 for autograd functions written in Python: their backward may write into what they saved.
+
+The kernels of libraries do so to save memory. What other nodes of the block save is never overwritten here: that would
+spoil plain training too.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.memory import measure_step
+
+CONFIG = AdaccConfig(min_compress_bytes=0)
+
+
+class SquareIntoWhatItSaved(torch.autograd.Function):
+    """x * x, whose backward leaves its result where x was: no dispatcher and no version counter sees it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        np.multiply(x.numpy(), 2 * gradient.numpy(), out=x.numpy())
+        return x.clone()
+
+
+square = SquareIntoWhatItSaved.apply
+
+
+def before_a_replay_reads_it(block, hidden):
+    """The square's backward comes before the layer's, for which exp is replayed from what the square saved."""
+    x = block.up(hidden)
+    return hidden + block.down(x.tanh().exp()) + square(x)
+
+
+def in_a_chain(block, hidden):
+    """What one square saved is what the next one's argument is replayed from."""
+    x = block.up(hidden)
+    y = x * 0.5
+    return hidden + block.down(y.sigmoid()) + square(y) + square(x)
+
+
+def of_the_blocks_input(block, hidden):
+    return block.down(hidden.tanh().exp()) + square(hidden * 1.0) + block.up(hidden)
+
+
+def of_a_twin(block, hidden):
+    """Two equal activations, which a plan stores once: the square gets one of them, the layer the other."""
+    x = block.up(hidden)
+    return hidden + block.down(x * 0.5) + square(x * 0.5)
+
+
+FORWARDS = [before_a_replay_reads_it, in_a_chain, of_the_blocks_input, of_a_twin]
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_what_a_function_overwrites_is_read_by_nobody_else(toy_model, toy_batch, assert_exact, forward):
+    profile = assert_exact(toy_model(forward), toy_batch())
+    assert any(value.recomputable for value in profile.kinds[0].activations)
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_the_copies_are_part_of_the_predicted_peak(toy_model, toy_batch, forward):
+    """Full recomputation, which is profiled, copies most; other policies may copy less than predicted."""
+    model, batch = toy_model(forward), toy_batch(64)
+    profile = profile_model(model, batch, CONFIG)
+    policies = [Policy.random(profile, seed, ("retain", "recompute")) for seed in range(3)]
+    for number, policy in enumerate([Policy.uniform(profile, "recompute"), *policies]):
+        with apply_policy(model, policy, CONFIG):
+            for _ in range(3):
+                model(**batch).loss.backward()
+            model.zero_grad(set_to_none=True)
+            memory = measure_step(model, batch)
+        assert memory.stored_bytes == policy.predicted_stored_bytes
+        assert memory.peak_bytes <= policy.predicted_peak_bytes
+        assert number or memory.peak_bytes == policy.predicted_peak_bytes
+
+
+def copied_slots(model, policy, batch):
+    with apply_policy(model, policy, CONFIG) as handle:
+        model(**batch)
+        entry = next(iter(handle.plans.strategies["layers.0"].entries.values()))
+    return [slot.ref.value for slot in entry.compiled.slots if slot.copied]
+
+
+def test_only_what_replay_reads_is_copied(toy_model, toy_batch):
+    """What nobody else reads may be overwritten, and torch's own operators never do that."""
+    batch = toy_batch()
+    for forward, number in [
+        (before_a_replay_reads_it, 1),
+        (lambda block, hidden: hidden + square(block.up(hidden)), 0),
+        (lambda block, hidden: hidden + block.down(block.up(hidden).tanh().exp()), 0),
+    ]:
+        model = toy_model(forward)
+        policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+        assert len(copied_slots(model, policy, batch)) == number
