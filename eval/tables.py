@@ -3,8 +3,8 @@
     python -m adacc_hf.eval.tables
     python -m adacc_hf.eval.tables --check
 
-In README.md a table stands between <!-- table: cpu/peers --> and <!-- end of table -->, named by folder and file of its
-record. Nothing between the two is typed by hand.
+In README.md a table stands between <!-- table: cpu/peers#1 --> and <!-- end of table -->, named by folder and file of
+its record and by its number in the report; without a number the whole report stands there. Nothing in it is typed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ REPORTS: dict[str, Callable[[Ledger], str]] = {
 }
 """By the runner that a record names: what is said of it in Markdown."""
 
-REGION = re.compile(r"(<!-- table: (?P<name>[\w./-]+) -->\n).*?(?P<end><!-- end of table -->)", re.DOTALL)
+REGION = re.compile(
+    r"(<!-- table: (?P<name>[\w./-]+)(#(?P<number>\d+))? -->\n).*?(?P<end><!-- end of table -->)", re.DOTALL
+)
 
 
 class TableError(AdaccError, ValueError):
@@ -110,7 +112,15 @@ def with_tables(text: str, results: Path) -> str:
             raise TableError(
                 f"table: {region['name']} names no record: {path} does not exist; measure it, or mend the name"
             )
-        return f"{region[1]}\n{report(path)}\n{region['end']}"
+        text = report(path)
+        if region["number"]:
+            tables = [part for part in text.split("\n\n") if part.startswith("|")]
+            if not 1 <= int(region["number"]) <= len(tables):
+                raise TableError(
+                    f"table: {region['name']}#{region['number']} must be #1 to #{len(tables)}: mend the number"
+                )
+            text = tables[int(region["number"]) - 1].rstrip("\n") + "\n"
+        return f"{region[1]}\n{text}\n{region['end']}"
 
     return REGION.sub(filled, text)
 

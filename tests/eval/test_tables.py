@@ -40,6 +40,18 @@ def test_a_region_is_filled_from_its_record_and_the_rest_kept() -> None:
     assert with_tables(filled, RESULTS) == filled
 
 
+def test_a_region_may_have_one_table_of_a_report() -> None:
+    first, second, third = (
+        with_tables(f"<!-- table: cpu/peers#{number} -->\n<!-- end of table -->", RESULTS) for number in (1, 2, 3)
+    )
+    assert first.splitlines()[2].startswith("| method ")
+    assert second.splitlines()[2].startswith("| peer ")
+    assert third.splitlines()[2].startswith("| point ")
+    assert first.endswith("|\n\n<!-- end of table -->")
+    with pytest.raises(TableError, match="cpu/peers#4 must be #1 to #3"):
+        with_tables("<!-- table: cpu/peers#4 -->\n<!-- end of table -->", RESULTS)
+
+
 def test_a_region_without_a_record_is_refused() -> None:
     with pytest.raises(TableError, match="cpu/nonsense names no record"):
         with_tables("<!-- table: cpu/nonsense -->\n<!-- end of table -->", RESULTS)
