@@ -1,0 +1,213 @@
+"""One training run whose policy follows the data, and the steps of its first and last policy timed in turn."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from adacc_hf import AdaccConfig, Rectifier, apply_policy, profile_model, solve_policy
+from adacc_hf.eval.records import Spread
+from adacc_hf.eval.workload import Batch, Workload
+from adacc_hf.executor import BlockPlans, PolicyHandle
+from adacc_hf.judging import Rectification
+from adacc_hf.memory import measure_step
+from adacc_hf.tracking import is_tracking_step
+
+PLANTED = ((0, 0.05), (0.05, 0.0), (0.35, 0.09), (0.6, 0.0))
+"""The constructed case: from this share of the run on, this share of the channels of both norms' and c_fc's outputs are
+outliers. A tenth is the most that can lie three standard deviations above the mean."""
+PLANTED_BIAS = 20.0
+
+CHANGE_ROUNDS = 7
+"""Rounds in which the policies before and after a change are timed."""
+
+Planted = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One change of policy, predicted and measured."""
+
+    step: int
+    reason: str
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    predicted_step_ms: float
+    """Measured under the policy before, and the change in predicted overhead."""
+    measured_step_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one case came to."""
+
+    frozen_step_ms: Spread
+    evolving_step_ms: Spread
+    gain: float
+    """Frozen over evolving step time, the median of all rounds: the paper's throughput ratio."""
+    frozen_overhead_ms: float
+    """Predicted with the prices of the first profile."""
+    evolving_overhead_ms: float
+    """Predicted with the prices of the last tracking step that led to a change."""
+    frozen_stored_bytes: int
+    evolving_stored_bytes: int
+    loss: float
+    changes: list[Change]
+    outliers: list[tuple[int, int]]
+    """(step, outlier channels of all tracked activations)."""
+    normal_step_ms: float
+    tracking_share: float
+    """Time of tracking, solving and taking over, over that of the run."""
+    ms_per_tracking: float
+    """The same time per tracking step."""
+
+
+class Case:
+    """A model in training, and the settings of its policies."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        planted: Planted,
+        steps: int,
+        budget: float,
+        clock: Callable[[], float],
+        device: str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.model: PreTrainedModel = workload.model(device, seed)
+        self.batches: Iterator[Batch] = workload.batches(device, seed)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4)
+        self.config = AdaccConfig(memory_budget=budget, min_compress_bytes=4096)
+        self.steps = steps
+        self.clock = clock
+        self._planted = {int(share * steps): channels for share, channels in planted}
+
+    def run(self, rounds: int) -> Outcome:
+        """Train, then time `rounds` steps under the first and under the last policy."""
+        self.plant(0)
+        for _ in range(2):
+            self.step()
+        profile = profile_model(self.model, next(self.batches), self.config, self.optimizer)
+        first = solve_policy(profile, config=self.config)
+        with apply_policy(self.model, first) as handle:
+            evolving = Evolving(self, handle, Rectifier(profile, first, self.config))
+            for step in range(1, self.steps + 1):
+                self.plant(step)
+                evolving.step(step)
+            plans = {"frozen": handle.prepare(first, handle.plans), "evolving": handle.plans}
+            times = self.timed(handle, plans, rounds)
+        last = evolving.rectifier.policy
+        return Outcome(
+            frozen_step_ms=Spread.of(times["frozen"]),
+            evolving_step_ms=Spread.of(times["evolving"]),
+            gain=statistics.median(f / e for f, e in zip(times["frozen"], times["evolving"], strict=True)),
+            frozen_overhead_ms=first.predicted_overhead_ms,
+            evolving_overhead_ms=last.predicted_overhead_ms,
+            frozen_stored_bytes=first.predicted_stored_bytes,
+            evolving_stored_bytes=last.predicted_stored_bytes,
+            loss=evolving.loss,
+            changes=evolving.changes,
+            outliers=evolving.outliers,
+            normal_step_ms=statistics.median(evolving.normal_ms),
+            tracking_share=evolving.extra_ms / evolving.total_ms,
+            ms_per_tracking=evolving.extra_ms / max(1, len(evolving.outliers)),
+        )
+
+    def step(self) -> float:
+        """The loss of one training step."""
+        loss = self.model(**next(self.batches)).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    def plant(self, step: int) -> None:
+        """Make as many channels outliers as are to be ones from `step` on."""
+        if step in self._planted:
+            for block in self.model.transformer.h:
+                for layer in (block.ln_1, block.ln_2, block.mlp.c_fc):
+                    channels = int(self._planted[step] * len(layer.bias))
+                    layer.bias.data.zero_()[:channels] = PLANTED_BIAS
+
+    def timed(self, handle: PolicyHandle, plans: Mapping[str, BlockPlans], rounds: int) -> dict[str, list[float]]:
+        """Milliseconds of training steps under each of `plans`, taken in turn so that a busy machine disturbs all."""
+        times: dict[str, list[float]] = {name: [] for name in plans}
+        for number in range(rounds + 1):
+            for name in list(plans)[:: 1 if number % 2 else -1]:
+                handle.follow(plans[name])
+                start = self.clock()
+                self.step()
+                times[name].append((self.clock() - start) * 1e3)
+        return {name: samples[1:] for name, samples in times.items()}
+
+
+class Evolving:
+    """The loop around the rectifier, as `AdaccCallback` has it: tracks, solves on a thread, takes over a step later.
+
+    When the policy changes, some steps more are trained to measure it; they are in no share of time.
+    """
+
+    def __init__(self, case: Case, handle: PolicyHandle, rectifier: Rectifier) -> None:
+        self.case = case
+        self.rectifier = rectifier
+        self.changes: list[Change] = []
+        self.outliers: list[tuple[int, int]] = []
+        self.loss = 0.0
+        self.normal_ms: list[float] = []
+        """Time of steps without tracking and solving."""
+        self._other_ms: list[float] = []
+        self._handle = handle
+
+    @property
+    def total_ms(self) -> float:
+        return sum(self.normal_ms) + sum(self._other_ms)
+
+    @property
+    def extra_ms(self) -> float:
+        """Time by which steps that track, or run beside the solver, are slower than normal ones."""
+        return sum(self._other_ms) - len(self._other_ms) * statistics.median(self.normal_ms)
+
+    def step(self, step: int) -> None:
+        started = self.case.clock()
+        tracks = is_tracking_step(step, self.case.config.tracking) and self.rectifier.has_work()
+        waits = self.rectifier.is_solving
+        if tracks:
+            self.rectifier.start_tracking(self._handle.plans)
+        self.loss = self.case.step()
+        needs_solving = tracks and self._finish_tracking(step)
+        before, found = self._handle.plans, self.rectifier.take_over() if waits else None
+        if found is not None and found.policy is not None:
+            self._handle.replace(found.policy)
+        if needs_solving:
+            self.rectifier.start_solving()
+        (self._other_ms if tracks or waits else self.normal_ms).append((self.case.clock() - started) * 1e3)
+        if self._handle.plans is not before:
+            self._measure(step, before, found)
+
+    def _finish_tracking(self, step: int) -> bool:
+        found = self.rectifier.finish_tracking()
+        self.outliers.append((step, sum(found.num_outliers.values())))
+        return found.needs_solving
+
+    def _measure(self, step: int, before: BlockPlans, found: Rectification) -> None:
+        after = self._handle.plans
+        times = self.case.timed(self._handle, {"before": before, "after": after}, CHANGE_ROUNDS)
+        self._handle.follow(after)
+        memory = measure_step(self.case.model, next(self.case.batches), self.case.optimizer)
+        extra_ms = after.policy.predicted_overhead_ms - before.policy.predicted_overhead_ms
+        self.changes.append(
+            Change(
+                step=step,
+                reason=found.reason,
+                predicted_peak_bytes=after.policy.predicted_peak_bytes,
+                measured_peak_bytes=memory.peak_bytes,
+                predicted_step_ms=statistics.median(times["before"]) + extra_ms,
+                measured_step_ms=statistics.median(times["after"]),
+            )
+        )
