@@ -63,7 +63,8 @@ class AdaccConfig:
     does not bound it, 0 allows lossless codecs only."""
     solver_gap: float = 0.0
     """Part of the overhead by which a solution of an integer program may miss the best one; 0 asks for a proof, 0.05
-    stops at five percent. `Policy.facts` has the gap that was left."""
+    stops at five percent. `Policy.facts` has as "gap" what any policy within the budget could still gain on the one
+    found, and as "status" whether that is within this: "optimal", else "feasible"."""
     solver_seconds: float = 60.0
     """Longest that one integer program may run. A program that ends at this limit makes the policy depend on the
     machine's load; it takes 10 to 30 ms as a rule."""

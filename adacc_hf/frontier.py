@@ -7,6 +7,7 @@ a corner is one run of the simplex method from the last corner's basis.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -76,6 +77,30 @@ class _Relaxation:
         return self.block.column(solution)
 
 
+def least_ms(num_blocks: Sequence[int], columns: Sequence[Sequence[Column]], limit_bytes: int) -> float:
+    """The time that no policy can beat which stores at most `limit_bytes`, shared tensors left out; infinity if none
+    can store so little.
+
+    `num_blocks[k]` blocks have frontier `columns[k]`. Steps along the frontiers are taken by falling gain, the last one
+    in part: a policy of whole steps cannot do better, nor one of plans above the hull.
+    """
+    excess = sum(n * frontier[0].nbytes for n, frontier in zip(num_blocks, columns, strict=True)) - limit_bytes
+    ms = 0.0
+    for price, kind, _, right, left in sorted(_steps(columns), key=lambda step: step[:3]):
+        freed = min(max(0, excess), num_blocks[kind] * (left.nbytes - right.nbytes))
+        ms += freed * price
+        excess -= freed
+    slack = sum(n * TOLERANCE * frontier[-1].ms for n, frontier in zip(num_blocks, columns, strict=True))
+    return math.inf if excess > 0 else max(0.0, ms - slack)
+
+
+def _steps(columns: Sequence[Sequence[Column]]) -> Iterator[tuple[float, int, int, Column, Column]]:
+    """(price, kind, number along the frontier, plan after, plan before) of every step along the frontiers."""
+    for kind, frontier in enumerate(columns):
+        for number, (left, right) in enumerate(pairwise(frontier)):
+            yield _slope(left, right), kind, number, right, left
+
+
 def chain(kinds: Sequence[int], columns: Sequence[Sequence[Column]]) -> Iterator[list[Column]]:
     """Policies from all RETAIN to the least bytes, a column per block; each makes one more block store less.
 
@@ -85,12 +110,7 @@ def chain(kinds: Sequence[int], columns: Sequence[Sequence[Column]]) -> Iterator
     """
     policy = [columns[kind][0] for kind in kinds]
     yield list(policy)
-    steps = [
-        (_slope(left, right), kind, number, right)
-        for kind, frontier in enumerate(columns)
-        for number, (left, right) in enumerate(pairwise(frontier))
-    ]
-    for _, kind, _, column in sorted(steps, key=lambda step: step[:3]):
+    for _, kind, _, column, _ in sorted(_steps(columns), key=lambda step: step[:3]):
         for block in range(len(kinds)):
             if kinds[block] == kind:
                 policy[block] = column

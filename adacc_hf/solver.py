@@ -3,11 +3,13 @@
 How it goes: `frontiers` finds for each kind of block the plans worth mixing, once for all budgets. With one kind, a
 budget on stored bytes is then one integer program (`MixtureProgram`). A budget on the peak of the step, or for several
 kinds, is met by the first policy of the `chain` from all RETAIN to the least bytes that fits, refined with the same
-program. Every policy is simulated at the end, in whole bytes, by code that shares nothing with the program.
+program. The frontiers also bound what any policy can do: how far the best one found may lie above that is its `gap`.
+Every policy is simulated at the end, in whole bytes, by code that shares nothing with the program.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import Counter
@@ -18,7 +20,8 @@ from typing import TYPE_CHECKING
 
 from adacc_hf.config import AdaccConfig, check_memory_budget
 from adacc_hf.errors import InfeasibleBudgetError
-from adacc_hf.frontier import chain, frontiers
+from adacc_hf.frontier import chain, frontiers, least_ms
+from adacc_hf.greedy import greedy_policies
 from adacc_hf.milp import Column, KindModel, build_model, retain_all
 from adacc_hf.mixture import MixtureProgram, fixed_bytes, overhead_ms, stored_bytes
 from adacc_hf.peak import PeakOracle
@@ -67,13 +70,15 @@ def solve_policy(
     started = time.perf_counter()
     config = config or AdaccConfig()
     budget = Budget.resolve(config.memory_budget if memory_budget is None else memory_budget, profile, config)
-    search, columns = _fastest(_searches(profile, config), budget)
+    searches = _searches(profile, config)
+    search, columns = _fastest(searches, budget)
+    gap = 0.0 if columns is searches[0].plain else _gap(searches, search.rank(columns)[0], budget)
     facts = {
         "memory_budget": budget.given,
         "budget_bytes": budget.nbytes,
         "budget_of": "peak" if budget.of_peak else "stored",
-        "status": "plain" if columns is search.plain else "unproven" if search.log.num_unproven else "optimal",
-        "gap": search.log.worst_gap,
+        "status": "plain" if columns is searches[0].plain else "optimal" if gap <= config.solver_gap else "feasible",
+        "gap": gap,
         "solves": search.log.num_solves,
         "seconds": time.perf_counter() - started,
     }
@@ -108,6 +113,12 @@ def _fastest(searches: Sequence[_Search], budget: Budget) -> tuple[_Search, list
     return min(found, key=lambda pair: pair[0].rank(pair[1]))
 
 
+def _gap(searches: Sequence[_Search], ms: float, budget: Budget) -> float:
+    """Part of a policy's overhead by which the best policy within the budget, with any head, may be faster."""
+    bound_ms = min(search.bound_ms(budget) for search in searches)
+    return max(0.0, 1 - bound_ms / ms) if ms else 0.0
+
+
 class _Kinds:
     """The programs of a profile's kinds, and their frontiers, which depend on neither head nor budget."""
 
@@ -134,6 +145,7 @@ class _Search:
         self.oracle = PeakOracle(profile)
         retained = [retain_all(model) for model in self.models]
         self.plain = [retained[block.kind] for block in profile.blocks]
+        self._proven_ms: float | None = None
 
     def within(self, budget: Budget) -> list[Column]:
         """The plan of each block. Raises InfeasibleBudgetError."""
@@ -155,8 +167,11 @@ class _Search:
             # One kind is solved outright: mixed plans, and one plan for all, which may be no mixture of the frontier.
             programs = [self._mixture(columns, 0), self._uniform()]
             solved = [program.least_ms(budget.nbytes) for program in programs]
-            found = (policy for policy in solved if policy is not None)
-        return self.oracle.arranged(min([least, *found], key=self.rank))
+            found = [policy for policy in solved if policy is not None]
+            if len(self.plain) == 1 and not self.log.num_unproven:
+                self._proven_ms = (1 - self.log.worst_gap) * min(self.rank(policy)[0] for policy in [least, *found])
+        greedy = self._greedy(lambda policy: self._stored(policy) <= budget.nbytes)
+        return self.oracle.arranged(min([least, *found, *greedy], key=self.rank))
 
     def _within_peak(self, budget: Budget) -> list[Column]:
         if self.oracle.peak_bytes(self.plain) <= budget.nbytes:
@@ -165,8 +180,35 @@ class _Search:
         floor = self.oracle.least_peak(columns)
         if self.oracle.peak_bytes(floor) > budget.nbytes:
             raise _infeasible_peak(self.profile, self.config, budget, floor)
-        found = self._chained(columns, lambda policy: self.oracle.peak_bytes(policy) <= budget.nbytes)
-        return min([floor, *found], key=self.rank)
+
+        limit = self._limit_bytes(budget)
+
+        def fits(policy: list[Column]) -> bool:
+            # The sum first, which takes no simulation of plans that are far too large.
+            return sum(c.nbytes for c in policy) <= limit and self.oracle.peak_bytes(policy) <= budget.nbytes
+
+        return min([floor, *self._chained(columns, fits), *self._greedy(fits)], key=self.rank)
+
+    def bound_ms(self, budget: Budget) -> float:
+        """What no policy within the budget can beat, to `frontier.TOLERANCE`; infinity if none can fit."""
+        if self._proven_ms is not None:
+            return self._proven_ms
+        counts = Counter(block.kind for block in self.profile.blocks)
+        num_blocks = [counts[k] for k in range(len(self.models))]
+        return least_ms(num_blocks, self.kinds.frontiers, self._limit_bytes(budget)) + self.profile.head_overhead_ms
+
+    def _limit_bytes(self, budget: Budget) -> int:
+        """The most that blocks may store within the budget; more may be too much already."""
+        if not budget.of_peak:
+            return budget.nbytes - fixed_bytes(self.profile)
+        # In the head what blocks store is live, but for casts of parameters that autocast keeps in any case.
+        kinds = [self.profile.kind_of(block) for block in self.profile.blocks]
+        cached = sum(value.nbytes for kind in kinds for value in kind.activations if value.cached)
+        return budget.nbytes - self.profile.outside_peak_bytes + cached
+
+    def _greedy(self, fits: Callable[[list[Column]], bool]) -> list[list[Column]]:
+        """The first policy of the greedy rule that fits, if one does."""
+        return list(itertools.islice(filter(fits, greedy_policies(self.profile, self.models)), 1))
 
     def _chained(
         self, columns: Sequence[Sequence[Column]], fits: Callable[[list[Column]], bool]

@@ -222,7 +222,7 @@ def test_a_budget_in_no_known_form_is_refused(gpt2_like_profile, budget):
 
 
 def test_facts_go_into_a_policy_file(gpt2_like_profile, tmp_path):
-    policy = solve_policy(gpt2_like_profile(num_blocks=2), 0.5)
+    policy = solve_policy(gpt2_like_profile(num_blocks=1), 0.5)
     policy.save(tmp_path / "policy.json")
     loaded = Policy.load(tmp_path / "policy.json")
     assert loaded == policy
