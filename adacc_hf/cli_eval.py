@@ -18,6 +18,8 @@ RUNNERS = {
     "downstream": ("downstream", "zero-shot accuracy of one model by lm-eval, on the data sets of Table 4"),
     "cloze": ("cloze", "accuracy of one model on cloze passages of one's own text"),
     "peak-accuracy": ("peak_accuracy", "predicted against measured peaks, over models and budgets"),
+    "budget-sweep": ("budget_sweep", "overhead and peak from the least budget to one that everything fits"),
+    "table1": ("table1", "recompute and compression time of every activation, and which wins (Table 1)"),
     "evolution": ("evolution", "what a policy gains by following the data (Figure 7)"),
     "executor-bench": ("executor_bench", "what recompute-everything and retain-everything cost"),
     "budget-bench": ("budget_bench", "what a memory budget costs in time"),

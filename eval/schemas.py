@@ -149,6 +149,23 @@ PEAK = record(
         "within_budget": {"type": "boolean"},
     }
 )
+SWEPT_BUDGET = record(
+    {
+        **dict.fromkeys(("budget_bytes", "predicted_bytes", "measured_bytes"), COUNT),
+        **dict.fromkeys(("overhead_ms", "gap", "solve_seconds"), NUMBER),
+        **dict.fromkeys(("one_plan_ms", "greedy_ms"), nullable(NUMBER)),
+    }
+)
+SWEEP = record({"step_ms": NUMBER, "num_blocks": COUNT, "plain_bytes": COUNT, "budgets": array(SWEPT_BUDGET)})
+TRADED = record(
+    {
+        **dict.fromkeys(("label", "winner"), TEXT),
+        "nbytes": COUNT,
+        "codec": nullable(TEXT),
+        "payload_bytes": nullable(COUNT),
+        **dict.fromkeys(("recompute_ms", "compress_ms", "recompute_band", "compress_band"), nullable(NUMBER)),
+    }
+)
 NEW_LENGTH = record(
     {
         **dict.fromkeys(("first_ms", "second_ms", "steady_ms", "extra_ms"), NUMBER),
@@ -212,6 +229,8 @@ POINTS: dict[str, dict[str, Schema]] = {
     "codec_bandwidth": {"^bandwidth, ": BANDWIDTH},
     "solver": {"": record({"stored": SOLVES, "peak": SOLVES})},
     "peak_accuracy": {"": record({"peaks": array(PEAK)})},
+    "budget_sweep": {"": SWEEP},
+    "table1": {"": record({"activations": array(TRADED)})},
     "evolution": {", batch \\d+$": EVOLUTION},
     "executor_bench": {"": record({"methods": mapping(STEP_FIGURES), "new_length": NEW_LENGTH})},
     "budget_bench": {"": record({"methods": mapping(STEP_FIGURES), "skipped": mapping(TEXT)})},
@@ -232,6 +251,7 @@ SUMMARIES: dict[str, dict[str, Schema]] = {
         "adacc_against": array(COMPARISON),
         "within_adaccs_peaks": array(record({"adacc": TEXT, "eager": RIVAL, "compiled": RIVAL})),
     },
+    "budget_sweep": {"faults": array(TEXT)},
     "evolution": {"paper": TEXT},
     "solver": {"paper_seconds": NUMBER},
     "table4": {"paper": mapping(mapping(mapping(nullable(NUMBER))))},
