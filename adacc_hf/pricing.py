@@ -15,6 +15,7 @@ from adacc_hf.config import AdaccConfig
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.kernels.outlier_int4 import count_outliers
 from adacc_hf.profile import CodecOption
+from adacc_hf.recorder import MOVES_STORAGE
 from adacc_hf.replay import Environment, Step, view
 from adacc_hf.tape import Tape, TapeOperator
 
@@ -82,11 +83,18 @@ def median_ms(run: Callable[[], object], device: torch.device, repeats: int = RE
 
 
 def operator_times(tape: Tape, bases: Sequence[torch.Tensor]) -> list[float]:
-    """Median milliseconds of each operator of `tape` on the recorded tensors; 0 for those that are never replayed."""
+    """Median milliseconds of each operator of `tape` on the recorded tensors; 0 for those that never run again.
+
+    Of a tape that is not trusted torch's checkpoint runs them all again. What would put another storage under a
+    recorded tensor takes no time to speak of, and is not tried.
+    """
     environment: Environment = [None if value.overwritten else bases[value.index] for value in tape.values]
     times = []
     for operator in tape.operators:
-        ready = not tape.recomputable.isdisjoint(operator.made())
+        if tape.untrusted is None:
+            ready = not tape.recomputable.isdisjoint(operator.made())
+        else:
+            ready = bool(operator.made()) and operator.target._schema.name not in MOVES_STORAGE
         ready = ready and all(environment[value] is not None for value in operator.inputs())
         times.append(_operator_ms(tape, operator, environment) if ready else 0.0)
     return times

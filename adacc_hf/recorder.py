@@ -19,7 +19,8 @@ from adacc_hf.tape import Source, Tape, TapeOperator, TapeValue, TensorRef, geom
 _NO_OPERATORS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 _READS_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _APPLY = torch.autograd.Function.apply.__func__.__code__
-_MOVES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_"}
+MOVES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_"}
+"""Operators that put another storage under a tensor."""
 
 
 class Recorder(TorchDispatchMode):
@@ -148,7 +149,7 @@ class Recorder(TorchDispatchMode):
     def _check_trust(self, func: Any, args: tuple[Any, ...]) -> None:
         if self.untrusted is None and _READS_DATA.intersection(func.tags) and _by_data(func, args):
             self.untrusted = f"{func} reads data into Python or makes a size that depends on data"
-        if self.untrusted is None and func._schema.name in _MOVES_STORAGE:
+        if self.untrusted is None and func._schema.name in MOVES_STORAGE:
             self.untrusted = f"{func} puts another storage under a tensor"
 
     def _expect(self, tensor: torch.Tensor, source: Source) -> None:

@@ -57,6 +57,7 @@ def test_the_block_is_one_activation(profile):
         len(profile.blocks) * kind.forward_ms
     )
     assert all(value.codecs == () for value in kind.values)
+    assert kind.forward_ms > 0.0
     # What all blocks are given, read or not, is held once.
     assert len(profile.shared) == 2
 
