@@ -6,11 +6,14 @@ the digest of the tape that the actions belong to, so that a policy cannot be ap
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +125,13 @@ class Policy:
     def is_plain(self) -> bool:
         """Whether this policy does nothing at all."""
         return self.head == "plain" and all(plan.is_plain for plan in self.plans)
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of what is done to which activation of which block; predictions and facts are left out."""
+        record = self.to_json()
+        actions = {name: record[name] for name in ("head", "plans", "blocks")}
+        return hashlib.sha256(json.dumps(actions, sort_keys=True).encode()).hexdigest()
 
     def action_counts(self) -> Counter[str]:
         """How many activations of all blocks get each action."""

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from adacc_hf.errors import AdaccError
+from adacc_hf.errors import AdaccError, PolicyMismatchError
 
 if TYPE_CHECKING:
+    from adacc_hf.policy import Policy
     from adacc_hf.profile import Profile
 
 T = TypeVar("T")
@@ -34,14 +35,15 @@ def of_all_ranks(value: T) -> list[T]:
     return values
 
 
-def check_same(value: str, what: str) -> None:
-    """Raise AdaccError on every rank unless all ranks have the same `value`."""
-    values = of_all_ranks(value)
-    different = [rank for rank, other in enumerate(values) if other != values[0]]
+def check_same_policy(policy: Policy) -> None:
+    """Raise PolicyMismatchError, on every rank, unless all ranks follow the same policy."""
+    digests = of_all_ranks(policy.digest)
+    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if different:
-        raise AdaccError(
-            f"rank {different[0]} has another {what} than rank 0 ({values[different[0]]} against {values[0]}): all "
-            f"ranks must train the same model with the same settings; compare their arguments"
+        raise PolicyMismatchError(
+            f"rank {different[0]} has another policy than rank 0 (digest {digests[different[0]][:12]} against "
+            f"{digests[0][:12]}), {len(different)} of {len(digests)} ranks in all: all ranks must train the same model "
+            f"with the same settings and releases; compare their arguments"
         )
 
 

@@ -34,7 +34,7 @@ from adacc_hf.executor import PolicyHandle
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
 from adacc_hf.profiler import profile_model
-from adacc_hf.ranks import check_same, from_first_rank, least_over_ranks, of_all_ranks
+from adacc_hf.ranks import check_same_policy, from_first_rank, least_over_ranks, of_all_ranks
 from adacc_hf.repricing import without_lossy
 from adacc_hf.shapes import BatchShapes, batch_shapes, describe, is_alike, resized
 from adacc_hf.solver import solve_policy
@@ -257,7 +257,7 @@ class AdaccCallback(TrainerCallback):
         self.profile = self._profile(model, self._caught_batch(), optimizer)
         self._waiting = None
         policy = from_first_rank(lambda: self._solve(self.profile))
-        check_same(str(policy), "policy")
+        check_same_policy(policy)
         self._follow(args, model, policy, state.global_step)
         if self._evolution is not None:
             self._evolution.add(self._shapes if self.config.length_buckets else None, self.profile, policy)
@@ -283,7 +283,7 @@ class AdaccCallback(TrainerCallback):
             self._evolution.situations.refuse(wanted)
             self._note(step, "memory", reason=f"{describe(wanted)}: {error}")
             return False
-        check_same(str(policy), "policy")
+        check_same_policy(policy)
         self._evolution.add(wanted, profile, policy)
         self._evolution.tracking_ms += (time.perf_counter() - started) * 1e3
         self._note(step, "policy", **predictions(policy), reason=f"for batches of {describe(wanted)}")

@@ -29,7 +29,7 @@ from adacc_hf.executor import BlockPlans, PolicyHandle
 from adacc_hf.judging import NOTHING_FITS
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
-from adacc_hf.ranks import check_same, num_ranks, of_all_ranks
+from adacc_hf.ranks import check_same_policy, num_ranks, of_all_ranks
 from adacc_hf.rectifier import Rectifier, Tracking
 from adacc_hf.shapes import BatchShapes
 from adacc_hf.tracking import is_tracking_step
@@ -292,7 +292,7 @@ class Evolution:
     def _change(
         self, step: int, situation: Situation, before: Policy, policy: Policy, reason: str, waited_ms: float
     ) -> None:
-        check_same(str(policy), "policy")
+        check_same_policy(policy)
         extra_ms = (policy.predicted_overhead_ms - before.predicted_overhead_ms) * self._num_micro
         situation.predicted_step_ms = statistics.median(situation.step_ms) + extra_ms if situation.step_ms else None
         figures = predictions(policy) | {"moved": moved(before, policy), "waited_ms": waited_ms}

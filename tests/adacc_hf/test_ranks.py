@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from adacc_hf import Policy, Profile
-from adacc_hf.errors import AdaccError, InfeasibleBudgetError
-from adacc_hf.ranks import from_first_rank, least_over_ranks, num_ranks
+from adacc_hf.errors import AdaccError, InfeasibleBudgetError, PolicyMismatchError
+from adacc_hf.ranks import check_same_policy, from_first_rank, least_over_ranks, num_ranks
 
 
 class UnsendableError(RuntimeError):
@@ -37,6 +38,7 @@ def test_one_process_does_nothing(profile_of, tape_builder):
     assert num_ranks() == 1
     assert least_over_ranks(profile) is profile
     assert from_first_rank(lambda: profile) is profile
+    check_same_policy(Policy.uniform(profile, "retain"))
     error = InfeasibleBudgetError("too small", 7)
     with pytest.raises(InfeasibleBudgetError) as caught:
         from_first_rank(raising(error))
@@ -52,6 +54,7 @@ def run_rank(rank: int, folder: Path) -> None:
     check_least(rank, profiles)
     check_result(rank, profiles[0])
     check_errors(rank)
+    check_policies(rank, profiles[0])
     dist.destroy_process_group()
 
 
@@ -80,6 +83,21 @@ def check_errors(rank: int) -> None:
     kind, message = (UnsendableError, "^odd$") if rank == 0 else (AdaccError, "first rank failed with Unsend.*: odd")
     with pytest.raises(kind, match=message):
         from_first_rank(raising(UnsendableError("odd")))
+
+
+def check_policies(rank: int, profile) -> None:
+    check_same_policy(Policy.uniform(profile, "recompute"))
+    with pytest.raises(PolicyMismatchError, match=r"rank 1 has another policy than rank 0 .*, 1 of 2 ranks in all"):
+        check_same_policy(Policy.uniform(profile, ("recompute", "retain")[rank]))
+
+
+def test_a_digest_tells_actions_apart_and_nothing_else(gpt2_like_profile):
+    profile = gpt2_like_profile(num_blocks=2)
+    policies = [Policy.uniform(profile, action) for action in ("retain", "compress", "recompute")]
+    assert len({policy.digest for policy in policies}) == 3
+    other = replace(policies[0], predicted_overhead_ms=9.0, facts=(("seconds", 1.0),))
+    assert other.digest == policies[0].digest
+    assert replace(policies[0], head="chunked").digest != policies[0].digest
 
 
 def test_two_ranks_agree(tmp_path, profile_of, tape_builder):
