@@ -19,6 +19,7 @@ from adacc_hf.explain import (
 )
 from adacc_hf.policy import RETAIN, Action, Plan, Policy
 from adacc_hf.profile import Profile
+from adacc_hf.report_frontier import draw_frontier
 from adacc_hf.report_plots import Timeline, draw_memory, draw_policy_map
 from adacc_hf.report_timeline import timeline_parts
 from adacc_hf.units import format_bytes
@@ -42,7 +43,7 @@ def write_report(
     history: Sequence[Record] = (),
     comparison: Sequence[Record] | None = None,
 ) -> Path:
-    """Write report.md, report.html, policy_map.png and memory.png into `folder`; returns the path of report.md.
+    """Write report.md, report.html and their pictures into `folder`; returns the path of report.md.
 
     Args:
         history: `AdaccCallback.history`, records with `step` and `event`. The last one that has a `timeline`, a list of
@@ -61,6 +62,7 @@ def write_report(
     figures = [
         Figure("policy_map.png", "Action of every activation in every block", draw_policy_map(profile, policy)),
         Figure("memory.png", "Live memory over one training step", _memory_png(profile, policy, outcomes, history)),
+        Figure("frontier.png", "Overhead against peak", draw_frontier(profile, policy, _peak_budget(policy))),
     ]
     run = timeline_parts(history)
     figures += [part for part in run if isinstance(part, Figure)]
@@ -74,6 +76,12 @@ def write_report(
         Heading("Memory over a step"),
         Paragraph("Every block takes the same width, so this is the order of events and not time."),
         figures[1],
+        Heading("Overhead against peak"),
+        Paragraph(
+            "The curve is what the solver's policies trade with every action and codec that was priced. Full "
+            "checkpointing runs the forward of all blocks again, as torch's does."
+        ),
+        figures[2],
         *run,
         *_actions(profile, policy),
         *_events(history),
@@ -116,9 +124,13 @@ def _memory_png(profile: Profile, policy: Policy, outcomes: dict[str, Outcome], 
     measured = [record["timeline"] for record in history if "timeline" in record]
     if measured:
         timelines["this policy, measured"] = measured[-1]
+    return draw_memory(timelines, profile.static_bytes, _peak_budget(policy))
+
+
+def _peak_budget(policy: Policy) -> int | None:
+    """The budget on the peak that `policy` was solved for, if any."""
     facts = dict(policy.facts)
-    budget_bytes = facts["budget_bytes"] if facts.get("budget_of") == "peak" else None
-    return draw_memory(timelines, profile.static_bytes, budget_bytes)
+    return facts["budget_bytes"] if facts.get("budget_of") == "peak" else None
 
 
 def _summary(profile: Profile, policy: Policy, outcomes: dict[str, Outcome]) -> list[Part]:

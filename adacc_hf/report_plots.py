@@ -1,4 +1,4 @@
-"""The two pictures of a report, as PNG bytes: which activation gets which action, and memory over a training step."""
+"""Two pictures of a report, as PNG bytes: which activation gets which action, and memory over a training step."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def draw_policy_map(profile: Profile, policy: Policy) -> bytes:
     """Rows are activations, columns blocks in forward order, colour is the action; one panel per kind of block."""
     panels = [(index, kind) for index, kind in enumerate(profile.kinds) if kind.activations]
     num_rows = [len(kind.activations) for _, kind in panels]
-    with _matplotlib().rc_context(FONT):
-        figure = _figure(ROW_INCHES * sum(num_rows) + PANEL_INCHES * len(panels) + 0.4)
+    with matplotlib_module().rc_context(FONT):
+        figure = new_figure(ROW_INCHES * sum(num_rows) + PANEL_INCHES * len(panels) + 0.4)
         axes = figure.subplots(len(panels), 1, height_ratios=num_rows, squeeze=False)[:, 0]
         for axis, (index, kind) in zip(axes, panels, strict=True):
             columns = [
@@ -51,7 +51,7 @@ def draw_policy_map(profile: Profile, policy: Policy) -> bytes:
             ]
             _draw_kind(axis, kind, columns)
         _draw_action_legend(figure)
-        return _to_png(figure)
+        return to_png(figure)
 
 
 def draw_memory(timelines: dict[str, Timeline], static_bytes: int, budget_bytes: int | None = None) -> bytes:
@@ -63,10 +63,10 @@ def draw_memory(timelines: dict[str, Timeline], static_bytes: int, budget_bytes:
     if unknown:
         raise ValueError(f"timelines={sorted(unknown)} are unknown: choose from {', '.join(CURVES)}")
     highest_bytes = max(live for timeline in timelines.values() for _, live in timeline)
-    scale, unit = _unit(highest_bytes)
+    scale, unit = unit_of(highest_bytes)
     phases = [label for label, _ in groupby(next(iter(timelines.values())), key=lambda moment: moment[0])]
-    with _matplotlib().rc_context(FONT):
-        figure = _figure(4.6)
+    with matplotlib_module().rc_context(FONT):
+        figure = new_figure(4.6)
         axis = figure.subplots()
         for name in (name for name in CURVES if name in timelines):
             _draw_curve(axis, name, timelines[name], phases, scale)
@@ -80,10 +80,10 @@ def draw_memory(timelines: dict[str, Timeline], static_bytes: int, budget_bytes:
         axis.set_ylabel(f"live tensor memory [{unit}]")
         axis.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside upper left", ncols=3, frameon=False)
-        return _to_png(figure)
+        return to_png(figure)
 
 
-def _matplotlib():
+def matplotlib_module():
     """The matplotlib module. Raises ImportError naming the extra to install."""
     try:
         import matplotlib
@@ -93,14 +93,15 @@ def _matplotlib():
     return matplotlib
 
 
-def _figure(height_inches: float) -> Figure:
+def new_figure(height_inches: float) -> Figure:
     """An empty figure of our own: pyplot would touch the backend and the figures of the calling program."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DPI, layout="constrained")
 
 
-def _to_png(figure: Figure) -> bytes:
+def to_png(figure: Figure) -> bytes:
+    """The picture as PNG bytes."""
     buffer = BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
@@ -173,7 +174,7 @@ def _section(phase: str) -> str:
     return first if first in ("forward", "backward") else phase
 
 
-def _unit(num_bytes: int) -> tuple[float, str]:
+def unit_of(num_bytes: int) -> tuple[float, str]:
     """The largest unit that `num_bytes` reaches, in bytes and in words."""
     for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if num_bytes >= size:

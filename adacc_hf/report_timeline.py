@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from adacc_hf.document import Figure, Heading, Paragraph, Part
-from adacc_hf.report_plots import FONT, _figure, _matplotlib, _to_png, _unit
+from adacc_hf.report_plots import FONT, matplotlib_module, new_figure, to_png, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,8 +45,8 @@ def draw_timeline(history: Sequence[Record]) -> bytes:
     panels = [panel for panel in _panels(history) if any(panel[1].values())]
     if not panels:
         raise ValueError("history has no tracking or memory event with figures: there is nothing to draw")
-    with _matplotlib().rc_context(FONT):
-        figure = _figure(PANEL_INCHES * len(panels) + 0.5)
+    with matplotlib_module().rc_context(FONT):
+        figure = new_figure(PANEL_INCHES * len(panels) + 0.5)
         axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
         for axis, (label, curves) in zip(axes, panels, strict=True):
             _draw_panel(axis, label, curves)
@@ -56,13 +56,13 @@ def draw_timeline(history: Sequence[Record]) -> bytes:
         if max(record["step"] for record in history) > 64:
             axes[-1].set_xscale("symlog", base=2, linthresh=8)  # tracking steps double
             axes[-1].xaxis.set_major_formatter("{x:g}")
-        return _to_png(figure)
+        return to_png(figure)
 
 
 def _panels(history: Sequence[Record]) -> list[tuple[str, dict[str, Curve]]]:
     """(label of the axis, curves by name) for every panel."""
     peaks = [float(r[name]) for r in history for name in ("measured_peak_bytes", "peak_bytes") if name in r]
-    scale, unit = _unit(int(max(peaks))) if peaks else (1.0, "B")
+    scale, unit = unit_of(int(max(peaks))) if peaks else (1.0, "B")
     tracking = [record for record in history if record["event"] == "tracking"]
     worst = [(r["step"], max(r["errors"].values())) for r in tracking if r.get("errors")]
     return [

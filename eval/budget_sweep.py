@@ -4,7 +4,7 @@
 
 Each model is profiled once and solved for every budget. The overhead that is predicted must not rise with the budget,
 the peak that the allocator measures must keep to it, and blocks that may differ must not cost more than one plan for
-all blocks of a kind. The greedy rule behind the paper's Table 1 is drawn beside them.
+all blocks of a kind, nor more than the greedy rule behind the paper's Table 1.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def draw(ledger: Ledger) -> None:
     for case, point in ledger.points.items():
         for row in point["budgets"]:
             x = 100 * row["budget_bytes"] / point["plain_bytes"]
-            for suffix, name in (("", "overhead_ms"), (", one plan for all", "one_plan_ms"), (", greedy", "greedy_ms")):
+            for suffix, name in (("", "overhead_ms"), (", one plan for all", "one_plan_ms")):
                 if row[name] is not None:
                     series.setdefault(case + suffix, []).append((x, 100 * row[name] / point["step_ms"]))
     path = ledger.settings.output.with_suffix(".svg")

@@ -14,7 +14,7 @@ from adacc_hf.policy import Policy
 from adacc_hf.report import write_report
 from adacc_hf.simulator import simulate
 
-FILES = {"report.md", "report.html", "policy_map.png", "memory.png"}
+FILES = {"report.md", "report.html", "policy_map.png", "memory.png", "frontier.png"}
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
@@ -34,15 +34,15 @@ def markdown_rows(text: str, heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.split("|")[1:-1]] for row in section.splitlines() if row[:1] == "|"]
 
 
-def test_report_leaves_four_whole_files(tmp_path: Path, profile, policy) -> None:
+def test_report_leaves_whole_files(tmp_path: Path, profile, policy) -> None:
     path = write_report(tmp_path / "new" / "folder", profile=profile, policy=policy)
     assert path == tmp_path / "new" / "folder" / "report.md"
     assert {file.name for file in path.parent.iterdir()} == FILES
-    for name in ("policy_map.png", "memory.png"):
+    for name in ("policy_map.png", "memory.png", "frontier.png"):
         assert (path.parent / name).read_bytes().startswith(PNG_SIGNATURE)
         assert f"({name})" in path.read_text()
     page = (path.parent / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 2
+    assert page.count("data:image/png;base64,") == 3
     assert "http" not in page, "the page must not need the network"
 
 
