@@ -7,6 +7,9 @@ product in four more.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,6 +20,21 @@ from adacc_hf.errors import ChunkedHeadError
 
 MIN_CHUNK_ROWS = 64
 """Fewer rows make the products slow: the weight's gradient is read and written once per chunk."""
+
+_most_chunks: ContextVar[int | None] = ContextVar("most_chunks", default=None)
+
+
+@contextmanager
+def at_most_chunks(num_chunks: int | None) -> Iterator[None]:
+    """While open, no chunk after so many is computed; None computes them all.
+
+    For traces of memory alone: what one chunk makes dies in the next, so the third takes what any later one does.
+    """
+    token = _most_chunks.set(num_chunks)
+    try:
+        yield
+    finally:
+        _most_chunks.reset(token)
 
 
 def chunk_rows(width: int) -> int:
@@ -106,7 +124,7 @@ def _forward(
     weight_gradient = torch.zeros_like(weight, dtype=wide) if needed[1] else None
     bias_gradient = torch.zeros_like(bias, dtype=wide) if needed[2] else None
     total = torch.zeros((), dtype=wide, device=rows.device)
-    for start in range(0, rows.shape[0], num_rows):
+    for start in range(0, rows.shape[0], num_rows)[: _most_chunks.get()]:
         chunk = slice(start, start + num_rows)
         inputs, labels = rows[chunk].to(dtype), target[chunk]
         counts = (labels != ignore_index).unsqueeze(-1)

@@ -11,11 +11,12 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from adacc_hf.blocks import find_blocks
+from adacc_hf.chunked_loss import at_most_chunks
 from adacc_hf.config import AdaccConfig
 from adacc_hf.devices import Device
 from adacc_hf.errors import AdaccError
 from adacc_hf.fake_device import fake_autocast, fake_tensors
-from adacc_hf.fake_instruments import OUTLIER_SHARE, FakeInstruments
+from adacc_hf.fake_instruments import OUTLIER_SHARE, FakeInstruments, FakeMemoryInstruments
 from adacc_hf.model_presets import fresh_model
 from adacc_hf.profile import Profile
 from adacc_hf.profiler import profile_model
@@ -93,26 +94,26 @@ class FakeModel:
 
     def profile(self, batch_size: int, seq_len: int) -> Profile:
         """The profile of a step on `batch_size` sequences of `seq_len` tokens, every block traced."""
-        profile = self._trace(batch_size, seq_len)
+        profile = self._trace(FakeInstruments, batch_size, seq_len)
         self._thinning = plan_thinning(self.model, profile)
         return profile
 
     def estimate(self, batch_size: int, seq_len: int) -> Profile:
-        """The same from a trace with a few blocks of each run of equal ones, whose `step_ms` is not the whole model's.
+        """The same, but for the times of the step and of the heads, from a few blocks of each run of equal ones.
 
         Call `profile` once before, which tells blocks that are equal.
         """
         assert self._thinning is not None, "profile() finds what can be left out"
         with thinned(self.model, self._thinning):
-            profile = self._trace(batch_size, seq_len)
+            profile = self._trace(FakeMemoryInstruments, batch_size, seq_len)
         return self._thinning.expand(profile)
 
-    def _trace(self, batch_size: int, seq_len: int) -> Profile:
+    def _trace(self, instruments: type[FakeInstruments], batch_size: int, seq_len: int) -> Profile:
         ids = torch.zeros((batch_size, seq_len), dtype=torch.long)
         batch = {"input_ids": ids, "labels": ids.clone()}
-        instruments = FakeInstruments(self.workload.device, self.workload.outlier_share)
-        with fake_autocast(self.workload.trace, self.autocast):
-            return profile_model(self.model, batch, self.workload.adacc, instruments=instruments)
+        readings = instruments(self.workload.device, self.workload.outlier_share)
+        with fake_autocast(self.workload.trace, self.autocast), at_most_chunks(3):
+            return profile_model(self.model, batch, self.workload.adacc, instruments=readings)
 
 
 @contextmanager
