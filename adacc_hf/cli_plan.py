@@ -82,16 +82,15 @@ def _request(arguments: argparse.Namespace) -> Request:
         attention=arguments.attn,
         peft=arguments.peft,
         trace=arguments.trace or device.trace,
-        is_deepspeed=sharding.is_deepspeed,
+        sharding=sharding,
         outlier_share=arguments.outlier_share,
     )
     return Request(
         model=arguments.model,
         workload=workload,
         batch_size=arguments.batch_size,
-        seq_len=checked_seq_len(arguments.seq_len, config),
+        seq_len=checked_seq_len(arguments.seq_len, config, option="--seq-len"),
         optimizer=arguments.optimizer,
-        sharding=sharding,
         budget_bytes=None if arguments.budget is None else parse_bytes(arguments.budget, "--budget"),
         longest_seq_len=context_length(config),
         find_largest=not arguments.no_largest,

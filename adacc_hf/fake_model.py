@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PretrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from adacc_hf.blocks import find_blocks
 from adacc_hf.chunked_loss import at_most_chunks
@@ -20,6 +23,7 @@ from adacc_hf.fake_instruments import OUTLIER_SHARE, FakeInstruments, FakeMemory
 from adacc_hf.model_presets import fresh_model
 from adacc_hf.profile import Profile
 from adacc_hf.profiler import profile_model
+from adacc_hf.static_memory import Sharding
 from adacc_hf.thin_model import Thinning, plan_thinning, thinned
 
 
@@ -55,15 +59,14 @@ class Workload:
     peft: str | None = None
     trace: str = "cuda"
     """Device type whose decisions torch takes."""
-    is_deepspeed: bool = False
-    """Whether DeepSpeed does mixed precision in its own way: 16-bit weights, no autocast."""
+    sharding: Sharding = field(default_factory=Sharding)
     outlier_share: float = OUTLIER_SHARE
     adacc: AdaccConfig = field(default_factory=AdaccConfig)
 
     @property
     def has_master_weights(self) -> bool:
-        """Whether the optimizer keeps float32 weights beside 16-bit ones, as DeepSpeed does under mixed precision."""
-        return self.is_deepspeed and self.precision.autocast is not None
+        """Whether what is computed with are 16-bit copies of float32 weights."""
+        return self.sharding.casts_weights and self.precision.autocast is not None
 
     def __post_init__(self) -> None:
         dtype = str(self.precision.compute).removeprefix("torch.")
@@ -79,12 +82,13 @@ class FakeModel:
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
-        self.autocast = None if workload.is_deepspeed else workload.precision.autocast
-        weights = workload.precision.compute if workload.is_deepspeed else workload.precision.weights
+        sharding, precision = workload.sharding, workload.precision
+        self.autocast = None if sharding.is_deepspeed else precision.autocast
+        weights = precision.compute if sharding.casts_weights else precision.weights
         dtype = str(weights).removeprefix("torch.")
-        model = fresh_model(workload.config, workload.attention, dtype)
-        model.config.use_cache = False
-        self.model: nn.Module = with_lora(model) if workload.peft == "lora" else model
+        make = _lora_model if workload.peft == "lora" else fresh_model
+        self.model: nn.Module = make(workload.config, workload.attention, dtype)
+        self.model.config.use_cache = False
         self.model.train()
         self._thinning: Thinning | None = None
 
@@ -134,11 +138,35 @@ def fake_model(workload: Workload) -> Iterator[FakeModel]:
             ) from error
 
 
-def with_lora(model: nn.Module) -> nn.Module:
-    """`model` with PEFT's LoRA adapters, at PEFT's defaults for its architecture."""
+def _lora_model(config: PretrainedConfig, attention: str, dtype: str) -> nn.Module:
+    """The model with PEFT's LoRA adapters, at PEFT's defaults for its architecture."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise AdaccError("--peft=lora needs the package peft: pip install peft") from error
-    task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
-    return get_peft_model(model, LoraConfig(task_type=task))
+    task = "SEQ_2_SEQ_LM" if config.is_encoder_decoder else "CAUSAL_LM"
+    # On meta first: PEFT moves new adapters to their layer's device, and fake tensors refuse that.
+    with unset_fake_temporarily(), torch.device("meta"):
+        model = fresh_model(config, attention, dtype)
+        transposed = any(isinstance(module, Conv1D) for module in model.modules())  # PEFT sees it too, and warns
+        lora = LoraConfig(task_type=task, fan_in_fan_out=transposed)
+        with warnings.catch_warnings():  # PEFT reads a property that Transformers renames: nothing to a user
+            warnings.simplefilter("ignore", FutureWarning)
+            adapted = get_peft_model(model, lora, low_cpu_mem_usage=True)
+    _from_meta(adapted)
+    return adapted
+
+
+def _from_meta(model: nn.Module) -> None:
+    """Put new tensors on the default device in place of those on meta; one that is there twice stays one."""
+    new: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, old in tensors.items():
+                if old is None:
+                    continue
+                if id(old) not in new:
+                    tensor = torch.empty(old.shape, dtype=old.dtype)
+                    is_parameter = isinstance(old, nn.Parameter)
+                    new[id(old)] = nn.Parameter(tensor, requires_grad=old.requires_grad) if is_parameter else tensor
+                tensors[name] = new[id(old)]

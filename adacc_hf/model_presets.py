@@ -131,15 +131,15 @@ def context_length(config: PretrainedConfig) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
-def checked_seq_len(seq_len: int | None, config: PretrainedConfig) -> int:
-    """The sequence length to pack to: the setting, or else the whole context. Raises ValueError outside 2..context."""
+def checked_seq_len(seq_len: int | None, config: PretrainedConfig, option: str = "--seq_len") -> int:
+    """The sequence length: the setting, called `option`, or else the context. Raises ValueError outside 2..context."""
     longest = context_length(config)
     if seq_len is None and longest is None:
-        raise ValueError("--seq_len must be set, because this model's configuration names no context length")
+        raise ValueError(f"{option} must be set, because this model's configuration names no context length")
     length = longest if seq_len is None else seq_len
     if length < 2 or (longest is not None and length > longest):
         allowed = "at least 2" if longest is None else f"2 to {longest}, the model's context"
-        raise ValueError(f"--seq_len={length} is outside its range ({allowed}); change it or choose another --model")
+        raise ValueError(f"{option}={length} is outside its range ({allowed}); change it or choose another --model")
     return length
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 from torch import nn
@@ -16,7 +16,7 @@ from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
 from adacc_hf.simulator import run_block, simulate
 from adacc_hf.solver import solve_policy
-from adacc_hf.static_memory import Sharding, StaticMemory, static_memory
+from adacc_hf.static_memory import StaticMemory, static_memory
 from adacc_hf.units import format_bytes
 
 METHODS = ("plain", "full recomputation", "adacc")
@@ -32,7 +32,6 @@ class Request:
     batch_size: int
     seq_len: int
     optimizer: str = "adamw"
-    sharding: Sharding = field(default_factory=Sharding)
     budget_bytes: int | None = None
     """Bytes per device; None is the device's memory less `AdaccConfig.memory_margin`."""
     longest_seq_len: int | None = None
@@ -98,10 +97,10 @@ class _Planner:
     def __init__(self, request: Request, model: FakeModel) -> None:
         self.request = request
         self.model = model
+        workload = model.workload
         self.static = static_memory(
-            model.model, model.blocks, request.optimizer, request.sharding, model.workload.has_master_weights
+            model.model, model.blocks, request.optimizer, workload.sharding, workload.has_master_weights
         )
-        self.share = 1 / request.sharding.parts("gradients")
         self._estimated = cache(self._estimate)
 
     def plan(self) -> Planned:
@@ -120,16 +119,17 @@ class _Planner:
             profile=profile,
             policy=policy,
             forecasts=forecasts,
-            phases=_phases(profile, policy or Policy.uniform(profile, "recompute"), self.static),
+            phases=_phases(profile, policy or Policy.uniform(profile, "recompute")),
         )
 
     def _for_training(self, profile: Profile) -> Profile:
         """`profile` on one of the devices that train, with the optimizer's state and its step."""
         added = self.static.resting_bytes - self._state_bytes(profile)
-        gradients = _gradients_before(self.model.model, [block.name for block in profile.blocks])
-        shifts = {name: added - int((1 - self.share) * nbytes) for name, nbytes in gradients.items()}
+        gradients = self._cut_gradients([block.name for block in profile.blocks])
+        # What is left of a traced gradient that was cut, perhaps in another dtype.
+        share = self.static.gradients_bytes / max(1, _trained_bytes(self.model.model))
+        shifts = {name: added - int((1 - share) * nbytes) for name, nbytes in gradients.items()}
         in_order = [shifts[block.name] for block in profile.blocks]
-        update = self.static.update_peak_bytes
         return replace(
             profile,
             blocks=tuple(
@@ -139,13 +139,14 @@ class _Planner:
             static_bytes=profile.static_bytes + added,
             forward_base_bytes=profile.forward_base_bytes + added,
             outside_peak_bytes=profile.outside_peak_bytes + added,
-            tail_peak_bytes=max(profile.tail_peak_bytes + shifts["tail"], update),
+            tail_peak_bytes=profile.tail_peak_bytes + shifts["tail"],
+            optimizer_peak_bytes=self.static.update_peak_bytes,
             available_bytes=self.request.workload.device.memory_bytes,
             other_heads=tuple(
                 replace(
                     head,
                     outside_peak_bytes=head.outside_peak_bytes + added,
-                    tail_peak_bytes=max(head.tail_peak_bytes + shifts["tail"], update),
+                    tail_peak_bytes=head.tail_peak_bytes + shifts["tail"],
                     backward_base_bytes=tuple(
                         base + shift for base, shift in zip(head.backward_base_bytes, in_order, strict=True)
                     ),
@@ -153,6 +154,26 @@ class _Planner:
                 for head in profile.other_heads
             ),
         )
+
+    def _cut_gradients(self, blocks: list[str]) -> dict[str, int]:
+        """Traced bytes of the gradients that were cut when each block's backward starts, and, as "tail", at its end.
+
+        Those of the output embedding and of norms come before the blocks', those of other embeddings after; FSDP cuts
+        what is outside the blocks only when backward is over.
+        """
+        model, sharding = self.model.model, self.request.workload.sharding
+        of_block = {name: _trained_bytes(model.get_submodule(name)) for name in blocks}
+        so_far = 0
+        if sharding.method != "fsdp":
+            embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+            head = getattr(model.get_output_embeddings(), "weight", None)
+            late = sum(_trained_bytes(module) for module in embeddings if module.weight is not head)
+            so_far = _trained_bytes(model) - late - sum(of_block.values())
+        found = {}
+        for name in reversed(blocks):
+            found[name] = so_far
+            so_far += of_block[name]
+        return {**found, "tail": so_far}
 
     def _state_bytes(self, profile: Profile) -> int:
         """What `profile` has for parameters, buffers and, if it was measured, all else that is there before a step."""
@@ -278,32 +299,15 @@ def _plain_ms(profile: Profile) -> float:
     return profile.step_ms - sum(ms for name, ms in overheads.items() if name not in watched)
 
 
-def _phases(profile: Profile, policy: Policy, static: StaticMemory) -> dict[str, int]:
+def _phases(profile: Profile, policy: Policy) -> dict[str, int]:
     """Most bytes live in each phase of the step."""
-    timeline = simulate(profile, [policy.plan_of(block.name) for block in profile.blocks]).timeline
+    plans = [policy.plan_of(block.name) for block in profile.blocks]
+    timeline = simulate(profile.with_head(policy.head), plans).timeline
     phases: dict[str, int] = {}
     for label, live in timeline:
         name = {"forward": "forward of the blocks", "backward": "backward of the blocks"}.get(label.split()[0], label)
         phases[name] = max(phases.get(name, 0), live)
-    phases["optimizer step"] = static.update_peak_bytes
     return phases
-
-
-def _gradients_before(model: nn.Module, blocks: list[str]) -> dict[str, int]:
-    """Bytes of gradients that are there when each block's backward starts, and, as "tail", when the last one ended.
-
-    Those of the output embedding and of norms come before the blocks', those of other embeddings after.
-    """
-    of_block = {name: _trained_bytes(model.get_submodule(name)) for name in blocks}
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    head = getattr(model.get_output_embeddings(), "weight", None)
-    late = sum(_trained_bytes(module) for module in embeddings if module.weight is not head)
-    so_far = _trained_bytes(model) - late - sum(of_block.values())
-    found = {}
-    for name in reversed(blocks):
-        found[name] = so_far
-        so_far += of_block[name]
-    return {**found, "tail": so_far}
 
 
 def _trained_bytes(module: nn.Module) -> int:

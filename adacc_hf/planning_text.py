@@ -30,7 +30,7 @@ def to_json(planned: Planned) -> dict[str, Any]:
         "seq_len": request.seq_len,
         "attention": request.workload.attention,
         "optimizer": request.optimizer,
-        "sharding": asdict(request.sharding),
+        "sharding": asdict(request.workload.sharding),
         "budget_bytes": request.budget,
         "outlier_share": request.workload.outlier_share,
         "fits": planned.forecasts["adacc"].fits,
@@ -51,7 +51,7 @@ def to_text(planned: Planned) -> str:
 
 def _title(planned: Planned) -> str:
     request, device = planned.request, planned.request.workload.device
-    sharding = request.sharding
+    sharding = request.workload.sharding
     shared = "" if sharding.method == "none" else f", {sharding.method} over {sharding.num_devices}"
     return (
         f"{request.model}: {len(planned.profile.blocks)} blocks, {request.batch_size} x {request.seq_len} tokens per "
@@ -98,7 +98,7 @@ def _memory(planned: Planned) -> list[str]:
     if planned.policy is not None:
         named["activations under the policy"] = planned.policy.predicted_stored_bytes
     under = "the policy" if planned.policy is not None else "full recomputation"
-    peaks = {f"peak in the {phase}": nbytes for phase, nbytes in planned.phases.items()}
+    peaks = {f"peak: {phase}": nbytes for phase, nbytes in planned.phases.items()}
     rows = [("memory per device", "")] + [(name, format_bytes(n)) for name, n in named.items() if n]
     rows += [(f"step under {under}", "")] + [(name, format_bytes(n)) for name, n in peaks.items()]
     return _table(rows)

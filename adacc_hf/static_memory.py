@@ -52,6 +52,12 @@ class Sharding:
     def is_deepspeed(self) -> bool:
         return self.method.startswith("zero")
 
+    @property
+    def casts_weights(self) -> bool:
+        """Whether mixed precision computes with 16-bit weights made from float32 ones: Accelerate's FSDP gathers in 16
+        bits, DeepSpeed keeps both. Else autocast casts weights as they are used."""
+        return self.is_deepspeed or self.method == "fsdp"
+
 
 @dataclass(frozen=True, kw_only=True)
 class StaticMemory:
@@ -61,7 +67,7 @@ class StaticMemory:
     gradients_bytes: int
     """All gradients, as they are when backward ends."""
     optimizer_bytes: int
-    """State, and DeepSpeed's master weights."""
+    """State, and the float32 weights that DeepSpeed keeps beside 16-bit ones."""
     buffers_bytes: int
     unsharded_bytes: int
     """Parameters that are whole while they are used: those outside the blocks, one block at work and one fetched."""
@@ -140,20 +146,25 @@ def check_optimizer(name: str) -> None:
 def static_memory(
     model: nn.Module, blocks: Sequence[nn.Module], optimizer: str, sharding: Sharding, master_weights: bool
 ) -> StaticMemory:
-    """What training `model` holds on each device. `master_weights`: DeepSpeed's, in float32, beside 16-bit parameters.
+    """What training `model` holds on each device.
 
-    The model may be on meta, or fake. Raises ValueError for an optimizer that is not known.
+    With `master_weights` the parameters of `model` are 16-bit copies of float32 ones: DeepSpeed keeps both, FSDP makes
+    the copies of what is in use, and has float32 gradients too. The model may be on meta, or fake. Raises ValueError
+    for an optimizer that is not known.
     """
     check_optimizer(optimizer)
     rule = _OPTIMIZERS[optimizer]
     parameters = list(model.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    updated = [torch.empty_like(p, dtype=torch.float32, device="meta") for p in trained] if master_weights else trained
-    state = sum(rule.state_bytes(parameter) for parameter in updated)
-    masters = sum(_nbytes(parameter) for parameter in updated) if master_weights else 0
-    gradients = sum(_nbytes(parameter) for parameter in trained)
+    updated = _float32(trained) if master_weights else trained
+    state = sum(map(rule.state_bytes, updated))
+    masters = sum(map(_nbytes, updated)) if master_weights and sharding.is_deepspeed else 0
+    is_float32 = master_weights and not sharding.is_deepspeed
+    gradients = sum(map(_nbytes, updated if is_float32 else trained))
     return StaticMemory(
-        parameters_bytes=_part(distinct_bytes(parameters), sharding.parts("parameters")),
+        parameters_bytes=_part(
+            sum(map(_nbytes, _float32(parameters) if is_float32 else parameters)), sharding.parts("parameters")
+        ),
         gradients_bytes=_part(gradients, sharding.parts("gradients")),
         optimizer_bytes=_part(state + masters, sharding.parts("optimizer")),
         buffers_bytes=distinct_bytes(model.buffers()),
@@ -161,6 +172,11 @@ def static_memory(
         buckets_bytes=gradients if sharding.method == "ddp" else 0,
         update_bytes=_part(rule.update_bytes(updated), sharding.parts("optimizer")),
     )
+
+
+def _float32(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors of the same shapes in float32, without memory."""
+    return [torch.empty_like(tensor, dtype=torch.float32, device="meta") for tensor in tensors]
 
 
 def _unsharded_bytes(parameters: Sequence[torch.Tensor], blocks: Sequence[nn.Module]) -> int:

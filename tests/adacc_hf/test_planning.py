@@ -1,0 +1,188 @@
+"""Plans for runs that were never started: sums, searches, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from adacc_hf import profile_model
+from adacc_hf.cli import USER_ERROR, main
+from adacc_hf.planning import LARGEST_SEARCHED, largest
+
+CONFIG = GPT2Config(n_layer=3, n_embd=64, n_head=4, n_positions=64, vocab_size=500, bos_token_id=0, eos_token_id=0)
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    """A folder with the configuration of a small GPT-2."""
+    path = tmp_path_factory.mktemp("model")
+    CONFIG.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def plan(folder, capsys):
+    """`plan(*options)`: the record that `adacc plan --json` prints."""
+
+    def run(*options: str, model: str = folder) -> dict:
+        status = main(["plan", "--model", model, "--json", *options])
+        printed = capsys.readouterr()
+        assert status == 0, printed.err
+        return json.loads(printed.out)
+
+    return run
+
+
+@pytest.fixture
+def refused(folder, capsys):
+    """`refused(*options)`: the one line on stderr of a plan that is refused."""
+
+    def run(*options: str, model: str = folder) -> str:
+        assert main(["plan", "--model", model, *options]) == USER_ERROR
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("adacc plan")]
+        return line
+
+    return run
+
+
+@given(limit=st.integers(1, LARGEST_SEARCHED), start=st.integers(1, 3000), data=st.data())
+def test_the_largest_is_found_for_whatever_does_not_fall(limit, start, data):
+    answer = data.draw(st.integers(0, limit))
+    slope, bend = data.draw(st.integers(1, 10**6)), data.draw(st.integers(0, 50))
+    asked = []
+
+    def excess(n):
+        asked.append(n)
+        return slope * (n - answer) + bend * max(0, n - answer) ** 2
+
+    assert largest(excess, start, limit) == answer
+    assert len(asked) == len(set(asked)), "each costs a trace"
+
+
+def test_a_plan_within_a_budget(plan):
+    ample = plan("--batch-size", "16", "--no-largest")
+    assert ample["fits"]
+    assert ample["methods"]["plain"]["fits"]
+    peaks = {name: method["peak_bytes"] for name, method in ample["methods"].items()}
+    assert peaks["adacc"] == peaks["plain"] > peaks["full recomputation"]
+    budget = (peaks["plain"] + peaks["full recomputation"]) // 2
+    tight = plan("--batch-size", "16", "--budget", str(budget), "--no-largest")
+    assert tight["fits"]
+    assert not tight["methods"]["plain"]["fits"]
+    assert peaks["full recomputation"] <= max(tight["phases"].values()) == tight["policy"]["predicted_peak_bytes"]
+    assert tight["policy"]["predicted_peak_bytes"] <= budget
+    assert tight["methods"]["adacc"]["step_ms"] >= tight["methods"]["plain"]["step_ms"]
+
+
+def test_the_largest_batch_fits_and_one_more_does_not(plan):
+    budget = ["--budget", "40MiB"]
+    found = plan("--batch-size", "2", *budget)["methods"]
+    assert found["plain"]["largest_batch"] < found["adacc"]["largest_batch"]
+    assert found["adacc"]["longest_seq_len"] == 64
+    largest_batch = found["adacc"]["largest_batch"]
+    at, beyond = (plan("--batch-size", str(largest_batch + more), *budget, "--no-largest")["fits"] for more in (0, 1))
+    assert at
+    assert not beyond
+
+
+def test_what_fits_no_more_names_the_least_peak(plan, folder, capsys):
+    options = ["--batch-size", "64", "--no-largest", "--budget"]
+    record = plan(*options, "12MiB")
+    assert not record["fits"]
+    assert record["policy"] is None
+    least = record["methods"]["adacc"]["peak_bytes"]
+    assert plan(*options, str(least))["fits"]
+    assert not plan(*options, str(least - 1))["fits"]
+    assert main(["plan", "--model", folder, *options, "12MiB"]) == 0
+    assert "does not fit 12.00 MiB: the least possible peak is" in capsys.readouterr().out
+
+
+def test_fsdp_holds_parts_in_float32_and_computes_with_16_bits(plan):
+    alone, shared = plan("--no-largest"), plan("--fsdp", "4", "--no-largest")
+    for name in ("parameters_bytes", "gradients_bytes", "optimizer_bytes"):
+        assert shared["static"][name] == -(-alone["static"][name] // 4), name
+    # Two blocks and what is outside them, in 16 bits.
+    model = AutoModelForCausalLM.from_config(CONFIG)
+    blocks = 2 * sum(p.numel() for p in model.transformer.h[0].parameters())
+    outside = sum(p.numel() for p in model.parameters()) - len(model.transformer.h) * blocks // 2
+    assert shared["static"]["unsharded_bytes"] == 2 * (blocks + outside)
+    assert shared["plain_stored_bytes"] < alone["plain_stored_bytes"], "autocast keeps no casts of weights"
+
+
+def test_zero_3_keeps_16_bit_weights_and_float32_masters(plan):
+    alone, shared = plan("--no-largest"), plan("--zero", "3", "4", "--no-largest")
+    assert shared["static"]["parameters_bytes"] == -(-alone["static"]["parameters_bytes"] // 8)
+    assert shared["static"]["optimizer_bytes"] == -(-alone["static"]["parameters_bytes"] * 3 // 4)
+
+
+def test_lora_trains_little(plan):
+    whole, lora = plan("--no-largest"), plan("--peft", "lora", "--no-largest")
+    assert lora["static"]["gradients_bytes"] < 0.1 * whole["static"]["gradients_bytes"]
+    assert lora["static"]["parameters_bytes"] > whole["static"]["parameters_bytes"]
+
+
+def test_a_saved_profile_takes_the_place_of_the_trace(plan, refused, folder, tmp_path):
+    model = AutoModelForCausalLM.from_config(CONFIG).train()
+    model.config.use_cache = False
+    ids = torch.zeros((4, 64), dtype=torch.long)
+    profile = profile_model(model, {"input_ids": ids, "labels": ids.clone()})
+    profile.save(tmp_path / "profile.json")
+    options = ["--profile", str(tmp_path / "profile.json"), "--dtype", "fp32", "--batch-size", "4"]
+    record = plan(*options)
+    assert record["plain_stored_bytes"] == profile.plain_stored_bytes
+    assert record["methods"]["plain"]["step_ms"] <= profile.step_ms
+    other = tmp_path / "other"
+    GPT2Config(n_layer=2, n_embd=64, n_head=4, n_positions=64, vocab_size=500).save_pretrained(other)
+    line = refused(*options, model=str(other))
+    assert "--profile is of GPT2LMHeadModel with 3 blocks, --model has 2" in line
+
+
+def test_the_report_is_written(plan, tmp_path):
+    plan("--no-largest", "--html", str(tmp_path / "report"))
+    page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
+    assert "full recomputation" in page
+
+
+def test_the_text_names_sources_and_assumptions(folder, capsys):
+    assert main(["plan", "--model", folder, "--device", "v100", "--dtype", "fp16-amp", "--no-largest"]) == 0
+    text = capsys.readouterr().out
+    assert "fits 28.31 GiB as it is" in text
+    for part in ("NVIDIA V100", "full recomputation", "largest batch", "peak: head and loss", "roofline", "outliers"):
+        assert part in text
+
+
+REFUSED = {
+    "device": (["--device", "b200"], "--device=b200 is not in the table of devices: choose from h100"),
+    "batch": (["--batch-size", "0"], "--batch-size=0 must be at least 1"),
+    "short": (["--seq-len", "1"], "--seq-len=1 is outside its range \\(2 to 64"),
+    "long": (["--seq-len", "65"], "--seq-len=65 is outside its range \\(2 to 64, the model's context\\)"),
+    "budget": (["--budget", "1MiB"], "--budget=1.00 MiB is below the .* MiB that training holds .*--fsdp N"),
+    "budget form": (["--budget", "much"], "--budget='much'"),
+    "optimizer": (["--optimizer", "adam"], "--optimizer=adam is not known: choose from adamw"),
+    "dtype": (["--device", "v100"], "--device=v100 cannot train in bfloat16: choose another --dtype"),
+    "ddp": (["--ddp", "1"], "--ddp with 1 devices shares nothing"),
+    "zero": (["--zero", "4", "2"], "--zero 4 2 has no such stage: choose 1, 2 or 3"),
+    "outliers": (["--outlier-share", "2"], "--outlier-share=2.0 is outside 0 to 1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(refused, case):
+    options, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(refused(*options))
+
+
+def test_an_unknown_model_is_refused(refused, tmp_path: Path):
+    line = refused(model=str(tmp_path / "nothing"))
+    assert "is none of demo" in line
+    assert "could not be loaded as a hub id or folder" in line
+
+
+def test_a_model_without_a_context_needs_a_length(refused):
+    assert "--seq-len must be set" in refused(model="demo-t5")
