@@ -50,7 +50,7 @@ def even_groups(count: int, group_size: int) -> int:
 def pad_to(x: Tensor, length: int, with_last: bool = False) -> Tensor:
     """`x` with zeros, or copies of its last element, appended along its first dimension up to `length`."""
     missing = length - x.shape[0]
-    if missing == 0:
+    if isinstance(missing, int) and missing == 0:  # a size that is known only when it runs may be 0 or not
         return x
     shape = (missing, *x.shape[1:])
     return torch.cat([x, x[-1:].expand(shape) if with_last else x.new_zeros(shape)])

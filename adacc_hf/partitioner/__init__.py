@@ -7,6 +7,7 @@ run it, `program` decides with the integer program of `milp`, and `rewrite` puts
 Inductor fuses them with their neighbours.
 """
 
-from adacc_hf.partitioner.partitioner import AdaccPartitioner, RegionPlan
+from adacc_hf.partitioner.partitioner import AdaccPartitioner
+from adacc_hf.partitioner.region import CompiledPolicy, RegionPlan
 
-__all__ = ["AdaccPartitioner", "RegionPlan"]
+__all__ = ["AdaccPartitioner", "CompiledPolicy", "RegionPlan"]

@@ -12,11 +12,14 @@ from torch import fx
 from torch._functorch import partitioners
 from torch._functorch.compile_utils import fx_graph_cse, raise_getitems
 from torch._functorch.partitioners import NodeInfo, min_cut_rematerialization_partition
-from torch.fx.experimental.symbolic_shapes import optimization_hint
+from torch.fx.experimental.symbolic_shapes import is_symbol_binding_fx_node, optimization_hint
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 __all__ = [
     "NodeInfo", "classify", "extract", "hint", "is_getitem", "is_random", "min_cut_rematerialization_partition",
-    "must_be_saved", "op_types", "plain_saved", "prepare",
+    "must_be_saved", "op_types", "plain_saved", "prepare", "region_number",
+    "size_node",
 ]  # fmt: skip
 
 op_types = cache(partitioners.get_default_op_list)
@@ -25,6 +28,22 @@ op_types = cache(partitioners.get_default_op_list)
 def hint(size: int | torch.SymInt) -> int:
     """`size`, or its value in the traced example if it is dynamic."""
     return int(optimization_hint(size))
+
+
+def region_number() -> str:
+    """The number of the function that is being compiled; "" where torch.compile has no part in it."""
+    compiling = torch._guards.CompileContext.current_compile_id()
+    return "" if compiling is None else str(compiling.frame_id)
+
+
+def size_node(graph: fx.Graph, size: torch.SymInt) -> fx.Node:
+    """A node with the value of a dynamic size, worked out, where `graph` inserts, from the sizes that it is given."""
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    bound = {is_symbol_binding_fx_node(node): node for node in graph.find_nodes(op="placeholder")}
+    known = {symbol: fx.Proxy(node, tracer) for symbol, node in bound.items() if symbol is not None}
+    result = sympy_interp(PythonReferenceAnalysis, known, size.node.expr).node
+    result.meta["val"] = size
+    return result
 
 
 def prepare(module: fx.GraphModule) -> str | None:

@@ -80,6 +80,17 @@ def nbytes_of(node: fx.Node) -> int:
     return hint(tensor.numel()) * tensor.dtype.itemsize
 
 
+def is_held(node: fx.Node) -> bool:
+    """Whether a value lies in memory when it is remade: where all that reads it is fused with it, it never does."""
+    if not op_types().is_fusible(node):
+        return True
+    pending, readers = [node], []
+    while pending:
+        for user in pending.pop().users:
+            (pending if _is_view(user) else readers).append(user)
+    return any(user.op != "output" and not op_types().is_fusible(user) for user in readers)
+
+
 def _is_view(node: fx.Node) -> bool:
     return node.op == "call_function" and op_types().is_view(node)
 

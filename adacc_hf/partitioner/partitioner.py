@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,87 +15,105 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from adacc_hf.config import AdaccConfig
 from adacc_hf.kernels.codecs import Codec, get_codec
-from adacc_hf.milp import KindModel
 from adacc_hf.partitioner import functorch
 from adacc_hf.partitioner.fused_cost import OperatorTimes, device_speed
 from adacc_hf.partitioner.graph_codecs import codec_options
-from adacc_hf.partitioner.joint_graph import JointGraph, nbytes_of, read_joint_graph, root_of
-from adacc_hf.partitioner.program import GraphChoice, graph_model, least_bytes, least_time
+from adacc_hf.partitioner.joint_graph import JointGraph, is_held, nbytes_of, read_joint_graph, root_of
+from adacc_hf.partitioner.program import GraphChoice, GraphModel, graph_model, least_bytes, least_time
+from adacc_hf.partitioner.region import CompiledPolicy, RegionPlan, graph_digest, plan_for
 from adacc_hf.partitioner.rewrite import compress_saved
-from adacc_hf.policy import Action
+from adacc_hf.policy import Action, Choice
 from adacc_hf.program import SolverLog
 from adacc_hf.units import format_bytes
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RegionPlan:
-    """What was decided for one compiled region."""
-
-    plain_bytes: int
-    """What torch's own partitioner would hand to backward, parameters left out."""
-    budget_bytes: int
-    stored_bytes: int
-    overhead_ms: float
-    """Replay, storing and codecs, as priced."""
-    actions: dict[str, str] = field(default_factory=dict)
-    """For each value handed over, by the name of its node: "retain" or the codec."""
-    reason: str = ""
-    """Why torch's own partition was taken, if it was."""
-
-
 class AdaccPartitioner(CustomPartitionerFn):
     """Keeps, codes or recomputes every forward value of a region, within `memory_budget`.
 
     The budget is a fraction in (0, 1] of the bytes that torch's own partitioner would save; each region of a model gets
-    that fraction of its own bytes. A region that fits is left as it is. `regions` has one `RegionPlan` per region that
-    was partitioned in this process; what comes out of a compile cache is not partitioned again.
+    that fraction of its own bytes, so that together they keep to it. A region that fits is left as it is. `policy` has
+    one `RegionPlan` per region that was partitioned in this process; what comes out of a compile cache is not
+    partitioned again. A region that `given` has a plan for follows that one.
     """
 
-    def __init__(self, config: AdaccConfig | None = None, **overrides: Any) -> None:
+    def __init__(
+        self, config: AdaccConfig | None = None, given: CompiledPolicy | None = None, **overrides: Any
+    ) -> None:
+        """`given` has plans to follow, and the share of regions that it has none for; else the budget is that."""
         self.config = (config or AdaccConfig(memory_budget=0.5)).with_overrides(**overrides)
-        _check_budget(self.config.memory_budget)
-        self.regions: list[RegionPlan] = []
+        if given is None:
+            _check_budget(self.config.memory_budget)
+        share = self.config.memory_budget if given is None else given.share
+        self.policy = CompiledPolicy(share=share)
+        self._of_peak = not isinstance(self.config.memory_budget, float)
+        self._given = given
+        self._known = {plan.digest: plan for plan in given.regions} if given is not None else {}
         self._times = OperatorTimes()
+
+    def start_over(self, share: float | None) -> None:
+        """Forget all regions; those that are compiled from now on get `share` of their bytes, None: the least possible.
+
+        For what is compiled already, see `torch._dynamo.reset`.
+        """
+        self.policy, self._given, self._known = CompiledPolicy(share=share), None, {}
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         num_outputs = kwargs["num_fwd_outputs"]
         refusal = functorch.prepare(gm)
+        plan = RegionPlan(digest=graph_digest(gm, num_outputs), region=functorch.region_number())
         info = functorch.classify(gm, kwargs.get("static_lifetime_input_indices") or (), num_outputs)
         if refusal is None and not info.required_bw_nodes:
             refusal = "it has no backward"
         if refusal is not None:
-            return self._plainly(gm, joint_inputs, kwargs, RegionPlan(**_no_bytes(), reason=refusal))
+            return self._plainly(gm, joint_inputs, kwargs, replace(plan, reason=refusal))
         joint = read_joint_graph(gm, info)
         plain_bytes = _saved_bytes(joint, functorch.plain_saved(gm, info))
-        budget_bytes = int(self.config.memory_budget * plain_bytes)
-        if budget_bytes >= plain_bytes:
-            plan = RegionPlan(
-                plain_bytes=plain_bytes, budget_bytes=budget_bytes, stored_bytes=plain_bytes, overhead_ms=0.0
-            )
-            return self._plainly(gm, joint_inputs, kwargs, replace(plan, reason="everything fits"))
-        choice = self._solve(self._model(joint), plain_bytes, budget_bytes)
-        self.regions.append(_region_plan(joint, choice, plain_bytes, budget_bytes))
-        log.info("Adacc: compiled region: %s", self.regions[-1])
-        saved = [joint.nodes[value] for value in choice.stored]
+        plan = replace(plan, plain_bytes=plain_bytes, stored_bytes=plain_bytes, peak_bytes=plain_bytes)
+        known = self._known.get(plan.digest)
+        plan = self._decide(joint, plan) if known is None else replace(known, region=plan.region)
+        if plan.reason:
+            return self._plainly(gm, joint_inputs, kwargs, plan)
+        self._note(plan)
+        stored = plan_for(joint, plan)
+        saved = [joint.nodes[value] for value in stored]
         forward, backward = functorch.extract(
             gm, info, [*info.static_lifetime_input_nodes, *_integer_inputs(info), *saved], num_outputs
         )
-        compress_saved(forward, backward, _codecs(joint, choice), num_outputs)
+        compress_saved(forward, backward, _codecs(joint, stored), num_outputs)
         return forward, backward
 
     def uuid(self) -> str:
-        """What tells compile caches one partitioner from another: its source, and its settings."""
-        return f"adacc_hf {_source_digest()} {self.config!r}"
+        """What tells compile caches one partitioner from another: its source, its settings, and what it was given."""
+        return f"adacc_hf {_source_digest()} {self.config!r} {self.policy.share!r} {self._given!r}"
+
+    def _decide(self, joint: JointGraph, plan: RegionPlan) -> RegionPlan:
+        """`plan` with what the solver chooses, or the reason for not asking it."""
+        share = self.policy.share
+        if share is not None and share >= 1.0:
+            return replace(plan, reason="everything fits")
+        graph = self._graph(joint)
+        if share is None:
+            choice = least_bytes(graph, SolverLog(), of_peak=self._of_peak)
+        else:
+            choice = self._solve(graph, plan.plain_bytes, int(share * plan.plain_bytes))
+        stored = tuple((joint.nodes[value].name, how) for value, how in choice.stored.items())
+        return replace(
+            plan, stored_bytes=choice.nbytes, peak_bytes=choice.peak_bytes, overhead_ms=choice.ms, stored=stored
+        )
 
     def _plainly(self, gm: Any, joint_inputs: Any, kwargs: dict[str, Any], plan: RegionPlan) -> Any:
-        self.regions.append(plan)
+        self._note(plan)
         return functorch.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
-    def _model(self, joint: JointGraph) -> KindModel:
+    def _note(self, plan: RegionPlan) -> None:
+        self.policy = replace(self.policy, regions=(*self.policy.regions, plan))
+        log.info("Adacc: %s", plan.summary())
+
+    def _graph(self, joint: JointGraph) -> GraphModel:
         """The program's data: operators priced, values with what keeping and coding them costs."""
         operators = zip(joint.kind.operators, joint.operators, strict=True)
         times = [self._times.replay_ms(node) if operator.replayable else 0.0 for operator, node in operators]
@@ -106,22 +124,23 @@ class AdaccPartitioner(CustomPartitionerFn):
         )
         keep_ms = {index: _keep_ms(node) for index, node in enumerate(joint.nodes)}
         codecs = {index: codec_options(joint, index, self.config) for index in range(len(joint.nodes))}
-        return graph_model(replace(joint.kind, operators=operators), keep_ms, codecs)
+        held_bytes = [nbytes_of(node) if is_held(node) else 0 for node in joint.nodes]
+        return graph_model(replace(joint.kind, operators=operators), keep_ms, codecs, held_bytes)
 
-    def _solve(self, model: KindModel, plain_bytes: int, budget_bytes: int) -> GraphChoice:
+    def _solve(self, graph: GraphModel, plain_bytes: int, budget_bytes: int) -> GraphChoice:
         """The fastest choice within the budget; the smallest one, with a warning, in a region that cannot keep to it.
 
         A region knows nothing of the others: the one of the loss, say, saves little in all and can spare none of it.
         """
         solving = SolverLog()
-        choice = least_time(model, budget_bytes, solving)
+        choice = least_time(graph, budget_bytes, solving, of_peak=self._of_peak)
         if choice is not None:
             return choice
-        choice = least_bytes(model, solving)
+        choice = least_bytes(graph, solving, of_peak=self._of_peak)
         log.warning(
-            "Adacc: memory_budget=%r allows %s in a compiled region that torch.compile would give %s, and the least "
-            "possible with actions=%r is %s: it is given that",
-            self.config.memory_budget,
+            "Adacc: a share of %r of the memory allows %s in a compiled region that torch.compile would give %s, and "
+            "the least possible with actions=%r is %s: it is given that",
+            self.policy.share,
             format_bytes(budget_bytes),
             format_bytes(plain_bytes),
             self.config.actions,
@@ -134,12 +153,9 @@ def _check_budget(budget: Any) -> None:
     if not isinstance(budget, float):
         raise ValueError(
             f"memory_budget={budget!r}: a compiled graph takes a float in (0, 1], the fraction of the bytes that "
-            f"torch.compile would save; sizes and 'auto' are for runs without torch.compile"
+            f"torch.compile would save; sizes and 'auto' need the steps of a run measured: give them to AdaccCallback "
+            f"and train with torch_compile=True"
         )
-
-
-def _no_bytes() -> dict[str, Any]:
-    return {"plain_bytes": 0, "budget_bytes": 0, "stored_bytes": 0, "overhead_ms": 0.0}
 
 
 def _saved_bytes(joint: JointGraph, saved: Sequence[fx.Node]) -> int:
@@ -159,20 +175,10 @@ def _keep_ms(node: fx.Node) -> float:
     return device_speed(node.meta["val"].device).moving_ms(nbytes_of(node) * (1 if is_written else 2))
 
 
-def _region_plan(joint: JointGraph, choice: GraphChoice, plain_bytes: int, budget_bytes: int) -> RegionPlan:
-    return RegionPlan(
-        plain_bytes=plain_bytes,
-        budget_bytes=budget_bytes,
-        stored_bytes=choice.nbytes,
-        overhead_ms=choice.ms,
-        actions={joint.nodes[v].name: choice.codec or "retain" for v, choice in choice.stored.items()},
-    )
-
-
-def _codecs(joint: JointGraph, choice: GraphChoice) -> dict[str, Codec]:
+def _codecs(joint: JointGraph, stored: Mapping[int, Choice]) -> dict[str, Codec]:
     return {
         joint.nodes[value].name: get_codec(how.codec, **dict(how.options))
-        for value, how in choice.stored.items()
+        for value, how in stored.items()
         if how.action is Action.COMPRESS
     }
 

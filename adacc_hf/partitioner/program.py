@@ -5,13 +5,15 @@ Unlike the executor, a graph can hand over any value, not only what autograd wou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import accumulate
 
 from adacc_hf.milp import BlockVariables, KindModel, Store
+from adacc_hf.partitioner.segments import Segments, cut_into_segments
 from adacc_hf.policy import RETAIN, Choice
 from adacc_hf.profile import CodecOption, KindProfile
-from adacc_hf.program import Program, Solver, SolverLog
+from adacc_hf.program import Program, Solver, SolverLog, Terms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +23,27 @@ class GraphChoice:
     stored: Mapping[int, Choice]
     """How each handed-over value is stored; what is not here and needed is remade."""
     nbytes: int
+    peak_bytes: int
+    """Most that is live while a segment is remade: what is stored up to it, and what is remade of it."""
     ms: float
 
 
+@dataclass(frozen=True)
+class GraphModel:
+    """The program's data for one graph."""
+
+    model: KindModel
+    segments: Segments
+    held_bytes: tuple[int, ...]
+    """What each value takes while its segment is remade."""
+
+
 def graph_model(
-    kind: KindProfile, keep_ms: Mapping[int, float], codecs: Mapping[int, tuple[CodecOption, ...]]
-) -> KindModel:
+    kind: KindProfile,
+    keep_ms: Mapping[int, float],
+    codecs: Mapping[int, tuple[CodecOption, ...]],
+    held_bytes: Sequence[int],
+) -> GraphModel:
     """The choices there are: keep each value, for the time that takes, code it, or run its operator again."""
     menus = {
         value.index: (
@@ -39,30 +56,81 @@ def graph_model(
         for value in kind.values
     }
     runnable = frozenset(operator.index for operator in kind.operators if operator.replayable)
-    return KindModel(whole=kind, kind=kind, menus=menus, runnable=runnable)
+    model = KindModel(whole=kind, kind=kind, menus=menus, runnable=runnable)
+    return GraphModel(model, cut_into_segments(kind, held_bytes), tuple(held_bytes))
 
 
-def least_time(model: KindModel, cap_bytes: int, log: SolverLog) -> GraphChoice | None:
-    """The fastest choice that stores at most `cap_bytes`; None if there is none."""
-    program = Program()
-    block = BlockVariables(program, model)
-    # In KiB, so that coefficients are of ordinary size; half a byte keeps rounding away from both sides.
-    program.constrain(block.terms_bytes(1 / 1024), high=(cap_bytes + 0.5) / 1024)
-    solution = Solver(program, log, integer=True).minimize(block.terms_ms())
-    return None if solution is None else _choice(model, block, solution)
+class _GraphProgram:
+    """The program of one graph, in KiB so that coefficients are of ordinary size."""
+
+    def __init__(self, graph: GraphModel) -> None:
+        self._graph = graph
+        self.program = Program()
+        self.block = BlockVariables(self.program, graph.model)
+        for value in graph.segments.boundary:
+            self.program.constrain(self._stored(value), low=1.0)
+
+    def bound(self, cap_bytes: int, *, of_peak: bool) -> None:
+        """Allow at most `cap_bytes` to be stored; with `of_peak` to be live while any segment is remade."""
+        high = (cap_bytes + 0.5) / 1024  # half a byte keeps rounding away from both sides
+        self.program.constrain(self.block.terms_bytes(1 / 1024), high=high)
+        for segment in range(self._graph.segments.count if of_peak else 0):
+            self.program.constrain(self.segment_bytes(segment), high=high)
+
+    def peak(self) -> int:
+        """A variable, in whole KiB, that is no less than what is live while any segment is remade."""
+        everything = sum(max(store.nbytes for store in menu) for menu in self._graph.model.menus.values())
+        peak = self.program.variable(upper=float((everything + sum(self._graph.held_bytes)) // 1024 + 1))
+        for segment in range(self._graph.segments.count):
+            self.program.constrain([*self.segment_bytes(segment), (peak, -1.0)], high=0.0)
+        return peak
+
+    def best(self, costs: Terms, log: SolverLog) -> GraphChoice | None:
+        """The choice with least `costs`; None if there is none."""
+        solution = Solver(self.program, log, integer=True).minimize(costs)
+        return None if solution is None else _choice(self._graph, self.block, solution)
+
+    def segment_bytes(self, segment: int) -> list[tuple[int, float]]:
+        """What is live, in KiB, while a segment is remade: what is stored up to it, and what is remade of it."""
+        of_value = self._graph.segments.of_value
+        stored = [
+            (variable, self._graph.model.menus[value][option].nbytes / 1024)
+            for (value, option), variable in self.block.store.items()
+            if of_value[value] <= segment
+        ]
+        remade = [
+            (self.block.run[record.producer], self._graph.held_bytes[record.index] / 1024)
+            for record in self._graph.model.kind.values
+            if of_value[record.index] == segment and record.producer in self.block.run
+        ]
+        return stored + remade
+
+    def _stored(self, value: int) -> list[tuple[int, float]]:
+        return [(self.block.store[value, option], 1.0) for option in range(len(self._graph.model.menus[value]))]
 
 
-def least_bytes(model: KindModel, log: SolverLog) -> GraphChoice:
-    """The choice that stores least."""
-    program = Program()
-    block = BlockVariables(program, model)
-    solution = Solver(program, log, integer=True).minimize(block.terms_bytes(1 / 1024))
-    assert solution is not None, "keeping everything is always a solution"
-    return _choice(model, block, solution)
+def least_time(graph: GraphModel, cap_bytes: int, log: SolverLog, *, of_peak: bool) -> GraphChoice | None:
+    """The fastest choice that stores at most `cap_bytes`; None if there is none.
+
+    With `of_peak`, what is remade of a segment counts too, with what is stored up to it.
+    """
+    program = _GraphProgram(graph)
+    program.bound(cap_bytes, of_peak=of_peak)
+    return program.best(program.block.terms_ms(), log)
 
 
-def _choice(model: KindModel, block: BlockVariables, solution: Sequence[float]) -> GraphChoice:
+def least_bytes(graph: GraphModel, log: SolverLog, *, of_peak: bool) -> GraphChoice:
+    """The choice that stores least, or with `of_peak` the one that has least live at any time."""
+    program = _GraphProgram(graph)
+    costs = [(program.peak(), 1.0)] if of_peak else program.block.terms_bytes(1 / 1024)
+    choice = program.best(costs, log)
+    assert choice is not None, "keeping everything is always a solution"
+    return choice
+
+
+def _choice(graph: GraphModel, block: BlockVariables, solution: Sequence[float]) -> GraphChoice:
     """What the solved variables mean, less what nobody reads."""
+    model = graph.model
     taken = {
         value: store
         for value, menu in model.menus.items()
@@ -84,8 +152,20 @@ def _choice(model: KindModel, block: BlockVariables, solution: Sequence[float]) 
                 pending += model.kind.operators[producer].inputs
     stores = {value: store for value, store in taken.items() if value in read}
     replay_ms = sum(model.kind.operators[j].ms for j in runs)
+    stored_bytes = {value: store.nbytes for value, store in stores.items()}
     return GraphChoice(
         stored={value: store.choice for value, store in stores.items()},
-        nbytes=sum(store.nbytes for store in stores.values()),
+        nbytes=sum(stored_bytes.values()),
+        peak_bytes=_peak_bytes(graph, stored_bytes, runs),
         ms=replay_ms + sum(store.ms for store in stores.values()),
     )
+
+
+def _peak_bytes(graph: GraphModel, stored_bytes: Mapping[int, int], runs: Set[int]) -> int:
+    """Most that is live while a segment is remade."""
+    stored, remade = [0] * graph.segments.count, [0] * graph.segments.count
+    for value, segment in enumerate(graph.segments.of_value):
+        stored[segment] += stored_bytes.get(value, 0)
+        if graph.model.kind.values[value].producer in runs:
+            remade[segment] += graph.held_bytes[value]
+    return max(map(sum, zip(accumulate(stored), remade, strict=True)))

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from adacc_hf.kernels.codecs import Codec
+from adacc_hf.partitioner.functorch import size_node
 
 
 def compress_saved(
@@ -53,7 +55,7 @@ def _encode(graph: fx.Graph, before: fx.Node, node: fx.Node, codec: Codec) -> li
     """Put the encoding of `node` before `before`; returns the nodes of the payload."""
     example = node.meta["val"]
     order = memory_order(example)
-    traced = _traced(lambda tensor: codec.encode_traceable(tensor.permute(order)), [example])
+    traced = _traced(lambda tensor: codec.encode_traceable(tensor.permute(order)), [example], example.fake_mode)
     with graph.inserting_before(before):
         kept = _inline(graph, traced, [node])
     for number, payload in enumerate(kept):
@@ -66,24 +68,27 @@ def _decode(graph: fx.Graph, placeholder: fx.Node, codec: Codec) -> None:
     example = placeholder.meta["val"]
     order = memory_order(example)
     back = [order.index(d) for d in range(len(order))]
-    size = tuple(example.shape[d] for d in order)
+    size = [example.shape[d] for d in order]
+    dynamic = [d for d, length in enumerate(size) if isinstance(length, torch.SymInt)]
     with example.fake_mode:
         payload = codec.encode_traceable(example.permute(order))
-    traced = _traced(
-        lambda *tensors: (codec.decode_traceable(tensors, size, example.dtype).permute(back),), list(payload)
-    )
+
+    def decode(*given: Any) -> tuple[Tensor]:
+        tensors, lengths = given[: len(payload)], iter(given[len(payload) :])
+        whole = tuple(next(lengths) if d in dynamic else length for d, length in enumerate(size))
+        return (codec.decode_traceable(tensors, whole, example.dtype).permute(back),)
+
+    traced = _traced(decode, [*payload, *(size[d] for d in dynamic)], example.fake_mode)
     inputs = []
     with graph.inserting_before(placeholder):
         for number, tensor in enumerate(payload):
             inputs.append(graph.placeholder(payload_name(placeholder.name, number)))
             inputs[-1].meta = {**placeholder.meta, "val": tensor}
             inputs[-1].meta.pop("tensor_meta", None)
-    last = graph.find_nodes(op="placeholder")[-1]
-    with graph.inserting_after(last):
-        anchor = graph.call_function(torch.ops.aten.alias.default, (inputs[0],))
-    with graph.inserting_before(anchor):
-        (decoded,) = _inline(graph, traced, inputs)
-    graph.erase_node(anchor)
+    # As late as can be: what is decoded long before it is read would take up memory.
+    with graph.inserting_before(min(placeholder.users)):
+        lengths = [size_node(graph, size[d]) for d in dynamic]
+        (decoded,) = _inline(graph, traced, [*inputs, *lengths])
     placeholder.replace_all_uses_with(decoded)
     graph.erase_node(placeholder)
 
@@ -93,9 +98,9 @@ def payload_name(value: str, number: int) -> str:
     return f"{value}_coded_{number}"
 
 
-def _traced(function: Callable[..., Sequence[Tensor]], examples: list[Tensor]) -> fx.GraphModule:
+def _traced(function: Callable[..., Sequence[Tensor]], examples: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
     """`function` as a graph of the operators that Inductor lowers."""
-    with examples[0].fake_mode:
+    with mode:
         return make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="real")(*examples)
 
 

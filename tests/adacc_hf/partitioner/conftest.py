@@ -63,7 +63,7 @@ def fresh_dynamo() -> Iterator[None]:
 def train_step(fresh_dynamo: None) -> TrainStep:
     """Trains the small model for one step, its graphs cut by the partitioner it is given and run as they are."""
 
-    def train(partition: Any, dtype: torch.dtype = torch.float32, dropout: float = 0.1) -> Step:
+    def train(partition: Any, dtype: torch.dtype = torch.float32, dropout: float = 0.1, dynamic: bool = False) -> Step:
         torch._dynamo.reset()
         graphs: list[fx.GraphModule] = []
 
@@ -77,7 +77,7 @@ def train_step(fresh_dynamo: None) -> TrainStep:
         backend = aot_autograd(
             fw_compiler=keep, bw_compiler=keep, partition_fn=partition, decompositions=select_decomp_table()
         )
-        loss = torch.compile(model, backend=backend)(x).square().mean()
+        loss = torch.compile(model, backend=backend, dynamic=dynamic)(x).square().mean()
         loss.backward()
         return Step(loss.detach(), [p.grad for p in model.parameters()], *graphs)
 

@@ -1,0 +1,132 @@
+"""What is decided for compiled regions, and the file that keeps it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from adacc_hf.errors import PolicyMismatchError
+from adacc_hf.files import read_json, write_json
+from adacc_hf.partitioner.joint_graph import JointGraph
+from adacc_hf.policy import Action, Choice
+from adacc_hf.units import format_bytes
+
+FORMAT = "adacc_hf.compiled_policy"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionPlan:
+    """What was decided for one compiled region; bytes are those of the traced example's sizes."""
+
+    digest: str
+    """Of the region's joint graph."""
+    region: str = ""
+    """The number of the compiled function, which it has at all the sizes that it is compiled for."""
+    plain_bytes: int = 0
+    """What torch's own partitioner would hand to backward, parameters left out."""
+    stored_bytes: int = 0
+    peak_bytes: int = 0
+    """Most that is live of it in backward while a part of it is remade: what is stored up to there, and that part."""
+    overhead_ms: float = 0.0
+    """Replay, storing and codecs, as priced."""
+    stored: tuple[tuple[str, Choice], ...] = ()
+    """How each value that is handed over is stored, by the name of its node; the others are remade."""
+    reason: str = ""
+    """Why torch's own partition was taken, if it was."""
+
+    def summary(self) -> str:
+        """One line for a log."""
+        if self.reason:
+            return f"region {self.region}: as torch.compile cuts it, {self.reason}"
+        num_coded = sum(choice.action is Action.COMPRESS for _, choice in self.stored)
+        return (
+            f"region {self.region}: {format_bytes(self.stored_bytes)} of {format_bytes(self.plain_bytes)} stored in "
+            f"{len(self.stored) - num_coded} tensors retained and {num_coded} compressed; overhead "
+            f"{self.overhead_ms:.2f} ms"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "stored": {name: choice.to_json() for name, choice in self.stored}}
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> RegionPlan:
+        stored = tuple((name, Choice.from_json(choice)) for name, choice in record["stored"].items())
+        return cls(**{**record, "stored": stored})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledPolicy:
+    """The plans of all regions of a run that were compiled so far, and the share of plain bytes they were made for."""
+
+    share: float | None
+    """Fraction of plain bytes that each region was allowed; None: the least possible."""
+    regions: tuple[RegionPlan, ...] = ()
+
+    @property
+    def latest(self) -> tuple[RegionPlan, ...]:
+        """The plans in force: of a region that was compiled for several sizes the last one."""
+        return tuple({plan.region: plan for plan in self.regions}.values())
+
+    @property
+    def plain_bytes(self) -> int:
+        return sum(plan.plain_bytes for plan in self.latest)
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(plan.stored_bytes for plan in self.latest)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The regions run backward one after the other, each beside what those before it store."""
+        stored = [0, *accumulate(plan.stored_bytes for plan in self.latest)]
+        return max((before + plan.peak_bytes for before, plan in zip(stored, self.latest, strict=False)), default=0)
+
+    @property
+    def overhead_ms(self) -> float:
+        return sum(plan.overhead_ms for plan in self.latest)
+
+    def save(self, path: str | Path) -> None:
+        """Write the policy as JSON, atomically."""
+        regions = [plan.to_json() for plan in self.regions]
+        write_json(path, {"format": FORMAT, "version": FORMAT_VERSION, "share": self.share, "regions": regions})
+
+    @classmethod
+    def load(cls, path: str | Path) -> CompiledPolicy:
+        """Read what `save` wrote. Raises FileNotFoundError, or PolicyMismatchError if it is not a whole such file."""
+        record = read_json(path, PolicyMismatchError, "compiled policy")
+        try:
+            if (record["format"], record["version"]) != (FORMAT, FORMAT_VERSION):
+                raise ValueError(f"format {record['format']!r}, version {record['version']!r}")
+            regions = tuple(RegionPlan.from_json(region) for region in record["regions"])
+            return cls(share=record["share"], regions=regions)
+        except (KeyError, TypeError, ValueError) as error:
+            raise PolicyMismatchError(
+                f"{path} is not a whole compiled policy of version {FORMAT_VERSION} ({type(error).__name__}: {error}): "
+                f"delete it, and the regions are planned again"
+            ) from error
+
+
+def graph_digest(module: fx.GraphModule, num_outputs: int) -> str:
+    """What tells one joint graph from another: operators, what they read, dtypes and sizes."""
+    lines = [str(num_outputs)]
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        layout = f"{tuple(value.shape)} {value.stride()} {value.dtype}" if isinstance(value, torch.Tensor) else ""
+        lines.append(f"{node.name} {node.op} {node.target} {node.args} {node.kwargs} {layout}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+
+
+def plan_for(joint: JointGraph, plan: RegionPlan) -> dict[int, Choice]:
+    """The choices of `plan` by value index. Raises PolicyMismatchError where the graph has no such value."""
+    index = {node.name: number for number, node in enumerate(joint.nodes)}
+    unknown = [name for name, _ in plan.stored if name not in index]
+    if unknown:
+        raise PolicyMismatchError(f"the policy for region {plan.region} stores {unknown[0]}, which its graph has not")
+    return {index[name]: choice for name, choice in plan.stored}
