@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -25,6 +25,7 @@ from adacc_hf.callbacks.evolution import Evolution
 from adacc_hf.callbacks.optimizer_watch import OptimizerWatch
 from adacc_hf.callbacks.policy_figures import metrics, predictions
 from adacc_hf.callbacks.step_retry import run_with_retry
+from adacc_hf.callbacks.torch_compile import begin_compiled_run, is_compiled
 from adacc_hf.callbacks.trainer_guard import TrainerGuard
 from adacc_hf.callbacks.training_log import add_to_log, is_training_log
 from adacc_hf.callbacks.waiting import Waiting
@@ -39,6 +40,10 @@ from adacc_hf.repricing import without_lossy
 from adacc_hf.shapes import BatchShapes, batch_shapes, describe, is_alike, resized
 from adacc_hf.solver import solve_policy
 
+if TYPE_CHECKING:
+    from adacc_hf.callbacks.compiled_run import CompiledRun
+    from adacc_hf.partitioner import CompiledPolicy
+
 log = logging.getLogger(__name__)
 
 __all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
@@ -50,9 +55,10 @@ class AdaccCallback(TrainerCallback):
     """Trains within a memory budget.
 
     The first `profile_steps` steps run under torch's own checkpointing; then the last batch is profiled, a policy is
-    solved and followed. As training goes on the policy follows the data: see `callbacks/evolution.py`. A checkpoint
-    carries all of it, and a run that resumes with the same `memory_budget` goes on with it. When training ends, or
-    fails, the model is as it was.
+    solved and followed. As training goes on the policy follows the data: see `callbacks/evolution.py`. With
+    `torch_compile=True` the decisions are made inside the compiled graphs: see `callbacks/compiled_run.py`. A
+    checkpoint carries all of it, and a run that resumes with the same `memory_budget` goes on with it. When training
+    ends, or fails, the model is as it was.
 
     `policy` overrides the solver: a Policy, a file, or a function of the profile. Nothing ever changes such a policy;
     a Policy or a file is followed from the first step, and goes before a checkpoint's. Fields of `AdaccConfig` may be
@@ -80,6 +86,8 @@ class AdaccCallback(TrainerCallback):
         self.policy: Policy | None = None
         """The policy in force, once it is set."""
         self.profile: Profile | None = None
+        self.compiled_policy: CompiledPolicy | None = None
+        """What was decided for the graphs of a finished run with `torch_compile=True`, which has no other policy."""
         self.history: list[dict[str, Any]] = []
         """What happened in the run: dicts of `step`, `event` ("policy", "tracking", "change", "guard", "memory") and
         its figures. A resumed run goes on with that of its checkpoint."""
@@ -91,6 +99,7 @@ class AdaccCallback(TrainerCallback):
         self._shapes: BatchShapes | None = None
         self._batch_hook: Any = None
         self._guard: TrainerGuard | None = None
+        self._compiled: CompiledRun | None = None
         self._evolution: Evolution | None = None
         self._num_steps = 0
         self._num_micro = 1
@@ -113,6 +122,10 @@ class AdaccCallback(TrainerCallback):
             raise
 
     def _begin(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
+        if is_compiled(args, None if self._guard is None else self._guard.trainer, self.config):
+            checkpoint = self._checkpoint(args)
+            self._compiled = begin_compiled_run(self.config, model, self._note, self._given, checkpoint)
+            return
         saved = self._known_policy(args)
         if saved is not None:
             self._resume(args, state, model, saved)
@@ -130,6 +143,8 @@ class AdaccCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         self._global_step = state.global_step
+        if self._compiled is not None:
+            self._compiled.step_begins(model, optimizer)
         if self._evolution is not None:
             if self._evolution.wanted is not None:
                 self._catch_batch(model)
@@ -162,7 +177,7 @@ class AdaccCallback(TrainerCallback):
     ) -> None:
         if self._evolution is not None:
             self._evolution.backward_is_over()
-        if not self._optimizer.has_seen and self._num_steps + 1 >= self.config.profile_steps:
+        if self._compiled is None and not self._optimizer.has_seen and self._num_steps + 1 >= self.config.profile_steps:
             self._optimizer.begin(args, model)
 
     def on_optimizer_step(
@@ -180,6 +195,9 @@ class AdaccCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         self._num_steps += 1
+        if self._compiled is not None:
+            self._compiled.step_ends(state.global_step, model)
+            return
         if self._num_steps == 1:
             self._check_called()
         if self._handle is None and self._num_steps >= self.config.profile_steps:
@@ -195,6 +213,8 @@ class AdaccCallback(TrainerCallback):
                 self._save(args, changed)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._compiled is not None and state.is_world_process_zero:
+            self._compiled.save(Path(args.output_dir) / f"checkpoint-{state.global_step}")
         if self.policy is not None and state.is_world_process_zero:
             save_in_checkpoint(args, state, self._saved())
 
@@ -206,6 +226,8 @@ class AdaccCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
+        if self._compiled is not None and is_training_log(logs):
+            add_to_log(logs, state, self._compiled.metrics())
         if self.policy is None or not is_training_log(logs):
             return
         if self._evolution is not None:
@@ -221,21 +243,27 @@ class AdaccCallback(TrainerCallback):
         """Take everything off the model and the Trainer. Harmless when nothing is on."""
         if self._evolution is not None:
             self._evolution.cancel()
-        for attached in (self._handle, self._waiting, self._batch_hook):
+        if self._compiled is not None:
+            self.compiled_policy = self._compiled.policy
+        for attached in (self._handle, self._waiting, self._batch_hook, self._compiled):
             if attached is not None:
                 attached.remove()
         if self._guard is not None:
             self._guard.leave(self)
         self._optimizer.end()
-        self._handle = self._waiting = self._batch_hook = self._guard = None
+        self._handle = self._waiting = self._batch_hook = self._guard = self._compiled = None
         self._batch = self._evolution = self._shapes = None
+
+    def _checkpoint(self, args: TrainingArguments) -> str | None:
+        """The folder that training resumes from."""
+        return self._guard.checkpoint if self._guard is not None else args.resume_from_checkpoint
 
     def _known_policy(self, args: TrainingArguments) -> Saved | None:
         """The policy that was given, or what the checkpoint holds that training resumes from."""
         if isinstance(self._given, (str, Path, Policy)):
             policy = self._given if isinstance(self._given, Policy) else Policy.load(self._given)
             return Saved(situations=[SavedSituation(policy=policy, profile=None)])
-        folder = self._guard.checkpoint if self._guard is not None else args.resume_from_checkpoint
+        folder = self._checkpoint(args)
         if folder is None:
             return None
         # The first rank decides, also where the others do not see its files: all ranks must profile, or none.

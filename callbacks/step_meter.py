@@ -24,7 +24,8 @@ class StepMeter:
         """Time of the last step."""
         self._started: float | None = None
         self._memory: MemoryMeter | None = None
-        self._static_bytes = 0
+        self.static_bytes = 0
+        """Parameters, buffers, gradients and optimizer state before the step that was counted last."""
 
     def begin(self) -> None:
         self._started = time.perf_counter()
@@ -35,7 +36,7 @@ class StepMeter:
         device = next(model.parameters()).device
         if device.type == "cpu" and torch.autograd.profiler._is_profiler_enabled:
             return
-        self._static_bytes = count_static_bytes(model, {}, optimizer)
+        self.static_bytes = count_static_bytes(model, {}, optimizer)
         self._memory = MemoryMeter.for_device(device)
         self._memory.__enter__()
         self._memory.mark(("step",))
@@ -44,7 +45,7 @@ class StepMeter:
         """The optimizer's turn: a policy has no part in its memory."""
         if self._memory is not None:
             self._memory.__exit__(None, None, None)
-            self.peak_bytes = self._static_bytes + self._memory.peak_bytes
+            self.peak_bytes = self.static_bytes + self._memory.peak_bytes
             self._memory = None
 
     def end(self) -> None:

@@ -27,7 +27,7 @@ class TrainerGuard:
     def __init__(self, trainer: Trainer, checkpoint: str | None) -> None:
         self.checkpoint = checkpoint
         """The folder that the run resumes from."""
-        self._trainer = trainer
+        self.trainer = trainer
         self._handler = trainer.callback_handler
         self._before: list[TrainerCallback] = self._handler.callbacks
         self._on_failure: dict[TrainerCallback, Callable[[], None]] = {}
@@ -64,13 +64,13 @@ class TrainerGuard:
 
     def wrap(self, name: str, around: Callable[..., Any]) -> None:
         """Until the guard is gone, the Trainer's method `name` is `around(method, *args, **kwargs)`."""
-        method = getattr(self._trainer, name)
-        self._set(self._trainer, name, partial(around, method))
+        method = getattr(self.trainer, name)
+        self._set(self.trainer, name, partial(around, method))
 
     def _install(self, callback: TrainerCallback) -> None:
-        self._set(self._trainer, _ATTRIBUTE, self)
+        self._set(self.trainer, _ATTRIBUTE, self)
         for name in GUARDED_METHODS:
-            self._guard(self._trainer, name)
+            self._guard(self.trainer, name)
         self._guard(self._handler, "on_epoch_begin")
         for later in self._before[self._before.index(callback) + 1 :]:
             self._guard(later, "on_train_begin")

@@ -1,0 +1,180 @@
+"""A Trainer's run with torch_compile=True: the partitioner cuts its graphs, and measured peaks set its share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adacc_hf.callbacks.step_meter import StepMeter
+from adacc_hf.callbacks.torch_compile import COMPILED_FILE
+from adacc_hf.config import AdaccConfig
+from adacc_hf.errors import InfeasibleBudgetError
+from adacc_hf.memory import available_bytes
+from adacc_hf.partitioner import AdaccPartitioner, CompiledPolicy
+from adacc_hf.partitioner.installed import InstalledPartitioner
+from adacc_hf.ranks import of_all_ranks
+from adacc_hf.units import format_bytes, parse_bytes
+
+log = logging.getLogger(__name__)
+
+MAX_ROUNDS = 4
+"""Times that all regions are compiled again for a better share; each costs what the first compilation did."""
+SLACK = 0.03
+"""Part of the budget that may be left unused before the regions are compiled again for more."""
+MARGIN = 0.01
+"""Part of the regions' bytes that a share is lowered by beyond what was measured to be too much."""
+
+
+class CompiledRun:
+    """Cuts a run's compiled graphs within a budget.
+
+    A fraction is one of what all regions store together: where a region cannot keep to it, the others store less. For
+    a peak, the first steps run with graphs that take as little as can be; what their measured peak leaves of the budget
+    is given to the regions, which are compiled and measured again.
+    """
+
+    def __init__(
+        self, config: AdaccConfig, model: Any, note: Callable[..., None], given: CompiledPolicy | None = None
+    ) -> None:
+        """`note(step, event, **figures)` is told what happens. A policy that is `given` is followed as it is."""
+        self._config = config
+        self._note = note
+        self._is_fraction = isinstance(config.memory_budget, float)
+        self._is_settled = given is not None
+        self._num_steps = self._num_noted = self._num_rounds = 0
+        self._least: int | None = None
+        """Modelled peak of the regions that take least."""
+        self._meter = StepMeter()
+        self.peak_bytes: int | None = None
+        """Measured over a whole step, the optimizer's part included; the last one that was counted."""
+        if given is None and not self._is_fraction:
+            given = CompiledPolicy(share=None)
+        partitioner = AdaccPartitioner(config, given)
+        self._undo_checkpointing = _without_checkpointing(model)
+        self._installed = InstalledPartitioner(partitioner)
+        log.info(
+            "Adacc: torch.compile is on: activations are decided about when a region is compiled, and again only when "
+            "it is compiled again; outliers, the accuracy guard and the head are for runs without it"
+        )
+
+    @property
+    def policy(self) -> CompiledPolicy:
+        """The regions that were compiled so far."""
+        return self._installed.partitioner.policy
+
+    def step_begins(self, model: Any, optimizer: Any) -> None:
+        self._meter.begin()
+        # The step that compiles is no measure, and the first one allocates the optimizer's state.
+        is_measure = self._num_steps >= max(1, self._config.profile_steps - 1)
+        if is_measure and not (self._is_settled or self._is_fraction):
+            self._meter.count_memory(model, optimizer)
+
+    def step_ends(self, step: int, model: Any) -> None:
+        """Note what was compiled; settle the share by what was measured."""
+        self._num_steps += 1
+        self._meter.backward_is_over()
+        for plan in self.policy.regions[self._num_noted :]:
+            self._note(
+                step, "policy", region=plan.region, stored_bytes=plan.stored_bytes, plain_bytes=plan.plain_bytes,
+                overhead_ms=plan.overhead_ms, reason=plan.reason,
+            )  # fmt: skip
+        self._num_noted = len(self.policy.regions)
+        if self._is_fraction and not self._is_settled:
+            self._share_fairly(step)
+        elif self._meter.peak_bytes is not None:
+            self._settle(step, max(of_all_ranks(self._meter.peak_bytes)), next(model.parameters()).device)
+
+    def metrics(self) -> dict[str, float]:
+        figures = {
+            "adacc/stored_gib": self.policy.stored_bytes / 2**30,
+            "adacc/overhead_ms": self.policy.overhead_ms,
+        }
+        if self.policy.plain_bytes:
+            figures["adacc/compression_rate"] = self.policy.stored_bytes / self.policy.plain_bytes
+        if self.peak_bytes is not None:
+            figures["adacc/measured_peak_gib"] = self.peak_bytes / 2**30
+        return figures
+
+    def save(self, folder: str | Path) -> None:
+        """Write the policy into a folder that exists."""
+        if Path(folder).is_dir():
+            self.policy.save(Path(folder) / COMPILED_FILE)
+
+    def remove(self) -> None:
+        """Take the partitioner out of torch, and what it cut out of the model. Harmless when called again."""
+        self._meter.close()
+        self._installed.remove()
+        self._undo_checkpointing()
+
+    def _share_fairly(self, step: int) -> None:
+        """If the regions of the first step store too much together, let those that can store less do so."""
+        self._is_settled = True
+        share, regions = self._config.memory_budget, self.policy.latest
+        if self.policy.stored_bytes <= share * self.policy.plain_bytes:
+            return
+        stuck = [plan for plan in regions if plan.stored_bytes > share * plan.plain_bytes]
+        rest_bytes = sum(plan.plain_bytes for plan in regions if plan not in stuck)
+        allowed_bytes = share * self.policy.plain_bytes - sum(plan.stored_bytes for plan in stuck)
+        if rest_bytes and allowed_bytes > 0:
+            self._compile_again(step, allowed_bytes / rest_bytes, reason=f"{len(stuck)} regions cannot store less")
+
+    def _settle(self, step: int, peak_bytes: int, device: torch.device) -> None:
+        """Set the share by the measured peak of a whole step."""
+        self.peak_bytes = peak_bytes
+        budget_bytes = self._budget_bytes(device)
+        modelled, plain = self.policy.peak_bytes, self.policy.plain_bytes
+        if self._least is None:
+            if peak_bytes > budget_bytes:
+                raise InfeasibleBudgetError(
+                    f"memory_budget={self._config.memory_budget!r} allows {format_bytes(budget_bytes)}, and the step "
+                    f"whose compiled graphs take least has a peak of {format_bytes(peak_bytes)} at this batch: give "
+                    f"at least that, or a smaller batch",
+                    peak_bytes,
+                )
+            self._least = modelled
+        else:
+            self._note(step, "memory", measured_peak_bytes=peak_bytes, budget_bytes=budget_bytes)
+        left = budget_bytes - peak_bytes
+        fits = left >= 0 and (left <= SLACK * budget_bytes or modelled >= plain)
+        self._num_rounds += 1
+        if fits or (left >= 0 and self._num_rounds > MAX_ROUNDS):
+            self._is_settled = True
+            return
+        allowed = modelled + left - (int(MARGIN * plain) if left < 0 else 0)
+        is_last = self._num_rounds > MAX_ROUNDS or allowed <= self._least
+        self._is_settled = is_last
+        reason = f"a measured peak of {format_bytes(peak_bytes)}"
+        self._compile_again(step, None if is_last else min(1.0, allowed / plain), reason)
+
+    def _compile_again(self, step: int, share: float | None, reason: str) -> None:
+        """Compile all regions again, each with `share` of its bytes; None: the least."""
+        allowed = "as little as can be" if share is None else format_bytes(int(share * self.policy.plain_bytes))
+        plain = format_bytes(self.policy.plain_bytes)
+        log.info("Adacc: step %d: %s; the regions, %s in all, are compiled again for %s", step, reason, plain, allowed)
+        self._note(step, "change", share=share, reason=reason)
+        self._installed.partitioner.start_over(share)
+        self._installed.compile_again()
+        self._num_steps = self._num_noted = 0
+
+    def _budget_bytes(self, device: torch.device) -> int:
+        budget = self._config.memory_budget
+        if budget == "auto":
+            available = min(of_all_ranks(available_bytes(device, self._meter.static_bytes)))
+            return int(available * (1 - self._config.memory_margin))
+        return parse_bytes(budget, "memory_budget") if isinstance(budget, str) else budget
+
+
+def _without_checkpointing(model: Any) -> Callable[[], None]:
+    """Switch off torch's checkpointing, which would leave nothing to decide; returns what switches it on again."""
+    modules = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+
+    def switch(on: bool) -> None:
+        for module in modules:
+            module.gradient_checkpointing = on
+
+    switch(False)
+    return lambda: switch(True)

@@ -1,0 +1,57 @@
+"""Whether a Trainer's run is compiled, and how Adacc joins it; Inductor, slow to import, is imported only then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import Trainer, TrainingArguments
+
+from adacc_hf.config import AdaccConfig
+
+if TYPE_CHECKING:
+    from adacc_hf.callbacks.compiled_run import CompiledRun
+
+COMPILED_FILE = "adacc_compiled.json"
+
+
+def is_compiled(args: TrainingArguments, trainer: Trainer | None, config: AdaccConfig) -> bool:
+    """Whether the run compiles its model. Raises ValueError for a way of compiling that has no partitioner."""
+    plugin = None if trainer is None else trainer.accelerator.state.dynamo_plugin
+    backend = args.torch_compile_backend if args.torch_compile else None
+    if plugin is not None and plugin.backend.value.lower() != "no":
+        backend = plugin.backend.value.lower()
+    if backend is None:
+        return False
+    if backend != "inductor":
+        raise ValueError(
+            f"torch_compile_backend={backend!r}: AdaccCallback decides inside Inductor's graphs only; use 'inductor', "
+            f"or train without torch_compile"
+        )
+    if plugin is not None and plugin.use_regional_compilation and not isinstance(config.memory_budget, float):
+        raise ValueError(
+            f"memory_budget={config.memory_budget!r} with regional compilation: one graph serves many blocks there, "
+            f"and how many is not known; give a float in (0, 1], or compile the whole model"
+        )
+    return True
+
+
+def begin_compiled_run(
+    config: AdaccConfig, model: Any, note: Callable[..., None], given: Any, checkpoint: str | Path | None
+) -> CompiledRun:
+    """A run under the policy file `given`, or the one in `checkpoint`, or one that is still to be found.
+
+    Raises ValueError for a policy of runs without torch_compile.
+    """
+    from adacc_hf.callbacks.compiled_run import CompiledRun
+    from adacc_hf.partitioner import CompiledPolicy
+
+    if given is not None and not isinstance(given, (str, Path)):
+        raise ValueError(
+            f"policy={type(given).__name__} belongs to runs without torch_compile=True: compiled graphs take the path "
+            f"of an {COMPILED_FILE} that such a run left in its checkpoint"
+        )
+    kept = None if checkpoint is None else Path(checkpoint) / COMPILED_FILE
+    path = given if given is not None or kept is None or not kept.is_file() else kept
+    return CompiledRun(config, model, note, None if path is None else CompiledPolicy.load(path))

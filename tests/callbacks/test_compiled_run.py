@@ -1,0 +1,162 @@
+"""AdaccCallback in a run with torch_compile=True: what it decides, keeps and takes away again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._inductor import config as inductor
+
+from adacc_hf import AdaccCallback, InfeasibleBudgetError, Policy
+from adacc_hf.callbacks import compiled_run
+from adacc_hf.callbacks.compiled_run import CompiledRun
+from adacc_hf.callbacks.torch_compile import COMPILED_FILE
+from adacc_hf.config import AdaccConfig
+from adacc_hf.partitioner import CompiledPolicy, RegionPlan
+
+# Importing Inductor makes torch warn of torch, and so does tracing a loss that another graph goes before.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+SETTINGS = {"memory_budget": 0.5, "actions": ("retain", "recompute")}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    assert inductor.custom_partitioner_fn is None
+
+
+def test_a_compiled_run_keeps_to_its_share_and_trains_as_plainly(make_model, train, tmp_path) -> None:
+    plain = train(torch_compile=True, max_steps=3, model=make_model(n_layer=1))
+    callback = AdaccCallback(**SETTINGS)
+    run = train(
+        [callback], torch_compile=True, max_steps=3, save_steps=2, save_strategy="steps", model=make_model(n_layer=1)
+    )
+    policy = callback.compiled_policy
+    assert 0 < policy.stored_bytes <= 0.5 * policy.plain_bytes
+    # Inductor fuses other operators together, so that sums may be taken in another order.
+    assert run.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert CompiledPolicy.load(tmp_path / "run" / "checkpoint-2" / COMPILED_FILE) == policy
+    events = [event for event in callback.history if event["event"] == "policy"]
+    assert sum(event["stored_bytes"] for event in events[-len(policy.latest) :]) == policy.stored_bytes
+    assert run.logs[-1]["adacc/stored_gib"] == policy.stored_bytes / 2**30
+
+    resumed = AdaccCallback(memory_budget=0.9, actions=("retain", "recompute"))
+    train(
+        [resumed],
+        resume=str(tmp_path / "run" / "checkpoint-2"),
+        torch_compile=True,
+        max_steps=3,
+        model=make_model(n_layer=1),
+    )
+    assert {plan.digest: plan.stored for plan in resumed.compiled_policy.regions} == {
+        plan.digest: plan.stored for plan in policy.latest
+    }
+
+
+class Bench:
+    """A CompiledRun whose regions and measured peaks are made up: peak = 1000 + what the regions take."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, budget: object, least: int = 100, plain: int = 1000) -> None:
+        self.events: list[dict] = []
+        self._least, self._plain = least, plain
+        monkeypatch.setattr(compiled_run.CompiledRun, "_budget_bytes", lambda run, device: run._config.memory_budget)
+        note = lambda step, event, **figures: self.events.append({"event": event, **figures})  # noqa: E731
+        self.run = CompiledRun(AdaccConfig(memory_budget=budget), torch.nn.Linear(1, 1), note)
+
+    def step(self, error: int = 0) -> None:
+        partitioner = self.run._installed.partitioner
+        share = partitioner.policy.share
+        taken = self._least if share is None else max(self._least, int(share * self._plain))
+        partitioner._note(
+            RegionPlan(digest="", region="0", plain_bytes=self._plain, stored_bytes=taken, peak_bytes=taken)
+        )
+        self.run._meter.peak_bytes = 1000 + taken + error
+        self.run.step_ends(1, torch.nn.Linear(1, 1))
+
+    @property
+    def changes(self) -> list[float | None]:
+        return [event["share"] for event in self.events if event["event"] == "change"]
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    made = []
+
+    def make(*args, **kwargs) -> Bench:
+        made.append(Bench(monkeypatch, *args, **kwargs))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.run.remove()
+
+
+def test_what_the_peak_leaves_is_given_to_the_regions(bench) -> None:
+    one = bench(1500)
+    for _ in range(3):
+        one.step()
+    assert one.changes == [0.5]
+    assert one.run.peak_bytes == 1500
+
+
+def test_a_peak_above_the_budget_takes_back_what_is_too_much(bench) -> None:
+    one = bench(1500)
+    one.step()
+    one.step(error=200)
+    one.step(error=200)
+    # 200 less than 500, and 1 % of 1000 for good measure.
+    assert one.changes == [0.5, 0.29]
+    assert one.run.peak_bytes == 1490
+
+
+def test_a_peak_far_below_the_budget_gives_the_regions_more(bench) -> None:
+    one = bench(1500)
+    one.step()
+    one.step(error=-200)
+    one.step(error=-200)
+    assert one.changes == [0.5, 0.7]
+    assert one.run.peak_bytes == 1500
+
+
+def test_a_budget_for_everything_leaves_graphs_as_they_are(bench) -> None:
+    one = bench(5000)
+    one.step()
+    one.step()
+    assert one.changes == [1.0]
+
+
+def test_a_budget_below_the_least_peak_is_refused(bench) -> None:
+    with pytest.raises(InfeasibleBudgetError, match=r"memory_budget=1050 allows .* give at least that") as error:
+        bench(1050).step()
+    assert error.value.smallest_budget_bytes == 1100
+
+
+def test_other_ways_of_compiling_are_refused(make_trainer) -> None:
+    with pytest.raises(ValueError, match="torch_compile_backend='eager'"):
+        make_trainer([AdaccCallback(**SETTINGS)], torch_compile=True, torch_compile_backend="eager").train()
+
+
+def test_a_policy_for_the_executor_is_refused(make_trainer) -> None:
+    policy = Policy(plans=(), blocks=(), predicted_stored_bytes=0, predicted_peak_bytes=0, predicted_overhead_ms=0.0)
+    with pytest.raises(ValueError, match="policy=Policy belongs to runs without torch_compile"):
+        make_trainer([AdaccCallback(policy=policy)], torch_compile=True).train()
+
+
+def test_a_partitioner_of_the_users_own_is_not_replaced(make_trainer) -> None:
+    inductor.custom_partitioner_fn = print
+    with pytest.raises(ValueError, match="two cannot cut one graph"):
+        make_trainer([AdaccCallback(**SETTINGS)], torch_compile=True).train()
+    inductor.custom_partitioner_fn = None
+
+
+def test_checkpointing_is_off_while_it_lasts(make_model) -> None:
+    model = make_model()
+    model.activation_checkpointing_enable()
+    run = CompiledRun(AdaccConfig(memory_budget=0.5), model, lambda *args, **kwargs: None)
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    run.remove()
+    assert model.transformer.gradient_checkpointing
