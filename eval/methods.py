@@ -35,6 +35,13 @@ class Promise(str, Enum):
     """Those of plain training, as far as codecs allow; the loss is equal."""
     OWN_RANDOMNESS = "own_randomness"
     """Those of its own loss: it draws other dropout masks than plain training, and rounds differently."""
+    OWN_LOSSY = "own_lossy"
+    """Those of its own loss, as far as codecs allow."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether there are no gradients of plain training to compare with."""
+        return self in (Promise.OWN_RANDOMNESS, Promise.OWN_LOSSY)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,6 +107,14 @@ def install_compiled(bench: Bench, budget: Budget | None, share: float) -> Insta
     return Installed(call=torch.compile(bench.model), promise=Promise.OWN_RANDOMNESS)
 
 
+def install_adacc_compiled(bench: Bench, budget: Budget | None) -> Installed:
+    """torch.compile with our partitioner, which may compress too."""
+    from adacc_hf.partitioner.backend import adacc
+
+    compiled = torch.compile(bench.model, backend=adacc, options={"memory_budget": budget})
+    return Installed(call=compiled, promise=Promise.OWN_LOSSY)
+
+
 def need_host_memory_elsewhere(device: str) -> str | None:
     return "activations are in host memory already: run it with --device cuda" if device == "cpu" else None
 
@@ -127,6 +135,11 @@ def missing_package(name: str) -> str | None:
     """What to do about a package that is not installed; None if it is."""
     return None if importlib.util.find_spec(name) else f"{name} is not installed: pip install 'adacc-hf[peers]'"
 
+
+ADACC_VARIANTS: dict[str, Method] = {
+    "adacc_lossless": adacc_method("Adacc, lossless", actions=("retain", "recompute")),
+    "adacc_compiled": Method(title="Adacc in torch.compile", install=install_adacc_compiled, takes_budget=True),
+}
 
 PEERS: dict[str, Method] = {
     "plain": PLAIN,
@@ -151,6 +164,6 @@ PEERS: dict[str, Method] = {
         for share in COMPILE_BUDGETS
     },
     "adacc": ADACC,
-    "adacc_lossless": adacc_method("Adacc, lossless", actions=("retain", "recompute")),
+    **ADACC_VARIANTS,
 }
 """By the name that a record has for them."""

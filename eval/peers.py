@@ -21,7 +21,7 @@ from adacc_hf.eval.clock import add_clock, check_clock
 from adacc_hf.eval.isolation import Status, run_isolated
 from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.methods import Promise
-from adacc_hf.eval.peer_methods import PEERS
+from adacc_hf.eval.peer_methods import ADACC_VARIANTS, PEERS
 from adacc_hf.eval.peers_report import report_text, save_plot
 from adacc_hf.eval.plots import need_matplotlib
 from adacc_hf.eval.records import Settings, add_settings, positive_int
@@ -32,6 +32,9 @@ from adacc_hf.eval.trial import run_trial
 
 BUDGETS = (0.75, 0.5, 0.35, 0.25, 0.15)
 """Fractions of plain training's activation bytes for Adacc."""
+
+VARIANT_BUDGETS = (0.5, 0.25)
+"""For its variants; in torch.compile, fractions of what the compiler's default saves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,9 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
     parser.add_argument("--batch", type=positive_int, default=4, help="sequences per step")
     parser.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=list(PEERS))
     parser.add_argument("--budgets", nargs="+", type=float, default=list(BUDGETS), help="Adacc's, as fractions")
+    parser.add_argument(
+        "--variant-budgets", nargs="+", type=float, default=list(VARIANT_BUDGETS), help="of Adacc's variants"
+    )
     parser.add_argument("--rounds", type=positive_int, default=7, help="timed steps of each peer")
     parser.add_argument("--timeout", type=positive_int, default=1800, help="seconds that one peer may take")
     add_clock(parser)
@@ -67,31 +73,40 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
     settings = Settings.from_arguments(arguments)
     check_clock(arguments.clock, settings)
     need_matplotlib()
-    if not all(0.0 < budget <= 1.0 for budget in arguments.budgets):
-        raise ValueError(f"--budgets={arguments.budgets} must be fractions in (0, 1], say 0.5 0.25")
+    for option in ("budgets", "variant_budgets"):
+        if not all(0.0 < budget <= 1.0 for budget in getattr(arguments, option)):
+            name = option.replace("_", "-")
+            raise ValueError(f"--{name}={getattr(arguments, option)} must be fractions in (0, 1], say 0.5 0.25")
     run_info = {
         "subject": subject_options(arguments) | {"batch": arguments.batch},
         "peers": arguments.peers,
         "budgets": arguments.budgets,
+        "variant_budgets": arguments.variant_budgets,
         "rounds": arguments.rounds,
         "clock": arguments.clock,
     }
     with open_ledger(settings, run_info, arguments.resume) as ledger:
-        entries = entries_of(arguments.peers, arguments.budgets)
+        entries = entries_of(arguments.peers, arguments.budgets, arguments.variant_budgets)
         measure(ledger, entries, arguments.timeout, run)
         titles = {entry.key: entry.title for entry in entries}
-        own, peers = split(ledger, entries)
-        ledger.finish(titles=titles, adacc_against=compare(own, peers), within_adaccs_peaks=rivals(own, peers))
+        points = points_of(ledger, entries)
+        own, variants, peers = (points[kind] for kind in ("adacc", "variant", "peer"))
+        curve = [*own, *(point for point in peers if point.name == "plain")]
+        within = rivals([*own, *variants], peers)
+        ledger.finish(titles=titles, adacc_against=compare(curve, peers), within_adaccs_peaks=within)
         save_plot(ledger)
         ledger.publish(report_text(ledger))
     return 1 if any(point["status"] == Status.RED.value for point in ledger.points.values()) else 0
 
 
-def entries_of(peers: Sequence[str], budgets: Sequence[float]) -> list[Entry]:
+def entries_of(peers: Sequence[str], budgets: Sequence[float], variant_budgets: Sequence[float]) -> list[Entry]:
     """The points to measure, in the order of the table."""
     entries: list[Entry] = []
     for name in peers:
-        entries += [Entry(method=name, budget=b) for b in budgets] if PEERS[name].takes_budget else [Entry(method=name)]
+        if PEERS[name].takes_budget:
+            entries += [Entry(method=name, budget=b) for b in (budgets if name == "adacc" else variant_budgets)]
+        else:
+            entries.append(Entry(method=name))
     return entries
 
 
@@ -111,29 +126,24 @@ def measure(ledger: Ledger, entries: Sequence[Entry], timeout_s: float, run: Run
         ledger.measure(entry.key, lambda order=order: run(run_trial, order, timeout_s))
 
 
-def split(ledger: Ledger, entries: Sequence[Entry]) -> tuple[list[Point], list[Point]]:
-    """Adacc's points, plain training among them (the policy of a budget that everything fits), and the peers'."""
-    own, peers = [], []
+def points_of(ledger: Ledger, entries: Sequence[Entry]) -> dict[str, list[Point]]:
+    """What was timed: points of "adacc", of its variants, each a "variant", and of the others, each a "peer"."""
+    points: dict[str, list[Point]] = {"adacc": [], "variant": [], "peer": []}
     for entry in entries:
         figures = ledger.points[entry.key]
         if "tokens_per_second" not in figures:
             continue
+        kind = "adacc" if entry.method == "adacc" else "variant" if entry.method in ADACC_VARIANTS else "peer"
         speed = figures["tokens_per_second"]["median"]
-        compiled = figures["gate"]["promise"] == Promise.OWN_RANDOMNESS.value
-        point = Point(name=entry.key, peak_bytes=figures["peak_bytes"], speed=speed, compiled=compiled)
-        if entry.method in ("adacc", "plain"):
-            own.append(point)
-        if not entry.method.startswith("adacc"):
-            peers.append(point)
-    return own, peers
+        compiled = Promise(figures["gate"]["promise"]).is_own
+        points[kind].append(Point(name=entry.key, peak_bytes=figures["peak_bytes"], speed=speed, compiled=compiled))
+    return points
 
 
 def rivals(own: Sequence[Point], peers: Sequence[Point]) -> list[dict[str, Any]]:
     """Beside each point of Adacc the fastest eager and the fastest compiled peer that need no more memory."""
     rows = []
     for point in own:
-        if point.name == "plain":
-            continue
         row: dict[str, Any] = {"adacc": point.name}
         for kind, compiled in (("eager", False), ("compiled", True)):
             found = fastest_within([peer for peer in peers if peer.compiled is compiled], point.peak_bytes)

@@ -11,6 +11,7 @@ from adacc_hf.eval import peers
 from adacc_hf.eval.peer_methods import PEERS
 
 POINTS = {"plain": (100, 10.0), "checkpointing": (40, 7.0), "selective": (70, 7.5), "compile_0.5": (60, 14.0)}
+PROMISES = {"compile_0.5": "own_randomness", "adacc_compiled": "own_lossy"}
 OWN = {0.5: (60, 9.6), 0.25: (40, 9.0)}
 
 
@@ -20,7 +21,7 @@ def made_up(function, order: dict, timeout_s: float) -> dict:
         return {"status": "cannot_run", "reason": "needs a GPU"}
     peak, speed = POINTS[method] if budget is None else OWN[budget]
     spread = {"low": speed, "median": speed, "high": speed}
-    promise = "own_randomness" if method.startswith("compile") else "exact"
+    promise = PROMISES.get(method, "exact")
     return {
         "status": "measured",
         "peak_bytes": peak * 2**20,
@@ -41,7 +42,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str, str]:
 def test_every_peer_has_a_row_or_a_reason(outputs) -> None:
     record, table, _ = outputs
     info = record["train_info"]
-    assert len(info["points"]) == len(PEERS) + 2  # Adacc and Adacc, lossless, at two budgets each
+    assert len(info["points"]) == len(PEERS) + 3  # Adacc and its two variants at two budgets each
     for key, title in info["titles"].items():
         assert f"| {title} " in table
         if info["points"][key]["status"] == "cannot_run":
@@ -65,12 +66,15 @@ def test_speed_at_equal_peak_and_peak_at_equal_speed(outputs) -> None:
 def test_the_fastest_that_needs_no_more_stands_beside_each_of_adaccs_points(outputs) -> None:
     record, table, _ = outputs
     rows = {row["adacc"]: row for row in record["train_info"]["within_adaccs_peaks"]}
-    assert rows.keys() == {"adacc_0.5", "adacc_0.25"}
+    names = ("adacc", "adacc_lossless", "adacc_compiled")
+    assert list(rows) == [f"{name}_{budget}" for name in names for budget in (0.5, 0.25)]
+    assert rows["adacc_compiled_0.5"] == rows["adacc_0.5"] | {"adacc": "adacc_compiled_0.5"}
     assert rows["adacc_0.25"]["eager"] == {"peer": "checkpointing", "speed_ratio": pytest.approx(9.0 / 7.0)}
     assert rows["adacc_0.25"]["compiled"] is None
     assert rows["adacc_0.5"]["compiled"] == {"peer": "compile_0.5", "speed_ratio": pytest.approx(9.6 / 14.0)}
+    lost = "Adacc at 50%, Adacc, lossless at 50%, Adacc in torch.compile at 50%"
     assert (
-        "Slower than the fastest compiled peer (which runs fused operators, and Adacc the model's own): Adacc at 50%."
+        f"Slower than the fastest compiled peer (fused operators, which Adacc has in torch.compile only): {lost}."
         in table
     )
     assert "Slower than the fastest eager peer" not in table
@@ -82,7 +86,8 @@ def test_the_plot_joins_one_methods_points(outputs) -> None:
         assert svg.count(f">{name}<") == 1
 
 
+@pytest.mark.parametrize("option", ["--budgets", "--variant-budgets"])
 @pytest.mark.parametrize("budget", ["0", "1.5"])
-def test_budgets_are_fractions(tmp_path: Path, budget: str) -> None:
-    with pytest.raises(ValueError, match="must be fractions"):
-        peers.main(["--budgets", budget, "--output", str(tmp_path / "p.json")], made_up)
+def test_budgets_are_fractions(tmp_path: Path, option: str, budget: str) -> None:
+    with pytest.raises(ValueError, match=f"{option}=.* must be fractions"):
+        peers.main([option, budget, "--output", str(tmp_path / "p.json")], made_up)

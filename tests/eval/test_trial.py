@@ -124,6 +124,19 @@ def test_compile_is_asked_for_its_budget(monkeypatch: pytest.MonkeyPatch) -> Non
     assert installed.promise is Promise.OWN_RANDOMNESS
 
 
+def test_our_backend_is_given_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    from adacc_hf.partitioner.backend import adacc
+
+    monkeypatch.setattr(torch, "compile", lambda model, **options: (model, options))
+
+    class FakeBench:
+        model = "model"
+
+    installed = peer_methods.PEERS["adacc_compiled"].install(FakeBench(), 0.25)
+    assert installed.call == ("model", {"backend": adacc, "options": {"memory_budget": 0.25}})
+    assert installed.promise is Promise.OWN_LOSSY
+
+
 class Skewed:
     """A model whose gradients are wrong by a factor; the loss is right."""
 
@@ -144,8 +157,10 @@ class Skewed:
         (Promise.LOSSY, 20.0, False),
         (Promise.OWN_RANDOMNESS, 1 + 2**-20, True),
         (Promise.OWN_RANDOMNESS, 20.0, False),
+        (Promise.OWN_LOSSY, 1 + 2**-20, True),
+        (Promise.OWN_LOSSY, 20.0, False),
     ],
-    ids=["exact", "lossy-small", "lossy-large", "own-small", "own-large"],
+    ids=["exact", "lossy-small", "lossy-large", "own-small", "own-large", "own-lossy-small", "own-lossy-large"],
 )
 def test_the_gate_holds_each_method_to_its_promise(subject: dict, promise: Promise, factor: float, allowed: bool):
     what = Subject(**subject)
