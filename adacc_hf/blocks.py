@@ -24,6 +24,7 @@ from adacc_hf.compat import (
     is_checkpoint_wrapper,
     is_compiled_around,
     keyword_arguments,
+    layerdrop_rates,
     outer_hooks,
     without_caches,
 )
@@ -138,8 +139,15 @@ class Installation:
                 function.block.__dict__[FUNCTION] = function
 
     def uncalled(self) -> list[str]:
-        """Blocks whose function was never called with gradients on."""
-        return [name for name, function in self.functions.items() if function.num_calls == 0]
+        """Blocks whose function was never called with gradients on.
+
+        With layerdrop chance may have left a block out: there only classes are told of which no block was called.
+        """
+        uncalled = {name: function for name, function in self.functions.items() if function.num_calls == 0}
+        if layerdrop_rates(self.model):
+            called = {type(function.block) for function in self.functions.values() if function.num_calls > 0}
+            return [name for name, function in uncalled.items() if type(function.block) not in called]
+        return list(uncalled)
 
     def _install(self, function: BlockFunction, block: nn.Module) -> None:
         if not self._wraps_forward:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import masking_utils
+from transformers import PretrainedConfig, masking_utils
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
@@ -20,7 +20,8 @@ SETTER = "_set_gradient_checkpointing"
 
 __all__ = [
     "FLAG", "FUNCTION", "SETTER", "GradientCheckpointingLayer", "PreTrainedModel", "attention_of", "block_of",
-    "class_name", "is_compiled_around", "keyword_arguments", "no_packed_sequences", "outer_hooks", "without_caches",
+    "class_name", "is_compiled_around", "keyword_arguments", "layerdrop_rates", "no_packed_sequences", "outer_hooks",
+    "without_caches", "without_layerdrop",
 ]  # fmt: skip
 
 
@@ -94,3 +95,24 @@ def no_packed_sequences() -> Iterator[None]:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = before
+
+
+def layerdrop_rates(model: nn.Module) -> list[tuple[Any, str, float]]:
+    """(owner, name, rate) of each chance of leaving a layer out; models read them off their modules or configs."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    owners = [*model.modules(), *{id(c): c for c in configs if isinstance(c, PretrainedConfig)}.values()]
+    rates = [(owner, name, rate) for owner in owners for name, rate in vars(owner).items() if "layerdrop" in name]
+    return [(owner, name, rate) for owner, name, rate in rates if isinstance(rate, float) and rate > 0.0]
+
+
+@contextmanager
+def without_layerdrop(model: nn.Module) -> Iterator[None]:
+    """While open, no layer is left out by chance."""
+    rates = layerdrop_rates(model)
+    for owner, name, _ in rates:
+        setattr(owner, name, 0.0)
+    try:
+        yield
+    finally:
+        for owner, name, rate in rates:
+            setattr(owner, name, rate)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from adacc_hf.blocks import Installation
+from adacc_hf.compat import without_layerdrop
 from adacc_hf.config import AdaccConfig
 from adacc_hf.fallback import fallback_backward
 from adacc_hf.head_survey import HeadLayout, HeadSurvey
@@ -56,7 +57,7 @@ def profile_model(
     _check_trainable(model, batch)
     _check_not_below("gradient_accumulation_steps", gradient_accumulation_steps, 1)
     _check_not_below("optimizer_step_bytes", optimizer_step_bytes, 0)
-    with _left_as_it_was(model, instruments):
+    with _left_as_it_was(model, instruments), without_layerdrop(model):
         step = _Step(
             static_bytes=count_static_bytes(model, batch, optimizer),
             other_batches_bytes=(gradient_accumulation_steps - 1) * batch_bytes(batch),
@@ -190,7 +191,7 @@ def _check_calls(called: list[str], installation: Installation) -> None:
     if uncalled:
         raise ValueError(
             f"{len(uncalled)} of {len(installation.functions)} blocks, {uncalled[0]} first, were not called with this "
-            f"batch: switch layerdrop off, use a batch that calls every block, or, if a patch replaced their class's "
+            f"batch: use a batch that calls every block, or, if a patch replaced their class's "
             f"forward or some are never used, name the classes to work on with AdaccConfig(block_classes=...)"
         )
     repeated = next((name for index, name in enumerate(called) if name in called[:index]), None)

@@ -304,6 +304,36 @@ def test_accelerator_accumulate(tiny_gpt2, padded_batch, assert_same_training):
     assert_same_training(tiny_gpt2, padded_batch(12), loop)
 
 
+def test_layerdrop(padded_batch, assert_same_training):
+    """Profiled with all layers, trained with what chance leaves of them: no layer in some steps."""
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    settings = {"layers": 2, "attention_heads": 2, "ffn_dim": 24, "layerdrop": 0.5}
+
+    def build():
+        torch.manual_seed(0)
+        sizes = {f"{part}_{name}": number for part in ("encoder", "decoder") for name, number in settings.items()}
+        tokens = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        config = BartConfig(d_model=16, max_position_embeddings=32, use_cache=False, **sizes, **tokens)
+        return BartForConditionalGeneration(config).train()
+
+    model = build()
+    profile = assert_same_training(build, padded_batch(12), training([padded_batch(12, seed) for seed in range(6)]), 1)
+    assert len(profile.blocks) == 4
+    assert model.model.encoder.layerdrop == model.config.decoder_layerdrop == 0.5
+    policy = Policy.uniform(profile_model(model, padded_batch(12), CONFIG), "recompute")
+    assert model.model.encoder.layerdrop == model.config.decoder_layerdrop == 0.5
+    stored = []
+    with apply_policy(model, policy, CONFIG) as handle:
+        for seed in range(8):
+            torch.manual_seed(seed)
+            stored.append(measure_step(model, padded_batch(12)).stored_bytes)
+            model.zero_grad(set_to_none=True)
+        assert handle.uncalled() == []
+    assert len(set(stored)) > 1
+    assert max(stored) <= policy.predicted_stored_bytes
+
+
 class UserError(Exception):
     """What a user's code raises in the middle of a step."""
 
