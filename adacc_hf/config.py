@@ -69,7 +69,8 @@ class AdaccConfig:
     """Longest that one integer program may run. A program that ends at this limit makes the policy depend on the
     machine's load; it takes 10 to 30 ms as a rule."""
     guard: bool = True
-    """Whether tracking steps measure what compression costs in accuracy, and loss spikes are looked into."""
+    """Whether tracking steps measure what compression costs in accuracy, and loss spikes are looked into. A kind of
+    block whose sampled gradient has a relative error above 0.5 is not compressed with loss any more."""
     guard_blocks: int = 1
     """Blocks per tracking step whose gradient is compared with an uncompressed backward, in turn; each costs two
     forwards and backwards of one block. 0 compares none."""

@@ -229,7 +229,8 @@ class Evolution:
             situation.gradient_error = max((g.error for g in found.gradients.values()), default=None)
             self._note(step, "tracking", **tracking_figures(situation, found))
             must_solve[id(situation)] = found.needs_solving
-            is_spoiled |= suspicion is not None and self._judge(step, situation, suspicion, found)
+            doubt = suspicion or self.guard.doubt(found)
+            is_spoiled |= doubt is not None and self._judge(step, situation, doubt, found)
         for situation in self.situations.all:
             situation.rectifier.stop_compressing(self.guard.exact_blocks)
             if is_spoiled or must_solve.get(id(situation)):

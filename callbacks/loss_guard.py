@@ -1,4 +1,8 @@
-"""Suspicious losses, and the blocks whose gradients compression turns out to spoil."""
+"""Suspicious losses, and the blocks whose gradients compression turns out to spoil.
+
+A gradient is spoiled if its relative error is above SPOILED_ERROR. It is looked for in a block of every kind in the
+step after a suspicious loss, and in the sampled blocks of every tracking step.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +41,11 @@ class LossGuard:
         found = next((reason for reason in of_all_ranks(mine) if reason is not None), None)
         if is_lossy:
             self.suspicion = found
+
+    def doubt(self, found: Tracking) -> str | None:
+        """What a tracking step found that needs no suspicious loss to be acted on."""
+        worst = max((gradient.error for gradient in found.gradients.values()), default=0.0)
+        return None if worst <= SPOILED_ERROR else "a tracking step found a spoiled gradient"
 
     def judge(self, suspicion: str, profile: Profile, found: Tracking) -> tuple[bool, str]:
         """Whether compression spoils the gradient of any kind of block, which is then exact, and the verdict."""
