@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from adacc_hf import __version__, cli_eval, cli_plan
+from adacc_hf import __version__, cli_eval, cli_plan, cli_profiles
 from adacc_hf.errors import AdaccError
 from adacc_hf.explain import explain_policy
 from adacc_hf.files import read_json
@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
 
     cli_plan.add_parser(commands)
+    cli_profiles.add_parser(commands)
 
     codecs = commands.add_parser("codecs", help="list the codecs, with the bytes that they keep of a tensor")
     codecs.set_defaults(run=_codecs)

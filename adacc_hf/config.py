@@ -45,6 +45,10 @@ class AdaccConfig:
     profile_steps: int = 2
     """Training steps run under full recomputation before the policy is set; the batch of the last one is profiled. At
     least 2 with an absolute budget, since the first optimizer step allocates the optimizer's state."""
+    reuse_prices: bool = False
+    """Whether prices of operators and codecs are taken from the database that `adacc profiles` shows, where one is
+    there for the very same tape, shapes, dtypes, device, versions and settings. Codec errors are then those of the data
+    of that time. False measures them anew; they are kept in the database either way."""
     tracking: str | int = "exponential"
     """When outliers are looked at again (paper, section 3.4): "exponential" at 1, 2, 4, ... steps after the policy was
     set, an int at every so many steps, "off" never."""
@@ -109,7 +113,7 @@ class AdaccConfig:
             raise ValueError(f'head={self.head!r} is unknown: choose from "auto", "plain" and "chunked"')
         if self.max_error is not None:
             _check_range("max_error", self.max_error, 0.0, 1e6)
-        for name in ("guard", "length_buckets", "retry_out_of_memory"):
+        for name in ("reuse_prices", "guard", "length_buckets", "retry_out_of_memory"):
             _check_flag(name, getattr(self, name))
         _check_integer("guard_blocks", self.guard_blocks, 0, 1000)
         _check_range("loss_spike", self.loss_spike, 1.0, 1e6)

@@ -336,9 +336,14 @@ def _kind_from_json(record: dict[str, Any]) -> KindProfile:
 
 
 def _value_from_json(record: dict[str, Any]) -> Value:
-    codecs = tuple(CodecOption(**{**option, "options": _pairs(option["options"])}) for option in record["codecs"])
+    codecs = tuple(codec_option_from_json(option) for option in record["codecs"])
     shapes = {name: tuple(record[name]) for name in ("shape", "encoded_shape")}
     return Value(**{**record, **shapes, "codecs": codecs})
+
+
+def codec_option_from_json(record: dict[str, Any]) -> CodecOption:
+    """What `asdict` made of a codec option, and JSON of that."""
+    return CodecOption(**{**record, "options": _pairs(record["options"])})
 
 
 def _pairs(pairs: Sequence[Sequence[Any]]) -> tuple[tuple[str, Any], ...]:

@@ -23,7 +23,9 @@ from adacc_hf.head_survey import HeadLayout, HeadSurvey
 from adacc_hf.instruments import Instruments
 from adacc_hf.memory import batch_bytes, count_static_bytes
 from adacc_hf.profile import BlockProfile, Head, KindProfile, Profile
+from adacc_hf.profile_store import ProfileStore
 from adacc_hf.step_memory import StepLayout, measure_forward, measure_step_layout
+from adacc_hf.stored_prices import StoringInstruments
 from adacc_hf.survey import Survey, recompute_stored_bytes
 
 
@@ -46,14 +48,15 @@ def profile_model(
         optimizer_step_bytes: what clipping and the optimizer's step take for a while (`measure_optimizer_step`).
         gradient_accumulation_steps: micro-batches per step; all of them are on the device, and the later ones find the
             gradients of the first.
-        instruments: what takes the readings, by default from real runs.
+        instruments: what takes the readings, by default from real runs; prices are then kept in the database that
+            `adacc profiles` shows.
 
     Raises NoBlocksError for a model without repeated blocks, NestedHooksError if other saved-tensor hooks are active,
     CompiledBlockError if torch.compile compiles the blocks, ChunkedHeadError if the config wants a chunked head that
     the model cannot have, ValueError for a batch without a loss.
     """
     config = config or AdaccConfig()
-    instruments = instruments or Instruments()
+    instruments = instruments or StoringInstruments(ProfileStore())
     _check_trainable(model, batch)
     _check_not_below("gradient_accumulation_steps", gradient_accumulation_steps, 1)
     _check_not_below("optimizer_step_bytes", optimizer_step_bytes, 0)
