@@ -20,6 +20,7 @@ from adacc_hf.errors import AdaccError
 from adacc_hf.eval import (
     ablation,
     budget_bench,
+    budget_sweep,
     codec_bandwidth,
     codecs,
     demo_table,
@@ -32,6 +33,7 @@ from adacc_hf.eval import (
     peak_accuracy,
     peers_report,
     solver_bench,
+    table1,
     table4,
     throughput,
 )
@@ -40,6 +42,7 @@ from adacc_hf.eval.ledger import Ledger
 REPORTS: dict[str, Callable[[Ledger], str]] = {
     "ablation": ablation.report_text,
     "budget_bench": budget_bench.report_text,
+    "budget_sweep": budget_sweep.report_text,
     "cloze": downstream.report_text,
     "codec_bandwidth": codec_bandwidth.report_text,
     "codecs": codecs.report_text,
@@ -53,6 +56,7 @@ REPORTS: dict[str, Callable[[Ledger], str]] = {
     "peak_accuracy": peak_accuracy.report_text,
     "peers": peers_report.report_text,
     "solver": solver_bench.report_text,
+    "table1": table1.report_text,
     "table4": table4.report_text,
     "throughput": throughput.report_text,
 }
