@@ -51,8 +51,12 @@ def _parser() -> argparse.ArgumentParser:
     explain = commands.add_parser("explain", help="print a policy, with a profile also why each action was chosen")
     explain.add_argument("policy", type=Path, metavar="POLICY", help="file that Policy.save wrote")
     explain.add_argument(
-        "--profile", type=Path, help="file that Profile.save wrote, the one the policy was solved from"
+        "--profile",
+        type=Path,
+        help="file that Profile.save wrote, the one the policy was solved from (default: the one that a run left "
+        "beside the policy)",
     )
+    explain.add_argument("--html", type=Path, metavar="DIR", help="also write the report into this folder")
     explain.set_defaults(run=_explain)
 
     report = commands.add_parser("report", help="write report.md, report.html and their pictures")
@@ -74,9 +78,24 @@ def _parser() -> argparse.ArgumentParser:
 
 def _explain(arguments: argparse.Namespace) -> str:
     policy = Policy.load(arguments.policy)
-    if arguments.profile is None:
+    path = arguments.profile or _profile_beside(arguments.policy)
+    if path is None:
+        if arguments.html is not None:
+            raise ValueError(f"--html needs the profile that {arguments.policy} was solved from: name it by --profile")
         return str(policy)
-    return explain_policy(policy, Profile.load(arguments.profile))
+    profile = Profile.load(path)
+    text = explain_policy(policy, profile)
+    if arguments.html is not None:
+        from adacc_hf.report import write_report
+
+        write_report(arguments.html, profile=profile, policy=policy)
+    return text
+
+
+def _profile_beside(policy: Path) -> Path | None:
+    """The profile that a run left beside a policy file, the one with newer prices first; None if there is none."""
+    beside = [policy.with_name(policy.name.replace("policy", part)) for part in ("prices", "profile")]
+    return next((path for path in beside if path != policy and path.is_file()), None)
 
 
 def _report(arguments: argparse.Namespace) -> str:

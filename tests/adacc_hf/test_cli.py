@@ -26,6 +26,7 @@ def files(tmp_path: Path, gpt2_like_profile) -> tuple[str, str]:
 
 
 def test_explain_prints_the_policy(files, capsys) -> None:
+    Path(files[1]).unlink()
     assert main(["explain", files[0]]) == 0
     assert capsys.readouterr().out == f"{Policy.load(files[0])}\n"
 
@@ -36,6 +37,14 @@ def test_explain_with_profile_gives_reasons(files, capsys) -> None:
     row = next(line for line in lines if line.startswith("  tanh "))
     assert re.search(r"recompute +recompute: ", row)
     assert "ms for 48.00 MiB; outlier_int4: " in row
+
+
+def test_explain_finds_the_profile_beside_the_policy_and_writes_the_report(files, tmp_path: Path, capsys) -> None:
+    assert main(["explain", files[0], "--html", str(tmp_path / "out")]) == 0
+    assert "ms for 48.00 MiB; outlier_int4: " in capsys.readouterr().out
+    assert (tmp_path / "out" / "report.html").is_file()
+    Path(files[1]).unlink()
+    assert "--html needs the profile" in refused(["explain", files[0], "--html", str(tmp_path / "out")], capsys)
 
 
 def test_report_writes_into_the_folder(files, tmp_path: Path, capsys) -> None:
@@ -97,7 +106,7 @@ def test_fault_of_our_own_keeps_its_traceback(files, tmp_path: Path, monkeypatch
     def broken():
         raise ImportError("cannot import name 'x'", name="adacc_hf.report_plots")
 
-    monkeypatch.setattr(report_plots, "_matplotlib", broken)
+    monkeypatch.setattr(report_plots, "matplotlib_module", broken)
     with pytest.raises(ImportError, match="cannot import name 'x'"):
         main(["report", files[0], "--profile", files[1], "--output", str(tmp_path / "out")])
 
