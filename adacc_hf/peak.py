@@ -30,6 +30,18 @@ class PeakOracle:
         blocks = zip(self.profile.blocks, columns, strict=True)
         return step_peak_bytes(self.profile, [self.outcome(block.kind, column) for block, column in blocks])
 
+    def peak_block(self, columns: Sequence[Column]) -> int | None:
+        """The block in whose forward or backward the peak is, the first of several; None if it is outside of them."""
+        peak = self.peak_bytes(columns)
+        stored = held = 0
+        for index, (block, column) in enumerate(zip(self.profile.blocks, columns, strict=True)):
+            outcome = self.outcome(block.kind, column)
+            if self._own_peak(block, outcome, stored, held) == peak:
+                return index
+            stored += outcome.stored_bytes
+            held += outcome.held_bytes
+        return None
+
     def arranged(self, columns: Sequence[Column]) -> list[Column]:
         """The same columns, for each kind in the order of the lowest peak.
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from adacc_hf.config import AdaccConfig, check_memory_budget
 from adacc_hf.errors import InfeasibleBudgetError
+from adacc_hf.floor import descent, least_bound
 from adacc_hf.frontier import chain, frontiers, least_ms
 from adacc_hf.greedy import greedy_policies
 from adacc_hf.milp import Column, KindModel, build_model, retain_all
@@ -177,17 +178,27 @@ class _Search:
         if self.oracle.peak_bytes(self.plain) <= budget.nbytes:
             return self.plain
         columns = self.kinds.frontiers
-        floor = self.oracle.least_peak(columns)
-        if self.oracle.peak_bytes(floor) > budget.nbytes:
-            raise _infeasible_peak(self.profile, self.config, budget, floor)
-
+        start = self.oracle.least_peak(columns)
+        start_bytes = self.oracle.peak_bytes(start)
         limit = self._limit_bytes(budget)
 
         def fits(policy: list[Column]) -> bool:
             # The sum first, which takes no simulation of plans that are far too large.
             return sum(c.nbytes for c in policy) <= limit and self.oracle.peak_bytes(policy) <= budget.nbytes
 
-        return min([floor, *self._chained(columns, fits), *self._greedy(fits)], key=self.rank)
+        found = []
+        if start_bytes <= budget.nbytes:
+            found = [start, *self._chained(columns, fits), *self._greedy(fits)]
+        # Policies below the frontiers' least peak are looked for where one could be the best: at larger budgets too,
+        # or more memory could cost time.
+        below = Budget(start_bytes, start_bytes, of_peak=True)
+        if not found or min(map(self.rank, found))[0] > self.bound_ms(below):
+            trail = descent(self.oracle, self.models, columns)
+            found += filter(fits, trail)
+            if not found:
+                bound = least_bound(self.profile, columns)
+                raise _infeasible_peak(self.profile, self.config, budget, trail[-1], bound)
+        return min(found, key=self.rank)
 
     def bound_ms(self, budget: Budget) -> float:
         """What no policy within the budget can beat, to `frontier.TOLERANCE`; infinity if none can fit."""
@@ -286,14 +297,15 @@ def _infeasible_stored(
 
 
 def _infeasible_peak(
-    profile: Profile, config: AdaccConfig, budget: Budget, floor: list[Column]
+    profile: Profile, config: AdaccConfig, budget: Budget, floor: list[Column], bound: int
 ) -> InfeasibleBudgetError:
     outcome = simulate(profile, [column.plan for column in floor])
     needed = outcome.peak_bytes
+    proof = "" if bound >= needed else f"; no policy needs less than {bound} bytes"
     origin = f" ({budget.nbytes} bytes)" if isinstance(budget.given, str) else ""
     return InfeasibleBudgetError(
         f"memory_budget={budget.given!r}{origin} is below the least possible peak of {needed} bytes "
-        f"({format_bytes(needed)}), reached in {outcome.peak_label!r} with actions={config.actions!r} and a "
+        f"({format_bytes(needed)}{proof}), reached in {outcome.peak_label!r} with actions={config.actions!r} and a "
         f"{profile.head} head: {format_bytes(profile.static_bytes)} are live before a forward (parameters, optimizer "
         f"state, batches), and at least {format_bytes(outcome.stored_bytes)} are stored for backward. Raise "
         f"memory_budget, allow more actions or codecs, or use a smaller batch or shorter sequences",

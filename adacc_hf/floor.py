@@ -1,0 +1,98 @@
+"""How small the peak of a step can get: policies below what the frontiers reach, and a bound that no policy is below.
+
+The plans of a frontier store little for their time, which is not all that a peak asks for: replaying more adds to the
+working set of a block's backward. So from the policy of frontier plans with the least peak on, single activations of
+the block where the peak is get another action, as long as that lowers the peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from adacc_hf.milp import Column, KindModel, price
+from adacc_hf.peak import PeakOracle
+from adacc_hf.policy import RECOMPUTE
+
+if TYPE_CHECKING:
+    from adacc_hf.profile import KindProfile, Profile
+
+ROUNDS = 20
+"""Changes that are tried one after the other; models of four families took up to six."""
+
+
+def descent(
+    oracle: PeakOracle, models: Sequence[KindModel], frontiers: Sequence[Sequence[Column]]
+) -> list[list[Column]]:
+    """Policies of falling peak, from the least that frontier plans reach on; they depend on no budget."""
+    pools = [_undominated(oracle, kind, frontier) for kind, frontier in enumerate(frontiers)]
+    trail = [oracle.least_peak(frontiers)]
+    for _ in range(ROUNDS):
+        block = oracle.peak_block(trail[-1])
+        if block is None:
+            break
+        kind = oracle.profile.blocks[block].kind
+        changed = _changed(models[kind], trail[-1][block])
+        pools[kind] = _undominated(oracle, kind, [*pools[kind], *changed])
+        policy = oracle.least_peak(pools)
+        if oracle.peak_bytes(policy) >= oracle.peak_bytes(trail[-1]):
+            break
+        trail.append(policy)
+    return trail
+
+
+def _changed(model: KindModel, column: Column) -> Iterator[Column]:
+    """The plans that differ from `column` in one activation."""
+    choices = dict(column.plan.choices)
+    for value, menu in model.menus.items():
+        can_go = model.kind.values[value].saved and model.remake(value) is not None
+        for choice in [*(store.choice for store in menu), *([RECOMPUTE] if can_go else [])]:
+            if choice != choices[value]:
+                yield price(model, {**choices, value: choice})
+
+
+def _undominated(oracle: PeakOracle, kind: int, columns: Sequence[Column]) -> list[Column]:
+    """Those that no other needs less memory than at every moment that counts."""
+    kept: dict[tuple[int, ...], Column] = {}
+    for column in sorted(columns, key=lambda column: column.ms):
+        outcome = oracle.outcome(kind, column)
+        sizes = (outcome.stored_bytes, outcome.held_bytes, outcome.working_bytes, outcome.forward_working_bytes)
+        if not any(_is_within(other, sizes) for other in kept):
+            kept = {other: kept[other] for other in kept if not _is_within(sizes, other)} | {sizes: column}
+    return list(kept.values())
+
+
+def _is_within(sizes: tuple[int, ...], others: tuple[int, ...]) -> bool:
+    return all(size <= other for size, other in zip(sizes, others, strict=True))
+
+
+def least_bound(profile: Profile, frontiers: Sequence[Sequence[Column]]) -> int:
+    """Bytes that no policy's peak is below: what is live in any case, with the least that blocks can store."""
+    bounds = [profile.tail_peak_bytes]
+    stored = held = 0
+    for block in profile.blocks:
+        kind = profile.kind_of(block)
+        bounds.append(profile.forward_base_bytes + held + max((e.extra_bytes for e in kind.forward), default=0))
+        if kind.backward:
+            bounds.append(block.backward_base_bytes + stored + _handed_bytes(kind))
+        least = frontiers[block.kind][-1].nbytes
+        stored += least
+        held += max(0, least - sum(value.nbytes for value in kind.activations if value.cached))
+    return max([*bounds, profile.outside_peak_bytes + held])
+
+
+def _handed_bytes(kind: KindProfile) -> int:
+    """Most that is live in a block's backward whatever its plan: what autograd holds at once, and the rest's own."""
+    slots: dict[int, int] = {}
+    most = 0
+    for event in kind.backward:
+        value = kind.slots[event.slot]
+        if event.release:
+            slots.pop(event.slot, None)
+        elif value >= 0 and kind.values[value].shared is None:
+            slots[event.slot] = value
+        # A repeated value may be the other's own storage.
+        distinct = {kind.equal.get(value, value) for value in slots.values()}
+        live = sum(kind.values[value].nbytes for value in distinct)
+        most = max(most, live + (event.extra_bytes if event.release else max(event.entry_bytes, event.extra_bytes)))
+    return most
