@@ -77,6 +77,7 @@ class MixtureProgram:
         # [Memory] what is stored keeps to a cap (equations 7 and 8), as a part of what plain training stores.
         self.unit = 1 / (profile.plain_stored_bytes or 1)
         self.memory = program.constrain((x, self.unit * nbytes) for x, nbytes in self._terms_bytes())
+        self.program, self.log = program, log
         self.solver = Solver(program, log, integer=True)
 
     def _constrain(self, program: Program) -> None:
@@ -112,9 +113,14 @@ class MixtureProgram:
         return None
 
     def least_bytes(self) -> list[Column]:
-        """A column per block, storing as little as any."""
-        self.solver.bound(self.memory)
-        solution = self.solver.minimize([*self._bytes(SCALE), *self._ms(SCALE * TIE_BREAK)])
+        """A column per block, storing as little as any, where all blocks are free.
+
+        Without a cap the relaxation is integral, as in frontier.py, and no limit of time can cut it short.
+        """
+        assert not any(self.rest), "blocks that take columns of a frontier make the relaxation fractional"
+        relaxation = Solver(self.program, self.log, integer=False)
+        relaxation.bound(self.memory)
+        solution = relaxation.minimize([*self._bytes(SCALE), *self._ms(SCALE * TIE_BREAK)])
         assert solution is not None, "all RETAIN is always a solution"
         return self._columns(solution)
 
