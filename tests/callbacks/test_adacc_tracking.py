@@ -98,6 +98,8 @@ def test_a_policy_goes_with_the_prices_that_it_was_made_from(train, tmp_path, mo
     train([resumed, MoveOutliers()], resume=str(checkpoint), **settings)
     again = [event for event in resumed.history if event["step"] == 6 and event["event"] == "change"]
     assert [event["stored_bytes"] for event in again] == [event["stored_bytes"] for event in whole] != []
+    before = [event for event in callback.history if event["step"] <= 5]
+    assert resumed.history[: len(before)] == before
 
 
 def most_in_ln_2(counts):
