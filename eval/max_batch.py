@@ -2,7 +2,7 @@
 
     adacc eval max-batch --preset gpt2-345m --device cuda --precision bf16 --limit 32GiB
 
-Found by doubling and then bisection; every trial runs whole training steps in a process of its own. The limit is the
+Found by doubling and then bisection, from where the method before ended; every trial runs whole training steps in a process of its own. The limit is the
 GPU's memory or `--limit`; on a CPU the live bytes of a step are counted. Adacc's budget is the limit.
 """
 
@@ -51,15 +51,18 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
         "most": arguments.most,
     }
     with open_ledger(settings, run_info, arguments.resume) as ledger:
-        found = {name: search(ledger, name, arguments.timeout, run) for name in arguments.methods}
+        found: dict[str, int] = {}
+        for name in arguments.methods:
+            # The methods do not lie far apart: where the best so far ended saves trials.
+            found[name] = search(ledger, name, arguments.timeout, run, first=max(found.values(), default=0) or 1)
         paper = PAPER.get(arguments.preset, {})
         ledger.finish(max_batch=found, paper=paper)
         ledger.publish(report_text(ledger))
     return 1 if failures(ledger) else 0
 
 
-def search(ledger: Ledger, method: str, timeout_s: float, run: Run) -> int:
-    """The largest batch of `method` that fits; 0 if not even one sequence does."""
+def search(ledger: Ledger, method: str, timeout_s: float, run: Run, first: int) -> int:
+    """The largest batch of `method` that fits, `first` tried first; 0 if not even one sequence does."""
     info, settings = ledger.run_info, ledger.settings
     with tqdm(desc=f"max-batch, {method}", unit="trial") as progress:
 
@@ -78,19 +81,19 @@ def search(ledger: Ledger, method: str, timeout_s: float, run: Run) -> int:
             progress.update()
             return point["status"] == Status.MEASURED.value
 
-        return largest(fits, info["most"])
+        return largest(fits, info["most"], first)
 
 
-def largest(fits: Callable[[int], bool], most: int) -> int:
+def largest(fits: Callable[[int], bool], most: int, first: int = 1) -> int:
     """The largest number from 1 to `most` that fits, 0 if none does, where all below a fitting one fit.
 
-    Example: for x <= 5 and most 100 it asks 1, 2, 4, 8, 6, 5.
+    Example: for x <= 5 and most 100 it asks 1, 2, 4, 8, 6, 5; from 6 on it asks 6, 3, 4, 5.
     """
-    good, bad = 0, 1
+    good, bad = 0, min(first, most)
     while fits(bad):
-        good, bad = bad, min(2 * bad, most)
-        if good == most:
+        if bad == most:
             return most
+        good, bad = bad, min(2 * bad, most)
     while bad - good > 1:
         middle = (good + bad) // 2
         if fits(middle):

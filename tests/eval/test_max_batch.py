@@ -23,10 +23,10 @@ def made_up(function, order: dict, timeout_s: float) -> dict:
     return {"status": "measured" if fits else "out_of_memory", "peak_bytes": batch * 2**20, "reason": ""}
 
 
-@given(st.integers(0, 300), st.integers(1, 300))
-def test_it_finds_the_largest(limit: int, most: int) -> None:
+@given(st.integers(0, 300), st.integers(1, 300), st.integers(1, 400))
+def test_it_finds_the_largest(limit: int, most: int, first: int) -> None:
     asked = []
-    found = max_batch.largest(lambda batch: asked.append(batch) or batch <= limit, most)
+    found = max_batch.largest(lambda batch: asked.append(batch) or batch <= limit, most, first)
     assert found == min(limit, most)
     assert len(asked) == len(set(asked)) <= 2 * most.bit_length() + 1
     assert all(1 <= batch <= most for batch in asked)
