@@ -139,15 +139,10 @@ class Installation:
                 function.block.__dict__[FUNCTION] = function
 
     def uncalled(self) -> list[str]:
-        """Blocks whose function was never called with gradients on.
-
-        With layerdrop chance may have left a block out: there only classes are told of which no block was called.
-        """
-        uncalled = {name: function for name, function in self.functions.items() if function.num_calls == 0}
+        """Blocks whose function was never called with gradients on; none with layerdrop, where chance decides."""
         if layerdrop_rates(self.model):
-            called = {type(function.block) for function in self.functions.values() if function.num_calls > 0}
-            return [name for name, function in uncalled.items() if type(function.block) not in called]
-        return list(uncalled)
+            return []
+        return [name for name, function in self.functions.items() if function.num_calls == 0]
 
     def _install(self, function: BlockFunction, block: nn.Module) -> None:
         if not self._wraps_forward:

@@ -75,7 +75,8 @@ def is_compiled_around() -> bool:
 
     `is_compiling` says so to the compiler, which goes no further then, and the second half when Python runs.
     """
-    return torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+    return torch.compiler.is_compiling() or callback() not in (None, False)
 
 
 def is_checkpoint_wrapper(module: nn.Module) -> bool:
