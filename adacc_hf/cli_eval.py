@@ -20,6 +20,7 @@ RUNNERS = {
     "peak-accuracy": ("peak_accuracy", "predicted against measured peaks, over models and budgets"),
     "budget-sweep": ("budget_sweep", "overhead and peak from the least budget to one that everything fits"),
     "table1": ("table1", "recompute and compression time of every activation, and which wins (Table 1)"),
+    "partitions": ("partitions", "bits and bytes of compiled graphs that our partitioner cut"),
     "evolution": ("evolution", "what a policy gains by following the data (Figure 7)"),
     "executor-bench": ("executor_bench", "what recompute-everything and retain-everything cost"),
     "budget-bench": ("budget_bench", "what a memory budget costs in time"),

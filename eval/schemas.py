@@ -166,6 +166,14 @@ TRADED = record(
         **dict.fromkeys(("recompute_ms", "compress_ms", "recompute_band", "compress_band"), nullable(NUMBER)),
     }
 )
+PARTITION = record(
+    {
+        **dict.fromkeys(("share", "overhead_ms", "gradient_error"), NUMBER),
+        **dict.fromkeys(("regions", "plain_bytes", "predicted_bytes", "stored_bytes"), COUNT),
+        "same_bits": {"type": "boolean"},
+        "reasons": array(TEXT),
+    }
+)
 NEW_LENGTH = record(
     {
         **dict.fromkeys(("first_ms", "second_ms", "steady_ms", "extra_ms"), NUMBER),
@@ -230,6 +238,7 @@ POINTS: dict[str, dict[str, Schema]] = {
     "solver": {"": record({"stored": SOLVES, "peak": SOLVES})},
     "peak_accuracy": {"": record({"peaks": array(PEAK)})},
     "budget_sweep": {"": SWEEP},
+    "partitions": {"": record({"lossless": array(PARTITION), "lossy": PARTITION})},
     "table1": {"": record({"activations": array(TRADED)})},
     "evolution": {", batch \\d+$": EVOLUTION},
     "executor_bench": {"": record({"methods": mapping(STEP_FIGURES), "new_length": NEW_LENGTH})},
