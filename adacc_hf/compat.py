@@ -1,4 +1,4 @@
-"""Where releases of Transformers and torch differ, in one place (tested: transformers 5.23, torch 2.13)."""
+"""Where releases of Transformers and torch differ, in one place (tested: transformers 5.17 and 5.23, torch 2.13)."""
 
 from __future__ import annotations
 

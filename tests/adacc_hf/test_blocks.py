@@ -13,10 +13,15 @@ from transformers import DynamicCache
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.blocks import Installation, find_blocks
-from adacc_hf.compat import FLAG, FUNCTION, GradientCheckpointingLayer
+from adacc_hf.compat import FLAG, FUNCTION, GradientCheckpointingLayer, PreTrainedModel
 from adacc_hf.errors import NestedHooksError, NoBlocksError
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
+NAMES = [n for n in ("gradient", "activation") if hasattr(PreTrainedModel, f"{n}_checkpointing_enable")]
+"""What Transformers calls checkpointing: both, or the first alone before 5.23."""
+hooks_forward = pytest.mark.skipif(
+    "__call__" in vars(GradientCheckpointingLayer), reason="this release hooks a block's call: no patch gets round it"
+)
 
 
 class NoteCalls:
@@ -132,7 +137,7 @@ def test_a_cache_in_training_is_not_filled(tiny_gpt2, token_batch, recomputing):
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")  # the old names, which TRL still calls
-@pytest.mark.parametrize("family", ["gradient", "activation"])
+@pytest.mark.parametrize("family", NAMES)
 def test_survives_others_switching_checkpointing_off_and_on(recomputing, run_steps, assert_same_steps, family):
     """As TRL does around a reference forward, which would drop our functions in silence."""
     model, batch, policy = recomputing
@@ -165,7 +170,7 @@ def test_removal_leaves_no_trace(recomputing, run_steps, assert_same_steps):
 
 def test_removal_brings_back_the_users_checkpointing(recomputing):
     model, batch, policy = recomputing
-    model.activation_checkpointing_enable()
+    getattr(model, f"{NAMES[-1]}_checkpointing_enable")()
     block = model.transformer.h[0]
     before = (block.__dict__[FLAG], block.__dict__[FUNCTION])
     with apply_policy(model, policy):
@@ -192,8 +197,8 @@ def test_a_copy_made_meanwhile_trains_plainly(recomputing, run_steps, assert_sam
         twin = copied(model, how)
         assert_same_steps(run_steps(twin, batch), plain)
         assert [function.num_calls for function in handle.installation.functions.values()] == calls
-        twin.activation_checkpointing_enable()
-        twin.activation_checkpointing_disable()
+        getattr(twin, f"{NAMES[-1]}_checkpointing_enable")()
+        getattr(twin, f"{NAMES[-1]}_checkpointing_disable")()
         assert_same_steps(run_steps(model, batch), plain)
 
 
@@ -220,6 +225,7 @@ def test_a_copy_of_a_plain_model_trains_plainly(plain_model, run_steps, assert_s
         assert_same_steps(run_steps(twin, batch), plain)
 
 
+@hooks_forward
 def test_uncalled_blocks_are_reported(recomputing):
     """Something replaced the forward of a block: its function is never reached."""
     model, batch, policy = recomputing
@@ -293,6 +299,7 @@ def test_named_classes_may_be_checkpointing_layers(tiny_gpt2, token_batch):
     assert [block.name for block in profile.blocks] == ["transformer.h.0", "transformer.h.1"]
 
 
+@hooks_forward
 def test_a_replaced_forward_is_reported_and_can_be_wrapped(tiny_gpt2, token_batch, monkeypatch):
     """A class-level patch of forward loses Transformers' hook; naming the class wraps what is there now."""
     model = tiny_gpt2()

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.compat import GradientCheckpointingLayer
 from adacc_hf.errors import CompiledBlockError
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -50,7 +51,12 @@ def in_place(model):
     return model
 
 
-@pytest.mark.parametrize("compiled", [by_regions, whole, in_place])
+hooks_forward = pytest.mark.skipif(
+    "__call__" in vars(GradientCheckpointingLayer), reason="this release hooks a block's call, around what is compiled"
+)
+
+
+@pytest.mark.parametrize("compiled", [by_regions, whole, pytest.param(in_place, marks=hooks_forward)])
 def test_compiled_blocks_are_refused(tiny_llama, token_batch, compiled):
     model = compiled(tiny_llama(layers=1))
     with pytest.raises(
@@ -59,6 +65,7 @@ def test_compiled_blocks_are_refused(tiny_llama, token_batch, compiled):
         profile_model(model, token_batch(), CONFIG)
 
 
+@hooks_forward
 def test_blocks_that_are_compiled_later_are_refused(tiny_llama, token_batch):
     """As a Trainer with `torch_compile=True` does, whose callbacks see the bare model."""
     model, batch = tiny_llama(layers=1), token_batch()
