@@ -14,6 +14,7 @@ RUNNERS = {
     "peers": ("peers", "tokens/s against peak, beside what else saves activation memory"),
     "codecs": ("codecs", "gradient error, round-trip error and bandwidth of the codecs"),
     "solver": ("solver_bench", "seconds that a policy takes to solve, over budgets"),
+    "plan": ("plan_bench", "what `adacc plan` says of published models, and the seconds and memory it takes"),
     "table4": ("table4", "train by every method, then score all of them (Table 4)"),
     "downstream": ("downstream", "zero-shot accuracy of one model by lm-eval, on the data sets of Table 4"),
     "cloze": ("cloze", "accuracy of one model on cloze passages of one's own text"),

@@ -57,6 +57,27 @@ TRIAL_MEMORY = {"static_bytes": COUNT, "peak_bytes": COUNT, "reserved_bytes": CO
 GATE = record(
     {"promise": TEXT, "reference": TEXT, "sequences": COUNT}, {"gradient_error": NUMBER, "slope_error": NUMBER}
 )
+FORECAST = record(
+    {
+        "fits": {"type": "boolean"},
+        "peak_bytes": COUNT,
+        "step_ms": nullable(POSITIVE),
+        "largest_batch": nullable(COUNT),
+        "longest_seq_len": nullable(COUNT),
+    }
+)
+PLAN = ended(
+    record(
+        {
+            "wall_seconds": POSITIVE,
+            "cpu_seconds": POSITIVE,
+            "peak_rss_bytes": COUNT,
+            "fits": {"type": "boolean"},
+            "budget_bytes": COUNT,
+            "methods": mapping(FORECAST),
+        }
+    )
+)
 TRIAL = ended(
     record(
         {"decided": mapping(ANY), "static_bytes": COUNT, "peak_bytes": COUNT},
@@ -236,6 +257,7 @@ POINTS: dict[str, dict[str, Schema]] = {
     "gradient_error": {"^gradient, training$": GRADIENT_TRAINING, "^gradient, (?!training$)": GRADIENT_ERROR},
     "codec_bandwidth": {"^bandwidth, ": BANDWIDTH},
     "solver": {"": record({"stored": SOLVES, "peak": SOLVES})},
+    "plan": {"": PLAN},
     "peak_accuracy": {"": record({"peaks": array(PEAK)})},
     "budget_sweep": {"": SWEEP},
     "partitions": {"": record({"lossless": array(PARTITION), "lossy": PARTITION})},
@@ -263,6 +285,7 @@ SUMMARIES: dict[str, dict[str, Schema]] = {
     "budget_sweep": {"faults": array(TEXT)},
     "evolution": {"paper": TEXT},
     "solver": {"paper_seconds": NUMBER},
+    "plan": {"asked_seconds": COUNT, "asked_bytes": COUNT},
     "table4": {"paper": mapping(mapping(mapping(nullable(NUMBER))))},
     "downstream": {"average_acc": NUMBER},
     "cloze": {"average_acc": NUMBER},
