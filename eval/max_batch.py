@@ -3,7 +3,7 @@
     adacc eval max-batch --preset gpt2-345m --device cuda --precision bf16 --limit 32GiB
 
 Found by doubling and then bisection, beginning with what the methods before it reached; every trial runs whole training
-steps in a process of its own. The limit is the GPU's memory or `--limit`; on a CPU the live bytes of a step are counted.
+steps in a process of its own. The limit is the GPU's memory or `--limit`; on a CPU the live bytes of a step count.
 Adacc's budget is the limit.
 """
 
