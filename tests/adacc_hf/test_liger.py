@@ -26,8 +26,9 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs under Triton's in
 
 @pytest.mark.skipif(INTERPRETED, reason="is the one that starts the process")
 def test_under_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    environment.pop("PYTEST_ADDOPTS", None)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
