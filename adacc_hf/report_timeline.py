@@ -56,6 +56,9 @@ def draw_timeline(history: Sequence[Record]) -> bytes:
         if max(record["step"] for record in history) > 64:
             axes[-1].set_xscale("symlog", base=2, linthresh=8)  # tracking steps double
             axes[-1].xaxis.set_major_formatter("{x:g}")
+            axes[-1].set_xlim(
+                left=min(record["step"] for record in history) - 0.2
+            )  # else the scale shows steps below 0
         return to_png(figure)
 
 
