@@ -160,7 +160,8 @@ SOLVES = record(
         "infeasible_percents": array(COUNT),
         "slowest_percent": COUNT,
         **dict.fromkeys(("median_seconds", "max_seconds", "max_of_all_repeats_seconds"), NUMBER),
-    }
+    },
+    {"gap": nullable(SPREAD)},
 )
 PEAK = record(
     {

@@ -28,6 +28,7 @@ def test_record_and_table(tiny: Workload, tmp_path: Path, capsys: pytest.Capture
         assert row["seconds"][str(row["slowest_percent"])] == row["max_seconds"]
         assert 95 not in row["infeasible_percents"]
         assert row["num_blocks"] == 2
+        assert 0.0 <= row["gap"]["median"] <= row["gap"]["high"] < 1.0
     # Parameters alone take more than a twentieth of the peak.
     assert all(5 in point["peak"]["infeasible_percents"] for point in points.values())
-    assert "| eager, 2 blocks" in capsys.readouterr().out
+    assert "| gpt2, eager, 2 blocks" in capsys.readouterr().out
