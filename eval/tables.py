@@ -13,58 +13,16 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 
 import adacc_hf
+from adacc_hf.cli_eval import RUNNERS
 from adacc_hf.errors import AdaccError
-from adacc_hf.eval import (
-    ablation,
-    budget_bench,
-    budget_sweep,
-    codec_bandwidth,
-    codecs,
-    demo_table,
-    downstream,
-    evolution,
-    executor_bench,
-    gradient_error,
-    loss,
-    max_batch,
-    partitions,
-    peak_accuracy,
-    peers_report,
-    plan_bench,
-    solver_bench,
-    table1,
-    table4,
-    throughput,
-)
 from adacc_hf.eval.ledger import Ledger
 
-REPORTS: dict[str, Callable[[Ledger], str]] = {
-    "ablation": ablation.report_text,
-    "budget_bench": budget_bench.report_text,
-    "budget_sweep": budget_sweep.report_text,
-    "cloze": downstream.report_text,
-    "codec_bandwidth": codec_bandwidth.report_text,
-    "codecs": codecs.report_text,
-    "demo_comparison": demo_table.report_text,
-    "downstream": downstream.report_text,
-    "evolution": evolution.report_text,
-    "executor_bench": executor_bench.report_text,
-    "gradient_error": gradient_error.report_text,
-    "loss": loss.report_text,
-    "max_batch": max_batch.report_text,
-    "partitions": partitions.report_text,
-    "peak_accuracy": peak_accuracy.report_text,
-    "peers": peers_report.report_text,
-    "plan": plan_bench.report_text,
-    "solver": solver_bench.report_text,
-    "table1": table1.report_text,
-    "table4": table4.report_text,
-    "throughput": throughput.report_text,
-}
-"""By the runner that a record names: what is said of it in Markdown."""
+ELSEWHERE = {"cloze": "downstream", "demo_comparison": "demo_table"}
+"""Modules with the report of a record that is not in its runner's own module."""
 
 REGION = re.compile(
     r"(<!-- table: (?P<name>[\w./-]+)(#(?P<number>\d+))? -->\n).*?(?P<end><!-- end of table -->)", re.DOTALL
@@ -108,7 +66,13 @@ def texts(root: Path) -> Iterator[tuple[Path, str]]:
 def report(path: Path) -> str:
     """What is said of the record at `path`."""
     ledger = Ledger.load(path)
-    return REPORTS[ledger.run_info["runner"]](ledger)
+    return reporter(ledger.run_info["runner"])(ledger)
+
+
+def reporter(runner: str) -> Callable[[Ledger], str]:
+    """What says in Markdown what a record of `runner` holds."""
+    module = ELSEWHERE.get(runner) or RUNNERS[runner.replace("_", "-")][0]
+    return import_module(f"adacc_hf.eval.{module}").report_text
 
 
 def with_tables(text: str, results: Path) -> str:
