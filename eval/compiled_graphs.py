@@ -28,7 +28,8 @@ class GraphStep:
     loss: Tensor
     gradients: dict[str, Tensor]
     stored_bytes: int
-    """Bytes of what forward handed to backward, each storage once, parameters, buffers and integer inputs left out."""
+    """Bytes of what forward handed to backward, each storage once, but for inputs that somebody else holds: parameters,
+    buffers, and what wants no gradient."""
 
 
 class _Recorder:
@@ -64,14 +65,14 @@ class _Recorder:
 
 
 def _new_bytes(stored: Sequence[Any], inputs: Sequence[Any]) -> int:
-    """Bytes of the storages of `stored` that are neither state nor integer inputs."""
+    """Bytes of the storages of `stored` that no input holds which is state or wants no gradient."""
     elsewhere = {t.untyped_storage()._cdata for t in inputs if isinstance(t, Tensor) and _is_elsewhere(t)}
     sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in stored if isinstance(t, Tensor)}
     return sum(nbytes for storage, nbytes in sizes.items() if storage not in elsewhere)
 
 
 def _is_elsewhere(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) or not tensor.is_floating_point() or not tensor.requires_grad
+    return isinstance(tensor, nn.Parameter) or not tensor.requires_grad
 
 
 def graph_step(

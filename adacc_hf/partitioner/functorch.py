@@ -17,8 +17,8 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 __all__ = [
-    "NodeInfo", "classify", "extract", "hint", "is_getitem", "is_random", "min_cut_rematerialization_partition",
-    "must_be_saved", "op_types", "plain_saved", "prepare", "region_number",
+    "NodeInfo", "classify", "extract", "held_inputs", "hint", "is_getitem", "is_random",
+    "min_cut_rematerialization_partition", "must_be_saved", "op_types", "plain_saved", "prepare", "region_number",
     "size_node",
 ]  # fmt: skip
 
@@ -71,6 +71,14 @@ def classify(module: fx.GraphModule, static_inputs: Sequence[int], num_fwd_outpu
             distances = [user.dist_from_bw + 1 for user in node.users]
             node.dist_from_bw = far if node.op == "output" else min(distances, default=far)
     return info
+
+
+def held_inputs(module: fx.GraphModule, info: NodeInfo, num_fwd_outputs: int) -> list[fx.Node]:
+    """Inputs that somebody else holds until backward: parameters and buffers, and what wants no gradient, the batch."""
+    gradients = module.graph.find_nodes(op="output")[0].args[0][num_fwd_outputs:]
+    wanted = {primal for primal, gradient in zip(info.inputs, gradients, strict=False) if gradient is not None}
+    tensors = [node for node in info.inputs if isinstance(node.meta.get("val"), torch.Tensor)]
+    return [node for node in tensors if node in info.static_lifetime_input_nodes or node not in wanted]
 
 
 def plain_saved(module: fx.GraphModule, info: NodeInfo) -> list[fx.Node]:

@@ -96,9 +96,13 @@ class _Example:
         return cls(_hinted(value.shape), _hinted(value.stride()), value.dtype, value.device)
 
     def make(self) -> torch.Tensor:
-        tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-        generator = torch.Generator(self.device).manual_seed(0)  # the model's own draws must not move
-        return tensor.uniform_(-1.0, 1.0, generator=generator) if self.dtype.is_floating_point else tensor.zero_()
+        # Filled flat: an expanded tensor has several elements in one place.
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+        flat = torch.zeros(max(extent, 0), dtype=self.dtype, device=self.device)
+        if self.dtype.is_floating_point:
+            generator = torch.Generator(self.device).manual_seed(0)  # the model's own draws must not move
+            flat.uniform_(-1.0, 1.0, generator=generator)
+        return flat.as_strided(self.size, self.stride)
 
 
 def _hinted(sizes: Any) -> tuple[int, ...]:

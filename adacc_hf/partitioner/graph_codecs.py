@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from functools import cache
 
 import torch
@@ -21,8 +22,8 @@ ENCODE_PASSES = 4
 """Pointwise operators' worth of arithmetic that encoding takes: peak, scale, clamp and pack. Decoding takes half."""
 
 
-def codec_options(joint: JointGraph, value: int, config: AdaccConfig) -> tuple[CodecOption, ...]:
-    """The codecs for one value. Parameters' casts are never compressed (rule R4)."""
+def codec_options(joint: JointGraph, value: int, config: AdaccConfig, spoiled: Set[int]) -> tuple[CodecOption, ...]:
+    """The codecs for one value; for those in `spoiled` lossless ones only, for casts of parameters none (rule R4)."""
     node = joint.nodes[value]
     tensor = node.meta["val"]
     size = tuple(joint.kind.values[value].shape[d] for d in memory_order(tensor))
@@ -30,6 +31,7 @@ def codec_options(joint: JointGraph, value: int, config: AdaccConfig) -> tuple[C
     if record.nbytes < config.min_compress_bytes or record.role == "parameter":
         return ()
     codecs = [make_codec(name, config, 0) for name in _names(joint, value, config)]
+    codecs = [codec for codec in codecs if codec.lossless or value not in spoiled]
     return tuple(_option(codec, node, size) for codec in codecs if codec.supports(size, tensor.dtype))
 
 

@@ -1,12 +1,12 @@
 """A joint graph read as one kind of block: its forward values, the operators that make them, and what backward reads.
 
 A *value* is what one forward node makes; views are followed to the value they show, since they cost nothing to remake.
-Parameters and buffers are at hand in backward anyway and are left out, and so are integer inputs, which the batch
-holds.
+Inputs that are at hand in backward anyway, parameters and the batch, are left out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,9 +37,9 @@ class JointGraph:
         return {node: index for index, node in enumerate(self.nodes)}
 
 
-def read_joint_graph(module: fx.GraphModule, info: NodeInfo) -> JointGraph:
-    """The values and operators of `module`'s forward."""
-    static = set(info.static_lifetime_input_nodes)
+def read_joint_graph(module: fx.GraphModule, info: NodeInfo, held: Iterable[fx.Node]) -> JointGraph:
+    """The values and operators of `module`'s forward; the inputs in `held` are at hand in backward anyway."""
+    static = set(held)
     nodes = [n for n in info.required_fw_nodes if _is_value(n) and n not in static]
     index = {node: number for number, node in enumerate(nodes)}
     wanted = {
@@ -51,7 +51,7 @@ def read_joint_graph(module: fx.GraphModule, info: NodeInfo) -> JointGraph:
     }
     operators = [n for n in info.required_fw_nodes if n.op == "call_function" and not _is_view(n) and not is_getitem(n)]
     makers = {node: number for number, node in enumerate(operators)}
-    own = _made_of_parameters(nodes, static)
+    own = _made_of_parameters(nodes, set(info.static_lifetime_input_nodes))
     values = tuple(_value(number, node, makers, node in wanted, node in own) for number, node in enumerate(nodes))
     records = tuple(_operator(number, node, index) for number, node in enumerate(operators))
     kind = KindProfile(

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
@@ -20,6 +19,7 @@ from adacc_hf.partitioner.fused_cost import OperatorTimes, device_speed
 from adacc_hf.partitioner.graph_codecs import codec_options
 from adacc_hf.partitioner.joint_graph import JointGraph, is_held, nbytes_of, read_joint_graph, root_of
 from adacc_hf.partitioner.program import GraphChoice, GraphModel, graph_model, least_bytes, least_time
+from adacc_hf.partitioner.ranges import spoiled_by_codecs
 from adacc_hf.partitioner.region import CompiledPolicy, RegionPlan, graph_digest, plan_for
 from adacc_hf.partitioner.rewrite import compress_saved
 from adacc_hf.policy import Action, Choice
@@ -70,7 +70,8 @@ class AdaccPartitioner(CustomPartitionerFn):
             refusal = "it has no backward"
         if refusal is not None:
             return self._plainly(gm, joint_inputs, kwargs, replace(plan, reason=refusal))
-        joint = read_joint_graph(gm, info)
+        held = functorch.held_inputs(gm, info, num_outputs)
+        joint = read_joint_graph(gm, info, held)
         plain_bytes = _saved_bytes(joint, functorch.plain_saved(gm, info))
         plan = replace(plan, plain_bytes=plain_bytes, stored_bytes=plain_bytes, peak_bytes=plain_bytes)
         known = self._known.get(plan.digest)
@@ -80,9 +81,7 @@ class AdaccPartitioner(CustomPartitionerFn):
         self._note(plan)
         stored = plan_for(joint, plan)
         saved = [joint.nodes[value] for value in stored]
-        forward, backward = functorch.extract(
-            gm, info, [*info.static_lifetime_input_nodes, *_integer_inputs(info), *saved], num_outputs
-        )
+        forward, backward = functorch.extract(gm, info, [*held, *saved], num_outputs)
         compress_saved(forward, backward, _codecs(joint, stored), num_outputs)
         return forward, backward
 
@@ -123,7 +122,8 @@ class AdaccPartitioner(CustomPartitionerFn):
             for operator, ms in zip(joint.kind.operators, times, strict=True)
         )
         keep_ms = {index: _keep_ms(node) for index, node in enumerate(joint.nodes)}
-        codecs = {index: codec_options(joint, index, self.config) for index in range(len(joint.nodes))}
+        spoiled = spoiled_by_codecs(joint)
+        codecs = {index: codec_options(joint, index, self.config, spoiled) for index in range(len(joint.nodes))}
         held_bytes = [nbytes_of(node) if is_held(node) else 0 for node in joint.nodes]
         return graph_model(replace(joint.kind, operators=operators), keep_ms, codecs, held_bytes)
 
@@ -161,12 +161,6 @@ def _check_budget(budget: Any) -> None:
 def _saved_bytes(joint: JointGraph, saved: Sequence[fx.Node]) -> int:
     """Bytes of the storages of `saved`, each once."""
     return sum(nbytes_of(joint.nodes[value]) for value in {joint.value_of(node) for node in saved} - {None})
-
-
-def _integer_inputs(info: functorch.NodeInfo) -> list[fx.Node]:
-    """Inputs that the batch holds anyway."""
-    inputs = [node for node in info.inputs if isinstance(node.meta.get("val"), torch.Tensor)]
-    return [n for n in inputs if n not in info.static_lifetime_input_nodes and not n.meta["val"].is_floating_point()]
 
 
 def _keep_ms(node: fx.Node) -> float:

@@ -42,10 +42,9 @@ class Step:
     backward: fx.GraphModule
 
     def saved(self, num_outputs: int = 1) -> list[Any]:
-        """What forward hands to backward, as the nodes' example tensors; parameters, which have two dimensions at
-        most, left out."""
+        """What forward makes and hands to backward, as the nodes' example tensors."""
         results = self.forward.graph.find_nodes(op="output")[0].args[0][num_outputs:]
-        return [n.meta["val"] for n in results if n.op == "call_function" or n.meta["val"].dim() == 3]
+        return [node.meta["val"] for node in results if node.op == "call_function"]
 
 
 TrainStep = Callable[[Any], Step]

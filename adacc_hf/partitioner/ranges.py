@@ -1,0 +1,62 @@
+"""Which values of a graph a lossy codec would spoil, as far as the graph shows: there is no data to look at yet.
+
+A mask's infinities, or the large numbers that stand for them, take up the whole scale of the group they are in, and
+what is added to them keeps them. Sums and norms have few elements, each of which decides about a whole row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from adacc_hf.partitioner.functorch import hint, is_getitem
+from adacc_hf.partitioner.joint_graph import JointGraph
+
+HUGE = 1e4
+"""Numbers from here on are no activations: masks hold -10000, the least number of their dtype, or -inf."""
+
+aten = torch.ops.aten
+BOUNDED = {aten.exp, aten.sigmoid, aten.tanh, aten.erf, aten._softmax, aten.reciprocal, aten.cos, aten.sin}
+"""Their results are of ordinary size whatever they read."""
+
+
+def spoiled_by_codecs(joint: JointGraph) -> frozenset[int]:
+    """Values that must be kept or remade, never compressed with loss: masks, what holds one, and statistics."""
+    graph = joint.nodes[0].graph if joint.nodes else fx.Graph()
+    huge: set[fx.Node] = set()
+    ordinary: set[fx.Node] = set()
+    for node in graph.nodes:
+        if _is_huge(node, huge):
+            huge.add(node)
+        if _is_float(node) and (node.op == "placeholder" or any(read in ordinary for read in node.all_input_nodes)):
+            ordinary.add(node)
+    return frozenset(
+        index for index, node in enumerate(joint.nodes) if node in huge or node not in ordinary or _is_statistic(node)
+    )
+
+
+def _is_huge(node: fx.Node, huge: set[fx.Node]) -> bool:
+    """Whether a value may hold a mask's numbers: it is made with one, or of what holds one."""
+    if getattr(node.target, "overloadpacket", None) in BOUNDED:
+        return False
+    literals = [argument for argument in (*node.args, *node.kwargs.values()) if isinstance(argument, (int, float))]
+    if _is_float(node) and any(isinstance(number, float) and not abs(number) < HUGE for number in literals):
+        return True
+    return any(read in huge for read in node.all_input_nodes)
+
+
+def _is_float(node: fx.Node) -> bool:
+    tensor = node.meta.get("val")
+    if isinstance(tensor, (tuple, list)):  # its parts are taken out by name
+        return any(isinstance(part, torch.Tensor) and part.is_floating_point() for part in tensor)
+    return isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
+
+
+def _is_statistic(node: fx.Node) -> bool:
+    """Whether a value has one element per row of what it is made of: a mean, a norm, a sum, a logarithm of one."""
+    maker = node.args[0] if is_getitem(node) else node
+    reads = [read.meta["val"] for read in maker.all_input_nodes if isinstance(read.meta.get("val"), torch.Tensor)]
+    shape = node.meta["val"].shape
+    if not shape or hint(shape[-1]) == 1:
+        return True
+    return any(len(shape) < read.dim() and tuple(shape) == tuple(read.shape[: len(shape)]) for read in reads)
