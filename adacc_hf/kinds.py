@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from adacc_hf.compiled import encode_view
 from adacc_hf.config import AdaccConfig
 from adacc_hf.pricing import Prices, role_of, storable, with_outliers
 from adacc_hf.profile import KindProfile, Operator, Value
 from adacc_hf.replay import obtainable
 from adacc_hf.sharing import RecordedBlock, Sharing
+from adacc_hf.tape import TapeOperator
+
+NUMBER_BYTES = 16
+"""A Python number among a pointwise operator's arguments is a tensor while it runs, in 8 bytes, and cast to the others'
+dtype, in 8 at most."""
 
 
 class KindBuilder:
@@ -86,4 +93,10 @@ class KindBuilder:
             outputs=tuple(operator.made()),
             ms=ms,
             replayable=not self.recomputable.isdisjoint(operator.made()),
+            extra_bytes=NUMBER_BYTES if _reads_number(operator) else 0,
         )
+
+
+def _reads_number(operator: TapeOperator) -> bool:
+    is_pointwise = torch.Tag.pointwise in getattr(operator.target, "tags", ())
+    return is_pointwise and any(isinstance(argument, (int, float)) for argument in operator.args)

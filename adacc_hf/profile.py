@@ -83,6 +83,8 @@ class Operator:
     ms: float
     """Median time of one run (T_comp_i of the paper's equation 4)."""
     replayable: bool
+    extra_bytes: int = 0
+    """What a run of it takes besides its results."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -299,7 +299,8 @@ class _Walk:
                 outputs = {value: self.kind.values[value].nbytes for value in step.operator.outputs}
                 copies = sum(nbytes for value, nbytes in outputs.items() if self._is_held(value))
                 made |= {value: nbytes for value, nbytes in outputs.items() if not self._is_held(value)}
-                moments.append(sum(roots.values()) + sum(made.values()) + during + copies + step.entry_bytes)
+                extra = copies + step.operator.extra_bytes
+                moments.append(sum(roots.values()) + sum(made.values()) + during + extra + step.entry_bytes)
             elif step.unpacked is not None:
                 moments.append(sum(roots.values()) + sum(made.values()) + during + step.entry_bytes)
             made = {value: nbytes for value, nbytes in made.items() if death.get(value, -1) > number}

@@ -14,7 +14,7 @@ from adacc_hf.eval.peak_accuracy import Measurement, summary
 
 # Large enough for activations to be compressed, and for what is predicted to the byte, activations, to outweigh what is
 # bounded from above, autocast's cache of weights.
-TINY = Size(width=64, layers=3, heads=2, batch=4, tokens=128)
+TINY = Size(width=64, layers=3, heads=2, batch=6, tokens=128)
 
 
 @pytest.mark.parametrize("case", ["gpt2 eager bf16", "t5 sdpa bf16", "bert eager fp32", "llama sdpa fp32"])
