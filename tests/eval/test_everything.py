@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from adacc_hf.cli_eval import RUNNERS
 from adacc_hf.eval import everything
 from adacc_hf.eval.everything import NAMES, SAMPLE_ROWS
 from adacc_hf.eval.lm_eval_tasks import PAPER_TASKS, load_tasks
@@ -54,6 +55,11 @@ def test_every_runner_gets_a_folder_of_its_own(tmp_path: Path) -> None:
     model = ["--model", str(tmp_path / "table4" / "none-0123")]
     assert runners.commands["cloze"][-2:] == model
     assert runners.commands["downstream"][-4:] == [*model, "--data_dir", str(SAMPLE_ROWS)]
+
+
+def test_no_runner_is_left_out() -> None:
+    halves = {"gradient-error", "codec-bandwidth"}  # which codecs runs
+    assert sorted(NAMES) == sorted(set(RUNNERS) - halves - {"all"})
 
 
 def test_a_failure_is_told_and_tried_again(tmp_path: Path) -> None:
