@@ -39,8 +39,8 @@ def _is_huge(node: fx.Node, huge: set[fx.Node]) -> bool:
     """Whether a value may hold a mask's numbers: it is made with one, or of what holds one."""
     if getattr(node.target, "overloadpacket", None) in BOUNDED:
         return False
-    literals = [argument for argument in (*node.args, *node.kwargs.values()) if isinstance(argument, (int, float))]
-    if _is_float(node) and any(isinstance(number, float) and not abs(number) < HUGE for number in literals):
+    numbers = [argument for argument in (*node.args, *node.kwargs.values()) if isinstance(argument, float)]
+    if _is_float(node) and any(not abs(number) < HUGE for number in numbers):  # so that nan is huge
         return True
     return any(read in huge for read in node.all_input_nodes)
 
