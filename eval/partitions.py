@@ -36,7 +36,8 @@ ARCHITECTURES = (
 """Beside the four families, which are run with both attentions and in both precisions."""
 
 SHARES = (0.75, 0.5, 0.3)
-LOSSY_SHARE = 0.2
+LOSSY_SHARE = 0.4
+"""For the trial that may not recompute, so that it has to compress, as far as that goes."""
 MIN_COMPRESS_BYTES = 64
 """The models are tiny."""
 SIZE = Size(width=64, layers=2, tokens=32, batch=2)
@@ -94,7 +95,7 @@ def check(build: Build, precision: str, settings: Settings) -> dict[str, Any]:
     with in_precision(precision, settings.device):
         plain = graph_step(model, batch, min_cut_rematerialization_partition)
         lossless = [_trial(model, batch, plain, share, ("retain", "recompute")) for share in SHARES]
-        lossy = _trial(model, batch, plain, LOSSY_SHARE, ("retain", "compress", "recompute"))
+        lossy = _trial(model, batch, plain, LOSSY_SHARE, ("retain", "compress"))
     return {"lossless": lossless, "lossy": lossy}
 
 
@@ -146,7 +147,7 @@ def _row(name: str, point: dict[str, Any]) -> dict[str, str]:
         "lossless": "same bits" if all(trial["same_bits"] for trial in lossless) else "differs",
         "stored bytes": "as predicted" if all(t["stored_bytes"] == t["predicted_bytes"] for t in trials) else "differ",
         "stored, of torch.compile's": " ".join(f"{t['stored_bytes'] / t['plain_bytes']:.2f}" for t in trials),
-        f"gradient error at {LOSSY_SHARE:.0%}, lossy": f"{lossy['gradient_error']:.3f}",
+        "gradient error, compressed": f"{lossy['gradient_error']:.3f}",
     }
 
 

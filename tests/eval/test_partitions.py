@@ -23,6 +23,7 @@ def test_one_model_keeps_every_promise(record: dict) -> None:
     check_record(record)
     (point,) = record["train_info"]["points"].values()
     assert all(0 < trial["stored_bytes"] <= trial["share"] * trial["plain_bytes"] for trial in point["lossless"])
+    assert point["lossy"]["gradient_error"] > 0
 
 
 @pytest.mark.parametrize(
