@@ -28,6 +28,7 @@ from adacc_hf.eval.contenders import (
     time_rounds,
     timing_figures,
 )
+from adacc_hf.eval.families import FAMILIES
 from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.new_length import new_length_figures
 from adacc_hf.eval.records import (
@@ -38,7 +39,7 @@ from adacc_hf.eval.records import (
     markdown_table,
     positive_int,
 )
-from adacc_hf.eval.workload import FAMILIES, LAUNCH_BOUND, Workload
+from adacc_hf.eval.workload import LAUNCH_BOUND, Workload
 from adacc_hf.units import format_bytes
 
 RECOMPUTED, RETAINED = "Adacc, everything recomputed", "Adacc, everything retained"

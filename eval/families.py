@@ -1,4 +1,4 @@
-"""One small model of each of four families, to measure a policy's memory on: GPT-2, LLaMA, T5 and BERT."""
+"""One small model of each of four families to measure on: GPT-2, LLaMA, T5 and BERT."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class Size:
 
     width: int = 128
     layers: int = 4
+    """Transformer blocks in all; a T5 has half of them in its encoder."""
     heads: int = 4
     vocabulary: int = 256
     batch: int = 4
@@ -72,7 +73,8 @@ def _llama(size: Size) -> PretrainedConfig:
 
 def _t5(size: Size) -> PretrainedConfig:
     return T5Config(
-        num_layers=size.layers,
+        num_layers=size.layers // 2,
+        num_decoder_layers=size.layers - size.layers // 2,
         d_model=size.width,
         d_ff=4 * size.width,
         num_heads=size.heads,

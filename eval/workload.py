@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    GPT2Config,
-    LlamaConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    T5Config,
-)
+from transformers import PreTrainedModel
 
-Batch = dict[str, torch.Tensor]
+from adacc_hf.eval.families import FAMILIES, Batch, Size
 
 TEXT_BYTES = 4 * 2**20
 """How much text is read: a demo model sees a fraction of it in a few hundred steps."""
@@ -39,7 +31,7 @@ class Workload:
     vocabulary: int = 256
     """Tokens are bytes, so at least 256."""
     family: str = "gpt2"
-    """A key of FAMILIES. GPT-2 and T5 have dropout 0.1, LLaMA none."""
+    """A key of FAMILIES. All but LLaMA have dropout 0.1."""
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -52,17 +44,15 @@ class Workload:
 
     def model(self, device: str = "cpu", seed: int = 0) -> PreTrainedModel:
         """The model in train mode; weights depend on the seed alone, torch's generator is left as it was."""
-        config = FAMILIES[self.family](self)
-        # As in training: a cache of keys and values costs time, and checkpointing switches it off.
-        config.use_cache = False
-        auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = auto_class.from_config(config, attn_implementation=self.attention)
-        if not config.is_encoder_decoder:
-            # Transformers cannot tell it from the name of every class: it takes this one, and warns.
-            model.loss_type = "ForCausalLM"
-        return model.to(device).train()
+        size = Size(
+            width=self.width,
+            layers=self.layers,
+            heads=self.heads,
+            vocabulary=self.vocabulary,
+            batch=self.batch,
+            tokens=self.tokens,
+        )
+        return FAMILIES[self.family].model(size, self.attention, device, seed)
 
     def batches(self, device: str = "cpu", seed: int = 0) -> Iterator[Batch]:
         """Batches without end, [B, T] ids and labels at random places of the text."""
@@ -73,49 +63,6 @@ class Workload:
             ids = torch.stack([text[start : start + self.tokens] for start in starts.tolist()]).long().to(device)
             yield {"input_ids": ids, "labels": ids.clone()}
 
-
-def _gpt2(workload: Workload) -> PretrainedConfig:
-    return GPT2Config(
-        n_embd=workload.width,
-        n_layer=workload.layers,
-        n_head=workload.heads,
-        n_positions=workload.tokens,
-        vocab_size=workload.vocabulary,
-        # GPT2Config's own end of text lies outside a small vocabulary.
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-
-
-def _llama(workload: Workload) -> PretrainedConfig:
-    return LlamaConfig(
-        hidden_size=workload.width,
-        # As published: two thirds of four times the width, since the gate has a matrix of its own.
-        intermediate_size=8 * workload.width // 3,
-        num_hidden_layers=workload.layers,
-        num_attention_heads=workload.heads,
-        num_key_value_heads=workload.heads,
-        max_position_embeddings=workload.tokens,
-        vocab_size=workload.vocabulary,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-
-
-def _t5(workload: Workload) -> PretrainedConfig:
-    return T5Config(
-        d_model=workload.width,
-        d_kv=workload.width // workload.heads,
-        d_ff=4 * workload.width,
-        num_layers=workload.layers // 2,
-        num_decoder_layers=workload.layers - workload.layers // 2,
-        num_heads=workload.heads,
-        vocab_size=workload.vocabulary,
-        decoder_start_token_id=0,
-    )
-
-
-FAMILIES: dict[str, Callable[[Workload], PretrainedConfig]] = {"gpt2": _gpt2, "llama": _llama, "t5": _t5}
 
 DEMO = Workload(width=256, layers=6, batch=8, tokens=256, vocabulary=512)
 """The recipe's demo model: bound by arithmetic."""

@@ -10,7 +10,8 @@ import pytest
 from adacc_hf.eval import executor_bench
 from adacc_hf.eval.contenders import CHECKPOINTING, PLAIN
 from adacc_hf.eval.executor_bench import RECOMPUTED, RETAINED, case_name
-from adacc_hf.eval.workload import FAMILIES, Workload
+from adacc_hf.eval.families import FAMILIES
+from adacc_hf.eval.workload import Workload
 
 
 def run(tiny: Workload, output: Path) -> int:

@@ -26,7 +26,12 @@ def test_model_is_what_was_asked_for(tiny: Workload) -> None:
 
 @pytest.mark.parametrize(
     ("family", "blocks"),
-    [("gpt2", ["transformer.h"]), ("llama", ["model.layers"]), ("t5", ["encoder.block", "decoder.block"])],
+    [
+        ("gpt2", ["transformer.h"]),
+        ("llama", ["model.layers"]),
+        ("t5", ["encoder.block", "decoder.block"]),
+        ("bert", ["bert.encoder.layer"]),
+    ],
 )
 def test_every_family_trains(tiny: Workload, family: str, blocks: list[str]) -> None:
     workload = replace(tiny, family=family)
@@ -38,7 +43,7 @@ def test_every_family_trains(tiny: Workload, family: str, blocks: list[str]) -> 
 
 
 def test_an_unknown_family_is_refused() -> None:
-    with pytest.raises(ValueError, match="family='gpt9' is none of gpt2, llama, t5"):
+    with pytest.raises(ValueError, match="family='gpt9' is none of gpt2, llama, t5, bert"):
         Workload(width=32, layers=2, batch=4, tokens=128, family="gpt9")
 
 
