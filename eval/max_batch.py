@@ -2,8 +2,8 @@
 
     adacc eval max-batch --preset gpt2-345m --device cuda --precision bf16 --limit 32GiB
 
-Found by doubling and then bisection, beginning with what the methods before it reached; every trial runs whole training
-steps in a process of its own. The limit is the GPU's memory or `--limit`; on a CPU the live bytes of a step count.
+Searched from what the methods before it reached (`largest`); every trial runs whole training steps in a process of its
+own. The limit is the GPU's memory or `--limit`; on a CPU the live bytes of a step count.
 Adacc's budget is the limit.
 """
 
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tqdm import tqdm
 
 from adacc_hf.eval.isolation import Figures, Status, run_isolated
+from adacc_hf.eval.largest import Tried, largest
 from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.limits import add_limit, budget_bytes, limit_bytes
 from adacc_hf.eval.methods import PAPER_METHODS
@@ -67,7 +68,7 @@ def search(ledger: Ledger, method: str, timeout_s: float, run: Run, first: int) 
     info, settings = ledger.run_info, ledger.settings
     with tqdm(desc=f"max-batch, {method}", unit="trial") as progress:
 
-        def fits(batch: int) -> bool:
+        def trial(batch: int) -> Tried:
             order = {
                 "subject": info["subject"] | {"batch": batch},
                 "family": "paper",
@@ -80,28 +81,10 @@ def search(ledger: Ledger, method: str, timeout_s: float, run: Run, first: int) 
             point = ledger.measure(point_key(method, batch), lambda: run(run_trial, order, timeout_s))
             progress.set_postfix(batch=batch, status=point["status"])
             progress.update()
-            return point["status"] == Status.MEASURED.value
+            fits = point["status"] == Status.MEASURED.value
+            return Tried(batch, fits, point.get("static_bytes"), point.get("peak_bytes"))
 
-        return largest(fits, info["most"], first)
-
-
-def largest(fits: Callable[[int], bool], most: int, first: int = 1) -> int:
-    """The largest number from 1 to `most` that fits, 0 if none does, where all below a fitting one fit.
-
-    Example: for x <= 5 and most 100 it asks 1, 2, 4, 8, 6, 5; from 6 on it asks 6, 3, 4, 5.
-    """
-    good, bad = 0, min(first, most)
-    while fits(bad):
-        if bad == most:
-            return most
-        good, bad = bad, min(2 * bad, most)
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        if fits(middle):
-            good = middle
-        else:
-            bad = middle
-    return good
+        return largest(trial, info["limit_bytes"], info["most"], first)
 
 
 def failures(ledger: Ledger) -> dict[str, str]:

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from adacc_hf.eval import methods, peer_methods
 from adacc_hf.eval.clock import CLOCKS
-from adacc_hf.eval.gate import check, halvings, reference_gradients
+from adacc_hf.eval.gate import check, reference_gradients
 from adacc_hf.eval.isolation import CannotRunError, Figures, OverLimitError
 from adacc_hf.eval.methods import Bench, Budget, Installed, Method
 from adacc_hf.eval.records import Spread, to_json
@@ -69,18 +69,10 @@ def _limit_device(device: str, limit_bytes: int | None) -> None:
 
 
 def _warm_up(bench: Bench) -> None:
-    """One step under checkpointing, on as many sequences as fit: it makes the optimizer's state."""
+    """One step under checkpointing, on one sequence: it makes the optimizer's state, and fits where anything does."""
     bench.model.activation_checkpointing_enable()
     try:
-        for count in halvings(len(bench.batch["input_ids"])):
-            try:
-                bench.subject.train_step(bench.model, first_sequences(bench.batch, count), bench.optimizer)
-                return
-            except torch.OutOfMemoryError:
-                if count == 1:
-                    raise
-                bench.model.zero_grad(set_to_none=True)
-                torch.cuda.empty_cache()
+        bench.subject.train_step(bench.model, first_sequences(bench.batch, 1), bench.optimizer)
     finally:
         bench.model.activation_checkpointing_disable()
 

@@ -1,4 +1,4 @@
-"""The bisection, and the table of its results."""
+"""The search for every method, and the table of its results."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from adacc_hf.eval import max_batch
 from adacc_hf.eval.isolation import run_here
@@ -21,15 +19,6 @@ def made_up(function, order: dict, timeout_s: float) -> dict:
     assert order["gate"] is False
     fits = batch <= FITTING[order["method"]]
     return {"status": "measured" if fits else "out_of_memory", "peak_bytes": batch * 2**20, "reason": ""}
-
-
-@given(st.integers(0, 300), st.integers(1, 300), st.integers(1, 400))
-def test_it_finds_the_largest(limit: int, most: int, first: int) -> None:
-    asked = []
-    found = max_batch.largest(lambda batch: asked.append(batch) or batch <= limit, most, first)
-    assert found == min(limit, most)
-    assert len(asked) == len(set(asked)) <= 2 * most.bit_length() + 1
-    assert all(1 <= batch <= most for batch in asked)
 
 
 def test_the_papers_table_stands_beside_ours(tmp_path: Path) -> None:
