@@ -9,21 +9,30 @@ from adacc_hf.simulator import BlockOutcome, run_block, step_peak_bytes
 
 if TYPE_CHECKING:
     from adacc_hf.milp import Column
+    from adacc_hf.policy import Plan
     from adacc_hf.profile import BlockProfile, Profile
+
+    Outcomes = dict[tuple[int, Plan], BlockOutcome]
 
 
 class PeakOracle:
-    """Asks the simulator about columns, each once."""
+    """Asks the simulator about plans, each once."""
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, outcomes: Outcomes | None = None) -> None:
+        """`outcomes` are those of an oracle for another head, on which no block's own depend."""
         self.profile = profile
-        self._outcomes: dict[Column, BlockOutcome] = {}
+        self._by_plan = {} if outcomes is None else outcomes
+        self._by_column: dict[Column, BlockOutcome] = {}
 
     def outcome(self, kind: int, column: Column) -> BlockOutcome:
         """What a block of `kind` keeps and needs under `column`."""
-        if column not in self._outcomes:
-            self._outcomes[column] = run_block(self.profile.kinds[kind], column.plan)
-        return self._outcomes[column]
+        found = self._by_column.get(column)
+        if found is None:
+            key = (kind, column.plan)
+            if key not in self._by_plan:
+                self._by_plan[key] = run_block(self.profile.kinds[kind], column.plan)
+            found = self._by_column[column] = self._by_plan[key]
+        return found
 
     def peak_bytes(self, columns: Sequence[Column]) -> int:
         """Peak of a step in which the i-th block runs under `columns[i]`."""
@@ -60,19 +69,23 @@ class PeakOracle:
 
     def least_peak(self, frontiers: Sequence[Sequence[Column]]) -> list[Column]:
         """The policy made of frontier plans with the least peak there is; exact, to the byte."""
-        low, high = 0, self.peak_bytes([frontiers[block.kind][0] for block in self.profile.blocks])
+        pools = [
+            sorted(((column, self.outcome(kind, column)) for column in frontier), key=lambda pair: pair[1].stored_bytes)
+            for kind, frontier in enumerate(frontiers)
+        ]
+        policy = [frontiers[block.kind][0] for block in self.profile.blocks]
+        low, high = 0, self.peak_bytes(policy)
         while low < high:
             middle = (low + high) // 2
-            if self._within(frontiers, middle) is None:
+            found = self._within(pools, middle)
+            if found is None:
                 low = middle + 1
             else:
-                high = middle
-        policy = self._within(frontiers, high)
-        assert policy is not None, "all RETAIN keeps to its own peak"
+                policy, high = found, self.peak_bytes(found)
         return policy
 
-    def _within(self, frontiers: Sequence[Sequence[Column]], budget: int) -> list[Column] | None:
-        """A policy whose peak keeps to `budget`; None if there is none.
+    def _within(self, pools: Sequence[Sequence[tuple[Column, BlockOutcome]]], budget: int) -> list[Column] | None:
+        """A policy whose peak keeps to `budget`; None if there is none. `pools` have what stores least first.
 
         Block by block from the first, the plan that stores least of those whose own forward and backward fit: storing
         less never hurts a later block.
@@ -80,11 +93,11 @@ class PeakOracle:
         stored = held = 0
         policy = []
         for block in self.profile.blocks:
-            outcomes = [(column, self.outcome(block.kind, column)) for column in frontiers[block.kind]]
-            fitting = [pair for pair in outcomes if self._own_peak(block, pair[1], stored, held) <= budget]
-            if not fitting:
+            fitting = (pair for pair in pools[block.kind] if self._own_peak(block, pair[1], stored, held) <= budget)
+            first = next(fitting, None)
+            if first is None:
                 return None
-            column, outcome = min(fitting, key=lambda pair: pair[1].stored_bytes)
+            column, outcome = first
             policy.append(column)
             stored += outcome.stored_bytes
             held += outcome.held_bytes

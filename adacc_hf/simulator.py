@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from adacc_hf.policy import Action
@@ -290,23 +291,30 @@ class _Walk:
         """Live bytes of this block at each moment of its backward."""
         root_death, death = self._deaths(steps)
         decoded = self._decoded_bytes(steps)
-        roots = dict(self.roots)
-        made: dict[int, int] = {}
+        dying: dict[float, list[int]] = {}
+        for root in self.roots:
+            dying.setdefault(root_death.get(root, math.inf), []).append(root)
+        live = sum(self.roots.values())
+        made: dict[float, int] = {}
         moments = []
         for number, step in enumerate(steps):
             during, after = decoded[number]
             if step.operator is not None:
                 outputs = {value: self.kind.values[value].nbytes for value in step.operator.outputs}
-                copies = sum(nbytes for value, nbytes in outputs.items() if self._is_held(value))
-                made |= {value: nbytes for value, nbytes in outputs.items() if not self._is_held(value)}
-                extra = copies + step.operator.extra_bytes
-                moments.append(sum(roots.values()) + sum(made.values()) + during + extra + step.entry_bytes)
+                copies = 0
+                for value, nbytes in outputs.items():
+                    if self._is_held(value):
+                        copies += nbytes
+                        continue
+                    live += nbytes
+                    end = max(death.get(value, -1), number)
+                    made[end] = made.get(end, 0) + nbytes
+                moments.append(live + during + copies + step.operator.extra_bytes + step.entry_bytes)
             elif step.unpacked is not None:
-                moments.append(sum(roots.values()) + sum(made.values()) + during + step.entry_bytes)
-            made = {value: nbytes for value, nbytes in made.items() if death.get(value, -1) > number}
-            roots = {value: nbytes for value, nbytes in roots.items() if root_death.get(value, math.inf) > number}
+                moments.append(live + during + step.entry_bytes)
+            live -= made.pop(number, 0) + sum(self.roots[root] for root in dying.get(number, ()))
             if step.operator is None:
-                moments.append(sum(roots.values()) + sum(made.values()) + after + step.extra_bytes)
+                moments.append(live + after + step.extra_bytes)
         return moments
 
     def _decoded_bytes(self, steps: Sequence[_Step]) -> list[tuple[int, int]]:
@@ -318,13 +326,13 @@ class _Walk:
         unpacks = [number for number, step in enumerate(steps) if step.unpacked is not None]
         released = {step.released: number for number, step in enumerate(steps) if step.released is not None}
         spans = [span for value in uses for span in self._decoded_spans(value, uses[value], steps, unpacks, released)]
-        return [
-            (
-                sum(nbytes for first, last, nbytes in spans if first <= number <= last),
-                sum(nbytes for first, last, nbytes in spans if first <= number < last),
-            )
-            for number in range(len(steps))
-        ]
+        begins, ends = [0] * len(steps), [0] * len(steps)
+        for first, last, nbytes in spans:
+            begins[int(first)] += nbytes
+            if last < len(steps):
+                ends[int(last)] += nbytes
+        during = list(accumulate(begin - end for begin, end in zip(begins, [0, *ends], strict=False)))
+        return [(live, live - end) for live, end in zip(during, ends, strict=True)]
 
     def _decoded_spans(
         self,

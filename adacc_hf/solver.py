@@ -32,6 +32,7 @@ from adacc_hf.simulator import simulate
 from adacc_hf.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from adacc_hf.peak import Outcomes
     from adacc_hf.profile import Profile
 
 REFINEMENTS = 4
@@ -128,6 +129,7 @@ class _Kinds:
         """What fractions are fractions of, whatever the head."""
         self.log = SolverLog(gap=config.solver_gap, seconds=config.solver_seconds)
         self.models: list[KindModel] = [build_model(kind, config) for kind in profile.kinds]
+        self.outcomes: Outcomes = {}
 
     @cached_property
     def frontiers(self) -> list[list[Column]]:
@@ -143,7 +145,7 @@ class _Search:
         self.kinds = kinds
         self.log = kinds.log
         self.models = kinds.models
-        self.oracle = PeakOracle(profile)
+        self.oracle = PeakOracle(profile, kinds.outcomes)
         retained = [retain_all(model) for model in self.models]
         self.plain = [retained[block.kind] for block in profile.blocks]
         self._proven_ms: float | None = None
