@@ -61,7 +61,7 @@ class CpuMemoryMeter(MemoryMeter):
 
     def __init__(self) -> None:
         self._labels: list[tuple[Any, ...]] = []
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
     def __enter__(self) -> CpuMemoryMeter:
         with _quiet_stderr():
