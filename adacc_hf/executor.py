@@ -59,13 +59,23 @@ MAX_SHAPES = 64
 
 
 @dataclass(slots=True)
+class KnownShape:
+    """What a block's calls at one shape have shown, whatever plan they ran under."""
+
+    tape: Tape
+    num_calls: int = 1
+    varies: bool = False
+    """Whether a call was seen that ran other operators than the tape's."""
+
+
+@dataclass(slots=True)
 class Entry:
     """How a block runs at one shape: under a compiled plan, or by torch's checkpoint where its tape is not trusted."""
 
+    known: KnownShape
     compiled: CompiledPlan | None
     codecs: dict[int, Codec]
     seen: list[int] | None = None
-    num_calls: int = 1
 
 
 class Observer(Protocol):
@@ -80,19 +90,37 @@ class Observer(Protocol):
 class FollowPlan:
     """The strategy that runs one block under its plan."""
 
-    def __init__(self, name: str, plan: Plan, library: TapeLibrary, tapes: dict[Any, Tape] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        plan: Plan,
+        library: TapeLibrary,
+        known: dict[Any, KnownShape] | None = None,
+        earlier: tuple[CompiledPlan | None, ...] = (),
+    ) -> None:
         self.name = name
         self.plan = plan
         self._is_plain = plan.is_plain
         self.library = library
-        self.tapes: dict[Any, Tape] = dict(tapes or {})
-        """The block's tapes by shape, recorded under this plan or an earlier one."""
+        self.known: dict[Any, KnownShape] = {} if known is None else known
+        """The block's shapes; all its plans share what is known of them."""
+        self._earlier = earlier
+        """What the block ran under before, kept until its first call so that a plan of the same actions shares it."""
         self._paths: StatePaths | None = None
         self.entries: OrderedDict[Any, Entry] = OrderedDict()
         self.wrap_codec: Callable[[int, Codec], Codec] | None = None
         """If set, what stands around each activation's codec for the time being."""
         self.observer: Observer | None = None
         """If set, what runs the next call in place of this strategy."""
+
+    @property
+    def tapes(self) -> dict[Any, Tape]:
+        """The block's tapes by shape."""
+        return {key: known.tape for key, known in self.known.items()}
+
+    def programs(self) -> tuple[CompiledPlan | None, ...]:
+        """What the block runs under, or ran under last if it was not called yet."""
+        return tuple(entry.compiled for entry in self.entries.values()) or self._earlier
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.observer is not None:
@@ -108,9 +136,9 @@ class FollowPlan:
         self.entries.move_to_end(key)
         if entry.compiled is None:
             return Checkpointed().run(block, fn, args, kwargs)
-        entry.num_calls += 1
+        entry.known.num_calls += 1
         self._learn_order(entry)
-        if is_checked_call(entry.num_calls):
+        if is_checked_call(entry.known.num_calls) and not entry.compiled.is_plain:
             return self._checked_call(entry, block, fn, args, kwargs)
         call = Call(
             entry.compiled, self.name, self._codecs(entry), fetch(entry.compiled.externals, block, args, kwargs)
@@ -128,10 +156,11 @@ class FollowPlan:
         return {value: self.wrap_codec(value, codec) for value, codec in entry.codecs.items()}
 
     def _known_entry(self, key: Any) -> Entry | None:
-        """The entry for a shape that was recorded under an earlier plan."""
-        if key in self.tapes:
-            self.entries[key] = self._entry(self.tapes[key])
-            self.entries[key].num_calls = 2
+        """The entry for a shape that was recorded under another plan."""
+        known = self.known.get(key)
+        if known is not None:
+            self.entries[key] = self._entry(known)
+            self._earlier = ()
         return self.entries.get(key)
 
     def _learn_order(self, entry: Entry) -> None:
@@ -146,11 +175,11 @@ class FollowPlan:
         recording = Recording(self.name, block, args, kwargs)
         result = recording.run(fn)
         tape = self.library.verified(recording.recorder)
-        entry = self._entry(tape)
-        self.entries[key], self.tapes[key] = entry, tape
+        known = self.known[key] = KnownShape(tape)
+        entry = self.entries[key] = self._entry(known)
         if len(self.entries) > MAX_SHAPES:
             oldest, _ = self.entries.popitem(last=False)
-            self.tapes.pop(oldest, None)
+            self.known.pop(oldest, None)
         if entry.compiled is not None and not entry.compiled.is_plain:
             entry.seen = recording.hand_over(entry.compiled, self._codecs(entry))
         recording.close()
@@ -165,14 +194,16 @@ class FollowPlan:
             entry.seen = recording.hand_over(entry.compiled, self._codecs(entry))
         else:
             self.library.warn_varying(self.name, tape)
-            entry.compiled = None
+            entry.compiled, entry.known.varies = None, True
         recording.close()
         return result
 
-    def _entry(self, tape: Tape) -> Entry:
+    def _entry(self, known: KnownShape) -> Entry:
+        tape = known.tape
         if tape.untrusted is not None:
             self.library.warn_untrusted(self.name, tape)
-            return Entry(None, {})
+        if tape.untrusted is not None or known.varies:
+            return Entry(known, None, {})
         choices = self.choices(tape)
         shared = frozenset(
             value.index for value in tape.values if tape.is_block_input(value.index) and value.index not in choices
@@ -183,7 +214,7 @@ class FollowPlan:
             for value, choice in choices.items()
             if choice.action is Action.COMPRESS
         }
-        return Entry(compiled, codecs)
+        return Entry(known, compiled, codecs)
 
     def choices(self, tape: Tape) -> dict[int, Choice]:
         """The plan's choices as far as they can be followed on this tape.
@@ -236,9 +267,11 @@ class FollowPlan:
 def is_checked_call(num_calls: int) -> bool:
     """Whether the n-th call of a block at one shape is recorded again, to find operators that vary (rule R8).
 
-    The second is, before the first replay of an old record, and then the 16th, 32nd, 64th and so on.
+    The second is, before the first replay of an old record, and then the 24th, 48th, 96th and so on. Powers of two are
+    left alone: tracking, which measures a policy that a recorded call may not run under, has these.
     """
-    return num_calls == 2 or (num_calls >= 16 and num_calls & (num_calls - 1) == 0)
+    thirds, rest = divmod(num_calls, 3)
+    return num_calls == 2 or (rest == 0 and thirds >= 8 and thirds & (thirds - 1) == 0)
 
 
 def can_follow(choice: Choice, tape: Tape, value: int) -> bool:
@@ -299,21 +332,16 @@ class PolicyHandle:
     def prepare(self, policy: Policy, earlier: BlockPlans | None = None) -> BlockPlans:
         """The strategies of `policy`, to be followed at any time; they know the shapes that `earlier` has seen."""
         _check_blocks(policy, list(self.installation.functions), type(self.installation.model).__name__)
-        strategies = {
-            name: FollowPlan(
-                name, policy.plans[index], self.library, earlier.strategies[name].tapes if earlier is not None else None
-            )
-            for name, index in policy.blocks
-        }
+        strategies = {}
+        for name, index in policy.blocks:
+            before = () if earlier is None else (earlier.strategies[name].known, earlier.strategies[name].programs())
+            strategies[name] = FollowPlan(name, policy.plans[index], self.library, *before)
         return BlockPlans(policy, strategies)
 
     def prepare_recording(self, profile: Profile, plans: BlockPlans) -> BlockPlans:
         """Strategies under which a new shape is recorded for `plans`: everything recomputed, so that there is room."""
         recompute = Policy.uniform(profile.with_head(plans.policy.head), Action.RECOMPUTE)
-        recording = self.prepare(recompute, plans)
-        for name, strategy in plans.strategies.items():
-            strategy.tapes = recording.strategies[name].tapes
-        return recording
+        return self.prepare(recompute, plans)
 
     def follow(self, plans: BlockPlans | None) -> None:
         """Run the blocks under `plans` from the next forward on; under torch's own checkpoint if None."""

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from adacc_hf.blocks import Installation
 from adacc_hf.call_inputs import StatePaths, call_key
 from adacc_hf.config import AdaccConfig
-from adacc_hf.executor import FollowPlan
+from adacc_hf.executor import FollowPlan, KnownShape
 from adacc_hf.fallback import fallback_kind, with_fallback_forward
 from adacc_hf.instruments import Instruments
 from adacc_hf.kinds import KindBuilder
@@ -141,8 +141,9 @@ class Survey:
                 function.strategy = WatchSlots(block.name, kind, sources[block.name])
                 watchers.append(function.strategy)
             else:
-                tapes = {block.key: block.tape}
-                function.strategy = FollowPlan(block.name, _recompute_plan(kind), self.library, tapes)
+                # Two calls, since the second one would be checked, which takes memory of its own.
+                known = {block.key: KnownShape(block.tape, num_calls=2)}
+                function.strategy = FollowPlan(block.name, _recompute_plan(kind), self.library, known)
             block.arguments, block.given, block.outputs = {}, {}, {}
         return watchers
 

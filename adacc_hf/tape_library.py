@@ -43,7 +43,9 @@ class TapeLibrary:
         return tape
 
     def compiled(self, tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> CompiledPlan:
-        key = (tape.digest, (tuple(sorted(choices.items(), key=lambda item: item[0])), shared))
+        # Codecs stand in no program: a plan with other outlier channels, say, runs the same one.
+        actions = tuple(sorted((value, choice.action) for value, choice in choices.items()))
+        key = (tape.digest, (actions, shared))
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = CompiledPlan(tape, choices, shared)

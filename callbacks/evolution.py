@@ -20,7 +20,7 @@ from torch import nn
 from adacc_hf.callbacks.checkpoint_files import Saved
 from adacc_hf.callbacks.loss_guard import LossGuard
 from adacc_hf.callbacks.policy_figures import moved, predictions, step_times, tracking_figures
-from adacc_hf.callbacks.situations import MAX_SITUATIONS, RECORDED_CALLS, Situation, Situations, most_wanted
+from adacc_hf.callbacks.situations import MAX_SITUATIONS, Situation, Situations, most_wanted
 from adacc_hf.callbacks.step_meter import MAX_STEPS, StepMeter
 from adacc_hf.callbacks.step_retry import advice, tighter_budget
 from adacc_hf.config import AdaccConfig
@@ -110,8 +110,6 @@ class Evolution:
         situation = Situation(shapes, Rectifier(profile, policy, self.config, self.memory_budget), plans)
         if shapes is not None:
             situation.recording = self._handle.prepare_recording(profile, plans)
-            if not self.situations.all:  # the first policy must be there for the first tracking step
-                situation.num_calls[shapes] = RECORDED_CALLS
         situation.rectifier.stop_compressing(self.guard.exact_blocks)
         self.situations.add(situation)
         self._put_in_force(situation, plans)
@@ -135,7 +133,7 @@ class Evolution:
             return
         self.last_shapes = shapes
         situation = self.situations.choose(shapes)
-        plans = None if situation is None else situation.plans_for(shapes)
+        plans = None if situation is None else self.situations.plans_for(situation, shapes)
         if situation is not self._current or plans is not self._plans:
             self._put_in_force(situation, plans)
         self._used.add(id(plans))
@@ -204,7 +202,7 @@ class Evolution:
 
     def _follow(self, situation: Situation, policy: Policy) -> None:
         situation.plans = self._handle.prepare(policy, situation.plans)
-        if situation.recording is not None:
+        if situation.recording is not None and situation.recording.policy.head != policy.head:
             situation.recording = self._handle.prepare_recording(situation.rectifier.profile, situation.plans)
         situation.step_ms = []
         if situation is self._current:

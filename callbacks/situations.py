@@ -10,15 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from adacc_hf.callbacks.checkpoint_files import SavedSituation
-from adacc_hf.executor import BlockPlans
+from adacc_hf.executor import BlockPlans, is_checked_call
 from adacc_hf.rectifier import Rectifier
 from adacc_hf.shapes import BatchShapes, bucket_of, fits_in, num_elements, smallest_around
 
 ENOUGH = 8
 """Batches of a bucket without a policy of its own that are worth a profile, which takes as long as 20 to 60 steps."""
-RECORDED_CALLS = 2
-"""First calls of a block at a shape that are recorded."""
-
 MAX_SITUATIONS = 8
 """Policies per run; each keeps its tapes, some 100 KiB per block."""
 
@@ -32,8 +29,8 @@ class Situation:
     rectifier: Rectifier
     plans: BlockPlans
     recording: BlockPlans | None = None
-    """What the first calls at other sizes run under: they are recorded, which takes memory of its own."""
-    num_calls: dict[BatchShapes, int] = field(default_factory=dict)
+    """What calls run under that are recorded, which takes memory of its own; not those of the first policy's first
+    steps, which tracking must see."""
     due: int | None = None
     """The step at whose end the solver's result is taken over."""
     must_solve: bool = False
@@ -67,13 +64,6 @@ class Situation:
         if self.due is not None:
             self.rectifier.start_solving()
 
-    def plans_for(self, shapes: BatchShapes) -> BlockPlans:
-        """What a batch of `shapes` runs under; asked once per batch."""
-        if self.recording is None:
-            return self.plans
-        seen = self.num_calls[shapes] = self.num_calls.get(shapes, 0) + 1
-        return self.recording if seen <= RECORDED_CALLS else self.plans
-
 
 @dataclass(slots=True)
 class _Unplanned:
@@ -88,6 +78,10 @@ class Situations:
 
     def __init__(self) -> None:
         self.all: list[Situation] = []
+        self._num_calls: dict[BatchShapes, int] = {}
+        """Batches that ran under any policy; blocks count their calls in the same way."""
+        self._first: BatchShapes | None = None
+        """The sizes that the first policy was made for."""
         self._unplanned: dict[BatchShapes, _Unplanned] = {}
         self._refused: set[BatchShapes] = set()
 
@@ -96,6 +90,8 @@ class Situations:
         if situation.shapes is None:
             self.all = [situation]
             return
+        if not self.all:
+            self._first = situation.shapes
         bucket = bucket_of(situation.shapes)
         self.all = [s for s in self.all if s.shapes is None or bucket_of(s.shapes) != bucket] + [situation]
         self._unplanned.pop(bucket, None)
@@ -108,6 +104,16 @@ class Situations:
         if best is None or (best.shapes is not None and bucket_of(best.shapes) != bucket):
             self._see(bucket, shapes)
         return best
+
+    def plans_for(self, situation: Situation, shapes: BatchShapes) -> BlockPlans:
+        """What a batch of `shapes` runs under in `situation`; asked once per batch."""
+        seen = self._num_calls[shapes] = self._num_calls.get(shapes, 0) + 1
+        is_recorded = seen == 1 or is_checked_call(seen)
+        if situation.recording is None or not is_recorded:
+            return situation.plans
+        # A policy that retains everything needs no record, but of a shape that none was made of yet.
+        needs_none = shapes == self._first if seen <= 2 else situation.plans.policy.is_plain
+        return situation.plans if needs_none else situation.recording
 
     def refuse(self, shapes: BatchShapes) -> None:
         """No policy fits the bucket of `shapes`: it stays under torch's checkpoint, or a larger one's policy."""

@@ -3,6 +3,7 @@
 import copy
 import logging
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf import executor as executor_module
 from adacc_hf.errors import PolicyMismatchError, TapeMismatchError
+from adacc_hf.policy import RECOMPUTE, Action, Choice
 from adacc_hf.recorder import Recorder
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -510,6 +512,41 @@ def test_a_policy_can_be_replaced_while_training(gpt2, batch, gpt2_profile, run_
             assert_same_steps(run_steps(gpt2, batch), plain)
 
 
+def test_a_replaced_policy_goes_on_counting_calls(gpt2, batch, recomputing, monkeypatch):
+    """Of a shape's calls 2, 24, 48 ... are recorded again, not those of every new policy."""
+    recorded, counts = [], []
+    run = executor_module.Recording.run
+    with apply_policy(gpt2, recomputing) as handle:
+        monkeypatch.setattr(executor_module.Recording, "run", lambda self, fn: recorded.append(self) or run(self, fn))
+        for _ in range(25):
+            gpt2(**batch).loss.backward()
+            handle.replace(recomputing)
+            counts.append(len(recorded))
+    # Two blocks.
+    assert counts == [2] + [4] * 22 + [6] * 2
+
+
+def test_plans_with_other_numbers_of_channels_share_their_programs(gpt2, batch, recomputing):
+    def compressing(channels):
+        codec = Choice(action=Action.COMPRESS, codec="outlier_int4", options=(("num_outliers", channels),))
+        (plan,) = recomputing.plans
+        choices = tuple((v, codec if choice == RECOMPUTE else choice) for v, choice in plan.choices)
+        return replace(recomputing, plans=(replace(plan, choices=choices),))
+
+    channels, programs = [], []
+    with apply_policy(gpt2, recomputing) as handle:
+        gpt2(**batch).loss.backward()
+        for num in (0, 1):
+            handle.replace(compressing(num))
+            gpt2(**batch).loss.backward()
+            entries = [entry for s in handle.plans.strategies.values() for entry in s.entries.values()]
+            programs += [entry.compiled for entry in entries]
+            codecs = [codec for entry in entries for codec in entry.codecs.values()]
+            channels.append({codec.num_outliers for codec in codecs if codec.name == "outlier_int4"})
+    assert channels == [{0}, {1}]
+    assert len(set(map(id, programs))) == 1
+
+
 def test_one_autocast_around_several_steps_serves_new_shapes(tiny_gpt2, batch, token_batch):
     """A user's own loop may hold one autocast open: casts of parameters are cached when a new shape is recorded."""
     model, other = tiny_gpt2(), token_batch(3, 7)
@@ -552,6 +589,8 @@ def test_numbers_that_vary_from_step_to_step_are_never_replayed(toy_model, toy_b
     plain = steps()
     scale[0] = 1.0
     policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
-    with apply_policy(model, policy), caplog.at_level(logging.WARNING):
+    with apply_policy(model, policy) as handle, caplog.at_level(logging.WARNING):
+        assert_same_steps(steps(), plain)
+        handle.replace(policy)  # another policy knows it too
         assert_same_steps(steps(), plain)
     assert any("vary from call to call" in record.message for record in caplog.records)

@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
 import adacc_hf.kernels.outlier_int4 as outlier_int4
-from adacc_hf import AdaccCallback
+from adacc_hf import AdaccCallback, Policy
 from adacc_hf.callbacks.checkpoint_files import HISTORY_FILE
 from adacc_hf.callbacks.step_meter import StepMeter
+from adacc_hf.executor import FollowPlan
 from adacc_hf.memory import MemoryMeter, count_static_bytes
 
 COMPRESS = {"actions": ("retain", "compress"), "min_compress_bytes": 4096, "memory_budget": 0.45}
@@ -111,6 +112,25 @@ def test_changing_lengths_keep_to_the_budget_on_every_step(make_trainer, make_mo
     assert len(events(callback, "policy")) >= 2
     settled = peaks.peaks[callback.history[0]["step"] :]
     assert max(settled) <= budget
+
+
+def test_calls_that_are_recorded_recompute_so_that_there_is_room(make_trainer, monkeypatch):
+    """But for those of the first policy's first steps, which tracking must see."""
+    plans = {}
+    original = FollowPlan._checked_call
+
+    def checked(strategy, *args):
+        plans.setdefault(trainer.state.global_step + 1, []).append(strategy.plan)
+        return original(strategy, *args)
+
+    monkeypatch.setattr(FollowPlan, "_checked_call", checked)
+    callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
+    trainer = make_trainer([callback], max_steps=27)
+    trainer.train()
+    # The policy is set at step 2: its calls 2 and 24.
+    assert list(plans) == [4, 26]
+    assert plans[4] == [callback.policy.plans[index] for _, index in callback.policy.blocks]
+    assert set(plans[26]) == set(Policy.uniform(callback.profile, "recompute").plans)
 
 
 class OutOfMemory(Trainer):
