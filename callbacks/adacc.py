@@ -122,9 +122,11 @@ class AdaccCallback(TrainerCallback):
             raise
 
     def _begin(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
-        if is_compiled(args, None if self._guard is None else self._guard.trainer, self.config):
+        if is_compiled(args, None if self._guard is None else self._guard.trainer):
             checkpoint = self._checkpoint(args)
             self._compiled = begin_compiled_run(self.config, model, self._note, self._given, checkpoint)
+            if self._guard is not None:
+                self._guard.wrap("compute_loss", self._compute_loss)
             return
         saved = self._known_policy(args)
         if saved is not None:
@@ -165,6 +167,13 @@ class AdaccCallback(TrainerCallback):
             self._tighten,
             evolution.advice,
         )
+
+    def _compute_loss(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's loss, at whose graph a compiled run looks."""
+        result = compute(*args, **kwargs)
+        if self._compiled is not None:
+            self._compiled.loss_is_made(result)
+        return result
 
     def _tighten(self) -> str | None:
         obstacle = self._evolution.tighten(self._global_step + 1)

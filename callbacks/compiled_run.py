@@ -32,9 +32,13 @@ MARGIN = 0.01
 class CompiledRun:
     """Cuts a run's compiled graphs within a budget.
 
-    A fraction is one of what all regions store together: where a region cannot keep to it, the others store less. For
-    a peak, the first steps run with graphs that take as little as can be; what their measured peak leaves of the budget
-    is given to the regions, which are compiled and measured again.
+    A fraction is one of what all regions store together, each as often as a micro-batch calls it: where a region cannot
+    keep to it, the others store less. For a peak, the first steps run with graphs that take as little as can be; what
+    their measured peak leaves of the budget is given to the regions, which are compiled and measured again.
+
+    Several ranks have one share, found from the rank with the highest peak, and compile again at the same steps. Within
+    it each decides about its own graphs, by its own prices and the sizes of its own batches: gradients are reduced
+    outside of the graphs, so that ranks may store different tensors.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class CompiledRun:
         self._note = note
         self._is_fraction = isinstance(config.memory_budget, float)
         self._is_settled = given is not None
+        self._is_measured = False
         self._num_steps = self._num_noted = self._num_rounds = 0
         self._least: int | None = None
         """Modelled peak of the regions that take least."""
@@ -69,9 +74,15 @@ class CompiledRun:
     def step_begins(self, model: Any, optimizer: Any) -> None:
         self._meter.begin()
         # The step that compiles is no measure, and the first one allocates the optimizer's state.
-        is_measure = self._num_steps >= max(1, self._config.profile_steps - 1)
-        if is_measure and not (self._is_settled or self._is_fraction):
+        is_late = self._num_steps >= max(1, self._config.profile_steps - 1)
+        self._is_measured = is_late and not (self._is_settled or self._is_fraction)
+        if self._is_measured:
             self._meter.count_memory(model, optimizer)
+
+    def loss_is_made(self, loss: Any) -> None:
+        """`loss` is what the forward of a micro-batch gave, before its backward."""
+        if isinstance(loss, torch.Tensor):
+            self._installed.count_calls(loss)
 
     def step_ends(self, step: int, model: Any) -> None:
         """Note what was compiled; settle the share by what was measured."""
@@ -80,13 +91,13 @@ class CompiledRun:
         for plan in self.policy.regions[self._num_noted :]:
             self._note(
                 step, "policy", region=plan.region, stored_bytes=plan.stored_bytes, plain_bytes=plan.plain_bytes,
-                overhead_ms=plan.overhead_ms, reason=plan.reason,
+                overhead_ms=plan.overhead_ms, calls=plan.calls, reason=plan.reason,
             )  # fmt: skip
         self._num_noted = len(self.policy.regions)
         if self._is_fraction and not self._is_settled:
             self._share_fairly(step)
-        elif self._meter.peak_bytes is not None:
-            self._settle(step, max(of_all_ranks(self._meter.peak_bytes)), next(model.parameters()).device)
+        elif self._is_measured:
+            self._settle(step, next(model.parameters()).device)
 
     def metrics(self) -> dict[str, float]:
         figures = {
@@ -112,21 +123,33 @@ class CompiledRun:
 
     def _share_fairly(self, step: int) -> None:
         """If the regions of the first step store too much together, let those that can store less do so."""
-        self._is_settled = True
-        share, regions = self._config.memory_budget, self.policy.latest
-        if self.policy.stored_bytes <= share * self.policy.plain_bytes:
+        budget, policy = self._config.memory_budget, self.policy
+        figures = (policy.stored_bytes, policy.plain_bytes, _fair_share(policy, budget))
+        stored_bytes, plain_bytes, share = max(of_all_ranks(figures), key=lambda rank: rank[0] / max(rank[1], 1))
+        self._is_settled = stored_bytes <= budget * plain_bytes
+        if self._is_settled:
             return
-        stuck = [plan for plan in regions if plan.stored_bytes > share * plan.plain_bytes]
-        rest_bytes = sum(plan.plain_bytes for plan in regions if plan not in stuck)
-        allowed_bytes = share * self.policy.plain_bytes - sum(plan.stored_bytes for plan in stuck)
-        if rest_bytes and allowed_bytes > 0:
-            self._compile_again(step, allowed_bytes / rest_bytes, reason=f"{len(stuck)} regions cannot store less")
+        if policy.share is None:
+            raise InfeasibleBudgetError(
+                f"memory_budget={budget!r} allows {format_bytes(int(budget * plain_bytes))} of the "
+                f"{format_bytes(plain_bytes)} that torch.compile stores, and the least possible with "
+                f"actions={self._config.actions!r} is {format_bytes(stored_bytes)}: give at least "
+                f"{stored_bytes / plain_bytes:.3f}, allow more actions, or compile the model with fewer graph breaks",
+                stored_bytes,
+            )
+        self._num_rounds += 1
+        self._compile_again(
+            step, share if self._num_rounds == 1 else None, reason="some regions cannot keep to their share"
+        )
 
-    def _settle(self, step: int, peak_bytes: int, device: torch.device) -> None:
+    def _settle(self, step: int, device: torch.device) -> None:
         """Set the share by the measured peak of a whole step."""
+        figures = of_all_ranks((self._meter.peak_bytes, self.policy.peak_bytes, self.policy.plain_bytes))
+        if any(peak is None for peak, _, _ in figures):
+            return
+        peak_bytes, modelled, plain = max(figures)
         self.peak_bytes = peak_bytes
         budget_bytes = self._budget_bytes(device)
-        modelled, plain = self.policy.peak_bytes, self.policy.plain_bytes
         if self._least is None:
             if peak_bytes > budget_bytes:
                 raise InfeasibleBudgetError(
@@ -147,8 +170,10 @@ class CompiledRun:
         allowed = modelled + left - (int(MARGIN * plain) if left < 0 else 0)
         is_last = self._num_rounds > MAX_ROUNDS or allowed <= self._least
         self._is_settled = is_last
+        # Regions together take less than their share: most are not at their own peak when the step is at its.
+        share, taken = (1.0, plain) if self.policy.share is None else (self.policy.share, modelled)
         reason = f"a measured peak of {format_bytes(peak_bytes)}"
-        self._compile_again(step, None if is_last else min(1.0, allowed / plain), reason)
+        self._compile_again(step, None if is_last else min(1.0, share * allowed / max(taken, 1)), reason)
 
     def _compile_again(self, step: int, share: float | None, reason: str) -> None:
         """Compile all regions again, each with `share` of its bytes; None: the least."""
@@ -166,6 +191,16 @@ class CompiledRun:
             available = min(of_all_ranks(available_bytes(device, self._meter.static_bytes)))
             return int(available * (1 - self._config.memory_margin))
         return parse_bytes(budget, "memory_budget") if isinstance(budget, str) else budget
+
+
+def _fair_share(policy: CompiledPolicy, budget: float) -> float | None:
+    """The share for regions that can keep to theirs with which all together store `budget`; None if there is none."""
+    if policy.share is None:
+        return None
+    stuck = [plan for plan in policy.in_force if plan.stored_bytes > policy.share * plan.plain_bytes]
+    rest_bytes = policy.plain_bytes - sum(plan.plain_bytes for plan in stuck)
+    left_bytes = budget * policy.plain_bytes - sum(plan.stored_bytes for plan in stuck)
+    return left_bytes / rest_bytes if rest_bytes and left_bytes > 0 else None
 
 
 def _without_checkpointing(model: Any) -> Callable[[], None]:

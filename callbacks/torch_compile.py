@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import Trainer, TrainingArguments
 
 from adacc_hf.config import AdaccConfig
+from adacc_hf.ranks import from_first_rank
 
 if TYPE_CHECKING:
     from adacc_hf.callbacks.compiled_run import CompiledRun
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 COMPILED_FILE = "adacc_compiled.json"
 
 
-def is_compiled(args: TrainingArguments, trainer: Trainer | None, config: AdaccConfig) -> bool:
+def is_compiled(args: TrainingArguments, trainer: Trainer | None) -> bool:
     """Whether the run compiles its model. Raises ValueError for a way of compiling that has no partitioner."""
     plugin = None if trainer is None else trainer.accelerator.state.dynamo_plugin
     backend = args.torch_compile_backend if args.torch_compile else None
@@ -28,11 +29,6 @@ def is_compiled(args: TrainingArguments, trainer: Trainer | None, config: AdaccC
         raise ValueError(
             f"torch_compile_backend={backend!r}: AdaccCallback decides inside Inductor's graphs only; use 'inductor', "
             f"or train without torch_compile"
-        )
-    if plugin is not None and plugin.use_regional_compilation and not isinstance(config.memory_budget, float):
-        raise ValueError(
-            f"memory_budget={config.memory_budget!r} with regional compilation: one graph serves many blocks there, "
-            f"and how many is not known; give a float in (0, 1], or compile the whole model"
         )
     return True
 
@@ -52,6 +48,11 @@ def begin_compiled_run(
             f"policy={type(given).__name__} belongs to runs without torch_compile=True: compiled graphs take the path "
             f"of an {COMPILED_FILE} that such a run left in its checkpoint"
         )
-    kept = None if checkpoint is None else Path(checkpoint) / COMPILED_FILE
-    path = given if given is not None or kept is None or not kept.is_file() else kept
-    return CompiledRun(config, model, note, None if path is None else CompiledPolicy.load(path))
+
+    def load() -> CompiledPolicy | None:
+        kept = None if checkpoint is None else Path(checkpoint) / COMPILED_FILE
+        path = given if given is not None or kept is None or not kept.is_file() else kept
+        return None if path is None else CompiledPolicy.load(path)
+
+    # The first rank decides, also where the others do not see its files: all ranks must measure peaks, or none.
+    return CompiledRun(config, model, note, from_first_rank(load))

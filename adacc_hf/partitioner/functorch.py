@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -17,9 +18,9 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 __all__ = [
-    "NodeInfo", "classify", "extract", "held_inputs", "hint", "is_getitem", "is_random",
-    "min_cut_rematerialization_partition", "must_be_saved", "op_types", "plain_saved", "prepare", "region_number",
-    "size_node",
+    "NodeInfo", "classify", "compile_number", "extract", "graph_number", "graph_numbers", "held_inputs", "hint",
+    "is_getitem", "is_random", "min_cut_rematerialization_partition", "must_be_saved", "op_types", "plain_saved",
+    "prepare", "size_node",
 ]  # fmt: skip
 
 op_types = cache(partitioners.get_default_op_list)
@@ -30,10 +31,32 @@ def hint(size: int | torch.SymInt) -> int:
     return int(optimization_hint(size))
 
 
-def region_number() -> str:
-    """The number of the function that is being compiled; "" where torch.compile has no part in it."""
+def compile_number() -> tuple[str, str]:
+    """Numbers of the function that is being compiled and of this compilation; "" where torch.compile has no part."""
     compiling = torch._guards.CompileContext.current_compile_id()
-    return "" if compiling is None else str(compiling.frame_id)
+    return ("", "") if compiling is None else (str(compiling.frame_id), str(compiling))
+
+
+def graph_number() -> int | None:
+    """The number of the joint graph that AOTAutograd is partitioning, by which `graph_numbers` knows its calls."""
+    tracing = torch._guards.TracingContext.try_get()
+    names = None if tracing is None else tracing.aot_graph_name
+    return int(names[0].partition("_")[0]) if names else None
+
+
+def graph_numbers(result: torch.Tensor) -> Counter[int]:
+    """How often each compiled graph was called on the way to `result`: each call is one node for autograd."""
+    pending, seen, found = [result.grad_fn], set(), Counter[int]()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        number = getattr(getattr(node, "_forward_cls", None), "_aot_id", None)
+        if number is not None:
+            found[number] += 1
+        pending += [before for before, _ in node.next_functions]
+    return found
 
 
 def size_node(graph: fx.Graph, size: torch.SymInt) -> fx.Node:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from adacc_hf.config import AdaccConfig
@@ -50,6 +51,10 @@ class AdaccPartitioner(CustomPartitionerFn):
         self._of_peak = not isinstance(self.config.memory_budget, float)
         self._given = given
         self._known = {plan.digest: plan for plan in given.regions} if given is not None else {}
+        self._graphs: list[int | None] = []
+        """For each plan of `policy` the number of its graph."""
+        self._num_split: Counter[str] = Counter()
+        """For each compilation the graphs that its function was split into so far."""
         self._times = OperatorTimes()
 
     def start_over(self, share: float | None) -> None:
@@ -58,13 +63,22 @@ class AdaccPartitioner(CustomPartitionerFn):
         For what is compiled already, see `torch._dynamo.reset`.
         """
         self.policy, self._given, self._known = CompiledPolicy(share=share), None, {}
+        self._graphs.clear()
+        self._num_split.clear()
+
+    def count_calls(self, loss: Tensor) -> None:
+        """Note how often the forward that made `loss` called each region."""
+        calls = functorch.graph_numbers(loss)
+        plans = zip(self.policy.regions, self._graphs, strict=True)
+        counted = tuple(replace(plan, calls=0 if graph is None else calls[graph]) for plan, graph in plans)
+        self.policy = replace(self.policy, regions=counted)
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         num_outputs = kwargs["num_fwd_outputs"]
         refusal = functorch.prepare(gm)
-        plan = RegionPlan(digest=graph_digest(gm, num_outputs), region=functorch.region_number())
+        plan = RegionPlan(digest=graph_digest(gm, num_outputs), region=self._region())
         info = functorch.classify(gm, kwargs.get("static_lifetime_input_indices") or (), num_outputs)
         if refusal is None and not info.required_bw_nodes:
             refusal = "it has no backward"
@@ -75,7 +89,7 @@ class AdaccPartitioner(CustomPartitionerFn):
         plain_bytes = _saved_bytes(joint, functorch.plain_saved(gm, info))
         plan = replace(plan, plain_bytes=plain_bytes, stored_bytes=plain_bytes, peak_bytes=plain_bytes)
         known = self._known.get(plan.digest)
-        plan = self._decide(joint, plan) if known is None else replace(known, region=plan.region)
+        plan = self._decide(joint, plan) if known is None else replace(known, region=plan.region, calls=None)
         if plan.reason:
             return self._plainly(gm, joint_inputs, kwargs, plan)
         self._note(plan)
@@ -108,7 +122,15 @@ class AdaccPartitioner(CustomPartitionerFn):
         self._note(plan)
         return functorch.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
+    def _region(self) -> str:
+        """The name of the region that is being partitioned."""
+        function, compilation = functorch.compile_number()
+        number = self._num_split[compilation]
+        self._num_split[compilation] += 1
+        return f"{function}.{number}" if number else function
+
     def _note(self, plan: RegionPlan) -> None:
+        self._graphs.append(functorch.graph_number())
         self.policy = replace(self.policy, regions=(*self.policy.regions, plan))
         log.info("Adacc: %s", plan.summary())
 

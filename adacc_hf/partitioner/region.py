@@ -18,7 +18,7 @@ from adacc_hf.policy import Action, Choice
 from adacc_hf.units import format_bytes
 
 FORMAT = "adacc_hf.compiled_policy"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,11 @@ class RegionPlan:
     digest: str
     """Of the region's joint graph."""
     region: str = ""
-    """The number of the compiled function, which it has at all the sizes that it is compiled for."""
+    """The number of the compiled function, which it has at all the sizes that it is compiled for; where the function is
+    split into several graphs, as DDP does, with the number of the graph."""
+    calls: int | None = None
+    """How often the forward of one micro-batch calls it, which is more than once where blocks are compiled one by one;
+    None if that was not counted."""
     plain_bytes: int = 0
     """What torch's own partitioner would hand to backward, parameters left out."""
     stored_bytes: int = 0
@@ -70,27 +74,33 @@ class CompiledPolicy:
     regions: tuple[RegionPlan, ...] = ()
 
     @property
-    def latest(self) -> tuple[RegionPlan, ...]:
-        """The plans in force: of a region that was compiled for several sizes the last one."""
+    def in_force(self) -> tuple[RegionPlan, ...]:
+        """The plan of every call that a micro-batch makes, in their order as far as it is known.
+
+        Where calls were not counted: each region once, if it was compiled for several sizes by its last plan.
+        """
+        counted = [plan for plan in self.regions if plan.calls]
+        if counted:
+            return tuple(plan for plan in counted for _ in range(plan.calls))
         return tuple({plan.region: plan for plan in self.regions}.values())
 
     @property
     def plain_bytes(self) -> int:
-        return sum(plan.plain_bytes for plan in self.latest)
+        return sum(plan.plain_bytes for plan in self.in_force)
 
     @property
     def stored_bytes(self) -> int:
-        return sum(plan.stored_bytes for plan in self.latest)
+        return sum(plan.stored_bytes for plan in self.in_force)
 
     @property
     def peak_bytes(self) -> int:
         """The regions run backward one after the other, each beside what those before it store."""
-        stored = [0, *accumulate(plan.stored_bytes for plan in self.latest)]
-        return max((before + plan.peak_bytes for before, plan in zip(stored, self.latest, strict=False)), default=0)
+        stored = [0, *accumulate(plan.stored_bytes for plan in self.in_force)]
+        return max((before + plan.peak_bytes for before, plan in zip(stored, self.in_force, strict=False)), default=0)
 
     @property
     def overhead_ms(self) -> float:
-        return sum(plan.overhead_ms for plan in self.latest)
+        return sum(plan.overhead_ms for plan in self.in_force)
 
     def save(self, path: str | Path) -> None:
         """Write the policy as JSON, atomically."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -65,6 +69,26 @@ def tiny_model(**settings: Any) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(
         GPT2Config(**{**fields, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, **settings})
     )
+
+
+@contextmanager
+def graphs_as_they_are() -> Iterator[None]:
+    """Let Inductor's graphs run operator by operator: no code is made, and bits can be compared."""
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor import compile_fx
+
+    run = partial(compile_fx.compile_fx, inner_compile=lambda module, *_, **__: make_boxed_func(module))
+    no_cache = torch._functorch.config.patch(enable_autograd_cache=False)  # it would keep code that there is none of
+    torch._dynamo.reset()
+    with mock.patch.object(compile_fx, "compile_fx", run), no_cache:
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def as_graphs() -> Iterator[None]:
+    with graphs_as_they_are():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

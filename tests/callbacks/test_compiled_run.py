@@ -41,7 +41,7 @@ def test_a_compiled_run_keeps_to_its_share_and_trains_as_plainly(make_model, tra
     assert run.losses == pytest.approx(plain.losses, rel=1e-5)
     assert CompiledPolicy.load(tmp_path / "run" / "checkpoint-2" / COMPILED_FILE) == policy
     events = [event for event in callback.history if event["event"] == "policy"]
-    assert sum(event["stored_bytes"] for event in events[-len(policy.latest) :]) == policy.stored_bytes
+    assert sum(event["stored_bytes"] for event in events[-len(policy.in_force) :]) == policy.stored_bytes
     assert run.logs[-1]["adacc/stored_gib"] == policy.stored_bytes / 2**30
 
     resumed = AdaccCallback(memory_budget=0.9, actions=("retain", "recompute"))
@@ -53,7 +53,7 @@ def test_a_compiled_run_keeps_to_its_share_and_trains_as_plainly(make_model, tra
         model=make_model(n_layer=1),
     )
     assert {plan.digest: plan.stored for plan in resumed.compiled_policy.regions} == {
-        plan.digest: plan.stored for plan in policy.latest
+        plan.digest: plan.stored for plan in policy.in_force
     }
 
 
@@ -74,6 +74,7 @@ class Bench:
         partitioner._note(
             RegionPlan(digest="", region="0", plain_bytes=self._plain, stored_bytes=taken, peak_bytes=taken)
         )
+        self.run._is_measured = True
         self.run._meter.peak_bytes = 1000 + taken + error
         self.run.step_ends(1, torch.nn.Linear(1, 1))
 
@@ -133,6 +134,72 @@ def test_a_budget_below_the_least_peak_is_refused(bench) -> None:
     with pytest.raises(InfeasibleBudgetError, match=r"memory_budget=1050 allows .* give at least that") as error:
         bench(1050).step()
     assert error.value.smallest_budget_bytes == 1100
+
+
+class Regions:
+    """A CompiledRun for a fraction whose regions are made up: (plain bytes, least bytes, calls) of each."""
+
+    def __init__(self, budget: float, regions: list[tuple[int, int, int]]) -> None:
+        self.regions = regions
+        self.shares: list[float | None] = []
+        note = lambda step, event, **figures: self.shares.append(figures["share"]) if event == "change" else None  # noqa: E731
+        self.run = CompiledRun(AdaccConfig(memory_budget=budget), torch.nn.Linear(1, 1), note)
+
+    def step(self) -> CompiledPolicy:
+        partitioner = self.run._installed.partitioner
+        share = partitioner.policy.share
+        plans = [
+            RegionPlan(
+                digest="", region=str(number), plain_bytes=plain, calls=calls,
+                stored_bytes=max(least, 0 if share is None else int(share * plain)),
+            )
+            for number, (plain, least, calls) in enumerate(self.regions)
+        ]  # fmt: skip
+        for plan in plans:
+            partitioner._note(plan)
+        self.run.step_ends(1, torch.nn.Linear(1, 1))
+        return CompiledPolicy(share=share, regions=tuple(plans))
+
+
+@pytest.fixture
+def regions():
+    made = []
+
+    def make(*args) -> Regions:
+        made.append(Regions(*args))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.run.remove()
+
+
+def test_regions_that_can_store_less_make_up_for_those_that_cannot(regions) -> None:
+    one = regions(0.5, [(1000, 100, 3), (400, 400, 1)])
+    one.step()
+    # Of 1700 the second takes 400, which leaves 1300 for three calls of the first.
+    assert one.shares == [1300 / 3000]
+    assert one.step().stored_bytes <= 1700
+    assert one.shares == [1300 / 3000], "settled"
+
+
+def test_regions_take_the_least_if_no_share_is_fair(regions) -> None:
+    one = regions(0.5, [(1000, 100, 1), (1000, 480, 1), (900, 800, 1)])
+    one.step()
+    # 650 are left for the first two, and the second cannot keep to its part of them.
+    assert one.shares == [0.325]
+    one.step()
+    assert one.shares == [0.325, None]
+    assert one.step().stored_bytes == 1380
+
+
+def test_a_fraction_that_the_regions_cannot_keep_to_is_refused(regions) -> None:
+    one = regions(0.3, [(1000, 400, 3), (400, 400, 1)])
+    one.step()
+    assert one.shares == [None]
+    with pytest.raises(InfeasibleBudgetError, match=r"memory_budget=0.3 allows 1020 B of .* at least 0.471") as error:
+        one.step()
+    assert error.value.smallest_budget_bytes == 1600
 
 
 def test_other_ways_of_compiling_are_refused(make_trainer) -> None:

@@ -26,7 +26,7 @@ def test_a_policy_comes_back_from_its_file(tmp_path: Path) -> None:
 
 
 def test_a_region_compiled_for_two_sizes_counts_once() -> None:
-    assert [plan.digest for plan in POLICY.latest] == ["c", "b"]
+    assert [plan.digest for plan in POLICY.in_force] == ["c", "b"]
     assert (POLICY.plain_bytes, POLICY.stored_bytes) == (60, 40)
 
 
@@ -37,12 +37,12 @@ def test_summaries_tell_what_is_stored_or_why_nothing_was_decided() -> None:
     assert POLICY.regions[1].summary() == "region 1: as torch.compile cuts it, everything fits"
 
 
-@pytest.mark.parametrize("change", [{"version": 2}, {"format": "other"}, {"regions": [{}]}, {"regions": None}])
+@pytest.mark.parametrize("change", [{"version": 3}, {"format": "other"}, {"regions": [{}]}, {"regions": None}])
 def test_other_files_are_refused(tmp_path: Path, change: dict) -> None:
     path = tmp_path / "policy.json"
     POLICY.save(path)
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(PolicyMismatchError, match="is not a whole compiled policy of version 1"):
+    with pytest.raises(PolicyMismatchError, match="is not a whole compiled policy of version 2"):
         CompiledPolicy.load(path)
 
 
