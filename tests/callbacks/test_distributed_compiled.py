@@ -1,0 +1,82 @@
+"""The Trainer with torch_compile=True under DDP with two gloo ranks, for which this file is the script."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainingArguments
+
+from adacc_hf import AdaccCallback
+
+NUM_STEPS = 5
+
+
+def train(toys: Any, callbacks: list[Any], folder: Path) -> Trainer:
+    trainer = Trainer(
+        model=toys.tiny_model(n_layer=1),
+        args=TrainingArguments(
+            output_dir=str(folder),
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            max_steps=NUM_STEPS,
+            logging_steps=1,
+            per_device_train_batch_size=2,
+            save_strategy="no",
+            seed=3,
+            torch_compile=True,
+        ),
+        train_dataset=toys.Tokens(),
+        callbacks=callbacks,
+    )
+    trainer.train()
+    return trainer
+
+
+def run_rank(folder: Path) -> None:
+    torch.set_num_threads(1)
+    spec = importlib.util.spec_from_file_location("toys", Path(__file__).with_name("conftest.py"))
+    toys = importlib.util.module_from_spec(spec)
+    sys.modules["toys"] = toys
+    spec.loader.exec_module(toys)
+    fraction, peak = AdaccCallback(**toys.LOSSLESS), AdaccCallback(**{**toys.LOSSLESS, "memory_budget": "1GiB"})
+    with toys.graphs_as_they_are():
+        runs = [train(toys, callbacks, folder) for callbacks in ([], [fraction], [peak])]
+    states = [run.model.state_dict() for run in runs]
+    found = {
+        "wrapped": type(runs[1].model_wrapped._orig_mod).__name__,
+        "losses": [toys.Run(run, run.state.log_history).losses for run in runs],
+        "same": [all(torch.equal(states[0][name], state[name]) for name in state) for state in states[1:]],
+        "bytes": [fraction.compiled_policy.stored_bytes, fraction.compiled_policy.plain_bytes],
+        "calls": [plan.calls for plan in fraction.compiled_policy.regions],
+        "changes": [[e["step"], e["share"]] for e in peak.history if e["event"] == "change"],
+    }
+    (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
+
+
+def test_compiled_ranks_train_as_without_us_and_change_together(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run([*torchrun, __file__, str(tmp_path)], capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    for rank in ranks:
+        assert rank["wrapped"] == "DistributedDataParallel"
+        assert rank["same"] == [True, True]
+        stored, plain = rank["bytes"]
+        assert 0 < stored <= 0.6 * plain
+        assert set(rank["calls"]) == {1}
+        # Once the first peak is known, everything fits.
+        assert rank["changes"] == [[2, 1.0]]
+    plain, fraction, peak = ranks[0]["losses"]
+    assert len(plain) == NUM_STEPS
+    assert plain == fraction == peak
+
+
+if __name__ == "__main__":
+    run_rank(Path(sys.argv[1]))
