@@ -17,8 +17,15 @@ def adacc(
 ) -> Callable[..., Any]:
     """Compile one region: `torch.compile(model, backend="adacc", options={"memory_budget": 0.5})`.
 
-    `options` are fields of `AdaccConfig`; `memory_budget` is a fraction of what torch.compile would save. Raises
-    ValueError for an option that there is not, or a value out of range.
+    `options` are fields of `AdaccConfig`. A `memory_budget` that is a float is a fraction of what torch.compile would
+    save. One in bytes, such as "300MiB", bounds what the region holds for its backward at any time: what it stores,
+    with what is remade meanwhile; parameters, gradients, the optimizer and other regions are not in it. A region is
+    compiled without knowing the others or how often it is called, so each gets the whole of it: with graph breaks, or
+    with blocks compiled one by one, that is not the model's budget. AdaccCallback with `torch_compile=True` counts
+    calls and measures steps, and keeps the whole step to a budget.
+
+    Raises ValueError for an option that there is not, or a value out of range, and InfeasibleBudgetError, which Dynamo
+    shows as the cause of its BackendCompilerFailed, for bytes that the region cannot keep to.
     """
     from torch._inductor.compile_fx import compile_fx
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,12 @@ from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from adacc_hf.config import AdaccConfig
+from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.partitioner import functorch
 from adacc_hf.partitioner.fused_cost import OperatorTimes, device_speed
 from adacc_hf.partitioner.graph_codecs import codec_options
+from adacc_hf.partitioner.graph_tensors import graph_tensors
 from adacc_hf.partitioner.joint_graph import JointGraph, is_held, nbytes_of, read_joint_graph, root_of
 from adacc_hf.partitioner.program import GraphChoice, GraphModel, graph_model, least_bytes, least_time
 from adacc_hf.partitioner.ranges import spoiled_by_codecs
@@ -25,7 +27,7 @@ from adacc_hf.partitioner.region import CompiledPolicy, RegionPlan, graph_digest
 from adacc_hf.partitioner.rewrite import compress_saved
 from adacc_hf.policy import Action, Choice
 from adacc_hf.program import SolverLog
-from adacc_hf.units import format_bytes
+from adacc_hf.units import format_bytes, parse_bytes
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +35,11 @@ log = logging.getLogger(__name__)
 class AdaccPartitioner(CustomPartitionerFn):
     """Keeps, codes or recomputes every forward value of a region, within `memory_budget`.
 
-    The budget is a fraction in (0, 1] of the bytes that torch's own partitioner would save; each region of a model gets
-    that fraction of its own bytes, so that together they keep to it. A region that fits is left as it is. `policy` has
+    A budget that is a fraction in (0, 1] is one of the bytes that torch's own partitioner would save; each region of a
+    model gets that fraction of its own bytes, so that together they keep to it. A budget in bytes bounds what each
+    region holds for its backward at any time: what is stored, with what is remade of it meanwhile. A region that fits
+    is left as it is. One that cannot keep to bytes raises InfeasibleBudgetError; one that cannot keep to a fraction,
+    as that of the loss often cannot, gets the least possible and a warning. `policy` has
     one `RegionPlan` per region that was partitioned in this process; what comes out of a compile cache is not
     partitioned again. A region that `given` has a plan for follows that one.
     """
@@ -44,10 +49,7 @@ class AdaccPartitioner(CustomPartitionerFn):
     ) -> None:
         """`given` has plans to follow, and the share of regions that it has none for; else the budget is that."""
         self.config = (config or AdaccConfig(memory_budget=0.5)).with_overrides(**overrides)
-        if given is None:
-            _check_budget(self.config.memory_budget)
-        share = self.config.memory_budget if given is None else given.share
-        self.policy = CompiledPolicy(share=share)
+        self.policy = _nothing_yet(self.config) if given is None else replace(given, regions=())
         self._of_peak = not isinstance(self.config.memory_budget, float)
         self._given = given
         self._known = {plan.digest: plan for plan in given.regions} if given is not None else {}
@@ -86,10 +88,11 @@ class AdaccPartitioner(CustomPartitionerFn):
             return self._plainly(gm, joint_inputs, kwargs, replace(plan, reason=refusal))
         held = functorch.held_inputs(gm, info, num_outputs)
         joint = read_joint_graph(gm, info, held)
-        plain_bytes = _saved_bytes(joint, functorch.plain_saved(gm, info))
+        plain = {joint.value_of(node) for node in functorch.plain_saved(gm, info)} - {None}
+        plain_bytes = sum(nbytes_of(joint.nodes[value]) for value in plain)
         plan = replace(plan, plain_bytes=plain_bytes, stored_bytes=plain_bytes, peak_bytes=plain_bytes)
         known = self._known.get(plan.digest)
-        plan = self._decide(joint, plan) if known is None else replace(known, region=plan.region, calls=None)
+        plan = self._decide(joint, plan, plain) if known is None else replace(known, region=plan.region, calls=None)
         if plan.reason:
             return self._plainly(gm, joint_inputs, kwargs, plan)
         self._note(plan)
@@ -101,21 +104,30 @@ class AdaccPartitioner(CustomPartitionerFn):
 
     def uuid(self) -> str:
         """What tells compile caches one partitioner from another: its source, its settings, and what it was given."""
-        return f"adacc_hf {_source_digest()} {self.config!r} {self.policy.share!r} {self._given!r}"
+        allowed = (self.policy.share, self.policy.budget_bytes)
+        return f"adacc_hf {_source_digest()} {self.config!r} {allowed!r} {self._given!r}"
 
-    def _decide(self, joint: JointGraph, plan: RegionPlan) -> RegionPlan:
-        """`plan` with what the solver chooses, or the reason for not asking it."""
-        share = self.policy.share
-        if share is not None and share >= 1.0:
-            return replace(plan, reason="everything fits")
+    def _decide(self, joint: JointGraph, plan: RegionPlan, plain: Set[int]) -> RegionPlan:
+        """`plan` with what the solver chooses, or the reason for not asking it; `plain` is what torch would save."""
+        allowed_bytes = self.policy.allowed_bytes(plan.plain_bytes)
+        if allowed_bytes is not None and allowed_bytes >= plan.plain_bytes:
+            tensors = tuple(
+                replace(t, action=Action.RETAIN.value, stored_bytes=t.nbytes)
+                for t in graph_tensors(joint, plain, {}, {})
+            )
+            return replace(plan, tensors=tensors, reason="everything fits")
         graph = self._graph(joint)
-        if share is None:
+        if allowed_bytes is None:
             choice = least_bytes(graph, SolverLog(), of_peak=self._of_peak)
         else:
-            choice = self._solve(graph, plan.plain_bytes, int(share * plan.plain_bytes))
-        stored = tuple((joint.nodes[value].name, how) for value, how in choice.stored.items())
+            choice = self._solve(graph, plan, allowed_bytes)
         return replace(
-            plan, stored_bytes=choice.nbytes, peak_bytes=choice.peak_bytes, overhead_ms=choice.ms, stored=stored
+            plan,
+            stored_bytes=choice.nbytes,
+            peak_bytes=choice.peak_bytes,
+            overhead_ms=choice.ms,
+            stored=tuple((joint.nodes[value].name, how) for value, how in choice.stored.items()),
+            tensors=graph_tensors(joint, plain, choice.stored, choice.stored_bytes),
         )
 
     def _plainly(self, gm: Any, joint_inputs: Any, kwargs: dict[str, Any], plan: RegionPlan) -> Any:
@@ -149,40 +161,50 @@ class AdaccPartitioner(CustomPartitionerFn):
         held_bytes = [nbytes_of(node) if is_held(node) else 0 for node in joint.nodes]
         return graph_model(replace(joint.kind, operators=operators), keep_ms, codecs, held_bytes)
 
-    def _solve(self, graph: GraphModel, plain_bytes: int, budget_bytes: int) -> GraphChoice:
-        """The fastest choice within the budget; the smallest one, with a warning, in a region that cannot keep to it.
+    def _solve(self, graph: GraphModel, plan: RegionPlan, allowed_bytes: int) -> GraphChoice:
+        """The fastest choice within `allowed_bytes`; the smallest one, with a warning, where a share allows too little.
 
         A region knows nothing of the others: the one of the loss, say, saves little in all and can spare none of it.
         """
         solving = SolverLog()
-        choice = least_time(graph, budget_bytes, solving, of_peak=self._of_peak)
+        choice = least_time(graph, allowed_bytes, solving, of_peak=self._of_peak)
         if choice is not None:
             return choice
         choice = least_bytes(graph, solving, of_peak=self._of_peak)
+        if self.policy.budget_bytes is not None:
+            raise InfeasibleBudgetError(
+                f"memory_budget={self.config.memory_budget!r} is what each compiled region may hold for its backward, "
+                f"and region {plan.region} needs at least {format_bytes(choice.peak_bytes)} with "
+                f"actions={self.config.actions!r} (torch.compile would give it {format_bytes(plan.plain_bytes)}): give "
+                f"at least that, allow more actions, or take a smaller batch",
+                choice.peak_bytes,
+            )
         log.warning(
             "Adacc: a share of %r of the memory allows %s in a compiled region that torch.compile would give %s, and "
             "the least possible with actions=%r is %s: it is given that",
             self.policy.share,
-            format_bytes(budget_bytes),
-            format_bytes(plain_bytes),
+            format_bytes(allowed_bytes),
+            format_bytes(plan.plain_bytes),
             self.config.actions,
             format_bytes(choice.nbytes),
         )
         return choice
 
 
-def _check_budget(budget: Any) -> None:
-    if not isinstance(budget, float):
+def _nothing_yet(config: AdaccConfig) -> CompiledPolicy:
+    """A policy for the budget of `config`, without regions. Raises ValueError for one that needs steps measured."""
+    budget = config.memory_budget
+    if budget == "auto":
         raise ValueError(
-            f"memory_budget={budget!r}: a compiled graph takes a float in (0, 1], the fraction of the bytes that "
-            f"torch.compile would save; sizes and 'auto' need the steps of a run measured: give them to AdaccCallback "
-            f"and train with torch_compile=True"
+            "memory_budget='auto': a compiled graph takes a float in (0, 1], the fraction of the bytes that "
+            "torch.compile would save, or bytes that each graph may hold for its backward; 'auto' needs the steps of a "
+            "run measured: give it to AdaccCallback and train with torch_compile=True"
         )
-
-
-def _saved_bytes(joint: JointGraph, saved: Sequence[fx.Node]) -> int:
-    """Bytes of the storages of `saved`, each once."""
-    return sum(nbytes_of(joint.nodes[value]) for value in {joint.value_of(node) for node in saved} - {None})
+    if isinstance(budget, float):
+        return CompiledPolicy(share=budget)
+    return CompiledPolicy(
+        share=None, budget_bytes=parse_bytes(budget, "memory_budget") if isinstance(budget, str) else budget
+    )
 
 
 def _keep_ms(node: fx.Node) -> float:

@@ -22,6 +22,8 @@ class GraphChoice:
 
     stored: Mapping[int, Choice]
     """How each handed-over value is stored; what is not here and needed is remade."""
+    stored_bytes: Mapping[int, int]
+    """What each of them takes."""
     nbytes: int
     peak_bytes: int
     """Most that is live while a segment is remade: what is stored up to it, and what is remade of it."""
@@ -155,6 +157,7 @@ def _choice(graph: GraphModel, block: BlockVariables, solution: Sequence[float])
     stored_bytes = {value: store.nbytes for value, store in stores.items()}
     return GraphChoice(
         stored={value: store.choice for value, store in stores.items()},
+        stored_bytes=stored_bytes,
         nbytes=sum(stored_bytes.values()),
         peak_bytes=_peak_bytes(graph, stored_bytes, runs),
         ms=replay_ms + sum(store.ms for store in stores.values()),

@@ -13,6 +13,7 @@ from torch import fx
 
 from adacc_hf.errors import PolicyMismatchError
 from adacc_hf.files import read_json, write_json
+from adacc_hf.partitioner.graph_tensors import GraphTensor
 from adacc_hf.partitioner.joint_graph import JointGraph
 from adacc_hf.policy import Action, Choice
 from adacc_hf.units import format_bytes
@@ -42,6 +43,8 @@ class RegionPlan:
     """Replay, storing and codecs, as priced."""
     stored: tuple[tuple[str, Choice], ...] = ()
     """How each value that is handed over is stored, by the name of its node; the others are remade."""
+    tensors: tuple[GraphTensor, ...] = ()
+    """What becomes of each tensor that torch's partitioner or this plan hands over; no plan is followed by it."""
     reason: str = ""
     """Why torch's own partition was taken, if it was."""
 
@@ -57,21 +60,31 @@ class RegionPlan:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "stored": {name: choice.to_json() for name, choice in self.stored}}
+        stored = {name: choice.to_json() for name, choice in self.stored}
+        return {**vars(self), "stored": stored, "tensors": [vars(tensor) for tensor in self.tensors]}
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> RegionPlan:
         stored = tuple((name, Choice.from_json(choice)) for name, choice in record["stored"].items())
-        return cls(**{**record, "stored": stored})
+        tensors = tuple(GraphTensor.from_json(tensor) for tensor in record["tensors"])
+        return cls(**{**record, "stored": stored, "tensors": tensors})
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledPolicy:
-    """The plans of all regions of a run that were compiled so far, and the share of plain bytes they were made for."""
+    """The plans of all regions of a run that were compiled so far, and what they were made for."""
 
     share: float | None
-    """Fraction of plain bytes that each region was allowed; None: the least possible."""
+    """Fraction of plain bytes that each region was allowed; None: the least possible, or `budget_bytes`."""
+    budget_bytes: int | None = None
+    """What each region was allowed to hold for its backward, where that was given in bytes."""
     regions: tuple[RegionPlan, ...] = ()
+
+    def allowed_bytes(self, plain_bytes: int) -> int | None:
+        """What a region of `plain_bytes` may hold for its backward; None: the least possible."""
+        if self.budget_bytes is not None or self.share is None:
+            return self.budget_bytes
+        return int(self.share * plain_bytes)
 
     @property
     def in_force(self) -> tuple[RegionPlan, ...]:
@@ -105,7 +118,8 @@ class CompiledPolicy:
     def save(self, path: str | Path) -> None:
         """Write the policy as JSON, atomically."""
         regions = [plan.to_json() for plan in self.regions]
-        write_json(path, {"format": FORMAT, "version": FORMAT_VERSION, "share": self.share, "regions": regions})
+        header = {"format": FORMAT, "version": FORMAT_VERSION}
+        write_json(path, {**header, "share": self.share, "budget_bytes": self.budget_bytes, "regions": regions})
 
     @classmethod
     def load(cls, path: str | Path) -> CompiledPolicy:
@@ -115,7 +129,7 @@ class CompiledPolicy:
             if (record["format"], record["version"]) != (FORMAT, FORMAT_VERSION):
                 raise ValueError(f"format {record['format']!r}, version {record['version']!r}")
             regions = tuple(RegionPlan.from_json(region) for region in record["regions"])
-            return cls(share=record["share"], regions=regions)
+            return cls(share=record["share"], budget_bytes=record["budget_bytes"], regions=regions)
         except (KeyError, TypeError, ValueError) as error:
             raise PolicyMismatchError(
                 f"{path} is not a whole compiled policy of version {FORMAT_VERSION} ({type(error).__name__}: {error}): "

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from adacc_hf.config import AdaccConfig
+from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.partitioner import AdaccPartitioner, CompiledPolicy
 from adacc_hf.partitioner.functorch import is_random
 from adacc_hf.policy import RETAIN, Action
@@ -17,7 +19,7 @@ from adacc_hf.policy import RETAIN, Action
 LOSSLESS = ("retain", "recompute")
 
 
-def _partitioner(budget: float, **overrides: Any) -> AdaccPartitioner:
+def _partitioner(budget: float | int | str, **overrides: Any) -> AdaccPartitioner:
     return AdaccPartitioner(memory_budget=budget, min_compress_bytes=0, **overrides)
 
 
@@ -93,10 +95,44 @@ def test_a_region_that_cannot_keep_to_its_share_gets_the_least(
     assert _bytes(step.saved()) == partitioner.policy.regions[0].stored_bytes
 
 
-@pytest.mark.parametrize("budget", ["auto", "1GiB", 10**9])
-def test_budgets_that_are_no_fraction_are_refused(budget: Any) -> None:
-    with pytest.raises(ValueError, match="a compiled graph takes a float"):
-        AdaccPartitioner(memory_budget=budget)
+def test_a_budget_that_needs_steps_measured_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a compiled graph takes a float .* or bytes"):
+        AdaccPartitioner(memory_budget="auto")
+
+
+def test_bytes_bound_what_a_region_holds(train_step: Any) -> None:
+    whole = _partitioner(1.0)
+    train_step(whole)
+    budget = whole.policy.plain_bytes * 3 // 4
+    partitioner = _partitioner(f"{budget}B", actions=LOSSLESS)
+    step = train_step(partitioner)
+    (region,) = partitioner.policy.regions
+    assert _bytes(step.saved()) == region.stored_bytes <= region.peak_bytes <= budget
+    ample = _partitioner(whole.policy.plain_bytes)
+    train_step(ample)
+    assert ample.policy.regions[0].reason == "everything fits"
+
+
+def test_bytes_that_a_region_cannot_keep_to_are_refused_with_the_least(train_step: Any) -> None:
+    with pytest.raises(
+        BackendCompilerFailed, match=r"is what each compiled region may hold .* needs at least"
+    ) as failed:
+        train_step(_partitioner(1000, actions=LOSSLESS))
+    infeasible = failed.value.inner_exception
+    assert isinstance(infeasible, InfeasibleBudgetError)
+    least = _partitioner(infeasible.smallest_budget_bytes, actions=LOSSLESS)
+    train_step(least)
+    assert least.policy.regions[0].peak_bytes == infeasible.smallest_budget_bytes
+
+
+def test_a_plan_says_what_becomes_of_each_tensor(train_step: Any) -> None:
+    partitioner = _partitioner(0.4)
+    train_step(partitioner)
+    (region,) = partitioner.policy.regions
+    assert sum(tensor.stored_bytes for tensor in region.tensors) == region.stored_bytes
+    assert {tensor.name for tensor in region.tensors if tensor.stored_bytes} == {name for name, _ in region.stored}
+    assert all((tensor.action == "recompute") == (tensor.stored_bytes == 0) for tensor in region.tensors)
+    assert {"0", "1.up"} <= {tensor.module for tensor in region.tensors}
 
 
 def test_caches_tell_settings_apart() -> None:
