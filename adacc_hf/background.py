@@ -13,14 +13,14 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """The result of `make`, which starts at once on the first rank; the solver's CBC is a process of its own.
+    """The result of `make`, which starts at once on the first rank.
 
     All ranks must ask for the result at the same point.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
-        self.seconds = 0.0
-        """Time that `make` took; known on the first rank once it is done."""
+        self.cpu_ms = 0.0
+        """What `make` computed, which training may have had to wait for; known on the first rank once it is done."""
         self._make = make
         self._made: list[T] = []
         self._error: BaseException | None = None
@@ -34,12 +34,12 @@ class Background(Generic[T]):
         return from_first_rank(self._joined)
 
     def _run(self) -> None:
-        started = time.perf_counter()
+        started = time.thread_time()
         try:
             self._made.append(self._make())
         except BaseException as error:  # raised again where the result is asked for
             self._error = error
-        self.seconds = time.perf_counter() - started
+        self.cpu_ms = (time.thread_time() - started) * 1e3
 
     def _joined(self) -> Any:
         assert self._thread is not None, "only the first rank makes"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.policy import Policy
-from adacc_hf.profile import CodecOption
+from adacc_hf.profile import CodecOption, KindProfile
 from adacc_hf.repricing import repriced_choice
 from adacc_hf.solver import Budget, solve_policy
 from adacc_hf.tracking import full_name
@@ -20,11 +20,18 @@ MIN_GAIN = 0.02
 """A new policy is taken over if it saves this share of the overhead, or if the old one no longer keeps to the budget.
 Prices vary by a few percent from one profile to the next; a smaller gain is noise."""
 
+MIN_FREED = 0.01
+"""The solver runs again once codecs have freed this share of what the policy stores since it last ran, or the policy
+no longer keeps to its bounds. The overhead falls by one to three times the share by which memory grows, so less than
+this gains no MIN_GAIN; and a run takes as long as some steps of a small model."""
+
 ERROR_MARGIN = 0.05
 """The part of `max_error` that new policies leave free: errors drift by a few percent between tracking steps."""
 
 NOTHING_FITS = "no policy fits any more"
 """How the reason begins where no policy keeps to the budget at today's prices."""
+
+SAME_ACTIONS = "the same actions, with the channels there are now"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,17 +41,48 @@ class Rectification:
     policy: Policy | None
     """A better policy, or None to keep the one in force."""
     reason: str
+    searched: bool
+    """Whether the solver ran."""
 
 
-def judged(profile: Profile, policy: Policy, memory_budget: str | float | int, config: AdaccConfig) -> Rectification:
-    """The policy to follow from now on, and why: a new one, or today's actions with as many channels as were found."""
+def judged(
+    profile: Profile, policy: Policy, memory_budget: str | float | int, config: AdaccConfig, searched: Profile
+) -> Rectification:
+    """The policy to follow from now on, and why: a new one, or today's actions with as many channels as were found.
+
+    `searched` are the prices for which the solver ran last.
+    """
+    over = over_bound(profile, policy, config)
+    current = None if over else current_policy(profile, policy)
+    reason = f"must not be compressed as before: {', '.join(over)}"
+    if current is not None:
+        reason = _no_room(current, Budget.resolve(memory_budget, profile, config))
+        freed = freed_bytes(searched, profile, config)
+        if reason is None and freed < MIN_FREED * current.predicted_stored_bytes:
+            return _rectified(policy, current, SAME_ACTIONS, searched=False)
     try:
         candidate = solve_policy(profile, memory_budget, with_margin(config))
     except InfeasibleBudgetError as error:
-        return Rectification(policy=None, reason=f"{NOTHING_FITS}: {error}")
-    chosen, reason = _better(profile, policy, candidate, Budget.resolve(memory_budget, profile, config), config)
+        return Rectification(policy=None, reason=f"{NOTHING_FITS}: {error}", searched=True)
+    if reason is None:
+        gain, now_ms = current.predicted_overhead_ms - candidate.predicted_overhead_ms, current.predicted_overhead_ms
+        if gain <= MIN_GAIN * now_ms:
+            return _rectified(policy, current, SAME_ACTIONS, searched=True)
+        reason = f"{gain:.2f} ms of {now_ms:.2f} ms overhead gained"
+    return _rectified(policy, candidate, reason, searched=True)
+
+
+def _rectified(policy: Policy, chosen: Policy, reason: str, searched: bool) -> Rectification:
     is_same = (chosen.plans, chosen.blocks, chosen.head) == (policy.plans, policy.blocks, policy.head)
-    return Rectification(policy=None if is_same else chosen, reason=reason)
+    return Rectification(policy=None if is_same else chosen, reason=reason, searched=searched)
+
+
+def _no_room(current: Policy, budget: Budget) -> str | None:
+    """Why `current` cannot stay within the budget; None if it can."""
+    needed = current.predicted_peak_bytes if budget.of_peak else current.predicted_stored_bytes
+    if needed <= budget.nbytes:
+        return None
+    return f"more memory: the old actions would need {needed} of {budget.nbytes} bytes"
 
 
 def with_margin(config: AdaccConfig) -> AdaccConfig:
@@ -58,20 +96,24 @@ def bound_of(config: AdaccConfig) -> float | None:
     return None if config.max_error is None else config.max_error * (1 - ERROR_MARGIN)
 
 
-def _better(
-    profile: Profile, policy: Policy, candidate: Policy, budget: Budget, config: AdaccConfig
-) -> tuple[Policy, str]:
-    over = over_bound(profile, policy, config)
-    if over:
-        return candidate, f"must not be compressed as before: {', '.join(over)}"
-    current = current_policy(profile, policy)
-    needed = current.predicted_peak_bytes if budget.of_peak else current.predicted_stored_bytes
-    if needed > budget.nbytes:
-        return candidate, f"more memory: the old actions would need {needed} of {budget.nbytes} bytes"
-    gain = current.predicted_overhead_ms - candidate.predicted_overhead_ms
-    if gain > MIN_GAIN * current.predicted_overhead_ms:
-        return candidate, f"{gain:.2f} ms of {current.predicted_overhead_ms:.2f} ms overhead gained"
-    return current, "the same actions, with the channels there are now"
+def freed_bytes(before: Profile, after: Profile, config: AdaccConfig) -> int:
+    """The most by which any policy could store less at the prices of `after` than at those of `before`."""
+    bound = bound_of(config)
+    kinds = [_freed_in_kind(b, a, bound) for b, a in zip(before.kinds, after.kinds, strict=True)]
+    return sum(kinds[block.kind] for block in after.blocks)
+
+
+def _freed_in_kind(before: KindProfile, after: KindProfile, bound: float | None) -> int:
+    freed = 0
+    for old, new in zip(before.values, after.values, strict=True):
+        was = {option.codec: option.nbytes for option in old.codecs if _keeps_to(option, bound)}
+        allowed = (option for option in new.codecs if _keeps_to(option, bound))
+        freed += max([0, *(was.get(option.codec, old.nbytes) - option.nbytes for option in allowed)])
+    return freed
+
+
+def _keeps_to(option: CodecOption, bound: float | None) -> bool:
+    return bound is None or option.error <= bound
 
 
 def current_policy(profile: Profile, policy: Policy) -> Policy:
@@ -99,4 +141,4 @@ def over_bound(profile: Profile, policy: Policy, config: AdaccConfig) -> list[st
 
 def _may_use(options: tuple[CodecOption, ...], codec: str, bound: float | None) -> bool:
     option = next((option for option in options if option.codec == codec), None)
-    return option is not None and (bound is None or option.error <= bound)
+    return option is not None and _keeps_to(option, bound)

@@ -58,6 +58,8 @@ class Rectifier:
         self.policy = policy
         self.priced = profile
         """The prices that `policy` was made from: those of today, or of the last tracking step but one."""
+        self.searched = profile
+        """The prices for which the solver ran last."""
         self.config = config
         self.memory_budget = config.memory_budget if memory_budget is None else memory_budget
         self.exact_blocks: frozenset[str] = frozenset()
@@ -67,6 +69,8 @@ class Rectifier:
         self._samples: dict[str, BlockSample] = {}
         self.num_tracked = 0
         """Tracking steps so far; the blocks whose gradients are compared go on from there."""
+        self.solver_ms = 0.0
+        """What the solver computed for the last `take_over`, 0 on ranks that only hear of it."""
         self._solving: Background[Rectification] | None = None
         self._solving_from = profile
 
@@ -130,15 +134,17 @@ class Rectifier:
 
     def start_solving(self) -> None:
         """Solve for today's prices on a thread of the first rank."""
-        profile, policy, budget = self._to_solve(), self.policy, self.memory_budget
+        profile, policy, budget, searched = self._to_solve(), self.policy, self.memory_budget, self.searched
         self._solving_from = self.profile
-        self._solving = Background(lambda: judged(profile, policy, budget, self.config))
+        self._solving = Background(lambda: judged(profile, policy, budget, self.config, searched))
 
     def take_over(self) -> Rectification:
         """What was solved, which is the policy from now on. Waits for the solver and raises its errors."""
         assert self._solving is not None, "start_solving comes first"
         found = self._solving.result()
-        self._solving = None
+        self.solver_ms, self._solving = self._solving.cpu_ms, None
+        if found.searched:
+            self.searched = self._solving_from
         if found.policy is not None:
             self.policy, self.priced = found.policy, self._solving_from
         return found
@@ -146,7 +152,7 @@ class Rectifier:
     def solve_within(self, memory_budget: str | float | int) -> Policy:
         """The policy for another budget, which is the policy from now on. Raises InfeasibleBudgetError."""
         self.policy = solve_policy(self._to_solve(), memory_budget, with_margin(self.config))
-        self.memory_budget, self.priced = memory_budget, self.profile
+        self.memory_budget, self.priced, self.searched = memory_budget, self.profile, self.profile
         return self.policy
 
     def _to_solve(self) -> Profile:

@@ -49,7 +49,7 @@ class Observation:
     errors: dict[Key, float]
     """Relative L2 round-trip error of each activation as it was compressed."""
     option_errors: dict[OptionKey, float]
-    """The same for codecs as they would be used from now on, with as many raw channels as were found."""
+    """The same for the codecs to choose from; under `max_error` with as many raw channels as were found."""
     gradients: dict[int, GradientError]
     """The worst error of a sampled block's gradient, by kind."""
     promoted: frozenset[Key]
@@ -147,11 +147,12 @@ class MeasuringCodec:
     def _measure(self, tensor: Tensor, payload: Payload, count: int | None) -> None:
         error = round_trip_error(tensor, self._codec.decode(payload))
         self._findings.add_error(self._key, error)
+        is_bounded = self._config.max_error is not None
         for option in self._options:
-            as_it_is = option.codec == self._codec.name and count in (None, getattr(self._codec, "num_outliers", None))
-            if as_it_is:
+            as_it_is = count in (None, getattr(self._codec, "num_outliers", None)) or not is_bounded
+            if option.codec == self._codec.name and as_it_is:
                 self._findings.add_option_error((*self._key, option.codec), error)
-            elif option.codec == self._codec.name or self._config.max_error is not None:
+            elif is_bounded:  # only a bound asks for the errors of what was not used
                 other = _refitted(option, count)
                 if not other.lossless and other.supports(tuple(tensor.shape), tensor.dtype):
                     other_error = round_trip_error(tensor, other.decode(other.encode(tensor)))

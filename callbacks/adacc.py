@@ -73,7 +73,7 @@ class AdaccCallback(TrainerCallback):
     | `adacc/measured_peak_gib` | GiB live at the peak of the last step that was counted |
     | `adacc/error` | largest relative L2 error of a compressed activation, at the last tracking step |
     | `adacc/gradient_error` | the same of a sampled block's gradient |
-    | `adacc/tracking_ms` | milliseconds that tracking, and waiting for what it led to, took since the policy was set |
+    | `adacc/tracking_ms` | milliseconds of tracking, solving again and counting memory since the policy was set |
 
     Example:
         Trainer(model=model, args=args, train_dataset=dataset, callbacks=[AdaccCallback(memory_budget="20GiB")])

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 POLICY_FILE = "adacc_policy.json"
 PROFILE_FILE = "adacc_profile.json"
 PRICES_FILE = "adacc_prices.json"
+SEARCHED_FILE = "adacc_searched_prices.json"
 STATE_FILE = "adacc_state.json"
 HISTORY_FILE = "adacc_history.json"
 STATE_VERSION = 1
@@ -37,6 +38,8 @@ class SavedSituation:
     num_tracked: int = 0
     prices: Profile | None = None
     """Today's prices, if they have moved since the policy was made from those of `profile`."""
+    searched: Profile | None = None
+    """The prices for which the solver ran last, if they are not those of `profile`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +80,9 @@ def save_in_checkpoint(args: TrainingArguments, state: TrainerState, saved: Save
         return
     for number, situation in enumerate(saved.situations, start=1):
         save_files(folder, situation.policy, situation.profile, number)
-        if situation.prices is not None:
-            situation.prices.save(folder / _numbered(PRICES_FILE, number))
+        for name, prices in ((PRICES_FILE, situation.prices), (SEARCHED_FILE, situation.searched)):
+            if prices is not None:
+                prices.save(folder / _numbered(name, number))
     record = {
         "version": STATE_VERSION,
         "policy_step": saved.policy_step,
@@ -134,14 +138,17 @@ def _load(folder: Path) -> Saved:
 
 
 def _load_situation(folder: Path, number: int, fields: dict[str, Any]) -> SavedSituation:
-    profile_file, prices_file = (folder / _numbered(name, number) for name in (PROFILE_FILE, PRICES_FILE))
+    names = (PROFILE_FILE, PRICES_FILE, SEARCHED_FILE)
+    files = [folder / _numbered(name, number) for name in names]
+    profile, prices, searched = (Profile.load(file) if file.is_file() else None for file in files)
     return SavedSituation(
         policy=Policy.load(folder / _numbered(POLICY_FILE, number)),
-        profile=Profile.load(profile_file) if profile_file.is_file() else None,
+        profile=profile,
         shapes=shapes_from_json(fields.get("shapes")),
         due=fields.get("due"),
         num_tracked=fields.get("num_tracked", 0),
-        prices=Profile.load(prices_file) if prices_file.is_file() else None,
+        prices=prices,
+        searched=searched,
     )
 
 

@@ -63,7 +63,7 @@ class Evolution:
         self.last_shapes: BatchShapes = ()
         """Sizes of the last micro-batch."""
         self.tracking_ms = 0.0
-        """Time that tracking, waiting for the solver and profiling other sizes took so far."""
+        """Time that tracking, solving, counting memory and profiling other sizes took so far."""
         self._handle = handle
         self._note = note
         self._num_micro = num_micro
@@ -159,6 +159,7 @@ class Evolution:
         changed = self._take_over(step)
         if self.config.length_buckets and (step - self.policy_step) % LOOK_STEPS == 0:
             self._look_for_sizes()
+        self.tracking_ms += self._meter.counting_ms
         if was_tracking:
             self.tracking_ms += (time.perf_counter() - started) * 1e3 + self._slower_by()
         return changed
@@ -209,11 +210,12 @@ class Evolution:
             self._put_in_force(situation, situation.plans)
 
     def _start_tracking(self) -> None:
-        self._meter_next = True
         for situation in self.situations.all:
             if situation.rectifier.has_work():
                 situation.rectifier.start_tracking(situation.plans, every_kind=self.guard.suspicion is not None)
                 self._is_tracking = True
+        # On a CPU counting takes a profiler, as long as a step: not again for the same actions while they are tracked.
+        self._meter_next = not self._is_tracking or any(situation.must_count for situation in self.situations.all)
 
     def _finish_tracking(self, step: int) -> None:
         self._is_tracking = False
@@ -254,7 +256,7 @@ class Evolution:
 
     def _compare_peak(self, step: int, situation: Situation, peak: int) -> None:
         predicted = situation.rectifier.predicted_peak_bytes()
-        situation.measured_peak_bytes = peak
+        situation.measured_peak_bytes, situation.must_count = peak, False
         above = peak > predicted * (1 + PEAK_TOLERANCE)
         self._note(step, "memory", measured_peak_bytes=peak, peak_bytes=predicted, corrected=above)
         if above:
@@ -276,7 +278,7 @@ class Evolution:
             before, found = situation.rectifier.policy, situation.rectifier.take_over()
             waited_ms = (time.perf_counter() - started) * 1e3
             situation.due = None
-            self.tracking_ms += waited_ms
+            self.tracking_ms += max(waited_ms, situation.rectifier.solver_ms)
             if found.policy is None:
                 if found.reason.startswith(NOTHING_FITS):
                     log.warning("Adacc: step %d: %s; the policy stays as it is", step, found.reason)
@@ -294,10 +296,13 @@ class Evolution:
         check_same_policy(policy)
         extra_ms = (policy.predicted_overhead_ms - before.predicted_overhead_ms) * self._num_micro
         situation.predicted_step_ms = statistics.median(situation.step_ms) + extra_ms if situation.step_ms else None
-        figures = predictions(policy) | {"moved": moved(before, policy), "waited_ms": waited_ms}
+        actions, channels = moved(before, policy)
+        if actions:
+            situation.must_count = self._meter_next = True
+        text = f"{actions} actions, {channels} sets of channels"
+        figures = predictions(policy) | {"moved": text, "waited_ms": waited_ms}
         self._note(step, "change", reason=reason, **figures, **step_times(situation))
         self._follow(situation, policy)
-        self._meter_next = True
         log.info("Adacc: policy changed at step %d (%s): %s", step, reason, policy.summary())
 
     def _look_for_sizes(self) -> None:

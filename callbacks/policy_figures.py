@@ -44,7 +44,7 @@ def step_times(situation: Situation) -> dict[str, float]:
     return {name: value for name, value in times.items() if value is not None}
 
 
-def moved(before: Policy, after: Policy) -> str:
+def moved(before: Policy, after: Policy) -> tuple[int, int]:
     """How many activations of all blocks have another action or codec, and how many another number of channels."""
     actions = channels = 0
     for block, _ in before.blocks:
@@ -53,7 +53,7 @@ def moved(before: Policy, after: Policy) -> str:
             was = old.get(value, choice)
             actions += (was.action, was.codec) != (choice.action, choice.codec)
             channels += (was.action, was.codec) == (choice.action, choice.codec) and was.options != choice.options
-    return f"{actions} actions, {channels} sets of channels"
+    return actions, channels
 
 
 def metrics(policy: Policy, profile: Profile | None, evolution: Evolution | None) -> dict[str, float]:

@@ -35,6 +35,8 @@ class Situation:
     """The step at whose end the solver's result is taken over."""
     must_solve: bool = False
     """Whether prices changed while the solver was busy."""
+    must_count: bool = True
+    """Whether the memory of a step is still to be counted under the present actions."""
     num_steps: int = 0
     step_ms: list[float] = field(default_factory=list)
     """Normal steps under the present plans."""
@@ -51,6 +53,7 @@ class Situation:
             policy=rectifier.policy,
             profile=rectifier.priced,
             prices=None if rectifier.profile == rectifier.priced else rectifier.profile,
+            searched=None if rectifier.searched == rectifier.priced else rectifier.searched,
             shapes=self.shapes,
             due=self.due,
             num_tracked=rectifier.num_tracked,
@@ -61,6 +64,8 @@ class Situation:
         self.rectifier.num_tracked, self.due = record.num_tracked, record.due
         if record.prices is not None:
             self.rectifier.profile = record.prices
+        if record.searched is not None:
+            self.rectifier.searched = record.searched
         if self.due is not None:
             self.rectifier.start_solving()
 

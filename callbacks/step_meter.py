@@ -22,6 +22,8 @@ class StepMeter:
         """Peak of the step that was counted last, until the optimizer ran; None if none was."""
         self.step_ms: float | None = None
         """Time of the last step."""
+        self.counting_ms = 0.0
+        """Time that starting and ending to count took in the last step; the events between are not in it."""
         self._started: float | None = None
         self._memory: MemoryMeter | None = None
         self.static_bytes = 0
@@ -30,23 +32,28 @@ class StepMeter:
     def begin(self) -> None:
         self._started = time.perf_counter()
         self.step_ms = self.peak_bytes = None
+        self.counting_ms = 0.0
 
     def count_memory(self, model: nn.Module, optimizer: Any) -> None:
         """Count the live bytes of the step that begins. Does nothing where another profiler is at work."""
         device = next(model.parameters()).device
         if device.type == "cpu" and torch.autograd.profiler._is_profiler_enabled:
             return
+        started = time.perf_counter()
         self.static_bytes = count_static_bytes(model, {}, optimizer)
         self._memory = MemoryMeter.for_device(device)
         self._memory.__enter__()
         self._memory.mark(("step",))
+        self.counting_ms += (time.perf_counter() - started) * 1e3
 
     def backward_is_over(self) -> None:
         """The optimizer's turn: a policy has no part in its memory."""
         if self._memory is not None:
+            started = time.perf_counter()
             self._memory.__exit__(None, None, None)
             self.peak_bytes = self.static_bytes + self._memory.peak_bytes
             self._memory = None
+            self.counting_ms += (time.perf_counter() - started) * 1e3
 
     def end(self) -> None:
         if self._started is not None:

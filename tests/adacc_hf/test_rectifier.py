@@ -74,7 +74,7 @@ class Session:
         """What a tracking step found, and the Rectification that followed."""
         found = self.observe()
         if not found.needs_solving:
-            return found, Rectification(policy=None, reason=found.reason)
+            return found, Rectification(policy=None, reason=found.reason, searched=False)
         self.rectifier.start_solving()
         rectified = self.rectifier.take_over()
         if rectified.policy is not None:
@@ -174,6 +174,7 @@ def compress_all_but_the_wide(profile):
 @pytest.mark.parametrize("gain", [0.5 * MIN_GAIN, 2 * MIN_GAIN], ids=["small-gain", "large-gain"])
 def test_only_a_gain_or_a_burst_budget_changes_the_actions(model, batch, monkeypatch, gain, over):
     config = replace(COMPRESS, memory_budget=1.0)
+    plant(model, [] if over else range(4))
     session = Session(model, batch, config, policy=compress_all)
     other = replace(Policy.uniform(session.profile, "retain"), plans=changed_in_one(session.policy.plans))
     now_ms = session.policy.predicted_overhead_ms
@@ -182,7 +183,7 @@ def test_only_a_gain_or_a_burst_budget_changes_the_actions(model, batch, monkeyp
     )
     if over:
         session.rectifier.memory_budget = session.policy.predicted_stored_bytes
-    plant(model, [5])
+    plant(model, [5] if over else [])
     _, found = session.track()
     assert (found.policy.plans == other.plans) == (over or gain > MIN_GAIN)
 
@@ -201,6 +202,7 @@ def test_a_budget_that_nothing_fits_any_more_keeps_the_policy(model, batch, monk
 
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
     monkeypatch.setattr(judging_module, "solve_policy", infeasible)
+    session.rectifier.memory_budget = session.policy.predicted_stored_bytes
     plant(model, [5])
     _, found = session.track()
     assert found.policy is None
@@ -363,6 +365,7 @@ def test_an_error_of_the_solver_is_raised_where_its_result_is_asked_for(model, b
         raise OSError("cbc is gone")
 
     monkeypatch.setattr(judging_module, "solve_policy", broken)
+    session.rectifier.memory_budget = 1  # the policy in force does not fit
     session.rectifier.start_solving()
     session.step()
     with pytest.raises(OSError, match="cbc is gone"):

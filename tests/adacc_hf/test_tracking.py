@@ -56,9 +56,12 @@ def test_what_is_measured_is_the_error_of_what_is_stored():
     assert found.option_errors == {(0, 3, "outlier_int4"): found.errors[0, 3]}
 
 
-def test_an_option_is_priced_with_the_channels_that_were_found():
-    found, _ = measure(with_outliers([5, 9]), get_codec("outlier_int4"), [option("outlier_int4")])
+def test_under_a_bound_an_option_is_priced_with_the_channels_that_were_found():
+    arguments = with_outliers([5, 9]), get_codec("outlier_int4"), [option("outlier_int4")]
+    found, _ = measure(*arguments)
     assert found.num_outliers == {(0, 3): 2}
+    assert found.option_errors[0, 3, "outlier_int4"] == found.errors[0, 3]
+    found, _ = measure(*arguments, max_error=0.1)
     # Raw channels hold almost all of the norm, so that what the rest loses counts for little.
     assert found.option_errors[0, 3, "outlier_int4"] < 0.1 * found.errors[0, 3]
 

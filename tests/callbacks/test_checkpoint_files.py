@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +20,11 @@ from adacc_hf.callbacks.checkpoint_files import (
     SavedSituation,
     load_from_checkpoint,
     save_files,
+    save_in_checkpoint,
 )
+from adacc_hf.callbacks.situations import Situation
+from adacc_hf.rectifier import Rectifier
+from adacc_hf.repricing import with_more_memory
 
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
 
@@ -124,6 +129,23 @@ def test_a_resumed_run_goes_on_tracking(train, checkpoint, tmp_path):
     callback = AdaccCallback(**compress)
     train([callback], resume=f"{folder}/checkpoint-3", output_dir=folder, **SAVING)
     assert "tracking" in {event["event"] for event in callback.history}
+
+
+def test_the_prices_that_the_solver_saw_last_come_back(tmp_path, checkpoint):
+    """Without them a resumed run would ask the solver where the run that was killed did not."""
+    policy, profile = Policy.load(checkpoint / POLICY_FILE), Profile.load(checkpoint / PROFILE_FILE)
+    searched, prices = with_more_memory(profile, 1), with_more_memory(profile, 2)
+    config = AdaccConfig(memory_budget=0.6)
+    situation = Situation(None, Rectifier(profile, policy, config), None)
+    situation.rectifier.profile, situation.rectifier.searched = prices, searched
+    (tmp_path / "checkpoint-7").mkdir()
+    where = SimpleNamespace(output_dir=tmp_path), SimpleNamespace(global_step=7)
+    save_in_checkpoint(*where, Saved(situations=[situation.saved()], memory_budget=0.6))
+    (record,) = load_from_checkpoint(tmp_path / "checkpoint-7", 0.6).situations
+    resumed = Situation(None, Rectifier(record.profile, record.policy, config), None)
+    assert resumed.rectifier.searched == profile
+    resumed.go_on(record)
+    assert (resumed.rectifier.profile, resumed.rectifier.searched) == (prices, searched)
 
 
 DAMAGE = {
