@@ -23,6 +23,7 @@ RUNNERS = {
     "table1": ("table1", "recompute and compression time of every activation, and which wins (Table 1)"),
     "partitions": ("partitions", "bits and bytes of compiled graphs that our partitioner cut"),
     "evolution": ("evolution", "what a policy gains by following the data (Figure 7)"),
+    "tracking-cost": ("tracking_cost", "the share of a long run that tracking and solving take"),
     "executor-bench": ("executor_bench", "what recompute-everything and retain-everything cost"),
     "budget-bench": ("budget_bench", "what a memory budget costs in time"),
     "gradient-error": ("gradient_error", "the first half of codecs: how far they move the gradient"),

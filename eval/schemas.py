@@ -220,6 +220,14 @@ EVOLUTION = record(
         "outliers": array({"type": "array", "items": COUNT, "minItems": 2, "maxItems": 2}),
     }
 )
+TRACKING_COST = record(
+    {
+        "steps": COUNT,
+        "events": mapping(COUNT),
+        **dict.fromkeys(("normal_step_ms", "total_ms", "extra_ms", "measured_share"), NUMBER),
+        **dict.fromkeys(("logged_ms", "logged_share"), NUMBER),
+    }
+)
 TABLE4_TRAINING = ended(
     record(
         {
@@ -264,6 +272,7 @@ POINTS: dict[str, dict[str, Schema]] = {
     "partitions": {"": record({"lossless": array(PARTITION), "lossy": PARTITION})},
     "table1": {"": record({"activations": array(TRADED)})},
     "evolution": {", batch \\d+$": EVOLUTION},
+    "tracking_cost": {"^batch \\d+$": TRACKING_COST},
     "executor_bench": {"": record({"methods": mapping(STEP_FIGURES), "new_length": NEW_LENGTH})},
     "budget_bench": {"": record({"methods": mapping(STEP_FIGURES), "skipped": mapping(TEXT)})},
     "table4": {"/training$": TABLE4_TRAINING, "/(?!training$)": SCORE},
@@ -285,6 +294,7 @@ SUMMARIES: dict[str, dict[str, Schema]] = {
     },
     "budget_sweep": {"faults": array(TEXT)},
     "evolution": {"paper": TEXT},
+    "tracking_cost": {"asked_share": NUMBER},
     "solver": {"paper_seconds": NUMBER},
     "plan": {"asked_seconds": COUNT, "asked_bytes": COUNT},
     "table4": {"paper": mapping(mapping(mapping(nullable(NUMBER))))},

@@ -1,0 +1,173 @@
+"""What following the data costs over a long run: tracking, solving, taking over and counting memory.
+
+    adacc eval tracking-cost --clock cpu
+
+A GPT-2 is trained by the Trainer on the standard library's text. Two figures stand beside each other: what the callback
+itself logs as `adacc/tracking_ms`, against the time of the same steps; and, by the clock of this bench, by how much the
+steps that anything happened in are longer than the normal ones around them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from adacc_hf import AdaccCallback
+from adacc_hf.eval.clock import CLOCKS, add_clock, check_clock
+from adacc_hf.eval.isolation import Figures
+from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records import Settings, add_settings, markdown_table, positive_int
+from adacc_hf.eval.training import ByteSequences
+from adacc_hf.eval.workload import Workload, library_bytes
+
+WORKLOAD = Workload(width=128, layers=4, batch=1, tokens=64)
+"""The model of all runs; only the batch differs."""
+
+ASKED_SHARE = 0.01
+"""What tracking and solving may take of a run."""
+
+AROUND = 8
+"""Normal steps on either side that a step is compared with: close by, since a machine's speed drifts."""
+
+FOLLOW_UPS = 2
+"""Steps after one that tracked or changed the policy whose time counts too: the solver runs, new plans are prepared."""
+
+
+def main(argv: Sequence[str] | None = None, workload: Workload = WORKLOAD) -> int:
+    """Train with every batch size, print the table, save record and table."""
+    parser = argparse.ArgumentParser(prog="adacc eval tracking-cost", description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=positive_int, default=2000, help="optimizer steps of every run")
+    parser.add_argument("--batches", type=positive_int, nargs="+", default=[4], help="batch sizes")
+    parser.add_argument("--budget", type=float, default=0.2, help="memory budget, a fraction of what plain stores")
+    add_clock(parser)
+    add_resume(parser)
+    add_settings(parser, "tracking_cost")
+    arguments = parser.parse_args(argv)
+    settings = Settings.from_arguments(arguments)
+    check_clock(arguments.clock, settings)
+    if arguments.steps < 4 * AROUND:
+        raise ValueError(
+            f"--steps={arguments.steps} must be {4 * AROUND} or more: normal steps are to be compared with"
+        )
+    options = {name: getattr(arguments, name) for name in ("steps", "batches", "budget", "clock")}
+    with open_ledger(settings, {"workload": asdict(workload), **options}, arguments.resume) as ledger:
+        for batch in tqdm(arguments.batches, desc="tracking-cost", unit="run"):
+            ledger.measure(f"batch {batch}", lambda batch=batch: _run(ledger, batch))
+        ledger.finish(asked_share=ASKED_SHARE)
+        ledger.publish(report_text(ledger))
+    return 0
+
+
+def report_text(ledger: Ledger) -> str:
+    """One line per run as Markdown."""
+    info = ledger.run_info
+    heading = f"{Workload(**info['workload'])}, budget {info['budget']:.0%} of what plain training stores"
+    table = markdown_table([_cells(name, point) for name, point in ledger.points.items()])
+    return f"{heading}\n\n{table}\n\nAsked for: below {ledger.summary['asked_share']:.0%} over 2,000 steps.\n"
+
+
+def _cells(name: str, point: Figures) -> dict[str, str]:
+    return {
+        "run": name,
+        "steps": str(point["steps"]),
+        "normal step, ms": f"{point['normal_step_ms']:.1f}",
+        "tracked": str(point["events"].get("tracking", 0)),
+        "changes": str(point["events"].get("change", 0)),
+        "memory counted": str(point["events"].get("memory", 0)),
+        "as logged": f"{point['logged_share']:.2%}",
+        "by the clock": f"{point['measured_share']:.2%}",
+    }
+
+
+class StepClock(TrainerCallback):
+    """The milliseconds of every step by two clocks: the bench's own, and the wall's, which the callback reads."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clocks = (clock, time.perf_counter)
+        self.times: list[tuple[float, ...]] = []
+        self._last: tuple[float, ...] = ()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._last = self._last or self._now()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        now = self._now()
+        self.times.append(tuple((n - last) * 1e3 for n, last in zip(now, self._last, strict=True)))
+        self._last = now
+
+    def _now(self) -> tuple[float, ...]:
+        return tuple(clock() for clock in self.clocks)
+
+
+def _run(ledger: Ledger, batch: int) -> Figures:
+    """Train, and what that came to."""
+    info, settings = ledger.run_info, ledger.settings
+    workload = Workload(**info["workload"] | {"batch": batch})
+    torch.manual_seed(settings.seed)
+    adacc = AdaccCallback(memory_budget=info["budget"], min_compress_bytes=4096)
+    steps = StepClock(CLOCKS[info["clock"]])
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=info["steps"],
+            per_device_train_batch_size=batch,
+            learning_rate=3e-4,
+            logging_steps=max(1, info["steps"] // 20),
+            save_strategy="no",
+            seed=settings.seed,
+            use_cpu=settings.device == "cpu",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        trainer = Trainer(
+            model=workload.model(settings.device, settings.seed),
+            args=arguments,
+            train_dataset=ByteSequences(library_bytes(), workload.tokens, info["steps"] * batch, settings.seed),
+            callbacks=[adacc, steps],
+        )
+        trainer.train()
+    (logged_ms,) = [log["adacc/tracking_ms"] for log in trainer.state.log_history if "train_loss" in log]
+    return figures(adacc.history, steps.times, logged_ms)
+
+
+def figures(history: Sequence[dict[str, Any]], times: Sequence[tuple[float, ...]], logged_ms: float) -> Figures:
+    """The shares of a run whose first policy is the first event; `times` are those of all its steps, by both clocks."""
+    first, *events = history
+    start = first["step"]
+    touched = {event["step"] + later - start for event in events for later in range(FOLLOW_UPS + 1)}
+    by_clock = [ms for ms, _ in times[start:]]
+    normal = {number: ms for number, ms in enumerate(by_clock, 1) if number not in touched}
+    extra_ms = sum(
+        by_clock[number - 1] - _around(normal, number) for number in sorted(touched) if number <= len(by_clock)
+    )
+    return {
+        "steps": len(by_clock),
+        "events": dict(Counter(event["event"] for event in events)),
+        "normal_step_ms": statistics.median(normal.values()),
+        "total_ms": sum(by_clock),
+        "extra_ms": extra_ms,
+        "measured_share": extra_ms / sum(by_clock),
+        "logged_ms": logged_ms,
+        "logged_share": logged_ms / sum(wall for _, wall in times[start:]),
+    }
+
+
+def _around(normal: dict[int, float], number: int) -> float:
+    """The median of the normal steps nearest to step `number`."""
+    nearest = sorted(normal, key=lambda other: abs(other - number))[: 2 * AROUND]
+    return statistics.median(normal[other] for other in nearest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
