@@ -98,7 +98,8 @@ class FakeInstruments(Instruments):
             lossless=codec.lossless,
         )
 
-    def head_times(self, loss: LossCall) -> dict[str, float]:
+    def head_times(self, find_loss: Callable[[], LossCall]) -> dict[str, float]:
+        loss = find_loss()
         return {"plain": self._head_ms(loss, whole), "chunked": self._head_ms(loss, LossCall.chunked)}
 
     def _head_ms(self, loss: LossCall, compute: Callable[[LossCall], torch.Tensor]) -> float:
@@ -134,7 +135,7 @@ class FakeInstruments(Instruments):
 class FakeMemoryInstruments(FakeInstruments):
     """The same without the times of the step and of the heads, on which no peak depends."""
 
-    def head_times(self, loss: LossCall) -> dict[str, float]:
+    def head_times(self, find_loss: Callable[[], LossCall]) -> dict[str, float]:
         return {"plain": 0.0, "chunked": 0.0}
 
     def step_ms(self, model: nn.Module, batch: Mapping[str, Any]) -> float:

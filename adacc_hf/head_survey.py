@@ -70,8 +70,9 @@ class HeadSurvey(AbstractContextManager["HeadSurvey"]):
             return None
         self._head.is_on = True
         try:
-            loss = self._loss_call(model, batch)
-            return HeadLayout(layout=measure(), ms=instruments.head_times(loss))
+            layout = measure()
+            self._head.check_used()
+            return HeadLayout(layout=layout, ms=instruments.head_times(lambda: self._loss_call(model, batch)))
         except ChunkedHeadError as error:
             log.info("Adacc: the head stays plain: %s", error)
             return None
@@ -86,7 +87,6 @@ class HeadSurvey(AbstractContextManager["HeadSurvey"]):
             forward_loss(model, batch)
         finally:
             self._head.on_loss = None
-        self._head.check_used()
         return found[-1]
 
 

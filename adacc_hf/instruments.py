@@ -66,9 +66,12 @@ class Instruments:
         model.zero_grad(set_to_none=True)
         return (time.perf_counter() - start) * 1e3
 
-    def head_times(self, loss: LossCall) -> dict[str, float]:
-        """Milliseconds of the output layer and the loss, forward and backward, by the name of the head."""
-        return head_times(loss)
+    def head_times(self, find_loss: Callable[[], LossCall]) -> dict[str, float]:
+        """Milliseconds of the output layer and the loss, forward and backward, by the name of the head.
+
+        `find_loss` runs a forward to find the loss.
+        """
+        return head_times(find_loss())
 
     def available_bytes(self, device: torch.device, static_bytes: int) -> int:
         """Bytes that this process can have on `device`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -14,6 +13,7 @@ from adacc_hf.fake_model import FakeModel, Workload, fake_model
 from adacc_hf.memory import distinct_bytes
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
+from adacc_hf.search import largest
 from adacc_hf.simulator import run_block, simulate
 from adacc_hf.solver import solve_policy
 from adacc_hf.static_memory import StaticMemory, static_memory
@@ -21,6 +21,11 @@ from adacc_hf.units import format_bytes
 
 METHODS = ("plain", "full recomputation", "adacc")
 """What is compared: everything kept, torch's checkpoint around every block, and the solved policy."""
+LARGEST_SEARCHED = 2**20
+"""No batch or sequence beyond this is looked for."""
+LENGTH_STEP = 8
+"""Sequences are looked for in steps of 8 tokens: in between, attention kernels pad masks in copies of their own, so
+that a longer sequence may take less memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +106,9 @@ class _Planner:
         self.static = static_memory(
             model.model, model.blocks, request.optimizer, workload.sharding, workload.has_master_weights
         )
-        self._estimated = cache(self._estimate)
+        self._traced: dict[tuple[int, int], Profile] = {}
+        """By batch size and sequence length."""
+        self._peak = cache(self._least_peak)
 
     def plan(self) -> Planned:
         request = self.request
@@ -112,7 +119,7 @@ class _Planner:
         policy, peak_bytes = _solved(profile, request.budget, request.workload.adacc)
         forecasts = self._forecasts(profile, policy, peak_bytes)
         if request.find_largest and request.profile is None:
-            forecasts = {name: self._with_largest(name, forecast) for name, forecast in forecasts.items()}
+            forecasts = self._with_largest(forecasts)
         return Planned(
             request=request,
             static=self.static,
@@ -195,59 +202,56 @@ class _Planner:
     def _forecast(self, peak_bytes: int, step_ms: float | None) -> Forecast:
         return Forecast(fits=peak_bytes <= self.request.budget, peak_bytes=peak_bytes, step_ms=step_ms)
 
-    def _with_largest(self, method: str, forecast: Forecast) -> Forecast:
+    def _with_largest(self, forecasts: dict[str, Forecast]) -> dict[str, Forecast]:
+        """The forecasts with the largest batch and the longest sequence, looked for from the method's before on."""
+        found = {}
+        largest_batch, seq_len = self.request.batch_size, self.request.seq_len
+        for method, forecast in forecasts.items():
+            largest_batch = self._largest_batch(method, max(1, largest_batch))
+            seq_len = self._longest_seq_len(method, max(1, seq_len))
+            found[method] = replace(forecast, largest_batch=largest_batch, longest_seq_len=seq_len)
+        return found
+
+    def _largest_batch(self, method: str, start: int) -> int:
+        seq_len = self.request.seq_len
+        hints = {batch: excess for (batch, length), excess in self._known(method).items() if length in (0, seq_len)}
+        return largest(lambda n: self._excess(method, n, seq_len), start, LARGEST_SEARCHED, hints)
+
+    def _longest_seq_len(self, method: str, start: int) -> int:
         request = self.request
-        budget = request.budget
+        longest = request.longest_seq_len or LARGEST_SEARCHED
+        hints = {
+            length // LENGTH_STEP: excess
+            for (batch, length), excess in self._known(method).items()
+            if batch in (0, request.batch_size) and length % LENGTH_STEP == 0
+        }
 
-        def by_batch(batch_size: int) -> int:
-            return self._estimated(batch_size, request.seq_len)[method] - budget
+        def excess(steps: int) -> int:
+            return self._excess(method, request.batch_size, min(LENGTH_STEP * steps, longest))
 
-        def by_length(seq_len: int) -> int:
-            return self._estimated(request.batch_size, seq_len)[method] - budget
+        found = largest(excess, start // LENGTH_STEP, -(-longest // LENGTH_STEP), hints)
+        is_asked_for = self._excess(method, request.batch_size, request.seq_len) <= 0
+        return max(min(LENGTH_STEP * found, longest), request.seq_len if is_asked_for else 0)
 
-        return replace(
-            forecast,
-            largest_batch=largest(by_batch, request.batch_size, None),
-            longest_seq_len=largest(by_length, request.seq_len, request.longest_seq_len),
-        )
+    def _known(self, method: str) -> dict[tuple[int, int], int]:
+        """The excess of shapes that were traced, where it takes no solve; without any tokens, roughly."""
+        shapes = [] if method == "adacc" else list(self._traced)
+        rough = {(0, 0): self.static.resting_bytes - self.request.budget}
+        return rough | {shape: self._excess(method, *shape) for shape in shapes}
 
-    def _estimate(self, batch_size: int, seq_len: int) -> dict[str, int]:
-        """The least peak of each method at another shape."""
-        profile = self._for_training(self.model.estimate(batch_size, seq_len))
-        plain, full = (Policy.uniform(profile, action).predicted_peak_bytes for action in ("retain", "recompute"))
-        return {"plain": plain, "full recomputation": full, "adacc": _least_peak(profile, self.request.workload.adacc)}
+    def _excess(self, method: str, batch_size: int, seq_len: int) -> int:
+        return self._peak(method, batch_size, seq_len) - self.request.budget
 
-
-LARGEST_SEARCHED = 2**20
-"""No batch or sequence beyond this is looked for."""
-
-
-def largest(excess: Callable[[int], int], start: int, limit: int | None) -> int:
-    """The largest n up to `limit` with excess(n) <= 0; 0 if there is none.
-
-    `excess` must not fall; it is nearly linear, so the next n is where the line through the last two points meets 0.
-    """
-    limit = limit or LARGEST_SEARCHED
-    points: dict[int, int] = {}
-    low, high = 0, limit + 1
-    guess = min(max(start, 1), limit)
-    while low + 1 < high:
-        points[guess] = excess(guess)
-        if points[guess] <= 0:
-            low = guess
-        else:
-            high = guess
-        guess = min(max(_crossing(points, low, high), low + 1), high - 1)
-    return low
-
-
-def _crossing(points: dict[int, int], low: int, high: int) -> int:
-    """Where the line through the two points nearest to the answer meets 0."""
-    near = sorted(points, key=lambda n: abs(points[n]))[:2]
-    if len(near) < 2 or points[near[0]] == points[near[1]]:
-        return 2 * low if high > 2 * low > 0 else (low + high) // 2
-    (a, b) = near
-    return int(a - points[a] * (b - a) / (points[b] - points[a]))
+    def _least_peak(self, method: str, batch_size: int, seq_len: int) -> int:
+        """The least peak of a method at another shape."""
+        shape = (batch_size, seq_len)
+        if shape not in self._traced:
+            self._traced[shape] = self._for_training(self.model.estimate(*shape))
+        profile = self._traced[shape]
+        if method == "adacc":
+            return _least_peak(profile, self.request.workload.adacc)
+        action = "retain" if method == "plain" else "recompute"
+        return Policy.uniform(profile, action).predicted_peak_bytes
 
 
 def _check_budget(request: Request, static: StaticMemory) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from adacc_hf.planning import Planned
+from adacc_hf.planning import LENGTH_STEP, Planned
 from adacc_hf.units import format_bytes
 
 ASSUMPTIONS = (
@@ -13,6 +13,7 @@ ASSUMPTIONS = (
     "launch; communication, the optimizer's step and data loading are left out.",
     "Peaks are of live tensor bytes; temporaries inside an operator, the allocator's fragments and the CUDA context "
     "come on top, for which the margin is.",
+    f"Sequences are looked for in steps of {LENGTH_STEP} tokens.",
     "Full recomputation keeps one input per block and runs the block's forward again; adacc is the solved policy.",
     "Replay is taken to be exact for torch's own operators that draw no random numbers.",
 )

@@ -5,13 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from adacc_hf import profile_model
 from adacc_hf.cli import USER_ERROR, main
-from adacc_hf.planning import LARGEST_SEARCHED, largest
 
 CONFIG = GPT2Config(n_layer=3, n_embd=64, n_head=4, n_positions=64, vocab_size=500, bos_token_id=0, eos_token_id=0)
 MIB = 2**20
@@ -48,20 +45,6 @@ def refused(folder, capsys):
         return line
 
     return run
-
-
-@given(limit=st.integers(1, LARGEST_SEARCHED), start=st.integers(1, 3000), data=st.data())
-def test_the_largest_is_found_for_whatever_does_not_fall(limit, start, data):
-    answer = data.draw(st.integers(0, limit))
-    slope, bend = data.draw(st.integers(1, 10**6)), data.draw(st.integers(0, 50))
-    asked = []
-
-    def excess(n):
-        asked.append(n)
-        return slope * (n - answer) + bend * max(0, n - answer) ** 2
-
-    assert largest(excess, start, limit) == answer
-    assert len(asked) == len(set(asked)), "each costs a trace"
 
 
 def test_a_plan_within_a_budget(plan):
