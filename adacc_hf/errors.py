@@ -9,15 +9,17 @@ class InfeasibleBudgetError(AdaccError, ValueError):
     """No policy fits the memory budget.
 
     `smallest_budget_bytes` is the least budget that some policy fits, in the terms the budget was given in: peak
-    bytes of a step for an absolute budget, stored bytes for a fraction.
+    bytes of a step for an absolute budget, stored bytes for a fraction. `bound_bytes` is what no policy can do with
+    less than: the same, where that is proven to be the least.
     """
 
-    def __init__(self, message: str, smallest_budget_bytes: int) -> None:
+    def __init__(self, message: str, smallest_budget_bytes: int, bound_bytes: int | None = None) -> None:
         super().__init__(message)
         self.smallest_budget_bytes = smallest_budget_bytes
+        self.bound_bytes = smallest_budget_bytes if bound_bytes is None else bound_bytes
 
-    def __reduce__(self) -> tuple[type, tuple[str, int]]:
-        return type(self), (str(self), self.smallest_budget_bytes)
+    def __reduce__(self) -> tuple[type, tuple[str, int, int]]:
+        return type(self), (str(self), self.smallest_budget_bytes, self.bound_bytes)
 
 
 class NoBlocksError(AdaccError, ValueError):

@@ -81,6 +81,8 @@ class Planned:
     profile: Profile
     policy: Policy | None
     """None where no policy fits."""
+    bound_bytes: int | None
+    """What no policy's peak is below; None where one fits."""
     forecasts: dict[str, Forecast]
     phases: dict[str, int]
     """Most bytes live in each phase of the step under the policy, or under full recomputation where none fits."""
@@ -116,7 +118,7 @@ class _Planner:
         _check_profile(request.profile, self.model)
         whole = request.profile or self.model.profile(request.batch_size, request.seq_len)
         profile = self._for_training(whole)
-        policy, peak_bytes = _solved(profile, request.budget, request.workload.adacc)
+        policy, peak_bytes, bound_bytes = _solved(profile, request.budget, request.workload.adacc)
         forecasts = self._forecasts(profile, policy, peak_bytes)
         if request.find_largest and request.profile is None:
             forecasts = self._with_largest(forecasts)
@@ -125,6 +127,7 @@ class _Planner:
             static=self.static,
             profile=profile,
             policy=policy,
+            bound_bytes=bound_bytes,
             forecasts=forecasts,
             phases=_phases(profile, policy or Policy.uniform(profile, "recompute")),
         )
@@ -276,18 +279,18 @@ def _check_profile(profile: Profile | None, model: FakeModel) -> None:
         )
 
 
-def _solved(profile: Profile, budget: int, config: AdaccConfig) -> tuple[Policy | None, int]:
-    """The policy within `budget` and its peak, or None and the least budget that would do."""
+def _solved(profile: Profile, budget: int, config: AdaccConfig) -> tuple[Policy | None, int, int | None]:
+    """The policy within `budget` and its peak, or None, the least budget that would do, and what none can be below."""
     try:
         policy = solve_policy(profile, budget, config)
     except InfeasibleBudgetError as error:
-        return None, error.smallest_budget_bytes
-    return policy, policy.predicted_peak_bytes
+        return None, error.smallest_budget_bytes, error.bound_bytes
+    return policy, policy.predicted_peak_bytes, None
 
 
 def _least_peak(profile: Profile, config: AdaccConfig) -> int:
     """The least peak of any policy."""
-    policy, least = _solved(profile, 1, config)
+    policy, least, _ = _solved(profile, 1, config)
     assert policy is None, "nothing fits a byte"
     return least
 

@@ -35,6 +35,7 @@ def to_json(planned: Planned) -> dict[str, Any]:
         "budget_bytes": request.budget,
         "outlier_share": request.workload.outlier_share,
         "fits": planned.forecasts["adacc"].fits,
+        "bound_bytes": planned.bound_bytes,
         "static": {**asdict(planned.static), "resting_bytes": planned.static.resting_bytes},
         "plain_stored_bytes": planned.profile.plain_stored_bytes,
         "phases": planned.phases,
@@ -67,8 +68,10 @@ def _verdict(planned: Planned) -> str:
         return f"fits {budget} as it is: plain training peaks at {format_bytes(plain.peak_bytes)}"
     if planned.policy is not None:
         return f"fits {budget} with adacc: {planned.policy.summary()}"
+    is_proven = planned.bound_bytes == adacc.peak_bytes
+    bound = "" if is_proven else f" ({adacc.peak_bytes} bytes; no policy needs less than {planned.bound_bytes} bytes)"
     return (
-        f"does not fit {budget}: the least possible peak is {format_bytes(adacc.peak_bytes)}. Use a smaller "
+        f"does not fit {budget}: the least possible peak is {format_bytes(adacc.peak_bytes)}{bound}. Use a smaller "
         f"--batch-size or --seq-len, --fsdp N or --zero 3 N, a smaller --optimizer, or --peft lora"
     )
 

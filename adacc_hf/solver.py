@@ -111,8 +111,23 @@ def _fastest(searches: Sequence[_Search], budget: Budget) -> tuple[_Search, list
             return search, columns
         found.append((search, columns))
     if not found:
-        raise min(errors, key=lambda error: error.smallest_budget_bytes)
+        raise _with_bound(errors)
     return min(found, key=lambda pair: pair[0].rank(pair[1]))
+
+
+def _with_bound(errors: Sequence[InfeasibleBudgetError]) -> InfeasibleBudgetError:
+    """The error of the head with the lowest floor, and how far below it any policy with any head may come."""
+    least = min(errors, key=lambda error: error.smallest_budget_bytes)
+    floor, bound = least.smallest_budget_bytes, min(error.bound_bytes for error in errors)
+    if bound >= floor:
+        return InfeasibleBudgetError(str(least), floor)
+    percent = 100 * (1 - bound / floor)
+    return InfeasibleBudgetError(
+        f"{least}. It is the least of all policies that were tried; no policy needs less than {bound} bytes "
+        f"({format_bytes(bound)}, {percent:.2g} % below)",
+        floor,
+        bound,
+    )
 
 
 def _gap(searches: Sequence[_Search], ms: float, budget: Budget) -> float:
@@ -303,13 +318,13 @@ def _infeasible_peak(
 ) -> InfeasibleBudgetError:
     outcome = simulate(profile, [column.plan for column in floor])
     needed = outcome.peak_bytes
-    proof = "" if bound >= needed else f"; no policy needs less than {bound} bytes"
     origin = f" ({budget.nbytes} bytes)" if isinstance(budget.given, str) else ""
     return InfeasibleBudgetError(
         f"memory_budget={budget.given!r}{origin} is below the least possible peak of {needed} bytes "
-        f"({format_bytes(needed)}{proof}), reached in {outcome.peak_label!r} with actions={config.actions!r} and a "
+        f"({format_bytes(needed)}), reached in {outcome.peak_label!r} with actions={config.actions!r} and a "
         f"{profile.head} head: {format_bytes(profile.static_bytes)} are live before a forward (parameters, optimizer "
         f"state, batches), and at least {format_bytes(outcome.stored_bytes)} are stored for backward. Raise "
         f"memory_budget, allow more actions or codecs, or use a smaller batch or shorter sequences",
         needed,
+        min(bound, needed),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -50,6 +51,24 @@ def test_the_least_peak_lies_between_the_bound_and_the_frontier_s(profiles, data
     assert least_bound(profile, columns) <= min(every_peak(profile)) <= trail[-1]
 
 
+def test_a_floor_that_is_proven_says_nothing_of_a_bound(gpt2_like_profile):
+    profile = gpt2_like_profile(num_blocks=3)
+    with pytest.raises(InfeasibleBudgetError) as error:
+        solve_policy(profile, 1)
+    assert error.value.bound_bytes == error.value.smallest_budget_bytes
+    assert "no policy needs less" not in str(error.value)
+
+
+def test_the_bound_is_that_of_every_head(gpt2_like_profile, add_chunked_head):
+    profile = add_chunked_head(gpt2_like_profile(num_blocks=3), saved_bytes=10 << 30)
+    models = [build_model(kind, AdaccConfig()) for kind in profile.kinds]
+    columns = frontiers(SolverLog(), models)
+    bounds = [least_bound(profile.with_head(name), columns) for name in profile.heads]
+    with pytest.raises(InfeasibleBudgetError) as error:
+        solve_policy(profile, 1)
+    assert error.value.bound_bytes == min(*bounds, error.value.smallest_budget_bytes)
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_model_without_a_large_head_has_a_lower_floor_and_more_memory_never_costs_time(gpt2_like_profile, attention):
     profile = gpt2_like_profile(num_blocks=3, attention=attention)
@@ -63,6 +82,8 @@ def test_a_model_without_a_large_head_has_a_lower_floor_and_more_memory_never_co
     with pytest.raises(InfeasibleBudgetError, match=f"no policy needs less than {bound} bytes") as error:
         solve_policy(profile, trail[-1] - 1)
     assert error.value.smallest_budget_bytes == trail[-1]
+    assert error.value.bound_bytes == bound < trail[-1]
+    assert pickle.loads(pickle.dumps(error.value)).bound_bytes == bound
     previous_ms = float("inf")
     budgets = sorted({*trail, *(trail[-1] + (trail[0] - trail[-1]) * i // 3 for i in range(10))})
     for budget in budgets:

@@ -79,6 +79,7 @@ def test_what_fits_no_more_names_the_least_peak(plan, folder, capsys):
     assert not record["fits"]
     assert record["policy"] is None
     least = record["methods"]["adacc"]["peak_bytes"]
+    assert record["bound_bytes"] <= least
     assert plan(*options, str(least))["fits"]
     assert not plan(*options, str(least - 1))["fits"]
     assert main(["plan", "--model", folder, *options, "12MiB"]) == 0
