@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from adacc_hf.profile import CodecOption, KindProfile, Profile, Value
 
 FORMAT_VERSION = 2
+COMPILED_FORMAT = "adacc_hf.compiled_policy"
+"""What the file of a policy for compiled graphs says it is; see `adacc_hf/partitioner/region.py`."""
 HEADS = ("plain", "chunked")
 
 

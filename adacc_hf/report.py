@@ -55,17 +55,12 @@ def write_report(
     ImportError without matplotlib. Nothing is written then.
     """
     check_belongs(policy, profile)
-    folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"report folder {folder} is a file: choose another folder")
     outcomes = _outcomes(profile, policy)
     figures = [
         Figure("policy_map.png", "Action of every activation in every block", draw_policy_map(profile, policy)),
         Figure("memory.png", "Live memory over one training step", _memory_png(profile, policy, outcomes, history)),
         Figure("frontier.png", "Overhead against peak", draw_frontier(profile, policy, _peak_budget(policy))),
     ]
-    run = timeline_parts(history)
-    figures += [part for part in run if isinstance(part, Figure)]
     parts = [
         Heading(TITLE, level=1),
         *_summary(profile, policy, outcomes),
@@ -82,14 +77,26 @@ def write_report(
             "checkpointing runs the forward of all blocks again, as torch's does."
         ),
         figures[2],
-        *run,
+        *timeline_parts(history),
         *_actions(profile, policy),
-        *_events(history),
+        *event_parts(history),
     ]
+    return write_document(folder, TITLE, parts)
+
+
+def write_document(folder: str | Path, title: str, parts: Sequence[Part]) -> Path:
+    """Write report.md, report.html and the pictures among `parts` into `folder`; returns the path of report.md.
+
+    Raises NotADirectoryError if `folder` is a file.
+    """
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"report folder {folder} is a file: choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    for figure in figures:
-        _write(folder / figure.file_name, figure.png)
-    _write(folder / "report.html", to_html(TITLE, parts).encode())
+    for part in parts:
+        if isinstance(part, Figure):
+            _write(folder / part.file_name, part.png)
+    _write(folder / "report.html", to_html(title, parts).encode())
     _write(folder / "report.md", to_markdown(parts).encode())
     return folder / "report.md"
 
@@ -141,10 +148,10 @@ def _summary(profile: Profile, policy: Policy, outcomes: dict[str, Outcome]) -> 
         (
             name,
             format_bytes(outcome.stored_bytes),
-            _percent(outcome.stored_bytes, plain_bytes),
+            percent(outcome.stored_bytes, plain_bytes),
             format_bytes(outcome.peak_bytes),
             f"{outcome.overhead_ms:.2f}",
-            _percent(outcome.overhead_ms, profile.step_ms),
+            percent(outcome.overhead_ms, profile.step_ms),
         )
         for name, outcome in outcomes.items()
     ]
@@ -165,7 +172,8 @@ def _summary(profile: Profile, policy: Policy, outcomes: dict[str, Outcome]) -> 
     return parts
 
 
-def _percent(part: float, whole: float) -> str:
+def percent(part: float, whole: float) -> str:
+    """`part` of `whole` as text; "-" of nothing."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
@@ -208,7 +216,8 @@ def _action_cells(row: ActivationRow) -> tuple[str, ...]:
     )
 
 
-def _events(history: Sequence[Record]) -> list[Part]:
+def event_parts(history: Sequence[Record]) -> list[Part]:
+    """The report's section on what happened, empty if nothing did."""
     if not history:
         return []
     rows = [

@@ -50,7 +50,7 @@ def draw_policy_map(profile: Profile, policy: Policy) -> bytes:
                 if block.kind == index
             ]
             _draw_kind(axis, kind, columns)
-        _draw_action_legend(figure)
+        draw_action_legend(figure)
         return to_png(figure)
 
 
@@ -131,7 +131,7 @@ def _draw_kind(axis: Axes, kind: KindProfile, columns: Sequence[tuple[str, Plan]
     axis.set_xlabel(f"block, in forward order ({kind.block_class})")
 
 
-def _draw_action_legend(figure: Figure) -> None:
+def draw_action_legend(figure: Figure) -> None:
     from matplotlib.patches import Patch
 
     handles = [Patch(color=color, label=name) for name, color in ACTION_COLORS.items()]

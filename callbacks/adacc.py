@@ -124,7 +124,8 @@ class AdaccCallback(TrainerCallback):
     def _begin(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
         if is_compiled(args, None if self._guard is None else self._guard.trainer):
             checkpoint = self._checkpoint(args)
-            self._compiled = begin_compiled_run(self.config, model, self._note, self._given, checkpoint)
+            begun = begin_compiled_run(self.config, model, self._note, self._given, checkpoint)
+            self._compiled, self.history = begun
             if self._guard is not None:
                 self._guard.wrap("compute_loss", self._compute_loss)
             return
@@ -205,7 +206,10 @@ class AdaccCallback(TrainerCallback):
     ) -> None:
         self._num_steps += 1
         if self._compiled is not None:
+            num_events = len(self.history)
             self._compiled.step_ends(state.global_step, model)
+            if len(self.history) > num_events and state.is_world_process_zero:
+                self._compiled.save(args.output_dir, self.history)
             return
         if self._num_steps == 1:
             self._check_called()
@@ -222,8 +226,9 @@ class AdaccCallback(TrainerCallback):
                 self._save(args, changed)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._compiled is not None and state.is_world_process_zero:
-            self._compiled.save(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if self._compiled is not None and state.is_world_process_zero and folder.is_dir():
+            self._compiled.save(folder, self.history)
         if self.policy is not None and state.is_world_process_zero:
             save_in_checkpoint(args, state, self._saved())
 

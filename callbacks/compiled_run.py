@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from adacc_hf.callbacks.checkpoint_files import save_history
 from adacc_hf.callbacks.step_meter import StepMeter
 from adacc_hf.callbacks.torch_compile import COMPILED_FILE
 from adacc_hf.config import AdaccConfig
@@ -110,10 +111,10 @@ class CompiledRun:
             figures["adacc/measured_peak_gib"] = self.peak_bytes / 2**30
         return figures
 
-    def save(self, folder: str | Path) -> None:
-        """Write the policy into a folder that exists."""
-        if Path(folder).is_dir():
-            self.policy.save(Path(folder) / COMPILED_FILE)
+    def save(self, folder: str | Path, history: list[dict[str, Any]]) -> None:
+        """Write the policy and what happened so far into `folder`, for reports and for runs that resume."""
+        self.policy.save(Path(folder) / COMPILED_FILE)
+        save_history(folder, history)
 
     def remove(self) -> None:
         """Take the partitioner out of torch, and what it cut out of the model. Harmless when called again."""

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer, TrainingArguments
 
+from adacc_hf.callbacks.checkpoint_files import HISTORY_FILE
 from adacc_hf.config import AdaccConfig
+from adacc_hf.errors import AdaccError
+from adacc_hf.files import read_json
 from adacc_hf.ranks import from_first_rank
 
 if TYPE_CHECKING:
@@ -35,8 +38,8 @@ def is_compiled(args: TrainingArguments, trainer: Trainer | None) -> bool:
 
 def begin_compiled_run(
     config: AdaccConfig, model: Any, note: Callable[..., None], given: Any, checkpoint: str | Path | None
-) -> CompiledRun:
-    """A run under the policy file `given`, or the one in `checkpoint`, or one that is still to be found.
+) -> tuple[CompiledRun, list[dict[str, Any]]]:
+    """A run under the policy file `given`, or the one in `checkpoint`, or one that is still to be found; its history.
 
     Raises ValueError for a policy of runs without torch_compile.
     """
@@ -49,10 +52,12 @@ def begin_compiled_run(
             f"of an {COMPILED_FILE} that such a run left in its checkpoint"
         )
 
-    def load() -> CompiledPolicy | None:
+    def load() -> tuple[CompiledPolicy | None, list[dict[str, Any]]]:
         kept = None if checkpoint is None else Path(checkpoint) / COMPILED_FILE
-        path = given if given is not None or kept is None or not kept.is_file() else kept
-        return None if path is None else CompiledPolicy.load(path)
+        if given is not None or kept is None or not kept.is_file():
+            return None if given is None else CompiledPolicy.load(given), []
+        return CompiledPolicy.load(kept), read_json(kept.with_name(HISTORY_FILE), AdaccError, "history")
 
     # The first rank decides, also where the others do not see its files: all ranks must measure peaks, or none.
-    return CompiledRun(config, model, note, from_first_rank(load))
+    policy, history = from_first_rank(load)
+    return CompiledRun(config, model, note, policy), history

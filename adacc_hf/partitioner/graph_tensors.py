@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from adacc_hf.partitioner.functorch import is_getitem
 from adacc_hf.partitioner.joint_graph import JointGraph
 from adacc_hf.policy import RECOMPUTE, Action, Choice
 
@@ -46,10 +47,11 @@ def graph_tensors(
 
 def _tensor(joint: JointGraph, value: int, choice: Choice, stored_bytes: int) -> GraphTensor:
     record, node = joint.kind.values[value], joint.nodes[value]
+    maker = node.args[0] if is_getitem(node) else node
     return GraphTensor(
         name=record.name,
         module=module_path(node),
-        operator=str(node.target) if node.op == "call_function" else "input",
+        operator=str(maker.target) if maker.op == "call_function" else "input",
         shape=record.shape,
         dtype=record.dtype,
         nbytes=record.nbytes,

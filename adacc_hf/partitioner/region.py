@@ -15,10 +15,9 @@ from adacc_hf.errors import PolicyMismatchError
 from adacc_hf.files import read_json, write_json
 from adacc_hf.partitioner.graph_tensors import GraphTensor
 from adacc_hf.partitioner.joint_graph import JointGraph
-from adacc_hf.policy import Action, Choice
+from adacc_hf.policy import COMPILED_FORMAT, Action, Choice
 from adacc_hf.units import format_bytes
 
-FORMAT = "adacc_hf.compiled_policy"
 FORMAT_VERSION = 2
 
 
@@ -118,7 +117,7 @@ class CompiledPolicy:
     def save(self, path: str | Path) -> None:
         """Write the policy as JSON, atomically."""
         regions = [plan.to_json() for plan in self.regions]
-        header = {"format": FORMAT, "version": FORMAT_VERSION}
+        header = {"format": COMPILED_FORMAT, "version": FORMAT_VERSION}
         write_json(path, {**header, "share": self.share, "budget_bytes": self.budget_bytes, "regions": regions})
 
     @classmethod
@@ -126,7 +125,7 @@ class CompiledPolicy:
         """Read what `save` wrote. Raises FileNotFoundError, or PolicyMismatchError if it is not a whole such file."""
         record = read_json(path, PolicyMismatchError, "compiled policy")
         try:
-            if (record["format"], record["version"]) != (FORMAT, FORMAT_VERSION):
+            if (record["format"], record["version"]) != (COMPILED_FORMAT, FORMAT_VERSION):
                 raise ValueError(f"format {record['format']!r}, version {record['version']!r}")
             regions = tuple(RegionPlan.from_json(region) for region in record["regions"])
             return cls(share=record["share"], budget_bytes=record["budget_bytes"], regions=regions)

@@ -53,6 +53,10 @@ def test_report_writes_into_the_folder(files, tmp_path: Path, capsys) -> None:
     assert (tmp_path / "out" / "report.html").is_file()
 
 
+def test_report_names_the_profile_that_is_missing(files, tmp_path: Path, capsys) -> None:
+    assert "name it by --profile" in refused(["report", files[0], "--output", str(tmp_path / "out")], capsys)
+
+
 def test_codecs_lists_every_codec(capsys) -> None:
     assert main(["codecs"]) == 0
     lines = capsys.readouterr().out.splitlines()

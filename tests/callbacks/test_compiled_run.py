@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch._inductor import config as inductor
 
 from adacc_hf import AdaccCallback, InfeasibleBudgetError, Policy
 from adacc_hf.callbacks import compiled_run
+from adacc_hf.callbacks.checkpoint_files import HISTORY_FILE
 from adacc_hf.callbacks.compiled_run import CompiledRun
 from adacc_hf.callbacks.torch_compile import COMPILED_FILE
 from adacc_hf.config import AdaccConfig
@@ -39,7 +42,9 @@ def test_a_compiled_run_keeps_to_its_share_and_trains_as_plainly(make_model, tra
     assert 0 < policy.stored_bytes <= 0.5 * policy.plain_bytes
     # Inductor fuses other operators together, so that sums may be taken in another order.
     assert run.losses == pytest.approx(plain.losses, rel=1e-5)
-    assert CompiledPolicy.load(tmp_path / "run" / "checkpoint-2" / COMPILED_FILE) == policy
+    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-2"):
+        assert CompiledPolicy.load(folder / COMPILED_FILE) == policy
+        assert json.loads((folder / HISTORY_FILE).read_text()) == callback.history
     events = [event for event in callback.history if event["event"] == "policy"]
     assert sum(event["stored_bytes"] for event in events[-len(policy.in_force) :]) == policy.stored_bytes
     assert run.logs[-1]["adacc/stored_gib"] == policy.stored_bytes / 2**30
@@ -52,6 +57,7 @@ def test_a_compiled_run_keeps_to_its_share_and_trains_as_plainly(make_model, tra
         max_steps=3,
         model=make_model(n_layer=1),
     )
+    assert [event["step"] for event in resumed.history if event["event"] == "policy"] == [1, 1, 3, 3]
     assert {plan.digest: plan.stored for plan in resumed.compiled_policy.regions} == {
         plan.digest: plan.stored for plan in policy.in_force
     }
