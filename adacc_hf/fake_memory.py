@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,10 @@ from adacc_hf.memory import MemoryMeter, MemoryPoint
 class FakeMemoryMeter(MemoryMeter):
     """Counts the storages that operators make, until they die. Temporaries inside an operator are not seen."""
 
-    def __init__(self) -> None:
+    def __init__(self, price_ms: Callable[..., float] | None = None) -> None:
+        """`price_ms(func, args, kwargs, result)` is the time of an operator, if times are to be summed too."""
+        self.total_ms = 0.0
+        self.price_ms = price_ms
         self._live_bytes = self._at_mark = self._most = 0
         self._label: tuple[Any, ...] | None = None
         self._storages: set[int] = set()
@@ -69,6 +73,8 @@ class _WatchStorages(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if self._meter.price_ms is not None:
+            self._meter.total_ms += self._meter.price_ms(func, args, kwargs, result)
         given = {_storage(leaf)._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and _storage(leaf)._cdata not in given:

@@ -115,7 +115,8 @@ class FakeModel:
     def _trace(self, instruments: type[FakeInstruments], batch_size: int, seq_len: int) -> Profile:
         ids = torch.zeros((batch_size, seq_len), dtype=torch.long)
         batch = {"input_ids": ids, "labels": ids.clone()}
-        readings = instruments(self.workload.device, self.workload.outlier_share)
+        is_plain = self.workload.adacc.heads[0] == "plain"
+        readings = instruments(self.workload.device, self.workload.outlier_share, times_measured=is_plain)
         with fake_autocast(self.workload.trace, self.autocast), at_most_chunks(3):
             return profile_model(self.model, batch, self.workload.adacc, instruments=readings)
 

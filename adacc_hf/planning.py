@@ -121,6 +121,7 @@ class _Planner:
         policy, peak_bytes, bound_bytes = _solved(profile, request.budget, request.workload.adacc)
         forecasts = self._forecasts(profile, policy, peak_bytes)
         if request.find_largest and request.profile is None:
+            self._traced[request.batch_size, request.seq_len] = profile
             forecasts = self._with_largest(forecasts)
         return Planned(
             request=request,

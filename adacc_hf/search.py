@@ -17,7 +17,7 @@ def largest(excess: Callable[[int], int], start: int, limit: int, hints: Mapping
     """The largest n from 1 to `limit` with excess(n) <= 0; 0 if there is none.
 
     `excess` must not fall. Both the answer and, but for `limit`, the number after it are looked at. Where those may be
-    is guessed from the nearest points: those looked at, `start` the first, and `hints`, which need not be exact.
+    is guessed from the nearest points: those looked at, `start` the first, and `hints`; the one at 0 may be rough.
     """
     points = dict(hints)
     low, high, stalls = 0, limit + 1, 0
@@ -38,7 +38,9 @@ def largest(excess: Callable[[int], int], start: int, limit: int, hints: Mapping
 
 def _through(points: Mapping[int, int], low: int, high: int) -> Callable[[int], float]:
     """The polynomial through both sides of the answer and the points nearest to it (Newton's divided differences)."""
-    nodes = sorted(points, key=lambda n: (n not in (low, high), abs(points[n]), n))[:NEAREST]
+    exact = [n for n in points if n > 0]
+    nodes = sorted(exact if len(exact) > 1 else points, key=lambda n: (n not in (low, high), abs(points[n]), n))
+    nodes = nodes[:NEAREST]
     terms = [float(points[n]) for n in nodes]
     for order in range(1, len(nodes)):
         for i in range(len(nodes) - 1, order - 1, -1):

@@ -148,3 +148,17 @@ def test_a_plan_can_be_solved_from_it() -> None:
     policy = solve_policy(fake, 0.5)
     assert policy.predicted_stored_bytes <= 0.5 * fake.plain_stored_bytes
     assert policy.predicted_overhead_ms > 0
+
+
+def test_a_step_timed_while_its_memory_is_measured_takes_as_long_as_one_timed_apart() -> None:
+    device = find_device("h100")
+    with fake_tensors("cuda"), fake_autocast("cuda", torch.bfloat16):
+        model = AutoModelForCausalLM.from_config(gpt2(64, 2)).train()
+        ids = torch.zeros((2, 32), dtype=torch.long)
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        together, apart = (
+            profile_model(model, batch, instruments=FakeInstruments(device, times_measured=flag))
+            for flag in (True, False)
+        )
+    assert together == apart
+    assert together.step_ms > 0
