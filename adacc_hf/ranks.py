@@ -47,11 +47,16 @@ def check_same_policy(policy: Policy) -> None:
         )
 
 
-def least_over_ranks(profile: Profile) -> Profile:
-    """`profile` with the least available memory of all ranks."""
+def common_profile(profile: Profile) -> Profile:
+    """The first rank's `profile`, on every rank, with the least available memory of all.
+
+    Prices and outliers differ between ranks, and what is decided from them later, such as when to solve, must not: a
+    rank that asks the others for a solution which they do not know of waits for ever.
+    """
     if num_ranks() == 1:
         return profile
-    return replace(profile, available_bytes=min(of_all_ranks(profile.available_bytes)))
+    least = min(of_all_ranks(profile.available_bytes))
+    return replace(from_first_rank(lambda: profile), available_bytes=least)
 
 
 def from_first_rank(make: Callable[[], T]) -> T:

@@ -35,7 +35,7 @@ from adacc_hf.executor import PolicyHandle
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
 from adacc_hf.profiler import profile_model
-from adacc_hf.ranks import check_same_policy, from_first_rank, least_over_ranks, of_all_ranks
+from adacc_hf.ranks import check_same_policy, common_profile, from_first_rank, of_all_ranks
 from adacc_hf.repricing import without_lossy
 from adacc_hf.shapes import BatchShapes, batch_shapes, describe, is_alike, resized
 from adacc_hf.solver import solve_policy
@@ -344,7 +344,7 @@ class AdaccCallback(TrainerCallback):
             optimizer_step_bytes=self._optimizer.nbytes,
         )
         model.train(was_training)
-        return least_over_ranks(profile)
+        return common_profile(profile)
 
     def _solve(self, profile: Profile) -> Policy:
         if callable(self._given):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from adacc_hf import Policy, Profile
 from adacc_hf.errors import AdaccError, InfeasibleBudgetError, PolicyMismatchError
-from adacc_hf.ranks import check_same_policy, from_first_rank, least_over_ranks, num_ranks
+from adacc_hf.ranks import check_same_policy, common_profile, from_first_rank, num_ranks
 
 
 class UnsendableError(RuntimeError):
@@ -36,7 +36,7 @@ def test_one_process_does_nothing(profile_of, tape_builder):
     tape.operator("mul", [tape.value("input", 4)], [("out", 4)], 1.0, save=[-1])
     profile = profile_of([tape.kind()], [0])
     assert num_ranks() == 1
-    assert least_over_ranks(profile) is profile
+    assert common_profile(profile) is profile
     assert from_first_rank(lambda: profile) is profile
     check_same_policy(Policy.uniform(profile, "retain"))
     error = InfeasibleBudgetError("too small", 7)
@@ -59,9 +59,9 @@ def run_rank(rank: int, folder: Path) -> None:
 
 
 def check_least(rank: int, profiles) -> None:
-    least = least_over_ranks(profiles[rank])
-    assert least.available_bytes == 1000
-    assert least.static_bytes == profiles[rank].static_bytes
+    common = common_profile(profiles[rank])
+    assert common.available_bytes == 1000
+    assert common == replace(profiles[0], available_bytes=1000)
 
 
 def check_result(rank: int, profile) -> None:
@@ -104,7 +104,9 @@ def test_two_ranks_agree(tmp_path, profile_of, tape_builder):
     tape = tape_builder()
     tape.operator("mul", [tape.value("input", 4)], [("out", 4)], 1.0, save=[-1])
     for index, size in enumerate((3000, 1000)):
-        profile_of([tape.kind()], [0], available_bytes=size).save(tmp_path / f"profile{index}.json")
+        profile_of([tape.kind()], [0], available_bytes=size, static_bytes=64 * (index + 1)).save(
+            tmp_path / f"profile{index}.json"
+        )
     command = [sys.executable, __file__, str(tmp_path)]
     ranks = [
         subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

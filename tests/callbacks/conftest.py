@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -111,37 +115,57 @@ def lossless():
     return LOSSLESS
 
 
+def tiny_trainer(
+    folder: Path,
+    callbacks: list[TrainerCallback] | None = None,
+    model: PreTrainedModel | None = None,
+    trainer_class: type[Trainer] = Trainer,
+    **arguments: Any,
+) -> Trainer:
+    """A Trainer on the CPU for 5 steps, whose checkpoints would go into `folder`."""
+    settings = {
+        "output_dir": str(folder),
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "max_steps": 5,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "per_device_train_batch_size": 4,
+        "save_strategy": "no",
+        "seed": 3,
+    }
+    return trainer_class(
+        model=model if model is not None else tiny_model(),
+        args=TrainingArguments(**{**settings, **arguments}),
+        train_dataset=Tokens(),
+        eval_dataset=Tokens(8, seed=1),
+        callbacks=callbacks,
+    )
+
+
 @pytest.fixture
 def make_trainer(tmp_path):
-    """`make_trainer(callbacks, model=None, trainer_class=Trainer, **arguments)`: a Trainer on the CPU for 5 steps."""
+    """`make_trainer(callbacks, model=None, trainer_class=Trainer, **arguments)`: see `tiny_trainer`."""
+    return partial(tiny_trainer, tmp_path / "run")
 
-    def make(
-        callbacks: list[TrainerCallback] | None = None,
-        model: PreTrainedModel | None = None,
-        trainer_class: type[Trainer] = Trainer,
-        **arguments: Any,
-    ) -> Trainer:
-        settings = {
-            "output_dir": str(tmp_path / "run"),
-            "report_to": "none",
-            "use_cpu": True,
-            "disable_tqdm": True,
-            "max_steps": 5,
-            "logging_steps": 1,
-            "learning_rate": 1e-3,
-            "per_device_train_batch_size": 4,
-            "save_strategy": "no",
-            "seed": 3,
-        }
-        return trainer_class(
-            model=model if model is not None else tiny_model(),
-            args=TrainingArguments(**{**settings, **arguments}),
-            train_dataset=Tokens(),
-            eval_dataset=Tokens(8, seed=1),
-            callbacks=callbacks,
-        )
 
-    return make
+@pytest.fixture
+def run_two_ranks(tmp_path):
+    """`run_two_ranks(script)`: what the two ranks of `script` left in rank0.json and rank1.json of their folder."""
+
+    def run(script: str) -> list[Any]:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        done = subprocess.run([*torchrun, script, str(tmp_path)], capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr[-8000:]
+        return [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+    return run
+
+
+def leave_what_was_found(folder: Path, found: Any) -> None:
+    """Write what this rank found to where `run_two_ranks` reads it."""
+    (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
 
 
 @pytest.fixture

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from adacc_hf import AdaccCallback
 
@@ -18,33 +15,16 @@ NUM_STEPS = 5
 
 
 def train(toys: Any, callbacks: list[Any], folder: Path) -> Trainer:
-    trainer = Trainer(
-        model=toys.tiny_model(n_layer=1),
-        args=TrainingArguments(
-            output_dir=str(folder),
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-            max_steps=NUM_STEPS,
-            logging_steps=1,
-            per_device_train_batch_size=2,
-            save_strategy="no",
-            seed=3,
-            torch_compile=True,
-        ),
-        train_dataset=toys.Tokens(),
-        callbacks=callbacks,
-    )
+    settings = {"model": toys.tiny_model(n_layer=1), "max_steps": NUM_STEPS, "torch_compile": True}
+    trainer = toys.tiny_trainer(folder, callbacks, per_device_train_batch_size=2, **settings)
     trainer.train()
     return trainer
 
 
 def run_rank(folder: Path) -> None:
+    import conftest as toys  # a script's own folder is where it imports from
+
     torch.set_num_threads(1)
-    spec = importlib.util.spec_from_file_location("toys", Path(__file__).with_name("conftest.py"))
-    toys = importlib.util.module_from_spec(spec)
-    sys.modules["toys"] = toys
-    spec.loader.exec_module(toys)
     fraction, peak = AdaccCallback(**toys.LOSSLESS), AdaccCallback(**{**toys.LOSSLESS, "memory_budget": "1GiB"})
     with toys.graphs_as_they_are():
         runs = [train(toys, callbacks, folder) for callbacks in ([], [fraction], [peak])]
@@ -57,14 +37,11 @@ def run_rank(folder: Path) -> None:
         "calls": [plan.calls for plan in fraction.compiled_policy.regions],
         "changes": [[e["step"], e["share"]] for e in peak.history if e["event"] == "change"],
     }
-    (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
+    toys.leave_what_was_found(folder, found)
 
 
-def test_compiled_ranks_train_as_without_us_and_change_together(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run([*torchrun, __file__, str(tmp_path)], capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-3000:]
-    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+def test_compiled_ranks_train_as_without_us_and_change_together(run_two_ranks) -> None:
+    ranks = run_two_ranks(__file__)
     for rank in ranks:
         assert rank["wrapped"] == "DistributedDataParallel"
         assert rank["same"] == [True, True]

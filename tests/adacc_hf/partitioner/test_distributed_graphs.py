@@ -110,7 +110,7 @@ def run_rank(folder: Path) -> None:
 
 def test_two_ranks_train_as_under_the_plain_partition(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run([*torchrun, __file__, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*torchrun, __file__, str(tmp_path)], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     for name in ("ddp", "fsdp2"):
