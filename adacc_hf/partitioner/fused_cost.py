@@ -1,8 +1,8 @@
 """What replaying and storing cost in a compiled graph: bytes moved where operators fuse, measurement where they do not.
 
-Inductor fuses pointwise operators and reductions into the kernels of their neighbours: replaying one costs its
-arithmetic and reading what the kernel would not read anyway; storing a value costs writing it in forward and reading
-it in backward. Products and attention run by themselves in any case, and are timed.
+Inductor fuses pointwise operators and reductions into the kernels of their neighbours: replaying one costs little but
+what it reads and writes beyond what those do, unless it is a function such as tanh; storing a value costs writing it in
+forward and reading it in backward. Products and attention run by themselves in any case, and are timed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,27 @@ from torch import fx
 from torch.utils._mode_utils import no_dispatch
 
 from adacc_hf.partitioner.functorch import hint, op_types
-from adacc_hf.partitioner.joint_graph import nbytes_of
-from adacc_hf.pricing import median_ms
+from adacc_hf.partitioner.joint_graph import is_held, nbytes_of, root_of
+from adacc_hf.pricing import REPEATS, median_ms
 
-SAMPLE_BYTES = 8 * 2**20
+LARGE_BYTES = 64 * 2**20
+"""More than caches hold: what is stored is read again when much else was in between."""
+CACHED_ELEMENTS = {"cpu": 2**16, "cuda": 2**22}
+"""Elements that stay in the cache, so that arithmetic is timed and not memory; enough to fill the device."""
+
+CHEAP = 0.1
+"""Arithmetic of an ordinary operator in a fused kernel, as a part of moving what it reads and makes: a kernel of six
+took no longer than one of one."""
+
+aten = torch.ops.aten
+FUNCTIONS = (
+    aten.exp, aten.exp2, aten.expm1, aten.log, aten.log1p, aten.log2, aten.tanh, aten.sigmoid, aten.erf, aten.erfc,
+    aten.sin, aten.cos,
+)  # fmt: skip
+"""Take longer than moving what they read, on a CPU."""
+
+CPU_BOOL_MS = 1e-5
+"""Inductor writes a mask to memory element by element on a CPU: 10 ms for 2**20 of them, and 0.1 ms packed to bits."""
 
 
 @dataclass(frozen=True)
@@ -29,22 +46,49 @@ class DeviceSpeed:
 
     bytes_per_ms: float
     """Bytes moved by a copy, reading and writing counted."""
-    arithmetic_ms_per_byte: float
-    """Time of a pointwise operator beyond moving its bytes, per byte of its result."""
 
     def moving_ms(self, nbytes: float) -> float:
         return nbytes / self.bytes_per_ms
 
+    def pointwise_ms(self, nbytes: float) -> float:
+        """Arithmetic of an ordinary operator in a fused kernel, on a tensor of `nbytes`."""
+        return CHEAP * self.moving_ms(2 * nbytes)
+
 
 @cache
 def device_speed(device: torch.device) -> DeviceSpeed:
-    """The speed of `device`, measured once: a copy, and tanh, which costs more than most and less than some."""
+    """The speed of `device`, measured once."""
     with no_dispatch(), torch.no_grad():
-        source = torch.rand(SAMPLE_BYTES // 4, device=device)
+        source = torch.zeros(LARGE_BYTES // 4, device=device)
         target = torch.empty_like(source)
-        copy_ms = median_ms(lambda: target.copy_(source), device)
-        tanh_ms = median_ms(lambda: torch.tanh(source, out=target), device)
-    return DeviceSpeed(2 * SAMPLE_BYTES / copy_ms, max(tanh_ms - copy_ms, 0.0) / SAMPLE_BYTES)
+        return DeviceSpeed(2 * LARGE_BYTES / least_ms(lambda: target.copy_(source), device))
+
+
+@cache
+def function_ms(function: Any, device: torch.device) -> float:
+    """Time per element of a function of FUNCTIONS beyond that of an ordinary operator, measured once."""
+    with no_dispatch(), torch.no_grad():
+        sample = torch.linspace(0.1, 2.0, CACHED_ELEMENTS[device.type], device=device)
+        result = torch.empty_like(sample)
+        own, ordinary = (
+            least_ms(lambda op=op: op(sample, out=result), device) for op in (function.out, torch.ops.aten.neg.out)
+        )
+    return max(own - ordinary, 0.0) / sample.numel()
+
+
+def least_ms(run: Callable[[], object], device: torch.device) -> float:
+    """Least time of some runs: what else the machine does makes them slower only."""
+    return min(median_ms(run, device, repeats=1) for _ in range(REPEATS))
+
+
+def keep_ms(node: fx.Node) -> float:
+    """Time to write a value in forward and read it in backward; what a product makes or reads is written anyway."""
+    nbytes, device = nbytes_of(node), node.meta["val"].device
+    is_written = node.op == "placeholder" or not op_types().is_fusible(root_of(node)) or is_held(node)
+    writing = 0.0
+    if not is_written and device.type == "cpu" and node.meta["val"].dtype is torch.bool:
+        writing = CPU_BOOL_MS * hint(node.meta["val"].numel())
+    return writing + device_speed(device).moving_ms(nbytes * (1 if is_written else 2))
 
 
 class OperatorTimes:
@@ -59,15 +103,9 @@ class OperatorTimes:
         if not results:
             return 0.0
         device = results[0].meta["val"].device
-        speed = device_speed(device)
-        made = nbytes_of(results[0])
         if not op_types().is_fusible(node) or op_types().is_compute_intensive(node):
             return self._timed_ms(node, device)
-        read = max(
-            (nbytes_of(n) for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)), default=0
-        )
-        reduces = read > 4 * made  # a kernel of its own reads all of its input before others can use the result
-        return speed.arithmetic_ms_per_byte * max(read, made) + (speed.moving_ms(read) if reduces else 0.0)
+        return _fused_ms(node, results, device)
 
     def _timed_ms(self, node: fx.Node, device: torch.device) -> float:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda read: _Example.of(read))
@@ -75,6 +113,21 @@ class OperatorTimes:
         if key not in self._timed:
             self._timed[key] = _measure(node.target, args, kwargs, device)
         return self._timed[key]
+
+
+def _fused_ms(node: fx.Node, results: list[fx.Node], device: torch.device) -> float:
+    """Time that an operator adds to the kernel that it is fused into."""
+    speed, made = device_speed(device), nbytes_of(results[0])
+    read = max((nbytes_of(n) for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)), default=0)
+    ms = speed.pointwise_ms(max(read, made))
+    if read > 4 * made:  # a kernel of its own reads all of its input before others can use the result
+        ms += speed.moving_ms(read)
+    if any(is_held(result) for result in results):  # a product reads it from memory
+        ms += speed.moving_ms(2 * made)
+    function = getattr(node.target, "overloadpacket", None)
+    if function in FUNCTIONS:
+        ms += function_ms(function, device) * hint(results[0].meta["val"].numel())
+    return ms
 
 
 @dataclass(frozen=True)
@@ -112,4 +165,4 @@ def _hinted(sizes: Any) -> tuple[int, ...]:
 def _measure(target: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> float:
     with no_dispatch(), torch.no_grad():
         args, kwargs = torch.utils._pytree.tree_map_only(_Example, _Example.make, (args, kwargs))
-        return median_ms(lambda: target(*args, **kwargs), device)
+        return least_ms(lambda: target(*args, **kwargs), device)

@@ -102,12 +102,16 @@ def _is_value(node: fx.Node) -> bool:
 
 
 def _made_of_parameters(nodes: list[fx.Node], static: set[fx.Node]) -> set[fx.Node]:
-    """Values that nothing but parameters, buffers and constants goes into: casts of weights, ranges of positions."""
+    """Values that nothing but parameters, buffers and constants goes into: casts of weights, ranges of positions.
+
+    What is drawn at random has no inputs either, and is none of them.
+    """
     found: set[fx.Node] = set()
     for node in nodes:
         maker = node.args[0] if is_getitem(node) else node
         reads = [root_of(read) for read in maker.all_input_nodes]
-        if node.op == "call_function" and all(read in static or read in found for read in reads):
+        known = all(read in static or read in found for read in reads)
+        if node.op == "call_function" and known and not is_random(maker):
             found.add(node)
     return found
 

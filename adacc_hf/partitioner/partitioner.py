@@ -17,11 +17,11 @@ from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.partitioner import functorch
-from adacc_hf.partitioner.fused_cost import OperatorTimes, device_speed
+from adacc_hf.partitioner.fused_cost import OperatorTimes, keep_ms
 from adacc_hf.partitioner.graph_codecs import codec_options
 from adacc_hf.partitioner.graph_tensors import graph_tensors
-from adacc_hf.partitioner.joint_graph import JointGraph, is_held, nbytes_of, read_joint_graph, root_of
-from adacc_hf.partitioner.program import GraphChoice, GraphModel, graph_model, least_bytes, least_time
+from adacc_hf.partitioner.joint_graph import JointGraph, is_held, nbytes_of, read_joint_graph
+from adacc_hf.partitioner.program import GraphChoice, GraphModel, graph_model, keeping, least_bytes, least_time
 from adacc_hf.partitioner.ranges import spoiled_by_codecs
 from adacc_hf.partitioner.region import CompiledPolicy, RegionPlan, graph_digest, plan_for
 from adacc_hf.partitioner.rewrite import compress_saved
@@ -125,7 +125,7 @@ class AdaccPartitioner(CustomPartitionerFn):
             plan,
             stored_bytes=choice.nbytes,
             peak_bytes=choice.peak_bytes,
-            overhead_ms=choice.ms,
+            overhead_ms=choice.ms - keeping(graph, plain).ms,
             stored=tuple((joint.nodes[value].name, how) for value, how in choice.stored.items()),
             tensors=graph_tensors(joint, plain, choice.stored, choice.stored_bytes),
         )
@@ -155,11 +155,11 @@ class AdaccPartitioner(CustomPartitionerFn):
             replace(operator, ms=ms, replayable=operator.replayable and (may_replay or not operator.inputs))
             for operator, ms in zip(joint.kind.operators, times, strict=True)
         )
-        keep_ms = {index: _keep_ms(node) for index, node in enumerate(joint.nodes)}
+        store_ms = {index: keep_ms(node) for index, node in enumerate(joint.nodes)}
         spoiled = spoiled_by_codecs(joint)
         codecs = {index: codec_options(joint, index, self.config, spoiled) for index in range(len(joint.nodes))}
         held_bytes = [nbytes_of(node) if is_held(node) else 0 for node in joint.nodes]
-        return graph_model(replace(joint.kind, operators=operators), keep_ms, codecs, held_bytes)
+        return graph_model(replace(joint.kind, operators=operators), store_ms, codecs, held_bytes)
 
     def _solve(self, graph: GraphModel, plan: RegionPlan, allowed_bytes: int) -> GraphChoice:
         """The fastest choice within `allowed_bytes`; the smallest one, with a warning, where a share allows too little.
@@ -205,12 +205,6 @@ def _nothing_yet(config: AdaccConfig) -> CompiledPolicy:
     return CompiledPolicy(
         share=None, budget_bytes=parse_bytes(budget, "memory_budget") if isinstance(budget, str) else budget
     )
-
-
-def _keep_ms(node: fx.Node) -> float:
-    """Time to write a value in forward and read it in backward; what a product made is written in any case."""
-    is_written = node.op == "placeholder" or not functorch.op_types().is_fusible(root_of(node))
-    return device_speed(node.meta["val"].device).moving_ms(nbytes_of(node) * (1 if is_written else 2))
 
 
 def _codecs(joint: JointGraph, stored: Mapping[int, Choice]) -> dict[str, Codec]:

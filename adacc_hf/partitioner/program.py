@@ -5,7 +5,7 @@ Unlike the executor, a graph can hand over any value, not only what autograd wou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -28,6 +28,7 @@ class GraphChoice:
     peak_bytes: int
     """Most that is live while a segment is remade: what is stored up to it, and what is remade of it."""
     ms: float
+    """Replay, storing and codecs."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,11 @@ class _GraphProgram:
     def best(self, costs: Terms, log: SolverLog) -> GraphChoice | None:
         """The choice with least `costs`; None if there is none."""
         solution = Solver(self.program, log, integer=True).minimize(costs)
-        return None if solution is None else _choice(self._graph, self.block, solution)
+        if solution is None:
+            return None
+        menus = self._graph.model.menus
+        taken = {v: menus[v][option] for (v, option), x in self.block.store.items() if solution[x] > 0.5}
+        return _choice(self._graph, taken)
 
     def segment_bytes(self, segment: int) -> list[tuple[int, float]]:
         """What is live, in KiB, while a segment is remade: what is stored up to it, and what is remade of it."""
@@ -130,15 +135,14 @@ def least_bytes(graph: GraphModel, log: SolverLog, *, of_peak: bool) -> GraphCho
     return choice
 
 
-def _choice(graph: GraphModel, block: BlockVariables, solution: Sequence[float]) -> GraphChoice:
-    """What the solved variables mean, less what nobody reads."""
+def keeping(graph: GraphModel, values: Iterable[int]) -> GraphChoice:
+    """The choice that keeps `values` as they are and remakes the others."""
+    return _choice(graph, {value: graph.model.menus[value][0] for value in values})
+
+
+def _choice(graph: GraphModel, taken: Mapping[int, Store]) -> GraphChoice:
+    """The choice that stores what is `taken`, less what nobody reads."""
     model = graph.model
-    taken = {
-        value: store
-        for value, menu in model.menus.items()
-        for option, store in enumerate(menu)
-        if solution[block.store[value, option]] > 0.5
-    }
     pending = [value.index for value in model.kind.values if value.saved]
     read: set[int] = set()
     runs: set[int] = set()
@@ -149,7 +153,7 @@ def _choice(graph: GraphModel, block: BlockVariables, solution: Sequence[float])
         read.add(value)
         if value not in taken:
             producer = model.kind.values[value].producer
-            if producer not in runs:
+            if producer is not None and producer not in runs:
                 runs.add(producer)
                 pending += model.kind.operators[producer].inputs
     stores = {value: store for value, store in taken.items() if value in read}

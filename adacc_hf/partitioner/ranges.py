@@ -37,12 +37,17 @@ def spoiled_by_codecs(joint: JointGraph) -> frozenset[int]:
 
 def _is_huge(node: fx.Node, huge: set[fx.Node]) -> bool:
     """Whether a value may hold a mask's numbers: it is made with one, or of what holds one."""
-    if getattr(node.target, "overloadpacket", None) in BOUNDED:
+    if getattr(node.target, "overloadpacket", None) in BOUNDED or _is_truth(node):
         return False
     numbers = [argument for argument in (*node.args, *node.kwargs.values()) if isinstance(argument, float)]
     if _is_float(node) and any(not abs(number) < HUGE for number in numbers):  # so that nan is huge
         return True
     return any(read in huge for read in node.all_input_nodes)
+
+
+def _is_truth(node: fx.Node) -> bool:
+    tensor = node.meta.get("val")
+    return isinstance(tensor, torch.Tensor) and tensor.dtype is torch.bool
 
 
 def _is_float(node: fx.Node) -> bool:

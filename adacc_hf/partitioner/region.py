@@ -39,7 +39,8 @@ class RegionPlan:
     peak_bytes: int = 0
     """Most that is live of it in backward while a part of it is remade: what is stored up to there, and that part."""
     overhead_ms: float = 0.0
-    """Replay, storing and codecs, as priced."""
+    """What replay, storing and codecs take beyond those of torch's own partition, as priced; below 0 where they take
+    less."""
     stored: tuple[tuple[str, Choice], ...] = ()
     """How each value that is handed over is stored, by the name of its node; the others are remade."""
     tensors: tuple[GraphTensor, ...] = ()

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:Depreca
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_model_trains_under_the_backend() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    # The mask of what lies above zero is handed over as bits.
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.ReLU())
     x = torch.randn(128, 64)
     model(x).square().mean().backward()
     expected = [p.grad.clone() for p in model.parameters()]

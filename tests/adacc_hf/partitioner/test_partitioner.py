@@ -68,6 +68,13 @@ def test_random_operators_stay_in_forward(train_step: Any) -> None:
     assert any(is_random(node) for node in step.forward.graph.nodes)
 
 
+def test_masks_are_handed_over_as_bits(train_step: Any) -> None:
+    partitioner = _partitioner(0.3, actions=LOSSLESS)
+    step = train_step(partitioner, dropout=0.5)
+    assert "bitmask" in {choice.codec for _, choice in partitioner.policy.regions[0].stored}
+    assert not any(tensor.dtype is torch.bool for tensor in step.saved())
+
+
 def test_a_region_that_fits_is_cut_as_ever(train_step: Any) -> None:
     plain = train_step(min_cut_rematerialization_partition)
     partitioner = _partitioner(1.0)

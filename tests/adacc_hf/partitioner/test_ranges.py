@@ -26,6 +26,8 @@ class Masked(nn.Module):
         mask = torch.where(attended.bool(), 0.0, torch.finfo(x.dtype).min)
         hidden = self.linear(self.norm(x))
         weights = (hidden @ hidden.transpose(-1, -2) + mask).softmax(-1)
+        # What is chosen by a mask is no mask, wherever the truth of it comes from.
+        weights = torch.where((mask == 0.0).any(), weights, 0.0)
         return weights @ hidden.tanh()
 
 
@@ -55,8 +57,13 @@ def _targets(joint: JointGraph, values: set[int]) -> set[str]:
 def test_masks_and_what_they_are_added_to_are_spoiled(joint: JointGraph) -> None:
     spoiled = spoiled_by_codecs(joint)
     assert "where" in _targets(joint, spoiled)
-    (scores,) = [i for i, n in enumerate(joint.nodes) if "where" in str(n.all_input_nodes)]
+    (scores,) = [i for i, n in enumerate(joint.nodes) if "add" in str(n.target) and "where" in str(n.all_input_nodes)]
     assert scores in spoiled
+
+
+def test_what_is_chosen_by_the_look_of_a_mask_is_not(joint: JointGraph) -> None:
+    (chosen,) = [i for i, n in enumerate(joint.nodes) if "where" in str(n.target) and "div" in str(n.all_input_nodes)]
+    assert chosen not in spoiled_by_codecs(joint)
 
 
 def test_statistics_of_norms_are_spoiled(joint: JointGraph) -> None:

@@ -1,0 +1,56 @@
+"""What a graph may choose."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adacc_hf.partitioner.program import GraphModel, graph_model, keeping, least_bytes, least_time
+from adacc_hf.profile import KindProfile, Operator, Value
+from adacc_hf.program import SolverLog
+
+BLOCK = (100, 100, 100, 1)
+
+
+def _value(index: int, nbytes: int) -> Value:
+    return Value(
+        index=index, name="", shape=(nbytes,), encoded_shape=(nbytes,), dtype="uint8", nbytes=nbytes,
+        producer=index - 1 if index else None, saved=True, activation=True, shared=None, recomputable=index > 0,
+        role="other",
+    )  # fmt: skip
+
+
+def _chain(sizes: list[int], run_ms: float, keep_ms: float) -> GraphModel:
+    """Operators one after the other, each reading what the last one made; value 0 is given."""
+    operators = tuple(
+        Operator(index=j, name="", module="", inputs=(j,), outputs=(j + 1,), ms=run_ms, replayable=True)
+        for j in range(len(sizes))
+    )
+    kind = KindProfile(
+        digest="", block_class="", values=tuple(_value(j, nbytes) for j, nbytes in enumerate([8, *sizes])),
+        operators=operators, slots=(), forward=(), backward=(), forward_ms=0.0,
+    )  # fmt: skip
+    return graph_model(kind, dict.fromkeys(range(len(sizes) + 1), keep_ms), {}, [8, *sizes])
+
+
+@given(st.integers(2, 5))
+def test_what_lives_across_a_boundary_is_stored_at_any_price(blocks: int) -> None:
+    """Else the first question of backward could have all of forward remade at once."""
+    graph = _chain([*BLOCK] * blocks, run_ms=0.0, keep_ms=1.0)
+    choice = least_time(graph, 10**6, SolverLog(), of_peak=False)
+    assert choice is not None
+    assert graph.segments.boundary
+    assert choice.stored.keys() == {0, *graph.segments.boundary}
+    assert choice.peak_bytes == 8 + sum(BLOCK) + blocks - 1
+
+
+def test_the_least_bytes_are_those_of_boundaries() -> None:
+    graph = _chain([*BLOCK] * 3, run_ms=1.0, keep_ms=0.0)
+    assert least_bytes(graph, SolverLog(), of_peak=False).nbytes == 8 + 2
+
+
+def test_what_torch_would_keep_has_a_price_too() -> None:
+    graph = _chain([*BLOCK], run_ms=2.0, keep_ms=1.0)
+    assert keeping(graph, {0, 1, 2, 3, 4}).ms == 5.0
+    choice = keeping(graph, {0, 2})
+    assert (choice.ms, choice.nbytes) == (2 * 1.0 + 3 * 2.0, 108)
