@@ -20,6 +20,7 @@ from adacc_hf.eval.contenders import uses_lossy_codec
 from adacc_hf.eval.one_policy import solve_one_policy
 from adacc_hf.eval.subject import Subject
 from adacc_hf.eval.workload import Batch
+from adacc_hf.memory import MemoryMeter, count_static_bytes
 from adacc_hf.naive import NAIVE_CODEC, quantize_everything
 from adacc_hf.profile import Profile
 
@@ -65,6 +66,16 @@ class Installed:
     """Whether it adds up in another order than plain training, so that the promise holds but for rounding."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What the method decided, for the record."""
+
+
+def measure_steady_step(bench: Bench, call: Callable[..., Any]) -> tuple[int, int]:
+    """Static bytes, and the peak of a whole training step in the steady state, static bytes included."""
+    for _ in range(2):  # the first calls at a shape record it
+        bench.subject.train_step(call, bench.batch, bench.optimizer)
+    static_bytes = count_static_bytes(bench.model, bench.batch, bench.optimizer)
+    with MemoryMeter.for_device(torch.device(bench.subject.device)) as meter:
+        bench.subject.train_step(call, bench.batch, bench.optimizer)
+    return static_bytes, static_bytes + meter.peak_bytes
 
 
 Install = Callable[[Bench, Budget | None], Installed]

@@ -14,6 +14,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from adacc_hf.compat import FLAG, FUNCTION, SETTER, GradientCheckpointingLayer
+from adacc_hf.eval.isolation import OverLimitError
 from adacc_hf.eval.methods import (
     ADACC,
     CHECKPOINTING,
@@ -24,11 +25,19 @@ from adacc_hf.eval.methods import (
     Method,
     Promise,
     install_checkpointing,
+    measure_steady_step,
 )
 from adacc_hf.eval.methods import adacc as adacc_method
+from adacc_hf.units import format_bytes
 
 COMPILE_BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.05)
 """Settings of `activation_memory_budget`: the share of what the compiler's default saves. At 0 it saves inputs only."""
+
+MATCH_ROUNDS = 4
+"""Compilations in search of the share whose peak is a rival's."""
+MATCH_SLACK = 0.03
+"""Part of the rival's peak that may be left unused: more would be a handicap of our own making."""
+MIN_SHARE = 0.01
 
 XFORMERS_BUDGETS = (0.25, 0.5, 0.75)
 
@@ -108,11 +117,48 @@ def install_compiled(bench: Bench, budget: Budget | None, share: float) -> Insta
 
 
 def install_adacc_compiled(bench: Bench, budget: Budget | None) -> Installed:
-    """torch.compile with our partitioner, which may compress too."""
-    from adacc_hf.partitioner.backend import adacc
+    """torch.compile with our partitioner, which may compress too.
 
-    compiled = torch.compile(bench.model, backend=adacc, options={"memory_budget": budget})
-    return Installed(call=compiled, promise=Promise.OWN_LOSSY)
+    A whole number is what a whole step may take: the largest share that keeps to it is looked for. Raises
+    OverLimitError if none does.
+    """
+    from adacc_hf.partitioner import AdaccPartitioner
+    from adacc_hf.partitioner.backend import adacc
+    from adacc_hf.partitioner.installed import InstalledPartitioner
+
+    if isinstance(budget, float):
+        compiled = torch.compile(bench.model, backend=adacc, options={"memory_budget": budget})
+        return Installed(call=compiled, promise=Promise.OWN_LOSSY)
+    assert isinstance(budget, int), "peers give fractions, or bytes that were measured"
+    installed = InstalledPartitioner(AdaccPartitioner(memory_budget=1.0))
+    compiled = torch.compile(bench.model)
+    share = _share_within(bench, compiled, installed, budget)
+    return Installed(call=compiled, promise=Promise.OWN_LOSSY, facts={"share": share})
+
+
+def _share_within(bench: Bench, call: Callable[..., Any], installed: Any, budget_bytes: int) -> float:
+    """The share of the compiler's default bytes, now in force, at which a step's peak comes closest below a budget."""
+    fitting, share, peak_bytes = None, 1.0, 0
+    for _ in range(MATCH_ROUNDS):
+        installed.partitioner.start_over(share)
+        installed.compile_again()
+        _, peak_bytes = measure_steady_step(bench, call)
+        left = budget_bytes - peak_bytes
+        if left >= 0:
+            fitting = share
+            if share >= 1.0 or left <= MATCH_SLACK * budget_bytes:
+                return share
+        policy = installed.partitioner.policy
+        margin = 0 if left >= 0 else MATCH_SLACK / 3 * policy.plain_bytes
+        share = min(1.0, max((policy.stored_bytes + left - margin) / policy.plain_bytes, MIN_SHARE))
+    if fitting is None:
+        raise OverLimitError(
+            f"no share of torch.compile's bytes that was tried keeps to {format_bytes(budget_bytes)}",
+            {"peak_bytes": peak_bytes},
+        )
+    installed.partitioner.start_over(fitting)
+    installed.compile_again()
+    return fitting
 
 
 def need_host_memory_elsewhere(device: str) -> str | None:
@@ -141,6 +187,13 @@ ADACC_VARIANTS: dict[str, Method] = {
     "adacc_compiled": Method(title="Adacc in torch.compile", install=install_adacc_compiled, takes_budget=True),
 }
 
+COMPILED_PEERS: dict[str, Method] = {
+    f"compile_{share:g}": Method(
+        title=f"torch.compile, activation_memory_budget {share:g}", install=partial(install_compiled, share=share)
+    )
+    for share in COMPILE_BUDGETS
+}
+
 PEERS: dict[str, Method] = {
     "plain": PLAIN,
     "checkpointing": CHECKPOINTING,
@@ -157,12 +210,7 @@ PEERS: dict[str, Method] = {
         )
         for share in XFORMERS_BUDGETS
     },
-    **{
-        f"compile_{share:g}": Method(
-            title=f"torch.compile, activation_memory_budget {share:g}", install=partial(install_compiled, share=share)
-        )
-        for share in COMPILE_BUDGETS
-    },
+    **COMPILED_PEERS,
     "adacc": ADACC,
     **ADACC_VARIANTS,
 }

@@ -18,11 +18,11 @@ from typing import Any
 from tqdm import tqdm
 
 from adacc_hf.eval.clock import add_clock, check_clock
-from adacc_hf.eval.isolation import Status, run_isolated
+from adacc_hf.eval.isolation import Status, failure, run_isolated
 from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.methods import Promise
-from adacc_hf.eval.peer_methods import ADACC_VARIANTS, PEERS
-from adacc_hf.eval.peers_report import report_text, save_plot
+from adacc_hf.eval.peer_methods import ADACC_VARIANTS, COMPILED_PEERS, PEERS
+from adacc_hf.eval.peers_report import matched_key, report_text, save_plot
 from adacc_hf.eval.plots import need_matplotlib
 from adacc_hf.eval.records import Settings, add_settings, positive_int
 from adacc_hf.eval.subject import add_subject, subject_options
@@ -34,7 +34,7 @@ BUDGETS = (0.75, 0.5, 0.35, 0.25, 0.15)
 """Fractions of plain training's activation bytes for Adacc."""
 
 VARIANT_BUDGETS = (0.5, 0.25)
-"""For its variants; in torch.compile, fractions of what the compiler's default saves."""
+"""For its variants; in torch.compile, where that has no points of its own, of what the compiler's default saves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +43,20 @@ class Entry:
 
     method: str
     budget: float | None = None
+    rival: str | None = None
+    """The peer whose measured peak is the budget."""
 
     @property
     def key(self) -> str:
+        if self.rival is not None:
+            return matched_key(self.rival)
         return self.method if self.budget is None else f"{self.method}_{self.budget:g}"
 
     @property
     def title(self) -> str:
         title = PEERS[self.method].title
+        if self.rival is not None:
+            return f"{title} at the peak of {PEERS[self.rival].title.removeprefix('torch.compile, ')}"
         return title if self.budget is None else f"{title} at {self.budget:.0%}"
 
 
@@ -100,10 +106,16 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
 
 
 def entries_of(peers: Sequence[str], budgets: Sequence[float], variant_budgets: Sequence[float]) -> list[Entry]:
-    """The points to measure, in the order of the table."""
+    """The points to measure, in the order of the table.
+
+    In torch.compile Adacc gets the peak of each of torch.compile's own points, where there are any.
+    """
     entries: list[Entry] = []
+    rivals = [name for name in peers if name in COMPILED_PEERS]
     for name in peers:
-        if PEERS[name].takes_budget:
+        if name == "adacc_compiled" and rivals:
+            entries += [Entry(method=name, rival=rival) for rival in rivals]
+        elif PEERS[name].takes_budget:
             entries += [Entry(method=name, budget=b) for b in (budgets if name == "adacc" else variant_budgets)]
         else:
             entries.append(Entry(method=name))
@@ -118,12 +130,16 @@ def measure(ledger: Ledger, entries: Sequence[Entry], timeout_s: float, run: Run
             "subject": info["subject"],
             "family": "peers",
             "method": entry.method,
-            "budget": entry.budget,
+            "budget": entry.budget if entry.rival is None else ledger.points[entry.rival].get("peak_bytes"),
             "rounds": info["rounds"],
             "clock": info["clock"],
             "threads": ledger.settings.threads,
         }
-        ledger.measure(entry.key, lambda order=order: run(run_trial, order, timeout_s))
+        if entry.rival is not None and order["budget"] is None:
+            reason = f"{PEERS[entry.rival].title}, whose peak it is to keep to, was not measured"
+            ledger.measure(entry.key, lambda reason=reason: failure(Status.ERROR, reason))
+        else:
+            ledger.measure(entry.key, lambda order=order: run(run_trial, order, timeout_s))
 
 
 def points_of(ledger: Ledger, entries: Sequence[Entry]) -> dict[str, list[Point]]:

@@ -9,6 +9,7 @@ from adacc_hf.eval.ledger import Ledger
 from adacc_hf.eval.plots import curves
 from adacc_hf.eval.records import markdown_table
 from adacc_hf.eval.trial import describe
+from adacc_hf.units import format_bytes
 
 GROUPS = {
     "compile": "torch.compile",
@@ -43,6 +44,11 @@ def report_text(ledger: Ledger) -> str:
             markdown_table([_rivals(row, titles) for row in within]),
             *_lost(within, titles),
         ]
+    if matched := _matched(ledger):
+        parts += [
+            "torch.compile against Adacc in torch.compile, which gets the other's measured peak as its budget:",
+            markdown_table(matched),
+        ]
     reasons = [f"- {titles[key]}: {p['reason']}" for key, p in ledger.points.items() if "reason" in p]
     return "\n\n".join([*parts, *(["Not measured:", "\n".join(reasons)] if reasons else [])]) + "\n"
 
@@ -75,6 +81,32 @@ def _rivals(row: Mapping[str, Any], titles: Mapping[str, str]) -> dict[str, str]
         return "none fits" if rival is None else f"{rival['speed_ratio']:.2f}x of {titles[rival['peer']]}"
 
     return {"point": titles[row["adacc"]], "eager": cell("eager"), "compiled": cell("compiled")}
+
+
+def matched_key(rival: str) -> str:
+    """The key of Adacc's compiled point whose budget is the peak of `rival`."""
+    return f"adacc_compiled_within_{rival}"
+
+
+def _matched(ledger: Ledger) -> list[dict[str, str]]:
+    """A row for each pair of compiled points at equal peak."""
+    rows = []
+    for rival, title in ledger.summary["titles"].items():
+        pair = [ledger.points.get(key, {}) for key in (rival, matched_key(rival))]
+        if all("tokens_per_second" in point for point in pair):
+            own, other = (point["tokens_per_second"]["median"] for point in reversed(pair))
+            rows.append(
+                {
+                    "peer": title,
+                    "its tokens/s": f"{other:.0f}",
+                    "its peak": format_bytes(pair[0]["peak_bytes"]),
+                    "Adacc's peak": format_bytes(pair[1]["peak_bytes"]),
+                    "share of the bytes": f"{pair[1]['decided']['share']:.2f}",
+                    "Adacc's tokens/s": f"{own:.0f}",
+                    "ratio": f"{own / other:.2f}x",
+                }
+            )
+    return rows
 
 
 def _lost(within: list[Mapping[str, Any]], titles: Mapping[str, str]) -> Iterator[str]:

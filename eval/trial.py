@@ -15,7 +15,6 @@ from adacc_hf.eval.isolation import CannotRunError, Figures, OverLimitError
 from adacc_hf.eval.methods import Bench, Budget, Installed, Method
 from adacc_hf.eval.records import Spread, to_json
 from adacc_hf.eval.subject import Subject, first_sequences
-from adacc_hf.memory import MemoryMeter, count_static_bytes
 from adacc_hf.units import format_bytes
 
 FAMILIES: dict[str, dict[str, Method]] = {
@@ -79,13 +78,9 @@ def _warm_up(bench: Bench) -> None:
 
 def _memory_figures(bench: Bench, installed: Installed, limit_bytes: int | None) -> Figures:
     """The bytes of whole training steps in the steady state. Raises OverLimitError."""
-    for _ in range(2):  # the first calls at a shape record it
-        bench.subject.train_step(installed.call, bench.batch, bench.optimizer)
+    static_bytes, peak_bytes = methods.measure_steady_step(bench, installed.call)
+    figures = {"static_bytes": static_bytes, "peak_bytes": peak_bytes}
     device = torch.device(bench.subject.device)
-    static_bytes = count_static_bytes(bench.model, bench.batch, bench.optimizer)
-    with MemoryMeter.for_device(device) as meter:
-        bench.subject.train_step(installed.call, bench.batch, bench.optimizer)
-    figures = {"static_bytes": static_bytes, "peak_bytes": static_bytes + meter.peak_bytes}
     if device.type == "cuda":
         figures["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
     if limit_bytes is not None and figures["peak_bytes"] > limit_bytes:

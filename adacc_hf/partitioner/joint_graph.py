@@ -32,6 +32,21 @@ class JointGraph:
         """The value that `node` is or views; None if it is at hand in backward anyway."""
         return self._index.get(root_of(node))
 
+    def values_behind(self, nodes: Iterable[fx.Node]) -> set[int]:
+        """The values that `nodes` are, and for a node that only backward has those that it is made of."""
+        found: set[int] = set()
+        pending, seen = list(nodes), set()
+        while pending:
+            node = root_of(pending.pop())
+            if node in seen:
+                continue
+            seen.add(node)
+            if node in self._index:
+                found.add(self._index[node])
+            else:
+                pending += node.all_input_nodes
+        return found
+
     @cached_property
     def _index(self) -> dict[fx.Node, int]:
         return {node: index for index, node in enumerate(self.nodes)}

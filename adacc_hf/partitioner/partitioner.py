@@ -88,11 +88,15 @@ class AdaccPartitioner(CustomPartitionerFn):
             return self._plainly(gm, joint_inputs, kwargs, replace(plan, reason=refusal))
         held = functorch.held_inputs(gm, info, num_outputs)
         joint = read_joint_graph(gm, info, held)
-        plain = {joint.value_of(node) for node in functorch.plain_saved(gm, info)} - {None}
+        saved = functorch.plain_saved(gm, info)
+        plain = {joint.value_of(node) for node in saved} - {None}
         plain_bytes = sum(nbytes_of(joint.nodes[value]) for value in plain)
         plan = replace(plan, plain_bytes=plain_bytes, stored_bytes=plain_bytes, peak_bytes=plain_bytes)
         known = self._known.get(plan.digest)
-        plan = self._decide(joint, plan, plain) if known is None else replace(known, region=plan.region, calls=None)
+        if known is None:
+            plan = self._decide(joint, plan, plain, joint.values_behind(saved))
+        else:
+            plan = replace(known, region=plan.region, calls=None)
         if plan.reason:
             return self._plainly(gm, joint_inputs, kwargs, plan)
         self._note(plan)
@@ -107,8 +111,11 @@ class AdaccPartitioner(CustomPartitionerFn):
         allowed = (self.policy.share, self.policy.budget_bytes)
         return f"adacc_hf {_source_digest()} {self.config!r} {allowed!r} {self._given!r}"
 
-    def _decide(self, joint: JointGraph, plan: RegionPlan, plain: Set[int]) -> RegionPlan:
-        """`plan` with what the solver chooses, or the reason for not asking it; `plain` is what torch would save."""
+    def _decide(self, joint: JointGraph, plan: RegionPlan, plain: Set[int], behind: Set[int]) -> RegionPlan:
+        """`plan` with what the solver chooses, or the reason for not asking it.
+
+        `plain` is what torch would save, `behind` that and what the rest of it is made of, which backward alone has.
+        """
         allowed_bytes = self.policy.allowed_bytes(plan.plain_bytes)
         if allowed_bytes is not None and allowed_bytes >= plan.plain_bytes:
             tensors = tuple(
@@ -125,7 +132,7 @@ class AdaccPartitioner(CustomPartitionerFn):
             plan,
             stored_bytes=choice.nbytes,
             peak_bytes=choice.peak_bytes,
-            overhead_ms=choice.ms - keeping(graph, plain).ms,
+            overhead_ms=choice.ms - keeping(graph, behind).ms,
             stored=tuple((joint.nodes[value].name, how) for value, how in choice.stored.items()),
             tensors=graph_tensors(joint, plain, choice.stored, choice.stored_bytes),
         )

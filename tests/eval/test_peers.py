@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from adacc_hf.eval import peers
-from adacc_hf.eval.peer_methods import PEERS
+from adacc_hf.eval import peer_methods, peers
+from adacc_hf.eval.isolation import OverLimitError
+from adacc_hf.eval.peer_methods import COMPILED_PEERS, PEERS
+from adacc_hf.partitioner.region import CompiledPolicy, RegionPlan
 
 POINTS = {"plain": (100, 10.0), "checkpointing": (40, 7.0), "selective": (70, 7.5), "compile_0.5": (60, 14.0)}
 PROMISES = {"compile_0.5": "own_randomness", "adacc_compiled": "own_lossy"}
@@ -19,7 +21,10 @@ def made_up(function, order: dict, timeout_s: float) -> dict:
     method, budget = order["method"], order["budget"]
     if method not in POINTS and budget is None:
         return {"status": "cannot_run", "reason": "needs a GPU"}
-    peak, speed = POINTS[method] if budget is None else OWN[budget]
+    if method == "adacc_compiled":
+        peak, speed = budget / 2**20 - 1, 15.0
+    else:
+        peak, speed = POINTS[method] if budget is None else OWN[budget]
     spread = {"low": speed, "median": speed, "high": speed}
     promise = PROMISES.get(method, "exact")
     return {
@@ -28,6 +33,7 @@ def made_up(function, order: dict, timeout_s: float) -> dict:
         "tokens_per_second": spread,
         "step_ms": spread,
         "gate": {"promise": promise},
+        "decided": {"share": 0.6},
     }
 
 
@@ -42,10 +48,13 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str, str]:
 def test_every_peer_has_a_row_or_a_reason(outputs) -> None:
     record, table, _ = outputs
     info = record["train_info"]
-    assert len(info["points"]) == len(PEERS) + 3  # Adacc and its two variants at two budgets each
+    # Adacc and its lossless variant at two budgets each, and the compiled one at each peak of torch.compile.
+    assert len(info["points"]) == len(PEERS) + 2 + len(COMPILED_PEERS) - 1
     for key, title in info["titles"].items():
         assert f"| {title} " in table
-        if info["points"][key]["status"] == "cannot_run":
+        if info["points"][key]["status"] == "error":
+            assert f"- {title}: torch.compile, activation_memory_budget" in table
+        elif info["points"][key]["status"] == "cannot_run":
             assert f"- {title}: needs a GPU" in table
 
 
@@ -66,18 +75,62 @@ def test_speed_at_equal_peak_and_peak_at_equal_speed(outputs) -> None:
 def test_the_fastest_that_needs_no_more_stands_beside_each_of_adaccs_points(outputs) -> None:
     record, table, _ = outputs
     rows = {row["adacc"]: row for row in record["train_info"]["within_adaccs_peaks"]}
-    names = ("adacc", "adacc_lossless", "adacc_compiled")
-    assert list(rows) == [f"{name}_{budget}" for name in names for budget in (0.5, 0.25)]
-    assert rows["adacc_compiled_0.5"] == rows["adacc_0.5"] | {"adacc": "adacc_compiled_0.5"}
+    eager = [f"{name}_{budget}" for name in ("adacc", "adacc_lossless") for budget in (0.5, 0.25)]
+    assert list(rows) == [*eager, "adacc_compiled_within_compile_0.5"]
     assert rows["adacc_0.25"]["eager"] == {"peer": "checkpointing", "speed_ratio": pytest.approx(9.0 / 7.0)}
     assert rows["adacc_0.25"]["compiled"] is None
     assert rows["adacc_0.5"]["compiled"] == {"peer": "compile_0.5", "speed_ratio": pytest.approx(9.6 / 14.0)}
-    lost = "Adacc at 50%, Adacc, lossless at 50%, Adacc in torch.compile at 50%"
+    lost = "Adacc at 50%, Adacc, lossless at 50%"
     assert (
         f"Slower than the fastest compiled peer (fused operators, which Adacc has in torch.compile only): {lost}."
         in table
     )
     assert "Slower than the fastest eager peer" not in table
+
+
+def test_compiled_points_are_matched_by_their_peak(outputs) -> None:
+    _, table, _ = outputs
+    (row,) = [line for line in table.splitlines() if "60.00 MiB" in line and "59.00 MiB" in line]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    title = "torch.compile, activation_memory_budget 0.5"
+    assert cells == [title, "14", "60.00 MiB", "59.00 MiB", "0.60", "15", "1.07x"]
+
+
+def test_without_compiled_peers_the_compiled_variant_has_budgets_of_its_own() -> None:
+    keys = [entry.key for entry in peers.entries_of(["plain", "adacc_compiled"], [0.5], [0.25])]
+    assert keys == ["plain", "adacc_compiled_0.25"]
+
+
+class Share:
+    """Stands for a model whose compiled step has a peak of 20 and its share of 100 bytes."""
+
+    def __init__(self) -> None:
+        self.partitioner, self.policy, self.tried = self, CompiledPolicy(share=1.0), []
+
+    def start_over(self, share: float) -> None:
+        self.tried.append(share)
+        plan = RegionPlan(digest="", plain_bytes=100, stored_bytes=int(100 * share))
+        self.policy = CompiledPolicy(share=share, regions=(plan,))
+
+    def compile_again(self) -> None: ...
+
+
+@pytest.mark.parametrize(("budget", "share"), [(120, 1.0), (70, 0.5), (200, 1.0)])
+def test_the_share_is_the_largest_that_keeps_to_a_peak(
+    monkeypatch: pytest.MonkeyPatch, budget: int, share: float
+) -> None:
+    model = Share()
+    monkeypatch.setattr(peer_methods, "measure_steady_step", lambda *_: (0, 20 + model.policy.stored_bytes))
+    found = peer_methods._share_within(None, None, model, budget)
+    assert found == model.tried[-1] <= share
+    assert found > share - 0.05
+
+
+def test_a_peak_that_no_share_keeps_to_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Share()
+    monkeypatch.setattr(peer_methods, "measure_steady_step", lambda *_: (0, 20 + model.policy.stored_bytes))
+    with pytest.raises(OverLimitError, match=r"no share .* keeps to 10 B"):
+        peer_methods._share_within(None, None, model, 10)
 
 
 def test_the_plot_joins_one_methods_points(outputs) -> None:
