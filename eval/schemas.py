@@ -196,6 +196,15 @@ PARTITION = record(
         "reasons": array(TEXT),
     }
 )
+GRAPH_STEP = {
+    **dict.fromkeys(("predicted_bytes", "stored_bytes", "modelled_peak_bytes", "peak_bytes"), COUNT),
+    "overhead_ms": NUMBER,
+    "step_ms": POSITIVE,
+    "share": NUMBER,
+}
+GRAPH_BUDGETS = ended(record({"plain": record(GRAPH_STEP), "trials": array(record(GRAPH_STEP))}))
+COMPILATION = {"cpu_seconds": POSITIVE, "graphs_from_cache": COUNT, "joint_graphs_from_cache": COUNT}
+COMPILATIONS = ended(record({**COMPILATION, "again": ended(record(COMPILATION))}))
 NEW_LENGTH = record(
     {
         **dict.fromkeys(("first_ms", "second_ms", "steady_ms", "extra_ms"), NUMBER),
@@ -270,6 +279,7 @@ POINTS: dict[str, dict[str, Schema]] = {
     "peak_accuracy": {"": record({"peaks": array(PEAK)})},
     "budget_sweep": {"": SWEEP},
     "partitions": {"": record({"lossless": array(PARTITION), "lossy": PARTITION})},
+    "compiled": {", budgets$": GRAPH_BUDGETS, ", compilation, ": COMPILATIONS},
     "table1": {"": record({"activations": array(TRADED)})},
     "evolution": {", batch \\d+$": EVOLUTION},
     "tracking_cost": {"^batch \\d+$": TRACKING_COST},

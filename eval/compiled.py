@@ -1,0 +1,266 @@
+"""What torch.compile costs with our partitioner: bytes and peaks over budgets, step times as priced, compile times.
+
+    adacc eval compiled
+
+All through Inductor, on small models, each measurement in a process of its own. Over budgets on the peak of what a
+region holds, what forward hands to backward must be what was predicted, to the byte; else the run fails. Beside it:
+whether a smaller budget ever has a higher peak, and how far peaks and step times lie from predictions that add to
+plain torch.compile's what the plan says. Compilation starts with an empty cache, and is then repeated with a full one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from adacc_hf.config import AdaccConfig
+from adacc_hf.eval.clock import CLOCKS, add_clock, check_clock, cpu_seconds
+from adacc_hf.eval.isolation import Figures, Status, run_isolated
+from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.plots import curves, need_matplotlib
+from adacc_hf.eval.records import Settings, add_settings, markdown_table, positive_int
+from adacc_hf.eval.throughput import Run
+from adacc_hf.eval.workload import Batch, Workload
+from adacc_hf.memory import backward, forward_loss, measure_step
+from adacc_hf.partitioner import AdaccPartitioner, CompiledPolicy
+from adacc_hf.partitioner.installed import InstalledPartitioner
+
+WORKLOADS = {
+    family: Workload(width=128, layers=2, batch=4, tokens=128, family=family) for family in ("gpt2", "llama", "t5")
+}
+LOSSLESS, ALL = ("retain", "recompute"), ("retain", "compress", "recompute")
+COMPILED = {
+    "torch.compile": None,
+    "Adacc at 70 %, lossless": (0.7, LOSSLESS),
+    "Adacc at 40 %, lossless": (0.4, LOSSLESS),
+    "Adacc at 40 %": (0.4, ALL),
+}
+"""What is compiled against the clock: a share and actions, or plainly."""
+MOST, LEAST = 0.95, 0.2
+"""Shares between which budgets lie."""
+ROUNDS = 7
+"""Timed steps of each graph."""
+
+
+def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
+    """Measure, print the tables, save record and plot. Returns 1 if bytes were not as predicted."""
+    parser = argparse.ArgumentParser(prog="adacc eval compiled", description=__doc__.partition("\n")[0])
+    parser.add_argument("--families", nargs="+", choices=tuple(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--budgets", type=positive_int, default=20, help="for the first family; the others get a third")
+    parser.add_argument("--timeout", type=positive_int, default=1800, help="seconds that one measurement may take")
+    add_clock(parser)
+    add_resume(parser)
+    add_settings(parser, "compiled")
+    arguments = parser.parse_args(argv)
+    settings = Settings.from_arguments(arguments)
+    check_clock(arguments.clock, settings)
+    need_matplotlib()
+    info = {
+        "workloads": {family: asdict(WORKLOADS[family]) for family in arguments.families},
+        "budgets": arguments.budgets,
+        "clock": arguments.clock,
+        "rounds": ROUNDS,
+    }
+    with open_ledger(settings, info, arguments.resume) as ledger:
+        measure(ledger, arguments.timeout, run)
+        ledger.finish()
+        save_plot(ledger)
+        ledger.publish(report_text(ledger))
+        good = all(is_good(point) for point in ledger.points.values())
+    return 0 if good else 1
+
+
+def measure(ledger: Ledger, timeout_s: float, run: Run) -> None:
+    """Fill in the points that are missing."""
+    families = list(ledger.run_info["workloads"])
+    settings = ledger.settings
+    shared = {"device": settings.device, "seed": settings.seed, "threads": settings.threads}
+    for family in tqdm(families, desc="compiled", unit="model"):
+        count = ledger.run_info["budgets"] if family == families[0] else max(2, ledger.run_info["budgets"] // 3)
+        order = {"family": family, "shares": shares(count), "clock": ledger.run_info["clock"], **shared}
+        ledger.measure(f"{family}, budgets", lambda order=order: run(measure_budgets, order, timeout_s))
+    for name in tqdm(COMPILED, desc="compilation", unit="compilation"):
+        order = {"family": families[0], "name": name, **shared}
+        ledger.measure(f"{families[0]}, compilation, {name}", lambda order=order: compiled_twice(order, timeout_s, run))
+
+
+def shares(count: int) -> list[float]:
+    """`count` shares at even distances, falling."""
+    step = (MOST - LEAST) / max(1, count - 1)
+    return [round(MOST - step * number, 4) for number in range(count)]
+
+
+def compiled_twice(order: Figures, timeout_s: float, run: Run) -> Figures:
+    """Compilation with an empty cache, and by another process once more with what the first one left in it."""
+    with tempfile.TemporaryDirectory(prefix="adacc-compiled-") as cache:
+        first = run(measure_compilation, {**order, "cache": cache}, timeout_s)
+        if first["status"] != Status.MEASURED.value:
+            return first
+        return {**first, "again": run(measure_compilation, {**order, "cache": cache}, timeout_s)}
+
+
+def measure_budgets(family: str, shares: Sequence[float], clock: str, device: str, seed: int, threads: int) -> Figures:
+    """Bytes, peak and time of a step of plain torch.compile, and of ours at each of some falling budgets."""
+    torch.set_num_threads(threads)
+    model, batch = _model_and_batch(family, device, seed)
+    # Bytes, not a share, so that what is remade counts against the budget: the shares are given region by region.
+    partitioner = AdaccPartitioner(AdaccConfig(memory_budget=2**60), CompiledPolicy(share=1.0))
+    installed = InstalledPartitioner(partitioner)
+    compiled = torch.compile(model)
+    trials = []
+    for share in (1.0, *shares):
+        partitioner.start_over(share)
+        installed.compile_again()
+        trials.append({"share": share, **_figures(compiled, model, batch, clock, partitioner)})
+    installed.remove()
+    return {"plain": trials[0], "trials": trials[1:]}
+
+
+def _figures(compiled: Any, model: Any, batch: Batch, clock: str, partitioner: AdaccPartitioner) -> Figures:
+    for _ in range(2):  # the first one compiles
+        _step(compiled, model, batch)
+    times = [_step_ms(compiled, model, batch, clock) for _ in range(ROUNDS)]
+    memory, policy = measure_step(compiled, batch), partitioner.policy
+    return {
+        "predicted_bytes": policy.stored_bytes,
+        "stored_bytes": memory.stored_bytes,
+        "modelled_peak_bytes": policy.peak_bytes,
+        "peak_bytes": memory.peak_bytes,
+        "overhead_ms": policy.overhead_ms,
+        "step_ms": statistics.median(times),
+    }
+
+
+def measure_compilation(family: str, name: str, cache: str, device: str, seed: int, threads: int) -> Figures:
+    """CPU seconds of the first step, its compilation included, and how many graphs came out of the cache."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    torch.set_num_threads(threads)
+    from torch._dynamo.utils import counters
+
+    model, batch = _model_and_batch(family, device, seed)
+    if COMPILED[name] is not None:
+        share, actions = COMPILED[name]
+        InstalledPartitioner(AdaccPartitioner(memory_budget=share, actions=actions))
+    _step(model, model, batch)
+    start = cpu_seconds()
+    _step(torch.compile(model), model, batch)
+    return {
+        "cpu_seconds": cpu_seconds() - start,
+        "graphs_from_cache": counters["inductor"]["fxgraph_cache_hit"],
+        "joint_graphs_from_cache": counters["aot_autograd"]["autograd_cache_hit"],
+    }
+
+
+def _model_and_batch(family: str, device: str, seed: int) -> tuple[Any, Batch]:
+    workload = WORKLOADS[family]
+    return workload.model(device, seed), next(workload.batches(device, seed))
+
+
+def _step(call: Any, model: Any, batch: Batch) -> None:
+    backward(forward_loss(call, batch))
+    model.zero_grad(set_to_none=True)
+
+
+def _step_ms(call: Any, model: Any, batch: Batch, clock: str) -> float:
+    start = CLOCKS[clock]()
+    _step(call, model, batch)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return 1e3 * (CLOCKS[clock]() - start)
+
+
+def is_good(point: Figures) -> bool:
+    """Whether it was measured, and all bytes are as predicted."""
+    trials = point.get("trials", [])
+    return point["status"] == Status.MEASURED.value and all(t["stored_bytes"] == t["predicted_bytes"] for t in trials)
+
+
+def peak_errors(point: Figures) -> list[float]:
+    """By how much of it each peak lies above plain torch.compile's, less what the plan says that regions hold less."""
+    plain = point["plain"]
+    rest = plain["peak_bytes"] - plain["modelled_peak_bytes"]
+    return [trial["peak_bytes"] / (rest + trial["modelled_peak_bytes"]) - 1.0 for trial in point["trials"]]
+
+
+def time_ratios(point: Figures) -> list[float]:
+    """Each step's time over that of plain torch.compile and the plan's overhead."""
+    return [t["step_ms"] / (point["plain"]["step_ms"] + t["overhead_ms"]) for t in point["trials"]]
+
+
+def report_text(ledger: Ledger) -> str:
+    """A table of budgets, one of compile times, and the reasons of what was not measured."""
+    done = {key: point for key, point in ledger.points.items() if point["status"] == Status.MEASURED.value}
+    budgets = {key: point for key, point in done.items() if "trials" in point}
+    compilations = {key: point for key, point in done.items() if "cpu_seconds" in point}
+    parts = []
+    if budgets:
+        parts += [
+            "Steps through Inductor; budgets fall from the first to the last, predictions add to plain torch.compile's "
+            "figures what the plans say:",
+            markdown_table([_budgets_row(key, point) for key, point in budgets.items()]),
+        ]
+    if compilations:
+        parts += [
+            "CPU seconds of the first step, with an empty cache and then, in a new process, with a full one:",
+            markdown_table(_compilation_rows(compilations)),
+        ]
+    reasons = [f"- {key}: {point['reason']}" for key, point in ledger.points.items() if "reason" in point]
+    return "\n\n".join([*parts, *(["Not measured:", "\n".join(reasons)] if reasons else [])]) + "\n"
+
+
+def _budgets_row(key: str, point: Figures) -> dict[str, str]:
+    trials, errors, ratios = point["trials"], peak_errors(point), time_ratios(point)
+    peaks = [trial["peak_bytes"] for trial in trials]
+    steps = [trial["step_ms"] / point["plain"]["step_ms"] for trial in trials]
+    return {
+        "model": key.partition(",")[0],
+        "budgets": str(len(trials)),
+        "bytes as predicted": f"{sum(t['stored_bytes'] == t['predicted_bytes'] for t in trials)} of {len(trials)}",
+        "higher peak at a smaller budget": str(sum(later > earlier for earlier, later in pairwise(peaks))),
+        "peak over predicted, %": f"{100 * min(errors):+.1f} to {100 * max(errors):+.1f}",
+        "step over plain torch.compile's": f"{min(steps):.2f} to {max(steps):.2f}",
+        "step over predicted": f"{min(ratios):.2f} to {max(ratios):.2f}",
+    }
+
+
+def _compilation_rows(points: dict[str, Figures]) -> list[dict[str, str]]:
+    base = next((point["cpu_seconds"] for key, point in points.items() if key.endswith(next(iter(COMPILED)))), None)
+    rows = []
+    for key, point in points.items():
+        again = point["again"]
+        is_there = "cpu_seconds" in again
+        rows.append(
+            {
+                "graph": key.rpartition("compilation, ")[2],
+                "compiled": f"{point['cpu_seconds']:.1f}",
+                "x torch.compile": "" if base is None else f"{point['cpu_seconds'] / base:.2f}",
+                "again": f"{again['cpu_seconds']:.1f}" if is_there else again["status"],
+                "graphs from the cache": str(again["graphs_from_cache"]) if is_there else "",
+                "joint graphs from the cache": str(again["joint_graphs_from_cache"]) if is_there else "",
+            }
+        )
+    return rows
+
+
+def save_plot(ledger: Ledger) -> None:
+    """Measured peaks against budgets, each as a part of plain torch.compile's."""
+    series = {
+        key.partition(",")[0]: [(t["share"], t["peak_bytes"] / point["plain"]["peak_bytes"]) for t in point["trials"]]
+        for key, point in ledger.points.items()
+        if "trials" in point
+    }
+    curves(ledger.settings.output.with_suffix(".svg"), series, "budget, of torch.compile's bytes", "peak of a step")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""The runner for compiled graphs: its table and its verdict, from figures that are made up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adacc_hf.eval import compiled
+from adacc_hf.eval.schemas import check_record
+
+REST, PLAIN = 50, 1000
+
+
+def _step(share: float) -> dict[str, Any]:
+    nbytes = int(share * PLAIN)
+    return {
+        "share": share,
+        "predicted_bytes": nbytes,
+        "stored_bytes": nbytes,
+        "modelled_peak_bytes": nbytes,
+        "peak_bytes": REST + nbytes,
+        "overhead_ms": 10.0 * (1 - share),
+        "step_ms": 110.0 - 10.0 * share,
+    }
+
+
+class Process:
+    """Stands for the processes of the run; `change` is made to what the first family's last budget gives."""
+
+    def __init__(self, **change: Any) -> None:
+        self.change = change
+
+    def __call__(self, function: Any, order: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        if function is compiled.measure_budgets:
+            trials = [_step(share) for share in order["shares"]]
+            if order["family"] == "gpt2":
+                trials[-1].update(self.change)
+            return {"status": "measured", "plain": _step(1.0), "trials": trials}
+        known = Path(order["cache"], order["name"])
+        hits = 2 * known.exists()
+        known.touch()
+        seconds = 1.0 if hits else 40.0 + 8.0 * (order["name"] == "Adacc at 40 %")
+        return {"status": "measured", "cpu_seconds": seconds, "graphs_from_cache": hits, "joint_graphs_from_cache": 0}
+
+
+def _run(folder: Path, process: Process) -> tuple[int, dict, str]:
+    output = folder / "compiled.json"
+    status = compiled.main(["--budgets", "6", "--output", str(output)], process)
+    return status, json.loads(output.read_text()), output.with_suffix(".md").read_text()
+
+
+def _cells(table: str, first: str) -> list[str]:
+    (line,) = [line for line in table.splitlines() if line.startswith(f"| {first} ")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_what_is_as_predicted_passes(tmp_path: Path) -> None:
+    status, record, table = _run(tmp_path, Process())
+    check_record(record)
+    assert status == 0
+    assert _cells(table, "gpt2") == ["gpt2", "6", "6 of 6", "0", "+0.0 to +0.0", "1.00 to 1.08", "1.00 to 1.00"]
+    assert _cells(table, "t5")[1] == "2"
+    assert _cells(table, "Adacc at 40 %") == ["Adacc at 40 %", "48.0", "1.20", "1.0", "2", "0"]
+    assert (tmp_path / "compiled.svg").read_text().count(">llama<") == 1
+
+
+def test_other_bytes_than_predicted_fail(tmp_path: Path) -> None:
+    status, _, table = _run(tmp_path, Process(stored_bytes=1))
+    assert status == 1
+    assert _cells(table, "gpt2")[2] == "5 of 6"
+
+
+def test_a_rising_peak_is_counted(tmp_path: Path) -> None:
+    _, _, table = _run(tmp_path, Process(peak_bytes=5000))
+    assert _cells(table, "gpt2")[3] == "1"
+
+
+def test_shares_fall_at_even_distances() -> None:
+    found = compiled.shares(20)
+    assert len(found) == 20
+    assert (found[0], found[-1]) == (compiled.MOST, compiled.LEAST)
+    assert found == sorted(found, reverse=True)
+    assert compiled.shares(1) == [compiled.MOST]
+
+
+@pytest.mark.parametrize("name", compiled.COMPILED)
+def test_names_have_a_share_and_actions_or_none(name: str) -> None:
+    chosen = compiled.COMPILED[name]
+    assert chosen is None or 0.0 < chosen[0] < 1.0
