@@ -112,14 +112,15 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compile_is_asked_for_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._functorch.config as functorch_config
 
-    monkeypatch.setattr(functorch_config, "activation_memory_budget", 1.0)
     monkeypatch.setattr(torch, "compile", lambda model: ("compiled", model))
 
     class FakeBench:
         model = "model"
 
-    installed = peer_methods.PEERS["compile_0.25"].install(FakeBench(), None)
-    assert functorch_config.activation_memory_budget == 0.25
+    # Not monkeypatch, which would take the setting out of torch's config when it puts it back.
+    with functorch_config.patch(activation_memory_budget=1.0):
+        installed = peer_methods.PEERS["compile_0.25"].install(FakeBench(), None)
+        assert functorch_config.activation_memory_budget == 0.25
     assert installed.call == ("compiled", "model")
     assert installed.promise is Promise.OWN_RANDOMNESS
 
