@@ -125,10 +125,12 @@ def test_relative_error():
     assert relative_error(torch.zeros(2), torch.zeros(2)) == 0.0
 
 
-def test_the_median_ignores_one_interruption(monkeypatch):
-    """Five runs after one to warm up, of which one takes a second."""
+@pytest.mark.parametrize(("threads", "clock_name"), [(1, "thread_time"), (2, "perf_counter")])
+def test_the_median_ignores_one_interruption(monkeypatch, threads, clock_name):
+    """Five runs after one to warm up, of which one takes a second; with one thread, of what that computes."""
     clock = iter([0.0, 0.002, 1.0, 1.002, 2.0, 3.0, 4.0, 4.003, 5.0, 5.002])
-    monkeypatch.setattr("adacc_hf.pricing.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr(f"adacc_hf.pricing.time.{clock_name}", lambda: next(clock))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     runs = []
     assert median_ms(lambda: runs.append(1), torch.device("cpu")) == pytest.approx(2.0)
     assert len(runs) == 6
