@@ -25,6 +25,10 @@ MIN_FREED = 0.01
 no longer keeps to its bounds. The overhead falls by one to three times the share by which memory grows, so less than
 this gains no MIN_GAIN; and a run takes as long as some steps of a small model."""
 
+HEADROOM = 0.005
+"""The part of the budget that policies made in mid-run leave free, where that can be: channels come and go by ones and
+twos, and a budget filled to the brim would be burst, and the solver asked, at each that comes."""
+
 ERROR_MARGIN = 0.05
 """The part of `max_error` that new policies leave free: errors drift by a few percent between tracking steps."""
 
@@ -61,7 +65,7 @@ def judged(
         if reason is None and freed < MIN_FREED * current.predicted_stored_bytes:
             return _rectified(policy, current, SAME_ACTIONS, searched=False)
     try:
-        candidate = solve_policy(profile, memory_budget, with_margin(config))
+        candidate = _solved(profile, memory_budget, with_margin(config))
     except InfeasibleBudgetError as error:
         return Rectification(policy=None, reason=f"{NOTHING_FITS}: {error}", searched=True)
     if reason is None:
@@ -70,6 +74,18 @@ def judged(
             return _rectified(policy, current, SAME_ACTIONS, searched=True)
         reason = f"{gain:.2f} ms of {now_ms:.2f} ms overhead gained"
     return _rectified(policy, candidate, reason, searched=True)
+
+
+def _solved(profile: Profile, memory_budget: str | float | int, config: AdaccConfig) -> Policy:
+    """The solver's policy, with headroom if there is one. Raises InfeasibleBudgetError if there is none at all."""
+    budget = Budget.resolve(memory_budget, profile, config)
+    less = int(budget.nbytes * (1 - HEADROOM)) if budget.of_peak else memory_budget * (1 - HEADROOM)
+    try:
+        policy = solve_policy(profile, less, config)
+    except InfeasibleBudgetError:
+        return solve_policy(profile, memory_budget, config)
+    given = {"memory_budget": memory_budget, "budget_bytes": budget.nbytes}
+    return replace(policy, facts=tuple((dict(policy.facts) | given).items()))
 
 
 def _rectified(policy: Policy, chosen: Policy, reason: str, searched: bool) -> Rectification:
