@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from adacc_hf import AdaccConfig, Rectifier, apply_policy, profile_model, solve_policy
+from adacc_hf.eval.evolution_scenarios import Scenario, plant
 from adacc_hf.eval.records import Spread
 from adacc_hf.eval.workload import Batch, Workload
 from adacc_hf.executor import BlockPlans, PolicyHandle
@@ -17,15 +18,9 @@ from adacc_hf.judging import Rectification
 from adacc_hf.memory import measure_step
 from adacc_hf.tracking import is_tracking_step
 
-PLANTED = ((0, 0.05), (0.05, 0.0), (0.35, 0.09), (0.6, 0.0))
-"""The constructed case: from this share of the run on, this share of the channels of both norms' and c_fc's outputs are
-outliers. A tenth is the most that can lie three standard deviations above the mean."""
-PLANTED_BIAS = 20.0
-
-CHANGE_ROUNDS = 7
-"""Rounds in which the policies before and after a change are timed."""
-
-Planted = tuple[tuple[float, float], ...]
+CHANGE_ROUNDS = 11
+"""Rounds in which the policies before and after a change are timed: a step varies by some percent, the median
+difference of 11 rounds by a third of that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +34,7 @@ class Change:
     predicted_step_ms: float
     """Measured under the policy before, and the change in predicted overhead."""
     measured_step_ms: float
+    """Measured under the policy before, and the median difference of steps taken in turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +55,6 @@ class Outcome:
     changes: list[Change]
     outliers: list[tuple[int, int]]
     """(step, outlier channels of all tracked activations)."""
-    normal_step_ms: float
-    tracking_share: float
-    """Time of tracking, solving and taking over, over that of the run."""
-    ms_per_tracking: float
-    """The same time per tracking step."""
 
 
 class Case:
@@ -72,25 +63,26 @@ class Case:
     def __init__(
         self,
         workload: Workload,
-        planted: Planted,
+        scenario: Scenario,
         steps: int,
-        budget: float,
         clock: Callable[[], float],
         device: str = "cpu",
         seed: int = 0,
     ) -> None:
         torch.manual_seed(seed)
-        self.model: PreTrainedModel = workload.model(device, seed)
+        self.model: PreTrainedModel = scenario.model(workload, device, seed)
         self.batches: Iterator[Batch] = workload.batches(device, seed)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4)
-        self.config = AdaccConfig(memory_budget=budget, min_compress_bytes=4096)
+        self.config = AdaccConfig(
+            memory_budget=scenario.budget, zscore_threshold=scenario.zscore_threshold, min_compress_bytes=4096
+        )
         self.steps = steps
         self.clock = clock
-        self._planted = {int(share * steps): channels for share, channels in planted}
+        self._planted = scenario.planted_from(steps)
 
     def run(self, rounds: int) -> Outcome:
         """Train, then time `rounds` steps under the first and under the last policy."""
-        self.plant(0)
+        self._plant(0)
         for _ in range(2):
             self.step()
         profile = profile_model(self.model, next(self.batches), self.config, self.optimizer)
@@ -98,7 +90,7 @@ class Case:
         with apply_policy(self.model, first) as handle:
             evolving = Evolving(self, handle, Rectifier(profile, first, self.config))
             for step in range(1, self.steps + 1):
-                self.plant(step)
+                self._plant(step)
                 evolving.step(step)
             plans = {"frozen": handle.prepare(first, handle.plans), "evolving": handle.plans}
             times = self.timed(handle, plans, rounds)
@@ -114,9 +106,6 @@ class Case:
             loss=evolving.loss,
             changes=evolving.changes,
             outliers=evolving.outliers,
-            normal_step_ms=statistics.median(evolving.normal_ms),
-            tracking_share=evolving.extra_ms / evolving.total_ms,
-            ms_per_tracking=evolving.extra_ms / max(1, len(evolving.outliers)),
         )
 
     def step(self) -> float:
@@ -127,13 +116,9 @@ class Case:
         self.optimizer.zero_grad(set_to_none=True)
         return loss.item()
 
-    def plant(self, step: int) -> None:
-        """Make as many channels outliers as are to be ones from `step` on."""
+    def _plant(self, step: int) -> None:
         if step in self._planted:
-            for block in self.model.transformer.h:
-                for layer in (block.ln_1, block.ln_2, block.mlp.c_fc):
-                    channels = int(self._planted[step] * len(layer.bias))
-                    layer.bias.data.zero_()[:channels] = PLANTED_BIAS
+            plant(self.model, self._planted[step])
 
     def timed(self, handle: PolicyHandle, plans: Mapping[str, BlockPlans], rounds: int) -> dict[str, list[float]]:
         """Milliseconds of training steps under each of `plans`, taken in turn so that a busy machine disturbs all."""
@@ -150,7 +135,7 @@ class Case:
 class Evolving:
     """The loop around the rectifier, as `AdaccCallback` has it: tracks, solves on a thread, takes over a step later.
 
-    When the policy changes, some steps more are trained to measure it; they are in no share of time.
+    When the policy changes, some steps more are trained to measure it.
     """
 
     def __init__(self, case: Case, handle: PolicyHandle, rectifier: Rectifier) -> None:
@@ -159,22 +144,9 @@ class Evolving:
         self.changes: list[Change] = []
         self.outliers: list[tuple[int, int]] = []
         self.loss = 0.0
-        self.normal_ms: list[float] = []
-        """Time of steps without tracking and solving."""
-        self._other_ms: list[float] = []
         self._handle = handle
 
-    @property
-    def total_ms(self) -> float:
-        return sum(self.normal_ms) + sum(self._other_ms)
-
-    @property
-    def extra_ms(self) -> float:
-        """Time by which steps that track, or run beside the solver, are slower than normal ones."""
-        return sum(self._other_ms) - len(self._other_ms) * statistics.median(self.normal_ms)
-
     def step(self, step: int) -> None:
-        started = self.case.clock()
         tracks = is_tracking_step(step, self.case.config.tracking) and self.rectifier.has_work()
         waits = self.rectifier.is_solving
         if tracks:
@@ -186,7 +158,6 @@ class Evolving:
             self._handle.replace(found.policy)
         if needs_solving:
             self.rectifier.start_solving()
-        (self._other_ms if tracks or waits else self.normal_ms).append((self.case.clock() - started) * 1e3)
         if self._handle.plans is not before:
             self._measure(step, before, found)
 
@@ -198,6 +169,8 @@ class Evolving:
     def _measure(self, step: int, before: BlockPlans, found: Rectification) -> None:
         after = self._handle.plans
         times = self.case.timed(self._handle, {"before": before, "after": after}, CHANGE_ROUNDS)
+        before_ms = statistics.median(times["before"])
+        longer = [new - old for old, new in zip(times["before"], times["after"], strict=True)]
         self._handle.follow(after)
         memory = measure_step(self.case.model, next(self.case.batches), self.case.optimizer)
         extra_ms = after.policy.predicted_overhead_ms - before.policy.predicted_overhead_ms
@@ -207,7 +180,7 @@ class Evolving:
                 reason=found.reason,
                 predicted_peak_bytes=after.policy.predicted_peak_bytes,
                 measured_peak_bytes=memory.peak_bytes,
-                predicted_step_ms=statistics.median(times["before"]) + extra_ms,
-                measured_step_ms=statistics.median(times["after"]),
+                predicted_step_ms=before_ms + extra_ms,
+                measured_step_ms=before_ms + statistics.median(longer),
             )
         )

@@ -223,8 +223,7 @@ EVOLUTION = record(
         "frozen_step_ms": SPREAD,
         "evolving_step_ms": SPREAD,
         **dict.fromkeys(("frozen_stored_bytes", "evolving_stored_bytes"), COUNT),
-        **dict.fromkeys(("frozen_overhead_ms", "evolving_overhead_ms", "normal_step_ms", "ms_per_tracking"), NUMBER),
-        **dict.fromkeys(("gain", "loss", "tracking_share"), NUMBER),
+        **dict.fromkeys(("frozen_overhead_ms", "evolving_overhead_ms", "gain", "loss"), NUMBER),
         "changes": array(CHANGE),
         "outliers": array({"type": "array", "items": COUNT, "minItems": 2, "maxItems": 2}),
     }

@@ -9,6 +9,8 @@ import pytest
 
 from adacc_hf import Policy, judging
 from adacc_hf.eval import evolution, evolution_case
+from adacc_hf.eval.evolution_scenarios import SCENARIOS, plant
+from adacc_hf.eval.records import Spread
 from adacc_hf.eval.schemas import check_record
 from adacc_hf.eval.workload import Workload
 
@@ -43,9 +45,18 @@ def test_outliers_come_and_go_and_the_policy_follows(
         assert (tmp_path / name).read_text().startswith("<?xml")
 
 
-def test_the_share_of_a_long_run_counts_the_tracking_steps_of_the_default_schedule() -> None:
-    class Costs:
-        ms_per_tracking, normal_step_ms = 20.0, 10.0
+def test_the_predicted_gain_is_the_ratio_of_steps_with_either_overhead() -> None:
+    class Figures:
+        evolving_step_ms = Spread.of([50.0])
+        frozen_overhead_ms, evolving_overhead_ms = 12.0, 2.0
 
-    # 1, 2, 4, ... 1024 are 11 tracking steps.
-    assert evolution.share_in_long_run(Costs) == pytest.approx(220 / 20220)
+    assert evolution.predicted_gain(Figures) == pytest.approx(60 / 50)
+
+
+def test_planting_makes_that_share_of_channels_outliers() -> None:
+    model = SCENARIOS["constructed"].model(TINY, "cpu", 0)
+    for share, channels in ((0.19, (12, 12, 389)), (0.0, (0, 0, 0))):
+        plant(model, share)
+        for block in model.transformer.h:
+            biases = (block.ln_1.bias, block.ln_2.bias, block.mlp.c_fc.bias)
+            assert tuple(int(bias.count_nonzero()) for bias in biases) == channels
