@@ -49,6 +49,10 @@ class HeadCall:
         with torch.autocast(self.rows.device.type, enabled=False):
             return F.linear(self.rows.to(self.dtype), self.weight.to(self.dtype), bias)
 
+    def on_sources(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The logits of other tensors."""
+        return replace(self, rows=rows, weight=weight, bias=bias).whole()
+
 
 @dataclass(frozen=True)
 class LossCall:
@@ -102,18 +106,19 @@ class LazyLogits(Tensor):
     def of(call: HeadCall) -> LazyLogits:
         shape = (*call.rows.shape[:-1], call.weight.shape[0])
         sources = (call.rows, call.weight) if call.bias is None else (call.rows, call.weight, call.bias)
-        return LazyLogits._build(call, call.rows, call.whole, shape, call.dtype, sources)
+        return LazyLogits._build(call, call.rows, call.whole, call.on_sources, shape, call.dtype, sources)
 
     @staticmethod
     def _build(
         call: HeadCall,
         rows: Tensor,
         make: Callable[[], Tensor],
+        remake: Callable[..., Tensor],
         shape: tuple[int, ...],
         dtype: torch.dtype,
         sources: tuple[Tensor, ...],
     ) -> LazyLogits:
-        lazy = _Stand.apply(make, shape, dtype, *sources)
+        lazy = _Stand.apply(remake, shape, dtype, *sources)
         lazy.call, lazy.rows, lazy.make, lazy.made = call, rows, make, None
         return lazy
 
@@ -127,7 +132,7 @@ class LazyLogits(Tensor):
     def derive(self, function: Callable[[Tensor], Tensor], rows: Tensor, dtype: torch.dtype) -> LazyLogits:
         """`function` of these logits, as lazy as they are, for a function that takes them row by row."""
         shape = (*rows.shape[:-1], self.shape[-1])
-        return LazyLogits._build(self.call, rows, lambda: function(self.whole()), shape, dtype, (self,))
+        return LazyLogits._build(self.call, rows, lambda: function(self.whole()), function, shape, dtype, (self,))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -158,18 +163,22 @@ class _Stand(torch.autograd.Function):
     """Makes the stand-in, and carries a gradient that reached it below Python to what the logits are made from."""
 
     @staticmethod
-    def forward(ctx: Any, make: Callable[[], Tensor], shape: Any, dtype: torch.dtype, *sources: Tensor) -> LazyLogits:
-        ctx.make, ctx.sources = make, sources
+    def forward(ctx: Any, remake: Callable[..., Tensor], shape: Any, dtype: Any, *sources: Tensor) -> LazyLogits:
+        ctx.set_materialize_grads(False)
+        ctx.remake, ctx.sources = remake, sources
         device = sources[0].device
         return Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=device, requires_grad=False)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # The graph from the sources to the logits is made anew by `make`; it ends at the sources' own history.
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:  # DDP hands on outputs that nobody read
+            return (None, None, None, *(None for _ in ctx.sources))
+        # The graph from the sources to the logits is made anew, of copies without history: rows may have come from the
+        # weight itself, where it is the embedding's too, and autograd would follow it back through the whole model.
+        sources = [_real(source).detach().requires_grad_(source.requires_grad) for source in ctx.sources]
         with torch.enable_grad():
-            whole = ctx.make()
-        sources = [source.whole() if isinstance(source, LazyLogits) else source for source in ctx.sources]
+            whole = ctx.remake(*sources)
         wanted = [source for source in sources if source.requires_grad]
         found = iter(torch.autograd.grad(whole, wanted, gradient))
         return (None, None, None, *(next(found) if source.requires_grad else None for source in sources))

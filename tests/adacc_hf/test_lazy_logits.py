@@ -201,3 +201,37 @@ def test_logits_read_without_gradients_can_still_be_trained_on(lazy, leaves):
 def test_hooks_on_the_logits_are_refused(lazy, use):
     with pytest.raises(ChunkedHeadError, match=r'AdaccConfig\(head="plain"\)'):
         use(lazy()[0])
+
+
+class PassOn(torch.autograd.Function):
+    """Hands on what it is given, below Python, and the gradients that come back, as DDP does with a model's outputs."""
+
+    @staticmethod
+    def forward(ctx, *tensors):
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.clone() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients
+
+
+@pytest.mark.parametrize("reads_logits", [False, True], ids=["loss", "loss-and-logits"])
+def test_outputs_may_be_handed_on_where_the_weight_is_the_embeddings_too(target, reads_logits):
+    weight = torch.randn(11, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+    def train(logits_of):
+        # A norm keeps what its backward needs, and loses it after one backward.
+        rows = F.layer_norm(F.embedding(target.clamp(min=0), weight), (8,))
+        logits = logits_of(rows)
+        loss = F.cross_entropy(logits.view(-1, 11), target.view(-1))
+        loss, logits = PassOn.apply(loss, logits)
+        (loss + logits.square().mean() if reads_logits else loss).backward()
+        gradient, weight.grad = weight.grad, None
+        return loss, gradient
+
+    loss, gradient = train(lambda rows: LazyLogits.of(HeadCall(rows, weight, None, torch.float32, Counts())))
+    plain_loss, plain_gradient = train(lambda rows: F.linear(rows, weight))
+    # Sums over chunks are taken in another order.
+    torch.testing.assert_close(loss, plain_loss)
+    torch.testing.assert_close(gradient, plain_gradient)
