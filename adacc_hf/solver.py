@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 REFINEMENTS = 4
 """Amounts of stored bytes tried between two policies of the chain, which differ in one block: the same for every budget
 between them, so that more memory never costs time. Each is a run of HiGHS (10 to 30 ms)."""
+MISSES = 4
+"""Policies with one plan per kind that may be too large in a row before no larger one is tried. A larger budget never
+tries fewer: what fits the smaller one fits it too."""
 
 
 @dataclass(frozen=True)
@@ -248,6 +251,7 @@ class _Search:
                 yield policy
                 if policy != before:
                     yield from filter(fits, self._between(columns, policy, before))
+                    yield from self._one_plans(policy, before, fits)
                 return
             before = policy
 
@@ -266,6 +270,26 @@ class _Search:
             policy = program.least_ms(low_bytes + (high_bytes - low_bytes) * step // (REFINEMENTS + 1))
             if policy is not None:
                 yield self.oracle.arranged(policy)
+
+    def _one_plans(
+        self, low: list[Column], high: list[Column], fits: Callable[[list[Column]], bool]
+    ) -> Iterator[list[Column]]:
+        """What fits of the fastest policies with one plan per kind, of any shape, for what they store: every percent of
+        plain training's bytes from `low` to `high`, and beyond until some in a row do not fit.
+
+        Where kinds have few blocks, they may be faster than mixtures, or need less while a block's backward runs.
+        """
+        whole = self.kinds.plain_stored_bytes
+        last = 100 * self._stored(high) // whole
+        program, misses = self._uniform(), 0
+        for percent in range(-(-100 * self._stored(low) // whole), 101):
+            policy = program.least_ms(whole * percent // 100)
+            is_fitting = policy is not None and fits(arranged := self.oracle.arranged(policy))
+            misses = 0 if is_fitting or percent <= last else misses + 1
+            if is_fitting:
+                yield arranged
+            elif misses == MISSES:
+                return
 
     def _near(self, columns: Sequence[Sequence[Column]], kind: int, policy: Sequence[Column]) -> list[list[Column]]:
         """Of the frontier of `kind` the columns of `policy` and their neighbours, the others being far from worth their

@@ -7,8 +7,10 @@ import itertools
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.eval.greedy import solve_greedy
+from adacc_hf.eval.one_policy import one_plan_policies
 from adacc_hf.policy import RECOMPUTE, RETAIN, Choice, Plan, Policy
 from adacc_hf.simulator import run_block, step_peak_bytes
 from adacc_hf.solver import solve_policy
@@ -92,3 +94,19 @@ def test_the_solver_is_never_slower_than_the_greedy_rule(profiles, data):
             continue
         policy = solve_policy(profile, budget)
         assert policy.predicted_overhead_ms <= greedy.predicted_overhead_ms + MS_ROUNDING
+
+
+@settings(SOLVING, max_examples=10)  # each solves a hundred programs for the other policies
+@given(data=st.data())
+def test_the_solver_is_never_slower_than_one_plan_per_kind(profiles, data):
+    profile = data.draw(profiles(num_kinds=data.draw(st.integers(1, 3)), max_blocks=2))
+    one_plan = one_plan_policies(profile, AdaccConfig())
+    plain_bytes = Policy.uniform(profile, "retain").predicted_peak_bytes
+    for part in (6, 10, 14, 18):
+        budget = part * plain_bytes // 20
+        try:
+            policy = solve_policy(profile, budget)
+        except InfeasibleBudgetError:
+            continue
+        fitting = [other.predicted_overhead_ms for other in one_plan if other.predicted_peak_bytes <= budget]
+        assert policy.predicted_overhead_ms <= min(fitting, default=float("inf")) + MS_ROUNDING
