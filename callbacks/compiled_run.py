@@ -17,6 +17,7 @@ from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.memory import available_bytes
 from adacc_hf.partitioner import AdaccPartitioner, CompiledPolicy
 from adacc_hf.partitioner.installed import InstalledPartitioner
+from adacc_hf.partitioner.plan_store import PlanStore
 from adacc_hf.ranks import of_all_ranks
 from adacc_hf.units import format_bytes, parse_bytes
 
@@ -59,7 +60,7 @@ class CompiledRun:
         """Measured over a whole step, the optimizer's part included; the last one that was counted."""
         if given is None and not self._is_fraction:
             given = CompiledPolicy(share=None)
-        partitioner = AdaccPartitioner(config, given)
+        partitioner = AdaccPartitioner(config, given, PlanStore())
         self._undo_checkpointing = _without_checkpointing(model)
         self._installed = InstalledPartitioner(partitioner)
         log.info(

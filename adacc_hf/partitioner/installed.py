@@ -15,8 +15,8 @@ class InstalledPartitioner:
 
     Code that was compiled before is dropped, and so is what was compiled meanwhile when it is removed: torch compiles
     it again when it is called. AOTAutograd's cache, which would bring back partitioned graphs without their plans, is
-    off meanwhile; Inductor's, which has the code of each graph, is not. Raises ValueError if torch has a partitioner
-    of the user's.
+    off meanwhile; Inductor's, which has the code of each graph, is not (see `plan_store`). Raises ValueError if torch
+    has a partitioner of the user's.
     """
 
     def __init__(self, partitioner: AdaccPartitioner) -> None:

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from adacc_hf.partitioner.fused_cost import OperatorTimes, keep_ms
 from adacc_hf.partitioner.graph_codecs import codec_options
 from adacc_hf.partitioner.graph_tensors import graph_tensors
 from adacc_hf.partitioner.joint_graph import JointGraph, is_held, nbytes_of, read_joint_graph
+from adacc_hf.partitioner.plan_store import PlanStore
 from adacc_hf.partitioner.program import GraphChoice, GraphModel, graph_model, keeping, least_bytes, least_time
 from adacc_hf.partitioner.ranges import spoiled_by_codecs
 from adacc_hf.partitioner.region import CompiledPolicy, RegionPlan, graph_digest, plan_for
@@ -45,13 +47,21 @@ class AdaccPartitioner(CustomPartitionerFn):
     """
 
     def __init__(
-        self, config: AdaccConfig | None = None, given: CompiledPolicy | None = None, **overrides: Any
+        self,
+        config: AdaccConfig | None = None,
+        given: CompiledPolicy | None = None,
+        store: PlanStore | None = None,
+        **overrides: Any,
     ) -> None:
-        """`given` has plans to follow, and the share of regions that it has none for; else the budget is that."""
+        """`given` has plans to follow, and the share of regions that it has none for; else the budget is that.
+
+        What was decided in earlier runs is taken from `store`, and what is decided is put there.
+        """
         self.config = (config or AdaccConfig(memory_budget=0.5)).with_overrides(**overrides)
         self.policy = _nothing_yet(self.config) if given is None else replace(given, regions=())
         self._of_peak = not isinstance(self.config.memory_budget, float)
         self._given = given
+        self._store = store
         self._known = {plan.digest: plan for plan in given.regions} if given is not None else {}
         self._graphs: list[int | None] = []
         """For each plan of `policy` the number of its graph."""
@@ -92,9 +102,11 @@ class AdaccPartitioner(CustomPartitionerFn):
         plain = {joint.value_of(node) for node in saved} - {None}
         plain_bytes = sum(nbytes_of(joint.nodes[value]) for value in plain)
         plan = replace(plan, plain_bytes=plain_bytes, stored_bytes=plain_bytes, peak_bytes=plain_bytes)
-        known = self._known.get(plan.digest)
+        known = self._known.get(plan.digest) or self._from_store(plan.digest)
         if known is None:
             plan = self._decide(joint, plan, plain, joint.values_behind(saved))
+            if self._store is not None:
+                self._store.save(self.uuid(), plan)
         else:
             plan = replace(known, region=plan.region, calls=None)
         if plan.reason:
@@ -110,6 +122,9 @@ class AdaccPartitioner(CustomPartitionerFn):
         """What tells compile caches one partitioner from another: its source, its settings, and what it was given."""
         allowed = (self.policy.share, self.policy.budget_bytes)
         return f"adacc_hf {_source_digest()} {self.config!r} {allowed!r} {self._given!r}"
+
+    def _from_store(self, digest: str) -> RegionPlan | None:
+        return None if self._store is None else self._store.load(self.uuid(), digest)
 
     def _decide(self, joint: JointGraph, plan: RegionPlan, plain: Set[int], behind: Set[int]) -> RegionPlan:
         """`plan` with what the solver chooses, or the reason for not asking it.
@@ -222,9 +237,10 @@ def _codecs(joint: JointGraph, stored: Mapping[int, Choice]) -> dict[str, Codec]
     }
 
 
+@cache
 def _source_digest() -> str:
-    """A digest of this package's files and of the codecs."""
+    """A digest of all that decides: this package's files, the core's and the codecs'."""
     here = Path(__file__).parent
     kernels = Path(get_codec.__code__.co_filename).parent
-    files = sorted([*here.glob("*.py"), *kernels.glob("*.py")])
+    files = sorted([*here.glob("*.py"), *here.parent.glob("*.py"), *kernels.glob("*.py")])
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
