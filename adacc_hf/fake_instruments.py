@@ -38,6 +38,9 @@ from adacc_hf.tape import Tape, TapeOperator, TensorRef, map_tensors
 
 OUTLIER_SHARE = 0.01
 """Share of the channels that are taken to be outliers, unless told otherwise."""
+NUMBER_BYTES = 16
+"""A Python number among a pointwise operator's arguments is a tensor while it runs, in 8 bytes, and cast to the others'
+dtype, in 8 at most."""
 _SAMPLE = (256, 256)
 """Shape of the numbers that codec errors are taken on."""
 
@@ -78,7 +81,9 @@ class FakeInstruments(Instruments):
 
     def price(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig, outliers: dict[int, int]) -> Prices:
         codecs = {value: self._codecs(tape, value, config, outliers.get(value, 0)) for value in storable(tape)}
-        return Prices([self._operator_ms(operator, bases) for operator in tape.operators], codecs)
+        times = [self._operator_ms(operator, bases) for operator in tape.operators]
+        workspaces = [NUMBER_BYTES if _reads_number(operator) else 0 for operator in tape.operators]
+        return Prices(times, workspaces, codecs)
 
     def _operator_ms(self, operator: TapeOperator, bases: list[torch.Tensor]) -> float:
         args, kwargs = map_tensors((operator.args, operator.kwargs), TensorRef, lambda ref: view(bases[ref.value], ref))
@@ -183,6 +188,11 @@ class _SumOfTimes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.total_ms += operator_ms(self.device, func, args, kwargs or {}, result)
         return result
+
+
+def _reads_number(operator: TapeOperator) -> bool:
+    is_pointwise = torch.Tag.pointwise in getattr(operator.target, "tags", ())
+    return is_pointwise and any(isinstance(argument, (int, float)) for argument in operator.args)
 
 
 def _is_external(place: str, overwritten: bool) -> bool:

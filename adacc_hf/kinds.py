@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from adacc_hf.compiled import encode_view
 from adacc_hf.config import AdaccConfig
 from adacc_hf.pricing import Prices, role_of, storable, with_outliers
 from adacc_hf.profile import KindProfile, Operator, Value
 from adacc_hf.replay import obtainable
 from adacc_hf.sharing import RecordedBlock, Sharing
-from adacc_hf.tape import TapeOperator
-
-NUMBER_BYTES = 16
-"""A Python number among a pointwise operator's arguments is a tensor while it runs, in 8 bytes, and cast to the others'
-dtype, in 8 at most."""
 
 
 class KindBuilder:
@@ -47,7 +40,7 @@ class KindBuilder:
             digest=tape.kind,
             block_class=tape.block_class,
             values=tuple(self._value(index) for index in range(len(tape.values))),
-            operators=tuple(self._operator(index, ms) for index, ms in enumerate(self.prices.operator_ms)),
+            operators=tuple(self._operator(index) for index in range(len(tape.operators))),
             slots=tuple(
                 -1 if slot in self.dead or tape.is_held_elsewhere(ref.value) else ref.value
                 for slot, ref in enumerate(tape.slots)
@@ -83,7 +76,7 @@ class KindBuilder:
         is_free = index in self.recomputable and (index in self.optional or index not in self.tape.saved_values())
         return twin if is_free and twin in self.activations else None
 
-    def _operator(self, index: int, ms: float) -> Operator:
+    def _operator(self, index: int) -> Operator:
         operator = self.tape.operators[index]
         return Operator(
             index=index,
@@ -91,12 +84,7 @@ class KindBuilder:
             module=operator.module,
             inputs=tuple(value for value in operator.inputs() if not self.tape.is_module_state(value)),
             outputs=tuple(operator.made()),
-            ms=ms,
+            ms=self.prices.operator_ms[index],
             replayable=not self.recomputable.isdisjoint(operator.made()),
-            extra_bytes=NUMBER_BYTES if _reads_number(operator) else 0,
+            extra_bytes=self.prices.operator_bytes[index],
         )
-
-
-def _reads_number(operator: TapeOperator) -> bool:
-    is_pointwise = torch.Tag.pointwise in getattr(operator.target, "tags", ())
-    return is_pointwise and any(isinstance(argument, (int, float)) for argument in operator.args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,6 +14,7 @@ from adacc_hf.compiled import encode_view
 from adacc_hf.config import AdaccConfig
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.kernels.outlier_int4 import count_outliers
+from adacc_hf.memory import MemoryMeter
 from adacc_hf.profile import CodecOption
 from adacc_hf.recorder import MOVES_STORAGE
 from adacc_hf.replay import Environment, Step, view
@@ -46,6 +47,8 @@ class Prices:
     """What the first block of a tape cost."""
 
     operator_ms: list[float]
+    operator_bytes: list[int]
+    """What a run of each operator takes besides its results: temporaries, and Python numbers made tensors."""
     codecs: dict[int, tuple[CodecOption, ...]] = field(default_factory=dict)
 
 
@@ -53,7 +56,7 @@ def price_tape(tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, o
     """The prices of `tape`, measured on the recorded tensors."""
     with torch.no_grad(), torch.autocast(bases[0].device.type, enabled=False):
         codecs = {v: codec_options(tape, v, bases[v], config, outliers.get(v, 0)) for v in storable(tape)}
-        return Prices(operator_times(tape, bases), codecs)
+        return Prices(operator_times(tape, bases), operator_workspaces(tape, bases), codecs)
 
 
 def storable(tape: Tape) -> list[int]:
@@ -92,33 +95,54 @@ def operator_times(tape: Tape, bases: Sequence[torch.Tensor]) -> list[float]:
     Of a tape that is not trusted torch's checkpoint runs them all again. What would put another storage under a
     recorded tensor takes no time to speak of, and is not tried.
     """
+    times = [0.0] * len(tape.operators)
+    for index, run in _runs(tape, bases):
+        times[index] = median_ms(run, tape.values[tape.operators[index].made()[0]].device)
+    return times
+
+
+def operator_workspaces(tape: Tape, bases: Sequence[torch.Tensor]) -> list[int]:
+    """Bytes live at the peak of each operator's run besides its inputs and results; 0 for those that never run again.
+
+    The allocator tells, since an operator may be made of many (a safe softmax also has masks and a second result).
+    """
+    workspaces = [0] * len(tape.operators)
+    with MemoryMeter.for_device(bases[0].device) as meter:
+        for index, run in _runs(tape, bases):
+            meter.mark(("runs", index))
+            run()
+            meter.mark(("ran", index))
+    for point in meter.points:
+        if point.label[0] == "runs":
+            index = point.label[1]
+            results = sum(tape.values[value].nbytes for value in tape.operators[index].made())
+            workspaces[index] = max(0, point.max_bytes - point.live_bytes - results)
+    return workspaces
+
+
+def _runs(tape: Tape, bases: Sequence[torch.Tensor]) -> Iterator[tuple[int, Callable[[], None]]]:
+    """The operators that may run again, in order, each with what runs it, as often as one likes before the next."""
     environment: Environment = [None if value.overwritten else bases[value.index] for value in tape.values]
-    times = []
-    for operator in tape.operators:
+    for index, operator in enumerate(tape.operators):
         if tape.untrusted is None:
             ready = not tape.recomputable.isdisjoint(operator.made())
         else:
             ready = bool(operator.made()) and operator.target._schema.name not in MOVES_STORAGE
-        ready = ready and all(environment[value] is not None for value in operator.inputs())
-        times.append(_operator_ms(tape, operator, environment) if ready else 0.0)
-    return times
+        if not ready or any(environment[value] is None for value in operator.inputs()):
+            continue
+        step = Step(operator, tape)
+        kept = {value: environment[value] for value in [*operator.inputs(), *operator.made()]}
 
+        def run(step: Step = step, kept: dict[int, torch.Tensor | None] = kept) -> None:
+            for value, tensor in kept.items():
+                environment[value] = tensor
+            step.run(environment)
 
-def _operator_ms(tape: Tape, operator: TapeOperator, environment: Environment) -> float:
-    """Time one operator; versions that a later operator overwrote are put in `environment` by the way."""
-    step = Step(operator, tape)
-    kept = {value: environment[value] for value in [*operator.inputs(), *operator.made()]}
-
-    def run() -> None:
+        yield index, run
         for value, tensor in kept.items():
-            environment[value] = tensor
-        step.run(environment)
-
-    ms = median_ms(run, tape.values[operator.made()[0]].device)
-    for value, tensor in kept.items():
-        overwritten = tape.values[value].overwritten and value in operator.made()
-        environment[value] = environment[value] if overwritten else tensor
-    return ms
+            # A version that a later operator overwrites was not recorded: what the run made stands for it.
+            overwritten = tape.values[value].overwritten and value in operator.made()
+            environment[value] = environment[value] if overwritten else tensor
 
 
 def role_of(tape: Tape, value: int) -> str:

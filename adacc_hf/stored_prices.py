@@ -93,7 +93,8 @@ def prices_to_json(prices: Prices, tape: Tape) -> dict[str, Any]:
     """`prices` as JSON values, with names for people."""
     return {
         "operators": [
-            {"name": operator.name, "ms": ms} for operator, ms in zip(tape.operators, prices.operator_ms, strict=True)
+            {"name": operator.name, "ms": ms, "workspace_bytes": nbytes}
+            for operator, ms, nbytes in zip(tape.operators, prices.operator_ms, prices.operator_bytes, strict=True)
         ],
         "activations": [
             {
@@ -116,7 +117,8 @@ def prices_from_json(record: dict[str, Any], tape: Tape) -> Prices:
         int(activation["value"]): tuple(codec_option_from_json(option) for option in activation["codecs"])
         for activation in record["activations"]
     }
-    return Prices(times, codecs)
+    workspaces = [int(operator["workspace_bytes"]) for operator in record["operators"]]
+    return Prices(times, workspaces, codecs)
 
 
 def device_name(device: torch.device) -> str:

@@ -134,3 +134,16 @@ def test_the_median_ignores_one_interruption(monkeypatch, threads, clock_name):
     runs = []
     assert median_ms(lambda: runs.append(1), torch.device("cpu")) == pytest.approx(2.0)
     assert len(runs) == 6
+
+
+def test_temporaries_of_operators_are_counted(gpt2_profiles):
+    """A safe softmax looks for rows of -inf alone, and a Python number is a tensor while an operator runs."""
+    kind = gpt2_profiles["sdpa", False].kinds[0]
+    besides = {}
+    for operator in kind.operators:
+        besides.setdefault(operator.name, set()).add(operator.extra_bytes)
+    (softmax,) = (operator for operator in kind.operators if operator.name == "aten._safe_softmax.default")
+    (result,) = (kind.values[value] for value in softmax.outputs)
+    assert softmax.extra_bytes > result.nbytes // torch.float32.itemsize  # a boolean for each element, and more
+    assert min(besides["aten.mul.Tensor"]) > 0
+    assert besides["aten.native_layer_norm.default"] == besides["aten.bmm.default"] == {0}
