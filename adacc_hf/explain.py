@@ -135,7 +135,8 @@ def describe_head(policy: Policy, profile: Profile) -> str:
     for name in profile.heads:
         with_it = profile.with_head(name)
         time = f"{with_it.head_ms:.2f} ms, " if len(profile.heads) > 1 else ""
-        costs.append(f"{name}: {time}{format_bytes(with_it.outside_peak_bytes)} live besides what blocks store")
+        live = format_bytes(max(with_it.outside_peak_bytes, with_it.loss_peak_bytes))
+        costs.append(f"{name}: {time}{live} live besides what blocks store")
     return f"{policy.head} head; " + "; ".join(costs)
 
 

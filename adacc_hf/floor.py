@@ -78,7 +78,7 @@ def least_bound(profile: Profile, frontiers: Sequence[Sequence[Column]]) -> int:
         least = frontiers[block.kind][-1].nbytes
         stored += least
         held += max(0, least - sum(value.nbytes for value in kind.activations if value.cached))
-    return max([*bounds, profile.outside_peak_bytes + held])
+    return max([*bounds, profile.outside_peak_bytes + held, profile.loss_peak_bytes + stored])
 
 
 def _handed_bytes(kind: KindProfile) -> int:

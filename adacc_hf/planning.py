@@ -150,6 +150,7 @@ class _Planner:
             static_bytes=profile.static_bytes + added,
             forward_base_bytes=profile.forward_base_bytes + added,
             outside_peak_bytes=profile.outside_peak_bytes + added,
+            loss_peak_bytes=profile.loss_peak_bytes + added,
             tail_peak_bytes=profile.tail_peak_bytes + shifts["tail"],
             optimizer_peak_bytes=self.static.update_peak_bytes,
             available_bytes=self.request.workload.device.memory_bytes,
@@ -157,6 +158,7 @@ class _Planner:
                 replace(
                     head,
                     outside_peak_bytes=head.outside_peak_bytes + added,
+                    loss_peak_bytes=head.loss_peak_bytes + added,
                     tail_peak_bytes=head.tail_peak_bytes + shifts["tail"],
                     backward_base_bytes=tuple(
                         base + shift for base, shift in zip(head.backward_base_bytes, in_order, strict=True)

@@ -14,7 +14,7 @@ from typing import Any
 from adacc_hf.errors import AdaccError
 from adacc_hf.files import read_json, write_json
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +188,7 @@ class Head:
     """Time of its forward and backward; 0 for the only one of a profile, which nothing is compared with."""
     outside_stored_bytes: int
     outside_peak_bytes: int
+    loss_peak_bytes: int
     tail_peak_bytes: int
     backward_base_bytes: tuple[int, ...]
     """Of each block in forward order."""
@@ -197,6 +198,7 @@ class Head:
         return replace(
             self,
             outside_peak_bytes=self.outside_peak_bytes + extra_bytes,
+            loss_peak_bytes=self.loss_peak_bytes + extra_bytes,
             tail_peak_bytes=self.tail_peak_bytes + extra_bytes,
             backward_base_bytes=tuple(base + extra_bytes for base in self.backward_base_bytes),
         )
@@ -218,7 +220,10 @@ class Profile:
     forward_base_bytes: int
     """Most bytes live when a block's forward starts, besides what earlier blocks store; its own input is counted."""
     outside_peak_bytes: int
-    """Most bytes live in the head and the loss, where all blocks' activations are stored, besides those."""
+    """Most bytes live in the forward of the head and the loss, besides what blocks store. Casts that autocast caches
+    are there whether blocks store them or not."""
+    loss_peak_bytes: int
+    """Most bytes live in the backward of the head and the loss, besides what blocks store."""
     tail_peak_bytes: int
     """Most bytes live after the last block's backward (the embedding's gradient), when no block stores anything."""
     available_bytes: int
@@ -259,6 +264,7 @@ class Profile:
             blocks=tuple(replace(block, backward_base_bytes=base) for block, base in bases),
             outside_stored_bytes=wanted.outside_stored_bytes,
             outside_peak_bytes=wanted.outside_peak_bytes,
+            loss_peak_bytes=wanted.loss_peak_bytes,
             tail_peak_bytes=wanted.tail_peak_bytes,
         )
 
@@ -268,6 +274,7 @@ class Profile:
             ms=self.head_ms,
             outside_stored_bytes=self.outside_stored_bytes,
             outside_peak_bytes=self.outside_peak_bytes,
+            loss_peak_bytes=self.loss_peak_bytes,
             tail_peak_bytes=self.tail_peak_bytes,
             backward_base_bytes=tuple(block.backward_base_bytes for block in self.blocks),
         )

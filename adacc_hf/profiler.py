@@ -144,6 +144,7 @@ def _profile(
         static_bytes=static_bytes,
         forward_base_bytes=static_bytes + forward_base_bytes,
         outside_peak_bytes=static_bytes + layout.outside_peak_bytes,
+        loss_peak_bytes=static_bytes + layout.loss_peak_bytes,
         tail_peak_bytes=static_bytes + layout.tail_peak_bytes,
         available_bytes=instruments.available_bytes(device, step.static_bytes),
         step_ms=instruments.step_ms(model, batch),
@@ -163,6 +164,7 @@ def _chunked(other: HeadLayout, blocks: list[str], static_bytes: int, held_bytes
         ms=other.ms["chunked"],
         outside_stored_bytes=layout.outside_stored_bytes - held_bytes,
         outside_peak_bytes=static_bytes + layout.outside_peak_bytes,
+        loss_peak_bytes=static_bytes + layout.loss_peak_bytes,
         tail_peak_bytes=static_bytes + layout.tail_peak_bytes,
         backward_base_bytes=tuple(static_bytes + layout.bases[block] for block in blocks),
     )

@@ -62,6 +62,7 @@ def with_more_memory(profile: Profile, extra_bytes: int) -> Profile:
         blocks=blocks,
         forward_base_bytes=profile.forward_base_bytes + extra_bytes,
         outside_peak_bytes=profile.outside_peak_bytes + extra_bytes,
+        loss_peak_bytes=profile.loss_peak_bytes + extra_bytes,
         tail_peak_bytes=profile.tail_peak_bytes + extra_bytes,
         other_heads=tuple(head.with_more_memory(extra_bytes) for head in profile.other_heads),
     )

@@ -103,7 +103,7 @@ def step_peak_bytes(profile: Profile, outcomes: Sequence[BlockOutcome]) -> int:
             peaks.append(block.backward_base_bytes + stored + outcome.working_bytes)
         stored += outcome.stored_bytes
         held += outcome.held_bytes
-    return max([profile.outside_peak_bytes + held, *peaks])
+    return max([profile.outside_peak_bytes + held, profile.loss_peak_bytes + stored, *peaks])
 
 
 def _timeline(profile: Profile, outcomes: Sequence[BlockOutcome]) -> list[tuple[str, int]]:
@@ -119,6 +119,7 @@ def _timeline(profile: Profile, outcomes: Sequence[BlockOutcome]) -> list[tuple[
         stored += outcome.stored_bytes
         held += outcome.held_bytes
     points = [*forward, ("head and loss", profile.outside_peak_bytes + held)]
+    points.append(("backward of head and loss", profile.loss_peak_bytes + stored))
     for moments in reversed(backward):
         points += moments
     points.append(("after the blocks", profile.tail_peak_bytes))

@@ -232,10 +232,10 @@ class _Search:
         """The most that blocks may store within the budget; more may be too much already."""
         if not budget.of_peak:
             return budget.nbytes - fixed_bytes(self.profile)
-        # In the head what blocks store is live, but for casts of parameters that autocast keeps in any case.
+        # In the head what blocks store is live; in its forward also casts of parameters, stored or not.
         kinds = [self.profile.kind_of(block) for block in self.profile.blocks]
         cached = sum(value.nbytes for kind in kinds for value in kind.activations if value.cached)
-        return budget.nbytes - self.profile.outside_peak_bytes + cached
+        return budget.nbytes - max(self.profile.outside_peak_bytes - cached, self.profile.loss_peak_bytes)
 
     def _greedy(self, fits: Callable[[list[Column]], bool]) -> list[list[Column]]:
         """The first policy of the greedy rule that fits, if one does."""

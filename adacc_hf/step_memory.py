@@ -174,6 +174,7 @@ class StepLayout:
     outside_stored_bytes: int
     """What is live when backward starts, besides the blocks' stores and the loss."""
     outside_peak_bytes: int
+    loss_peak_bytes: int
     tail_peak_bytes: int
     gradient_bytes: int
     """All gradients, once backward is over."""
@@ -273,7 +274,8 @@ class _Reading:
         return StepLayout(
             bases=bases,
             outside_stored_bytes=loss.live_bytes - all_stored - loss_bytes,
-            outside_peak_bytes=self._peak(("leave", self.names[-1]), "backward") - all_held,
+            outside_peak_bytes=self._peak(("leave", self.names[-1]), "loss") - all_held,
+            loss_peak_bytes=self._peak(("loss",), "backward") - all_stored,
             tail_peak_bytes=self._peak(("tail", self.names[0]), None),
             gradient_bytes=gradient_bytes,
             events={watcher.name: self._events(watcher, bases[watcher.name]) for watcher in self.watchers},
@@ -290,7 +292,7 @@ class _Reading:
     def _all(self, moment: str) -> Iterator[MemoryPoint]:
         return (point for point in self.points if point.label[0] == moment)
 
-    def _peak(self, first: tuple[str, str], until: str | None) -> int:
+    def _peak(self, first: tuple[str, ...], until: str | None) -> int:
         """Most bytes live from the mark `first` to the next mark of `until`, or to the end; 0 without such a mark."""
         labels = [point.label for point in self.points]
         if first not in labels:

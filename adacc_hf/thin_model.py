@@ -51,11 +51,13 @@ class Thinning:
             static_bytes=thin.static_bytes + self.missing_bytes,
             forward_base_bytes=thin.forward_base_bytes + held,
             outside_peak_bytes=thin.outside_peak_bytes + held,
+            loss_peak_bytes=thin.loss_peak_bytes + self.missing_bytes,
             tail_peak_bytes=thin.tail_peak_bytes + own.added_at_end,
             other_heads=tuple(
                 replace(
                     head,
                     outside_peak_bytes=head.outside_peak_bytes + held,
+                    loss_peak_bytes=head.loss_peak_bytes + self.missing_bytes,
                     tail_peak_bytes=head.tail_peak_bytes + bases.added_at_end,
                     backward_base_bytes=tuple(bases.of_block.values()),
                 )

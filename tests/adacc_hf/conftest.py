@@ -140,6 +140,7 @@ def make_profile(kinds, layout, shared=(), **memory):
             "outside_stored_bytes": 100,
             "forward_base_bytes": base + 100,
             "outside_peak_bytes": base + 300,
+            "loss_peak_bytes": base + 250,
             "tail_peak_bytes": base + 200,
             "available_bytes": 1 << 40,
             "step_ms": 100.0,
@@ -156,6 +157,7 @@ def with_chunked_head(profile, saved_bytes, ms=5.0):
         ms=20.0 + ms,
         outside_stored_bytes=profile.outside_stored_bytes,
         outside_peak_bytes=profile.outside_peak_bytes - saved_bytes,
+        loss_peak_bytes=profile.loss_peak_bytes - saved_bytes,
         tail_peak_bytes=profile.tail_peak_bytes,
         backward_base_bytes=tuple(block.backward_base_bytes for block in profile.blocks),
     )
@@ -269,6 +271,7 @@ def gpt2_like_profile():
             outside_stored_bytes=2 * hidden,
             forward_base_bytes=static + 3 * hidden,
             outside_peak_bytes=static + 2 * hidden + 2 * logits,
+            loss_peak_bytes=static + 2 * hidden + 2 * logits,
             tail_peak_bytes=static + parameters,
             available_bytes=80 << 30,
         )

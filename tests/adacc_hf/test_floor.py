@@ -72,7 +72,7 @@ def test_the_bound_is_that_of_every_head(gpt2_like_profile, add_chunked_head):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_model_without_a_large_head_has_a_lower_floor_and_more_memory_never_costs_time(gpt2_like_profile, attention):
     profile = gpt2_like_profile(num_blocks=3, attention=attention)
-    profile = replace(profile, outside_peak_bytes=profile.static_bytes)
+    profile = replace(profile, outside_peak_bytes=profile.static_bytes, loss_peak_bytes=profile.static_bytes)
     models = [build_model(kind, AdaccConfig()) for kind in profile.kinds]
     columns = frontiers(SolverLog(), models)
     oracle = PeakOracle(profile)

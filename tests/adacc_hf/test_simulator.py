@@ -1,5 +1,7 @@
 """The simulator against steps worked out by hand, and against the totals that the solver computes in its own way."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -110,11 +112,21 @@ def test_the_step_adds_up(kind, profile_of):
         "forward h.0": 1100 + 50,
         "forward h.1": 1100 + 50 + 70,
         "head and loss": 1300 + 50 + 70,
+        "backward of head and loss": 1250 + 50 + 70,
         "backward h.1": 1000 + 50 + 50 + 70,
         "backward h.0": 1000 + 100 + 50,
         "after the blocks": 1200,
     }
     assert (outcome.peak_label, outcome.peak_bytes) == ("head and loss", 1420)
+
+
+def test_a_stored_cast_counts_once_forward_has_let_go_of_its_cache(kind, profile_of):
+    """Autocast's cache has every cast while forward runs, so a block that stores one takes no more until then."""
+    values = tuple(replace(value, cached=value.name == "b") for value in kind.values)
+    cast = next(value for value in values if value.cached)
+    profile = profile_of([replace(kind, values=values)], [0], loss_peak_bytes=1300)
+    live = dict(simulate(profile, [plan_of(kind)]).timeline)
+    assert live["backward of head and loss"] == live["head and loss"] + cast.nbytes
 
 
 def test_shared_tensors_count_once_if_saved_or_read(tape_builder, profile_of):
