@@ -105,6 +105,8 @@ def _fastest(searches: Sequence[_Search], budget: Budget) -> tuple[_Search, list
     found: list[tuple[_Search, list[Column]]] = []
     errors: list[InfeasibleBudgetError] = []
     for search in searches:
+        if found and search.bound_ms(budget) >= min(other.rank(columns)[0] for other, columns in found):
+            continue
         try:
             columns = search.within(budget)
         except InfeasibleBudgetError as error:
@@ -183,14 +185,15 @@ class _Search:
             raise _infeasible_stored(self.profile, self.config, budget, self._stored(least), plain_bytes)
         columns = self.kinds.frontiers
         if len(self.models) > 1:
-            found = self._chained(columns, lambda policy: self._stored(policy) <= budget.nbytes)
+            found = list(self._chained(columns, lambda policy: self._stored(policy) <= budget.nbytes))
+            programs = [self._uniform()]
         else:
-            # One kind is solved outright: mixed plans, and one plan for all, which may be no mixture of the frontier.
+            found = []
             programs = [self._mixture(columns, 0), self._uniform()]
-            solved = [program.least_ms(budget.nbytes) for program in programs]
-            found = [policy for policy in solved if policy is not None]
-            if len(self.plain) == 1 and not self.log.num_unproven:
-                self._proven_ms = (1 - self.log.worst_gap) * min(self.rank(policy)[0] for policy in [least, *found])
+        # One plan per kind may be no mixture of the frontiers, and faster where kinds have few blocks.
+        found += [policy for program in programs if (policy := program.least_ms(budget.nbytes)) is not None]
+        if len(self.models) == 1 and len(self.plain) == 1 and not self.log.num_unproven:
+            self._proven_ms = (1 - self.log.worst_gap) * min(self.rank(policy)[0] for policy in [least, *found])
         greedy = self._greedy(lambda policy: self._stored(policy) <= budget.nbytes)
         return self.oracle.arranged(min([least, *found, *greedy], key=self.rank))
 
@@ -208,7 +211,7 @@ class _Search:
 
         found = []
         if start_bytes <= budget.nbytes:
-            found = [start, *self._chained(columns, fits), *self._greedy(fits)]
+            found = [start, *self._chained(columns, fits, with_one_plans=True), *self._greedy(fits)]
         # Policies below the frontiers' least peak are looked for where one could be the best: at larger budgets too,
         # or more memory could cost time.
         below = Budget(start_bytes, start_bytes, of_peak=True)
@@ -224,9 +227,13 @@ class _Search:
         """What no policy within the budget can beat, to `frontier.TOLERANCE`; infinity if none can fit."""
         if self._proven_ms is not None:
             return self._proven_ms
+        return self._least_ms(self._limit_bytes(budget))
+
+    def _least_ms(self, limit_bytes: int) -> float:
+        """What no policy can beat whose blocks store at most `limit_bytes`."""
         counts = Counter(block.kind for block in self.profile.blocks)
         num_blocks = [counts[k] for k in range(len(self.models))]
-        return least_ms(num_blocks, self.kinds.frontiers, self._limit_bytes(budget)) + self.profile.head_overhead_ms
+        return least_ms(num_blocks, self.kinds.frontiers, limit_bytes) + self.profile.head_overhead_ms
 
     def _limit_bytes(self, budget: Budget) -> int:
         """The most that blocks may store within the budget; more may be too much already."""
@@ -242,16 +249,18 @@ class _Search:
         return list(itertools.islice(filter(fits, greedy_policies(self.profile, self.models)), 1))
 
     def _chained(
-        self, columns: Sequence[Sequence[Column]], fits: Callable[[list[Column]], bool]
+        self, columns: Sequence[Sequence[Column]], fits: Callable[[list[Column]], bool], with_one_plans: bool = False
     ) -> Iterator[list[Column]]:
-        """The fastest policy of the chain that fits, and what fits of the policies between it and the one before."""
+        """The fastest policy of the chain that fits, and what fits of the policies between it and the one before; of
+        those with one plan per kind too, if asked for."""
         before = self.plain
         for policy in chain([block.kind for block in self.profile.blocks], columns):
             if fits(policy):
                 yield policy
                 if policy != before:
                     yield from filter(fits, self._between(columns, policy, before))
-                    yield from self._one_plans(policy, before, fits)
+                    if with_one_plans:
+                        yield from self._one_plans(policy, before, fits)
                 return
             before = policy
 
@@ -275,14 +284,17 @@ class _Search:
         self, low: list[Column], high: list[Column], fits: Callable[[list[Column]], bool]
     ) -> Iterator[list[Column]]:
         """What fits of the fastest policies with one plan per kind, of any shape, for what they store: every percent of
-        plain training's bytes from `low` to `high`, and beyond until some in a row do not fit.
+        plain training's bytes from `low` to `high`, and beyond until some in a row do not fit. Where none can be
+        faster than `low`, none is looked for.
 
         Where kinds have few blocks, they may be faster than mixtures, or need less while a block's backward runs.
         """
-        whole = self.kinds.plain_stored_bytes
+        whole, outside = self.kinds.plain_stored_bytes, fixed_bytes(self.profile)
         last = 100 * self._stored(high) // whole
-        program, misses = self._uniform(), 0
+        program, misses, low_ms = self._uniform(), 0, self.rank(low)[0]
         for percent in range(-(-100 * self._stored(low) // whole), 101):
+            if self._least_ms(whole * percent // 100 - outside) >= low_ms:
+                continue
             policy = program.least_ms(whole * percent // 100)
             is_fitting = policy is not None and fits(arranged := self.oracle.arranged(policy))
             misses = 0 if is_fitting or percent <= last else misses + 1
