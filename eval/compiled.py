@@ -34,6 +34,7 @@ from adacc_hf.eval.workload import Batch, Workload
 from adacc_hf.memory import backward, forward_loss, measure_step
 from adacc_hf.partitioner import AdaccPartitioner, CompiledPolicy
 from adacc_hf.partitioner.installed import InstalledPartitioner
+from adacc_hf.partitioner.plan_store import PlanStore
 
 WORKLOADS = {
     family: Workload(width=128, layers=2, batch=4, tokens=128, family=family) for family in ("gpt2", "llama", "t5")
@@ -150,7 +151,7 @@ def measure_compilation(family: str, name: str, cache: str, device: str, seed: i
     model, batch = _model_and_batch(family, device, seed)
     if COMPILED[name] is not None:
         share, actions = COMPILED[name]
-        InstalledPartitioner(AdaccPartitioner(memory_budget=share, actions=actions))
+        InstalledPartitioner(AdaccPartitioner(store=PlanStore(), memory_budget=share, actions=actions))
     _step(model, model, batch)
     start = cpu_seconds()
     _step(torch.compile(model), model, batch)
