@@ -6,7 +6,8 @@ Each says what it lacks on a device, so that a table can show the reason in its 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -132,7 +133,8 @@ def install_adacc_compiled(bench: Bench, budget: Budget | None) -> Installed:
     assert isinstance(budget, int), "peers give fractions, or bytes that were measured"
     installed = InstalledPartitioner(AdaccPartitioner(memory_budget=1.0))
     compiled = torch.compile(bench.model)
-    share = _share_within(bench, compiled, installed, budget)
+    with _learning_nothing(bench.optimizer):
+        share = _share_within(bench, compiled, installed, budget)
     return Installed(call=compiled, promise=Promise.OWN_LOSSY, facts={"share": share})
 
 
@@ -159,6 +161,19 @@ def _share_within(bench: Bench, call: Callable[..., Any], installed: Any, budget
     installed.partitioner.start_over(fitting)
     installed.compile_again()
     return fitting
+
+
+@contextmanager
+def _learning_nothing(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Steps that take all their memory and leave the weights as they are: gradients are compared with earlier ones."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    try:
+        yield
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def need_host_memory_elsewhere(device: str) -> str | None:

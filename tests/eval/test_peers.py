@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from adacc_hf.eval import peer_methods, peers
 from adacc_hf.eval.isolation import OverLimitError
@@ -144,3 +145,15 @@ def test_the_plot_joins_one_methods_points(outputs) -> None:
 def test_budgets_are_fractions(tmp_path: Path, option: str, budget: str) -> None:
     with pytest.raises(ValueError, match=f"{option}=.* must be fractions"):
         peers.main([option, budget, "--output", str(tmp_path / "p.json")], made_up)
+
+
+def test_the_search_for_a_share_leaves_the_weights_as_they_are() -> None:
+    weight = torch.nn.Parameter(torch.randn(4))
+    before = weight.detach().clone()
+    optimizer = torch.optim.AdamW([weight], lr=1e-2)
+    with peer_methods._learning_nothing(optimizer):
+        weight.grad = torch.ones(4)
+        optimizer.step()
+    assert torch.equal(weight, before)
+    optimizer.step()
+    assert not torch.equal(weight, before)
