@@ -42,15 +42,16 @@ def test_a_region_is_filled_from_its_record_and_the_rest_kept() -> None:
 
 
 def test_a_region_may_have_one_table_of_a_report() -> None:
-    first, second, third = (
-        with_tables(f"<!-- table: cpu/peers#{number} -->\n<!-- end of table -->", RESULTS) for number in (1, 2, 3)
+    first, second, third, fourth = (
+        with_tables(f"<!-- table: cpu/peers#{number} -->\n<!-- end of table -->", RESULTS) for number in (1, 2, 3, 4)
     )
     assert first.splitlines()[2].startswith("| method ")
     assert second.splitlines()[2].startswith("| peer ")
     assert third.splitlines()[2].startswith("| point ")
+    assert fourth.splitlines()[2].startswith("| peer ")
     assert first.endswith("|\n\n<!-- end of table -->")
-    with pytest.raises(TableError, match=r"cpu/peers#99 must be #1 to #\d"):
-        with_tables("<!-- table: cpu/peers#99 -->\n<!-- end of table -->", RESULTS)
+    with pytest.raises(TableError, match="cpu/peers#5 must be #1 to #4"):
+        with_tables("<!-- table: cpu/peers#5 -->\n<!-- end of table -->", RESULTS)
 
 
 def test_a_region_without_a_record_is_refused() -> None:
