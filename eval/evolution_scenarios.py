@@ -30,15 +30,7 @@ class Scenario:
 
     def model(self, workload: Workload, device: str, seed: int) -> PreTrainedModel:
         """The model in train mode; weights depend on the seed alone."""
-        size = Size(
-            width=workload.width,
-            layers=workload.layers,
-            heads=workload.heads,
-            vocabulary=workload.vocabulary,
-            batch=workload.batch,
-            tokens=workload.tokens,
-        )
-        return self.family.model(size, workload.attention, device, seed)
+        return self.family.model(workload.size, workload.attention, device, seed)
 
     def planted_from(self, steps: int) -> dict[int, float]:
         """The steps of a run of `steps` at which the outliers change, and the share of channels that are some then."""

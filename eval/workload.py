@@ -44,7 +44,12 @@ class Workload:
 
     def model(self, device: str = "cpu", seed: int = 0) -> PreTrainedModel:
         """The model in train mode; weights depend on the seed alone, torch's generator is left as it was."""
-        size = Size(
+        return FAMILIES[self.family].model(self.size, self.attention, device, seed)
+
+    @property
+    def size(self) -> Size:
+        """What a family needs to know of it."""
+        return Size(
             width=self.width,
             layers=self.layers,
             heads=self.heads,
@@ -52,7 +57,6 @@ class Workload:
             batch=self.batch,
             tokens=self.tokens,
         )
-        return FAMILIES[self.family].model(size, self.attention, device, seed)
 
     def batches(self, device: str = "cpu", seed: int = 0) -> Iterator[Batch]:
         """Batches without end, [B, T] ids and labels at random places of the text."""
