@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from adacc_hf.lazy_logits import LossCall
-from adacc_hf.pricing import median_ms
+from adacc_hf.timing import median_ms
 
 REPEATS = 1
 """Timed runs of each, after one to warm up: a head is long beside the clock's noise, and as long as some blocks."""

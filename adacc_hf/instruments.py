@@ -59,10 +59,12 @@ class Instruments:
 
     def step_ms(self, model: nn.Module, batch: Mapping[str, Any]) -> float:
         """Milliseconds of one forward and backward as the model stands."""
+        device = next(model.parameters()).device
+        wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
+        wait()
         start = time.perf_counter()
         self.backward(forward_loss(model, batch))
-        if next(model.parameters()).is_cuda:
-            torch.cuda.synchronize()
+        wait()
         model.zero_grad(set_to_none=True)
         return (time.perf_counter() - start) * 1e3
 

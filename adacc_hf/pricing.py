@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,9 +17,7 @@ from adacc_hf.profile import CodecOption
 from adacc_hf.recorder import MOVES_STORAGE
 from adacc_hf.replay import Environment, Step, view
 from adacc_hf.tape import Tape, TapeOperator
-
-REPEATS = 5
-"""Runs per price, after one to warm up; the median stands. Five bound the effect of one interruption."""
+from adacc_hf.timing import Bottleneck, Timing, bottleneck, time_of
 
 _ATTENTION = ("scaled_dot_product", "bmm", "baddbmm")
 _MATMUL = ("mm", "addmm", "linear")
@@ -53,10 +49,13 @@ class Prices:
 
 
 def price_tape(tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, outliers: dict[int, int]) -> Prices:
-    """The prices of `tape`, measured on the recorded tensors."""
+    """The prices of `tape`, measured on the recorded tensors: the time of what its steps wait for, device or host."""
     with torch.no_grad(), torch.autocast(bases[0].device.type, enabled=False):
-        codecs = {v: codec_options(tape, v, bases[v], config, outliers.get(v, 0)) for v in storable(tape)}
-        return Prices(operator_times(tape, bases), operator_workspaces(tape, bases), codecs)
+        timings = operator_timings(tape, bases)
+        scarce = bottleneck(timings)
+        codecs = {v: codec_options(tape, v, bases[v], config, outliers.get(v, 0), scarce) for v in storable(tape)}
+        times = [getattr(timing, scarce) for timing in timings]
+        return Prices(times, operator_workspaces(tape, bases), codecs)
 
 
 def storable(tape: Tape) -> list[int]:
@@ -66,39 +65,16 @@ def storable(tape: Tape) -> list[int]:
     return sorted({*saved, *inputs})
 
 
-def median_ms(run: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
-    """Median time of `run` on `device`, in milliseconds.
-
-    On the CPU with one thread that is what the thread computes: the turns of other programs are no part of a price.
-    """
-    run()
-    times = []
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    for _ in range(repeats):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-        else:
-            begin = clock()
-            run()
-            times.append((clock() - begin) * 1e3)
-    return statistics.median(times)
-
-
-def operator_times(tape: Tape, bases: Sequence[torch.Tensor]) -> list[float]:
-    """Median milliseconds of each operator of `tape` on the recorded tensors; 0 for those that never run again.
+def operator_timings(tape: Tape, bases: Sequence[torch.Tensor]) -> list[Timing]:
+    """Medians of each operator of `tape` on the recorded tensors; 0 for those that never run again.
 
     Of a tape that is not trusted torch's checkpoint runs them all again. What would put another storage under a
     recorded tensor takes no time to speak of, and is not tried.
     """
-    times = [0.0] * len(tape.operators)
+    timings = [Timing(0.0, 0.0)] * len(tape.operators)
     for index, run in _runs(tape, bases):
-        times[index] = median_ms(run, tape.values[tape.operators[index].made()[0]].device)
-    return times
+        timings[index] = time_of(run, tape.values[tape.operators[index].made()[0]].device)
+    return timings
 
 
 def operator_workspaces(tape: Tape, bases: Sequence[torch.Tensor]) -> list[int]:
@@ -248,15 +224,15 @@ def make_codec(name: str, config: AdaccConfig, num_outliers: int) -> Codec:
 
 
 def codec_options(
-    tape: Tape, value: int, base: torch.Tensor, config: AdaccConfig, num_outliers: int
+    tape: Tape, value: int, base: torch.Tensor, config: AdaccConfig, num_outliers: int, scarce: Bottleneck
 ) -> tuple[CodecOption, ...]:
-    """The codecs for one activation, priced on its recorded tensor."""
+    """The codecs for one activation, priced on its recorded tensor in the time that is scarce."""
     tensor = view(base, encode_view(tape, value))
     options = []
     for name in candidates(tape, value, config):
         codec = make_codec(name, config, num_outliers)
         if codec.supports(tuple(tensor.shape), tensor.dtype) and codec.accepts(tensor):
-            options.append(_price(codec, tensor))
+            options.append(_price(codec, tensor, scarce))
     return tuple(options)
 
 
@@ -272,15 +248,15 @@ def with_outliers(
     )
 
 
-def _price(codec: Codec, tensor: torch.Tensor) -> CodecOption:
+def _price(codec: Codec, tensor: torch.Tensor, scarce: Bottleneck) -> CodecOption:
     codec.fit(tensor)
     payload = codec.encode(tensor)
     return CodecOption(
         codec=codec.name,
         options=tuple(sorted(codec.options.items())),
         nbytes=codec.predicted_bytes(tuple(tensor.shape), tensor.dtype),
-        encode_ms=median_ms(lambda: codec.encode(tensor), tensor.device),
-        decode_ms=median_ms(lambda: codec.decode(payload), tensor.device),
+        encode_ms=getattr(time_of(lambda: codec.encode(tensor), tensor.device), scarce),
+        decode_ms=getattr(time_of(lambda: codec.decode(payload), tensor.device), scarce),
         error=0.0 if codec.lossless else relative_error(tensor, codec.decode(payload)),
         lossless=codec.lossless,
     )

@@ -8,7 +8,7 @@ import psutil
 import torch
 
 from adacc_hf.devices import Device
-from adacc_hf.pricing import median_ms
+from adacc_hf.timing import median_ms
 
 _SIDE = 1024
 """Rows of the square matrices that are multiplied: 2 billion operations, some 50 ms on one core."""

@@ -5,7 +5,8 @@ import torch
 
 from adacc_hf import AdaccConfig, profile_model
 from adacc_hf.kernels.codecs import get_codec
-from adacc_hf.pricing import CODEC_OF_ROLE, make_codec, median_ms, relative_error
+from adacc_hf.pricing import CODEC_OF_ROLE, make_codec, relative_error
+from adacc_hf.timing import Timing
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
@@ -125,17 +126,6 @@ def test_relative_error():
     assert relative_error(torch.zeros(2), torch.zeros(2)) == 0.0
 
 
-@pytest.mark.parametrize(("threads", "clock_name"), [(1, "thread_time"), (2, "perf_counter")])
-def test_the_median_ignores_one_interruption(monkeypatch, threads, clock_name):
-    """Five runs after one to warm up, of which one takes a second; with one thread, of what that computes."""
-    clock = iter([0.0, 0.002, 1.0, 1.002, 2.0, 3.0, 4.0, 4.003, 5.0, 5.002])
-    monkeypatch.setattr(f"adacc_hf.pricing.time.{clock_name}", lambda: next(clock))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    runs = []
-    assert median_ms(lambda: runs.append(1), torch.device("cpu")) == pytest.approx(2.0)
-    assert len(runs) == 6
-
-
 def test_temporaries_of_operators_are_counted(gpt2_profiles):
     """A safe softmax looks for rows of -inf alone, and a Python number is a tensor while an operator runs."""
     kind = gpt2_profiles["sdpa", False].kinds[0]
@@ -147,3 +137,13 @@ def test_temporaries_of_operators_are_counted(gpt2_profiles):
     assert softmax.extra_bytes > result.nbytes // torch.float32.itemsize  # a boolean for each element, and more
     assert max(besides["aten.mul.Tensor"]) == 12  # 8 bytes in double precision, and 4 in that of the other factor
     assert besides["aten.native_layer_norm.default"] == besides["aten.bmm.default"] == {0}
+
+
+@pytest.mark.parametrize(("timing", "scarce_ms"), [(Timing(2.0, 1.0), 2.0), (Timing(2.0, 3.0), 3.0)])
+def test_prices_are_in_the_time_that_is_scarce(monkeypatch, tiny_gpt2, token_batch, timing, scarce_ms):
+    """Of a block whose launches take longer than the device does, the launches are what a step waits for."""
+    monkeypatch.setattr("adacc_hf.pricing.time_of", lambda run, device: timing)
+    (kind,) = profile_model(tiny_gpt2("sdpa"), token_batch(), CONFIG).kinds
+    assert {operator.ms for operator in kind.operators} == {0.0, scarce_ms}
+    options = [option for value in kind.activations for option in value.codecs]
+    assert {option.encode_ms for option in options} == {option.decode_ms for option in options} == {scarce_ms}

@@ -1,0 +1,79 @@
+"""How long a device takes for something, and how long the host takes to ask for it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Literal, NamedTuple
+
+import torch
+
+REPEATS = 5
+"""Runs per price, after one to warm up; the median stands. Five bound the effect of one interruption."""
+
+HEAD_START = 2
+"""How many times as long as the launches of a run the GPU is kept busy before it: launches vary."""
+CYCLES_PER_SECOND = 3e9
+"""More than a GPU's clock makes, so that what is meant to be busy for a second is."""
+
+Bottleneck = Literal["device_ms", "host_ms"]
+
+
+class Timing(NamedTuple):
+    """Milliseconds of one run."""
+
+    device_ms: float
+    """Until the device is done, from when it began."""
+    host_ms: float
+    """Until the host goes on. On the CPU the two are one."""
+
+
+def median_ms(run: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
+    """Median time of `run` on `device`, in milliseconds."""
+    return time_of(run, device, repeats).device_ms
+
+
+def time_of(run: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> Timing:
+    """Medians over `repeats` runs, after one to warm up."""
+    run()
+    timings = _on_cuda(run, device, repeats) if device.type == "cuda" else _on_cpu(run, repeats)
+    return Timing(*(statistics.median(times) for times in zip(*timings, strict=True)))
+
+
+def bottleneck(timings: Iterable[Timing]) -> Bottleneck:
+    """What a step waits for that runs all this: the device, or the host that launches it."""
+    device_ms, host_ms = (sum(times) for times in zip(*timings, strict=True))
+    return "device_ms" if device_ms >= host_ms else "host_ms"
+
+
+def _on_cpu(run: Callable[[], object], repeats: int) -> list[Timing]:
+    """With one thread, what it computes: the turns of other programs are no part of a price."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    timings = []
+    for _ in range(repeats):
+        begin = clock()
+        run()
+        ms = (clock() - begin) * 1e3
+        timings.append(Timing(ms, ms))
+    return timings
+
+
+def _on_cuda(run: Callable[[], object], device: torch.device, repeats: int) -> list[Timing]:
+    """The GPU is kept busy until the run is launched: a training step is launched ahead of the GPU, and has none of the
+    gaps in which it would wait for each kernel of a run that meets it idle."""
+    with torch.cuda.device(device):
+        busy_cycles, timings = 0, []
+        for _ in range(1 + repeats):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            torch.cuda._sleep(busy_cycles)
+            start.record()
+            begin = time.perf_counter()
+            run()
+            host_s = time.perf_counter() - begin
+            end.record()
+            end.synchronize()
+            timings.append(Timing(start.elapsed_time(end), host_s * 1e3))
+            busy_cycles = int(HEAD_START * host_s * CYCLES_PER_SECOND)
+    return timings[1:]  # the first told how long launches take
