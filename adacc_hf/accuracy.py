@@ -33,20 +33,33 @@ class GradientError:
     @classmethod
     def between(cls, exact: Iterable[Tensor | None], other: Iterable[Tensor | None]) -> GradientError | None:
         """None if the exact gradient is zero or not finite: compression is not to blame then."""
-        pairs = [(e.double(), o.double()) for e, o in zip(exact, other, strict=True) if e is not None and o is not None]
-        norm = math.sqrt(sum(float(e.square().sum()) for e, _ in pairs))
+        pairs = [(e, o) for e, o in zip(exact, other, strict=True) if e is not None and o is not None]
+        norm, other_norm, difference, product = _products(pairs)
         if not math.isfinite(norm) or norm == 0:
             return None
-        other_norm = math.sqrt(sum(float(o.square().sum()) for _, o in pairs))
         if not math.isfinite(other_norm):
             return cls(error=math.inf, cosine=0.0)
-        difference = math.sqrt(sum(float((o - e).square().sum()) for e, o in pairs))
-        product = sum(float((o * e).sum()) for e, o in pairs)
         return cls(error=difference / norm, cosine=product / (norm * other_norm) if other_norm else 0.0)
 
     @classmethod
     def worst(cls, errors: Sequence[GradientError]) -> GradientError:
         return cls(error=max(e.error for e in errors), cosine=min(e.cosine for e in errors))
+
+
+@torch.no_grad()
+def _products(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, float, float, float]:
+    """L2 norms of all first tensors, of all second ones and of their difference, and the dot product of both.
+
+    Synchronises once, however many there are, and holds one pair at a time in double precision.
+    """
+    sums: Tensor | None = None
+    for first, second in pairs:
+        a, b = first.flatten().double(), second.flatten().double()
+        difference = b - a
+        found = torch.stack([a.dot(a), b.dot(b), difference.dot(difference), b.dot(a)])
+        sums = found if sums is None else sums + found.to(sums.device)
+    squares = [0.0] * 4 if sums is None else sums.tolist()
+    return math.sqrt(squares[0]), math.sqrt(squares[1]), math.sqrt(squares[2]), squares[3]
 
 
 @torch.no_grad()

@@ -6,13 +6,13 @@ It is what the solver and the simulator read. `profile_model` makes it (paper, s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from adacc_hf.errors import AdaccError
-from adacc_hf.files import read_json, write_json
+from adacc_hf.files import fields_of, read_json, write_json
 
 FORMAT_VERSION = 3
 
@@ -299,7 +299,9 @@ class Profile:
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, atomically."""
-        write_json(path, {"format": "adacc_hf.profile", "version": FORMAT_VERSION, **asdict(self)})
+        # A run writes one whenever its prices move, and it is some 2,000 records long: no indent, no copies.
+        record = {"format": "adacc_hf.profile", "version": FORMAT_VERSION, **fields_of(self)}
+        write_json(path, record, indent=None)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -351,7 +353,7 @@ def _value_from_json(record: dict[str, Any]) -> Value:
 
 
 def codec_option_from_json(record: dict[str, Any]) -> CodecOption:
-    """What `asdict` made of a codec option, and JSON of that."""
+    """What `asdict` or JSON made of a codec option."""
     return CodecOption(**{**record, "options": _pairs(record["options"])})
 
 

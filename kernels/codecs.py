@@ -48,7 +48,7 @@ class Codec:
     @property
     def options(self) -> dict[str, Any]:
         """JSON-able options that rebuild this codec: `get_codec(codec.name, **codec.options)`."""
-        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+        return {name: getattr(self, name) for name in _option_names(type(self))}
 
     def supports(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         """Whether tensors of this shape and dtype can be encoded at all. Looks at no data."""
@@ -115,6 +115,12 @@ def _discover() -> None:
             import_module(f"{_PACKAGE}.{module.name}")
 
 
+@cache
+def _option_names(codec_class: type[Codec]) -> tuple[str, ...]:
+    """The names of the options that `codec_class` takes. Asking Python takes as long as encoding a small tensor."""
+    return tuple(inspect.signature(codec_class).parameters)
+
+
 def list_codecs() -> list[str]:
     """The names of all codecs, sorted."""
     _discover()
@@ -126,7 +132,7 @@ def get_codec(name: str, **options: Any) -> Codec:
     if name not in list_codecs():
         raise ValueError(f"unknown codec {name!r}; known codecs: {', '.join(list_codecs())}")
     codec_class = _registry[name]
-    known = inspect.signature(codec_class).parameters
+    known = _option_names(codec_class)
     for option in options:
         if option not in known:
             allowed = ", ".join(known) or "none"

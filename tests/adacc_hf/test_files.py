@@ -1,5 +1,7 @@
 """JSON files are whole or absent."""
 
+from dataclasses import dataclass
+
 import pytest
 
 from adacc_hf.errors import AdaccError
@@ -10,6 +12,20 @@ def test_what_is_written_is_read(tmp_path):
     path = tmp_path / "a" / "b" / "record.json"
     write_json(path, {"é": [1, 2.5, None]})
     assert read_json(path, AdaccError, "record") == {"é": [1, 2.5, None]}
+
+
+@dataclass
+class Pair:
+    left: object
+    right: object
+
+
+@pytest.mark.parametrize("indent", [1, None])
+def test_dataclasses_are_written_by_their_fields(tmp_path, indent):
+    path = tmp_path / "record.json"
+    write_json(path, {"pairs": (Pair(1, Pair("a", None)),)}, indent)
+    assert read_json(path, AdaccError, "record") == {"pairs": [{"left": 1, "right": {"left": "a", "right": None}}]}
+    assert len(path.read_text().splitlines()) == (1 if indent is None else 11)
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
