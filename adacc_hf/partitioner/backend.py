@@ -10,6 +10,7 @@ from torch import fx
 
 from adacc_hf.config import AdaccConfig
 from adacc_hf.partitioner.partitioner import AdaccPartitioner
+from adacc_hf.partitioner.plan_store import PlanStore
 
 
 def adacc(
@@ -29,7 +30,7 @@ def adacc(
     """
     from torch._inductor.compile_fx import compile_fx
 
-    partitioner = AdaccPartitioner(_config(options or {}))
+    partitioner = AdaccPartitioner(_config(options or {}), store=PlanStore())
     return compile_fx(module, inputs, config_patches={"custom_partitioner_fn": partitioner})
 
 

@@ -58,11 +58,11 @@ class AdaccPartitioner(CustomPartitionerFn):
         What was decided in earlier runs is taken from `store`, and what is decided is put there.
         """
         self.config = (config or AdaccConfig(memory_budget=0.5)).with_overrides(**overrides)
-        self.policy = _nothing_yet(self.config) if given is None else replace(given, regions=())
+        self._given = _nothing_yet(self.config) if given is None else given
+        self.policy = replace(self._given, regions=())
         self._of_peak = not isinstance(self.config.memory_budget, float)
-        self._given = given
         self._store = store
-        self._known = {plan.digest: plan for plan in given.regions} if given is not None else {}
+        self._known = {plan.digest: plan for plan in self._given.regions}
         self._graphs: list[int | None] = []
         """For each plan of `policy` the number of its graph."""
         self._num_split: Counter[str] = Counter()
@@ -74,7 +74,8 @@ class AdaccPartitioner(CustomPartitionerFn):
 
         For what is compiled already, see `torch._dynamo.reset`.
         """
-        self.policy, self._given, self._known = CompiledPolicy(share=share), None, {}
+        self.policy = self._given = CompiledPolicy(share=share)
+        self._known = {}
         self._graphs.clear()
         self._num_split.clear()
 
@@ -120,8 +121,11 @@ class AdaccPartitioner(CustomPartitionerFn):
 
     def uuid(self) -> str:
         """What tells compile caches one partitioner from another: its source, its settings, and what it was given."""
-        allowed = (self.policy.share, self.policy.budget_bytes)
-        return f"adacc_hf {_source_digest()} {self.config!r} {allowed!r} {self._given!r}"
+        return f"adacc_hf {_source_digest()} {self.config!r} {self._given!r}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """One given the same that has decided nothing yet: Inductor's cache pickles all settings for its key."""
+        return type(self), (self.config, self._given)
 
     def _from_store(self, digest: str) -> RegionPlan | None:
         return None if self._store is None else self._store.load(self.uuid(), digest)
