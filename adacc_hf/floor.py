@@ -17,6 +17,8 @@ from adacc_hf.policy import RECOMPUTE
 if TYPE_CHECKING:
     from adacc_hf.profile import KindProfile, Profile
 
+    _Needs = tuple[tuple[int, ...], frozenset[int]]
+
 ROUNDS = 20
 """Changes that are tried one after the other; models of four families took up to six."""
 
@@ -53,32 +55,36 @@ def _changed(model: KindModel, column: Column) -> Iterator[Column]:
 
 def _undominated(oracle: PeakOracle, kind: int, columns: Sequence[Column]) -> list[Column]:
     """Those that no other needs less memory than at every moment that counts."""
-    kept: dict[tuple[int, ...], Column] = {}
+    kept: dict[_Needs, Column] = {}
     for column in sorted(columns, key=lambda column: column.ms):
         outcome = oracle.outcome(kind, column)
         sizes = (outcome.stored_bytes, outcome.held_bytes, outcome.working_bytes, outcome.forward_working_bytes)
-        if not any(_is_within(other, sizes) for other in kept):
-            kept = {other: kept[other] for other in kept if not _is_within(sizes, other)} | {sizes: column}
+        needs = (sizes, outcome.shared)
+        if not any(_is_within(other, needs) for other in kept):
+            kept = {other: kept[other] for other in kept if not _is_within(needs, other)} | {needs: column}
     return list(kept.values())
 
 
-def _is_within(sizes: tuple[int, ...], others: tuple[int, ...]) -> bool:
-    return all(size <= other for size, other in zip(sizes, others, strict=True))
+def _is_within(needs: _Needs, others: _Needs) -> bool:
+    (sizes, shared), (other_sizes, other_shared) = needs, others
+    return shared <= other_shared and all(size <= other for size, other in zip(sizes, other_sizes, strict=True))
 
 
 def least_bound(profile: Profile, frontiers: Sequence[Sequence[Column]]) -> int:
     """Bytes that no policy's peak is below: what is live in any case, with the least that blocks can store."""
     bounds = [profile.tail_peak_bytes]
     stored = held = 0
-    for block in profile.blocks:
+    for index, block in enumerate(profile.blocks):
         kind = profile.kind_of(block)
         bounds.append(profile.forward_base_bytes + held + max((e.extra_bytes for e in kind.forward), default=0))
         if kind.backward:
-            bounds.append(block.backward_base_bytes + stored + _handed_bytes(kind))
+            unread = profile.unread_bytes(index, frozenset())
+            bounds.append(block.backward_base_bytes - unread + stored + _handed_bytes(kind))
         least = frontiers[block.kind][-1].nbytes
         stored += least
         held += max(0, least - sum(value.nbytes for value in kind.activations if value.cached))
-    return max([*bounds, profile.outside_peak_bytes + held, profile.loss_peak_bytes + stored])
+    outside, loss = profile.head_peaks(frozenset())
+    return max([*bounds, outside + held, loss + stored])
 
 
 def _handed_bytes(kind: KindProfile) -> int:

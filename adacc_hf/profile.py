@@ -5,16 +5,17 @@ It is what the solver and the simulator read. `profile_model` makes it (paper, s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from adacc_hf.errors import AdaccError
 from adacc_hf.files import fields_of, read_json, write_json
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +127,9 @@ class KindProfile:
     """The order in which forward saves values and lets go of them by itself, when nothing is stored."""
     forward_ms: float
     """Sum of its operators' times."""
+    held: tuple[int, ...] = ()
+    """Indices into `Profile.shared` of what such a block holds for backward only where its replay reads it, as full
+    recomputation's does, under which memory was measured."""
     fallback: str | None = None
     """Why torch's checkpoint runs such a block unless it retains everything: its operators cannot be replayed."""
 
@@ -165,7 +169,7 @@ class BlockProfile:
     """Index into `Profile.kinds`."""
     backward_base_bytes: int
     """Bytes live when this block's backward starts, besides what blocks stored: parameters, gradients so far, what the
-    rest of the model stores, the gradient that flows in."""
+    rest of the model stores, the gradient that flows in, shared tensors that are saved or `held`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +196,7 @@ class Head:
     tail_peak_bytes: int
     backward_base_bytes: tuple[int, ...]
     """Of each block in forward order."""
+    outside_held_bytes: int = 0
 
     def with_more_memory(self, extra_bytes: int) -> Head:
         """The head with so much more live at every moment."""
@@ -237,6 +242,8 @@ class Profile:
     """`Head.ms` of that head."""
     other_heads: tuple[Head, ...] = ()
     """The other heads that a policy may choose."""
+    outside_held_bytes: int = 0
+    """By how much `outside_peak_bytes` is lower where no replay reads any of the `held` tensors."""
     optimizer_peak_bytes: int = 0
     """Most bytes live while gradients are clipped and the optimizer steps; 0 if it was profiled without one."""
 
@@ -264,6 +271,7 @@ class Profile:
             blocks=tuple(replace(block, backward_base_bytes=base) for block, base in bases),
             outside_stored_bytes=wanted.outside_stored_bytes,
             outside_peak_bytes=wanted.outside_peak_bytes,
+            outside_held_bytes=wanted.outside_held_bytes,
             loss_peak_bytes=wanted.loss_peak_bytes,
             tail_peak_bytes=wanted.tail_peak_bytes,
         )
@@ -274,6 +282,7 @@ class Profile:
             ms=self.head_ms,
             outside_stored_bytes=self.outside_stored_bytes,
             outside_peak_bytes=self.outside_peak_bytes,
+            outside_held_bytes=self.outside_held_bytes,
             loss_peak_bytes=self.loss_peak_bytes,
             tail_peak_bytes=self.tail_peak_bytes,
             backward_base_bytes=tuple(block.backward_base_bytes for block in self.blocks),
@@ -287,6 +296,24 @@ class Profile:
 
     def kind_of(self, block: BlockProfile) -> KindProfile:
         return self.kinds[block.kind]
+
+    @cached_property
+    def held(self) -> tuple[frozenset[int], ...]:
+        """For each block the shared tensors that its base has because blocks up to it read them in replay; the last
+        entry holds for the loss's backward too."""
+        return tuple(accumulate((frozenset(self.kind_of(block).held) for block in self.blocks), frozenset.union))
+
+    def unread_bytes(self, block: int, read: Set[int]) -> int:
+        """What of the base of the `block`-th block is not there if the replays of blocks up to it read only `read`."""
+        unread = self.held[block] - read
+        return sum(self.shared[index].nbytes for index in unread) if unread else 0
+
+    def head_peaks(self, read: Set[int]) -> tuple[int, int]:
+        """`outside_peak_bytes` and `loss_peak_bytes` if the replays of all blocks read only `read`."""
+        held, unread = self.unread_bytes(-1, frozenset()), self.unread_bytes(-1, read)
+        # What is read is there on top of the peak without any of them, at most.
+        lower = max(0, self.outside_held_bytes - (held - unread))
+        return self.outside_peak_bytes - lower, self.loss_peak_bytes - unread
 
     @cached_property
     def plain_stored_bytes(self) -> int:
@@ -343,6 +370,7 @@ def _kind_from_json(record: dict[str, Any]) -> KindProfile:
     fields["forward"] = tuple(ForwardEvent(**event) for event in fields["forward"])
     fields["backward"] = tuple(BackwardEvent(**event) for event in fields["backward"])
     fields["slots"] = tuple(fields["slots"])
+    fields["held"] = tuple(fields["held"])
     return KindProfile(**fields)
 
 

@@ -116,10 +116,11 @@ def _profile(
     kinds = survey.kinds()
     watched = {block.kind: block.name for block in blocks}
     by_name = {block.name: kinds[block.kind] for block in blocks}
-    forward_base_bytes, forwards = measure_forward(
-        model, batch, installation, by_name, survey.replay_sources(), set(watched.values()), instruments
+    shared = tuple(survey.sharing.records)
+    forward = measure_forward(
+        model, batch, installation, by_name, survey.replay_sources(), shared, set(watched.values()), instruments
     )
-    kinds = survey.add_forwards([forwards[watched[index]] for index in range(len(kinds))])
+    kinds = survey.add_forwards([forward.events[watched[index]] for index in range(len(kinds))])
     watchers = survey.follow_full_recomputation(installation, watched)
     stored_bytes = {name: recompute_stored_bytes(kind) for name, kind in by_name.items()}
     measure = partial(
@@ -127,9 +128,8 @@ def _profile(
     )
     layout = measure()
     static_bytes = step.live_bytes(layout)
-    shared = tuple(survey.sharing.records)
-    read = survey.shared_in_replay()
-    held_bytes = sum(record.nbytes for index, record in enumerate(shared) if record.saved or index in read)
+    replay_bytes = sum(shared[index].nbytes for index in {index for kind in kinds for index in kind.held})
+    held_bytes = sum(record.nbytes for record in shared if record.saved) + replay_bytes
     other = heads.other(model, batch, measure, instruments)
     device = next(model.parameters()).device
     return Profile(
@@ -142,8 +142,9 @@ def _profile(
         shared=shared,
         outside_stored_bytes=layout.outside_stored_bytes - held_bytes,
         static_bytes=static_bytes,
-        forward_base_bytes=static_bytes + forward_base_bytes,
+        forward_base_bytes=static_bytes + forward.base,
         outside_peak_bytes=static_bytes + layout.outside_peak_bytes,
+        outside_held_bytes=min(replay_bytes, max(0, layout.outside_peak_bytes - forward.outside_peak_bytes)),
         loss_peak_bytes=static_bytes + layout.loss_peak_bytes,
         tail_peak_bytes=static_bytes + layout.tail_peak_bytes,
         available_bytes=instruments.available_bytes(device, step.static_bytes),

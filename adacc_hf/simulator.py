@@ -97,29 +97,35 @@ def step_peak_bytes(profile: Profile, outcomes: Sequence[BlockOutcome]) -> int:
     """Peak of a step in which the i-th block has `outcomes[i]`: `simulate(...).peak_bytes` without the timeline."""
     peaks = [profile.tail_peak_bytes, profile.optimizer_peak_bytes]
     stored = held = 0
-    for block, outcome in zip(profile.blocks, outcomes, strict=True):
+    read: frozenset[int] = frozenset()
+    for index, (block, outcome) in enumerate(zip(profile.blocks, outcomes, strict=True)):
         peaks.append(profile.forward_base_bytes + held + outcome.forward_working_bytes)
+        read |= outcome.shared
         if outcome.moments:
-            peaks.append(block.backward_base_bytes + stored + outcome.working_bytes)
+            base = block.backward_base_bytes - profile.unread_bytes(index, read)
+            peaks.append(base + stored + outcome.working_bytes)
         stored += outcome.stored_bytes
         held += outcome.held_bytes
-    return max([profile.outside_peak_bytes + held, profile.loss_peak_bytes + stored, *peaks])
+    outside, loss = profile.head_peaks(read)
+    return max([outside + held, loss + stored, *peaks])
 
 
 def _timeline(profile: Profile, outcomes: Sequence[BlockOutcome]) -> list[tuple[str, int]]:
     """Forward, head and loss, backward from the last block to the first, what follows it, and the optimizer."""
     stored = held = 0
+    read: set[int] = set()
     forward: list[tuple[str, int]] = []
     backward: list[list[tuple[str, int]]] = []
-    for block, outcome in zip(profile.blocks, outcomes, strict=True):
+    for index, (block, outcome) in enumerate(zip(profile.blocks, outcomes, strict=True)):
         base = profile.forward_base_bytes + held
         forward += [(f"forward {block.name}", base + live) for live in outcome.forward_moments]
-        base = block.backward_base_bytes + stored
+        read |= outcome.shared
+        base = block.backward_base_bytes - profile.unread_bytes(index, read) + stored
         backward.append([(f"backward {block.name}", base + live) for live in outcome.moments])
         stored += outcome.stored_bytes
         held += outcome.held_bytes
-    points = [*forward, ("head and loss", profile.outside_peak_bytes + held)]
-    points.append(("backward of head and loss", profile.loss_peak_bytes + stored))
+    outside, loss = profile.head_peaks(read)
+    points = [*forward, ("head and loss", outside + held), ("backward of head and loss", loss + stored)]
     for moments in reversed(backward):
         points += moments
     points.append(("after the blocks", profile.tail_peak_bytes))

@@ -242,7 +242,8 @@ class _Search:
         # In the head what blocks store is live; in its forward also casts of parameters, stored or not.
         kinds = [self.profile.kind_of(block) for block in self.profile.blocks]
         cached = sum(value.nbytes for kind in kinds for value in kind.activations if value.cached)
-        return budget.nbytes - max(self.profile.outside_peak_bytes - cached, self.profile.loss_peak_bytes)
+        outside, loss = self.profile.head_peaks(frozenset())
+        return budget.nbytes - max(outside - cached, loss)
 
     def _greedy(self, fits: Callable[[list[Column]], bool]) -> list[list[Column]]:
         """The first policy of the greedy rule that fits, if one does."""

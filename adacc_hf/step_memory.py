@@ -21,7 +21,7 @@ from adacc_hf.blocks import Installation, Strategy
 from adacc_hf.call_inputs import find_external
 from adacc_hf.instruments import Instruments
 from adacc_hf.memory import MemoryMeter, MemoryPoint, distinct_bytes, forward_loss
-from adacc_hf.profile import BackwardEvent, ForwardEvent, KindProfile
+from adacc_hf.profile import BackwardEvent, ForwardEvent, KindProfile, Shared
 from adacc_hf.tape import Source
 
 
@@ -89,7 +89,8 @@ class WatchForward:
     """The strategy that stores nothing and marks when a value is saved first and when forward lets go of it.
 
     The shared inputs that a replay would read, at `sources`, go into `held`: replaying blocks keep them, and outlive
-    their other readers. No backward can follow. With `meter` None it only drops.
+    their other readers. The last block empties `held` at its end. No backward can follow. With `meter` None it only
+    drops.
     """
 
     def __init__(
@@ -99,11 +100,17 @@ class WatchForward:
         meter: MemoryMeter | None,
         sources: Sequence[Source],
         held: list[torch.Tensor],
+        shared: Sequence[Shared],
+        is_last: bool,
     ) -> None:
         self.name = name
         self.kind = kind
+        counted = {index for index, record in enumerate(shared) if record.nbytes}
+        self.shared = {value.index for value in kind.values if value.shared in counted}
+        """Values that count apart from what blocks store."""
         self.sources = sources
         self.held = held
+        self.is_last = is_last
         self.meter = meter
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -113,7 +120,8 @@ class WatchForward:
         @torch.compiler.disable  # as in WatchSlots
         def pack(tensor: torch.Tensor) -> torch.Tensor | None:
             value = next(values, None)
-            if value == -1:  # held by others, or dead soon: it lives as long as it does under any policy
+            if value == -1 or value in self.shared:
+                # Held by others, or dead soon, or counted apart: it lives as long as it does under any policy.
                 return tensor.detach()
             if self.meter is not None and value is not None and value not in seen:
                 seen.add(value)
@@ -125,6 +133,8 @@ class WatchForward:
             self._mark(("enter", -1))
             self.held += [find_external(source, block, args, kwargs) for source in self.sources]
             result = fn(*args)
+        if self.is_last:
+            self.held.clear()
         self._mark(("leave", -1))
         return result
 
@@ -166,6 +176,18 @@ class MarkCalls:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ForwardLayout:
+    """The memory of a forward that stored nothing, in bytes relative to its start."""
+
+    base: int
+    """The most that was live when a block started."""
+    outside_peak_bytes: int
+    """The most that was live after the last block, where no replay held shared inputs any more."""
+    events: dict[str, tuple[ForwardEvent, ...]]
+    """The forward of each watched block."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepLayout:
     """The memory of the measured step besides the blocks' stores, in bytes relative to its start."""
 
@@ -190,18 +212,23 @@ def measure_forward(
     installation: Installation,
     kinds: Mapping[str, KindProfile],
     sources: Mapping[str, Sequence[Source]],
+    shared: Sequence[Shared],
     watched: set[str],
     instruments: Instruments,
-) -> tuple[int, dict[str, tuple[ForwardEvent, ...]]]:
-    """Run one forward that stores nothing; returns the most that was live when a block started, and the watched
-    forwards. `sources` has the shared inputs that each block would keep for replay."""
+) -> ForwardLayout:
+    """Run one forward that stores nothing. `sources` has what of `shared` each block would keep for replay."""
     held: list[torch.Tensor] = []
+    last = list(installation.functions)[-1]
     with instruments.meter(next(model.parameters()).device) as meter:
         for name, function in installation.functions.items():
-            function.strategy = WatchForward(name, kinds[name], meter, sources[name], held)
+            function.strategy = WatchForward(name, kinds[name], meter, sources[name], held, shared, name == last)
         forward_loss(model, batch)
-    starts = [point.live_bytes for point in meter.points if point.label[0] == "enter"]
-    return max(starts), {name: _forward_events(meter.points, name) for name in watched}
+    end = next(i for i, point in enumerate(meter.points) if point.label == ("leave", -1, last))
+    return ForwardLayout(
+        base=max(point.live_bytes for point in meter.points if point.label[0] == "enter"),
+        outside_peak_bytes=max(point.max_bytes for point in meter.points[end:]),
+        events={name: _forward_events(meter.points, name) for name in watched},
+    )
 
 
 def _forward_events(points: Sequence[MemoryPoint], name: str) -> tuple[ForwardEvent, ...]:

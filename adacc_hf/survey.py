@@ -123,8 +123,11 @@ class Survey:
         tape = group[0].tape
         prices = self._prices[tape.digest]
         if tape.untrusted is not None:
-            return fallback_kind(group[0], self.sharing, sum(prices.operator_ms))
-        return KindBuilder(group, self.sharing, prices, self.config).build()
+            kind = fallback_kind(group[0], self.sharing, sum(prices.operator_ms))
+        else:
+            kind = KindBuilder(group, self.sharing, prices, self.config).build()
+        read = _recompute_outcome(kind).shared
+        return replace(kind, held=tuple(sorted(i for i in read if not self.sharing.records[i].saved)))
 
     def add_forwards(self, forwards: list[tuple[ForwardEvent, ...]]) -> list[KindProfile]:
         """Give each kind its measured forward."""
@@ -151,10 +154,6 @@ class Survey:
         """Where each block finds the shared inputs that it holds for replay under full recomputation."""
         read = [_recompute_outcome(kind).shared for kind in self._kinds]
         return {block.name: self.sharing.sources(block, read[block.kind]) for block in self.blocks}
-
-    def shared_in_replay(self) -> frozenset[int]:
-        """Shared inputs that blocks under full recomputation hold for replay."""
-        return frozenset().union(*(_recompute_outcome(kind).shared for kind in self._kinds))
 
 
 def _one_per_storage(given: Mapping[Source, torch.Tensor]) -> dict[Source, torch.Tensor]:

@@ -330,11 +330,19 @@ def random_kinds(draw, digest="tape"):
 
 @st.composite
 def random_profiles(draw, num_kinds=1, max_blocks=1):
-    """Profiles with up to `max_blocks` blocks of each of `num_kinds` kinds; only the first shared tensor is saved."""
-    kinds = [draw(random_kinds(f"tape{i}")) for i in range(num_kinds)]
+    """Profiles with up to `max_blocks` blocks of each of `num_kinds` kinds; only the first shared tensor is saved, and
+    some kinds hold the second for replay."""
+    held = st.sampled_from([(), (1,)])
+    kinds = [replace(draw(random_kinds(f"tape{i}")), held=draw(held)) for i in range(num_kinds)]
     layout = [i for i in range(num_kinds) for _ in range(draw(st.integers(1, max_blocks)))]
     shared = [Shared(name="rotary", nbytes=12, saved=True), Shared(name="mask", nbytes=20, saved=False)]
-    return make_profile(kinds, draw(st.permutations(layout)), shared, gradient_bytes=draw(st.integers(0, 50)))
+    return make_profile(
+        kinds,
+        draw(st.permutations(layout)),
+        shared,
+        gradient_bytes=draw(st.integers(0, 50)),
+        outside_held_bytes=draw(st.integers(0, 20)) if any(kind.held for kind in kinds) else 0,
+    )
 
 
 @pytest.fixture(scope="session")

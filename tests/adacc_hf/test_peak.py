@@ -34,6 +34,20 @@ def test_the_least_peak_is_that_of_the_best_policy_there_is(profiles, data):
     assert simulate(profile, [column.plan for column in least]).peak_bytes == best
 
 
+@SOLVING
+@given(data=st.data())
+def test_the_quick_peak_is_the_timeline_s_peak(profiles, data):
+    profile = data.draw(profiles(num_kinds=2, max_blocks=3))
+    columns = frontiers_of(profile)
+    policy = [data.draw(st.sampled_from(columns[block.kind])) for block in profile.blocks]
+    oracle, outcome = PeakOracle(profile), simulate(profile, [column.plan for column in policy])
+    assert oracle.peak_bytes(policy) == outcome.peak_bytes
+    block = oracle.peak_block(policy)
+    where = {label.split()[-1] for label, nbytes in outcome.timeline if nbytes == outcome.peak_bytes}
+    assert block is None or profile.blocks[block].name in where
+    assert block is not None or not where & {b.name for b in profile.blocks}
+
+
 def test_the_arranged_order_is_the_best_order(gpt2_like_profile):
     from dataclasses import replace
 

@@ -3,11 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from adacc_hf.policy import RECOMPUTE, RETAIN, Action, Choice, Plan, Policy
-from adacc_hf.simulator import run_block, simulate, step_peak_bytes
+from adacc_hf.simulator import run_block, simulate
 
 
 def plan_of(kind, **choices):
@@ -144,6 +142,35 @@ def test_shared_tensors_count_once_if_saved_or_read(tape_builder, profile_of):
         assert recomputed - kept == 3 * 90 + read_bytes
 
 
+def test_a_shared_tensor_is_live_from_the_first_block_whose_replay_reads_it_on(tape_builder, profile_of):
+    from adacc_hf.profile import Shared
+
+    tape = tape_builder()
+    start, mask = tape.value("input", 100), tape.value("mask", 30, shared=0)
+    tape.operator("where", [start, mask], [("a", 10)], ms=1.0, save=[-1])
+    kind = replace(tape.kind(), held=(0,))
+    profile = profile_of(
+        [kind], [0, 0, 0], [Shared(name="mask", nbytes=30, saved=False)], gradient_bytes=40, outside_held_bytes=25
+    )
+    keep, remake = plan_of(kind), plan_of(kind, a=RECOMPUTE)
+    # In each measured base, of 1040, 1080 and 1120 bytes, the mask is there.
+    for plans, unread in (
+        ((keep, keep, keep), (30, 30, 30, 30, 25)),
+        ((keep, remake, keep), (30, 0, 0, 0, 0)),
+        ((remake, keep, keep), (0, 0, 0, 0, 0)),
+    ):
+        live = {}
+        for label, nbytes in simulate(profile, plans).timeline:
+            live[label] = max(live.get(label, 0), nbytes)
+        stored = [100 if plan is remake else 10 for plan in plans]
+        extra = [10 if plan is remake else 0 for plan in plans]
+        assert live["backward h.0"] == 1120 + stored[0] + extra[0] - unread[0]
+        assert live["backward h.1"] == 1080 + sum(stored[:2]) + extra[1] - unread[1]
+        assert live["backward h.2"] == 1040 + sum(stored) + extra[2] - unread[2]
+        assert live["backward of head and loss"] == 1250 + sum(stored) - unread[3]
+        assert live["head and loss"] == 1300 + sum(stored) - unread[4]
+
+
 def test_plans_that_cannot_be_carried_out_are_refused(tape_builder, make_codec):
     tape = tape_builder()
     start = tape.value("input", 100)
@@ -162,12 +189,3 @@ def test_retaining_everything_is_plain_training(gpt2_like_profile):
         policy = Policy.uniform(profile, "retain")
         assert policy.predicted_stored_bytes == profile.plain_stored_bytes
         assert policy.predicted_overhead_ms == 0.0
-
-
-@given(data=st.data())
-def test_the_quick_peak_is_the_timeline_s_peak(profiles, data):
-    profile = data.draw(profiles(num_kinds=2, max_blocks=3))
-    kinds = [profile.kind_of(block) for block in profile.blocks]
-    plans = [plan_of(kind) for kind in kinds]
-    outcomes = [run_block(kind, plan) for kind, plan in zip(kinds, plans, strict=True)]
-    assert step_peak_bytes(profile, outcomes) == simulate(profile, plans).peak_bytes
