@@ -22,6 +22,13 @@ ENCODE_PASSES = 8
 """Ordinary operators' worth of arithmetic that encoding takes, measured in fused kernels on a CPU; decoding takes a
 quarter of it."""
 
+COMPILE_MS = 600.0
+"""CPU time that Inductor takes for what codes one more tensor, kernels in C++."""
+NUM_STEPS = 10_000
+"""Steps over which that is spread: a training run's, as an order of magnitude."""
+CALLS_MS = 0.02
+"""Time to call the kernels that encoding and decoding take beyond those of their neighbours, four at 5 us."""
+
 
 def codec_options(joint: JointGraph, value: int, config: AdaccConfig, spoiled: Set[int]) -> tuple[CodecOption, ...]:
     """The codecs for one value; for those in `spoiled` lossless ones only, for casts of parameters none (rule R4)."""
@@ -79,13 +86,16 @@ def _option(codec: Codec, node: fx.Node, size: tuple[int, ...]) -> CodecOption:
     speed = device_speed(tensor.device)
     nbytes, payload_bytes = nbytes_of(node), codec.predicted_bytes(size, tensor.dtype)
     arithmetic_ms = ENCODE_PASSES * speed.pointwise_ms(nbytes)
+    # The same for every size: without it, many small tensors would be coded for hardly any gain. Bits pack in few
+    # operators.
+    fixed_ms = 0.0 if codec.lossless else CALLS_MS + COMPILE_MS / NUM_STEPS
     # A product reads its operands from memory: what is decoded for it is written first.
     is_written = any(not op_types().is_fusible(user) for user in _readers(node))
     return CodecOption(
         codec=codec.name,
         options=tuple(sorted(codec.options.items())),
         nbytes=payload_bytes,
-        encode_ms=speed.moving_ms(payload_bytes) + arithmetic_ms,
+        encode_ms=speed.moving_ms(payload_bytes) + arithmetic_ms + fixed_ms,
         decode_ms=speed.moving_ms(payload_bytes + (nbytes if is_written else 0)) + arithmetic_ms / 4,
         error=0.0 if codec.lossless else _typical_error(codec.name, codec.options["group_size"]),
         lossless=codec.lossless,

@@ -55,7 +55,9 @@ def test_codecs_change_gradients_little_and_results_not_at_all(train_step: Any) 
     plain = train_step(min_cut_rematerialization_partition)
     partitioner = _partitioner(0.4, actions=("retain", "compress"))
     step = train_step(partitioner)
-    assert any(choice.action is Action.COMPRESS for _, choice in partitioner.policy.regions[0].stored)
+    (region,) = partitioner.policy.regions
+    assert any(choice.action is Action.COMPRESS for _, choice in region.stored)
+    assert _bytes(step.saved()) == region.stored_bytes
     assert torch.equal(step.loss, plain.loss)
     difference = sum(((a - b) ** 2).sum() for a, b in zip(step.gradients, plain.gradients, strict=True)) ** 0.5
     # INT4 in groups of 64 is off by 0.1 on normal noise, and each gradient takes in a few such tensors.
@@ -73,6 +75,14 @@ def test_masks_are_handed_over_as_bits(train_step: Any) -> None:
     step = train_step(partitioner, dropout=0.5)
     assert "bitmask" in {choice.codec for _, choice in partitioner.policy.regions[0].stored}
     assert not any(tensor.dtype is torch.bool for tensor in step.saved())
+
+
+def test_what_is_quickly_remade_is_not_worth_the_kernels_of_a_codec(train_step: Any) -> None:
+    partitioner = _partitioner(0.8)
+    train_step(partitioner)
+    (region,) = partitioner.policy.regions
+    assert region.stored
+    assert {choice.codec for _, choice in region.stored} <= {None, "bitmask"}
 
 
 def test_a_region_that_fits_is_cut_as_ever(train_step: Any) -> None:
