@@ -23,6 +23,12 @@ from adacc_hf.replay import verify
 from adacc_hf.tape import Tape
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until `device` has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class Instruments:
     """Readings from real runs."""
 
@@ -60,11 +66,10 @@ class Instruments:
     def step_ms(self, model: nn.Module, batch: Mapping[str, Any]) -> float:
         """Milliseconds of one forward and backward as the model stands."""
         device = next(model.parameters()).device
-        wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
-        wait()
+        wait_for(device)  # what was started before is not part of the step
         start = time.perf_counter()
         self.backward(forward_loss(model, batch))
-        wait()
+        wait_for(device)
         model.zero_grad(set_to_none=True)
         return (time.perf_counter() - start) * 1e3
 

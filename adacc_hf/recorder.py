@@ -244,7 +244,9 @@ class Drawing:
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves = tree_leaves((args, kwargs))
         self._own_generator = any(isinstance(leaf, torch.Generator) for leaf in leaves)
-        self._device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
+        devices = [leaf for leaf in leaves if isinstance(leaf, torch.device)]  # one that is asked for comes first
+        devices += [leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._device = devices[0] if devices else torch.device("cpu")
         may_draw = torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten"
         self._before = self._state() if may_draw else None
 
@@ -254,6 +256,7 @@ class Drawing:
     def _state(self) -> bytes:
         """The default generator's state; reading it does not synchronise."""
         if self._device.type == "cuda":
-            generator = torch.cuda.default_generators[self._device.index]
+            index = torch.cuda.current_device() if self._device.index is None else self._device.index
+            generator = torch.cuda.default_generators[index]
             return repr((generator.initial_seed(), generator.get_offset())).encode()
         return torch.get_rng_state().numpy().tobytes()

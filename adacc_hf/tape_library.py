@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -86,6 +86,10 @@ class TapeLibrary:
                 compiled.follow(tape.order)
 
 
-def _autocast_off(tape: Tape) -> Any:
-    devices = {value.device.type for value in tape.values}
-    return torch.autocast(devices.pop(), enabled=False) if len(devices) == 1 else nullcontext()
+@contextmanager
+def _autocast_off(tape: Tape) -> Iterator[None]:
+    """While open, no value of `tape` is cast: a block on a GPU may have numbers on the CPU too (random seeds)."""
+    with ExitStack() as stack:
+        for device_type in {value.device.type for value in tape.values}:
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield

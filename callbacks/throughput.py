@@ -48,9 +48,9 @@ class ThroughputCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._num_steps += 1
+        if self._num_steps >= self.warmup_steps and torch.cuda.is_available():
+            torch.cuda.synchronize()  # after the last step of the warm-up too, which the next one would wait for
         if self._num_steps > self.warmup_steps:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
             self._seconds += time.perf_counter() - self._started
             self._tokens += self._tokens_in_step
             self._timed_steps += 1

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from adacc_hf.recorder import Recorder, argument_tensors
+from adacc_hf.recorder import Drawing, Recorder, argument_tensors
 
 
 class Block(nn.Module):
@@ -197,3 +197,23 @@ def test_indices_that_are_given_are_trusted(x):
         lambda block, x, index: x[index] * nn.functional.embedding(index, block.inner[0].weight)[:, None], x, index
     )
     assert tape.untrusted is None
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_a_draw_that_reads_no_tensor_is_looked_for_on_the_device_it_names(monkeypatch, device):
+    class Generator:
+        offset = 0
+
+        def initial_seed(self):
+            return 1
+
+        def get_offset(self):
+            return self.offset
+
+    generator = Generator()
+    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    drawings = [Drawing(torch.ops.aten.rand.default, ([4],), {"device": torch.device(device)}) for _ in range(2)]
+    assert not drawings[0].happened()
+    generator.offset += 4
+    assert drawings[1].happened()

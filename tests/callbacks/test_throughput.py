@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 from transformers import TrainerCallback
 
 from adacc_hf.callbacks import ThroughputCallback
@@ -54,3 +55,16 @@ def test_a_log_covers_the_steps_since_the_last(train):
     run = train([ThroughputCallback(warmup_steps=0), Slow(2, 0.3)], logging_steps=2, max_steps=4)
     first, second = logged(run, "throughput/step_ms")
     assert first >= 300.0 > second
+
+
+def test_the_last_step_of_the_warm_up_is_waited_for(monkeypatch):
+    """Otherwise the first step that counts has to wait for what a GPU was still to do."""
+    waited = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(callback._num_steps))
+    callback = ThroughputCallback(warmup_steps=2)
+    for _ in range(4):
+        callback.on_step_begin(None, None, None)
+        callback.on_step_end(None, None, None)
+    assert waited == [2, 3, 4]
+    assert callback._timed_steps == 2

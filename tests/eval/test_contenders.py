@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from adacc_hf import Action, Policy, profile_model
 from adacc_hf.eval import contenders
@@ -15,6 +16,7 @@ from adacc_hf.eval.contenders import (
     timing_figures,
     uses_lossy_codec,
 )
+from adacc_hf.eval.gradients import Gradients
 from adacc_hf.eval.records import RedGateError, Spread
 from adacc_hf.eval.workload import Workload
 
@@ -118,3 +120,26 @@ def test_ratios_are_of_medians() -> None:
     assert figures["x"]["of_plain_by_round"] == Spread.of([3.0, 1.5, 1.0])
     assert figures["x"]["of_checkpointing"] == 0.75
     assert figures[PLAIN]["of_plain"] == figures[CHECKPOINTING]["of_checkpointing"] == 1.0
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(3.0, True), (5.0, False)])
+def test_what_two_plain_runs_differ_by_is_no_error_of_a_lossless_method(factor: float, passes: bool) -> None:
+    """A GPU adds in another order from run to run."""
+
+    class Stub:
+        is_lossless = True
+
+        def __init__(self, name: str, noise: float) -> None:
+            self.name, self.noise, self.calls = name, noise, 0
+
+        def gradients(self, seed: int) -> Gradients:
+            self.calls += 1
+            is_noisy = self.name != PLAIN or self.calls % 2 == 0
+            return Gradients(torch.ones(()), {"w": torch.tensor([1.0, self.noise if is_noisy else 0.0])})
+
+    everyone = [Stub(PLAIN, 1e-4), Stub("other", factor * 1e-4)]
+    if passes:
+        assert check_gradients(everyone)["other"] == pytest.approx(factor * 1e-4, rel=1e-3)
+    else:
+        with pytest.raises(RedGateError, match=r"other: w differs .* allowed: equal losses and an error of at most"):
+            check_gradients(everyone)
