@@ -20,12 +20,14 @@ from adacc_hf.compat import (
     SETTER,
     GradientCheckpointingLayer,
     PreTrainedModel,
+    checkpointed,
     class_name,
     is_checkpoint_wrapper,
     is_compiled_around,
     keyword_arguments,
     layerdrop_rates,
     outer_hooks,
+    run_inside_hooks,
     without_caches,
 )
 from adacc_hf.errors import CompiledBlockError, NestedHooksError, NoBlocksError
@@ -51,7 +53,7 @@ class Checkpointed:
     """The strategy of full recomputation with torch's own checkpoint, for the steps before there is a policy."""
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return torch.utils.checkpoint.checkpoint(fn, *args, use_reentrant=False)
+        return checkpointed(fn, *args)
 
 
 class WhileTraining:
@@ -87,6 +89,9 @@ class BlockFunction:
                 f"(activation_offloading=False, FSDP activation_checkpointing=False) or remove adacc_hf"
             )
         fn, args = without_caches(fn, args)
+        return run_inside_hooks(fn, args, self._run)
+
+    def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return self.strategy.run(self.block, fn, args, keyword_arguments(fn))
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,14 +1,16 @@
-"""Where releases of Transformers and torch differ, in one place (tested: transformers 5.17 and 5.23, torch 2.13)."""
+"""Where releases of Transformers and torch differ, in one place (tested: transformers 5.17 and 5.23, torch 2.11 and
+2.13)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, masking_utils
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -17,10 +19,13 @@ from transformers.modeling_utils import PreTrainedModel
 FLAG = "gradient_checkpointing"
 FUNCTION = "_gradient_checkpointing_func"
 SETTER = "_set_gradient_checkpointing"
+CHECKPOINTING = "activation_checkpointing" if hasattr(PreTrainedModel, "is_activation_checkpointing") else FLAG
+"""What TrainingArguments call torch's checkpointing, and models the methods that switch it; 5.17 has the older name."""
 
 __all__ = [
-    "FLAG", "FUNCTION", "SETTER", "GradientCheckpointingLayer", "PreTrainedModel", "attention_of", "block_of",
-    "class_name", "is_compiled_around", "keyword_arguments", "layerdrop_rates", "no_packed_sequences", "outer_hooks",
+    "CHECKPOINTING", "FLAG", "FUNCTION", "SETTER", "GradientCheckpointingLayer", "PreTrainedModel", "attention_of",
+    "block_of", "checkpointed", "class_name", "is_compiled_around", "keyword_arguments", "layerdrop_rates",
+    "no_packed_sequences", "outer_hooks", "owner_of", "owns_its_node", "run_inside_hooks", "switch_checkpointing",
     "without_caches", "without_layerdrop",
 ]  # fmt: skip
 
@@ -39,6 +44,32 @@ def block_of(fn: Any) -> nn.Module | None:
         return fn.args[0]
     owner = getattr(fn.func if isinstance(fn, partial) else fn, "__self__", None)
     return owner if isinstance(owner, nn.Module) else None
+
+
+def run_inside_hooks(
+    fn: Callable[..., Any], args: tuple[Any, ...], run: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
+) -> Any:
+    """`run(forward, args)` for the forward of the block that `fn` calls, inside the block's own forward hooks.
+
+    Transformers 5.23 hands over the forward alone, 5.17 the whole call. Hooks must not be recorded and replayed: those
+    of FSDP2 gather the parameters before forward and drop them after it.
+    """
+    block, call = block_of(fn), fn.func if isinstance(fn, partial) else fn
+    if block is None or getattr(call, "__func__", None) is not nn.Module.__call__:
+        return run(fn, args)
+    forward, own = block.forward, block.__dict__.get("forward")
+
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        return run(partial(forward, **kwargs), args)
+
+    block.forward = stand_in
+    try:
+        return fn(*args)
+    finally:
+        if own is None:
+            del block.forward
+        else:
+            block.forward = own
 
 
 def without_caches(fn: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
@@ -79,6 +110,44 @@ def is_compiled_around() -> bool:
     return torch.compiler.is_compiling() or callback() not in (None, False)
 
 
+class _Same(torch.autograd.Function):
+    """Gives back what it gets."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+
+def _python_objects_own() -> bool:
+    """Whether the Python object of a function written in Python keeps its node, as those of torch's functions do.
+
+    Before torch 2.13 the node keeps the object, and goes with the last tensor or node that leads to it.
+    """
+    with torch.enable_grad():
+        node = _Same.apply(torch.ones(1, device="cpu", requires_grad=True)).grad_fn
+    try:
+        node._sequence_nr()
+    except RuntimeError:
+        return False
+    return True
+
+
+_OWNED = _python_objects_own()
+
+
+def owns_its_node(node: Any) -> bool:
+    """Whether the Python object `node` keeps alive what it stands for in autograd's graph."""
+    return _OWNED or not isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def owner_of(tensor: torch.Tensor) -> Any:
+    """A node that keeps the graph of `tensor` alive: its own, or that of a view if its own does not."""
+    if owns_its_node(tensor.grad_fn):
+        return tensor.grad_fn
+    with torch.enable_grad():
+        return tensor.view_as(tensor).grad_fn
+
+
 def is_checkpoint_wrapper(module: nn.Module) -> bool:
     """Whether `module` is torch's activation-checkpoint wrapper, which FSDP's activation_checkpointing installs."""
     return hasattr(module, "_checkpoint_wrapped_module")
@@ -96,6 +165,40 @@ def no_packed_sequences() -> Iterator[None]:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = before
+
+
+def checkpointed(fn: Callable[..., Any], *args: Any) -> Any:
+    """`fn(*args)` under torch's checkpoint, whose hooks are off again even if `fn` raises.
+
+    Before torch 2.13 they stay on for as long as somebody holds the error.
+    """
+    raised: list[BaseException] = []
+    in_forward = True
+
+    def run(*args: Any) -> Any:
+        if not in_forward:
+            return fn(*args)
+        try:
+            return fn(*args)
+        except BaseException as error:
+            raised.append(error)
+            return None
+
+    result = checkpoint(run, *args, use_reentrant=False)
+    in_forward = False
+    if raised:
+        raise raised.pop()
+    return result
+
+
+def switch_checkpointing(
+    model: nn.Module, on: bool, torch_options: dict[str, Any] | None = None, **options: Any
+) -> None:
+    """Switch Transformers' checkpointing of `model` on, with its options and those of torch's checkpoint, or off."""
+    if on:
+        getattr(model, f"{CHECKPOINTING}_enable")(torch_options, **options)
+    else:
+        getattr(model, f"{CHECKPOINTING}_disable")()
 
 
 def layerdrop_rates(model: nn.Module) -> list[tuple[Any, str, float]]:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from adacc_hf.compat import owner_of, owns_its_node
+
 Key = tuple[str, int]
 """What tells nodes of a graph apart: the number that autograd gave it, or the leaf that it accumulates for."""
 
@@ -30,7 +32,7 @@ class FakeBackward:
 
     def run(self, loss: torch.Tensor) -> None:
         """Give every leaf that `loss` depends on its gradient. `loss` is detached from its graph, which is let go."""
-        walk = _Walk(loss.grad_fn, self._calls)
+        walk = _Walk(owner_of(loss), self._calls)
         self._calls = {}
         first = torch.ones_like(loss)
         loss.detach_()
@@ -46,7 +48,8 @@ class _Walk:
         self._waiting = _count_edges(root)
         self._ready: list[tuple[float, int, Any]] = []
         self._gradients: dict[Key, list[torch.Tensor | None]] = {}
-        self._pending: dict[Key, Any] = {}
+        self._owners: dict[Key, list[Any]] = {}
+        """What keeps nodes alive that their Python objects do not own."""
         self._root = root
 
     def run(self, first: torch.Tensor) -> None:
@@ -73,10 +76,13 @@ class _Walk:
         if key[0] == "leaf":
             _accumulate(node.variable, inputs[0])
             return
+        owners = [node, *self._owners.pop(key, ())]
         outputs = _apply(node, inputs)
         inputs.clear()
         for position, (child, slot) in enumerate(node.next_functions):
             if child is not None:
+                if not owns_its_node(child):
+                    self._owners.setdefault(_key(child), []).extend(owners)
                 gradient, outputs[position] = outputs[position], None
                 self._pass_on(child, slot, gradient)
                 del gradient

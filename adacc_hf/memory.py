@@ -61,7 +61,8 @@ class CpuMemoryMeter(MemoryMeter):
 
     def __init__(self) -> None:
         self._labels: list[tuple[Any, ...]] = []
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        # acc_events, for a profile of one cycle makes no difference but that torch 2.11 warns of the others without it.
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
 
     def __enter__(self) -> CpuMemoryMeter:
         with _quiet_stderr():

@@ -35,7 +35,7 @@ def _product_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict
         return 0.0
     dtype = str(_tensors((args, kwargs))[0].dtype).removeprefix("torch.")
     rate = device.flops.get(dtype, device.flops["float32"])
-    return 1e3 * formula(*args, **kwargs, out_val=results) / rate
+    return 1e3 * formula(*_with_all_heads(target, args), **kwargs, out_val=results) / rate
 
 
 def _counted_as(target: Any) -> Any:
@@ -45,6 +45,19 @@ def _counted_as(target: Any) -> Any:
     if target.overloadpacket is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
         return torch.ops.aten._scaled_dot_product_flash_attention_backward
     return target.overloadpacket
+
+
+def _with_all_heads(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`args`; for fused attention with a head of keys and values for every head of queries, as the kernels work.
+
+    torch before 2.13 cannot count the operations of fewer.
+    """
+    if "scaled_dot_product" not in target._opname:
+        return args
+    first = 1 if target._opname.endswith("backward") else 0  # the gradient comes before the queries
+    query, key, value = args[first : first + 3]
+    heads = [tensor[:, :1].expand(-1, query.shape[1], -1, -1) for tensor in (key, value)]
+    return (*args[: first + 1], *heads, *args[first + 3 :])
 
 
 def _touched_bytes(tensor: torch.Tensor) -> int:

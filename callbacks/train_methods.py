@@ -5,6 +5,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback, AdaccConfig
+from adacc_hf.compat import CHECKPOINTING
 from adacc_hf.naive import NAIVE_CODEC, quantize_everything
 
 
@@ -18,7 +19,7 @@ def method_callbacks(method: str, memory_budget: str) -> tuple[list[TrainerCallb
     if method == "none":
         return [], {}
     if method == "full":
-        return [], {"activation_checkpointing": True}
+        return [], {CHECKPOINTING: True}
     if method == "quantization":
         config = AdaccConfig(actions=("retain", "compress"), codecs=(NAIVE_CODEC,), tracking="off")
         return [AdaccCallback(config, policy=quantize_everything)], {}

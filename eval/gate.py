@@ -14,17 +14,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from adacc_hf.eval.contenders import GATE_STEPS, MAX_GRADIENT_ERROR
+from adacc_hf.compat import switch_checkpointing
+from adacc_hf.eval.contenders import GATE_STEPS, MAX_GRADIENT_ERROR, NOISE_FACTOR
 from adacc_hf.eval.gradients import Gradients, first_difference, relative_error
 from adacc_hf.eval.methods import Installed, Promise
 from adacc_hf.eval.records import RedGateError
 from adacc_hf.eval.subject import Subject, first_sequences
 from adacc_hf.eval.workload import Batch
 from adacc_hf.memory import backward
-
-NOISE_FACTOR = 4.0
-"""What a lossless method may differ by, in units of what plain training differs by from run to run: nothing on a CPU,
-and on a GPU the order of atomic additions, of which two runs are a small sample."""
 
 ROUNDING = {"fp32": 1e-5, "bf16": 1e-2}
 """Relative difference, by precision, that another order of sums may make: the units of float32 and bfloat16 are 1e-7
@@ -66,14 +63,14 @@ def reference_gradients(subject: Subject, model: PreTrainedModel, batch: Batch) 
                 model.zero_grad(set_to_none=True)
                 torch.cuda.empty_cache()
             finally:
-                model.activation_checkpointing_disable()
+                switch_checkpointing(model, on=False)
     assert last is not None
     raise last
 
 
 def _measured_reference(subject: Subject, model: PreTrainedModel, batch: Batch, name: str) -> Reference:
     if name != "plain":
-        model.activation_checkpointing_enable()
+        switch_checkpointing(model, on=True)
     first, second = (step_gradients(subject, model, model, batch) for _ in range(2))
     return Reference(name=name, batch=batch, gradients=first, noise=relative_error(first, second))
 

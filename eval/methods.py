@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model, solve_policy
+from adacc_hf.compat import switch_checkpointing
 from adacc_hf.eval.contenders import uses_lossy_codec
 from adacc_hf.eval.one_policy import solve_one_policy
 from adacc_hf.eval.subject import Subject
@@ -100,7 +101,7 @@ def install_plain(bench: Bench, budget: Budget | None) -> Installed:
 
 def install_checkpointing(bench: Bench, budget: Budget | None, **options: Any) -> Installed:
     """The checkpointing of Transformers, as TrainingArguments switch it on."""
-    bench.model.activation_checkpointing_enable(**options)
+    switch_checkpointing(bench.model, on=True, **options)
     return Installed(call=bench.model, promise=Promise.EXACT)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from adacc_hf.compat import switch_checkpointing
 from adacc_hf.eval import methods, peer_methods
 from adacc_hf.eval.clock import CLOCKS
 from adacc_hf.eval.gate import check, reference_gradients
@@ -15,6 +16,7 @@ from adacc_hf.eval.isolation import CannotRunError, Figures, OverLimitError
 from adacc_hf.eval.methods import Bench, Budget, Installed, Method
 from adacc_hf.eval.records import Spread, to_json
 from adacc_hf.eval.subject import Subject, first_sequences
+from adacc_hf.instruments import wait_for
 from adacc_hf.units import format_bytes
 
 FAMILIES: dict[str, dict[str, Method]] = {
@@ -69,11 +71,11 @@ def _limit_device(device: str, limit_bytes: int | None) -> None:
 
 def _warm_up(bench: Bench) -> None:
     """One step under checkpointing, on one sequence: it makes the optimizer's state, and fits where anything does."""
-    bench.model.activation_checkpointing_enable()
+    switch_checkpointing(bench.model, on=True)
     try:
         bench.subject.train_step(bench.model, first_sequences(bench.batch, 1), bench.optimizer)
     finally:
-        bench.model.activation_checkpointing_disable()
+        switch_checkpointing(bench.model, on=False)
 
 
 def _memory_figures(bench: Bench, installed: Installed, limit_bytes: int | None) -> Figures:
@@ -91,12 +93,12 @@ def _memory_figures(bench: Bench, installed: Installed, limit_bytes: int | None)
 
 def _speed_figures(bench: Bench, installed: Installed, rounds: int, now: Callable[[], float]) -> Figures:
     """Tokens per second over `rounds` whole training steps, after those of the gate and the memory."""
-    samples = []
+    samples, device = [], torch.device(bench.subject.device)
+    wait_for(device)
     for _ in tqdm(range(rounds), desc="timing", unit="step", leave=False):
         start = now()
         bench.subject.train_step(installed.call, bench.batch, bench.optimizer)
-        if bench.subject.device == "cuda":
-            torch.cuda.synchronize()
+        wait_for(device)
         samples.append(now() - start)
     tokens = bench.batch["input_ids"].numel()
     speed = Spread.of([tokens / seconds for seconds in samples])

@@ -18,6 +18,7 @@ from training_run import FinishedRun, PreparedRun, save_report, train_once
 from transformers import PreTrainedModel
 
 from adacc_hf import apply_policy
+from adacc_hf.compat import switch_checkpointing
 from adacc_hf.eval.records import Spread
 from adacc_hf.memory import StepMemory, measure_step
 
@@ -110,9 +111,9 @@ def in_force(result: FinishedRun) -> Iterator[PreTrainedModel]:
         with apply_policy(model, result.callback.policy):
             yield model
     elif result.checkpointed:
-        model.activation_checkpointing_enable()
+        switch_checkpointing(model, on=True)
         yield model
-        model.activation_checkpointing_disable()
+        switch_checkpointing(model, on=False)
     else:
         yield model
 

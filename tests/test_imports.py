@@ -117,9 +117,11 @@ def test_trainer_imports_from_the_repository_root(tmp_path: Path, present: bool)
     if present:
         (tmp_path / "kernels").mkdir()
         (tmp_path / "kernels" / "__init__.py").write_text(FAKE_KERNELS)
-        (tmp_path / "kernels-0.18.2.dist-info").mkdir()
-        (tmp_path / "kernels-0.18.2.dist-info" / "METADATA").write_text(
-            "Metadata-Version: 2.1\nName: kernels\nVersion: 0.18.2\n"
+        from transformers.utils.import_utils import KERNELS_MIN_VERSION  # each release takes others
+
+        (tmp_path / f"kernels-{KERNELS_MIN_VERSION}.dist-info").mkdir()
+        (tmp_path / f"kernels-{KERNELS_MIN_VERSION}.dist-info" / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n"
         )
     code = (
         "from transformers import Trainer\n"

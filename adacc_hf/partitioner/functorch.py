@@ -1,4 +1,4 @@
-"""What is used of torch's own partitioner, in one place: none of it is a public interface (tested: torch 2.13)."""
+"""What is used of torch's own partitioner, in one place: none is a public interface (tested: torch 2.11, 2.13)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import fx
 from torch._functorch import partitioners
 from torch._functorch.compile_utils import fx_graph_cse, raise_getitems
 from torch._functorch.partitioners import NodeInfo, min_cut_rematerialization_partition
-from torch.fx.experimental.symbolic_shapes import is_symbol_binding_fx_node, optimization_hint
+from torch.fx.experimental import symbolic_shapes
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -24,11 +24,12 @@ __all__ = [
 ]  # fmt: skip
 
 op_types = cache(partitioners.get_default_op_list)
+_number_of = getattr(symbolic_shapes, "optimization_hint", None) or symbolic_shapes.size_hint  # called so before 2.12
 
 
 def hint(size: int | torch.SymInt) -> int:
     """`size`, or its value in the traced example if it is dynamic."""
-    return int(optimization_hint(size))
+    return int(_number_of(size))
 
 
 def compile_number() -> tuple[str, str]:
@@ -62,7 +63,7 @@ def graph_numbers(result: torch.Tensor) -> Counter[int]:
 def size_node(graph: fx.Graph, size: torch.SymInt) -> fx.Node:
     """A node with the value of a dynamic size, worked out, where `graph` inserts, from the sizes that it is given."""
     tracer = fx.proxy.GraphAppendingTracer(graph)
-    bound = {is_symbol_binding_fx_node(node): node for node in graph.find_nodes(op="placeholder")}
+    bound = {symbolic_shapes.is_symbol_binding_fx_node(node): node for node in graph.find_nodes(op="placeholder")}
     known = {symbol: fx.Proxy(node, tracer) for symbol, node in bound.items() if symbol is not None}
     result = sympy_interp(PythonReferenceAnalysis, known, size.node.expr).node
     result.meta["val"] = size

@@ -2,11 +2,12 @@
 
 from functools import partial
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, StaticCache, TrainingArguments
 
 from adacc_hf import compat
 
@@ -74,3 +75,74 @@ def test_class_names_are_those_before_fsdp2(tiny_gpt2):
     assert compat.class_name(block) == "GPT2Block"
     block.__class__ = type("FSDPGPT2Block", (FSDPModule, type(block)), {})
     assert compat.class_name(block) == "GPT2Block"
+
+
+def test_a_blocks_hooks_run_around_what_is_recorded():
+    """As every release hands the call over: the whole of it, or the forward alone."""
+    block, order = nn.Linear(2, 2), []
+    block.register_forward_pre_hook(lambda *_: order.append("before"))
+    block.register_forward_hook(lambda *_: order.append("after"))
+    x = torch.ones(1, 2)
+
+    def run(fn, args):
+        order.append("run")
+        return fn(*args)
+
+    expected = block.forward(x)
+    assert torch.equal(compat.run_inside_hooks(partial(block.__call__, input=x), (), run), expected)
+    assert order == ["before", "run", "after"]
+    assert torch.equal(compat.run_inside_hooks(partial(nn.Linear.forward, block), (x,), run), expected)
+    assert order[3:] == ["run"]
+    assert "forward" not in vars(block)
+
+
+def test_torchs_checkpoint_takes_its_hooks_off_when_the_function_raises():
+    def fail(x):
+        raise KeyError("planned")
+
+    with pytest.raises(KeyError, match="planned") as held:
+        compat.checkpointed(fail, torch.ones(1, requires_grad=True))
+    assert held.value is not None
+    assert compat.outer_hooks() is None
+
+
+def test_a_checkpointed_function_may_fail_in_backward():
+    calls = []
+
+    def fail_later(x):
+        calls.append(1)
+        if len(calls) > 1:
+            raise KeyError("planned")
+        return x.exp()
+
+    y = compat.checkpointed(fail_later, torch.ones(1, requires_grad=True))
+    with pytest.raises(KeyError, match="planned"):
+        y.backward()
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def test_an_owner_keeps_the_graph_of_a_tensor_that_is_gone():
+    x = torch.ones(1, requires_grad=True)
+    owner = compat.owner_of(Twice.apply(x * 3))
+    node = owner if owner.name() == "TwiceBackward" else owner.next_functions[0][0]
+    assert node.name() == "TwiceBackward"
+    assert node.next_functions[0][0].name() == "MulBackward0"
+    assert compat.owns_its_node(owner)
+
+
+def test_checkpointing_is_switched_by_its_name_in_every_release(tiny_gpt2):
+    model = tiny_gpt2()
+    compat.switch_checkpointing(model, on=True, torch_options={"use_reentrant": False})
+    assert model.transformer.h[0].gradient_checkpointing
+    compat.switch_checkpointing(model, on=False)
+    assert not model.transformer.h[0].gradient_checkpointing
+    assert hasattr(TrainingArguments, compat.CHECKPOINTING)

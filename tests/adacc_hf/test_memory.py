@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.compat import switch_checkpointing
 from adacc_hf.memory import (
     MemoryMeter,
     available_bytes,
@@ -88,9 +89,9 @@ def test_recomputation_peaks_no_higher_than_torchs_checkpoint(tiny_gpt2, token_b
             model(**batch).loss.backward()
         model.zero_grad(set_to_none=True)
         ours = measure_step(model, batch)
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    switch_checkpointing(model, on=True, torch_options={"use_reentrant": False})
     theirs = measure_step(model, batch)
-    model.activation_checkpointing_disable()
+    switch_checkpointing(model, on=False)
     assert ours.peak_bytes <= theirs.peak_bytes
     assert ours.peak_bytes == pytest.approx(policy.predicted_peak_bytes, rel=0.03)  # as above
 

@@ -3,6 +3,7 @@
 import pytest
 
 from adacc_hf import AdaccConfig, Policy, PolicyMismatchError, profile_model, solve_policy
+from adacc_hf.compat import switch_checkpointing
 from adacc_hf.memory import measure_step
 from adacc_hf.selective_checkpoint import selective_contexts
 
@@ -20,10 +21,10 @@ def test_torch_saves_what_the_policy_stores_and_trains_the_same(planned, run_ste
     stored = []
     for share in (0.3, 0.6):
         contexts = selective_contexts(profile, solve_policy(profile, share, config))
-        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+        switch_checkpointing(model, on=True, torch_options={"use_reentrant": False, "context_fn": contexts})
         assert_same_steps(run_steps(model, batch), plain)
         stored.append(measure_step(model, batch).stored_bytes)
-        model.activation_checkpointing_disable()
+        switch_checkpointing(model, on=False)
     assert 0 < stored[0] < stored[1] < plain_bytes
 
 
@@ -32,12 +33,12 @@ def test_everything_or_nothing_may_be_saved(planned):
     stored = {}
     for action in ("retain", "recompute"):
         contexts = selective_contexts(profile, Policy.uniform(profile, action))
-        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+        switch_checkpointing(model, on=True, torch_options={"use_reentrant": False, "context_fn": contexts})
         stored[action] = measure_step(model, batch).stored_bytes
-        model.activation_checkpointing_disable()
-    model.activation_checkpointing_enable({"use_reentrant": False})
+        switch_checkpointing(model, on=False)
+    switch_checkpointing(model, on=True, torch_options={"use_reentrant": False})
     stored["torch"] = measure_step(model, batch).stored_bytes
-    model.activation_checkpointing_disable()
+    switch_checkpointing(model, on=False)
     assert stored["torch"] <= stored["recompute"] < stored["retain"]
 
 

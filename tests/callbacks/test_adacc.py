@@ -18,6 +18,7 @@ from adacc_hf import (
     Policy,
     PolicyMismatchError,
 )
+from adacc_hf.compat import CHECKPOINTING, GradientCheckpointingLayer, switch_checkpointing
 
 
 @pytest.fixture
@@ -127,6 +128,9 @@ class PatchClass(TrainerCallback):
         GPT2Block.forward = plain_forward
 
 
+@pytest.mark.skipif(
+    "__call__" in vars(GradientCheckpointingLayer), reason="this release hooks a block's call: no patch gets round it"
+)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_patched_class_is_noticed_after_the_first_step(make_trainer, lossless, monkeypatch, when):
     monkeypatch.setattr(GPT2Block, "forward", GPT2Block.forward)
@@ -144,10 +148,10 @@ class ReferencePass(TrainerCallback):
     """What TRL does around a reference model's forward: checkpointing off, a forward, checkpointing on again."""
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        model.activation_checkpointing_disable()
+        switch_checkpointing(model, on=False)
         with torch.no_grad():
             model(torch.arange(6)[None])
-        model.activation_checkpointing_enable()
+        switch_checkpointing(model, on=True)
 
 
 def test_switching_checkpointing_off_and_on_keeps_the_policy(train, lossless):
@@ -170,7 +174,7 @@ def test_activation_offloading_is_refused(train, lossless):
     with pytest.raises(NestedHooksError, match="inside another pair of saved-tensor hooks"):
         train(
             [AdaccCallback(**lossless)],
-            activation_checkpointing=False,
+            **{CHECKPOINTING: False},
             trainer_class=offloading_trainer(),
         )
 

@@ -5,6 +5,7 @@ import torch
 from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback, Policy
+from adacc_hf.compat import CHECKPOINTING
 from adacc_hf.policy import Action
 
 SETTINGS = {
@@ -14,7 +15,7 @@ SETTINGS = {
     "evaluation": {"eval_strategy": "steps", "eval_steps": 1},
     "clipping": {"max_grad_norm": 0.1},
     "no-clipping": {"max_grad_norm": 0.0},
-    "checkpointing": {"activation_checkpointing": True},
+    "checkpointing": {CHECKPOINTING: True},
     "several-epochs": {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 24},
     "evaluation-first": {"eval_on_start": True, "eval_strategy": "epoch"},
 }
@@ -41,7 +42,7 @@ def test_random_lossless_policies_are_bit_equal_to_plain(train, make_model, atte
 
 
 def test_user_checkpointing_is_set_again_afterwards(train, lossless):
-    run = train([AdaccCallback(**lossless)], activation_checkpointing=True)
+    run = train([AdaccCallback(**lossless)], **{CHECKPOINTING: True})
     block = run.trainer.model.transformer.h[0]
     assert block.gradient_checkpointing is True
     assert block._gradient_checkpointing_func.func is torch.utils.checkpoint.checkpoint

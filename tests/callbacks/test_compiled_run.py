@@ -13,6 +13,7 @@ from adacc_hf.callbacks import compiled_run
 from adacc_hf.callbacks.checkpoint_files import HISTORY_FILE
 from adacc_hf.callbacks.compiled_run import CompiledRun
 from adacc_hf.callbacks.torch_compile import COMPILED_FILE
+from adacc_hf.compat import switch_checkpointing
 from adacc_hf.config import AdaccConfig
 from adacc_hf.partitioner import CompiledPolicy, RegionPlan
 
@@ -230,7 +231,7 @@ def test_a_partitioner_of_the_users_own_is_not_replaced(make_trainer) -> None:
 
 def test_checkpointing_is_off_while_it_lasts(make_model) -> None:
     model = make_model()
-    model.activation_checkpointing_enable()
+    switch_checkpointing(model, on=True)
     run = CompiledRun(AdaccConfig(memory_budget=0.5), model, lambda *args, **kwargs: None)
     assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     run.remove()

@@ -2,6 +2,7 @@ import pytest
 
 from adacc_hf import AdaccCallback
 from adacc_hf.callbacks.train_methods import method_callbacks, parse_budget
+from adacc_hf.compat import CHECKPOINTING
 
 
 @pytest.mark.parametrize(
@@ -18,7 +19,7 @@ def test_budgets_keep_their_kind(text: str, budget: str | float | int):
     ("method", "has_callback", "overrides"),
     [
         ("none", False, {}),
-        ("full", False, {"activation_checkpointing": True}),
+        ("full", False, {CHECKPOINTING: True}),
         ("quantization", True, {}),
         ("adacc", True, {}),
         ("adacc_no_outlier", True, {}),

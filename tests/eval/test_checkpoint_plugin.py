@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, modeling_utils
 
+from adacc_hf.compat import switch_checkpointing
 from adacc_hf.eval import checkpoint_plugin
 from adacc_hf.eval.checkpoint_plugin import Record, checkpoint_by_replay
 from adacc_hf.eval.families import FAMILIES
@@ -48,7 +49,7 @@ def test_checkpointing_that_transformers_enables_is_ours(record: Record, family:
     workload = Workload(width=16, layers=2, heads=2, batch=2, tokens=8, family=family)
     model, batch = workload.model(), next(workload.batches())
     plain = trained(model, batch)
-    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    switch_checkpointing(model, on=True, torch_options={"use_reentrant": use_reentrant})
     ours = trained(copy.deepcopy(model), batch)
     assert all(torch.equal(left, right) for left, right in zip(ours, plain, strict=True))
     assert record.num_calls == 3 * workload.layers
@@ -59,7 +60,7 @@ def test_checkpointing_that_transformers_enables_is_ours(record: Record, family:
 def test_a_forward_behind_a_mock_is_found(record: Record) -> None:
     """Transformers' tests put a mock around it, to count its calls."""
     model, batch = SMALL.model(), next(SMALL.batches())
-    model.activation_checkpointing_enable()
+    switch_checkpointing(model, on=True)
     layer, forward_mock = model.transformer.h[0], mock.Mock()
     inner = layer._gradient_checkpointing_func
 

@@ -30,7 +30,7 @@ def _launches(run: Callable[[], object]) -> int:
     """Kernels, fills and copies that `run` puts on the device, once it is warm."""
     run()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:  # torch 2.11 warns without it
         run()
         torch.cuda.synchronize()
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in trace.events())
