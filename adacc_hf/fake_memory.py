@@ -37,9 +37,11 @@ class FakeMemoryMeter(MemoryMeter):
         self.is_open = False
         self._close()
 
-    def _mark(self, label: tuple[Any, ...]) -> None:
+    def _mark(self, label: tuple[Any, ...], dying_bytes: int) -> None:
         self._close()
-        self._label, self._at_mark, self._most = label, self._live_bytes, self._live_bytes
+        self._label = label
+        # Of a storage's finalizers the meter's own, which is the oldest, runs last.
+        self._at_mark = self._most = self._live_bytes - dying_bytes
 
     def _close(self) -> None:
         """End the stretch under way, if there is one."""

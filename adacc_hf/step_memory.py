@@ -126,7 +126,8 @@ class WatchForward:
             if self.meter is not None and value is not None and value not in seen:
                 seen.add(value)
                 self._mark(("pack", value))
-                weakref.finalize(tensor.untyped_storage(), self._mark, ("death", value)).atexit = False
+                storage = tensor.untyped_storage()
+                weakref.finalize(storage, self._mark, ("death", value), storage.nbytes()).atexit = False
             return None
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _no_backward):
@@ -138,9 +139,9 @@ class WatchForward:
         self._mark(("leave", -1))
         return result
 
-    def _mark(self, event: tuple[str, int]) -> None:
+    def _mark(self, event: tuple[str, int], dying_bytes: int = 0) -> None:
         if self.meter is not None:
-            self.meter.mark((*event, self.name))
+            self.meter.mark((*event, self.name), dying_bytes)
 
 
 def _no_backward(_: Any) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Measured bytes against predicted bytes, and the meter that measures them."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.compat import switch_checkpointing
+from adacc_hf.fake_memory import FakeMemoryMeter
 from adacc_hf.memory import (
+    CpuMemoryMeter,
     MemoryMeter,
     available_bytes,
     count_static_bytes,
@@ -112,6 +115,19 @@ def test_the_meter_counts_live_and_peak_bytes():
     assert points["after temporaries"].live_bytes == 4000
     assert (points["end"].live_bytes, points["end"].max_bytes) == (0, 0)
     assert meter.peak_bytes == 6000
+
+
+@pytest.mark.parametrize("kind", [CpuMemoryMeter, FakeMemoryMeter])
+def test_a_mark_made_while_a_tensor_dies_does_not_count_it(kind):
+    with kind() as meter:
+        kept, dying = torch.empty(100), torch.empty(1000)
+        storage = dying.untyped_storage()
+        weakref.finalize(storage, meter.mark, ("death",), storage.nbytes())
+        del storage, dying
+        torch.empty(20)
+    death = meter.points[-1]
+    assert (death.label, death.live_bytes, death.max_bytes) == (("death",), 400, 480)
+    del kept
 
 
 def test_marks_after_the_end_are_ignored():

@@ -153,7 +153,7 @@ class NoMeter(MemoryMeter):
         self.is_open = True
         return self
 
-    def _mark(self, label):
+    def _mark(self, label, dying_bytes):
         self.labels.append(label)
 
     def __exit__(self, *exception):
