@@ -168,6 +168,9 @@ class _Search:
         self.oracle = PeakOracle(profile, kinds.outcomes)
         retained = [retain_all(model) for model in self.models]
         self.plain = [retained[block.kind] for block in profile.blocks]
+        blocks = Counter(block.kind for block in profile.blocks)
+        self.num_blocks = [blocks[kind] for kind in range(len(self.models))]
+        """Of each kind."""
         self._proven_ms: float | None = None
 
     def within(self, budget: Budget) -> list[Column]:
@@ -192,7 +195,7 @@ class _Search:
             programs = [self._mixture(columns, 0), self._uniform()]
         # One plan per kind may be no mixture of the frontiers, and faster where kinds have few blocks.
         found += [policy for program in programs if (policy := program.least_ms(budget.nbytes)) is not None]
-        if len(self.models) == 1 and len(self.plain) == 1 and not self.log.num_unproven:
+        if len(self.plain) == 1 and not self.log.num_unproven:
             self._proven_ms = (1 - self.log.worst_gap) * min(self.rank(policy)[0] for policy in [least, *found])
         greedy = self._greedy(lambda policy: self._stored(policy) <= budget.nbytes)
         return self.oracle.arranged(min([least, *found, *greedy], key=self.rank))
@@ -231,9 +234,7 @@ class _Search:
 
     def _least_ms(self, limit_bytes: int) -> float:
         """What no policy can beat whose blocks store at most `limit_bytes`."""
-        counts = Counter(block.kind for block in self.profile.blocks)
-        num_blocks = [counts[k] for k in range(len(self.models))]
-        return least_ms(num_blocks, self.kinds.frontiers, limit_bytes) + self.profile.head_overhead_ms
+        return least_ms(self.num_blocks, self.kinds.frontiers, limit_bytes) + self.profile.head_overhead_ms
 
     def _limit_bytes(self, budget: Budget) -> int:
         """The most that blocks may store within the budget; more may be too much already."""
@@ -323,9 +324,7 @@ class _Search:
 
     def _uniform(self) -> MixtureProgram:
         """One plan of any shape for all blocks of a kind."""
-        blocks = Counter(block.kind for block in self.profile.blocks)
-        num_free = [blocks[k] for k in range(len(self.models))]
-        return MixtureProgram(self.profile, self.models, [[]] * len(self.models), num_free, self.log)
+        return MixtureProgram(self.profile, self.models, [[]] * len(self.models), self.num_blocks, self.log)
 
     def _stored(self, policy: Sequence[Column]) -> int:
         return stored_bytes(self.profile, policy)
