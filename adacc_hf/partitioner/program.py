@@ -127,12 +127,15 @@ def least_time(graph: GraphModel, cap_bytes: int, log: SolverLog, *, of_peak: bo
 
 
 def least_bytes(graph: GraphModel, log: SolverLog, *, of_peak: bool) -> GraphChoice:
-    """The choice that stores least, or with `of_peak` the one that has least live at any time."""
+    """The fastest of the choices that store least, or with `of_peak` of those that have least live at any time.
+
+    What is remade for nothing would not only take time: it has temporaries, which a peak of segments leaves out.
+    """
     program = _GraphProgram(graph)
     costs = [(program.peak(), 1.0)] if of_peak else program.block.terms_bytes(1 / 1024)
-    choice = program.best(costs, log)
-    assert choice is not None, "keeping everything is always a solution"
-    return choice
+    least = program.best(costs, log)
+    assert least is not None, "keeping everything is always a solution"
+    return least_time(graph, least.peak_bytes if of_peak else least.nbytes, log, of_peak=of_peak) or least
 
 
 def keeping(graph: GraphModel, values: Iterable[int]) -> GraphChoice:

@@ -49,6 +49,16 @@ def test_the_least_bytes_are_those_of_boundaries() -> None:
     assert least_bytes(graph, SolverLog(), of_peak=False).nbytes == 8 + 2
 
 
+def test_of_the_choices_with_the_least_peak_it_is_the_fastest() -> None:
+    graph = _chain([1024 * nbytes for nbytes in BLOCK] * 3, run_ms=1.0, keep_ms=0.0)
+    least = least_bytes(graph, SolverLog(), of_peak=True)
+    everything_remade = keeping(graph, {0, *graph.segments.boundary})
+    assert least.peak_bytes == everything_remade.peak_bytes
+    # The last segment is there when backward begins, whether it was stored or is remade.
+    last = [value for value, segment in enumerate(graph.segments.of_value) if segment == graph.segments.count - 1]
+    assert set(last) <= least.stored.keys()
+
+
 def test_what_torch_would_keep_has_a_price_too() -> None:
     graph = _chain([*BLOCK], run_ms=2.0, keep_ms=1.0)
     assert keeping(graph, {0, 1, 2, 3, 4}).ms == 5.0
