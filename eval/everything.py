@@ -22,7 +22,7 @@ from adacc_hf.eval.clock import add_clock, check_clock
 from adacc_hf.eval.isolation import Figures, Status
 from adacc_hf.eval.ledger import Ledger, RecordError, add_resume, open_ledger
 from adacc_hf.eval.records import Settings, add_settings, markdown_table
-from adacc_hf.eval.schemas import check_record
+from adacc_hf.eval.schemas import check_record, need_jsonschema
 from adacc_hf.files import read_json
 
 CLOCKED = (
@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None, execute: Execute | None = None) -> i
     arguments = parser.parse_args(argv)
     settings = Settings.from_arguments(arguments)
     check_clock(arguments.clock, settings)
+    need_jsonschema()
     run_info = {"runners": arguments.runners, "clock": arguments.clock, "data_dir": str(arguments.data_dir)}
     with open_ledger(settings, run_info, arguments.resume) as ledger:
         for name in tqdm(arguments.runners, desc="all", unit="runner"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 from adacc_hf.eval.isolation import Status
@@ -341,6 +342,12 @@ def schema_of(runner: str) -> Schema:
     results = {"results": mapping(SCORE)} if runner in ("downstream", "cloze") else {}
     train_info = record({"points": points, **SUMMARIES.get(runner, {})})
     return record({"run_info": run_info, "train_info": train_info, "meta_info": META_INFO, **results})
+
+
+def need_jsonschema() -> None:
+    """Raise ValueError where no record can be checked, before hours are measured for it."""
+    if importlib.util.find_spec("jsonschema") is None:
+        raise ValueError("records are checked with jsonschema: pip install 'adacc-hf[eval]'")
 
 
 def check_record(content: Any) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from adacc_hf.cli_eval import RUNNERS
-from adacc_hf.eval import everything
+from adacc_hf.eval import everything, schemas
 from adacc_hf.eval.everything import NAMES, SAMPLE_ROWS
 from adacc_hf.eval.lm_eval_tasks import PAPER_TASKS, load_tasks
 from adacc_hf.files import write_json
@@ -117,3 +117,11 @@ def test_a_record_off_its_schema_is_a_fault(tmp_path: Path, monkeypatch: pytest.
 def test_sample_rows_are_in_the_hubs_schema() -> None:
     tasks = load_tasks(PAPER_TASKS, SAMPLE_ROWS)
     assert {name: len(task.eval_docs) for name, task in tasks.items()} == dict.fromkeys(PAPER_TASKS, 8)
+
+
+def test_nothing_is_measured_where_records_cannot_be_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runners = Runners()
+    monkeypatch.setattr(schemas.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"jsonschema: pip install 'adacc-hf\[eval\]'"):
+        everything.main(["--output", str(tmp_path / "all.json")], runners)
+    assert runners.commands == {}
