@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adacc_hf import Action, Policy, profile_model
+from adacc_hf import Action, AdaccConfig, Policy, profile_model
 from adacc_hf.eval import contenders
 from adacc_hf.eval.contenders import (
     CHECKPOINTING,
@@ -143,3 +143,20 @@ def test_what_two_plain_runs_differ_by_is_no_error_of_a_lossless_method(factor: 
     else:
         with pytest.raises(RedGateError, match=r"other: w differs .* allowed: equal losses and an error of at most"):
             check_gradients(everyone)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_policies_pass_the_gate_on_every_device(attention: str, device: str) -> None:
+    workload = Workload(width=32, layers=2, batch=2, tokens=32, attention=attention)
+    model, batch = workload.model(device), next(workload.batches(device))
+    profile = profile_model(model, batch, AdaccConfig(min_compress_bytes=0))
+    actions = tuple(Action)
+    policies = {str(seed): Policy.random(profile, seed, actions, lossless=True) for seed in range(3)}
+    policies |= {action.value: Policy.uniform(profile, action) for action in actions}
+    adacc = [Contender(name, model, batch, policy) for name, policy in policies.items()]
+    everyone = [Contender(PLAIN, model, batch), *adacc]
+    errors = check_gradients(everyone)
+    assert 0.0 < errors["compress"] < contenders.MAX_GRADIENT_ERROR
+    if device == "cpu":
+        assert {name for name, error in errors.items() if error} == {"compress"}

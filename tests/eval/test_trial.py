@@ -223,3 +223,15 @@ def test_the_trials_subject_must_exist() -> None:
     figures = run_here(run_trial, {"subject": subject, "family": "paper", "method": "none"})
     assert figures["status"] == "error"
     assert "is none of demo" in figures["reason"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("method", PAPER_METHODS)
+def test_every_method_runs_on_a_gpu(subject: dict, method: str, precision: str, attention: str) -> None:
+    on_gpu = {"device": "cuda", "precision": precision, "attention": attention}
+    figures = run_trial(subject | on_gpu, "paper", method, budget=0.5, rounds=3)
+    assert figures["gate"]["promise"] in ("exact", "lossy")
+    assert 0 < figures["static_bytes"] < figures["peak_bytes"] <= figures["reserved_bytes"]
+    assert figures["tokens_per_second"]["median"] > 0
