@@ -6,6 +6,7 @@ generator's state and the gradients of its outputs are kept during a tracking st
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from adacc_hf.kernels.codecs import Payload
 
 if TYPE_CHECKING:
     from adacc_hf.executor import FollowPlan
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +130,8 @@ class BlockSample:
     def compare(self, bypassed: frozenset[int] = frozenset()) -> GradientError | None:
         """The gradient's error with the activations `bypassed` kept uncompressed.
 
-        None if the block was not called, got no gradient, or holds parameters that are sharded outside its forward.
+        None if the block was not called, got no gradient, or holds parameters that are sharded outside its forward, and
+        if there is no memory to run it in.
         """
         seen = self._seen
         if seen is None or not seen.gradients or _is_sharded(seen.block):
@@ -135,7 +139,14 @@ class BlockSample:
         self.plan.wrap_codec = lambda value, codec: Uncompressed() if value in bypassed else codec
         try:
             exact = _gradient(seen, lambda args: seen.fn(*args))
-            other = _gradient(seen, lambda args: self.plan.run(seen.block, seen.fn, args, seen.kwargs))
+            other = _gradient(seen, lambda args: self.plan.run_again(seen.block, seen.fn, args, seen.kwargs))
+        except torch.OutOfMemoryError:
+            log.warning(
+                "Adacc: no memory to compare the gradient of %s with an exact one: set guard_blocks=0, or a "
+                "smaller memory_budget",
+                self.plan.name,
+            )
+            return None
         finally:
             self.plan.wrap_codec = None
         return GradientError.between(exact, other)

@@ -127,9 +127,7 @@ class FollowPlan:
             return self.observer.run(self, block, fn, args, kwargs)
         if self._is_plain and self.entries:
             return fn(*args)
-        if self._paths is None:
-            self._paths = StatePaths(block)
-        key = call_key(block, self._paths, args, kwargs)
+        key = self._key(block, args, kwargs)
         entry = self.entries.get(key) or self._known_entry(key)
         if entry is None:
             return self._first_call(key, block, fn, args, kwargs)
@@ -140,6 +138,19 @@ class FollowPlan:
         self._learn_order(entry)
         if is_checked_call(entry.known.num_calls) and not entry.compiled.is_plain:
             return self._checked_call(entry, block, fn, args, kwargs)
+        return self._call(entry, block, fn, args, kwargs)
+
+    def run_again(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call that was run before, to look at it. It is not counted: calls are recorded by their number."""
+        entry = self.entries.get(self._key(block, args, kwargs))
+        if entry is None or entry.compiled is None or entry.compiled.is_plain:
+            return self.run(block, fn, args, kwargs)
+        self._learn_order(entry)
+        is_checked = entry.known.num_calls > 1
+        return (self._call if is_checked else self._checked_call)(entry, block, fn, args, kwargs)
+
+    def _call(self, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call under the plan."""
         call = Call(
             entry.compiled, self.name, self._codecs(entry), fetch(entry.compiled.externals, block, args, kwargs)
         )
@@ -149,6 +160,11 @@ class FollowPlan:
             result = fn(*args)
         call.finish()
         return result
+
+    def _key(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._paths is None:
+            self._paths = StatePaths(block)
+        return call_key(block, self._paths, args, kwargs)
 
     def _codecs(self, entry: Entry) -> dict[int, Codec]:
         if self.wrap_codec is None:

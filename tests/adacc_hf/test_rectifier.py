@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import adacc_hf.accuracy as accuracy_module
 import adacc_hf.judging as judging_module
 import adacc_hf.tracking as tracking_module
 from adacc_hf import Action, AdaccConfig, InfeasibleBudgetError, Policy, apply_policy, profile_model, solve_policy
@@ -320,6 +321,34 @@ def test_measuring_changes_no_gradient(model, batch):
     session.rectifier.finish_tracking()
     assert torch.equal(before, during)
     assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("num_steps", [0, 20], ids=["not-checked-yet", "before-a-check"])
+def test_comparing_a_gradient_is_no_call_of_the_block(model, batch, num_steps):
+    """Calls are recorded by their number, and whoever makes room for that counts batches to know when."""
+    session = Session(model, batch, replace(COMPRESS, max_error=0.05), policy=compress_all)
+    for _ in range(num_steps):
+        session.step()
+    found = session.observe()
+    assert found.gradients, "compared, several times for the bound"
+    known = [known for plan in session.handle.plans.strategies.values() for known in plan.known.values()]
+    assert [shape.num_calls for shape in known] == [num_steps + 2] * 2
+
+
+def test_a_comparison_that_runs_out_of_memory_is_left_out(model, batch, monkeypatch, caplog):
+    """It runs after the optimizer's step, where nothing else can be tried again: training goes on without it."""
+    session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
+    session.rectifier.start_tracking(session.handle.plans)
+    session.step()
+
+    def full(*_):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(accuracy_module, "_gradient", full)
+    found = session.rectifier.finish_tracking()
+    assert (found.gradients, bool(found.errors)) == ({}, True)
+    assert "no memory to compare the gradient of transformer.h.0" in caplog.text
+    assert all(strategy.wrap_codec is None for strategy in session.handle.plans.strategies.values())
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9], ids=["half-the-largest", "nine-tenths"])
