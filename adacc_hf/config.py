@@ -79,8 +79,9 @@ class AdaccConfig:
     """Blocks per tracking step whose gradient is compared with an uncompressed backward, in turn; each costs two
     forwards and backwards of one block. 0 compares none."""
     loss_spike: float = 2.0
-    """A logged loss above this many times the median of the last 16 is a spike. Compression is switched off for the
-    kinds of block whose gradients it spoils then. Close to 1 every bad batch is one; 1e6 sees only non-finite ones."""
+    """A logged loss above this many times the median of the last 16, and outside their noise, is a spike. Compression
+    is switched off for the kinds of block whose gradients it spoils then. Close to 1 every bad batch is one; 1e6 sees
+    only non-finite ones."""
     takeover_steps: int = 1
     """Optimizer steps between a tracking step and the taking over of what was solved from it. 0 waits for the solver at
     once; large values train longer under the old policy."""

@@ -12,6 +12,10 @@ WINDOW = 16
 MIN_LOSSES = 4
 """Logged losses before the first comparison: the median of fewer is one of them."""
 
+NOISE = 4.0
+"""Median distances from the median within which no loss is a spike: losses around zero, as in reinforcement learning,
+are often many times their median. Of normal noise one in 300 lies above."""
+
 SPOILED_ERROR = 0.5
 """Relative error from which compression is held to spoil a block's gradient. INT4 leaves about 0.1 (0.15 under eager
 attention); at 0.5 the noise is half as long as the gradient."""
@@ -29,15 +33,21 @@ class LossWatch:
         return list(self._losses)
 
     def see(self, loss: float | None, gradient_norm: float | None) -> str | None:
-        """What is wrong with these figures, if anything. A spike does not enter the median."""
+        """What is wrong with these figures, if anything."""
         for name, value in (("loss", loss), ("grad_norm", gradient_norm)):
             if value is not None and not math.isfinite(value):
                 return f"{name} is {value}"
         if loss is None:
             return None
-        if len(self._losses) >= MIN_LOSSES:
-            median = statistics.median(self._losses)
-            if median > 0 and loss > self.spike * median:
-                return f"loss {loss:.4g} is {loss / median:.1f} times the median of the last {len(self._losses)}"
+        found = self._spike_of(loss) if len(self._losses) >= MIN_LOSSES else None
+        # A spike too: a loss that stays where it rose to, on data of another kind, is normal half a window later.
         self._losses.append(loss)
-        return None
+        return found
+
+    def _spike_of(self, loss: float) -> str | None:
+        median = statistics.median(self._losses)
+        spread = statistics.median(abs(other - median) for other in self._losses)
+        if loss - median <= max((self.spike - 1.0) * abs(median), NOISE * spread):
+            return None
+        by = f"{loss / median:.1f} times" if median > 0 else f"far above {median:.4g},"
+        return f"loss {loss:.4g} is {by} the median of the last {len(self._losses)}"
