@@ -150,8 +150,12 @@ class Rectifier:
         return found
 
     def solve_within(self, memory_budget: str | float | int) -> Policy:
-        """The policy for another budget, which is the policy from now on. Raises InfeasibleBudgetError."""
+        """The policy for another budget, which is the policy from now on. Raises InfeasibleBudgetError.
+
+        What is being solved for the budget until now is given up.
+        """
         self.policy = solve_policy(self._to_solve(), memory_budget, with_margin(self.config))
+        self._solving = None
         self.memory_budget, self.priced, self.searched = memory_budget, self.profile, self.profile
         return self.policy
 

@@ -48,6 +48,9 @@ log = logging.getLogger(__name__)
 
 __all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
 
+HISTORY_PARTS = 64
+"""The part of a run's history that may be unwritten for a while: one event in 64."""
+
 PolicySource = Policy | str | Path | Callable[[Profile], Policy]
 
 
@@ -73,7 +76,7 @@ class AdaccCallback(TrainerCallback):
     | `adacc/measured_peak_gib` | GiB live at the peak of the last step that was counted |
     | `adacc/error` | largest relative L2 error of a compressed activation, at the last tracking step |
     | `adacc/gradient_error` | the same of a sampled block's gradient |
-    | `adacc/tracking_ms` | milliseconds of tracking, solving again and counting memory since the policy was set |
+    | `adacc/tracking_ms` | milliseconds of tracking, solving, counting memory and writing files so far |
 
     Example:
         Trainer(model=model, args=args, train_dataset=dataset, callbacks=[AdaccCallback(memory_budget="20GiB")])
@@ -101,7 +104,7 @@ class AdaccCallback(TrainerCallback):
         self._guard: TrainerGuard | None = None
         self._compiled: CompiledRun | None = None
         self._evolution: Evolution | None = None
-        self._num_steps = 0
+        self._num_steps = self._num_saved = 0
         self._num_micro = 1
         self._global_step = 0
 
@@ -110,7 +113,8 @@ class AdaccCallback(TrainerCallback):
     ) -> None:
         self.detach()
         _refuse_data_parallel(args)
-        self.policy, self.profile, self.history, self._num_steps = None, None, [], 0
+        self.policy, self.profile, self.history = None, None, []
+        self._num_steps = self._num_saved = 0
         self._optimizer, self._num_micro = OptimizerWatch(), args.gradient_accumulation_steps
         self._guard = TrainerGuard.around_caller(self, on_failure=self.detach)
         if self._guard is not None:
@@ -216,7 +220,7 @@ class AdaccCallback(TrainerCallback):
         if self._handle is None and self._num_steps >= self.config.profile_steps:
             self._set_policy(args, state, model, optimizer)
         elif self._evolution is not None:
-            num_events = len(self.history)
+            started, num_events = time.perf_counter(), len(self.history)
             changed = self._evolution.step_ends(state.global_step)
             if self._evolution.wanted is not None and self._batch_hook is not None:
                 changed |= self._add_size(state.global_step, model, optimizer)
@@ -224,6 +228,8 @@ class AdaccCallback(TrainerCallback):
                 self._show_policy()
             if len(self.history) > num_events and state.is_world_process_zero:
                 self._save(args, changed)
+            if self._evolution.is_busy or len(self.history) > num_events:
+                self._evolution.tracking_ms += (time.perf_counter() - started) * 1e3
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
@@ -251,6 +257,8 @@ class AdaccCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if self._compiled is None and self._num_saved < len(self.history) and state.is_world_process_zero:
+            save_history(args.output_dir, self.history)
         self.detach()
 
     def detach(self) -> None:
@@ -296,7 +304,7 @@ class AdaccCallback(TrainerCallback):
         if self._batch is None:
             raise RuntimeError("AdaccCallback saw no training batch: the model was not called in train mode")
         self._waiting.remove()  # the profiler's own functions around the blocks must not stand around these
-        self.profile = self._profile(model, self._caught_batch(), optimizer)
+        self.profile = common_profile(self._profile(model, self._caught_batch(), optimizer))
         self._waiting = None
         policy = from_first_rank(lambda: self._solve(self.profile))
         check_same_policy(policy)
@@ -315,36 +323,51 @@ class AdaccCallback(TrainerCallback):
             self._caught_batch()
             return False
         batch = resized(self._caught_batch(), seen, wanted)
-        started = time.perf_counter()
         with self._handle.taken_off():
-            profile = self._profile(model, batch, optimizer)
+            profile = self._profile_if_it_fits(model, batch, optimizer)
+        if not all(of_all_ranks(profile is not None)):
+            self._refuse(step, wanted, "there is no memory to profile them in")
+            return False
+        profile = common_profile(profile)
         try:
             policy = from_first_rank(lambda: self._solve(profile))
         except InfeasibleBudgetError as error:
-            log.warning("Adacc: batches of %s run under full recomputation: %s", describe(wanted), error)
-            self._evolution.situations.refuse(wanted)
-            self._note(step, "memory", reason=f"{describe(wanted)}: {error}")
+            self._refuse(step, wanted, str(error))
             return False
         check_same_policy(policy)
         self._evolution.add(wanted, profile, policy)
-        self._evolution.tracking_ms += (time.perf_counter() - started) * 1e3
         self._note(step, "policy", **predictions(policy), reason=f"for batches of {describe(wanted)}")
         log.info("Adacc: for batches of %s: %s", describe(wanted), policy.summary())
         return True
 
+    def _refuse(self, step: int, shapes: BatchShapes, reason: str) -> None:
+        """Leave batches of `shapes` without a policy of their own."""
+        log.warning("Adacc: batches of %s get no policy of their own: %s", describe(shapes), reason)
+        self._evolution.situations.refuse(shapes)
+        self._note(step, "memory", reason=f"{describe(shapes)}: {reason}")
+
+    def _profile_if_it_fits(self, model: Any, batch: dict[str, Any], optimizer: Any) -> Profile | None:
+        """This rank's profile; None if memory ran out, which a run that trains without it survives."""
+        try:
+            return self._profile(model, batch, optimizer)
+        except torch.OutOfMemoryError as error:
+            log.info("Adacc: out of memory while profiling: %s", error)
+            return None
+
     def _profile(self, model: Any, batch: dict[str, Any], optimizer: Any) -> Profile:
         was_training = model.training
         model.train()
-        profile = profile_model(
-            model,
-            batch,
-            self.config,
-            optimizer,
-            gradient_accumulation_steps=self._num_micro,
-            optimizer_step_bytes=self._optimizer.nbytes,
-        )
-        model.train(was_training)
-        return common_profile(profile)
+        try:
+            return profile_model(
+                model,
+                batch,
+                self.config,
+                optimizer,
+                gradient_accumulation_steps=self._num_micro,
+                optimizer_step_bytes=self._optimizer.nbytes,
+            )
+        finally:
+            model.train(was_training)
 
     def _solve(self, profile: Profile) -> Policy:
         if callable(self._given):
@@ -375,10 +398,15 @@ class AdaccCallback(TrainerCallback):
         return self._evolution.saved(self.history)
 
     def _save(self, args: TrainingArguments, changed: bool) -> None:
-        """Write what happened, and the policy if it changed, into the run's folder."""
+        """Write the policy if it changed, and what happened, into the run's folder.
+
+        Of a long history only every so many events: all of it is written each time.
+        """
         if changed:
             save_files(args.output_dir, self.policy, self.profile)
-        save_history(args.output_dir, self.history)
+        if changed or (len(self.history) - self._num_saved) * HISTORY_PARTS >= len(self.history):
+            save_history(args.output_dir, self.history)
+            self._num_saved = len(self.history)
 
     def _check_called(self) -> None:
         """Report blocks whose function was never called: something replaced their forward at class level."""

@@ -55,6 +55,8 @@ class Saved:
     """The budget of new policies, if a step ran out of memory under the given one."""
     history: list[dict[str, Any]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    suspicion: str | None = None
+    """What the run was to look into in its next step."""
     exact_blocks: list[str] = field(default_factory=list)
     """Blocks for which lossy compression was switched off."""
     tracking_ms: float = 0.0
@@ -90,6 +92,7 @@ def save_in_checkpoint(args: TrainingArguments, state: TrainerState, saved: Save
         "tightened": saved.tightened,
         "history": saved.history,
         "losses": saved.losses,
+        "suspicion": saved.suspicion,
         "exact_blocks": saved.exact_blocks,
         "tracking_ms": saved.tracking_ms,
         "situations": [
@@ -132,7 +135,8 @@ def _load(folder: Path) -> Saved:
             _load_situation(folder, number, fields) for number, fields in enumerate(record["situations"], start=1)
         ]
         names = ("policy_step", "memory_budget", "tightened", "history", "losses", "exact_blocks", "tracking_ms")
-        return Saved(situations=situations, **{name: record[name] for name in names})
+        fields = {name: record[name] for name in names} | {"suspicion": record.get("suspicion")}
+        return Saved(situations=situations, **fields)
     except (KeyError, TypeError, ValueError) as error:
         raise AdaccError(f"{folder / STATE_FILE} is damaged ({type(error).__name__}: {error})") from error
 

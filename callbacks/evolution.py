@@ -10,7 +10,6 @@ NOTE [Timetable of a step]. All ranks do the same at the same step.
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,7 +20,7 @@ from adacc_hf.callbacks.checkpoint_files import Saved
 from adacc_hf.callbacks.loss_guard import LossGuard
 from adacc_hf.callbacks.policy_figures import moved, predictions, step_times, tracking_figures
 from adacc_hf.callbacks.situations import MAX_SITUATIONS, Situation, Situations, most_wanted
-from adacc_hf.callbacks.step_meter import MAX_STEPS, StepMeter
+from adacc_hf.callbacks.step_meter import StepMeter
 from adacc_hf.callbacks.step_retry import advice, tighter_budget
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError
@@ -63,7 +62,11 @@ class Evolution:
         self.last_shapes: BatchShapes = ()
         """Sizes of the last micro-batch."""
         self.tracking_ms = 0.0
-        """Time that tracking, solving, counting memory and profiling other sizes took so far."""
+        """Time that tracking, solving, counting memory and profiling other sizes took so far, by how much longer such
+        steps were than normal ones. The caller of `step_ends` adds what it and all that follows from it took, if
+        `is_busy`."""
+        self.is_busy = False
+        """Whether there was anything to do at the end of the last step."""
         self._handle = handle
         self._note = note
         self._num_micro = num_micro
@@ -72,9 +75,14 @@ class Evolution:
         self._is_tracking = False
         self._meter_next = self._is_metering = False
         self._num_steps = 0
+        self._count_from = 0
+        """The step from which memory may be counted, as many as were begun before it."""
+        self._pause = 0
+        """Grows with every step that was counted in vain, under plans without a prediction or beside a profiler."""
         self._current: Situation | None = None
         self._plans: BlockPlans | None = None
-        self._used: set[int] = set()
+        self._used: dict[int, Situation | None] = {}
+        """The plans of the step's micro-batches, by identity; None for those that are in no situation's force."""
 
     @property
     def shown(self) -> Situation:
@@ -91,6 +99,7 @@ class Evolution:
             tightened=None if self.memory_budget == self.config.memory_budget else self.memory_budget,
             history=history,
             losses=self.guard.losses,
+            suspicion=self.guard.suspicion,
             exact_blocks=sorted(self.guard.exact_blocks),
             tracking_ms=self.tracking_ms,
         )
@@ -100,6 +109,7 @@ class Evolution:
         self.tracking_ms = saved.tracking_ms
         self.memory_budget = self.config.memory_budget if saved.tightened is None else saved.tightened
         self.guard = LossGuard(self.config, saved.losses, saved.exact_blocks)
+        self.guard.suspicion = saved.suspicion
         for record in reversed(saved.situations):
             shapes = record.shapes if self.config.length_buckets else None
             self.add(shapes, record.profile, record.policy).go_on(record)
@@ -113,6 +123,7 @@ class Evolution:
         situation.rectifier.stop_compressing(self.guard.exact_blocks)
         self.situations.add(situation)
         self._put_in_force(situation, plans)
+        self._pause, self._count_from = 0, self._num_steps + RECORDED_STEPS
         return situation
 
     def step_begins(self, step: int, model: nn.Module | None, optimizer: Any) -> None:
@@ -122,7 +133,7 @@ class Evolution:
         self._meter.begin()
         if due or self.guard.suspicion is not None:
             self._start_tracking()
-        if not self._is_tracking and self._meter_next and self._num_steps >= RECORDED_STEPS and model is not None:
+        if not self._is_tracking and self._meter_next and self._num_steps >= self._count_from and model is not None:
             self._is_metering = True
             self._meter.count_memory(model, optimizer)
         self._num_steps += 1
@@ -136,32 +147,30 @@ class Evolution:
         plans = None if situation is None else self.situations.plans_for(situation, shapes)
         if situation is not self._current or plans is not self._plans:
             self._put_in_force(situation, plans)
-        self._used.add(id(plans))
+        self._used[id(plans)] = situation if situation is not None and plans is situation.plans else None
 
     def backward_is_over(self) -> None:
         self._meter.backward_is_over()
 
     def step_ends(self, step: int) -> bool:
         """Returns whether a policy changed."""
-        started = time.perf_counter()
         self._meter.end()
-        if self._current is not None:
-            self._current.num_steps += 1
+        for situation in self._used_situations():
+            if situation is not None:
+                situation.num_steps += 1
+        self._count_time()
         was_tracking = self._is_tracking
+        is_due = any(situation.due is not None and step >= situation.due for situation in self.situations.all)
+        self.is_busy = was_tracking or self._is_metering or is_due
         if was_tracking:
             self._finish_tracking(step)
         elif self._is_metering:
             self._compare_peaks(step)
-        elif self._ran_alone() and self._meter.step_ms is not None:
-            self._current.step_ms = [*self._current.step_ms[1 - MAX_STEPS :], self._meter.step_ms]
         self._is_metering = False
         self._meter.close()
         changed = self._take_over(step)
         if self.config.length_buckets and (step - self.policy_step) % LOOK_STEPS == 0:
             self._look_for_sizes()
-        self.tracking_ms += self._meter.counting_ms
-        if was_tracking:
-            self.tracking_ms += (time.perf_counter() - started) * 1e3 + self._slower_by()
         return changed
 
     def logged(self, logs: Mapping[str, float]) -> None:
@@ -183,6 +192,7 @@ class Evolution:
         except InfeasibleBudgetError as error:
             return f"no policy needs that much less: {error}"
         self.memory_budget = budget
+        situation.due, situation.must_solve = None, False
         self._follow(situation, policy)
         self._note(step, "memory", reason=f"out of memory: from now on memory_budget={budget}", **predictions(policy))
         return None
@@ -205,7 +215,8 @@ class Evolution:
         situation.plans = self._handle.prepare(policy, situation.plans)
         if situation.recording is not None and situation.recording.policy.head != policy.head:
             situation.recording = self._handle.prepare_recording(situation.rectifier.profile, situation.plans)
-        situation.step_ms = []
+        situation.times.start_over()
+        situation.is_fresh = True
         if situation is self._current:
             self._put_in_force(situation, situation.plans)
 
@@ -243,14 +254,18 @@ class Evolution:
 
     def _compare_peaks(self, step: int) -> None:
         """Correct prices where a step took more memory than predicted; each rank may have had another size."""
-        mine = None
-        if self._ran_alone() and self._current.num_steps > RECORDED_STEPS:
-            mine = (self.situations.all.index(self._current), self._meter.peak_bytes)
+        mine, used = None, self._used_situations()
+        if all(situation is not None and situation.num_steps > RECORDED_STEPS for situation in used):
+            # The peak of a step is that of its largest micro-batch.
+            largest = max(used, key=lambda situation: situation.rectifier.predicted_peak_bytes())
+            mine = (self.situations.all.index(largest), self._meter.peak_bytes)
         peaks: dict[int, int] = {}
         for found in of_all_ranks(mine):
             if found is not None and found[1] is not None:
                 peaks[found[0]] = max(found[1], peaks.get(found[0], 0))
         self._meter_next = not peaks
+        self._pause = 0 if peaks else 2 * self._pause + 1
+        self._count_from = self._num_steps + self._pause // 2
         for index, peak in sorted(peaks.items()):
             self._compare_peak(step, self.situations.all[index], peak)
 
@@ -278,7 +293,8 @@ class Evolution:
             before, found = situation.rectifier.policy, situation.rectifier.take_over()
             waited_ms = (time.perf_counter() - started) * 1e3
             situation.due = None
-            self.tracking_ms += max(waited_ms, situation.rectifier.solver_ms)
+            # Waiting is part of this step's work; what the solver computed before was taken from training's core.
+            self.tracking_ms += max(0.0, situation.rectifier.solver_ms - waited_ms)
             if found.policy is None:
                 if found.reason.startswith(NOTHING_FITS):
                     log.warning("Adacc: step %d: %s; the policy stays as it is", step, found.reason)
@@ -295,10 +311,12 @@ class Evolution:
     ) -> None:
         check_same_policy(policy)
         extra_ms = (policy.predicted_overhead_ms - before.predicted_overhead_ms) * self._num_micro
-        situation.predicted_step_ms = statistics.median(situation.step_ms) + extra_ms if situation.step_ms else None
+        step_ms = situation.times.median_ms
+        situation.predicted_step_ms = None if step_ms is None else step_ms + extra_ms
         actions, channels = moved(before, policy)
         if actions:
             situation.must_count = self._meter_next = True
+            self._pause, self._count_from = 0, self._num_steps
         text = f"{actions} actions, {channels} sets of channels"
         figures = predictions(policy) | {"moved": text, "waited_ms": waited_ms}
         self._note(step, "change", reason=reason, **figures, **step_times(situation))
@@ -311,11 +329,20 @@ class Evolution:
 
     def _ran_alone(self) -> bool:
         """Whether all of the last step ran under the present policy."""
-        return self._current is not None and self._used <= {id(self._current.plans)}
+        return self._current is not None and all(plans == id(self._current.plans) for plans in self._used)
 
-    def _slower_by(self) -> float:
-        """Milliseconds by which the last step was slower than a normal one."""
-        normal = self._current.step_ms if self._current is not None else []
-        if self._meter.step_ms is None or not normal:
-            return 0.0
-        return max(0.0, self._meter.step_ms - statistics.median(normal))
+    def _used_situations(self) -> list[Situation | None]:
+        """Those of the step's micro-batches; None for micro-batches under torch's checkpoint, or that were recorded."""
+        return list(self._used.values()) or [self._current]
+
+    def _count_time(self) -> None:
+        """Put the step that ends among the normal ones, or what it took beyond one into `tracking_ms`."""
+        current, step_ms = self._current, self._meter.step_ms
+        if step_ms is None or not self._ran_alone() or current.num_steps <= RECORDED_STEPS:
+            self.tracking_ms += self._meter.counting_ms
+        elif self._is_tracking or self._is_metering or current.is_fresh:
+            self.tracking_ms += current.times.add_other(step_ms)
+        else:
+            self.tracking_ms += current.times.add_normal(step_ms)
+        if current is not None:
+            current.is_fresh = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import TYPE_CHECKING, Any
 
 from adacc_hf.callbacks.situations import Situation
@@ -39,8 +38,7 @@ def tracking_figures(situation: Situation, found: Tracking) -> dict[str, Any]:
 
 def step_times(situation: Situation) -> dict[str, float]:
     """Measured and predicted time of a step under the present policy, as far as they are known."""
-    measured = statistics.median(situation.step_ms) if situation.step_ms else None
-    times = {"step_ms": measured, "predicted_step_ms": situation.predicted_step_ms}
+    times = {"step_ms": situation.times.median_ms, "predicted_step_ms": situation.predicted_step_ms}
     return {name: value for name, value in times.items() if value is not None}
 
 

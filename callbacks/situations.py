@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from adacc_hf.callbacks.checkpoint_files import SavedSituation
+from adacc_hf.callbacks.step_times import StepTimes
 from adacc_hf.executor import BlockPlans, is_checked_call
 from adacc_hf.rectifier import Rectifier
 from adacc_hf.shapes import BatchShapes, bucket_of, fits_in, num_elements, smallest_around
@@ -38,8 +39,9 @@ class Situation:
     must_count: bool = True
     """Whether the memory of a step is still to be counted under the present actions."""
     num_steps: int = 0
-    step_ms: list[float] = field(default_factory=list)
-    """Normal steps under the present plans."""
+    times: StepTimes = field(default_factory=StepTimes)
+    is_fresh: bool = False
+    """Whether no step has run under the present plans, which get ready at their first."""
     predicted_step_ms: float | None = None
     error: float | None = None
     """Largest round-trip error at the last tracking step."""

@@ -10,9 +10,6 @@ from torch import nn
 
 from adacc_hf.memory import MemoryMeter, count_static_bytes
 
-MAX_STEPS = 64
-"""Step times that are kept; the median of more is no better."""
-
 
 class StepMeter:
     """Times every step by the host's clock, and counts the live bytes of those that it is asked to."""

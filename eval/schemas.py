@@ -233,7 +233,7 @@ TRACKING_COST = record(
     {
         "steps": COUNT,
         "events": mapping(COUNT),
-        **dict.fromkeys(("normal_step_ms", "total_ms", "extra_ms", "measured_share"), NUMBER),
+        **dict.fromkeys(("normal_step_ms", "total_ms", "extra_ms", "measured_share", "recorded_ms"), NUMBER),
         **dict.fromkeys(("logged_ms", "logged_share"), NUMBER),
     }
 )

@@ -5,6 +5,9 @@
 A GPT-2 is trained by the Trainer on the standard library's text. Two figures stand beside each other: what the callback
 itself logs as `adacc/tracking_ms`, against the time of the same steps; and, by the clock of this bench, by how much the
 steps that anything happened in are longer than the normal ones around them.
+
+A third one is no part of them: calls are recorded again now and then, whether anything is tracked or not, to find
+operators that vary. The first two steps do both; a short run without tracking tells how much of them is recording.
 """
 
 from __future__ import annotations
@@ -17,19 +20,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from adacc_hf import AdaccCallback
+from adacc_hf import AdaccCallback, AdaccConfig
 from adacc_hf.eval.clock import CLOCKS, add_clock, check_clock
 from adacc_hf.eval.isolation import Figures
 from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records import Settings, add_settings, markdown_table, positive_int
 from adacc_hf.eval.training import ByteSequences
 from adacc_hf.eval.workload import Workload, library_bytes
+from adacc_hf.executor import is_checked_call
 
 WORKLOAD = Workload(width=128, layers=4, batch=1, tokens=64)
 """The model of all runs; only the batch differs."""
@@ -42,6 +46,9 @@ AROUND = 8
 
 FOLLOW_UPS = 2
 """Steps after one that tracked or changed the policy whose time counts too: the solver runs, new plans are prepared."""
+
+FIRST_CALLS = 2
+"""Steps under a first policy whose calls are recorded."""
 
 
 def main(argv: Sequence[str] | None = None, workload: Workload = WORKLOAD) -> int:
@@ -87,6 +94,7 @@ def _cells(name: str, point: Figures) -> dict[str, str]:
         "memory counted": str(point["events"].get("memory", 0)),
         "as logged": f"{point['logged_share']:.2%}",
         "by the clock": f"{point['measured_share']:.2%}",
+        "recording, by the clock": f"{point['recorded_ms'] / point['total_ms']:.2%}",
     }
 
 
@@ -110,20 +118,38 @@ class StepClock(TrainerCallback):
         return tuple(clock() for clock in self.clocks)
 
 
+class Trained(NamedTuple):
+    """What a run left."""
+
+    history: list[dict[str, Any]]
+    metrics: dict[str, float]
+
+
 def _run(ledger: Ledger, batch: int) -> Figures:
-    """Train, and what that came to."""
+    """Train without tracking until normal steps are known, then train with it; what that came to."""
+    info = ledger.run_info
+    steps = StepClock(CLOCKS[info["clock"]])
+    untracked = _train(ledger, batch, steps, AdaccConfig().profile_steps + FIRST_CALLS + 2 * AROUND, "off")
+    by_clock = [ms for ms, _ in steps.times[untracked.history[0]["step"] :]]
+    recorded_ms = sum(by_clock[:FIRST_CALLS]) - FIRST_CALLS * statistics.median(by_clock[FIRST_CALLS:])
+    steps = StepClock(CLOCKS[info["clock"]])
+    adacc = _train(ledger, batch, steps, info["steps"], "exponential")
+    return figures(adacc.history, steps.times, adacc.metrics["adacc/tracking_ms"], recorded_ms)
+
+
+def _train(ledger: Ledger, batch: int, steps: StepClock, num_steps: int, tracking: str) -> Trained:
+    """A run of `num_steps`, whose times `steps` takes."""
     info, settings = ledger.run_info, ledger.settings
     workload = Workload(**info["workload"] | {"batch": batch})
     torch.manual_seed(settings.seed)
-    adacc = AdaccCallback(memory_budget=info["budget"], min_compress_bytes=4096)
-    steps = StepClock(CLOCKS[info["clock"]])
+    adacc = AdaccCallback(memory_budget=info["budget"], min_compress_bytes=4096, tracking=tracking)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
-            max_steps=info["steps"],
+            max_steps=num_steps,
             per_device_train_batch_size=batch,
             learning_rate=3e-4,
-            logging_steps=max(1, info["steps"] // 20),
+            logging_steps=max(1, num_steps // 20),
             save_strategy="no",
             seed=settings.seed,
             use_cpu=settings.device == "cpu",
@@ -133,24 +159,34 @@ def _run(ledger: Ledger, batch: int) -> Figures:
         trainer = Trainer(
             model=workload.model(settings.device, settings.seed),
             args=arguments,
-            train_dataset=ByteSequences(library_bytes(), workload.tokens, info["steps"] * batch, settings.seed),
+            train_dataset=ByteSequences(library_bytes(), workload.tokens, num_steps * batch, settings.seed),
             callbacks=[adacc, steps],
         )
         trainer.train()
-    (logged_ms,) = [log["adacc/tracking_ms"] for log in trainer.state.log_history if "train_loss" in log]
-    return figures(adacc.history, steps.times, logged_ms)
+    (summary,) = [log for log in trainer.state.log_history if "train_loss" in log]
+    return Trained(adacc.history, summary)
 
 
-def figures(history: Sequence[dict[str, Any]], times: Sequence[tuple[float, ...]], logged_ms: float) -> Figures:
-    """The shares of a run whose first policy is the first event; `times` are those of all its steps, by both clocks."""
+def figures(
+    history: Sequence[dict[str, Any]], times: Sequence[tuple[float, ...]], logged_ms: float, first_ms: float
+) -> Figures:
+    """The shares of a run whose first policy is the first event; `times` are those of all its steps, by both clocks.
+
+    `first_ms` is how much longer the first two steps take because they are recorded.
+    """
     first, *events = history
     start = first["step"]
-    touched = {event["step"] + later - start for event in events for later in range(FOLLOW_UPS + 1)}
     by_clock = [ms for ms, _ in times[start:]]
-    normal = {number: ms for number, ms in enumerate(by_clock, 1) if number not in touched}
-    extra_ms = sum(
-        by_clock[number - 1] - _around(normal, number) for number in sorted(touched) if number <= len(by_clock)
-    )
+    numbers = range(1, len(by_clock) + 1)
+    followed = {event["step"] + later - start for event in events for later in range(FOLLOW_UPS + 1)}
+    touched = (followed | {*range(1, FIRST_CALLS + 1)}) & {*numbers}
+    recorded = {number for number in numbers if is_checked_call(number)} - touched
+    normal = {number: by_clock[number - 1] for number in numbers if number not in touched | recorded}
+
+    def slower_ms(number: int) -> float:
+        return by_clock[number - 1] - _around(normal, number)
+
+    extra_ms = sum(map(slower_ms, touched)) - first_ms
     return {
         "steps": len(by_clock),
         "events": dict(Counter(event["event"] for event in events)),
@@ -158,6 +194,7 @@ def figures(history: Sequence[dict[str, Any]], times: Sequence[tuple[float, ...]
         "total_ms": sum(by_clock),
         "extra_ms": extra_ms,
         "measured_share": extra_ms / sum(by_clock),
+        "recorded_ms": first_ms + sum(map(slower_ms, recorded)),
         "logged_ms": logged_ms,
         "logged_share": logged_ms / sum(wall for _, wall in times[start:]),
     }

@@ -10,11 +10,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
+import adacc_hf.callbacks.adacc as adacc_module
 import adacc_hf.kernels.outlier_int4 as outlier_int4
+import adacc_hf.rectifier as rectifier_module
 from adacc_hf import AdaccCallback, Policy
 from adacc_hf.callbacks.checkpoint_files import HISTORY_FILE
 from adacc_hf.callbacks.step_meter import StepMeter
 from adacc_hf.executor import FollowPlan
+from adacc_hf.judging import Rectification
 from adacc_hf.memory import MemoryMeter, count_static_bytes
 
 COMPRESS = {"actions": ("retain", "compress"), "min_compress_bytes": 4096, "memory_budget": 0.45}
@@ -81,6 +84,48 @@ def test_other_lengths_get_policies_of_their_own(make_trainer):
     # The first policy is set at step 2; sizes are looked at every 16 steps, and the next step's batch is profiled.
     assert [event["step"] for event in made][:2] == [2, 19]
     assert made[0]["stored_bytes"] < made[1]["stored_bytes"]
+
+
+def test_a_size_that_cannot_be_profiled_for_want_of_memory_stays_without_a_policy(make_trainer, monkeypatch):
+    original = adacc_module.profile_model
+
+    def profile(model, batch, *args, **kwargs):
+        if batch["input_ids"].shape[1] == 32:
+            raise torch.OutOfMemoryError("no room to profile")
+        return original(model, batch, *args, **kwargs)
+
+    monkeypatch.setattr(adacc_module, "profile_model", profile)
+    callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
+    trainer = run_lengths(make_trainer, [16] * 4 + [32] * 16, [callback])
+    assert trainer.state.global_step == 20
+    (memory,) = [event for event in events(callback, "memory") if "reason" in event]
+    assert memory["reason"] == "input_ids 4x32, labels 4x32: there is no memory to profile them in"
+    assert len(events(callback, "policy")) == 1
+
+
+def test_the_memory_of_steps_with_several_sizes_is_counted_and_tried_ever_less_often(make_trainer, monkeypatch):
+    """Micro-batches of 16 and of 32 tokens in each step, the longer ones without a policy until step 19.
+
+    Until then there is no prediction to hold a peak against, and on a CPU each count takes a profiler.
+    """
+    counted = []
+    original = StepMeter.count_memory
+
+    def count(meter, *args):
+        counted.append(trainer.state.global_step + 1)
+        original(meter, *args)
+
+    monkeypatch.setattr(StepMeter, "count_memory", count)
+    callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
+    trainer = make_trainer([callback], trainer_class=InOrder, max_steps=28, gradient_accumulation_steps=2)
+    trainer.train_dataset = Lengths([16] * 4 + [16, 32] * 26)
+    trainer.train()
+    in_vain = [step for step in counted if step < 19]
+    # The policy is set at step 2 and its first two steps are recorded; then the next, the 2nd, the 4th step is tried.
+    assert in_vain == [5, 6, 8, 12]
+    (first, *_) = events(callback, "memory")
+    assert first["step"] >= 19
+    assert first["measured_peak_bytes"] == pytest.approx(first["peak_bytes"], rel=0.01)
 
 
 def test_lossless_training_with_other_lengths_is_bit_equal_to_plain(make_trainer, lossless, tmp_path):
@@ -209,6 +254,27 @@ def test_half_changed_gradients_are_not_tried_again(make_trainer, lossless):
         trainer.train()
 
 
+def test_what_was_being_solved_for_more_memory_is_not_taken_over(make_trainer, lossless, monkeypatch):
+    """A step that runs out of memory while the solver looks for a policy within the old budget."""
+
+    def stale(profile, policy, *_):
+        return Rectification(policy=policy, reason="what fits the old budget", searched=True)
+
+    monkeypatch.setattr(rectifier_module, "judged", stale)
+    callback = AdaccCallback(**lossless, takeover_steps=3)
+
+    class SolveFromStep3(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                callback._evolution._solve_from(3, callback._evolution.shown)
+
+    trainer = make_trainer([callback, SolveFromStep3()], trainer_class=failing((5, "forward")), max_steps=7)
+    trainer.train()
+    (tighter,) = [event for event in events(callback, "memory") if "out of memory" in event.get("reason", "")]
+    assert callback.policy.predicted_stored_bytes == tighter["stored_bytes"]
+    assert not events(callback, "change")
+
+
 def test_without_retries_the_error_is_the_model_s_own(make_trainer, lossless):
     callback = AdaccCallback(**lossless, retry_out_of_memory=False)
     with pytest.raises(torch.OutOfMemoryError, match=r"^no room in forward$"):
@@ -256,6 +322,18 @@ def test_a_spike_switches_compression_off_only_where_it_spoils_gradients(make_tr
     assert lossy == (not spoiled)
     assert ("switched off for GPT2Block" in guard["verdict"]) == spoiled
     assert any("it is switched off for them" in message for message in caplog.messages) == spoiled
+
+
+def test_a_spike_before_a_checkpoint_is_looked_into_by_the_run_that_resumes(make_trainer, monkeypatch, tmp_path):
+    monkeypatch.setattr("adacc_hf.callbacks.adacc.solve_policy", compress_first)
+    settings = {"trainer_class": SpikeLoss, "max_steps": 9, "save_strategy": "steps", "save_steps": 9}
+    make_trainer([AdaccCallback(**COMPRESS)], **settings).train()
+    resumed = AdaccCallback(**COMPRESS)
+    checkpoint = str(tmp_path / "run" / "checkpoint-9")
+    make_trainer([resumed], max_steps=10).train(resume_from_checkpoint=checkpoint)
+    (guard,) = events(resumed, "guard")
+    assert guard["step"] == 10
+    assert "times the median" in guard["reason"]
 
 
 def compress_first(profile, *_):
@@ -311,9 +389,26 @@ def test_history_is_kept_in_a_file(make_trainer, tmp_path):
     assert all("step" in event for event in callback.history)
 
 
+def test_a_long_history_is_not_written_at_every_event(make_trainer, tmp_path, monkeypatch):
+    """All of it is written each time: at every event that would take ever longer."""
+    lengths = []
+    original = adacc_module.save_history
+
+    def save(folder, history):
+        lengths.append(len(history))
+        original(folder, history)
+
+    monkeypatch.setattr(adacc_module, "save_history", save)
+    monkeypatch.setattr(adacc_module, "HISTORY_PARTS", 4)
+    callback = AdaccCallback(policy=None, **COMPRESS, outliers=False, tracking=1)
+    make_trainer([callback], max_steps=32).train()
+    assert lengths[-1] == len(callback.history) >= 31
+    assert len(lengths) <= 16, "the first four, then each fourth part"
+    assert json.loads((tmp_path / "run" / HISTORY_FILE).read_text()) == callback.history
+
+
 def test_the_measured_peak_corrects_a_prediction_that_was_too_low(make_trainer, monkeypatch):
     """As if the profiler had missed a quarter of a megabyte in every phase of the step."""
-    import adacc_hf.callbacks.adacc as adacc_module
     from adacc_hf.repricing import with_more_memory
 
     original = adacc_module.profile_model

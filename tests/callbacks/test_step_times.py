@@ -1,0 +1,45 @@
+"""What steps took beyond normal ones, from times that the tests make up."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adacc_hf.callbacks.step_times import ENOUGH, MAX_STEPS, StepTimes
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 50.0)), max_size=40), st.integers(0, 40))
+def test_all_extra_time_is_told_once_whatever_the_order(steps, change_at):
+    """Normal steps take 10 ms; those that came before enough of them are told of later."""
+    times, told = StepTimes(), 0.0
+    for number, (is_normal, extra_ms) in enumerate(steps):
+        if number == change_at:
+            times.start_over()
+        told += times.add_normal(10.0) if is_normal else times.add_other(10.0 + extra_ms)
+    has_reference = sum(is_normal for is_normal, _ in steps) >= ENOUGH
+    expected = sum(extra for is_normal, extra in steps if not is_normal) if has_reference else 0.0
+    assert math.isclose(told, expected, abs_tol=1e-9)
+
+
+def test_the_median_is_that_of_the_latest_steps_under_the_present_plans():
+    times = StepTimes()
+    assert times.median_ms is None
+    for ms in [1.0] * MAX_STEPS + [3.0] * MAX_STEPS:
+        times.add_normal(ms)
+    assert (times.median_ms, len(times.ms)) == (3.0, MAX_STEPS)
+    times.start_over()
+    assert times.median_ms is None
+    assert times.add_other(5.0) == 2.0, "compared with normal steps under earlier plans"
+
+
+def test_steps_are_compared_with_those_around_them():
+    """A machine that slows down to half: the second step is as much slower than its neighbours as the first."""
+    times = StepTimes()
+    told = []
+    for ms in (10.0, 20.0):
+        for _ in range(20):
+            times.add_normal(ms)
+        told.append(times.add_other(ms + 7.0))
+    assert told == [7.0, 7.0]
