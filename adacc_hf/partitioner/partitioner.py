@@ -23,6 +23,7 @@ from adacc_hf.partitioner.graph_codecs import codec_options
 from adacc_hf.partitioner.graph_tensors import graph_tensors
 from adacc_hf.partitioner.joint_graph import JointGraph, is_held, nbytes_of, read_joint_graph
 from adacc_hf.partitioner.plan_store import PlanStore
+from adacc_hf.partitioner.products import keep_products_apart
 from adacc_hf.partitioner.program import GraphChoice, GraphModel, graph_model, keeping, least_bytes, least_time
 from adacc_hf.partitioner.ranges import spoiled_by_codecs
 from adacc_hf.partitioner.region import CompiledPolicy, RegionPlan, graph_digest, plan_for
@@ -117,6 +118,7 @@ class AdaccPartitioner(CustomPartitionerFn):
         saved = [joint.nodes[value] for value in stored]
         forward, backward = functorch.extract(gm, info, [*held, *saved], num_outputs)
         compress_saved(forward, backward, _codecs(joint, stored), num_outputs)
+        keep_products_apart(backward)
         return forward, backward
 
     def uuid(self) -> str:
