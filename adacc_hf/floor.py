@@ -24,11 +24,12 @@ ROUNDS = 20
 
 
 def descent(
-    oracle: PeakOracle, models: Sequence[KindModel], frontiers: Sequence[Sequence[Column]]
+    oracle: PeakOracle, models: Sequence[KindModel], frontiers: Sequence[Sequence[Column]], start: list[Column]
 ) -> list[list[Column]]:
-    """Policies of falling peak, from the least that frontier plans reach on; they depend on no budget."""
+    """Policies of falling peak, from `start` on, which has the least that frontier plans reach; they depend on no
+    budget."""
     pools = [_undominated(oracle, kind, frontier) for kind, frontier in enumerate(frontiers)]
-    trail = [oracle.least_peak(frontiers)]
+    trail = [start]
     for _ in range(ROUNDS):
         block = oracle.peak_block(trail[-1])
         if block is None:
@@ -36,10 +37,9 @@ def descent(
         kind = oracle.profile.blocks[block].kind
         changed = _changed(models[kind], trail[-1][block])
         pools[kind] = _undominated(oracle, kind, [*pools[kind], *changed])
-        policy = oracle.least_peak(pools)
-        if oracle.peak_bytes(policy) >= oracle.peak_bytes(trail[-1]):
+        if not oracle.is_peak_below(pools, oracle.peak_bytes(trail[-1])):
             break
-        trail.append(policy)
+        trail.append(oracle.least_peak(pools))
     return trail
 
 

@@ -83,6 +83,11 @@ class PeakOracle:
                 policy, high = found, self.peak_bytes(found)
         return policy
 
+    def is_peak_below(self, frontiers: Sequence[Sequence[Column]], nbytes: int) -> bool:
+        """Whether any policy made of frontier plans has a lower peak than `nbytes`; quicker than `least_peak`."""
+        pools = [self._by_reads(kind, frontier) for kind, frontier in enumerate(frontiers)]
+        return self._within(pools, nbytes - 1) is not None
+
     def _by_reads(self, kind: int, frontier: Sequence[Column]) -> Pools:
         """The plans by the held tensors that their replay reads, each pool with what stores least first."""
         pools: Pools = {}

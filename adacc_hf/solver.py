@@ -219,7 +219,7 @@ class _Search:
         # or more memory could cost time.
         below = Budget(start_bytes, start_bytes, of_peak=True)
         if not found or min(map(self.rank, found))[0] > self.bound_ms(below):
-            trail = descent(self.oracle, self.models, columns)
+            trail = descent(self.oracle, self.models, columns, start)
             found += filter(fits, trail)
             if not found:
                 bound = least_bound(self.profile, columns)

@@ -45,7 +45,7 @@ def test_the_least_peak_lies_between_the_bound_and_the_frontier_s(profiles, data
     models = [build_model(kind, AdaccConfig()) for kind in profile.kinds]
     columns = frontiers(SolverLog(), models)
     oracle = PeakOracle(profile)
-    trail = [oracle.peak_bytes(policy) for policy in descent(oracle, models, columns)]
+    trail = [oracle.peak_bytes(policy) for policy in descent(oracle, models, columns, oracle.least_peak(columns))]
     assert trail == sorted(set(trail), reverse=True)
     assert trail[0] == oracle.peak_bytes(oracle.least_peak(columns))
     assert least_bound(profile, columns) <= min(every_peak(profile)) <= trail[-1]
@@ -76,7 +76,7 @@ def test_a_model_without_a_large_head_has_a_lower_floor_and_more_memory_never_co
     models = [build_model(kind, AdaccConfig()) for kind in profile.kinds]
     columns = frontiers(SolverLog(), models)
     oracle = PeakOracle(profile)
-    trail = [oracle.peak_bytes(policy) for policy in descent(oracle, models, columns)]
+    trail = [oracle.peak_bytes(policy) for policy in descent(oracle, models, columns, oracle.least_peak(columns))]
     assert trail[-1] < trail[0]
     bound = least_bound(profile, columns)
     with pytest.raises(InfeasibleBudgetError, match=f"no policy needs less than {bound} bytes") as error:
