@@ -214,14 +214,18 @@ def backward(loss: torch.Tensor) -> None:
 def count_static_bytes(
     model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None
 ) -> int:
-    """Bytes of the distinct storages of parameters, buffers, gradients, the optimizer's state and the batch."""
+    """Bytes of the distinct storages of parameters, buffers, gradients, the optimizer's state and the batch.
+
+    Of those on the model's device: AdamW counts its steps on the CPU, and an offloaded state lies there as a whole.
+    """
     tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
     tensors += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     tensors += [leaf for leaf in tree_leaves(dict(batch)) if isinstance(leaf, torch.Tensor)]
     if optimizer is not None:
         states = optimizer.state.values()
         tensors += [leaf for leaf in tree_leaves(list(states)) if isinstance(leaf, torch.Tensor)]
-    return distinct_bytes(tensors)
+    device = next(model.parameters()).device
+    return distinct_bytes(tensor for tensor in tensors if tensor.device == device)
 
 
 def batch_bytes(batch: Mapping[str, Any]) -> int:

@@ -163,6 +163,9 @@ def test_static_bytes_have_everything_that_lives_between_steps():
     assert (
         count_static_bytes(model, batch, optimizer) == 3 * 64 + 64 + 20 + 32 + 12 + 4
     )  # two moments, the step's count
+    state = optimizer.state[model.weight]
+    state["exp_avg"] = state["exp_avg"].to("meta")
+    assert count_static_bytes(model, batch, optimizer) == 2 * 64 + 64 + 20 + 32 + 12 + 4  # what lies elsewhere is not
 
 
 def test_a_gpu_has_what_is_free_and_what_our_allocator_holds(monkeypatch):
