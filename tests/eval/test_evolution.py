@@ -23,6 +23,7 @@ def test_outliers_come_and_go_and_the_policy_follows(
     pytest.importorskip("matplotlib")
     for module in (evolution_case, judging):  # not the solver, whose choice depends on the prices of the day
         monkeypatch.setattr(module, "solve_policy", lambda profile, *_, **__: Policy.uniform(profile, "compress"))
+    monkeypatch.setattr(evolution_case, "CHANGE_ROUNDS", 1)  # times are not looked at
     output = tmp_path / "evolution.json"
     options = ["--steps", "20", "--rounds", "2", "--batches", "4", "--budget", "1.0", "--output", str(output)]
     assert evolution.main(options, TINY) == 0
