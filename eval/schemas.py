@@ -203,7 +203,9 @@ GRAPH_STEP = {
     "step_ms": POSITIVE,
     "share": NUMBER,
 }
-GRAPH_BUDGETS = ended(record({"plain": record(GRAPH_STEP), "trials": array(record(GRAPH_STEP))}))
+# Records that are older lack the peak that is predicted from the graphs.
+GRAPH_TRIAL = record(GRAPH_STEP, {"predicted_peak_bytes": COUNT})
+GRAPH_BUDGETS = ended(record({"plain": GRAPH_TRIAL, "trials": array(GRAPH_TRIAL)}))
 COMPILATION = {"cpu_seconds": POSITIVE, "graphs_from_cache": COUNT, "joint_graphs_from_cache": COUNT}
 COMPILATIONS = ended(record({**COMPILATION, "again": ended(record(COMPILATION))}))
 NEW_LENGTH = record(

@@ -22,6 +22,7 @@ from adacc_hf.partitioner.fused_cost import OperatorTimes, keep_ms
 from adacc_hf.partitioner.graph_codecs import codec_options
 from adacc_hf.partitioner.graph_tensors import graph_tensors
 from adacc_hf.partitioner.joint_graph import JointGraph, is_held, nbytes_of, read_joint_graph
+from adacc_hf.partitioner.live_bytes import most_live_bytes
 from adacc_hf.partitioner.plan_store import PlanStore
 from adacc_hf.partitioner.products import keep_products_apart
 from adacc_hf.partitioner.program import GraphChoice, GraphModel, graph_model, keeping, least_bytes, least_time
@@ -94,11 +95,12 @@ class AdaccPartitioner(CustomPartitionerFn):
         refusal = functorch.prepare(gm)
         plan = RegionPlan(digest=graph_digest(gm, num_outputs), region=self._region())
         info = functorch.classify(gm, kwargs.get("static_lifetime_input_indices") or (), num_outputs)
+        held = functorch.held_inputs(gm, info, num_outputs)
+        elsewhere = {node.name for node in held}
         if refusal is None and not info.required_bw_nodes:
             refusal = "it has no backward"
         if refusal is not None:
-            return self._plainly(gm, joint_inputs, kwargs, replace(plan, reason=refusal))
-        held = functorch.held_inputs(gm, info, num_outputs)
+            return self._plainly(gm, joint_inputs, kwargs, replace(plan, reason=refusal), elsewhere)
         joint = read_joint_graph(gm, info, held)
         saved = functorch.plain_saved(gm, info)
         plain = {joint.value_of(node) for node in saved} - {None}
@@ -112,13 +114,13 @@ class AdaccPartitioner(CustomPartitionerFn):
         else:
             plan = replace(known, region=plan.region, calls=None)
         if plan.reason:
-            return self._plainly(gm, joint_inputs, kwargs, plan)
-        self._note(plan)
+            return self._plainly(gm, joint_inputs, kwargs, plan, elsewhere)
         stored = plan_for(joint, plan)
         saved = [joint.nodes[value] for value in stored]
         forward, backward = functorch.extract(gm, info, [*held, *saved], num_outputs)
         compress_saved(forward, backward, _codecs(joint, stored), num_outputs)
         keep_products_apart(backward)
+        self._note(replace(plan, backward_bytes=most_live_bytes(backward.graph, elsewhere)))
         return forward, backward
 
     def uuid(self) -> str:
@@ -158,9 +160,12 @@ class AdaccPartitioner(CustomPartitionerFn):
             tensors=graph_tensors(joint, plain, choice.stored, choice.stored_bytes),
         )
 
-    def _plainly(self, gm: Any, joint_inputs: Any, kwargs: dict[str, Any], plan: RegionPlan) -> Any:
-        self._note(plan)
-        return functorch.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+    def _plainly(
+        self, gm: Any, joint_inputs: Any, kwargs: dict[str, Any], plan: RegionPlan, elsewhere: Set[str]
+    ) -> Any:
+        forward, backward = functorch.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        self._note(replace(plan, backward_bytes=most_live_bytes(backward.graph, elsewhere)))
+        return forward, backward
 
     def _region(self) -> str:
         """The name of the region that is being partitioned."""

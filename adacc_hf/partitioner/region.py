@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -18,7 +19,7 @@ from adacc_hf.partitioner.joint_graph import JointGraph
 from adacc_hf.policy import COMPILED_FORMAT, Action, Choice
 from adacc_hf.units import format_bytes
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,8 @@ class RegionPlan:
     stored_bytes: int = 0
     peak_bytes: int = 0
     """Most that is live of it in backward while a part of it is remade: what is stored up to there, and that part."""
+    backward_bytes: int = 0
+    """Most that its backward has live in all, temporaries and gradients with it, as `live_bytes` reads the graph."""
     overhead_ms: float = 0.0
     """What replay, storing and codecs take beyond those of torch's own partition, as priced; below 0 where they take
     less."""
@@ -108,8 +111,17 @@ class CompiledPolicy:
     @property
     def peak_bytes(self) -> int:
         """The regions run backward one after the other, each beside what those before it store."""
+        return self._most([plan.peak_bytes for plan in self.in_force])
+
+    @property
+    def backward_bytes(self) -> int:
+        """As `peak_bytes`, with temporaries and the region's own gradients."""
+        return self._most([plan.backward_bytes for plan in self.in_force])
+
+    def _most(self, live_bytes: Sequence[int]) -> int:
+        """The most of what is live in each region's backward, beside what those before it store."""
         stored = [0, *accumulate(plan.stored_bytes for plan in self.in_force)]
-        return max((before + plan.peak_bytes for before, plan in zip(stored, self.in_force, strict=False)), default=0)
+        return max((before + live for before, live in zip(stored, live_bytes, strict=False)), default=0)
 
     @property
     def overhead_ms(self) -> float:

@@ -21,6 +21,7 @@ def _step(share: float) -> dict[str, Any]:
         "predicted_bytes": nbytes,
         "stored_bytes": nbytes,
         "modelled_peak_bytes": nbytes,
+        "predicted_peak_bytes": REST + nbytes,
         "peak_bytes": REST + nbytes,
         "overhead_ms": 10.0 * (1 - share),
         "step_ms": 110.0 - 10.0 * share,
