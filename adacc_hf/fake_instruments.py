@@ -28,7 +28,7 @@ from adacc_hf.head_pricing import whole
 from adacc_hf.instruments import Instruments
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.lazy_logits import LossCall
-from adacc_hf.memory import MemoryMeter, forward_loss
+from adacc_hf.memory import MemoryMeter, count_static_bytes, forward_loss
 from adacc_hf.pricing import Prices, candidates, make_codec, relative_error, storable
 from adacc_hf.profile import CodecOption
 from adacc_hf.recorder import Drawing
@@ -142,6 +142,9 @@ class FakeInstruments(Instruments):
             self.backward(forward_loss(model, batch))
         model.zero_grad(set_to_none=True)
         return times.total_ms
+
+    def static_bytes(self, model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> int:
+        return count_static_bytes(model, batch, optimizer)
 
     def available_bytes(self, device: torch.device, static_bytes: int) -> int:
         return self.device.memory_bytes

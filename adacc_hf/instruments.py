@@ -16,7 +16,7 @@ from torch import nn
 from adacc_hf.config import AdaccConfig
 from adacc_hf.head_pricing import head_times
 from adacc_hf.lazy_logits import LossCall
-from adacc_hf.memory import MemoryMeter, available_bytes, backward, forward_loss
+from adacc_hf.memory import MemoryMeter, available_bytes, backward, forward_loss, static_bytes
 from adacc_hf.pricing import Prices, outliers_in, price_tape
 from adacc_hf.recorder import Drawing
 from adacc_hf.replay import verify
@@ -79,6 +79,10 @@ class Instruments:
         `find_loss` runs a forward to find the loss.
         """
         return head_times(find_loss())
+
+    def static_bytes(self, model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> int:
+        """Bytes live on the model's device before a step."""
+        return static_bytes(model, batch, optimizer)
 
     def available_bytes(self, device: torch.device, static_bytes: int) -> int:
         """Bytes that this process can have on `device`."""

@@ -155,7 +155,7 @@ class StepMemory:
     """The memory of one forward and backward, in bytes of live storages."""
 
     static_bytes: int
-    """Parameters, buffers, gradients, optimizer state and the batch, before the step."""
+    """Live before the step: parameters, buffers, gradients, optimizer state, the batch (see `static_bytes`)."""
     stored_bytes: int
     """What forward left behind for backward; the loss itself is not counted."""
     peak_bytes: int
@@ -172,7 +172,7 @@ def measure_step(
     The gradients it makes are dropped; gradients that were there stay. Random generators advance as in a step.
     """
     device = next(model.parameters()).device
-    static_bytes = count_static_bytes(model, batch, optimizer)
+    live_bytes = static_bytes(model, batch, optimizer)
     before = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
     with MemoryMeter.for_device(device) as meter:
         meter.mark(("forward",))
@@ -186,10 +186,10 @@ def measure_step(
             gradient.copy_(values)
     backward_start = next(point for point in meter.points if point.label == ("backward",))
     return StepMemory(
-        static_bytes=static_bytes,
+        static_bytes=live_bytes,
         stored_bytes=backward_start.live_bytes - loss_bytes,
-        peak_bytes=static_bytes + meter.peak_bytes,
-        timeline=tuple((point.label[0], static_bytes + point.max_bytes) for point in meter.points),
+        peak_bytes=live_bytes + meter.peak_bytes,
+        timeline=tuple((point.label[0], live_bytes + point.max_bytes) for point in meter.points),
     )
 
 
@@ -209,6 +209,28 @@ def backward(loss: torch.Tensor) -> None:
     """Run backward outside autocast, as training does."""
     with torch.autocast(loss.device.type, enabled=False):
         loss.backward()
+
+
+def static_bytes(model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> int:
+    """Bytes live on the model's device before a step, which its peak stands on.
+
+    On a GPU that is all that this process has there, as its allocator counts: a second model, batches loaded ahead and
+    cuBLAS's workspaces too. A CPU's allocator keeps no account: what is known is counted.
+    """
+    counted = count_static_bytes(model, batch, optimizer)
+    return max(counted, allocated_bytes(next(model.parameters()).device))
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes that this process has on `device`; 0 where nobody counts."""
+    if device.type != "cuda":
+        return 0
+    # Forward's thread and backward's take a workspace at their first product, some 32 MiB, and keep it.
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        factor = torch.ones(16, 16, device=device, requires_grad=True)
+        (factor @ factor).sum().backward()
+    del factor
+    return torch.cuda.memory_allocated(device)
 
 
 def count_static_bytes(

@@ -21,7 +21,7 @@ from adacc_hf.config import AdaccConfig
 from adacc_hf.fallback import fallback_backward
 from adacc_hf.head_survey import HeadLayout, HeadSurvey
 from adacc_hf.instruments import Instruments
-from adacc_hf.memory import batch_bytes, count_static_bytes
+from adacc_hf.memory import batch_bytes, distinct_bytes
 from adacc_hf.profile import BlockProfile, Head, KindProfile, Profile
 from adacc_hf.profile_store import ProfileStore
 from adacc_hf.step_memory import StepLayout, measure_forward, measure_step_layout
@@ -60,13 +60,16 @@ def profile_model(
     _check_trainable(model, batch)
     _check_not_below("gradient_accumulation_steps", gradient_accumulation_steps, 1)
     _check_not_below("optimizer_step_bytes", optimizer_step_bytes, 0)
+    device = next(model.parameters()).device
+    gradients = [p.grad for p in model.parameters() if p.grad is not None and p.grad.device == device]
+    step = _Step(
+        # A step begins without gradients: those that are there are set aside for as long as this takes.
+        static_bytes=instruments.static_bytes(model, batch, optimizer) - distinct_bytes(gradients),
+        other_batches_bytes=(gradient_accumulation_steps - 1) * batch_bytes(batch),
+        optimizer_bytes=None if optimizer is None else optimizer_step_bytes,
+        accumulates=gradient_accumulation_steps > 1,
+    )
     with _left_as_it_was(model, instruments), without_layerdrop(model):
-        step = _Step(
-            static_bytes=count_static_bytes(model, batch, optimizer),
-            other_batches_bytes=(gradient_accumulation_steps - 1) * batch_bytes(batch),
-            optimizer_bytes=None if optimizer is None else optimizer_step_bytes,
-            accumulates=gradient_accumulation_steps > 1,
-        )
         installation = Installation(model, config.block_classes)
         try:
             with HeadSurvey(model, config) as heads:
@@ -80,7 +83,7 @@ class _Step:
     """What is live during a training step besides what its micro-batches allocate."""
 
     static_bytes: int
-    """Now: parameters, buffers, optimizer state, one batch."""
+    """Now: parameters, buffers, optimizer state, one batch, and what else is on a GPU."""
     other_batches_bytes: int
     optimizer_bytes: int | None
     """What clipping and the optimizer take for a while; None without an optimizer."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from adacc_hf.memory import MemoryMeter, count_static_bytes
+from adacc_hf.memory import MemoryMeter, static_bytes
 
 
 class StepMeter:
@@ -24,7 +24,7 @@ class StepMeter:
         self._started: float | None = None
         self._memory: MemoryMeter | None = None
         self.static_bytes = 0
-        """Parameters, buffers, gradients and optimizer state before the step that was counted last."""
+        """Live before the step that was counted last: parameters, buffers, gradients and optimizer state."""
 
     def begin(self) -> None:
         self._started = time.perf_counter()
@@ -37,7 +37,7 @@ class StepMeter:
         if device.type == "cpu" and torch.autograd.profiler._is_profiler_enabled:
             return
         started = time.perf_counter()
-        self.static_bytes = count_static_bytes(model, {}, optimizer)
+        self.static_bytes = static_bytes(model, {}, optimizer)
         self._memory = MemoryMeter.for_device(device)
         self._memory.__enter__()
         self._memory.mark(("step",))

@@ -21,7 +21,7 @@ from adacc_hf.eval.contenders import uses_lossy_codec
 from adacc_hf.eval.one_policy import solve_one_policy
 from adacc_hf.eval.subject import Subject
 from adacc_hf.eval.workload import Batch
-from adacc_hf.memory import MemoryMeter, count_static_bytes
+from adacc_hf.memory import MemoryMeter, static_bytes
 from adacc_hf.naive import NAIVE_CODEC, quantize_everything
 from adacc_hf.profile import Profile
 
@@ -73,10 +73,10 @@ def measure_steady_step(bench: Bench, call: Callable[..., Any]) -> tuple[int, in
     """Static bytes, and the peak of a whole training step in the steady state, static bytes included."""
     for _ in range(2):  # the first calls at a shape record it
         bench.subject.train_step(call, bench.batch, bench.optimizer)
-    static_bytes = count_static_bytes(bench.model, bench.batch, bench.optimizer)
+    live_bytes = static_bytes(bench.model, bench.batch, bench.optimizer)
     with MemoryMeter.for_device(torch.device(bench.subject.device)) as meter:
         bench.subject.train_step(call, bench.batch, bench.optimizer)
-    return static_bytes, static_bytes + meter.peak_bytes
+    return live_bytes, live_bytes + meter.peak_bytes
 
 
 Install = Callable[[Bench, Budget | None], Installed]

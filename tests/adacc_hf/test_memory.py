@@ -14,6 +14,7 @@ from adacc_hf.fake_memory import FakeMemoryMeter
 from adacc_hf.memory import (
     CpuMemoryMeter,
     MemoryMeter,
+    allocated_bytes,
     available_bytes,
     count_static_bytes,
     distinct_bytes,
@@ -166,6 +167,32 @@ def test_static_bytes_have_everything_that_lives_between_steps():
     state = optimizer.state[model.weight]
     state["exp_avg"] = state["exp_avg"].to("meta")
     assert count_static_bytes(model, batch, optimizer) == 2 * 64 + 64 + 20 + 32 + 12 + 4  # what lies elsewhere is not
+
+
+def test_what_else_is_on_a_gpu_is_live_too(monkeypatch, tiny_gpt2, token_batch):
+    """A second model, say. Gradients that are there are no part of what a profile's step stands on."""
+    model, batch = tiny_gpt2(), token_batch()
+    alone = profile_model(model, batch)
+    model(**batch).loss.backward()
+    gradient_bytes = distinct_bytes(parameter.grad for parameter in model.parameters())
+    besides = 10_000_000
+    allocated = count_static_bytes(model, batch) + besides
+    monkeypatch.setattr("adacc_hf.memory.allocated_bytes", lambda device: allocated)
+    beside_it = profile_model(model, batch)
+    assert beside_it.static_bytes == allocated - gradient_bytes == alone.static_bytes + besides
+    assert beside_it.loss_peak_bytes == alone.loss_peak_bytes + besides
+    assert measure_step(model, batch).static_bytes == allocated
+
+
+def test_a_gpu_is_asked_with_the_workspaces_of_products_in_place(monkeypatch):
+    asked = []
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *size, device, **options: asked.append(device) or ones(*size, **options))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * len(asked))
+    gpu = torch.device("cuda", 0)
+    assert allocated_bytes(gpu) == 10
+    assert asked == [gpu]
+    assert allocated_bytes(CPU) == 0
 
 
 def test_a_gpu_has_what_is_free_and_what_our_allocator_holds(monkeypatch):
