@@ -198,14 +198,13 @@ PARTITION = record(
     }
 )
 GRAPH_STEP = {
-    **dict.fromkeys(("predicted_bytes", "stored_bytes", "modelled_peak_bytes", "peak_bytes"), COUNT),
+    **dict.fromkeys(("predicted_bytes", "stored_bytes"), COUNT),
+    **dict.fromkeys(("modelled_peak_bytes", "predicted_peak_bytes", "peak_bytes"), COUNT),
     "overhead_ms": NUMBER,
     "step_ms": POSITIVE,
     "share": NUMBER,
 }
-# Records that are older lack the peak that is predicted from the graphs.
-GRAPH_TRIAL = record(GRAPH_STEP, {"predicted_peak_bytes": COUNT})
-GRAPH_BUDGETS = ended(record({"plain": GRAPH_TRIAL, "trials": array(GRAPH_TRIAL)}))
+GRAPH_BUDGETS = ended(record({"plain": record(GRAPH_STEP), "trials": array(record(GRAPH_STEP))}))
 COMPILATION = {"cpu_seconds": POSITIVE, "graphs_from_cache": COUNT, "joint_graphs_from_cache": COUNT}
 COMPILATIONS = ended(record({**COMPILATION, "again": ended(record(COMPILATION))}))
 NEW_LENGTH = record(
