@@ -5,6 +5,7 @@ The examples are the same at every run. `pytest --hypothesis-seed=N` draws other
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from transformers import (
 from adacc_hf import AdaccConfig, Policy, apply_policy, pricing, profile_model
 from adacc_hf.instruments import Instruments
 from adacc_hf.memory import MemoryMeter, MemoryPoint
+from adacc_hf.timing import time_of
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 VOCABULARY, MAX_TOKENS = 23, 16
@@ -170,7 +172,7 @@ class WithoutBytes(Instruments):
 def quick_prices():
     """Random policies look at no price either."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pricing, "REPEATS", 1)
+        patch.setattr(pricing, "time_of", partial(time_of, repeats=1))
         yield
 
 

@@ -59,7 +59,7 @@ def test_a_peak_is_kept_to_by_blocks_that_share_one_graph(make_model, train) -> 
     with pytest.raises(InfeasibleBudgetError) as infeasible:
         run(2**20)
     least = infeasible.value.smallest_budget_bytes
-    budget = least + 2**19
+    budget = least + 2**18  # less than plain training takes
     callback = run(budget)
     measured = [event["measured_peak_bytes"] for event in callback.history if event["event"] == "memory"]
     # The first share is already near: what the graphs store is known to the byte, and how often they are called.
