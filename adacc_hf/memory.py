@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile, record_function
 from torch.utils._pytree import tree_leaves
 
 _MARK = "adacc_hf.memory.mark"
@@ -65,8 +65,8 @@ class CpuMemoryMeter(MemoryMeter):
     def __init__(self) -> None:
         self._labels: list[tuple[Any, ...]] = []
         self._dying: list[int] = []
-        # acc_events, for a profile of one cycle makes no difference but that torch 2.11 warns of the others without it.
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+        # What torch.profiler.profile is built on: that one warns in torch 2.11, or makes Python objects of all events.
+        self._profile = profile(use_kineto=True, profile_memory=True)
 
     def __enter__(self) -> CpuMemoryMeter:
         with _quiet_stderr():
@@ -87,7 +87,7 @@ class CpuMemoryMeter(MemoryMeter):
             self._profile.__exit__(*exception)
         self.points = []
         live = at_mark = most = 0
-        for event in sorted(self._profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        for event in sorted(self._profile.kineto_results.events(), key=lambda event: event.start_ns()):
             if event.name() == _MARK:
                 self._close(at_mark, most)
                 at_mark = most = live - self._dying[len(self.points) - 1]
