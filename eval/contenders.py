@@ -100,7 +100,7 @@ def _checked_error(contender: Contender, expected: Gradients, noise: float, seed
         return 0.0
     error = relative_error(expected, found)
     most = NOISE_FACTOR * noise if contender.is_lossless else MAX_GRADIENT_ERROR
-    if difference == "the loss" or not error <= most:
+    if not most or difference == "the loss" or not error <= most:
         allowed = f"equal losses and an error of at most {most:.3g}" if most else "none"
         raise RedGateError(
             f"{contender.name}: {difference} differs from plain training in step {seed + 1} (relative error of the "

@@ -145,6 +145,23 @@ def test_what_two_plain_runs_differ_by_is_no_error_of_a_lossless_method(factor: 
             check_gradients(everyone)
 
 
+def test_where_plain_runs_are_alike_a_lossless_method_is_bit_equal() -> None:
+    """Also where the difference is too small for the error of the whole gradient."""
+
+    class Stub:
+        is_lossless = True
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def gradients(self, seed: int) -> Gradients:
+            off = 0.0 if self.name == PLAIN else 1e-200
+            return Gradients(torch.ones(()), {"w": torch.tensor([1.0, off], dtype=torch.float64)})
+
+    with pytest.raises(RedGateError, match=r"other: w differs .* allowed: none"):
+        check_gradients([Stub(PLAIN), Stub("other")])
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_policies_pass_the_gate_on_every_device(attention: str, device: str) -> None:
