@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -21,12 +20,7 @@ from adacc_hf.pricing import Prices, outliers_in, price_tape
 from adacc_hf.recorder import Drawing
 from adacc_hf.replay import verify
 from adacc_hf.tape import Tape
-
-
-def wait_for(device: torch.device) -> None:
-    """Wait until `device` has done all that it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+from adacc_hf.timing import seconds_of
 
 
 class Instruments:
@@ -66,12 +60,9 @@ class Instruments:
     def step_ms(self, model: nn.Module, batch: Mapping[str, Any]) -> float:
         """Milliseconds of one forward and backward as the model stands."""
         device = next(model.parameters()).device
-        wait_for(device)  # what was started before is not part of the step
-        start = time.perf_counter()
-        self.backward(forward_loss(model, batch))
-        wait_for(device)
+        seconds = seconds_of(lambda: self.backward(forward_loss(model, batch)), device)
         model.zero_grad(set_to_none=True)
-        return (time.perf_counter() - start) * 1e3
+        return seconds * 1e3
 
     def head_times(self, find_loss: Callable[[], LossCall]) -> dict[str, float]:
         """Milliseconds of the output layer and the loss, forward and backward, by the name of the head.

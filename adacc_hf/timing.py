@@ -29,6 +29,23 @@ class Timing(NamedTuple):
     """Until the host goes on. On the CPU the two are one."""
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until `device` has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(
+    run: Callable[[], object], device: torch.device, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Seconds by `clock` of one call of `run`, with all it starts on `device` and nothing started before."""
+    wait_for(device)
+    start = clock()
+    run()
+    wait_for(device)
+    return clock() - start
+
+
 def median_ms(run: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
     """Median time of `run` on `device`, in milliseconds."""
     return time_of(run, device, repeats).device_ms

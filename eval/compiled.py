@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -36,6 +37,7 @@ from adacc_hf.memory import backward, forward_loss, measure_step
 from adacc_hf.partitioner import AdaccPartitioner, CompiledPolicy
 from adacc_hf.partitioner.installed import InstalledPartitioner
 from adacc_hf.partitioner.plan_store import PlanStore
+from adacc_hf.timing import seconds_of
 
 WORKLOADS = {
     family: Workload(width=128, layers=2, batch=4, tokens=128, family=family) for family in ("gpt2", "llama", "t5")
@@ -175,11 +177,7 @@ def _step(call: Any, model: Any, batch: Batch) -> None:
 
 
 def _step_ms(call: Any, model: Any, batch: Batch, clock: str) -> float:
-    start = CLOCKS[clock]()
-    _step(call, model, batch)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return 1e3 * (CLOCKS[clock]() - start)
+    return 1e3 * seconds_of(partial(_step, call, model, batch), model.device, CLOCKS[clock])
 
 
 def is_good(point: Figures) -> bool:

@@ -25,6 +25,7 @@ from adacc_hf.eval.workload import Batch
 from adacc_hf.kernels.codecs import get_codec
 from adacc_hf.memory import StepMemory, measure_step
 from adacc_hf.policy import Action
+from adacc_hf.timing import seconds_of
 
 PLAIN, CHECKPOINTING = "plain", "HF gradient checkpointing"
 
@@ -54,6 +55,10 @@ class Contender:
         elif name == CHECKPOINTING:
             # What `activation_checkpointing_enable` calls, under whatever name the release has for it.
             self.model._set_gradient_checkpointing(True, partial(checkpoint, use_reentrant=False))
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
 
     @property
     def is_lossless(self) -> bool:
@@ -125,17 +130,7 @@ def time_rounds(contenders: Sequence[Contender], num_rounds: int, clock: str) ->
 
 def step_ms(contender: Contender, clock: str) -> float:
     """Milliseconds of one step of `contender` by `clock`."""
-    now = CLOCKS[clock]
-    _wait_for_device()
-    start = now()
-    contender.step()
-    _wait_for_device()
-    return (now() - start) * 1e3
-
-
-def _wait_for_device() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    return 1e3 * seconds_of(contender.step, contender.device, CLOCKS[clock])
 
 
 def timing_figures(samples: dict[str, list[float]]) -> dict[str, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from adacc_hf.eval.isolation import CannotRunError, Figures, OverLimitError
 from adacc_hf.eval.methods import Bench, Budget, Installed, Method
 from adacc_hf.eval.records import Spread, to_json
 from adacc_hf.eval.subject import Subject, first_sequences
-from adacc_hf.instruments import wait_for
+from adacc_hf.timing import seconds_of
 from adacc_hf.units import format_bytes
 
 FAMILIES: dict[str, dict[str, Method]] = {
@@ -93,13 +94,9 @@ def _memory_figures(bench: Bench, installed: Installed, limit_bytes: int | None)
 
 def _speed_figures(bench: Bench, installed: Installed, rounds: int, now: Callable[[], float]) -> Figures:
     """Tokens per second over `rounds` whole training steps, after those of the gate and the memory."""
-    samples, device = [], torch.device(bench.subject.device)
-    wait_for(device)
-    for _ in tqdm(range(rounds), desc="timing", unit="step", leave=False):
-        start = now()
-        bench.subject.train_step(installed.call, bench.batch, bench.optimizer)
-        wait_for(device)
-        samples.append(now() - start)
+    step = partial(bench.subject.train_step, installed.call, bench.batch, bench.optimizer)
+    device = torch.device(bench.subject.device)
+    samples = [seconds_of(step, device, now) for _ in tqdm(range(rounds), desc="timing", unit="step", leave=False)]
     tokens = bench.batch["input_ids"].numel()
     speed = Spread.of([tokens / seconds for seconds in samples])
     return to_json({"step_ms": Spread.of([1e3 * seconds for seconds in samples]), "tokens_per_second": speed})

@@ -5,7 +5,6 @@ trained models: bytes on one batch, speed on whole training steps taken in turn 
 that a busy machine slows all methods alike.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from adacc_hf import apply_policy
 from adacc_hf.compat import switch_checkpointing
 from adacc_hf.eval.records import Spread
 from adacc_hf.memory import StepMemory, measure_step
+from adacc_hf.timing import seconds_of
 
 Batch = dict[str, torch.Tensor]
 WARMUP_ROUNDS, TIMED_ROUNDS = 2, 9
@@ -122,7 +122,11 @@ def relative_throughput(finished: dict[str, FinishedRun], batch: Batch) -> dict[
     """Each method's tokens per second divided by plain training's in the same round."""
     with ExitStack() as stack:
         steps = {name: training_step(stack.enter_context(in_force(result)), batch) for name, result in finished.items()}
-        rounds = [{name: seconds_of(step) for name, step in steps.items()} for _ in range(WARMUP_ROUNDS + TIMED_ROUNDS)]
+        device = batch["input_ids"].device
+        rounds = [
+            {name: seconds_of(step, device) for name, step in steps.items()}
+            for _ in range(WARMUP_ROUNDS + TIMED_ROUNDS)
+        ]
     timed = rounds[WARMUP_ROUNDS:]
     return {name: Spread.of([seconds[BASE] / seconds[name] for seconds in timed]) for name in finished}
 
@@ -137,17 +141,3 @@ def training_step(model: PreTrainedModel, batch: Batch) -> Callable[[], None]:
         optimizer.zero_grad(set_to_none=True)
 
     return step
-
-
-def seconds_of(step: Callable[[], None]) -> float:
-    """Wall-clock seconds of one call, with what it started on a GPU."""
-    _finish_device_work()
-    start = time.perf_counter()
-    step()
-    _finish_device_work()
-    return time.perf_counter() - start
-
-
-def _finish_device_work() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from adacc_hf import instruments
+from adacc_hf import instruments, timing
 
 
 def test_a_step_is_timed_from_an_idle_device_to_an_idle_device(monkeypatch):
@@ -14,17 +14,9 @@ def test_a_step_is_timed_from_an_idle_device_to_an_idle_device(monkeypatch):
         events.append("step")
         return model(batch["x"]).sum()
 
-    monkeypatch.setattr(instruments, "wait_for", lambda device: events.append(f"wait for {device}"))
+    monkeypatch.setattr(timing, "wait_for", lambda device: events.append(f"wait for {device}"))
     monkeypatch.setattr(instruments, "forward_loss", forward_loss)
     model = nn.Linear(2, 2)
     assert instruments.Instruments().step_ms(model, {"x": torch.ones(1, 2)}) > 0.0
     assert events == ["wait for cpu", "step", "wait for cpu"]
     assert model.weight.grad is None
-
-
-def test_only_a_gpu_is_waited_for(monkeypatch):
-    waited = []
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    instruments.wait_for(torch.device("cpu"))
-    instruments.wait_for(torch.device("cuda", 1))
-    assert waited == [torch.device("cuda", 1)]

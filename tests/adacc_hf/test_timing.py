@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from adacc_hf.timing import Timing, bottleneck, median_ms, time_of
+from adacc_hf.timing import Timing, bottleneck, median_ms, time_of, wait_for
 
 CPU = torch.device("cpu")
 
@@ -82,3 +82,11 @@ def test_the_bottleneck_is_what_takes_longer_in_all():
     assert bottleneck([Timing(1.0, 0.5), Timing(0.1, 0.5)]) == "device_ms"
     assert bottleneck([Timing(1.0, 0.5), Timing(0.1, 0.7)]) == "host_ms"
     assert bottleneck([Timing(0.0, 0.0)]) == "device_ms"
+
+
+def test_only_a_gpu_is_waited_for(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    wait_for(torch.device("cpu"))
+    wait_for(torch.device("cuda", 1))
+    assert waited == [torch.device("cuda", 1)]

@@ -98,6 +98,8 @@ def test_lossy_policies_are_told_from_lossless_ones(build) -> None:
 
 def test_all_take_part_in_every_round_and_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stub:
+        device = torch.device("cpu")
+
         def __init__(self, name: str) -> None:
             self.name = name
 
