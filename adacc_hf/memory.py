@@ -198,10 +198,13 @@ def forward_loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
 
     Raises ValueError if the batch gives no loss to train on.
     """
-    loss = model(**batch).loss
+    loss = getattr(model(**batch), "loss", None)
     torch.clear_autocast_cache()
     if loss is None or not loss.requires_grad:
-        raise ValueError("the batch gives no loss to train on: pass the labels with it")
+        raise ValueError(
+            "the batch gives no loss to train on: pass the labels with it, or, if the model makes no loss of its own, "
+            "a function that does: profile_model(..., compute_loss=...)"
+        )
     return loss
 
 

@@ -22,6 +22,7 @@ from adacc_hf.fallback import fallback_backward
 from adacc_hf.head_survey import HeadLayout, HeadSurvey
 from adacc_hf.instruments import Instruments
 from adacc_hf.memory import batch_bytes, distinct_bytes
+from adacc_hf.own_loss import ComputeLoss, WithLoss
 from adacc_hf.profile import BlockProfile, Head, KindProfile, Profile
 from adacc_hf.profile_store import ProfileStore
 from adacc_hf.step_memory import StepLayout, measure_forward, measure_step_layout
@@ -37,6 +38,7 @@ def profile_model(
     instruments: Instruments | None = None,
     gradient_accumulation_steps: int = 1,
     optimizer_step_bytes: int = 0,
+    compute_loss: ComputeLoss | None = None,
 ) -> Profile:
     """Profile the blocks of `model` on `batch`, the keyword arguments of its forward, labels included.
 
@@ -48,6 +50,8 @@ def profile_model(
         optimizer_step_bytes: what clipping and the optimizer's step take for a while (`measure_optimizer_step`).
         gradient_accumulation_steps: micro-batches per step; all of them are on the device, and the later ones find the
             gradients of the first.
+        compute_loss: for a model that makes no loss of its own, `compute_loss(model, batch)` calls it and returns the
+            loss to train on. `batch` is whatever that needs. It is called some 8 times.
         instruments: what takes the readings, by default from real runs; prices are then kept in the database that
             `adacc profiles` shows.
 
@@ -73,7 +77,8 @@ def profile_model(
         installation = Installation(model, config.block_classes)
         try:
             with HeadSurvey(model, config) as heads:
-                return _profile(model, batch, config, installation, step, instruments, heads)
+                called = model if compute_loss is None else WithLoss(model, compute_loss)
+                return _profile(called, batch, config, installation, step, instruments, heads)
         finally:
             installation.remove()
 
@@ -136,7 +141,7 @@ def _profile(
     other = heads.other(model, batch, measure, instruments)
     device = next(model.parameters()).device
     return Profile(
-        model_class=type(model).__name__,
+        model_class=type(installation.model).__name__,
         kinds=tuple(_with_backward(kind, watched[index], layout) for index, kind in enumerate(kinds)),
         blocks=tuple(
             BlockProfile(name=block.name, kind=block.kind, backward_base_bytes=static_bytes + layout.bases[block.name])
@@ -207,7 +212,8 @@ def _check_calls(called: list[str], installation: Installation) -> None:
     if repeated is not None:
         raise ValueError(
             f"block {repeated} is called {called.count(repeated)} times in one forward, and a policy has one plan for "
-            f"one call: name the classes of the other blocks with AdaccConfig(block_classes=...)"
+            f"one call: name the classes of the other blocks with AdaccConfig(block_classes=...), or, if your loss "
+            f"calls the model more than once, pass the labels, so that the model makes a loss in each call"
         )
 
 

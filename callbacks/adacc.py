@@ -22,6 +22,7 @@ from adacc_hf.callbacks.checkpoint_files import (
     save_in_checkpoint,
 )
 from adacc_hf.callbacks.evolution import Evolution
+from adacc_hf.callbacks.last_batch import LastBatch
 from adacc_hf.callbacks.optimizer_watch import OptimizerWatch
 from adacc_hf.callbacks.policy_figures import metrics, predictions
 from adacc_hf.callbacks.step_retry import run_with_retry
@@ -32,6 +33,7 @@ from adacc_hf.callbacks.waiting import Waiting
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.executor import PolicyHandle
+from adacc_hf.own_loss import ComputeLoss
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
 from adacc_hf.profiler import profile_model
@@ -98,9 +100,8 @@ class AdaccCallback(TrainerCallback):
         self._handle: PolicyHandle | None = None
         self._waiting: Waiting | None = None
         self._optimizer = OptimizerWatch()
-        self._batch: dict[str, Any] | None = None
+        self._last_batch: LastBatch | None = None
         self._shapes: BatchShapes | None = None
-        self._batch_hook: Any = None
         self._guard: TrainerGuard | None = None
         self._compiled: CompiledRun | None = None
         self._evolution: Evolution | None = None
@@ -119,6 +120,7 @@ class AdaccCallback(TrainerCallback):
         self._guard = TrainerGuard.around_caller(self, on_failure=self.detach)
         if self._guard is not None:
             self._guard.wrap("training_step", self._training_step)
+            self._guard.wrap("compute_loss", self._compute_loss)
         try:
             self._begin(args, state, model)
         except BaseException:
@@ -130,15 +132,13 @@ class AdaccCallback(TrainerCallback):
             checkpoint = self._checkpoint(args)
             begun = begin_compiled_run(self.config, model, self._note, self._given, checkpoint)
             self._compiled, self.history = begun
-            if self._guard is not None:
-                self._guard.wrap("compute_loss", self._compute_loss)
             return
         saved = self._known_policy(args)
         if saved is not None:
             self._resume(args, state, model, saved)
             return
         self._waiting = Waiting(model, self.config)
-        self._catch_batch(model)
+        self._last_batch = LastBatch(model)
 
     def on_step_begin(
         self,
@@ -154,7 +154,7 @@ class AdaccCallback(TrainerCallback):
             self._compiled.step_begins(model, optimizer)
         if self._evolution is not None:
             if self._evolution.wanted is not None:
-                self._catch_batch(model)
+                self._last_batch = LastBatch(model)
             self._evolution.step_begins(state.global_step + 1, model, optimizer)
 
     def _training_step(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -173,9 +173,13 @@ class AdaccCallback(TrainerCallback):
             evolution.advice,
         )
 
-    def _compute_loss(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's loss, at whose graph a compiled run looks."""
-        result = compute(*args, **kwargs)
+    def _compute_loss(
+        self, compute: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:  # named as the Trainer names them
+        """The Trainer's loss, which a profile may need, and at whose graph a compiled run looks."""
+        if self._last_batch is not None and model.training:
+            self._last_batch.given(self._guard.trainer, compute, inputs, *args, **kwargs)
+        result = compute(model, inputs, *args, **kwargs)
         if self._compiled is not None:
             self._compiled.loss_is_made(result)
         return result
@@ -222,7 +226,7 @@ class AdaccCallback(TrainerCallback):
         elif self._evolution is not None:
             started, num_events = time.perf_counter(), len(self.history)
             changed = self._evolution.step_ends(state.global_step)
-            if self._evolution.wanted is not None and self._batch_hook is not None:
+            if self._evolution.wanted is not None and self._last_batch is not None:
                 changed |= self._add_size(state.global_step, model, optimizer)
             if changed:
                 self._show_policy()
@@ -267,14 +271,14 @@ class AdaccCallback(TrainerCallback):
             self._evolution.cancel()
         if self._compiled is not None:
             self.compiled_policy = self._compiled.policy
-        for attached in (self._handle, self._waiting, self._batch_hook, self._compiled):
+        for attached in (self._handle, self._waiting, self._last_batch, self._compiled):
             if attached is not None:
                 attached.remove()
         if self._guard is not None:
             self._guard.leave(self)
         self._optimizer.end()
-        self._handle = self._waiting = self._batch_hook = self._guard = self._compiled = None
-        self._batch = self._evolution = self._shapes = None
+        self._handle = self._waiting = self._last_batch = self._guard = self._compiled = None
+        self._evolution = self._shapes = None
 
     def _checkpoint(self, args: TrainingArguments) -> str | None:
         """The folder that training resumes from."""
@@ -301,10 +305,14 @@ class AdaccCallback(TrainerCallback):
 
     def _set_policy(self, args: TrainingArguments, state: TrainerState, model: Any, optimizer: Any) -> None:
         """Profile the last batch, solve, and follow the policy from the next step on."""
-        if self._batch is None:
-            raise RuntimeError("AdaccCallback saw no training batch: the model was not called in train mode")
+        batch, compute_loss = self._caught_batch()
+        if batch is None:
+            raise RuntimeError(
+                "AdaccCallback saw no training batch: the model was not called in train mode with gradients on, or was "
+                "not called by keyword arguments"
+            )
         self._waiting.remove()  # the profiler's own functions around the blocks must not stand around these
-        self.profile = common_profile(self._profile(model, self._caught_batch(), optimizer))
+        self.profile = common_profile(self._profile(model, batch, optimizer, compute_loss))
         self._waiting = None
         policy = from_first_rank(lambda: self._solve(self.profile))
         check_same_policy(policy)
@@ -319,12 +327,12 @@ class AdaccCallback(TrainerCallback):
         """Profile and solve for a size of batch that was seen often, with the step's batch made to that size."""
         wanted, self._evolution.wanted = self._evolution.wanted, None
         seen = self._evolution.last_shapes
-        if not all(of_all_ranks(self._batch is not None and is_alike(seen, wanted))):
-            self._caught_batch()
+        batch, compute_loss = self._caught_batch()
+        if not all(of_all_ranks(batch is not None and is_alike(seen, wanted))):
             return False
-        batch = resized(self._caught_batch(), seen, wanted)
+        batch = resized(batch, seen, wanted)
         with self._handle.taken_off():
-            profile = self._profile_if_it_fits(model, batch, optimizer)
+            profile = self._profile_if_it_fits(model, batch, optimizer, compute_loss)
         if not all(of_all_ranks(profile is not None)):
             self._refuse(step, wanted, "there is no memory to profile them in")
             return False
@@ -346,15 +354,17 @@ class AdaccCallback(TrainerCallback):
         self._evolution.situations.refuse(shapes)
         self._note(step, "memory", reason=f"{describe(shapes)}: {reason}")
 
-    def _profile_if_it_fits(self, model: Any, batch: dict[str, Any], optimizer: Any) -> Profile | None:
+    def _profile_if_it_fits(
+        self, model: Any, batch: dict[str, Any], optimizer: Any, compute_loss: ComputeLoss | None
+    ) -> Profile | None:
         """This rank's profile; None if memory ran out, which a run that trains without it survives."""
         try:
-            return self._profile(model, batch, optimizer)
+            return self._profile(model, batch, optimizer, compute_loss)
         except torch.OutOfMemoryError as error:
             log.info("Adacc: out of memory while profiling: %s", error)
             return None
 
-    def _profile(self, model: Any, batch: dict[str, Any], optimizer: Any) -> Profile:
+    def _profile(self, model: Any, batch: dict[str, Any], optimizer: Any, compute_loss: ComputeLoss | None) -> Profile:
         was_training = model.training
         model.train()
         try:
@@ -365,6 +375,7 @@ class AdaccCallback(TrainerCallback):
                 optimizer,
                 gradient_accumulation_steps=self._num_micro,
                 optimizer_step_bytes=self._optimizer.nbytes,
+                compute_loss=compute_loss,
             )
         finally:
             model.train(was_training)
@@ -419,18 +430,12 @@ class AdaccCallback(TrainerCallback):
                 f"AdaccConfig(block_classes=...) so that their forward is wrapped instead"
             )
 
-    def _catch_batch(self, model: Any) -> None:
-        self._batch_hook = model.register_forward_pre_hook(self._keep_batch, with_kwargs=True)
-
-    def _caught_batch(self) -> dict[str, Any] | None:
-        """The last batch, which is let go of; no more are kept."""
-        self._batch_hook.remove()
-        batch, self._batch, self._batch_hook = self._batch, None, None
-        return batch
-
-    def _keep_batch(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module.training and torch.is_grad_enabled() and kwargs:
-            self._batch = dict(kwargs)
+    def _caught_batch(self) -> tuple[dict[str, Any] | None, ComputeLoss | None]:
+        """The last batch and what makes its loss, which are let go of; no more are kept."""
+        last, self._last_batch = self._last_batch, None
+        caught = last.batch, last.compute_loss
+        last.remove()
+        return caught
 
     def _note(self, step: int, event: str, **figures: Any) -> None:
         self.history.append({"step": step, "event": event, **figures})

@@ -1,0 +1,50 @@
+"""The batch that a profile is made of: what a model was trained on last, and who made the loss of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from adacc_hf.own_loss import ComputeLoss
+
+
+class LastBatch:
+    """Keeps the last batch that `model` was trained on, until `remove()`.
+
+    Where the model makes no loss of it, because the Trainer does (label smoothing, a `compute_loss` of the user's own),
+    the batch is what the Trainer's `compute_loss` was given, and `compute_loss` is set.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.batch: dict[str, Any] | None = None
+        self.compute_loss: ComputeLoss | None = None
+        self._given: tuple[dict[str, Any], ComputeLoss] | None = None
+        self._hook = model.register_forward_hook(self._keep, with_kwargs=True)
+
+    def remove(self) -> None:
+        """Keep nothing more, and let go of the batch. Harmless when called again."""
+        self._hook.remove()
+        self.batch = self.compute_loss = self._given = None
+
+    def given(self, trainer: Trainer, compute: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any) -> None:
+        """`compute`, the `compute_loss` of `trainer`, is about to be called with these arguments after the model."""
+
+        def compute_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+            with trainer.compute_loss_context_manager():
+                result = compute(model, batch, *args, **kwargs)
+            return result[0] if isinstance(result, tuple) else result
+
+        if isinstance(inputs, Mapping):
+            self._given = (dict(inputs), compute_loss)  # a copy: the Trainer takes the labels out
+
+    def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if not module.training or not torch.is_grad_enabled():
+            return
+        if self._given is not None and (not kwargs or getattr(output, "loss", None) is None):
+            self.batch, self.compute_loss = self._given
+        elif kwargs:
+            self.batch, self.compute_loss = dict(kwargs), None
