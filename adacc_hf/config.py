@@ -39,7 +39,8 @@ class AdaccConfig:
     """Channels whose absolute sum lies this many standard deviations above the mean are outliers (equation 1). Large
     values find none, 0 takes every channel above the mean."""
     group_size: int = 64
-    """Elements that share one scale in group-wise codecs; small groups are more exact and larger in bytes."""
+    """Elements that share one scale in group-wise codecs, a power of two from 16 to 1024; small groups are more exact
+    and larger in bytes."""
     min_compress_bytes: int = 64 * 1024
     """Activations below this size are never compressed: a launch costs more than they hold."""
     profile_steps: int = 2
@@ -102,9 +103,7 @@ class AdaccConfig:
             _check_codecs(self.codecs)
         _check_range("memory_margin", self.memory_margin, 0.0, 0.9)
         _check_range("zscore_threshold", self.zscore_threshold, 0.0, 1e6)
-        _check_integer("group_size", self.group_size, 2, 65536)
-        if self.group_size % 2:
-            raise ValueError(f"group_size={self.group_size} must be even: two INT4 codes share a byte; try 64")
+        _check_group_size(self.group_size)
         _check_integer("min_compress_bytes", self.min_compress_bytes, 0, 2**40)
         _check_integer("profile_steps", self.profile_steps, 1, 1000)
         _check_tracking(self.tracking)
@@ -179,6 +178,12 @@ def _check_tracking(tracking: str | int) -> None:
     is_interval = isinstance(tracking, int) and not isinstance(tracking, bool) and tracking >= 1
     if tracking not in TRACKING_NAMES and not is_interval:
         raise ValueError(f'tracking={tracking!r} must be "exponential", "off" or a number of steps of at least 1')
+
+
+def _check_group_size(size: int) -> None:
+    _check_integer("group_size", size, 16, 1024)
+    if size & (size - 1):
+        raise ValueError(f"group_size={size} is no power of two: choose 16, 32, 64, 128, 256, 512 or 1024")
 
 
 def _check_flag(name: str, value: bool) -> None:

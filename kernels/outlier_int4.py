@@ -109,8 +109,8 @@ class OutlierInt4(Codec):
         _symmetric.check_options(self.name, group_size, scale, rounding, seed, tuple(_symmetric.SCALE_FACTORS))
         if num_outliers < 0:
             raise ValueError(f"codec {self.name!r}: num_outliers={num_outliers} must be 0 or more")
-        if not zscore_threshold > 0:
-            raise ValueError(f"codec {self.name!r}: zscore_threshold={zscore_threshold} must be above 0")
+        if not zscore_threshold >= 0:
+            raise ValueError(f"codec {self.name!r}: zscore_threshold={zscore_threshold} must be 0 or more")
         self.group_size = group_size
         self.scale = scale
         self.rounding = rounding

@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 
 from adacc_hf.config import AdaccConfig, check_memory_budget
+from adacc_hf.kernels._symmetric import GROUP_SIZES
+from adacc_hf.kernels.codecs import get_codec
 from adacc_hf.policy import Action
 
 
@@ -38,8 +40,8 @@ def test_other_budgets_are_refused(budget):
         ("actions", "retain", r"actions='retain' must be a tuple of names: write \('retain',\)"),
         ("codecs", ("zip",), r"codecs=\['zip'\] are unknown: choose from .*int8"),
         ("zscore_threshold", -1, "zscore_threshold=-1 is outside"),
-        ("group_size", 63, "group_size=63 must be even"),
-        ("group_size", 0, r"group_size=0 is not an int in \[2, 65536\]"),
+        ("group_size", 63, "group_size=63 is no power of two: choose 16, 32, 64"),
+        ("group_size", 0, r"group_size=0 is not an int in \[16, 1024\]"),
         ("group_size", 64.0, r"group_size=64\.0 is not an int"),
         ("min_compress_bytes", -1, "min_compress_bytes=-1 is not an int"),
         ("profile_steps", 0, "profile_steps=0 is not an int"),
@@ -54,6 +56,20 @@ def test_a_wrong_setting_is_named(name, value, message):
         AdaccConfig(**{name: value})
 
 
+def test_what_settings_allow_codecs_take():
+    """A setting that a codec refuses would be told steps later, when the first batch is profiled."""
+    for size in range(1, 2050):
+        try:
+            AdaccConfig(group_size=size)
+        except ValueError:
+            assert size not in GROUP_SIZES
+        else:
+            assert size in GROUP_SIZES
+    for threshold in (0.0, 1e6):
+        config = AdaccConfig(zscore_threshold=threshold)
+        assert get_codec("outlier_int4", zscore_threshold=config.zscore_threshold).zscore_threshold == threshold
+
+
 def test_lists_become_tuples_so_that_a_config_can_be_hashed():
     config = AdaccConfig(actions=["retain", "recompute"], block_classes=["GPT2Block"])
     assert config.actions == ("retain", "recompute")
@@ -62,7 +78,7 @@ def test_lists_become_tuples_so_that_a_config_can_be_hashed():
 
 def test_overrides_are_checked_like_the_rest():
     assert AdaccConfig().with_overrides(group_size=32).group_size == 32
-    with pytest.raises(ValueError, match="group_size=3 must be even"):
-        AdaccConfig().with_overrides(group_size=3)
+    with pytest.raises(ValueError, match="group_size=24 is no power of two"):
+        AdaccConfig().with_overrides(group_size=24)
     with pytest.raises(TypeError, match="groups"):
         AdaccConfig().with_overrides(groups=3)
