@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from adacc_hf.budget import Budget
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.policy import Policy
 from adacc_hf.profile import CodecOption, KindProfile
 from adacc_hf.repricing import repriced_choice
-from adacc_hf.solver import Budget, solve_policy
+from adacc_hf.solver import solve_policy
 from adacc_hf.tracking import full_name
 
 if TYPE_CHECKING:

@@ -76,6 +76,7 @@ class MixtureProgram:
         self._constrain(program)
         # [Memory] what is stored keeps to a cap (equations 7 and 8), as a part of what plain training stores.
         self.unit = 1 / (profile.plain_stored_bytes or 1)
+        self.whole_ms = sum(models[block.kind].total_ms for block in profile.blocks) or 1.0
         self.memory = program.constrain((x, self.unit * nbytes) for x, nbytes in self._terms_bytes())
         self.program, self.log = program, log
         self.solver = Solver(program, log, integer=True)
@@ -95,14 +96,17 @@ class MixtureProgram:
             for shared in self.frontiers[k][c].shared & self.reads.keys():
                 program.constrain([(self.reads[shared], self.rest[k]), (count, -1.0)], low=0.0)
 
-    def least_ms(self, cap_bytes: int) -> list[Column] | None:
-        """A column per block, the fastest of those that store at most `cap_bytes`; None if none was found."""
+    def least_ms(self, cap_bytes: int, most_ms: float = math.inf) -> list[Column] | None:
+        """A column per block, the fastest of those that store at most `cap_bytes` and take at most `most_ms`; None if
+        none was found. A limit of time that is near what can be had shortens the search to a fraction."""
         room = cap_bytes - fixed_bytes(self.profile)
         costs = [*self._ms(SCALE), *self._bytes(SCALE * TIE_BREAK)]
+        # Policies that take `most_ms` themselves are below this, whatever they store.
+        limit = SCALE * (most_ms / self.whole_ms + 2 * TIE_BREAK * max(1.0, room * self.unit))
         for _ in range(CORRECTIONS):
             # Sizes are whole bytes, so that half of one keeps rounding away from both sides.
             self.solver.bound(self.memory, high=(room + 0.5) * self.unit)
-            solution = self.solver.minimize(costs)
+            solution = self.solver.minimize(costs, limit)
             if solution is None:
                 return None
             columns = self._columns(solution)
@@ -126,10 +130,9 @@ class MixtureProgram:
 
     def _ms(self, weight: float) -> list[tuple[int, float]]:
         """The terms of the objective for time, scaled to at most `weight`."""
-        whole = sum(self.models[block.kind].total_ms for block in self.profile.blocks)
         terms = [(x, self.num_free[k] * ms) for k, block in self.free.items() for x, ms in block.terms_ms()]
         terms += [(count, self.frontiers[k][c].ms) for (k, c), count in self.counts.items()]
-        return [(x, weight * ms / (whole or 1.0)) for x, ms in terms]
+        return [(x, weight * ms / self.whole_ms) for x, ms in terms]
 
     def _bytes(self, weight: float) -> list[tuple[int, float]]:
         """The terms of the objective for stored bytes, scaled to at most about `weight`."""

@@ -123,8 +123,8 @@ class Solver:
         """Replace the bounds of `row`."""
         self._highs.changeRowBounds(self._rows[row], low, high)
 
-    def minimize(self, costs: Terms) -> Sequence[float] | None:
-        """The value of each variable where the sum of `costs` is least; None if no solution was found."""
+    def minimize(self, costs: Terms, limit: float = math.inf) -> Sequence[float] | None:
+        """The value of each variable where the sum of `costs` is least; None if no solution below `limit` was found."""
         import highspy
         import numpy
 
@@ -135,6 +135,8 @@ class Solver:
         if self._integer:
             # HiGHS counts the time of all its runs.
             self._highs.setOptionValue("time_limit", self._highs.getRunTime() + self._log.seconds)
+            # Branches that cannot come below the limit are cut off.
+            self._highs.setOptionValue("objective_bound", limit)
         self._highs.run()
         self._log.num_solves += 1
         # Not PuLP's status, which calls what a limit of time cut short optimal.
@@ -143,7 +145,10 @@ class Solver:
             return None
         is_proven = status == highspy.HighsModelStatus.kOptimal
         self._log.num_unproven += not is_proven
+        found = information.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+        if information.objective_function_value >= limit:
+            # What was found on the way to a proof that nothing is below.
+            return None
         if self._integer:
             self._log.worst_gap = max(self._log.worst_gap, information.mip_gap)
-        found = information.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         return numpy.array(self._highs.getSolution().col_value)[self._columns].tolist() if found else None

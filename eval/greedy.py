@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from adacc_hf.budget import Budget
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.greedy import greedy_policies
@@ -10,7 +11,6 @@ from adacc_hf.mixture import stored_bytes
 from adacc_hf.peak import PeakOracle
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
-from adacc_hf.solver import Budget
 
 
 def solve_greedy(

@@ -80,3 +80,20 @@ def test_a_proof_leaves_no_gap() -> None:
     log = SolverLog()
     Solver(program, log, integer=True).minimize(VALUES)
     assert (log.num_solves, log.num_unproven, log.worst_gap) == (1, 0, 0.0)
+
+
+def test_a_limit_leaves_the_best_solution_or_none() -> None:
+    program, _ = knapsack()
+    log = SolverLog()
+    solver = Solver(program, log, integer=True)
+    assert solver.minimize(VALUES, -8.5) == pytest.approx([1, 1, 0])
+    assert solver.minimize(VALUES, -9.0) is None
+    assert solver.minimize(VALUES) == pytest.approx([1, 1, 0])
+    assert (log.num_unproven, log.worst_gap) == (0, 0.0)
+
+
+def test_a_relaxation_keeps_to_a_limit_too() -> None:
+    program, _ = knapsack()
+    solver = Solver(program, SolverLog(), integer=False)
+    assert solver.minimize(VALUES, -8.9) == pytest.approx([1, 1, 0])
+    assert solver.minimize(VALUES, -9.1) is None
