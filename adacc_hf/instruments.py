@@ -15,7 +15,14 @@ from torch import nn
 from adacc_hf.config import AdaccConfig
 from adacc_hf.head_pricing import head_times
 from adacc_hf.lazy_logits import LossCall
-from adacc_hf.memory import MemoryMeter, available_bytes, backward, forward_loss, static_bytes
+from adacc_hf.memory import (
+    MemoryMeter,
+    allocate_workspaces,
+    available_bytes,
+    backward,
+    forward_loss,
+    static_bytes,
+)
 from adacc_hf.pricing import Prices, outliers_in, price_tape
 from adacc_hf.recorder import Drawing
 from adacc_hf.replay import verify
@@ -73,6 +80,7 @@ class Instruments:
 
     def static_bytes(self, model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> int:
         """Bytes live on the model's device before a step."""
+        allocate_workspaces(next(model.parameters()).device)
         return static_bytes(model, batch, optimizer)
 
     def available_bytes(self, device: torch.device, static_bytes: int) -> int:

@@ -172,6 +172,7 @@ def measure_step(
     The gradients it makes are dropped; gradients that were there stay. Random generators advance as in a step.
     """
     device = next(model.parameters()).device
+    allocate_workspaces(device)
     live_bytes = static_bytes(model, batch, optimizer)
     before = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
     with MemoryMeter.for_device(device) as meter:
@@ -226,14 +227,18 @@ def static_bytes(model: nn.Module, batch: Mapping[str, Any], optimizer: torch.op
 
 def allocated_bytes(device: torch.device) -> int:
     """Bytes that this process has on `device`; 0 where nobody counts."""
-    if device.type != "cuda":
-        return 0
-    # Forward's thread and backward's take a workspace at their first product, some 32 MiB, and keep it.
-    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        factor = torch.ones(16, 16, device=device, requires_grad=True)
-        (factor @ factor).sum().backward()
-    del factor
-    return torch.cuda.memory_allocated(device)
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def allocate_workspaces(device: torch.device) -> None:
+    """Make forward's thread and backward's take what a GPU's first product in each takes and keeps, some 32 MiB.
+
+    Before a step of which more than its peak is measured: it would look like something that the step stores.
+    """
+    if device.type == "cuda":
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            factor = torch.ones(16, 16, device=device, requires_grad=True)
+            (factor @ factor).sum().backward()
 
 
 def count_static_bytes(

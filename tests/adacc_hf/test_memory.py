@@ -11,15 +11,18 @@ from torch.utils.checkpoint import checkpoint
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.compat import switch_checkpointing
 from adacc_hf.fake_memory import FakeMemoryMeter
+from adacc_hf.instruments import Instruments
 from adacc_hf.memory import (
     CpuMemoryMeter,
     MemoryMeter,
+    allocate_workspaces,
     allocated_bytes,
     available_bytes,
     count_static_bytes,
     distinct_bytes,
     forward_loss,
     measure_step,
+    static_bytes,
 )
 
 CPU = torch.device("cpu")
@@ -184,15 +187,33 @@ def test_what_else_is_on_a_gpu_is_live_too(monkeypatch, tiny_gpt2, token_batch):
     assert measure_step(model, batch).static_bytes == allocated
 
 
-def test_a_gpu_is_asked_with_the_workspaces_of_products_in_place(monkeypatch):
-    asked = []
+def test_workspaces_are_taken_for_a_profile_and_not_for_every_count(monkeypatch):
+    made = []
     ones = torch.ones
-    monkeypatch.setattr(torch, "ones", lambda *size, device, **options: asked.append(device) or ones(*size, **options))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * len(asked))
+    monkeypatch.setattr(torch, "ones", lambda *size, device, **options: made.append(device) or ones(*size, **options))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * len(made))
     gpu = torch.device("cuda", 0)
+    assert allocated_bytes(gpu) == 0
+    assert not made
+    allocate_workspaces(gpu)
     assert allocated_bytes(gpu) == 10
-    assert asked == [gpu]
+    assert made == [gpu]
+    allocate_workspaces(CPU)
     assert allocated_bytes(CPU) == 0
+    assert made == [gpu]
+
+
+def test_what_a_profile_and_a_measured_step_stand_on_has_workspaces_in_it(monkeypatch, tiny_gpt2, token_batch):
+    asked = []
+    for module in ("memory", "instruments"):
+        monkeypatch.setattr(f"adacc_hf.{module}.allocate_workspaces", asked.append)
+    model, batch = tiny_gpt2(), token_batch()
+    static_bytes(model, batch)
+    assert asked == []
+    Instruments().static_bytes(model, batch, None)
+    assert asked == [CPU]
+    measure_step(model, batch)
+    assert asked == [CPU, CPU]
 
 
 def test_a_gpu_has_what_is_free_and_what_our_allocator_holds(monkeypatch):
