@@ -36,6 +36,8 @@ class SavedSituation:
     due: int | None = None
     """The step at whose end a new policy is to be taken over, solved from this profile."""
     num_tracked: int = 0
+    memory_budget: str | float | int | None = None
+    """The budget of new policies at this size; None, in older checkpoints, for that of the whole run."""
     prices: Profile | None = None
     """Today's prices, if they have moved since the policy was made from those of `profile`."""
     searched: Profile | None = None
@@ -52,7 +54,7 @@ class Saved:
     memory_budget: str | float | int | None = None
     """The budget that the run was given; None if only its policy is known."""
     tightened: float | int | None = None
-    """The budget of new policies, if a step ran out of memory under the given one."""
+    """The budget of policies for other sizes, if a step ran out of memory under the given one."""
     history: list[dict[str, Any]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     suspicion: str | None = None
@@ -96,7 +98,13 @@ def save_in_checkpoint(args: TrainingArguments, state: TrainerState, saved: Save
         "exact_blocks": saved.exact_blocks,
         "tracking_ms": saved.tracking_ms,
         "situations": [
-            {"shapes": shapes_to_json(s.shapes), "due": s.due, "num_tracked": s.num_tracked} for s in saved.situations
+            {
+                "shapes": shapes_to_json(s.shapes),
+                "due": s.due,
+                "num_tracked": s.num_tracked,
+                "memory_budget": s.memory_budget,
+            }
+            for s in saved.situations
         ],
     }
     write_json(folder / STATE_FILE, record)
@@ -151,6 +159,7 @@ def _load_situation(folder: Path, number: int, fields: dict[str, Any]) -> SavedS
         shapes=shapes_from_json(fields.get("shapes")),
         due=fields.get("due"),
         num_tracked=fields.get("num_tracked", 0),
+        memory_budget=fields.get("memory_budget"),
         prices=prices,
         searched=searched,
     )

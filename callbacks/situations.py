@@ -59,11 +59,14 @@ class Situation:
             shapes=self.shapes,
             due=self.due,
             num_tracked=rectifier.num_tracked,
+            memory_budget=rectifier.memory_budget,
         )
 
     def go_on(self, record: SavedSituation) -> None:
         """Go on where `saved` was written; what the solver had begun is begun anew."""
         self.rectifier.num_tracked, self.due = record.num_tracked, record.due
+        if record.memory_budget is not None:
+            self.rectifier.memory_budget = record.memory_budget
         if record.prices is not None:
             self.rectifier.profile = record.prices
         if record.searched is not None:

@@ -275,6 +275,31 @@ def test_what_was_being_solved_for_more_memory_is_not_taken_over(make_trainer, l
     assert not events(callback, "change")
 
 
+def test_a_tighter_budget_holds_for_the_same_sizes_after_a_resume(make_trainer, lossless, tmp_path):
+    lengths = [16] * 4 + [32] * 18 + [16, 16, 16]
+    noted = []
+
+    class NoteBudgets(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            evolution = callback._evolution
+            if state.global_step == state.max_steps:
+                budgets = {s.shapes: s.rectifier.memory_budget for s in evolution.situations.all}
+                noted.append((evolution.memory_budget, budgets))
+
+    class Failing(failing((23, "forward")), InOrder):
+        """Runs out of memory at 16 tokens."""
+
+    callback = AdaccCallback(**lossless)
+    saving = {"save_strategy": "steps", "save_steps": 24}
+    run_lengths(make_trainer, lengths, [NoteBudgets(), callback], trainer_class=Failing, **saving)
+    trainer = make_trainer([NoteBudgets(), callback], trainer_class=InOrder, max_steps=len(lengths))
+    trainer.train_dataset = Lengths(lengths)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-24"))
+    (tightened, budgets), resumed = noted
+    assert sorted(budgets.values()) == [tightened, lossless["memory_budget"]]
+    assert resumed == (tightened, budgets)
+
+
 def test_without_retries_the_error_is_the_model_s_own(make_trainer, lossless):
     callback = AdaccCallback(**lossless, retry_out_of_memory=False)
     with pytest.raises(torch.OutOfMemoryError, match=r"^no room in forward$"):
