@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from adacc_hf.kernels.codecs import Payload
+from adacc_hf.ranks import is_sharded
 
 if TYPE_CHECKING:
     from adacc_hf.executor import FollowPlan
@@ -134,7 +135,7 @@ class BlockSample:
         if there is no memory to run it in.
         """
         seen = self._seen
-        if seen is None or not seen.gradients or _is_sharded(seen.block):
+        if seen is None or not seen.gradients or is_sharded(seen.block):
             return None
         self.plan.wrap_codec = lambda value, codec: Uncompressed() if value in bypassed else codec
         try:
@@ -187,8 +188,3 @@ def _gradient(seen: _Seen, call: Callable[[tuple[Any, ...]], Any]) -> list[Tenso
             leaves = tree_leaves(call(args))
         outputs = [leaves[place] for place in seen.gradients]
         return list(torch.autograd.grad(outputs, wanted, list(seen.gradients.values()), allow_unused=True))
-
-
-def _is_sharded(block: nn.Module) -> bool:
-    """Whether parameters are gathered around the block's forward only (FSDP2, ZeRO-3)."""
-    return any(hasattr(parameter, "_local_tensor") or parameter.numel() == 0 for parameter in block.parameters())

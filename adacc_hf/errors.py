@@ -46,6 +46,10 @@ class CompiledBlockError(AdaccError, RuntimeError):
     """A block runs inside a module that torch.compile compiles; its operators cannot be recorded there."""
 
 
+class RankFailedError(AdaccError):
+    """Something failed on another rank, or on this one where the others cannot hear of it."""
+
+
 class FakeDeviceError(AdaccError, RuntimeError):
     """Tensors without memory cannot be made here for a device."""
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
-from adacc_hf.errors import AdaccError, PolicyMismatchError
+from adacc_hf.errors import AdaccError, PolicyMismatchError, RankFailedError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from adacc_hf.policy import Policy
     from adacc_hf.profile import Profile
 
@@ -33,6 +37,70 @@ def of_all_ranks(value: T) -> list[T]:
     values: list[Any] = [None] * num_ranks()
     dist.all_gather_object(values, value)
     return values
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ranks hold parts of its parameters and gather them around forward (FSDP2, FSDP, ZeRO-3)."""
+    return any(
+        hasattr(parameter, "_local_tensor") or hasattr(parameter, "_sharded_size") or parameter.numel() == 0
+        for parameter in module.parameters()
+    )
+
+
+class OutOfMemoryOnRankError(torch.OutOfMemoryError):
+    """Memory ran out on some rank, and all ranks heard of it."""
+
+
+@contextmanager
+def all_or_none() -> Iterator[None]:
+    """What fails here on one rank fails on all, so that none waits for another for ever; all ranks must get here.
+
+    Raises OutOfMemoryOnRankError on every rank if memory ran out on any; after any other error that one on the rank
+    where it happened and RankFailedError on the others. No rank may wait inside for another one.
+    """
+    if num_ranks() == 1:
+        yield
+        return
+    error: Exception | None = None
+    try:
+        yield
+    except (OutOfMemoryOnRankError, RankFailedError):
+        raise  # the others heard of it
+    except Exception as raised:
+        error = raised
+    _raise_on_all(error)
+
+
+@contextmanager
+def or_ends_its_process() -> Iterator[None]:
+    """If memory runs out here on one of several ranks, raise RankFailedError, which nobody tries again.
+
+    For what has collectives inside: the others may wait in any of them and cannot be told, but by the launcher, which
+    stops them once this process has ended.
+    """
+    try:
+        yield
+    except OutOfMemoryOnRankError:
+        raise
+    except torch.OutOfMemoryError as error:
+        if num_ranks() == 1:
+            raise
+        raise RankFailedError(
+            f"rank {dist.get_rank()} ran out of memory where the other ranks wait for its part of the parameters, so "
+            f"that this process must end for the launcher to stop them ({error})"
+        ) from error
+
+
+def _raise_on_all(error: Exception | None) -> None:
+    is_memory = isinstance(error, torch.OutOfMemoryError)
+    found = of_all_ranks(None if error is None else (is_memory, f"{type(error).__name__}: {error}"))
+    failed = next((rank for rank, failure in enumerate(found) if failure is not None), None)
+    if failed is None:
+        return
+    if any(failure is not None and failure[0] for failure in found):
+        failed = next(rank for rank, failure in enumerate(found) if failure is not None and failure[0])
+        raise OutOfMemoryOnRankError(f"rank {failed}: {found[failed][1]}") from error
+    raise error if error is not None else RankFailedError(f"rank {failed} failed with {found[failed][1]}")
 
 
 def check_same_policy(policy: Policy) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from adacc_hf.memory import forward_loss
 from adacc_hf.policy import RECOMPUTE, RETAIN, Plan
 from adacc_hf.pricing import Prices
 from adacc_hf.profile import ForwardEvent, KindProfile
+from adacc_hf.ranks import all_or_none, is_sharded
 from adacc_hf.recorder import Recorder, argument_tensors
 from adacc_hf.recording import Recording
 from adacc_hf.sharing import RecordedBlock, Sharing, address_of
@@ -40,6 +42,11 @@ class RecordBlock:
         self.survey = survey
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Recording and pricing take more memory than training does, and the next block's parameters need all ranks.
+        with all_or_none() if self.survey.is_sharded else nullcontext():
+            return self._recorded(block, fn, args, kwargs)
+
+    def _recorded(self, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recording = Recording(self.name, block, args, kwargs, self.survey.instruments.drawing)
         result = recording.run(fn)
         key = call_key(block, StatePaths(block), args, kwargs)
@@ -60,9 +67,12 @@ class Survey:
         self._outside: dict[int, torch.Tensor] = {}
         self._kinds: list[KindProfile] = []
         self.sharing = Sharing([], set(), set(), set())
+        self.is_sharded = False
+        """Whether the model's forward needs all ranks."""
 
     def record(self, model: nn.Module, batch: Mapping[str, Any], installation: Installation) -> None:
         """Run one forward, recording every block and what the rest of the model saves."""
+        self.is_sharded = is_sharded(model)
         for name, function in installation.functions.items():
             function.strategy = RecordBlock(name, self)
         state = {address_of(tensor) for tensor in [*model.parameters(), *model.buffers()]}

@@ -37,7 +37,15 @@ from adacc_hf.own_loss import ComputeLoss
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
 from adacc_hf.profiler import profile_model
-from adacc_hf.ranks import check_same_policy, common_profile, from_first_rank, of_all_ranks
+from adacc_hf.ranks import (
+    all_or_none,
+    check_same_policy,
+    common_profile,
+    from_first_rank,
+    is_sharded,
+    of_all_ranks,
+    or_ends_its_process,
+)
 from adacc_hf.repricing import without_lossy
 from adacc_hf.shapes import BatchShapes, batch_shapes, describe, is_alike, resized
 from adacc_hf.solver import solve_policy
@@ -312,7 +320,7 @@ class AdaccCallback(TrainerCallback):
                 "not called by keyword arguments"
             )
         self._waiting.remove()  # the profiler's own functions around the blocks must not stand around these
-        self.profile = common_profile(self._profile(model, batch, optimizer, compute_loss))
+        self.profile = self._profile_or_explain(model, batch, optimizer, compute_loss)
         self._waiting = None
         policy = from_first_rank(lambda: self._solve(self.profile))
         check_same_policy(policy)
@@ -331,12 +339,15 @@ class AdaccCallback(TrainerCallback):
         if not all(of_all_ranks(batch is not None and is_alike(seen, wanted))):
             return False
         batch = resized(batch, seen, wanted)
-        with self._handle.taken_off():
-            profile = self._profile_if_it_fits(model, batch, optimizer, compute_loss)
-        if not all(of_all_ranks(profile is not None)):
+        try:
+            with self._handle.taken_off():
+                profile = self._profile(model, batch, optimizer, compute_loss)
+        except torch.OutOfMemoryError as error:
+            if is_sharded(model):  # whose forward was left in its midst
+                raise
+            log.info("Adacc: out of memory while profiling: %s", error)
             self._refuse(step, wanted, "there is no memory to profile them in")
             return False
-        profile = common_profile(profile)
         try:
             policy = from_first_rank(lambda: self._solve(profile))
         except InfeasibleBudgetError as error:
@@ -354,29 +365,35 @@ class AdaccCallback(TrainerCallback):
         self._evolution.situations.refuse(shapes)
         self._note(step, "memory", reason=f"{describe(shapes)}: {reason}")
 
-    def _profile_if_it_fits(
+    def _profile_or_explain(
         self, model: Any, batch: dict[str, Any], optimizer: Any, compute_loss: ComputeLoss | None
-    ) -> Profile | None:
-        """This rank's profile; None if memory ran out, which a run that trains without it survives."""
+    ) -> Profile:
+        """The first profile, without which there is no policy."""
         try:
             return self._profile(model, batch, optimizer, compute_loss)
         except torch.OutOfMemoryError as error:
-            log.info("Adacc: out of memory while profiling: %s", error)
-            return None
+            raise type(error)(
+                f"{error} AdaccCallback was profiling a batch of {describe(batch_shapes(batch))}, which takes more than "
+                f"full recomputation by what one block makes: use a smaller batch or shorter sequences"
+                + ("" if self.config.heads == ("chunked",) else ", or head='chunked', which never makes whole logits")
+            ) from error
 
     def _profile(self, model: Any, batch: dict[str, Any], optimizer: Any, compute_loss: ComputeLoss | None) -> Profile:
+        """The same profile on all ranks. Raises torch.OutOfMemoryError on all of them if memory runs out on one."""
         was_training = model.training
         model.train()
         try:
-            return profile_model(
-                model,
-                batch,
-                self.config,
-                optimizer,
-                gradient_accumulation_steps=self._num_micro,
-                optimizer_step_bytes=self._optimizer.nbytes,
-                compute_loss=compute_loss,
-            )
+            with or_ends_its_process() if is_sharded(model) else all_or_none():
+                profile = profile_model(
+                    model,
+                    batch,
+                    self.config,
+                    optimizer,
+                    gradient_accumulation_steps=self._num_micro,
+                    optimizer_step_bytes=self._optimizer.nbytes,
+                    compute_loss=compute_loss,
+                )
+            return common_profile(profile)
         finally:
             model.train(was_training)
 
