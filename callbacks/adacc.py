@@ -373,8 +373,8 @@ class AdaccCallback(TrainerCallback):
             return self._profile(model, batch, optimizer, compute_loss)
         except torch.OutOfMemoryError as error:
             raise type(error)(
-                f"{error} AdaccCallback was profiling a batch of {describe(batch_shapes(batch))}, which takes more than "
-                f"full recomputation by what one block makes: use a smaller batch or shorter sequences"
+                f"{error} AdaccCallback was profiling a batch of {describe(batch_shapes(batch))}, which takes what one "
+                f"block makes on top of full recomputation: use a smaller batch or shorter sequences"
                 + ("" if self.config.heads == ("chunked",) else ", or head='chunked', which never makes whole logits")
             ) from error
 
