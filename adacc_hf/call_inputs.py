@@ -4,6 +4,7 @@ R12)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -62,7 +63,9 @@ def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) 
     if source.place != "argument":
         path, name = _split(source.path[0])
         owner = _owner(block, path)
-        return owner._parameters[name] if source.place == "parameter" else owner._buffers[name]
+        if source.place == "buffer":
+            return owner._buffers[name]
+        return reduce(getattr, source.path[1:], owner._parameters[name])
     first, *rest = source.path
     found = args[first] if isinstance(first, int) else kwargs[first]
     for step in rest:

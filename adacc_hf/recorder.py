@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from adacc_hf.compat import attention_of, class_name
@@ -55,6 +55,9 @@ class Recorder(TorchDispatchMode):
             self._expect(tensor, Source("argument", path))
         for name, parameter in block.named_parameters(remove_duplicate=False):
             self._expect(parameter, Source("parameter", (name,)))
+            if not is_traceable_wrapper_subclass(parameter):  # whose attributes are what it is made of
+                for path, tensor in attached_tensors(parameter):
+                    self._expect(tensor, Source("attached", (name, *path)))
         for name, buffer in block.named_buffers(remove_duplicate=False):
             self._expect(buffer, Source("buffer", (name,)))
 
@@ -201,6 +204,15 @@ def argument_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[
         yield from _leaves((position,), argument)
     for name, argument in kwargs.items():
         yield from _leaves((name,), argument)
+
+
+def attached_tensors(owner: Any, depth: int = 2) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """(names of attributes, tensor) of the tensors that hang on a parameter: the scales of a quantized weight."""
+    for name, found in vars(owner).items():
+        if isinstance(found, torch.Tensor):
+            yield (name,), found
+        elif depth and hasattr(found, "__dict__") and not isinstance(found, (type, torch.nn.Module)):
+            yield from (((name, *rest), tensor) for rest, tensor in attached_tensors(found, depth - 1))
 
 
 def _leaves(path: tuple[Any, ...], tree: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:

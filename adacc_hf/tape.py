@@ -32,9 +32,11 @@ class Source:
     """Where a value that the block did not make is found anew at each call (rule R12)."""
 
     place: str
-    """"argument", "parameter", "buffer", or "unknown" for a tensor reached in any other way."""
+    """"argument", "parameter", "buffer", "attached" for what hangs on a parameter (a quantized weight's scales), or
+    "unknown" for a tensor reached in any other way."""
     path: tuple[Any, ...]
-    """Argument: position or keyword, then indices into nested containers. Parameter, buffer: its name in the block."""
+    """Argument: position or keyword, then indices into nested containers. Parameter, buffer: its name in the block.
+    Attached: the parameter's name, then attributes."""
 
     def __str__(self) -> str:
         return f"{self.place} {'.'.join(str(part) for part in self.path)}".strip()
@@ -147,7 +149,7 @@ class Tape:
 
     def is_module_state(self, value: int) -> bool:
         source = self.values[value].source
-        return source is not None and source.place in ("parameter", "buffer")
+        return source is not None and source.place in ("parameter", "buffer", "attached")
 
     def is_held_elsewhere(self, value: int) -> bool:
         """Whether a value is neither made by the block nor given to it: parameter, buffer, a tensor in an attribute."""

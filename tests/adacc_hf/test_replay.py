@@ -1,6 +1,7 @@
 """Replay: rules R5, R6 and R7 on blocks made to break them, and the schedule of a backward."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -168,6 +169,35 @@ def normalises_batch(block, hidden):
 def test_buffers_changed_in_place_change_once_per_step(toy_model, toy_batch, assert_exact, forward, setup):
     """`assert_exact` compares the buffers too: a replay that updated them again would show."""
     assert_exact(toy_model(forward, setup=setup), toy_batch())
+
+
+def add_quantized_weight(block):
+    """A weight of small integers whose scales hang on it, one level down and two, as bitsandbytes has them."""
+    block.codes = nn.Parameter(torch.randint(-8, 8, (8, 8), dtype=torch.int8), requires_grad=False)
+    block.codes.state = SimpleNamespace(scale=torch.rand(8), nested=SimpleNamespace(offset=torch.rand(())))
+
+
+def multiplies_by_quantized_weight(block, hidden):
+    state = block.codes.state
+    weight = block.codes * state.scale + state.nested.offset
+    return hidden + block.down((block.up(hidden) @ weight).tanh())
+
+
+def test_what_hangs_on_a_parameter_is_looked_up_at_each_call(
+    toy_model, toy_batch, assert_exact, run_steps, assert_same_steps
+):
+    """Rule R12 for the scales of quantized weights, without which nothing after such a weight could be replayed."""
+    model, batch = toy_model(multiplies_by_quantized_weight, setup=add_quantized_weight), toy_batch()
+    profile = assert_exact(model, batch)
+    (kind,) = profile.kinds
+    assert all(value.recomputable for value in kind.activations if value.producer is not None)
+    policy = Policy.uniform(profile, "recompute")
+    with apply_policy(model, policy):
+        run_steps(model, batch)
+        for block in model.layers:
+            block.codes.state = SimpleNamespace(scale=torch.rand(8), nested=SimpleNamespace(offset=torch.rand(())))
+        found = run_steps(model, batch)
+    assert_same_steps(found, run_steps(model, batch))
 
 
 def counts_in_hiding(block, hidden):

@@ -285,6 +285,26 @@ def test_lora(tiny_llama, padded_batch, assert_same_training, precision):
     assert_same_training(build, padded_batch(12), loop, precision=precision)
 
 
+@pytest.mark.filterwarnings("ignore")  # what bitsandbytes says of a machine without a GPU is its own matter
+def test_adapters_on_a_4_bit_model(tiny_llama, padded_batch, assert_same_training):
+    peft, bitsandbytes = pytest.importorskip("peft"), pytest.importorskip("bitsandbytes")
+
+    def build():
+        model = tiny_llama(attention_dropout=0.0)
+        for block in model.model.layers:
+            for name in ("q_proj", "o_proj"):
+                plain = getattr(block.self_attn, name)
+                layer = bitsandbytes.nn.Linear4bit(plain.in_features, plain.out_features, bias=False)
+                layer.weight = bitsandbytes.nn.Params4bit(plain.weight.data, requires_grad=False, module=layer)
+                setattr(block.self_attn, name, layer.to("cpu"))
+        torch.manual_seed(1)
+        return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4)).train()
+
+    profile = assert_same_training(build, padded_batch(12), training([padded_batch(12, seed) for seed in range(2)]), 1)
+    kept = [v.name for v in profile.kinds[0].activations if v.producer is not None and not v.recomputable]
+    assert not kept
+
+
 def test_accelerator_accumulate(tiny_gpt2, padded_batch, assert_same_training):
     from accelerate import Accelerator
 
