@@ -22,6 +22,7 @@ from adacc_hf.compat import (
     PreTrainedModel,
     checkpointed,
     class_name,
+    has_filled_cache,
     is_checkpoint_wrapper,
     is_compiled_around,
     keyword_arguments,
@@ -88,6 +89,12 @@ class BlockFunction:
                 f"checkpoint, or selective checkpointing): only one pair sees a tensor; switch the other one off "
                 f"(activation_offloading=False, FSDP activation_checkpointing=False) or remove adacc_hf"
             )
+        if has_filled_cache(self.block, fn, args):
+            raise ValueError(
+                f"block {self.name} is given past_key_values that hold keys already (prefix tuning, or a text trained "
+                f"piece by piece): replay cannot keep a cache, and without it training would be another one; train "
+                f"without adacc_hf, or without the cache (prompt tuning and LoRA need none)"
+            )
         fn, args = without_caches(fn, args)
         return run_inside_hooks(fn, args, self._run)
 
@@ -114,6 +121,7 @@ class Installation:
         self.model = model
         blocks = find_blocks(model, block_classes)
         _refuse_wrappers(model)
+        _refuse_prefix_tuning(model)
         self.functions = {name: BlockFunction(name, block, Plainly()) for name, block in blocks}
         self._undo: list[tuple[nn.Module, str, Any]] = []
         self._wraps_forward = block_classes is not None
@@ -216,6 +224,17 @@ def find_blocks(model: nn.Module, block_classes: tuple[str, ...] | None = None) 
             f"with AdaccConfig(block_classes=('MyLayer',))"
         )
     return found
+
+
+def _refuse_prefix_tuning(model: nn.Module) -> None:
+    """Raise ValueError for prefix tuning: Transformers takes caches from blocks that a function stands around."""
+    adapters = [getattr(module, "peft_config", None) for module in model.modules()]
+    configs = [config for each in adapters if isinstance(each, dict) for config in each.values()]
+    if any("PREFIX_TUNING" in str(getattr(config, "peft_type", None)) for config in configs):
+        raise ValueError(
+            "prefix tuning hands its prefix to the blocks as a key-value cache, which neither replay nor gradient "
+            "checkpointing can keep: use prompt tuning or LoRA, or train without adacc_hf"
+        )
 
 
 def _refuse_wrappers(model: nn.Module) -> None:

@@ -24,9 +24,9 @@ CHECKPOINTING = "activation_checkpointing" if hasattr(PreTrainedModel, "is_activ
 
 __all__ = [
     "CHECKPOINTING", "FLAG", "FUNCTION", "SETTER", "GradientCheckpointingLayer", "PreTrainedModel", "attention_of",
-    "block_of", "checkpointed", "class_name", "is_compiled_around", "keyword_arguments", "layerdrop_rates",
-    "no_packed_sequences", "outer_hooks", "owner_of", "owns_its_node", "run_inside_hooks", "switch_checkpointing",
-    "without_caches", "without_layerdrop",
+    "block_of", "checkpointed", "class_name", "has_filled_cache", "is_compiled_around", "keyword_arguments",
+    "layerdrop_rates", "no_packed_sequences", "outer_hooks", "owner_of", "owns_its_node", "run_inside_hooks",
+    "switch_checkpointing", "without_caches", "without_layerdrop",
 ]  # fmt: skip
 
 
@@ -81,6 +81,17 @@ def without_caches(fn: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]
         kept = {name: None if isinstance(argument, Cache) else argument for name, argument in keywords.items()}
         fn = partial(fn.func, *fn.args, **kept)
     return fn, args
+
+
+def has_filled_cache(block: nn.Module, fn: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a key-value cache among the arguments holds something for `block` before its call."""
+    caches = [value for value in (*args, *keyword_arguments(fn).values()) if isinstance(value, Cache)]
+    if not caches:
+        return False
+    places = {index for module in block.modules() if isinstance(index := getattr(module, "layer_idx", None), int)}
+    layers = [getattr(getattr(cache, "self_attention_cache", cache), "layers", []) for cache in caches]
+    keys = [getattr(each[place], "keys", None) for each in layers for place in places if place < len(each)]
+    return any(tensor is not None and tensor.numel() > 0 for tensor in keys)
 
 
 def class_name(module: nn.Module) -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import DynamicCache
+from transformers import DynamicCache, EncoderDecoderCache
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.blocks import Installation, find_blocks
@@ -134,6 +134,25 @@ def test_a_cache_in_training_is_not_filled(tiny_gpt2, token_batch, recomputing):
     with apply_policy(model, policy):
         model(**batch, past_key_values=cache, use_cache=True).loss.backward()
     assert cache.get_seq_length() == 0
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft 0.21 with Transformers 5.23
+def test_prefix_tuning_is_refused(tiny_gpt2):
+    peft = pytest.importorskip("peft")
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(ValueError, match="prefix tuning hands its prefix to the blocks"):
+        Installation(peft.get_peft_model(tiny_gpt2(), config))
+
+
+@pytest.mark.parametrize("wrap", [lambda cache: cache, lambda cache: EncoderDecoderCache(cache, DynamicCache())])
+def test_a_cache_that_holds_keys_is_refused(recomputing, wrap):
+    """A prefix that is trained, say: left out in silence, it would not be trained."""
+    model, batch, policy = recomputing
+    cache = DynamicCache()
+    for layer in range(2):
+        cache.update(*torch.randn(2, len(batch["input_ids"]), 4, 3, 8), layer)
+    with apply_policy(model, policy), pytest.raises(ValueError, match=r"h\.0 is given past_key_values that hold keys"):
+        model(**batch, past_key_values=wrap(cache), use_cache=True)
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")  # the old names, which TRL still calls
