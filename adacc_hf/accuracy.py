@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NUM_PARTS, SMALLEST_PART = 64, 4096
+"""Parts of a tensor that are taken into doubles one after the other, and the least number of elements of one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GradientError:
@@ -72,10 +75,19 @@ def round_trip_error(original: Tensor, decoded: Tensor) -> Tensor:
 
     inf if decoding alone made it non-finite; 0 if the original is zero or not finite itself, which codecs keep so.
     """
-    norm = torch.linalg.vector_norm(original, dtype=torch.float64)
-    error = torch.linalg.vector_norm(decoded.sub_(original), dtype=torch.float64) / norm
+    norm = _norm(original)
+    error = _norm(decoded.sub_(original)) / norm
     usable = torch.isfinite(norm) & (norm > 0)
     return torch.where(usable, error.nan_to_num(nan=math.inf), 0.0)
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    """The L2 norm in double precision; a part at a time, since each part is copied into doubles."""
+    tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    if not tensor.is_contiguous():
+        return torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    parts = tensor.view(-1).split(max(SMALLEST_PART, -(-tensor.numel() // NUM_PARTS)))
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(p, dtype=torch.float64) for p in parts]))
 
 
 class Uncompressed:
