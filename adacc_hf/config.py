@@ -78,7 +78,8 @@ class AdaccConfig:
     block whose sampled gradient has a relative error above 0.5 is not compressed with loss any more."""
     guard_blocks: int = 1
     """Blocks per tracking step whose gradient is compared with an uncompressed backward, in turn; each costs two
-    forwards and backwards of one block. 0 compares none."""
+    forwards and backwards of one block. Under a budget in bytes only blocks whose input and gradient can be held within
+    it take turns. 0 compares none."""
     loss_spike: float = 2.0
     """A logged loss above this many times the median of the last 16, and outside their noise, is a spike. Compression
     is switched off for the kinds of block whose gradients it spoils then. Close to 1 every bad batch is one; 1e6 sees

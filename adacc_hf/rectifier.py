@@ -7,6 +7,7 @@ thread while training goes on.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,12 +20,15 @@ from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.policy import Action, Plan, Policy
 from adacc_hf.ranks import of_all_ranks
 from adacc_hf.repricing import with_errors, with_more_memory, with_outliers, without_lossy
-from adacc_hf.solver import solve_policy
+from adacc_hf.sampling import peaks_with_samples
+from adacc_hf.solver import Budget, solve_policy
 from adacc_hf.tracking import Findings, Key, MeasuringCodec, Observation, full_name, is_tracked
 
 if TYPE_CHECKING:
     from adacc_hf.executor import BlockPlans
     from adacc_hf.profile import Profile
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,12 +181,21 @@ class Rectifier:
             strategy.wrap_codec = None
 
     def _sampled(self, every_kind: bool) -> list[str]:
-        """Blocks whose gradients are compared: some in turn, or the first lossy one of every kind."""
+        """Blocks whose gradients are compared: some in turn, or the first lossy one of every kind.
+
+        In turn those for which the budget has room. After a suspicious loss the first ones, which take least, even so.
+        """
         names = self.lossy_blocks()
         if every_kind:
             kinds = {block.name: block.kind for block in self.profile.blocks}
             return list({kinds[name]: name for name in reversed(names)}.values())
+        budget = Budget.resolve(self.memory_budget, self.profile, self.config)
+        if budget.of_peak:
+            peaks = peaks_with_samples(self.profile, current_policy(self.profile, self.policy))
+            names = [name for name in names if peaks[name] <= budget.nbytes]
         num = min(self.config.guard_blocks, len(names))
+        if num < self.config.guard_blocks:
+            log.info("Adacc: gradients of %d blocks are compared, for more the budget has no room", num)
         return [names[(self.num_tracked * num + place) % len(names)] for place in range(num)]
 
     def _compare(self) -> tuple[dict[int, GradientError], frozenset[Key]]:
