@@ -21,10 +21,14 @@ class TrainInTheMidst(TrainerCallback):
 
 def test_two_callbacks_in_one_trainer_are_refused(make_trainer, lossless, traces):
     trainer = make_trainer([AdaccCallback(**lossless), AdaccCallback(**lossless)])
-    before = traces(trainer)["modules"]
+
+    def on_blocks():
+        return {name: found for name, found in traces(trainer)["modules"].items() if name.startswith("transformer.h")}
+
+    before = on_blocks()
     with pytest.raises(ValueError, match=r"2 callbacks of class AdaccCallback.*leave one of them"):
         trainer.train()
-    assert traces(trainer)["modules"] == before
+    assert on_blocks() == before
 
 
 def test_one_callback_given_twice_trains_as_if_given_once(train, lossless):
