@@ -43,7 +43,7 @@ def refuse_second_callback(callback: TrainerCallback, trainer: Trainer) -> None:
 def warn_of_short_run(state: TrainerState, profile_steps: int) -> None:
     """Say that no policy will be set, where a run ends before its profile or with it."""
     num_steps = state.max_steps - state.global_step
-    if num_steps <= profile_steps:
+    if state.max_steps > 0 and num_steps <= profile_steps:  # 0 is a state that no Trainer filled in
         log.warning(
             "Adacc: max_steps=%d leaves %d steps, all of them under full recomputation: the policy is set after "
             "profile_steps=%d; train for more steps, or give a policy",
