@@ -29,15 +29,13 @@ from adacc_hf.instruments import Instruments
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.lazy_logits import LossCall
 from adacc_hf.memory import MemoryMeter, count_static_bytes, forward_loss
-from adacc_hf.pricing import Prices, candidates, make_codec, relative_error, storable
+from adacc_hf.pricing import OUTLIER_SHARE, Prices, assumed_outliers, candidates, make_codec, relative_error, storable
 from adacc_hf.profile import CodecOption
 from adacc_hf.recorder import Drawing
 from adacc_hf.replay import obtainable, view
 from adacc_hf.roofline import moved_ms, operator_ms
 from adacc_hf.tape import Tape, TapeOperator, TensorRef, map_tensors
 
-OUTLIER_SHARE = 0.01
-"""Share of the channels that are taken to be outliers, unless told otherwise."""
 NUMBER_BYTES = 16
 """A Python number among a pointwise operator's arguments is a tensor while it runs, in 8 bytes, and cast to the others'
 dtype, in 8 at most."""
@@ -74,10 +72,9 @@ class FakeInstruments(Instruments):
         return obtainable(tape, good, tape.saved_values())
 
     def outliers(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
-        if not config.outliers:
-            return {}
         wanted = [value for value in tape.saved_values() if "outlier_int4" in candidates(tape, value, config)]
-        return {v: math.ceil(self.outlier_share * encode_view(tape, v).geometry[0][-1]) for v in wanted}
+        channels = {value: encode_view(tape, value).geometry[0][-1] for value in wanted}
+        return {value: assumed_outliers(number, config, self.outlier_share) for value, number in channels.items()}
 
     def price(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig, outliers: dict[int, int]) -> Prices:
         codecs = {value: self._codecs(tape, value, config, outliers.get(value, 0)) for value in storable(tape)}

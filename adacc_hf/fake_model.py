@@ -19,8 +19,9 @@ from adacc_hf.config import AdaccConfig
 from adacc_hf.devices import Device
 from adacc_hf.errors import AdaccError
 from adacc_hf.fake_device import fake_autocast, fake_tensors
-from adacc_hf.fake_instruments import OUTLIER_SHARE, FakeInstruments, FakeMemoryInstruments
+from adacc_hf.fake_instruments import FakeInstruments, FakeMemoryInstruments
 from adacc_hf.model_presets import fresh_model
+from adacc_hf.pricing import OUTLIER_SHARE
 from adacc_hf.profile import Profile
 from adacc_hf.profiler import profile_model
 from adacc_hf.static_memory import Sharding

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -22,7 +23,14 @@ from adacc_hf.timing import Bottleneck, Timing, bottleneck, time_of
 _ATTENTION = ("scaled_dot_product", "bmm", "baddbmm")
 _MATMUL = ("mm", "addmm", "linear")
 _NORM = ("layer_norm", "rms_norm", "batch_norm", "group_norm")
+_EXPONENTS = ("log_softmax", "logsumexp", "cos", "sin")
+"""Backward raises e to what these read or give, or takes its angle: an error there is no longer a relative one."""
 _ACTIVATION = ("gelu", "silu", "relu", "tanh", "sigmoid", "hardtanh", "leaky_relu", "elu", "mish", "pow")
+
+SUMMARY_RATIO = 8
+"""What has this many times fewer elements than what it is made of saves little, and each of them decides about many."""
+OUTLIER_SHARE = 0.01
+"""Share of the channels that are taken to be outliers where there is no data to count them in."""
 
 CODEC_OF_ROLE = {
     "linear": "outlier_int4",
@@ -186,12 +194,30 @@ def candidates(tape: Tape, value: int, config: AdaccConfig) -> list[str]:
         return []
     if role == "mask" and config.codecs is None:
         return ["bitmask"]
-    if "compress" not in config.actions:
+    if "compress" not in config.actions or _is_summary(tape, value) or _is_exponent(tape, value):
         return []
     if config.codecs is None:
         # With a bound on errors, what INT4 is too coarse for may still do with INT8.
         return list(dict.fromkeys([CODEC_OF_ROLE[role], *(["int8"] if config.max_error is not None else [])]))
     return [name for name in config.codecs if (name == "bitmask") == (role == "mask")]
+
+
+def _is_summary(tape: Tape, value: int) -> bool:
+    """Whether a value holds a few numbers for each row of another: a mean, a norm, the logarithms attention sums up."""
+    record = tape.values[value]
+    if record.ref.geometry[0][-1:] == (1,):
+        return True
+    if record.producer is None:
+        return False
+    reads = [math.prod(tape.values[read].ref.geometry[0]) for read in tape.operators[record.producer].inputs()]
+    return math.prod(record.ref.geometry[0]) * SUMMARY_RATIO <= max(reads, default=0)
+
+
+def _is_exponent(tape: Tape, value: int) -> bool:
+    """Whether backward takes an exponential or an angle of a value."""
+    producer = tape.values[value].producer
+    nearby = [*tape.consumers(value), *([] if producer is None else [producer])]
+    return any(tape.operators[index].target._opname.strip("_").startswith(_EXPONENTS) for index in nearby)
 
 
 def is_parameter_cast(tape: Tape, value: int) -> bool:
@@ -221,6 +247,11 @@ def make_codec(name: str, config: AdaccConfig, num_outliers: int) -> Codec:
     if name in ("asymmetric_int4", "int8"):
         return get_codec(name, group_size=config.group_size)
     return get_codec(name)
+
+
+def assumed_outliers(channels: int, config: AdaccConfig, share: float = OUTLIER_SHARE) -> int:
+    """Outliers among `channels` where there is no data to count them in."""
+    return math.ceil(share * channels) if config.outliers else 0
 
 
 def codec_options(

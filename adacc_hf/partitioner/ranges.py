@@ -1,7 +1,8 @@
 """Which values of a graph a lossy codec would spoil, as far as the graph shows: there is no data to look at yet.
 
 A mask's infinities, or the large numbers that stand for them, take up the whole scale of the group they are in, and
-what is added to them keeps them. Sums and norms have few elements, each of which decides about a whole row.
+what is added to them keeps them. Sums and norms have few elements, each of which decides about a whole row. And what
+an exponential reads is off by a factor where it is off by a term: logits, logarithms of probabilities, scores.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from adacc_hf.partitioner.functorch import hint, is_getitem
+from adacc_hf.partitioner.functorch import hint, is_getitem, op_types
 from adacc_hf.partitioner.joint_graph import JointGraph
 
 HUGE = 1e4
@@ -18,21 +19,49 @@ HUGE = 1e4
 aten = torch.ops.aten
 BOUNDED = {aten.exp, aten.sigmoid, aten.tanh, aten.erf, aten._softmax, aten.reciprocal, aten.cos, aten.sin}
 """Their results are of ordinary size whatever they read."""
+GROWING = {aten.exp, aten.exp2, aten.expm1, aten.cos, aten.sin, aten._softmax, aten._log_softmax, aten.logsumexp}
+"""Of these the error of what they read is no longer a relative one."""
 
 
 def spoiled_by_codecs(joint: JointGraph) -> frozenset[int]:
-    """Values that must be kept or remade, never compressed with loss: masks, what holds one, and statistics."""
+    """Values that must be kept or remade, never compressed with loss: masks, what holds one, statistics, exponents."""
     graph = joint.nodes[0].graph if joint.nodes else fx.Graph()
     huge: set[fx.Node] = set()
     ordinary: set[fx.Node] = set()
+    exponents = _exponents(graph)
     for node in graph.nodes:
         if _is_huge(node, huge):
             huge.add(node)
         if _is_float(node) and (node.op == "placeholder" or any(read in ordinary for read in node.all_input_nodes)):
             ordinary.add(node)
     return frozenset(
-        index for index, node in enumerate(joint.nodes) if node in huge or node not in ordinary or _is_statistic(node)
+        index
+        for index, node in enumerate(joint.nodes)
+        if node in huge or node in exponents or node not in ordinary or _is_statistic(node)
     )
+
+
+def _exponents(graph: fx.Graph) -> set[fx.Node]:
+    """What is read, element by element, by something that makes errors grow; across a product or a sum they average
+    out, and a bounded function keeps them small."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        for user in node.users:
+            packet = getattr(user.target, "overloadpacket", None)
+            passes_on = user in found and packet not in BOUNDED and _is_elementwise(node, user)
+            if packet in GROWING or passes_on:
+                found.add(node)
+    return found
+
+
+def _is_elementwise(read: fx.Node, user: fx.Node) -> bool:
+    """Whether a user is a view of what it reads, or makes an element or more of each element."""
+    if op_types().is_view(user):
+        return True
+    tensors = [node.meta.get("val") for node in (read, user)]
+    if not op_types().is_fusible(user) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        return False
+    return hint(tensors[0].numel()) <= hint(tensors[1].numel())
 
 
 def _is_huge(node: fx.Node, huge: set[fx.Node]) -> bool:

@@ -68,6 +68,32 @@ def test_casts_of_parameters_are_never_compressed_but_may_be_recomputed(gpt2_pro
     assert not any(value.role == "parameter" for value in gpt2_profiles[attention, False].kinds[0].activations)
 
 
+def test_what_sums_up_whole_rows_is_never_compressed(tiny_gpt2, token_batch):
+    """Fused attention's logarithms of sums go into an exponential, a norm's statistics into every element of a row."""
+    model = tiny_gpt2(resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0)
+    kind = profile_model(model, token_batch(), AdaccConfig(min_compress_bytes=0, codecs=("int8", "token_int4"))).kinds[
+        0
+    ]
+    attention = [value for value in kind.activations if "flash_attention" in value.name]
+    summaries = [value for value in kind.activations if value.shape[-1] == 1] + [min(attention, key=lambda v: v.nbytes)]
+    assert len(attention) == 2  # the context, and the logarithms
+    assert len(summaries) == 5  # a mean and a norm of two layers, and the logarithms
+    assert not any(value.codecs for value in summaries)
+    assert max(attention, key=lambda v: v.nbytes).codecs
+
+
+@pytest.mark.parametrize(
+    ("function", "kept"),
+    [(lambda x: x.log_softmax(-1), "log_softmax"), (torch.cos, "up:addmm")],
+    ids=["log_softmax", "cos"],
+)
+def test_what_backward_takes_an_exponential_or_an_angle_of_is_never_compressed(toy_model, toy_batch, function, kept):
+    model = toy_model(lambda block, hidden: hidden + function(block.up(hidden)) * block.down(hidden).sigmoid())
+    activations = profile_model(model, toy_batch(), CONFIG).kinds[0].activations
+    assert [value.codecs for value in activations if kept in value.name] == [()]
+    assert any("sigmoid" in value.name and value.codecs for value in activations)
+
+
 @pytest.mark.parametrize(
     ("config", "codecs"),
     [

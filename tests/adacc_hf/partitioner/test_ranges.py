@@ -31,8 +31,24 @@ class Masked(nn.Module):
         return weights @ hidden.tanh()
 
 
+class Classifier(nn.Module):
+    """A cross-entropy over what a linear layer gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.linear(x.tanh()), labels)
+
+
 @pytest.fixture
 def joint(fresh_dynamo: None) -> JointGraph:
+    torch.manual_seed(0)
+    return _joint_graph(Masked(), torch.randn(2, 8, 16, requires_grad=True), torch.ones(2, 1, 8, dtype=torch.int64))
+
+
+def _joint_graph(module: nn.Module, *inputs: torch.Tensor) -> JointGraph:
     found: list[JointGraph] = []
 
     def partition(module: Any, inputs: Any, **kwargs: Any) -> Any:
@@ -44,9 +60,7 @@ def joint(fresh_dynamo: None) -> JointGraph:
     keep = lambda module, _: make_boxed_func(module)  # noqa: E731
     decompositions = select_decomp_table()
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition, decompositions=decompositions)
-    torch.manual_seed(0)
-    x, attended = torch.randn(2, 8, 16, requires_grad=True), torch.ones(2, 1, 8, dtype=torch.int64)
-    torch.compile(Masked(), backend=backend)(x, attended).sum().backward()
+    torch.compile(module, backend=backend)(*inputs).sum().backward()
     return found[0]
 
 
@@ -68,6 +82,22 @@ def test_what_is_chosen_by_the_look_of_a_mask_is_not(joint: JointGraph) -> None:
 
 def test_statistics_of_norms_are_spoiled(joint: JointGraph) -> None:
     assert {"rsqrt"} <= _targets(joint, spoiled_by_codecs(joint))
+
+
+def test_scores_are_spoiled_before_softmax_and_not_after(joint: JointGraph) -> None:
+    spoiled = spoiled_by_codecs(joint)
+    by_target = {str(node.target).removeprefix("aten.").split(".")[0]: i for i, node in enumerate(joint.nodes)}
+    scores = min(i for i, node in enumerate(joint.nodes) if "bmm" in str(node.target))
+    assert {scores, by_target["sub"]} <= spoiled
+    assert by_target["exp"] not in spoiled
+
+
+def test_logits_and_what_a_loss_takes_the_exponential_of_are_spoiled(fresh_dynamo: None) -> None:
+    """An INT4 logarithm of a probability is off by 1 or more where most are -20: the gradient by a factor."""
+    joint = _joint_graph(Classifier(), torch.randn(64, 16, requires_grad=True), torch.zeros(64, dtype=torch.int64))
+    spoiled = spoiled_by_codecs(joint)
+    assert {"addmm", "sub"} <= _targets(joint, spoiled)
+    assert "tanh" in _targets(joint, set(range(len(joint.nodes))) - spoiled)
 
 
 def test_activations_and_attention_weights_are_not(joint: JointGraph) -> None:
