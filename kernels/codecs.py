@@ -76,8 +76,8 @@ class Codec:
     def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """What `encode` keeps of a contiguous tensor, by plain torch operators that may stand in a compiled graph.
 
-        Static control flow and no in-place operator; bit-equal to `encode`. Raises NotImplementedError for a codec, or
-        options, that need state outside the payload.
+        Static control flow and no in-place operator; bit-equal to `encode` right after `fit`. Raises
+        NotImplementedError for a codec that needs other state than `fit` finds in the tensor.
         """
         raise NotImplementedError(f"codec {self!r} cannot stand in a compiled graph")
 

@@ -72,7 +72,7 @@ def encode_ref(
     raw: tuple[Tensor, ...] = ()
     if indices is not None:
         raw = (x_RC.index_select(1, indices), indices.clone())
-        x_RC = x_RC.index_fill(1, indices.long(), 0)
+        x_RC = torch.where(_is_at(indices, x_RC.shape[1]).any(0), 0, x_RC)
     groups = _symmetric.even_groups(x_RC.numel(), group_size)
     x_AG = _symmetric.pad_to(x_RC.reshape(-1), groups * group_size).view(groups, group_size)
     return *_symmetric.encode_ref(x_AG, BITS, factor, rounding, seed), *raw
@@ -85,7 +85,17 @@ def decode_ref(
     rows, columns = shape
     x_AG = _symmetric.decode_ref(codes, peaks, BITS, factor, dtype)
     x_RC = x_AG.view(-1)[: rows * columns].view(rows, columns)
-    return x_RC.index_copy(1, raw[1].long(), raw[0]) if raw else x_RC
+    if not raw:
+        return x_RC
+    raw_RK, indices = raw
+    is_at_KC = _is_at(indices, columns)
+    return torch.where(is_at_KC.any(0), raw_RK.index_select(1, is_at_KC.int().argmax(0)), x_RC)
+
+
+def _is_at(indices: Tensor, columns: int) -> Tensor:
+    """bool [K, C]: whether the k-th index is this column. Reading by a mask fuses with its neighbours in a compiled
+    graph; writing at indices does not."""
+    return indices[:, None] == torch.arange(columns, device=indices.device)
 
 
 @register
@@ -174,20 +184,16 @@ class OutlierInt4(Codec):
         return restore(fill, payload, keep_rows=True)
 
     def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        self._refuse_outliers()
+        """As `encode` right after `fit`: a graph keeps no state, so it chooses its outliers from every tensor anew."""
         x_RC = tensor.reshape(rows_and_columns(tuple(tensor.shape)))
-        return encode_ref(x_RC, None, self.group_size, self._factor, self.rounding, self.seed)
+        indices = None
+        if self.num_outliers:
+            sums_C = x_RC.abs().sum(0, dtype=torch.float32)
+            indices = sums_C.topk(self.num_outliers).indices.sort().values.int()
+        return encode_ref(x_RC, indices, self.group_size, self._factor, self.rounding, self.seed)
 
     def decode_traceable(self, tensors: tuple[Tensor, ...], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        self._refuse_outliers()
         return decode_ref(rows_and_columns(size), dtype, self._factor, *tensors).reshape(size)
-
-    def _refuse_outliers(self) -> None:
-        """Which channels are raw is state that changes while training goes on, and a compiled graph is fixed."""
-        if self.num_outliers:
-            raise NotImplementedError(
-                f"codec {self.name!r} with num_outliers={self.num_outliers} cannot stand in a compiled graph: use 0"
-            )
 
     def _fitted(self, tensor: Tensor) -> Outliers | None:
         """The raw channels, chosen from `tensor` if never chosen before; None if there are to be none."""

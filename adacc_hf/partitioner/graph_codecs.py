@@ -15,7 +15,7 @@ from adacc_hf.partitioner.functorch import op_types
 from adacc_hf.partitioner.fused_cost import device_speed
 from adacc_hf.partitioner.joint_graph import JointGraph, nbytes_of
 from adacc_hf.partitioner.rewrite import memory_order
-from adacc_hf.pricing import CODEC_OF_ROLE, make_codec, relative_error
+from adacc_hf.pricing import CODEC_OF_ROLE, assumed_outliers, make_codec, relative_error
 from adacc_hf.profile import CodecOption
 
 ENCODE_PASSES = 8
@@ -38,7 +38,9 @@ def codec_options(joint: JointGraph, value: int, config: AdaccConfig, spoiled: S
     record = joint.kind.values[value]
     if record.nbytes < config.min_compress_bytes or record.role == "parameter":
         return ()
-    codecs = [make_codec(name, config, 0) for name in _names(joint, value, config)]
+    # Outliers are separated along a dimension that is the same in every call.
+    num_outliers = assumed_outliers(size[-1], config) if size and isinstance(size[-1], int) else 0
+    codecs = [make_codec(name, config, num_outliers) for name in _names(joint, value, config)]
     codecs = [codec for codec in codecs if codec.lossless or value not in spoiled]
     return tuple(_option(codec, node, size) for codec in codecs if codec.supports(size, tensor.dtype))
 
@@ -89,13 +91,15 @@ def _option(codec: Codec, node: fx.Node, size: tuple[int, ...]) -> CodecOption:
     # The same for every size: without it, many small tensors would be coded for hardly any gain. Bits pack in few
     # operators.
     fixed_ms = 0.0 if codec.lossless else CALLS_MS + COMPILE_MS / NUM_STEPS
+    # Which channels are outliers is known once all rows are summed up: the value is read for it, and then anew.
+    reread_ms = 2 * speed.moving_ms(nbytes) if codec.options.get("num_outliers") else 0.0
     # A product reads its operands from memory: what is decoded for it is written first.
     is_written = any(not op_types().is_fusible(user) for user in _readers(node))
     return CodecOption(
         codec=codec.name,
         options=tuple(sorted(codec.options.items())),
         nbytes=payload_bytes,
-        encode_ms=speed.moving_ms(payload_bytes) + arithmetic_ms + fixed_ms,
+        encode_ms=speed.moving_ms(payload_bytes) + arithmetic_ms + fixed_ms + reread_ms,
         decode_ms=speed.moving_ms(payload_bytes + (nbytes if is_written else 0)) + arithmetic_ms / 4,
         error=0.0 if codec.lossless else _typical_error(codec.name, codec.options["group_size"]),
         lossless=codec.lossless,

@@ -12,9 +12,20 @@ SIZE = (4, 6, 32)
 STRIDES = {"contiguous": (0, 1, 2), "permuted": (1, 0, 2), "transposed": (0, 2, 1)}
 
 
-@pytest.mark.parametrize("codec", ["outlier_int4", "channel_int4", "asymmetric_int4", "token_int4", "int8"])
+CODECS = {
+    "outlier_int4": {},
+    "outlier_int4-raw": {"num_outliers": 3},
+    "channel_int4": {},
+    "asymmetric_int4": {},
+    "token_int4": {},
+    "int8": {},
+}
+
+
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("order", STRIDES.values(), ids=STRIDES)
 def test_backward_gets_what_the_eager_codec_gives(codec: str, order: tuple[int, ...]) -> None:
+    name, options = codec.partition("-")[0], CODECS[codec]
     with FakeTensorMode():
         x = torch.empty(SIZE).permute(order)
         # Forward returns a result and saves a value; backward takes the value and a gradient.
@@ -24,12 +35,12 @@ def test_backward_gets_what_the_eager_codec_gives(codec: str, order: tuple[int, 
     saved = forward.graph.find_nodes(op="output")[0].args[0][1]
     placeholder = backward.graph.find_nodes(op="placeholder")[0]
     placeholder.name = saved.name
-    compress_saved(forward, backward, {saved.name: get_codec(codec)}, 1)
+    compress_saved(forward, backward, {saved.name: get_codec(name, **options)}, 1)
 
     value = torch.randn(SIZE, generator=torch.Generator().manual_seed(0)).permute(order)
     _, *payload = forward(value)
     (restored,) = backward(*payload, torch.ones(()))
-    eager = get_codec(codec)
+    eager = get_codec(name, **options)
     expected = value.sin().permute(memory_order(value))
     decoded = eager.decode(eager.encode(expected))
     assert sum(t.nbytes for t in payload) == eager.predicted_bytes(tuple(expected.shape), torch.float32)
