@@ -79,7 +79,7 @@ def least_bound(profile: Profile, frontiers: Sequence[Sequence[Column]]) -> int:
         bounds.append(profile.forward_base_bytes + held + max((e.extra_bytes for e in kind.forward), default=0))
         if kind.backward:
             unread = profile.unread_bytes(index, frozenset())
-            bounds.append(block.backward_base_bytes - unread + stored + _handed_bytes(kind))
+            bounds.append(block.backward_base_bytes - unread + stored + handed_bytes(kind))
         least = frontiers[block.kind][-1].nbytes
         stored += least
         held += max(0, least - sum(value.nbytes for value in kind.activations if value.cached))
@@ -87,7 +87,7 @@ def least_bound(profile: Profile, frontiers: Sequence[Sequence[Column]]) -> int:
     return max([*bounds, outside + held, loss + stored])
 
 
-def _handed_bytes(kind: KindProfile) -> int:
+def handed_bytes(kind: KindProfile) -> int:
     """Most that is live in a block's backward whatever its plan: what autograd holds at once, and the rest's own."""
     slots: dict[int, int] = {}
     most = 0

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from adacc_hf.budget import Budget, infeasible_peak, infeasible_stored
-from adacc_hf.floor import descent, least_bound
+from adacc_hf.floor import descent, handed_bytes, least_bound
 from adacc_hf.frontier import chain, frontiers, least_ms
 from adacc_hf.greedy import greedy_policies
 from adacc_hf.milp import Column, KindModel, build_model, retain_all
@@ -147,7 +147,24 @@ class PolicySearch:
         """What no policy within the budget can beat, to `frontier.TOLERANCE`; infinity if none can fit."""
         if self._proven_ms is not None:
             return self._proven_ms
-        return self._least_ms(self._limit_bytes(budget))
+        in_head = self._least_ms(self._limit_bytes(budget))
+        return max(in_head, self._backward_ms(budget.nbytes)) if budget.of_peak else in_head
+
+    def _backward_ms(self, nbytes: int) -> float:
+        """What no policy can beat for what blocks may store before another whose backward runs; the most of all."""
+        before = [0] * len(self.models)
+        most_ms = 0.0
+        for index, block in enumerate(self.profile.blocks):
+            if self.profile.kind_of(block).backward:
+                base = block.backward_base_bytes - self.profile.unread_bytes(index, frozenset())
+                limit = nbytes - base - self._handed_bytes[block.kind]
+                most_ms = max(most_ms, least_ms(before, self.kinds.frontiers, limit))
+            before[block.kind] += 1
+        return most_ms + self.profile.head_overhead_ms
+
+    @cached_property
+    def _handed_bytes(self) -> list[int]:
+        return [handed_bytes(kind) for kind in self.profile.kinds]
 
     def _least_ms(self, limit_bytes: int) -> float:
         """What no policy can beat whose blocks store at most `limit_bytes`."""

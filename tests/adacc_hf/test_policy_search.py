@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from adacc_hf.budget import Budget
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError
+from adacc_hf.floor import least_bound
 from adacc_hf.policy import Policy
 from adacc_hf.policy_search import Kinds, PolicySearch
 
@@ -55,3 +57,13 @@ def test_what_is_slower_than_a_rival_takes_no_program(gpt2_like_profile):
     assert bound_ms < search.rank(found)[0]
     search.within(budget, bound_ms)
     assert kinds.log.num_solves == before
+
+
+def test_the_bound_knows_what_a_backward_has_no_room_for(gpt2_like_profile):
+    profile = gpt2_like_profile(num_blocks=3)
+    profile = replace(profile, outside_peak_bytes=profile.static_bytes, loss_peak_bytes=profile.static_bytes)
+    search = PolicySearch(profile, CONFIG, Kinds(profile, CONFIG))
+    least = least_bound(profile, search.kinds.frontiers)
+    bounds = [search.bound_ms(Budget(nbytes, nbytes, of_peak=True)) for nbytes in (least - 1, least, 2 * least)]
+    assert bounds[0] == math.inf
+    assert math.inf > bounds[1] > bounds[2]
