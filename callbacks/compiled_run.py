@@ -90,6 +90,7 @@ class CompiledRun:
         """Note what was compiled; settle the share by what was measured."""
         self._num_steps += 1
         self._meter.backward_is_over()
+        self._installed.look_at_code()
         for plan in self.policy.regions[self._num_noted :]:
             self._note(
                 step, "policy", region=plan.region, stored_bytes=plan.stored_bytes, plain_bytes=plan.plain_bytes,

@@ -4,9 +4,9 @@
 
 All through Inductor, on small models, each measurement in a process of its own. Over budgets on the peak of what a
 region holds, what forward hands to backward must be what was predicted, to the byte; else the run fails. Beside it:
-whether a smaller budget ever has a higher peak, how far peaks lie from what the backward graphs have live, and step
-times from plain torch.compile's with what the plan adds. Compilation starts with an empty cache, and is then repeated
-with a full one.
+whether a smaller budget ever has a higher peak, how far peaks lie from what the compiled code shows and from what the
+backward graphs have live, and step times from plain torch.compile's with what the plan adds. Compilation starts with an
+empty cache, and is then repeated with a full one.
 """
 
 from __future__ import annotations
@@ -125,25 +125,39 @@ def measure_budgets(family: str, shares: Sequence[float], clock: str, device: st
     for share in (1.0, *shares):
         partitioner.start_over(share)
         installed.compile_again()
-        trials.append({"share": share, **_figures(compiled, model, batch, clock, partitioner)})
+        trials.append({"share": share, **_figures(compiled, model, batch, clock, installed)})
     installed.remove()
     return {"plain": trials[0], "trials": trials[1:]}
 
 
-def _figures(compiled: Any, model: Any, batch: Batch, clock: str, partitioner: AdaccPartitioner) -> Figures:
-    for _ in range(2):  # the first one compiles
-        _step(compiled, model, batch)
+def _figures(compiled: Any, model: Any, batch: Batch, clock: str, installed: InstalledPartitioner) -> Figures:
+    _compile(compiled, model, batch, installed)
+    went_back = installed.keep_lowest()
+    if went_back:
+        _compile(compiled, model, batch, installed)
+    _step(compiled, model, batch)
     times = [_step_ms(compiled, model, batch, clock) for _ in range(ROUNDS)]
-    memory, policy = measure_step(compiled, batch), partitioner.policy
+    memory, policy = measure_step(compiled, batch), installed.partitioner.policy
     return {
+        "went_back": went_back,
         "predicted_bytes": policy.stored_bytes,
         "stored_bytes": memory.stored_bytes,
         "modelled_peak_bytes": policy.peak_bytes,
-        "predicted_peak_bytes": memory.static_bytes + policy.backward_bytes,
+        "graph_peak_bytes": memory.static_bytes + policy.backward_bytes,
+        "predicted_peak_bytes": None if policy.code_bytes is None else memory.static_bytes + policy.code_bytes,
         "peak_bytes": memory.peak_bytes,
         "overhead_ms": policy.overhead_ms,
         "step_ms": statistics.median(times),
     }
+
+
+def _compile(compiled: Any, model: Any, batch: Batch, installed: InstalledPartitioner) -> None:
+    """Run the step that compiles all, and look at the code it made."""
+    loss = forward_loss(compiled, batch)
+    installed.count_calls(loss)
+    backward(loss)
+    model.zero_grad(set_to_none=True)
+    installed.look_at_code()
 
 
 def measure_compilation(family: str, name: str, cache: str, device: str, seed: int, threads: int) -> Figures:
@@ -186,9 +200,9 @@ def is_good(point: Figures) -> bool:
     return point["status"] == Status.MEASURED.value and all(t["stored_bytes"] == t["predicted_bytes"] for t in trials)
 
 
-def peak_errors(point: Figures) -> list[float]:
-    """By how much of it each peak lies above what is there before a step and what the backward graphs have live."""
-    return [trial["peak_bytes"] / trial["predicted_peak_bytes"] - 1.0 for trial in point["trials"]]
+def peak_errors(point: Figures, predicted: str) -> list[float]:
+    """By how much of it each peak lies above what was `predicted`, where that is known."""
+    return [t["peak_bytes"] / t[predicted] - 1.0 for t in point["trials"] if t[predicted] is not None]
 
 
 def time_ratios(point: Figures) -> list[float]:
@@ -204,9 +218,11 @@ def report_text(ledger: Ledger) -> str:
     parts = []
     if budgets:
         parts += [
-            "Steps through Inductor; budgets fall from the first to the last. Predicted peaks are read off the "
-            "backward graphs, predicted times add to plain torch.compile's what the plans say:",
+            "Steps through Inductor; budgets fall from the first to the last. Where the code for a budget has a higher "
+            "peak than that for a larger one, the latter is kept. Peaks are predicted from the compiled code, or as "
+            "early as the backward graph is cut; predicted times add to plain torch.compile's what the plans say:",
             markdown_table([_budgets_row(key, point) for key, point in budgets.items()]),
+            *(table for key, point in budgets.items() for table in (f"Peaks of {key}:", _peaks_table(point))),
         ]
     if compilations:
         parts += [
@@ -218,7 +234,7 @@ def report_text(ledger: Ledger) -> str:
 
 
 def _budgets_row(key: str, point: Figures) -> dict[str, str]:
-    trials, errors, ratios = point["trials"], peak_errors(point), time_ratios(point)
+    trials, ratios = point["trials"], time_ratios(point)
     peaks = [trial["peak_bytes"] for trial in trials]
     steps = [trial["step_ms"] / point["plain"]["step_ms"] for trial in trials]
     return {
@@ -226,10 +242,33 @@ def _budgets_row(key: str, point: Figures) -> dict[str, str]:
         "budgets": str(len(trials)),
         "bytes as predicted": f"{sum(t['stored_bytes'] == t['predicted_bytes'] for t in trials)} of {len(trials)}",
         "higher peak at a smaller budget": str(sum(later > earlier for earlier, later in pairwise(peaks))),
-        "peak over predicted, %": f"{100 * min(errors):+.1f} to {100 * max(errors):+.1f}",
+        "kept a larger one's code": str(sum(trial["went_back"] for trial in trials)),
+        "peak over the code's, %": _range(peak_errors(point, "predicted_peak_bytes")),
+        "peak over the graph's, %": _range(peak_errors(point, "graph_peak_bytes")),
         "step over plain torch.compile's": f"{min(steps):.2f} to {max(steps):.2f}",
         "step over predicted": f"{min(ratios):.2f} to {max(ratios):.2f}",
     }
+
+
+def _range(errors: list[float]) -> str:
+    return f"{100 * min(errors):+.1f} to {100 * max(errors):+.1f}" if errors else "not known"
+
+
+def _peaks_table(point: Figures) -> str:
+    rows = [
+        {
+            "budget, of torch.compile's bytes": f"{trial['share']:.3f}",
+            "stored, MiB": f"{trial['stored_bytes'] / 2**20:.2f}",
+            "predicted peak, MiB": _mib(trial["predicted_peak_bytes"]),
+            "measured peak, MiB": _mib(trial["peak_bytes"]),
+        }
+        for trial in point["trials"]
+    ]
+    return markdown_table(rows)
+
+
+def _mib(nbytes: int | None) -> str:
+    return "not known" if nbytes is None else f"{nbytes / 2**20:.3f}"
 
 
 def _compilation_rows(points: dict[str, Figures]) -> list[dict[str, str]]:

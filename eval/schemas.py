@@ -199,12 +199,16 @@ PARTITION = record(
 )
 GRAPH_STEP = {
     **dict.fromkeys(("predicted_bytes", "stored_bytes"), COUNT),
-    **dict.fromkeys(("modelled_peak_bytes", "predicted_peak_bytes", "peak_bytes"), COUNT),
+    **dict.fromkeys(("modelled_peak_bytes", "peak_bytes"), COUNT),
+    "predicted_peak_bytes": nullable(COUNT),
     "overhead_ms": NUMBER,
     "step_ms": POSITIVE,
     "share": NUMBER,
 }
-GRAPH_BUDGETS = ended(record({"plain": record(GRAPH_STEP), "trials": array(record(GRAPH_STEP))}))
+CODE_LOOKED_AT = {"went_back": {"type": "boolean"}, "graph_peak_bytes": COUNT}
+"""Not in records of before compiled code was looked at: their predictions are the graphs'."""
+GRAPH_TRIAL = record(GRAPH_STEP, CODE_LOOKED_AT)
+GRAPH_BUDGETS = ended(record({"plain": GRAPH_TRIAL, "trials": array(GRAPH_TRIAL)}))
 COMPILATION = {"cpu_seconds": POSITIVE, "graphs_from_cache": COUNT, "joint_graphs_from_cache": COUNT}
 COMPILATIONS = ended(record({**COMPILATION, "again": ended(record(COMPILATION))}))
 NEW_LENGTH = record(

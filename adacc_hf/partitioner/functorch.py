@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -18,9 +17,9 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 __all__ = [
-    "NodeInfo", "classify", "compile_number", "extract", "graph_number", "graph_numbers", "held_inputs", "hint",
-    "is_getitem", "is_random", "min_cut_rematerialization_partition", "must_be_saved", "op_types", "plain_saved",
-    "prepare", "size_node",
+    "NodeInfo", "classify", "code_of", "compile_number", "extract", "graph_calls", "graph_number", "held_inputs",
+    "hint", "is_getitem", "is_random", "min_cut_rematerialization_partition", "must_be_saved", "op_types",
+    "plain_saved", "prepare", "size_node",
 ]  # fmt: skip
 
 op_types = cache(partitioners.get_default_op_list)
@@ -39,25 +38,39 @@ def compile_number() -> tuple[str, str]:
 
 
 def graph_number() -> int | None:
-    """The number of the joint graph that AOTAutograd is partitioning, by which `graph_numbers` knows its calls."""
+    """The number of the joint graph that AOTAutograd is partitioning, by which `graph_calls` knows its calls."""
     tracing = torch._guards.TracingContext.try_get()
     names = None if tracing is None else tracing.aot_graph_name
     return int(names[0].partition("_")[0]) if names else None
 
 
-def graph_numbers(result: torch.Tensor) -> Counter[int]:
-    """How often each compiled graph was called on the way to `result`: each call is one node for autograd."""
-    pending, seen, found = [result.grad_fn], set(), Counter[int]()
+def graph_calls(result: torch.Tensor) -> list[tuple[int, type]]:
+    """The number of each compiled graph that was called on the way to `result`, once for each call, and its function.
+
+    Each call is one node for autograd.
+    """
+    pending, seen, found = [result.grad_fn], set(), []
     while pending:
         node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        number = getattr(getattr(node, "_forward_cls", None), "_aot_id", None)
+        function = getattr(node, "_forward_cls", None)
+        number = getattr(function, "_aot_id", None)
         if number is not None:
-            found[number] += 1
+            found.append((number, function))
         pending += [before for before, _ in node.next_functions]
     return found
+
+
+def code_of(function: type | None, name: Literal["compiled_fw", "compiled_bw"]) -> Callable[..., Any] | None:
+    """The code that Inductor made of a graph's forward or backward; None if another backend made it, or nobody yet."""
+    compiled = getattr(function, name, None)
+    while hasattr(compiled, "__wrapped__"):  # 2.11 puts forward into functions of AOTAutograd
+        compiled = compiled.__wrapped__
+    runner = getattr(compiled, "compiled_fn_runner", None)
+    # With partitions, it is they that allocate.
+    return None if runner is None or getattr(runner, "partitions", None) else runner.call
 
 
 def size_node(graph: fx.Graph, size: torch.SymInt) -> fx.Node:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.kernels.codecs import Codec, get_codec
-from adacc_hf.partitioner import functorch
+from adacc_hf.partitioner import dry_run, functorch
+from adacc_hf.partitioner.dry_run import GraphInput, graph_inputs
 from adacc_hf.partitioner.fused_cost import OperatorTimes, keep_ms
 from adacc_hf.partitioner.graph_codecs import codec_options
 from adacc_hf.partitioner.graph_tensors import graph_tensors
@@ -65,28 +67,40 @@ class AdaccPartitioner(CustomPartitionerFn):
         self._of_peak = not isinstance(self.config.memory_budget, float)
         self._store = store
         self._known = {plan.digest: plan for plan in self._given.regions}
-        self._graphs: list[int | None] = []
-        """For each plan of `policy` the number of its graph."""
+        self._graphs: list[_Graph] = []
+        """For each plan of `policy` its graph."""
         self._num_split: Counter[str] = Counter()
         """For each compilation the graphs that its function was split into so far."""
         self._times = OperatorTimes()
 
-    def start_over(self, share: float | None) -> None:
+    def start_over(self, share: float | None, plans: Sequence[RegionPlan] = ()) -> None:
         """Forget all regions; those that are compiled from now on get `share` of their bytes, None: the least possible.
 
-        For what is compiled already, see `torch._dynamo.reset`.
+        A region that `plans` has one for, made for that share before, follows it. For what is compiled already, see
+        `torch._dynamo.reset`.
         """
         self.policy = self._given = CompiledPolicy(share=share)
-        self._known = {}
+        self._known = {plan.digest: plan for plan in plans}
         self._graphs.clear()
         self._num_split.clear()
 
     def count_calls(self, loss: Tensor) -> None:
         """Note how often the forward that made `loss` called each region."""
-        calls = functorch.graph_numbers(loss)
-        plans = zip(self.policy.regions, self._graphs, strict=True)
-        counted = tuple(replace(plan, calls=0 if graph is None else calls[graph]) for plan, graph in plans)
-        self.policy = replace(self.policy, regions=counted)
+        calls = functorch.graph_calls(loss)
+        counts = Counter(number for number, _ in calls)
+        functions = dict(calls)
+        for graph in self._graphs:
+            if graph.number in functions:
+                graph.function = weakref.ref(functions[graph.number])
+        self._update(lambda plan, graph: replace(plan, calls=0 if graph.number is None else counts[graph.number]))
+
+    def look_at_code(self) -> None:
+        """Note what the code of each region has live, once calls were counted and backward has run."""
+        self._update(lambda plan, graph: replace(plan, code_bytes=plan.code_bytes or graph.code_bytes()))
+
+    def _update(self, change: Callable[[RegionPlan, _Graph], RegionPlan]) -> None:
+        regions = tuple(map(change, self.policy.regions, self._graphs))
+        self.policy = replace(self.policy, regions=regions)
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -112,7 +126,7 @@ class AdaccPartitioner(CustomPartitionerFn):
             if self._store is not None:
                 self._store.save(self.uuid(), plan)
         else:
-            plan = replace(known, region=plan.region, calls=None)
+            plan = replace(known, region=plan.region, calls=None, code_bytes=None)
         if plan.reason:
             return self._plainly(gm, joint_inputs, kwargs, plan, elsewhere)
         stored = plan_for(joint, plan)
@@ -120,7 +134,7 @@ class AdaccPartitioner(CustomPartitionerFn):
         forward, backward = functorch.extract(gm, info, [*held, *saved], num_outputs)
         compress_saved(forward, backward, _codecs(joint, stored), num_outputs)
         keep_products_apart(backward)
-        self._note(replace(plan, backward_bytes=most_live_bytes(backward.graph, elsewhere)))
+        self._note_graphs(plan, forward.graph, backward.graph, elsewhere)
         return forward, backward
 
     def uuid(self) -> str:
@@ -164,7 +178,7 @@ class AdaccPartitioner(CustomPartitionerFn):
         self, gm: Any, joint_inputs: Any, kwargs: dict[str, Any], plan: RegionPlan, elsewhere: Set[str]
     ) -> Any:
         forward, backward = functorch.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        self._note(replace(plan, backward_bytes=most_live_bytes(backward.graph, elsewhere)))
+        self._note_graphs(plan, forward.graph, backward.graph, elsewhere)
         return forward, backward
 
     def _region(self) -> str:
@@ -174,8 +188,14 @@ class AdaccPartitioner(CustomPartitionerFn):
         self._num_split[compilation] += 1
         return f"{function}.{number}" if number else function
 
+    def _note_graphs(self, plan: RegionPlan, forward: fx.Graph, backward: fx.Graph, elsewhere: Set[str]) -> None:
+        self._note(replace(plan, backward_bytes=most_live_bytes(backward, elsewhere)))
+        given = {node.name for node in backward.find_nodes(op="placeholder")}
+        self._graphs[-1].forward = graph_inputs(forward, set())
+        self._graphs[-1].backward = graph_inputs(backward, given - elsewhere)
+
     def _note(self, plan: RegionPlan) -> None:
-        self._graphs.append(functorch.graph_number())
+        self._graphs.append(_Graph(functorch.graph_number()))
         self.policy = replace(self.policy, regions=(*self.policy.regions, plan))
         log.info("Adacc: %s", plan.summary())
 
@@ -222,6 +242,26 @@ class AdaccPartitioner(CustomPartitionerFn):
             format_bytes(choice.nbytes),
         )
         return choice
+
+
+@dataclass
+class _Graph:
+    """What is known of a region's graph beside its plan."""
+
+    number: int | None
+    """Torch's for it, if it has one."""
+    forward: tuple[GraphInput, ...] = ()
+    backward: tuple[GraphInput, ...] = ()
+    """What forward and backward are given."""
+    function: weakref.ref[type] | None = None
+    """The function that autograd knows it by, once it was called; it holds the code, which may go at any time."""
+
+    def code_bytes(self) -> tuple[int, int] | None:
+        """Most that the code of forward and of backward has live; None where it cannot be known, or not yet."""
+        function = None if self.function is None else self.function()
+        forward = dry_run.most_live_bytes(functorch.code_of(function, "compiled_fw"), self.forward)
+        backward = dry_run.most_live_bytes(functorch.code_of(function, "compiled_bw"), self.backward)
+        return None if forward is None or backward is None else (forward, backward)
 
 
 def _nothing_yet(config: AdaccConfig) -> CompiledPolicy:

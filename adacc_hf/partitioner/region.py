@@ -41,6 +41,9 @@ class RegionPlan:
     """Most that is live of it in backward while a part of it is remade: what is stored up to there, and that part."""
     backward_bytes: int = 0
     """Most that its backward has live in all, temporaries and gradients with it, as `live_bytes` reads the graph."""
+    code_bytes: tuple[int, int] | None = None
+    """The same of its forward, what it is given not counted, and of its backward, as `dry_run` finds in the compiled
+    code; None until that was looked at, or where it cannot be."""
     overhead_ms: float = 0.0
     """What replay, storing and codecs take beyond those of torch's own partition, as priced; below 0 where they take
     less."""
@@ -70,7 +73,9 @@ class RegionPlan:
     def from_json(cls, record: dict[str, Any]) -> RegionPlan:
         stored = tuple((name, Choice.from_json(choice)) for name, choice in record["stored"].items())
         tensors = tuple(GraphTensor.from_json(tensor) for tensor in record["tensors"])
-        return cls(**{**record, "stored": stored, "tensors": tensors})
+        code_bytes = record.get("code_bytes")  # not in files of earlier versions
+        code_bytes = None if code_bytes is None else tuple(code_bytes)
+        return cls(**{**record, "stored": stored, "tensors": tensors, "code_bytes": code_bytes})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +122,13 @@ class CompiledPolicy:
     def backward_bytes(self) -> int:
         """As `peak_bytes`, with temporaries and the region's own gradients."""
         return self._most([plan.backward_bytes for plan in self.in_force])
+
+    @property
+    def code_bytes(self) -> int | None:
+        """Most that a step has live beside what is there before it, by the code of all regions; None where one is not
+        known."""
+        found = [plan.code_bytes for plan in self.in_force]
+        return None if None in found or not found else self._most([max(both) for both in found])
 
     def _most(self, live_bytes: Sequence[int]) -> int:
         """The most of what is live in each region's backward, beside what those before it store."""

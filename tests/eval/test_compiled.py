@@ -21,6 +21,8 @@ def _step(share: float) -> dict[str, Any]:
         "predicted_bytes": nbytes,
         "stored_bytes": nbytes,
         "modelled_peak_bytes": nbytes,
+        "went_back": False,
+        "graph_peak_bytes": REST + nbytes,
         "predicted_peak_bytes": REST + nbytes,
         "peak_bytes": REST + nbytes,
         "overhead_ms": 10.0 * (1 - share),
@@ -62,7 +64,9 @@ def test_what_is_as_predicted_passes(tmp_path: Path) -> None:
     status, record, table = _run(tmp_path, Process())
     check_record(record)
     assert status == 0
-    assert _cells(table, "gpt2") == ["gpt2", "6", "6 of 6", "0", "+0.0 to +0.0", "1.00 to 1.08", "1.00 to 1.00"]
+    zero = "+0.0 to +0.0"
+    assert _cells(table, "gpt2") == ["gpt2", "6", "6 of 6", "0", "0", zero, zero, "1.00 to 1.08", "1.00 to 1.00"]
+    assert "Peaks of gpt2, budgets:" in table
     assert _cells(table, "t5")[1] == "2"
     assert _cells(table, "Adacc at 40 %") == ["Adacc at 40 %", "48.0", "1.20", "1.0", "2", "0"]
     assert (tmp_path / "compiled.svg").read_text().count(">llama<") == 1
@@ -77,6 +81,15 @@ def test_other_bytes_than_predicted_fail(tmp_path: Path) -> None:
 def test_a_rising_peak_is_counted(tmp_path: Path) -> None:
     _, _, table = _run(tmp_path, Process(peak_bytes=5000))
     assert _cells(table, "gpt2")[3] == "1"
+
+
+def test_peaks_that_no_code_shows_are_not_made_up(tmp_path: Path) -> None:
+    record = _run(tmp_path, Process())[1]
+    point = record["train_info"]["points"]["gpt2, budgets"]
+    point["trials"] = [{**trial, "predicted_peak_bytes": None} for trial in point["trials"]]
+    assert compiled.peak_errors(point, "predicted_peak_bytes") == []
+    assert compiled._budgets_row("gpt2, budgets", point)["peak over the code's, %"] == "not known"
+    assert compiled._peaks_table(point).count("not known") == 6
 
 
 def test_shares_fall_at_even_distances() -> None:
