@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
     """Measure, print the tables, save record and plot. Returns 1 if bytes were not as predicted."""
     parser = argparse.ArgumentParser(prog="adacc eval compiled", description=__doc__.partition("\n")[0])
     parser.add_argument("--families", nargs="+", choices=tuple(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--budgets", type=positive_int, default=20, help="for the first family; the others get a third")
-    parser.add_argument("--timeout", type=positive_int, default=1800, help="seconds that one measurement may take")
+    parser.add_argument("--budgets", type=positive_int, default=20, help="for each family")
+    parser.add_argument("--timeout", type=positive_int, default=3600, help="seconds that one measurement may take")
     add_clock(parser)
     add_resume(parser)
     add_settings(parser, "compiled")
@@ -90,8 +90,12 @@ def measure(ledger: Ledger, timeout_s: float, run: Run) -> None:
     settings = ledger.settings
     shared = {"device": settings.device, "seed": settings.seed, "threads": settings.threads}
     for family in tqdm(families, desc="compiled", unit="model"):
-        count = ledger.run_info["budgets"] if family == families[0] else max(2, ledger.run_info["budgets"] // 3)
-        order = {"family": family, "shares": shares(count), "clock": ledger.run_info["clock"], **shared}
+        order = {
+            "family": family,
+            "shares": shares(ledger.run_info["budgets"]),
+            "clock": ledger.run_info["clock"],
+            **shared,
+        }
         ledger.measure(f"{family}, budgets", lambda order=order: run(measure_budgets, order, timeout_s))
     for name in tqdm(COMPILED, desc="compilation", unit="compilation"):
         order = {"family": families[0], "name": name, **shared}

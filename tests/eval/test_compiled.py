@@ -67,7 +67,7 @@ def test_what_is_as_predicted_passes(tmp_path: Path) -> None:
     zero = "+0.0 to +0.0"
     assert _cells(table, "gpt2") == ["gpt2", "6", "6 of 6", "0", "0", zero, zero, "1.00 to 1.08", "1.00 to 1.00"]
     assert "Peaks of gpt2, budgets:" in table
-    assert _cells(table, "t5")[1] == "2"
+    assert _cells(table, "t5")[1] == "6"
     assert _cells(table, "Adacc at 40 %") == ["Adacc at 40 %", "48.0", "1.20", "1.0", "2", "0"]
     assert (tmp_path / "compiled.svg").read_text().count(">llama<") == 1
 
