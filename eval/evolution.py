@@ -65,11 +65,13 @@ def report_text(ledger: Ledger) -> str:
     info = ledger.run_info
     workload = Workload(**info["workload"])
     heading = f"{workload}, {info['steps']} steps"
-    table = markdown_table([_cells(name, _outcome(point)) for name, point in ledger.points.items()])
+    outcomes = {name: _outcome(point) for name, point in ledger.points.items()}
+    table = markdown_table([_cells(name, outcome) for name, outcome in outcomes.items()])
+    shares = [outcome.frozen_overhead_ms / outcome.frozen_step_ms.median for outcome in outcomes.values()]
     budgets = ", ".join(f"{_scenario(name, info['budget']).budget:.1%} ({name})" for name in info["cases"])
     return (
         f"{heading}\n\n{table}\n\nBudgets, of what plain training stores: {budgets}. Evolution can gain no "
-        f"more than the overhead of the first policy: hardly anything where that is a few percent of a step.\n\n"
+        f"more than the overhead of the first policy, here {min(shares):.1%} to {max(shares):.1%} of a step.\n\n"
         f"The paper's Figure 7: {ledger.summary['paper']}.\n"
     )
 
