@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None, workload: Workload = WORKLOAD) -> in
     """Measure every case, print the table, save record, table and plots."""
     parser = argparse.ArgumentParser(prog="adacc eval evolution", description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=positive_int, default=136, help="training steps of every case")
-    parser.add_argument("--rounds", type=positive_int, default=31, help="timed rounds of the first and last policies")
+    parser.add_argument(
+        "--rounds", type=positive_int, default=31, help="least timed rounds of the first and last policies"
+    )
     parser.add_argument("--batches", type=positive_int, nargs="+", default=list(BATCHES), help="batch sizes")
     parser.add_argument("--cases", choices=tuple(SCENARIOS), nargs="+", default=list(SCENARIOS), help="what to train")
     parser.add_argument("--budget", type=float, help="fraction of what plain stores (default: each case's own)")

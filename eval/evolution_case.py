@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +19,18 @@ from adacc_hf.memory import measure_step
 from adacc_hf.tracking import is_tracking_step
 
 CHANGE_ROUNDS = 11
-"""Rounds in which the policies before and after a change are timed: a step varies by some percent, the median
-difference of 11 rounds by a third of that."""
+"""Rounds in which the policies before and after a change are timed at a time, as often as it takes to know the median
+difference to within STEP_NOISE."""
+
+MOST_ROUNDS = 110
+"""Rounds after which a change counts as measured on a machine too noisy for STEP_NOISE."""
+
+STEP_NOISE = 0.01
+"""Standard error of a change's measured step time, as a part of it: a fifth of what predictions may be off by. Of 11
+rounds it is 1 to 4 percent on two shared cores."""
+
+GAIN_NOISE = 0.005
+"""Standard error of the gain: gains are of one or two percent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,12 +103,12 @@ class Case:
                 self._plant(step)
                 evolving.step(step)
             plans = {"frozen": handle.prepare(first, handle.plans), "evolving": handle.plans}
-            times = self.timed(handle, plans, rounds)
+            times = self._timed_until_known(handle, plans, rounds)
         last = evolving.rectifier.policy
         return Outcome(
             frozen_step_ms=Spread.of(times["frozen"]),
             evolving_step_ms=Spread.of(times["evolving"]),
-            gain=statistics.median(f / e for f, e in zip(times["frozen"], times["evolving"], strict=True)),
+            gain=statistics.median(_ratios(times)),
             frozen_overhead_ms=first.predicted_overhead_ms,
             evolving_overhead_ms=last.predicted_overhead_ms,
             frozen_stored_bytes=first.predicted_stored_bytes,
@@ -119,6 +129,16 @@ class Case:
     def _plant(self, step: int) -> None:
         if step in self._planted:
             plant(self.model, self._planted[step])
+
+    def _timed_until_known(
+        self, handle: PolicyHandle, plans: Mapping[str, BlockPlans], rounds: int
+    ) -> dict[str, list[float]]:
+        """`timed` as often as it takes to know the gain to within GAIN_NOISE."""
+        times = self.timed(handle, plans, rounds)
+        while median_error(_ratios(times)) > GAIN_NOISE and len(times["frozen"]) < MOST_ROUNDS:
+            for name, more in self.timed(handle, plans, rounds).items():
+                times[name] += more
+        return times
 
     def timed(self, handle: PolicyHandle, plans: Mapping[str, BlockPlans], rounds: int) -> dict[str, list[float]]:
         """Milliseconds of training steps under each of `plans`, taken in turn so that a busy machine disturbs all."""
@@ -168,9 +188,7 @@ class Evolving:
 
     def _measure(self, step: int, before: BlockPlans, found: Rectification) -> None:
         after = self._handle.plans
-        times = self.case.timed(self._handle, {"before": before, "after": after}, CHANGE_ROUNDS)
-        before_ms = statistics.median(times["before"])
-        longer = [new - old for old, new in zip(times["before"], times["after"], strict=True)]
+        before_ms, longer_ms = self._times(before, after)
         self._handle.follow(after)
         # Two, because a call that is recorded again takes memory of its own (rule R8), and never two in a row are.
         peaks = [
@@ -184,6 +202,32 @@ class Evolving:
                 predicted_peak_bytes=after.policy.predicted_peak_bytes,
                 measured_peak_bytes=min(peaks),
                 predicted_step_ms=before_ms + extra_ms,
-                measured_step_ms=before_ms + statistics.median(longer),
+                measured_step_ms=before_ms + longer_ms,
             )
         )
+
+    def _times(self, before: BlockPlans, after: BlockPlans) -> tuple[float, float]:
+        """Milliseconds of a step before the change, and how many more it takes after it."""
+        old: list[float] = []
+        longer: list[float] = []
+        while not old or (median_error(longer) > STEP_NOISE * statistics.median(old) and len(old) < MOST_ROUNDS):
+            times = self.case.timed(self._handle, {"before": before, "after": after}, CHANGE_ROUNDS)
+            old += times["before"]
+            longer += [new - was for was, new in zip(times["before"], times["after"], strict=True)]
+        return statistics.median(old), statistics.median(longer)
+
+
+def _ratios(times: Mapping[str, Sequence[float]]) -> list[float]:
+    """Frozen over evolving step time of each round."""
+    return [frozen / evolving for frozen, evolving in zip(times["frozen"], times["evolving"], strict=True)]
+
+
+def median_error(samples: Sequence[float]) -> float:
+    """The standard error of the median of `samples`, by their median distance from it: some are wild outliers.
+
+    For normal samples that distance is 0.6745 of the standard deviation, and a median varies 1.2533 times as much as
+    a mean.
+    """
+    middle = statistics.median(samples)
+    deviation = statistics.median(abs(sample - middle) for sample in samples) / 0.6745
+    return 1.2533 * deviation / len(samples) ** 0.5

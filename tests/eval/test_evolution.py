@@ -23,7 +23,8 @@ def test_outliers_come_and_go_and_the_policy_follows(
     pytest.importorskip("matplotlib")
     for module in (evolution_case, judging):  # not the solver, whose choice depends on the prices of the day
         monkeypatch.setattr(module, "solve_policy", lambda profile, *_, **__: Policy.uniform(profile, "compress"))
-    monkeypatch.setattr(evolution_case, "CHANGE_ROUNDS", 1)  # times are not looked at
+    for name in ("CHANGE_ROUNDS", "MOST_ROUNDS"):  # times are not looked at
+        monkeypatch.setattr(evolution_case, name, 1)
     output = tmp_path / "evolution.json"
     options = ["--steps", "20", "--rounds", "2", "--batches", "4", "--budget", "1.0", "--output", str(output)]
     assert evolution.main(options, TINY) == 0
