@@ -23,6 +23,12 @@ from adacc_hf.callbacks.checkpoint_files import (
 )
 from adacc_hf.callbacks.evolution import Evolution
 from adacc_hf.callbacks.last_batch import LastBatch
+from adacc_hf.callbacks.mistakes import (
+    refuse_data_parallel,
+    refuse_second_callback,
+    refuse_second_run,
+    warn_of_short_run,
+)
 from adacc_hf.callbacks.optimizer_watch import OptimizerWatch
 from adacc_hf.callbacks.policy_figures import metrics, predictions
 from adacc_hf.callbacks.step_retry import run_with_retry
@@ -120,8 +126,9 @@ class AdaccCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
+        refuse_second_run(self, self._guard)
         self.detach()
-        _refuse_data_parallel(args)
+        refuse_data_parallel(args)
         self.policy, self.profile, self.history = None, None, []
         self._num_steps = self._num_saved = 0
         self._optimizer, self._num_micro = OptimizerWatch(), args.gradient_accumulation_steps
@@ -130,6 +137,8 @@ class AdaccCallback(TrainerCallback):
             self._guard.wrap("training_step", self._training_step)
             self._guard.wrap("compute_loss", self._compute_loss)
         try:
+            if self._guard is not None:
+                refuse_second_callback(self, self._guard.trainer)
             self._begin(args, state, model)
         except BaseException:
             self.detach()
@@ -145,6 +154,7 @@ class AdaccCallback(TrainerCallback):
         if saved is not None:
             self._resume(args, state, model, saved)
             return
+        warn_of_short_run(state, self.config.profile_steps)
         self._waiting = Waiting(model, self.config)
         self._last_batch = LastBatch(model)
 
@@ -459,11 +469,3 @@ class AdaccCallback(TrainerCallback):
 
     def __repr__(self) -> str:
         return f"AdaccCallback({self.config!r})"
-
-
-def _refuse_data_parallel(args: TrainingArguments) -> None:
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"n_gpu={args.n_gpu}: nn.DataParallel calls one block from several threads, which AdaccCallback does not "
-            f"support; start the run with `accelerate launch` or torchrun, or set CUDA_VISIBLE_DEVICES to one device"
-        )

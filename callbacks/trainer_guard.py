@@ -39,7 +39,7 @@ class TrainerGuard:
 
         `on_failure` is called when the run raises; it must `leave` the guard.
         """
-        found = _calling_trainer(callback)
+        found = calling_trainer(callback)
         if found is None:
             return None
         trainer, checkpoint = found
@@ -106,7 +106,7 @@ class TrainerGuard:
         owner.__dict__[name] = value
 
 
-def _calling_trainer(callback: TrainerCallback) -> tuple[Trainer, str | None] | None:
+def calling_trainer(callback: TrainerCallback) -> tuple[Trainer, str | None] | None:
     """The Trainer whose training loop is on the stack, and the checkpoint that it resumes from."""
     frame = sys._getframe(1)
     while frame is not None:

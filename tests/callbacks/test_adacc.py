@@ -196,7 +196,7 @@ def test_without_a_trainer_around_it_the_events_alone_do(make_model, lossless):
     args = SimpleNamespace(
         n_gpu=0, torch_compile=False, resume_from_checkpoint=None, output_dir="/nowhere", gradient_accumulation_steps=1
     )
-    state = SimpleNamespace(global_step=0, is_world_process_zero=False, log_history=[])
+    state = SimpleNamespace(global_step=0, max_steps=0, is_world_process_zero=False, log_history=[])
     callback.on_train_begin(args, state, None, model=model)
     ids = torch.arange(32)[None].repeat(4, 1)
     for _ in range(3):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import statistics
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,41 @@ def test_the_predicted_gain_is_the_ratio_of_steps_with_either_overhead() -> None
         frozen_overhead_ms, evolving_overhead_ms = 12.0, 2.0
 
     assert evolution.predicted_gain(Figures) == pytest.approx(60 / 50)
+
+
+def test_the_error_of_a_median_is_that_of_normal_samples_and_outliers_do_not_move_it() -> None:
+    normal = statistics.NormalDist(5.0, 2.0)
+    samples = [normal.inv_cdf((place + 0.5) / 400) for place in range(400)]
+    expected = 1.2533 * 2.0 / 20
+    assert evolution_case.median_error(samples) == pytest.approx(expected, rel=0.01)
+    assert evolution_case.median_error([*samples, 1e9]) == pytest.approx(expected, rel=0.02)
+    assert evolution_case.median_error([3.0]) == 0.0
+
+
+def test_changes_are_timed_until_the_noise_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds that differ by chance are added until their median is known, or there are enough of them."""
+    draws = random.Random(0)
+
+    class Noisy:
+        noise_ms = 1.0
+        rounds = 0
+
+        def timed(self, handle, plans, rounds):
+            self.rounds += rounds
+            before = [100.0] * rounds
+            return {"before": before, "after": [103.0 + draws.gauss(0, self.noise_ms) for _ in before]}
+
+    measured = []
+    for noise_ms in (0.1, 6.0, 100.0):
+        case = Noisy()
+        case.noise_ms = noise_ms
+        evolving = evolution_case.Evolving(case, None, None)
+        before_ms, longer_ms = evolving._times(None, None)
+        assert before_ms == 100.0
+        measured.append((case.rounds, abs(longer_ms - 3.0)))
+    (few, _), (more, error), (most, _) = measured
+    assert few == evolution_case.CHANGE_ROUNDS < more < most == evolution_case.MOST_ROUNDS
+    assert error < 3.0, "three standard errors of a percent"
 
 
 def test_planting_makes_that_share_of_channels_outliers() -> None:

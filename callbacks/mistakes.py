@@ -1,0 +1,53 @@
+"""Runs in which an AdaccCallback cannot do its work, refused or reported when they begin."""
+
+from __future__ import annotations
+
+import logging
+
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+
+from adacc_hf.callbacks.trainer_guard import TrainerGuard, calling_trainer
+
+log = logging.getLogger(__name__)
+
+
+def refuse_data_parallel(args: TrainingArguments) -> None:
+    """Raise ValueError where one process trains on several devices."""
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"n_gpu={args.n_gpu}: nn.DataParallel calls one block from several threads, which AdaccCallback does not "
+            f"support; start the run with `accelerate launch` or torchrun, or set CUDA_VISIBLE_DEVICES to one device"
+        )
+
+
+def refuse_second_run(callback: TrainerCallback, guard: TrainerGuard | None) -> None:
+    """Raise RuntimeError if `callback`, whose present run has `guard`, is asked to begin one of another Trainer."""
+    found = calling_trainer(callback)
+    if guard is not None and found is not None and found[0] is not guard.trainer:
+        raise RuntimeError(
+            f"this {type(callback).__name__} is at work in another Trainer's run: give each Trainer one of its own, or "
+            f"call its detach() if that run was broken off"
+        )
+
+
+def refuse_second_callback(callback: TrainerCallback, trainer: Trainer) -> None:
+    """Raise ValueError if `trainer` has another callback of the same class, which would want the same blocks."""
+    same = [other for other in trainer.callback_handler.callbacks if isinstance(other, type(callback))]
+    if any(other is not callback for other in same):
+        raise ValueError(
+            f"the Trainer has {len(same)} callbacks of class {type(callback).__name__}, and a block can follow one "
+            f"policy only: leave one of them in callbacks=[...]"
+        )
+
+
+def warn_of_short_run(state: TrainerState, profile_steps: int) -> None:
+    """Say that no policy will be set, where a run ends before its profile or with it."""
+    num_steps = state.max_steps - state.global_step
+    if state.max_steps > 0 and num_steps <= profile_steps:  # 0 is a state that no Trainer filled in
+        log.warning(
+            "Adacc: max_steps=%d leaves %d steps, all of them under full recomputation: the policy is set after "
+            "profile_steps=%d; train for more steps, or give a policy",
+            state.max_steps,
+            num_steps,
+            profile_steps,
+        )

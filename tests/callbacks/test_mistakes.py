@@ -1,0 +1,68 @@
+"""What users get wrong: each either works or says clearly what to do."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import TrainerCallback
+
+from adacc_hf import AdaccCallback
+
+
+class TrainInTheMidst(TrainerCallback):
+    """Trains with another Trainer in a step of the first one."""
+
+    def __init__(self, other):
+        self.other = other
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 4:
+            self.other.train()
+
+
+def test_two_callbacks_in_one_trainer_are_refused(make_trainer, lossless, traces):
+    trainer = make_trainer([AdaccCallback(**lossless), AdaccCallback(**lossless)])
+
+    def on_blocks():
+        return {name: found for name, found in traces(trainer)["modules"].items() if name.startswith("transformer.h")}
+
+    before = on_blocks()
+    with pytest.raises(ValueError, match=r"2 callbacks of class AdaccCallback.*leave one of them"):
+        trainer.train()
+    assert on_blocks() == before
+
+
+def test_one_callback_given_twice_trains_as_if_given_once(train, lossless):
+    callback = AdaccCallback(**lossless)
+    train([callback, callback]).assert_equals(train([AdaccCallback(**lossless)]))
+    assert [event["event"] for event in callback.history].count("policy") == 1
+
+
+def test_one_callback_in_two_runs_at_once_is_refused(make_trainer, lossless):
+    callback = AdaccCallback(**lossless)
+    inner = make_trainer([callback], max_steps=3)
+    with pytest.raises(RuntimeError, match="at work in another Trainer's run"):
+        make_trainer([callback, TrainInTheMidst(inner)], max_steps=6).train()
+    inner.train()
+    assert callback.policy is not None, "once the first run is over it may begin another one"
+
+
+@pytest.mark.parametrize(("max_steps", "warns"), [(2, True), (3, False)])
+def test_a_run_that_ends_before_there_is_a_policy_says_so(train, lossless, caplog, max_steps, warns):
+    callback = AdaccCallback(**lossless)
+    train([callback], max_steps=max_steps)
+    assert any(f"max_steps={max_steps} leaves {max_steps} steps" in m for m in caplog.messages) == warns
+
+
+def test_evaluation_in_mid_run_changes_nothing(train, lossless):
+    often = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 6}
+    callback = AdaccCallback(**lossless, tracking=1)
+    train([callback], **often).assert_equals(train(**often))
+    assert callback.policy is not None
+
+
+def test_a_resumed_run_with_other_batches_gets_a_policy_for_them(train, lossless, tmp_path):
+    train([AdaccCallback(**lossless)], max_steps=3, save_strategy="steps", save_steps=3)
+    callback = AdaccCallback(**lossless)
+    train([callback], resume=str(tmp_path / "run" / "checkpoint-3"), max_steps=22, per_device_train_batch_size=8)
+    reasons = [event.get("reason") for event in callback.history if event["event"] == "policy"]
+    assert reasons == [None, None, "for batches of input_ids 8x32, labels 8x32"]
