@@ -114,6 +114,7 @@ def _sharding(arguments: argparse.Namespace) -> Any:
 
 
 def _write_report(folder: Path, planned: Planned) -> None:
+    from adacc_hf.planning_text import remarks
     from adacc_hf.policy import Policy
     from adacc_hf.report import write_report
 
@@ -129,4 +130,4 @@ def _write_report(folder: Path, planned: Planned) -> None:
         }
         for name, forecast in planned.forecasts.items()
     ]
-    write_report(folder, profile=planned.profile, policy=policy, comparison=comparison)
+    write_report(folder, profile=planned.profile, policy=policy, comparison=comparison, remarks=remarks(planned))

@@ -51,6 +51,12 @@ def to_text(planned: Planned) -> str:
     return "\n".join(parts)
 
 
+def remarks(planned: Planned) -> list[str]:
+    """What a report of the plan begins with: what was asked for, whether it fits, what was assumed."""
+    shown = [] if planned.policy is not None else ["The policy shown is full recomputation, since none fits."]
+    return [f"{_title(planned)}.", f"{_verdict(planned)}.", *shown, " ".join(_notes(planned))]
+
+
 def _title(planned: Planned) -> str:
     request, device = planned.request, planned.request.workload.device
     sharding = request.workload.sharding

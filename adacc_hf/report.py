@@ -42,6 +42,7 @@ def write_report(
     policy: Policy,
     history: Sequence[Record] = (),
     comparison: Sequence[Record] | None = None,
+    remarks: Sequence[str] = (),
 ) -> Path:
     """Write report.md, report.html and their pictures into `folder`; returns the path of report.md.
 
@@ -50,6 +51,7 @@ def write_report(
             (phase, live bytes) with the simulator's phases, is drawn as the measured memory. What was tracked is drawn
             in timeline.png.
         comparison: one record per method, all with the same columns.
+        remarks: paragraphs to begin with: what was asked for, say.
 
     Raises PolicyMismatchError if policy and profile do not belong together, NotADirectoryError if `folder` is a file,
     ImportError without matplotlib. Nothing is written then.
@@ -63,6 +65,7 @@ def write_report(
     ]
     parts = [
         Heading(TITLE, level=1),
+        *(Paragraph(remark) for remark in remarks),
         *_summary(profile, policy, outcomes),
         *_comparison(comparison),
         Heading("Policy map"),
@@ -169,6 +172,10 @@ def _summary(profile: Profile, policy: Policy, outcomes: dict[str, Outcome]) -> 
     ]
     if policy.facts:
         parts.append(Table(("solver", "value"), [(_header(name), _cell(name, value)) for name, value in policy.facts]))
+    if "gap" in dict(policy.facts):
+        parts.append(
+            Paragraph("The gap is the part of the overhead that another policy could still save; 0 is a proof of none.")
+        )
     return parts
 
 

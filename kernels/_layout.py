@@ -32,6 +32,17 @@ def has_dense_rows(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return is_dense(size, stride) and (not size or size[-1] == 1 or stride[-1] == 1)
 
 
+@lru_cache(maxsize=4096)
+def is_overlapping(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether elements may share memory: a dimension steps no farther than those with smaller steps reach."""
+    reach = 0
+    for step, length in sorted((s, n) for s, n in zip(stride, size, strict=True) if n != 1):
+        if step <= reach:
+            return True
+        reach += step * (length - 1)
+    return False
+
+
 def rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
     """[R, C]: the last dimension is the columns, all others are the rows; a scalar is [1, 1]."""
     columns = shape[-1] if shape else 1
@@ -63,6 +74,8 @@ def restore(fill: Callable[[Tensor], None], payload: Payload, keep_rows: bool = 
         return out
     flat = torch.empty(prod(size), dtype=dtype, device=device)
     fill(flat)
+    if not is_overlapping(size, stride):
+        return out.copy_(flat.view(size))
     positions = _memory_positions(size, stride, device)
     # Overlapping elements were equal before encoding, so it does not matter which of them is written last.
     span = out.as_strided((out.untyped_storage().nbytes() // out.element_size(),), (1,))

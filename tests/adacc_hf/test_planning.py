@@ -130,6 +130,17 @@ def test_the_report_is_written(plan, tmp_path):
     plan("--no-largest", "--html", str(tmp_path / "report"))
     page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
     assert "full recomputation" in page
+    assert "tokens per device, sdpa attention" in page
+    assert "as it is: plain training peaks at" in page
+    assert "roofline" in page
+
+
+def test_the_report_says_that_nothing_fits(plan, tmp_path):
+    small = plan("--batch-size", "1", "--no-largest")["methods"]["adacc"]["peak_bytes"]
+    plan("--batch-size", "64", "--no-largest", "--budget", str(small), "--html", str(tmp_path / "report"))
+    page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
+    assert ": the least possible peak is" in page
+    assert "The policy shown is full recomputation, since none fits." in page
 
 
 def test_the_text_names_sources_and_assumptions(folder, capsys):

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from adacc_hf.kernels._layout import as_flat, has_dense_rows, is_dense, restore, rows_and_columns
+from adacc_hf.kernels._layout import (
+    _memory_positions,
+    as_flat,
+    has_dense_rows,
+    is_dense,
+    is_overlapping,
+    restore,
+    rows_and_columns,
+)
 from adacc_hf.kernels.codecs import Payload
 
 
@@ -23,6 +31,14 @@ def test_restore_undoes_as_flat(layout: Callable[[Tensor], Tensor], keep_rows: b
     restored = restore(lambda out: out.copy_(flat), payload, keep_rows)
     assert restored.stride() == x.stride()
     assert torch.equal(restored, x)
+
+
+def test_only_what_overlaps_is_written_by_position(layout: Callable[[Tensor], Tensor]) -> None:
+    """Positions take 8 bytes per element, several times what they are for."""
+    x = layout(_numbered())
+    size, stride = tuple(x.shape), x.stride()
+    shared = _memory_positions(size, stride, x.device).unique().numel() < x.numel()
+    assert is_overlapping(size, stride) == shared
 
 
 @pytest.mark.parametrize(
