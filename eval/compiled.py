@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
     """Measure, print the tables, save record and plot. Returns 1 if bytes were not as predicted."""
     parser = argparse.ArgumentParser(prog="adacc eval compiled", description=__doc__.partition("\n")[0])
     parser.add_argument("--families", nargs="+", choices=tuple(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--budgets", type=positive_int, default=20, help="for each family")
+    parser.add_argument("--budgets", type=positive_int, default=4, help="for each family")
     parser.add_argument("--timeout", type=positive_int, default=3600, help="seconds that one measurement may take")
     add_clock(parser)
     add_resume(parser)

@@ -22,7 +22,7 @@ CHANGE_ROUNDS = 11
 """Rounds in which the policies before and after a change are timed at a time, as often as it takes to know the median
 difference to within STEP_NOISE."""
 
-MOST_ROUNDS = 110
+MOST_ROUNDS = 44
 """Rounds after which a change counts as measured on a machine too noisy for STEP_NOISE."""
 
 STEP_NOISE = 0.01

@@ -80,7 +80,7 @@ def test_changes_are_timed_until_the_noise_is_small(monkeypatch: pytest.MonkeyPa
             return {"before": before, "after": [103.0 + draws.gauss(0, self.noise_ms) for _ in before]}
 
     measured = []
-    for noise_ms in (0.1, 6.0, 100.0):
+    for noise_ms in (0.1, 4.0, 100.0):
         case = Noisy()
         case.noise_ms = noise_ms
         evolving = evolution_case.Evolving(case, None, None)
