@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -58,18 +59,19 @@ def losses_with_huge_outliers(make_trainer, make_model):
 def test_training_that_naive_quantization_breaks_goes_on_as_plain(losses_with_huge_outliers, monkeypatch):
     for module in (adacc_module, judging_module):  # all that can be compressed is: nothing but the guard helps
         monkeypatch.setattr(module, "solve_policy", lambda profile, *_: Policy.uniform(profile, "compress"))
-    plain = losses_with_huge_outliers([], 640)
+    plain = losses_with_huge_outliers([], 960)
     callbacks, _ = method_callbacks("quantization", "1.0")
     naive = losses_with_huge_outliers([*callbacks], 160)
     guarded = AdaccCallback(min_compress_bytes=1024, memory_budget=1.0)
-    adacc = losses_with_huge_outliers([guarded], 640)
-    assert plain[-1] < 0.75, "ln 2 is 0.69"
+    adacc = losses_with_huge_outliers([guarded], 960)
+    plain_end, adacc_end = (statistics.fmean(losses[-5:]) for losses in (plain, adacc))  # of 100 steps
+    assert plain_end < 0.75, "ln 2 is 0.69"
     assert not naive[-1] <= 1.5 * plain[len(naive) - 1]
     assert math.isfinite(naive[0])
     (event,) = [event for event in guarded.history if event["event"] == "guard"]
     assert "switched off for GPT2Block" in event["verdict"]
     # Half a percent of the loss, the paper's own margin.
-    assert adacc[-1] <= 1.005 * plain[-1]
+    assert adacc_end <= 1.005 * plain_end
 
 
 def test_errors_above_the_bound_are_not_seen_again(make_trainer, monkeypatch):
