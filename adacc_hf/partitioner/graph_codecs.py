@@ -18,6 +18,10 @@ from adacc_hf.partitioner.rewrite import memory_order
 from adacc_hf.pricing import CODEC_OF_ROLE, assumed_outliers, make_codec, relative_error
 from adacc_hf.profile import CodecOption
 
+aten = torch.ops.aten
+_MASKING = {aten.where, aten.mul, aten.div, aten.clone, torch.ops.prims.convert_element_type}
+"""What leads from a softmax to the scores that attention multiplies by."""
+
 ENCODE_PASSES = 8
 """Ordinary operators' worth of arithmetic that encoding takes, measured in fused kernels on a CPU; decoding takes a
 quarter of it."""
@@ -59,9 +63,11 @@ def _role(node: fx.Node) -> str:
     """The class of tensor (paper, section 3.2), as far as a graph of primitive operators shows it."""
     if node.op == "placeholder":
         return "input"
+    if _is_softmax(node):
+        return "softmax"
     readers = [user for user in _readers(node) if op_types().is_compute_intensive(user)]
     if any(user.target in (torch.ops.aten.bmm.default,) or "attention" in str(user.target) for user in readers):
-        return "softmax" if _is_softmax(node) else "qkv"
+        return "qkv"
     return "linear" if readers else "other"
 
 
@@ -74,13 +80,21 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_softmax(node: fx.Node) -> bool:
-    """Whether a value is a quotient, perhaps masked or scaled: softmax is exp / sum once it is decomposed."""
-    makers = [node]
-    for _ in range(4):
-        if any("div" in str(maker.target) or "softmax" in str(maker.target) for maker in makers):
-            return True
-        makers = [read for maker in makers for read in maker.all_input_nodes]
-    return False
+    """Whether a value is a softmax, which is exp / sum once it is decomposed, perhaps masked, scaled or cast."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet is aten._softmax:
+        return True
+    if packet is aten.div and getattr(getattr(node.args[0], "target", None), "overloadpacket", None) is aten.exp:
+        return True
+    if op_types().is_view(node):
+        return _is_softmax(node.args[0])
+    return packet in _MASKING and any(_is_softmax(read) for read in node.all_input_nodes if _are_alike(read, node))
+
+
+def _are_alike(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two nodes are tensors of the same shape."""
+    tensors = [node.meta.get("val") for node in (one, other)]
+    return all(isinstance(tensor, torch.Tensor) for tensor in tensors) and tensors[0].shape == tensors[1].shape
 
 
 def _option(codec: Codec, node: fx.Node, size: tuple[int, ...]) -> CodecOption:
