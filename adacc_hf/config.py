@@ -35,6 +35,9 @@ class AdaccConfig:
     """Names of the codecs that may be used (`list_codecs()`); None picks by the kind of layer (paper, section 3.2)."""
     outliers: bool = True
     """Whether outlier channels are kept raw; False is the paper's "Adacc w/o outlier"."""
+    compiled_outliers: float = 0.0
+    """Share of the channels that are kept raw in compiled graphs, where shapes are fixed before there is data. Each
+    step chooses them anew, which takes two more readings of an activation; 0.01 is what `adacc plan` reckons with."""
     zscore_threshold: float = 3.0
     """Channels whose absolute sum lies this many standard deviations above the mean are outliers (equation 1). Large
     values find none, 0 takes every channel above the mean."""
@@ -103,6 +106,7 @@ class AdaccConfig:
         if self.codecs is not None:
             _check_codecs(self.codecs)
         _check_range("memory_margin", self.memory_margin, 0.0, 0.9)
+        _check_range("compiled_outliers", self.compiled_outliers, 0.0, 0.5)
         _check_range("zscore_threshold", self.zscore_threshold, 0.0, 1e6)
         _check_group_size(self.group_size)
         _check_integer("min_compress_bytes", self.min_compress_bytes, 0, 2**40)

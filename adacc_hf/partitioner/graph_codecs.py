@@ -43,7 +43,8 @@ def codec_options(joint: JointGraph, value: int, config: AdaccConfig, spoiled: S
     if record.nbytes < config.min_compress_bytes or record.role == "parameter":
         return ()
     # Outliers are separated along a dimension that is the same in every call.
-    num_outliers = assumed_outliers(size[-1], config) if size and isinstance(size[-1], int) else 0
+    is_fixed = bool(size) and isinstance(size[-1], int)
+    num_outliers = assumed_outliers(size[-1], config, config.compiled_outliers) if is_fixed else 0
     codecs = [make_codec(name, config, num_outliers) for name in _names(joint, value, config)]
     codecs = [codec for codec in codecs if codec.lossless or value not in spoiled]
     return tuple(_option(codec, node, size) for codec in codecs if codec.supports(size, tensor.dtype))

@@ -66,14 +66,16 @@ def test_codecs_change_gradients_little_and_results_not_at_all(train_step: Any) 
     assert 0 < difference < 0.3 * sum((g**2).sum() for g in plain.gradients) ** 0.5
 
 
-@pytest.mark.parametrize("outliers", [True, False])
-def test_a_share_of_the_channels_is_kept_raw(train_step: Any, outliers: bool) -> None:
-    partitioner = _partitioner(0.5, actions=("retain", "compress"), codecs=("outlier_int4",), outliers=outliers)
+@pytest.mark.parametrize(("share", "outliers", "number"), [(0.01, True, 1), (0.01, False, 0), (0.0, True, 0)])
+def test_a_share_of_the_channels_is_kept_raw(train_step: Any, share: float, outliers: bool, number: int) -> None:
+    """Of 32 or 16 channels, rounded up."""
+    settings = {"actions": ("retain", "compress"), "codecs": ("outlier_int4",)}
+    partitioner = _partitioner(0.5, **settings, compiled_outliers=share, outliers=outliers)
     step = train_step(partitioner)
     (region,) = partitioner.policy.regions
     assert _bytes(step.saved()) == region.stored_bytes
     coded = [dict(choice.options) for _, choice in region.stored if choice.codec == "outlier_int4"]
-    assert {options["num_outliers"] for options in coded} == {int(outliers)}  # of 32 channels, one percent or one
+    assert {options["num_outliers"] for options in coded} == {number}
 
 
 def test_random_operators_stay_in_forward(train_step: Any) -> None:
