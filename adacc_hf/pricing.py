@@ -17,7 +17,7 @@ from adacc_hf.memory import MemoryMeter
 from adacc_hf.profile import CodecOption
 from adacc_hf.recorder import MOVES_STORAGE
 from adacc_hf.replay import Environment, Step, view
-from adacc_hf.tape import Tape, TapeOperator
+from adacc_hf.tape import Tape, TapeOperator, tensor_refs
 from adacc_hf.timing import Bottleneck, Timing, bottleneck, time_of
 
 _ATTENTION = ("scaled_dot_product", "bmm", "baddbmm")
@@ -28,7 +28,8 @@ _EXPONENTS = ("log_softmax", "logsumexp", "cos", "sin")
 _ACTIVATION = ("gelu", "silu", "relu", "tanh", "sigmoid", "hardtanh", "leaky_relu", "elu", "mish", "pow")
 
 SUMMARY_RATIO = 8
-"""What has this many times fewer elements than what it is made of saves little, and each of them decides about many."""
+"""What has a dimension less than what it is made of and this many times fewer elements saves little by codecs, and each
+of its elements decides about many."""
 OUTLIER_SHARE = 0.01
 """Share of the channels that are taken to be outliers where there is no data to count them in."""
 
@@ -203,14 +204,21 @@ def candidates(tape: Tape, value: int, config: AdaccConfig) -> list[str]:
 
 
 def _is_summary(tape: Tape, value: int) -> bool:
-    """Whether a value holds a few numbers for each row of another: a mean, a norm, the logarithms attention sums up."""
     record = tape.values[value]
-    if record.ref.geometry[0][-1:] == (1,):
+    operator = None if record.producer is None else tape.operators[record.producer]
+    reads = [] if operator is None else [ref.geometry[0] for ref in tensor_refs((operator.args, operator.kwargs))]
+    return is_summary(record.ref.geometry[0], reads[0] if reads else ())
+
+
+def is_summary(size: Sequence[int], source: Sequence[int]) -> bool:
+    """Whether a value of this size has a few numbers for each row of what its operator reads first: a mean, a norm, the
+    logarithms that attention sums up, padded perhaps.
+
+    What a product or an index leaves of its operand has as many dimensions, however few its columns or rows.
+    """
+    if tuple(size[-1:]) == (1,):
         return True
-    if record.producer is None:
-        return False
-    reads = [math.prod(tape.values[read].ref.geometry[0]) for read in tape.operators[record.producer].inputs()]
-    return math.prod(record.ref.geometry[0]) * SUMMARY_RATIO <= max(reads, default=0)
+    return len(size) < len(source) and math.prod(size) * SUMMARY_RATIO <= math.prod(source)
 
 
 def _is_exponent(tape: Tape, value: int) -> bool:

@@ -67,7 +67,7 @@ def _role(node: fx.Node) -> str:
     if _is_softmax(node):
         return "softmax"
     readers = [user for user in _readers(node) if op_types().is_compute_intensive(user)]
-    if any(user.target in (torch.ops.aten.bmm.default,) or "attention" in str(user.target) for user in readers):
+    if any(user.target is aten.bmm.default or "attention" in str(user.target) for user in readers):
         return "qkv"
     return "linear" if readers else "other"
 

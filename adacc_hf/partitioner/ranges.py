@@ -12,6 +12,7 @@ from torch import fx
 
 from adacc_hf.partitioner.functorch import hint, is_getitem, op_types
 from adacc_hf.partitioner.joint_graph import JointGraph
+from adacc_hf.pricing import is_summary
 
 HUGE = 1e4
 """Numbers from here on are no activations: masks hold -10000, the least number of their dtype, or -inf."""
@@ -87,10 +88,7 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def _is_statistic(node: fx.Node) -> bool:
-    """Whether a value has one element per row of what it is made of: a mean, a norm, a sum, a logarithm of one."""
     maker = node.args[0] if is_getitem(node) else node
     reads = [read.meta["val"] for read in maker.all_input_nodes if isinstance(read.meta.get("val"), torch.Tensor)]
-    shape = node.meta["val"].shape
-    if not shape or hint(shape[-1]) == 1:
-        return True
-    return any(len(shape) < read.dim() and tuple(shape) == tuple(read.shape[: len(shape)]) for read in reads)
+    sizes = [[hint(length) for length in tensor.shape] for tensor in (node.meta["val"], *reads[:1])]
+    return not sizes[0] or is_summary(sizes[0], sizes[1] if reads else ())

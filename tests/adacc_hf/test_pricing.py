@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 
 from adacc_hf import AdaccConfig, profile_model
 from adacc_hf.kernels.codecs import get_codec
-from adacc_hf.pricing import CODEC_OF_ROLE, make_codec, relative_error
+from adacc_hf.pricing import CODEC_OF_ROLE, is_summary, make_codec, relative_error
 from adacc_hf.timing import Timing
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -80,6 +81,35 @@ def test_what_sums_up_whole_rows_is_never_compressed(tiny_gpt2, token_batch):
     assert len(summaries) == 5  # a mean and a norm of two layers, and the logarithms
     assert not any(value.codecs for value in summaries)
     assert max(attention, key=lambda v: v.nbytes).codecs
+
+
+@pytest.mark.parametrize(
+    ("size", "source", "summary"),
+    [
+        pytest.param((4, 12, 1024), (4, 12, 1024, 64), True, id="logarithms of fused attention"),
+        pytest.param((4, 12, 1056), (4, 12, 1024, 64), True, id="padded"),
+        pytest.param((4, 1024, 1), (4, 1024, 768), True, id="mean of a norm"),
+        pytest.param((), (4, 1024), True, id="loss"),
+        pytest.param((4096, 128), (4096, 4544), False, id="keys of one head"),
+        pytest.param((256, 4096), (4096, 4096), False, id="few tokens through many weights"),
+        pytest.param((64, 2048), (4096, 2048), False, id="an expert's tokens"),
+        pytest.param((4, 12, 1024, 64), (4, 12, 1024, 64), False, id="attention"),
+        pytest.param((4, 1024, 768), (50257, 768), False, id="embedding"),
+    ],
+)
+def test_what_sums_up_rows_has_a_dimension_less(size, source, summary):
+    assert is_summary(size, source) is summary
+
+
+def test_narrow_products_may_be_compressed(toy_model, toy_batch):
+    """However few their columns beside what they read and its weights: keys of one head, adapters."""
+
+    def setup(block):
+        block.wide, block.narrow, block.back = nn.Linear(8, 64), nn.Linear(64, 2, bias=False), nn.Linear(2, 8)
+
+    model = toy_model(lambda block, hidden: hidden + block.back(block.narrow(block.wide(hidden))), setup=setup)
+    activations = profile_model(model, toy_batch(), CONFIG).kinds[0].activations
+    assert [bool(value.codecs) for value in activations if value.name == "narrow:mm"] == [True]
 
 
 @pytest.mark.parametrize(
