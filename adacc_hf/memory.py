@@ -14,6 +14,8 @@ from torch import nn
 from torch.autograd.profiler import profile, record_function
 from torch.utils._pytree import tree_leaves
 
+from adacc_hf.gradient_hooks import without_gradient_hooks
+
 _MARK = "adacc_hf.memory.mark"
 
 
@@ -169,13 +171,14 @@ def measure_step(
 ) -> StepMemory:
     """Run one forward and backward of `model` on `batch` and report the memory it took.
 
-    The gradients it makes are dropped; gradients that were there stay. Random generators advance as in a step.
+    The gradients it makes are dropped, unseen by hooks; gradients that were there stay. Random generators advance as
+    in a step.
     """
     device = next(model.parameters()).device
     allocate_workspaces(device)
     live_bytes = static_bytes(model, batch, optimizer)
     before = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
-    with MemoryMeter.for_device(device) as meter:
+    with MemoryMeter.for_device(device) as meter, without_gradient_hooks(model.parameters()):
         meter.mark(("forward",))
         loss = forward_loss(model, batch)
         meter.mark(("backward",))

@@ -19,6 +19,7 @@ from adacc_hf.blocks import Installation
 from adacc_hf.compat import without_layerdrop
 from adacc_hf.config import AdaccConfig
 from adacc_hf.fallback import fallback_backward
+from adacc_hf.gradient_hooks import without_gradient_hooks
 from adacc_hf.head_survey import HeadLayout, HeadSurvey
 from adacc_hf.instruments import Instruments
 from adacc_hf.memory import batch_bytes, distinct_bytes
@@ -219,13 +220,14 @@ def _check_calls(called: list[str], installation: Installation) -> None:
 
 @contextmanager
 def _left_as_it_was(model: nn.Module, instruments: Instruments) -> Iterator[None]:
-    """Put gradients, buffers and random generators back as they were."""
+    """Put gradients, buffers and random generators back as they were; no gradient reaches who waits for it."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with instruments.keep_random({parameter.device for parameter, _ in gradients}), torch.enable_grad():
+        devices = {parameter.device for parameter, _ in gradients}
+        with instruments.keep_random(devices), torch.enable_grad(), without_gradient_hooks(model.parameters()):
             yield
     finally:
         for parameter, gradient in gradients:
