@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from adacc_hf.errors import ChunkedHeadError
 from adacc_hf.lazy_logits import HeadCall, LazyLogits, LossCall, product_dtype
+from adacc_hf.ranks import is_sharded
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +103,11 @@ def output_layer(model: nn.Module) -> nn.Linear:
     if type(layer) is not nn.Linear:
         raise ChunkedHeadError(
             f"the output layer is a {type(layer).__name__}, not a plain nn.Linear: its head is plain"
+        )
+    if is_sharded(layer):
+        raise ChunkedHeadError(
+            "the output layer has its weight during its forward only (ZeRO 3), not when the loss is computed: its head "
+            "is plain"
         )
     if "forward" in layer.__dict__:
         raise ChunkedHeadError(f"the forward of the output layer was replaced by something else: {_NEXT_STEP}")

@@ -142,6 +142,9 @@ class LazyLogits(Tensor):
                 return func(*args, **kwargs)
         first = args[0] if args else kwargs.get("input")
         if isinstance(first, LazyLogits) and first.made is None:
+            if func is Tensor.register_hook and _is_of_deepspeed(*args[1:]):
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
             if func in _UNSUPPORTED:
                 raise ChunkedHeadError(
                     f"{func.__name__} on the logits of a chunked head: they have no gradient of their own, since the "
@@ -190,6 +193,11 @@ def _real(leaf: Any) -> Any:
 
 def _real_values(leaf: Any) -> Any:
     return leaf.whole().detach() if isinstance(leaf, LazyLogits) else leaf
+
+
+def _is_of_deepspeed(hook: Any) -> bool:
+    """Whether a hook is the one that DeepSpeed puts on all that a model returns: the loss, at the latest, calls it."""
+    return getattr(hook, "__module__", "").startswith("deepspeed.")
 
 
 def _never(*args: Any, **kwargs: Any) -> Any:

@@ -49,14 +49,16 @@ class GradientsBefore:
             if parameter.requires_grad
         ]
 
-    def restore(self) -> bool:
-        """Take away what a broken backward left; False if it added to gradients of earlier micro-batches."""
-        for _, gradient, version in self._before:
+    def restore(self) -> str | None:
+        """Take away what a broken backward left; returns why that cannot be done, or None."""
+        for parameter, gradient, version in self._before:
             if gradient is not None and gradient._version != version:
-                return False
+                return "earlier micro-batches' gradients are half changed"
+            if parameter._post_accumulate_grad_hooks:
+                return "hooks have used some of its gradients (DeepSpeed, an optimizer that works layer by layer)"
         for parameter, gradient, _ in self._before:
             parameter.grad = gradient
-        return True
+        return None
 
 
 def run_with_retry(
@@ -74,7 +76,7 @@ def run_with_retry(
         message = str(error)
     # Outside the except clause: the error's traceback holds the frames whose tensors are to be freed.
     gc.collect()
-    obstacle = tighten() if before.restore() else "earlier micro-batches' gradients are half changed"
+    obstacle = before.restore() or tighten()
     if obstacle is not None:
         raise torch.OutOfMemoryError(f"{message} {advice()}. The step was not tried again: {obstacle}")
     if torch.cuda.is_available():

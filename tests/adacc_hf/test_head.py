@@ -159,7 +159,7 @@ class MyLinear(nn.Linear):
     """An output layer that may compute anything."""
 
 
-@pytest.mark.parametrize("case", ["no language model", "none", "subclass", "replaced"])
+@pytest.mark.parametrize("case", ["no language model", "none", "subclass", "replaced", "sharded"])
 def test_a_head_that_cannot_be_chunked_is_refused_with_the_reason(case, tiny_gpt2):
     model, reason = tiny_gpt2(), None
     if case == "no language model":
@@ -169,6 +169,8 @@ def test_a_head_that_cannot_be_chunked_is_refused_with_the_reason(case, tiny_gpt
             BertForSequenceClassification(BertConfig(**SIZES)),
             "BertForSequenceClassification has no output",
         )
+    elif case == "sharded":
+        model.lm_head.weight, reason = nn.Parameter(torch.empty(0)), r"during its forward only \(ZeRO 3\)"
     elif case == "subclass":
         model.lm_head, reason = MyLinear(32, 61), "the output layer is a MyLinear, not a plain nn.Linear"
     else:

@@ -203,6 +203,24 @@ def test_hooks_on_the_logits_are_refused(lazy, use):
         use(lazy()[0])
 
 
+def test_a_hook_of_deepspeed_hears_of_the_gradients_that_there_are(lazy, leaves, target):
+    """It stands on all that a model returns, and does its work at the loss."""
+    heard = []
+
+    def hook(gradient):
+        heard.append(gradient)
+
+    hook.__module__ = "deepspeed.runtime.utils"
+    logits, _ = lazy()
+    logits.register_hook(hook)
+    gradients(F.cross_entropy(logits.view(-1, 11), target.view(-1)), leaves)
+    assert heard == []  # the loss does without
+    logits, _ = lazy()
+    logits.register_hook(hook)
+    gradients(PassOn.apply(logits)[0].sum(), leaves)
+    assert len(heard) == 1
+
+
 class PassOn(torch.autograd.Function):
     """Hands on what it is given, below Python, and the gradients that come back, as DDP does with a model's outputs."""
 

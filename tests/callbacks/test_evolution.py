@@ -254,6 +254,15 @@ def test_half_changed_gradients_are_not_tried_again(make_trainer, lossless):
         trainer.train()
 
 
+def test_gradients_that_hooks_have_used_are_not_made_again(make_trainer, lossless):
+    """DeepSpeed has sent them to the other ranks, an optimizer that works layer by layer has moved the weights."""
+    trainer = make_trainer([AdaccCallback(**lossless)], trainer_class=failing((4, "backward")), max_steps=6)
+    handle = next(trainer.model.parameters()).register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(torch.OutOfMemoryError, match=r"not tried again: hooks have used some of its gradients"):
+        trainer.train()
+    handle.remove()
+
+
 def test_what_was_being_solved_for_more_memory_is_not_taken_over(make_trainer, lossless, monkeypatch):
     """A step that runs out of memory while the solver looks for a policy within the old budget."""
 
