@@ -28,7 +28,7 @@ from adacc_hf.eval.records import Settings, Spread, add_settings, markdown_table
 from adacc_hf.eval.workload import Workload
 from adacc_hf.units import format_bytes
 
-BATCHES = (2, 4, 8, 16)
+BATCHES = (1, 2, 4, 8)
 WORKLOAD = Workload(width=128, layers=4, batch=1, tokens=64)
 """The model of all cases; only the batch differs."""
 PAPER = "1.13x to 1.18x on GPT-117M, 1.11x to 1.20x on GPT-345M"
