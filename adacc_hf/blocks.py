@@ -7,13 +7,14 @@ in `AdaccConfig.block_classes` get the function around their `forward` instead, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from adacc_hf.calls import StepCount, call_name, num_calls
 from adacc_hf.compat import (
     FLAG,
     FUNCTION,
@@ -64,6 +65,14 @@ class WhileTraining:
         return torch.is_grad_enabled()
 
 
+class LaterCall:
+    """What carries the strategy of a block's second call in a step, or of a later one."""
+
+    def __init__(self, name: str, strategy: Strategy) -> None:
+        self.name = name
+        self.strategy = strategy
+
+
 class BlockFunction:
     """The function of one block. Picklable and copyable: a copy calls its block plainly."""
 
@@ -71,7 +80,11 @@ class BlockFunction:
         self.name = name
         self.block: nn.Module | None = block
         self.strategy = strategy
+        """Of all its calls, but for those that have one of their own."""
+        self.later: list[LaterCall] = []
+        """Its second call in a step, and those after it."""
         self.num_calls = 0
+        self.step = StepCount()
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         if self.block is None or not torch.is_grad_enabled():
@@ -99,7 +112,18 @@ class BlockFunction:
         return run_inside_hooks(fn, args, self._run)
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        return self.strategy.run(self.block, fn, args, keyword_arguments(fn))
+        if not self.later:
+            return self.strategy.run(self.block, fn, args, keyword_arguments(fn))
+        call = [self, *self.later][self.step.next_of(1 + len(self.later))]
+        result = call.strategy.run(self.block, fn, args, keyword_arguments(fn))
+        self.step.returned(result)
+        return result
+
+    def set_later(self, number: int) -> None:
+        """Have as many later calls in a step; a new one begins with the strategy of the first."""
+        self.step.reset()
+        names = [call_name(self.name, 2 + place) for place in range(number)]
+        self.later = [*self.later, *(LaterCall(name, self.strategy) for name in names[len(self.later) :])][:number]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _inert, (self.name,)
@@ -122,11 +146,13 @@ class Installation:
         blocks = find_blocks(model, block_classes)
         _refuse_wrappers(model)
         _refuse_prefix_tuning(model)
-        self.functions = {name: BlockFunction(name, block, Plainly()) for name, block in blocks}
+        self.blocks = {name: BlockFunction(name, block, Plainly()) for name, block in blocks}
+        self.functions: dict[str, BlockFunction | LaterCall] = {**self.blocks}
+        """What carries the strategy of each call in a step, by its name; at first of one call of each block."""
         self._undo: list[tuple[nn.Module, str, Any]] = []
         self._wraps_forward = block_classes is not None
         for name, block in blocks:
-            self._install(self.functions[name], block)
+            self._install(self.blocks[name], block)
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 self._set(module, SETTER, Reinstaller(self, getattr(module, SETTER)))
@@ -139,12 +165,29 @@ class Installation:
                 module.__dict__.pop(name, None)
             else:
                 module.__dict__[name] = before
-        for function in self.functions.values():
+        for function in self.blocks.values():
             function.block = None
+            function.step.reset()
+
+    def expect(self, calls: Iterable[str]) -> None:
+        """Have `functions` hold these calls, in this order, all of all blocks; a step begins with the next call."""
+        calls = list(calls)
+        if calls != list(self.functions):
+            for block, number in num_calls(calls).items():
+                self.blocks[block].set_later(number - 1)
+            known = {call.name: call for block in self.blocks.values() for call in (block, *block.later)}
+            self.functions = {name: known[name] for name in calls}
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Let the next call of each block be its first in a step."""
+        for function in self.blocks.values():
+            if function.later:
+                function.step.reset()
 
     def reinstall(self) -> None:
         """Set the blocks' functions again after somebody else has set theirs."""
-        for function in self.functions.values():
+        for function in self.blocks.values():
             if self._wraps_forward and isinstance(function.block, GradientCheckpointingLayer):
                 function.block.__dict__[FLAG] = False
             elif isinstance(function.block, GradientCheckpointingLayer):
@@ -155,7 +198,7 @@ class Installation:
         """Blocks whose function was never called with gradients on; none with layerdrop, where chance decides."""
         if layerdrop_rates(self.model):
             return []
-        return [name for name, function in self.functions.items() if function.num_calls == 0]
+        return [name for name, function in self.blocks.items() if function.num_calls == 0]
 
     def _install(self, function: BlockFunction, block: nn.Module) -> None:
         if not self._wraps_forward:

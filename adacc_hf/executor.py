@@ -17,7 +17,8 @@ R7  Nothing is replayed that was not compared with the original, bit for bit, wh
 R8  Each call checks what autograd saves against the tape. A new input shape gets a tape of its own. Where operators
     depend on data, torch's checkpoint takes over.
 R9  Without gradients, in generate(), after an exception, with retain_graph or create_graph, and with several forwards
-    before one backward: right, or refused, and nothing is left behind.
+    before one backward: right, or refused, and nothing is left behind. Each call of a block has a plan of its own, and
+    is right under that of any other call too.
 R10 A normal step never waits for the device.
 R11 A packed object never holds the tensor object itself, and all state lives in packed objects and calls.
 R12 Inputs, parameters and buffers are looked up anew at each call. What is reached in any other way cannot be
@@ -39,6 +40,7 @@ from torch import nn
 from adacc_hf.blocks import Checkpointed, Installation
 from adacc_hf.call import Call
 from adacc_hf.call_inputs import StatePaths, call_key, fetch
+from adacc_hf.calls import block_of_call, call_name, num_calls
 from adacc_hf.compiled import CompiledPlan
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import ChunkedHeadError, PolicyMismatchError
@@ -347,10 +349,11 @@ class PolicyHandle:
 
     def prepare(self, policy: Policy, earlier: BlockPlans | None = None) -> BlockPlans:
         """The strategies of `policy`, to be followed at any time; they know the shapes that `earlier` has seen."""
-        _check_blocks(policy, list(self.installation.functions), type(self.installation.model).__name__)
+        _check_blocks(policy, list(self.installation.blocks), type(self.installation.model).__name__)
+        known = {} if earlier is None else earlier.strategies
         strategies = {}
         for name, index in policy.blocks:
-            before = () if earlier is None else (earlier.strategies[name].known, earlier.strategies[name].programs())
+            before = (known[name].known, known[name].programs()) if name in known else ()
             strategies[name] = FollowPlan(name, policy.plans[index], self.library, *before)
         return BlockPlans(policy, strategies)
 
@@ -361,6 +364,7 @@ class PolicyHandle:
 
     def follow(self, plans: BlockPlans | None) -> None:
         """Run the blocks under `plans` from the next forward on; under torch's own checkpoint if None."""
+        self.installation.expect(self.installation.functions if plans is None else plans.strategies)
         for name, function in self.installation.functions.items():
             function.strategy = Checkpointed() if plans is None else plans.strategies[name]
         if plans is not None:  # else the head stays: no size of batch is safer with a plain one
@@ -390,10 +394,12 @@ class PolicyHandle:
             yield
         finally:
             self.installation = Installation(before.model, self._block_classes)
+            self.installation.expect(before.functions)
             self._chunk_head(head is not None and head.is_on)
             for name, function in self.installation.functions.items():
                 function.strategy = before.functions[name].strategy
-                function.num_calls = before.functions[name].num_calls
+            for name, block in self.installation.blocks.items():
+                block.num_calls = before.blocks[name].num_calls
 
     def remove(self) -> None:
         self.installation.remove()
@@ -424,12 +430,13 @@ def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = 
 def _check_blocks(policy: Policy, blocks: list[str], model_class: str) -> None:
     """Compare names, not their order: blocks are called in forward order and installed in module order (CLIP)."""
     named = [name for name, _ in policy.blocks]
-    if sorted(named) == sorted(blocks):
+    expected = {call_name(block, i + 1) for block, number in num_calls(named).items() for i in range(number)}
+    if expected == set(named) and {block_of_call(name) for name in named} == set(blocks):
         return
-    missing = [name for name in blocks if name not in named]
-    foreign = [name for name in named if name not in blocks]
+    missing = [name for name in (*blocks, *sorted(expected)) if name not in named]
+    foreign = [name for name in named if block_of_call(name) not in blocks]
     raise PolicyMismatchError(
-        f"the policy is for {len(named)} blocks, {model_class} has {len(blocks)}"
+        f"the policy is for {len(num_calls(named))} blocks, {model_class} has {len(blocks)}"
         + (f"; it has no plan for {missing[0]}" if missing else "")
         + (f"; the model has no {foreign[0]}" if foreign else "")
         + ": profile this model and solve a policy for it"

@@ -107,9 +107,10 @@ class FakeInstruments(Instruments):
             lossless=codec.lossless,
         )
 
-    def head_times(self, find_loss: Callable[[], LossCall]) -> dict[str, float]:
-        loss = find_loss()
-        return {"plain": self._head_ms(loss, whole), "chunked": self._head_ms(loss, LossCall.chunked)}
+    def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:
+        losses = find_losses()
+        ways = {"plain": whole, "chunked": LossCall.chunked}
+        return {name: sum(self._head_ms(loss, compute) for loss in losses) for name, compute in ways.items()}
 
     def _head_ms(self, loss: LossCall, compute: Callable[[LossCall], torch.Tensor]) -> float:
         tensors = (loss.rows, loss.call.weight, loss.call.bias)
@@ -153,7 +154,7 @@ class FakeInstruments(Instruments):
 class FakeMemoryInstruments(FakeInstruments):
     """The same without the times of the step and of the heads, on which no peak depends."""
 
-    def head_times(self, find_loss: Callable[[], LossCall]) -> dict[str, float]:
+    def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:
         return {"plain": 0.0, "chunked": 0.0}
 
     def meter(self, device: torch.device) -> MemoryMeter:

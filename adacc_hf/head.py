@@ -29,6 +29,8 @@ class ChunkedHead:
     def __init__(self, model: nn.Module) -> None:
         self.is_on = True
         """Set to False, the layer runs plainly."""
+        self.is_tried = False
+        """Set to True, nobody is warned: whether it is of use is only being found out."""
         self.num_losses = 0
         """Losses that were computed chunk by chunk."""
         self.num_whole = 0
@@ -58,7 +60,7 @@ class ChunkedHead:
 
     def note_whole(self) -> None:
         self.num_whole += 1
-        if self.num_whole == 1 and self.num_losses:
+        if self.num_whole == 1 and self.num_losses and not self.is_tried:
             log.warning(
                 "Adacc: something besides the loss reads the logits, so they are made as a whole after all, which "
                 'takes the memory that the chunked head saves; if every step does so, set AdaccConfig(head="plain")'

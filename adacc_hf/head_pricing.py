@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -13,15 +15,16 @@ REPEATS = 1
 """Timed runs of each, after one to warm up: a head is long beside the clock's noise, and as long as some blocks."""
 
 
-def head_times(loss: LossCall) -> dict[str, float]:
-    """Milliseconds of forward and backward by the name of the head."""
-    return {
-        "plain": median_ms(lambda: _gradients(loss, whole), loss.rows.device, REPEATS),
-        "chunked": median_ms(lambda: _gradients(loss, LossCall.chunked), loss.rows.device, REPEATS),
-    }
+def head_times(losses: Sequence[LossCall]) -> dict[str, float]:
+    """Milliseconds of forward and backward of all the losses of a step, by the name of the head."""
+    return {"plain": _sum_ms(losses, whole), "chunked": _sum_ms(losses, LossCall.chunked)}
 
 
-def _gradients(loss: LossCall, compute: object) -> tuple[Tensor, ...]:
+def _sum_ms(losses: Sequence[LossCall], compute: Callable[[LossCall], Tensor]) -> float:
+    return sum(median_ms(lambda loss=loss: _gradients(loss, compute), loss.rows.device, REPEATS) for loss in losses)
+
+
+def _gradients(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> tuple[Tensor, ...]:
     """The gradients that training needs of the layer, from copies that end where the layer starts."""
     tensors = (loss.rows, loss.call.weight, loss.call.bias)
     leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]

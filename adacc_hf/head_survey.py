@@ -43,7 +43,7 @@ class HeadSurvey(AbstractContextManager["HeadSurvey"]):
             return
         try:
             self._head = ChunkedHead(model)
-            self._head.is_on = self.own == "chunked"
+            self._head.is_on, self._head.is_tried = self.own == "chunked", True
         except ChunkedHeadError as error:
             if self.own == "chunked":
                 raise
@@ -72,22 +72,22 @@ class HeadSurvey(AbstractContextManager["HeadSurvey"]):
         try:
             layout = measure()
             self._head.check_used()
-            return HeadLayout(layout=layout, ms=instruments.head_times(lambda: self._loss_call(model, batch)))
+            return HeadLayout(layout=layout, ms=instruments.head_times(lambda: self._losses(model, batch)))
         except ChunkedHeadError as error:
             log.info("Adacc: the head stays plain: %s", error)
             return None
         finally:
             self._head.is_on = False
 
-    def _loss_call(self, model: nn.Module, batch: Mapping[str, Any]) -> LossCall:
-        """The loss of one forward. A pass of its own: what it holds must not be counted by the meter."""
+    def _losses(self, model: nn.Module, batch: Mapping[str, Any]) -> list[LossCall]:
+        """The losses of one step. A pass of its own: what it holds must not be counted by the meter."""
         found: list[LossCall] = []
         self._head.on_loss = lambda loss: found.append(_without_graph(loss))
         try:
             forward_loss(model, batch)
         finally:
             self._head.on_loss = None
-        return found[-1]
+        return found
 
 
 def _without_graph(loss: LossCall) -> LossCall:

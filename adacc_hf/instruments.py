@@ -71,12 +71,12 @@ class Instruments:
         model.zero_grad(set_to_none=True)
         return seconds * 1e3
 
-    def head_times(self, find_loss: Callable[[], LossCall]) -> dict[str, float]:
+    def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:
         """Milliseconds of the output layer and the loss, forward and backward, by the name of the head.
 
-        `find_loss` runs a forward to find the loss.
+        `find_losses` runs a forward to find the losses of a step.
         """
-        return head_times(find_loss())
+        return head_times(find_losses())
 
     def static_bytes(self, model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> int:
         """Bytes live on the model's device before a step."""

@@ -7,6 +7,7 @@ from functools import cache
 
 from torch import nn
 
+from adacc_hf.calls import call_name, num_calls
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.fake_model import FakeModel, Workload, fake_model
@@ -175,7 +176,10 @@ class _Planner:
         what is outside the blocks only when backward is over.
         """
         model, sharding = self.model.model, self.request.workload.sharding
-        of_block = {name: _trained_bytes(model.get_submodule(name)) for name in blocks}
+        last = {block: call_name(block, number) for block, number in num_calls(blocks).items()}
+        # The gradients of a block that is called again are there after the first backward, that of its last call.
+        of_block = dict.fromkeys(blocks, 0)
+        of_block |= {call: _trained_bytes(model.get_submodule(block)) for block, call in last.items()}
         so_far = 0
         if sharding.method != "fsdp":
             embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]

@@ -107,7 +107,8 @@ class Policy:
     plans: tuple[Plan, ...]
     """The different plans of this policy."""
     blocks: tuple[tuple[str, int], ...]
-    """Module path of every block, in forward order, and the index of its plan."""
+    """Every call of a block in a step, in forward order, and the index of its plan: the block's module path, and from
+    its second call on "path#2"."""
     predicted_stored_bytes: int
     """Bytes that forward leaves behind for backward, storages counted once, the model's embedding and head included."""
     predicted_peak_bytes: int

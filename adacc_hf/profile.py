@@ -91,7 +91,7 @@ class Operator:
 @dataclass(frozen=True, kw_only=True)
 class ForwardEvent:
     """One moment of a block's forward: it starts (value -1), a value is saved first, or its last reader but autograd
-    goes."""
+    goes. Where the rest of the model works before the block's next call, more such moments follow."""
 
     value: int
     death: bool
@@ -162,9 +162,10 @@ class KindProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockProfile:
-    """One block of the model, in forward order."""
+    """One call of a block in a step, in the order of the forward."""
 
     name: str
+    """The block's module path; of a second call in the step "path#2", and so on."""
     kind: int
     """Index into `Profile.kinds`."""
     backward_base_bytes: int

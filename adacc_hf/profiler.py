@@ -44,7 +44,8 @@ def profile_model(
     """Profile the blocks of `model` on `batch`, the keyword arguments of its forward, labels included.
 
     The model must be in train mode, and may be under autocast. It is left as it was: gradients, buffers and random
-    generators too.
+    generators too. A block that a step calls several times, since layers share their weights or the loss calls the
+    model again, is there once for each call.
 
     Args:
         optimizer: if given, its state is static memory, and its step a moment of the training step.
@@ -120,14 +121,21 @@ def _profile(
     survey.record(model, batch, installation)
     heads.check_own()
     blocks = survey.blocks
-    _check_calls([block.name for block in blocks], installation)
-    installation.functions = {block.name: installation.functions[block.name] for block in blocks}  # in forward order
+    _check_called([block.name for block in blocks], installation)
+    installation.expect(block.name for block in blocks)
     kinds = survey.kinds()
     watched = {block.kind: block.name for block in blocks}
     by_name = {block.name: kinds[block.kind] for block in blocks}
     shared = tuple(survey.sharing.records)
     forward = measure_forward(
-        model, batch, installation, by_name, survey.replay_sources(), shared, set(watched.values()), instruments
+        model,
+        batch,
+        installation,
+        by_name,
+        survey.replay_sources(),
+        shared,
+        {name: name in survey.before_rest for name in watched.values()},
+        instruments,
     )
     kinds = survey.add_forwards([forward.events[watched[index]] for index in range(len(kinds))])
     watchers = survey.follow_full_recomputation(installation, watched)
@@ -200,21 +208,14 @@ def _check_not_below(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name}={value!r} must be an int of at least {least}")
 
 
-def _check_calls(called: list[str], installation: Installation) -> None:
-    """Raise ValueError unless the batch called every block once."""
-    uncalled = [name for name in installation.functions if name not in called]
+def _check_called(called: list[str], installation: Installation) -> None:
+    """Raise ValueError unless the batch called every block."""
+    uncalled = [name for name in installation.blocks if name not in called]
     if uncalled:
         raise ValueError(
-            f"{len(uncalled)} of {len(installation.functions)} blocks, {uncalled[0]} first, were not called with this "
+            f"{len(uncalled)} of {len(installation.blocks)} blocks, {uncalled[0]} first, were not called with this "
             f"batch: use a batch that calls every block, or, if a patch replaced their class's "
             f"forward or some are never used, name the classes to work on with AdaccConfig(block_classes=...)"
-        )
-    repeated = next((name for index, name in enumerate(called) if name in called[:index]), None)
-    if repeated is not None:
-        raise ValueError(
-            f"block {repeated} is called {called.count(repeated)} times in one forward, and a policy has one plan for "
-            f"one call: name the classes of the other blocks with AdaccConfig(block_classes=...), or, if your loss "
-            f"calls the model more than once, pass the labels, so that the model makes a loss in each call"
         )
 
 

@@ -22,9 +22,9 @@ def selective_contexts(profile: Profile, policy: Policy) -> Callable[[], tuple[A
     """A `context_fn` for torch.utils.checkpoint that saves what `policy` stores.
 
     Operators whose results are stored are saved, whole where the policy would compress them, and all others are run
-    again, those that work in place in any case. The function must be called once per block, in the model's order, by
-    every forward: that is what Transformers' checkpointing does. Raises PolicyMismatchError if the policy is not one
-    for the profile.
+    again, those that work in place in any case. The function must be called once per call of a block, in
+    the policy's order, in every step: that is what Transformers' checkpointing does. Raises PolicyMismatchError if the
+    policy is not one for the profile.
     """
     kinds = {block.name: profile.kind_of(block) for block in profile.blocks}
     for name, plan in policy.blocks:

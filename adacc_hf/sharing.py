@@ -29,6 +29,8 @@ class RecordedBlock:
     packed: list[weakref.ref[Any]]
     """For each slot what autograd holds for it; dead once autograd has let go of it."""
     outliers: dict[int, int]
+    follows_on: bool = False
+    """Whether it is given what the call before it returned."""
     dead: frozenset[int] = frozenset()
     """Slots that autograd let go of before the forward's end, since no loss depends on their operator's result."""
     kind: int = -1

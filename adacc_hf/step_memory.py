@@ -214,21 +214,29 @@ def measure_forward(
     kinds: Mapping[str, KindProfile],
     sources: Mapping[str, Sequence[Source]],
     shared: Sequence[Shared],
-    watched: set[str],
+    watched: Mapping[str, bool],
     instruments: Instruments,
 ) -> ForwardLayout:
-    """Run one forward that stores nothing. `sources` has what of `shared` each block would keep for replay."""
+    """Run one forward that stores nothing. `sources` has what of `shared` each block would keep for replay.
+
+    Of the calls in `watched` those that are True own what the rest of the model does between them and the next one.
+    """
     held: list[torch.Tensor] = []
     last = list(installation.functions)[-1]
+    installation.begin_step()
     with instruments.meter(next(model.parameters()).device) as meter:
         for name, function in installation.functions.items():
             function.strategy = WatchForward(name, kinds[name], meter, sources[name], held, shared, name == last)
         forward_loss(model, batch)
     end = next(i for i, point in enumerate(meter.points) if point.label == ("leave", -1, last))
+    base = max(point.live_bytes for point in meter.points if point.label[0] == "enter")
     return ForwardLayout(
-        base=max(point.live_bytes for point in meter.points if point.label[0] == "enter"),
+        base=base,
         outside_peak_bytes=max(point.max_bytes for point in meter.points[end:]),
-        events={name: _forward_events(meter.points, name) for name in watched},
+        events={
+            name: _forward_events(meter.points, name) + (_events_after(meter.points, name, base) if owns else ())
+            for name, owns in watched.items()
+        },
     )
 
 
@@ -240,6 +248,17 @@ def _forward_events(points: Sequence[MemoryPoint], name: str) -> tuple[ForwardEv
         ForwardEvent(value=point.label[1], death=point.label[0] == "death", extra_bytes=point.max_bytes - floor)
         for point in points[begin:end]
         if point.label[2] == name
+    )
+
+
+def _events_after(points: Sequence[MemoryPoint], name: str, base: int) -> tuple[ForwardEvent, ...]:
+    """What happens between a call and the next one, which begins with `base` bytes live."""
+    begin = next(i for i, point in enumerate(points) if point.label == ("leave", -1, name))
+    end = next(i for i, point in enumerate(points) if i > begin and point.label[0] == "enter")
+    return tuple(
+        ForwardEvent(value=point.label[1] if is_death else -1, death=is_death, extra_bytes=point.max_bytes - base)
+        for point in points[begin:end]
+        for is_death in [point.label[0] == "death" and point.label[2] == name]
     )
 
 
@@ -257,8 +276,10 @@ def measure_step_layout(
     `recompute_stored` has the bytes that each block stores under full recomputation. With `accumulates` it is a later
     micro-batch: an earlier one has left its gradients, which are live before it.
     """
+    installation.begin_step()
     if accumulates:
         instruments.backward(forward_loss(model, batch))
+        installation.begin_step()
     functions = installation.functions
     strategies = {name: function.strategy for name, function in functions.items()}
     with instruments.meter(next(model.parameters()).device) as meter:

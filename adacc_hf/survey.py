@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from adacc_hf.blocks import Installation
 from adacc_hf.call_inputs import StatePaths, call_key
+from adacc_hf.calls import call_name, num_calls, split_call
 from adacc_hf.config import AdaccConfig
 from adacc_hf.executor import FollowPlan, KnownShape
 from adacc_hf.fallback import fallback_kind, with_fallback_forward
@@ -33,13 +34,14 @@ from adacc_hf.tape_library import TapeLibrary
 
 
 class RecordBlock:
-    """The strategy that records one call; the block's saved tensors are let go, since no backward follows."""
+    """The strategy that records every call of a block; what it saves is let go, since no backward follows."""
 
     expects_outer_hooks = True
 
     def __init__(self, name: str, survey: Survey) -> None:
         self.name = name
         self.survey = survey
+        self.num_calls = 0
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Recording and pricing take more memory than training does, and the next block's parameters need all ranks.
@@ -47,11 +49,13 @@ class RecordBlock:
             return self._recorded(block, fn, args, kwargs)
 
     def _recorded(self, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        recording = Recording(self.name, block, args, kwargs, self.survey.instruments.drawing)
+        self.num_calls += 1
+        name = call_name(self.name, self.num_calls)
+        recording = Recording(name, block, args, kwargs, self.survey.instruments.drawing)
         result = recording.run(fn)
         key = call_key(block, StatePaths(block), args, kwargs)
         given = {Source("argument", path): tensor for path, tensor in argument_tensors(args, kwargs)}
-        self.survey.add(self.name, key, recording, given, result)
+        self.survey.add(name, key, recording, given, result)
         return result
 
 
@@ -65,15 +69,19 @@ class Survey:
         self.blocks: list[RecordedBlock] = []
         self._prices: dict[str, Prices] = {}
         self._outside: dict[int, torch.Tensor] = {}
+        self._returned: list[torch.Tensor] = []
+        """By the block that was recorded last."""
         self._kinds: list[KindProfile] = []
         self.sharing = Sharing([], set(), set(), set())
+        self.before_rest: set[str] = set()
+        """Calls after which the rest of the model works until the next one."""
         self.is_sharded = False
         """Whether the model's forward needs all ranks."""
 
     def record(self, model: nn.Module, batch: Mapping[str, Any], installation: Installation) -> None:
         """Run one forward, recording every block and what the rest of the model saves."""
         self.is_sharded = is_sharded(model)
-        for name, function in installation.functions.items():
+        for name, function in installation.blocks.items():
             function.strategy = RecordBlock(name, self)
         state = {address_of(tensor) for tensor in [*model.parameters(), *model.buffers()]}
         given = {address_of(tensor) for _, tensor in argument_tensors((), dict(batch))}
@@ -83,6 +91,7 @@ class Survey:
         for block in self.blocks:
             block.find_dead()  # while the loss, and so the graph that backward will walk, is there
         del loss
+        self._returned = []
         self.sharing = Sharing(self.blocks, self._outside.keys(), state, given)
 
     def add(self, name: str, key: Any, recording: Recording, given: Mapping[Source, torch.Tensor], result: Any) -> None:
@@ -103,8 +112,10 @@ class Survey:
                 outputs={} if tape.untrusted else _saved_outputs(recorder, tape, result),
                 packed=recording.discard(),
                 outliers=outliers,
+                follows_on=not {*map(address_of, self._returned)}.isdisjoint(map(address_of, given.values())),
             )
         )
+        self._returned = [leaf.detach() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
     def _save_outside(self, tensor: torch.Tensor) -> torch.Tensor:
         kept = tensor.detach()
@@ -114,15 +125,36 @@ class Survey:
     def kinds(self) -> list[KindProfile]:
         """One profile per kind, its memory still to be measured; every block is told its kind."""
         groups: dict[Any, list[RecordedBlock]] = {}
+        places = self._places()
         for block in self.blocks:
             tape = block.tape
             alike = tape.digest if tape.untrusted is None else tape.kind  # its constants may be data
-            groups.setdefault((alike, block.dead, *self._shared(block)), []).append(block)
+            groups.setdefault((alike, block.dead, places[block.name], *self._shared(block)), []).append(block)
         for index, group in enumerate(groups.values()):
             for block in group:
                 block.kind = index
             self._kinds.append(self._kind(group))
         return self._kinds
+
+    def _places(self) -> dict[str, tuple[bool, ...]]:
+        """What there is about each call's place in a step that its memory depends on, where blocks are called again.
+
+        Whether the gradients of its parameters are there before its backward, and whether the rest of the model works
+        before and after it, as it does between two calls of a whole model.
+        """
+        names = [block.name for block in self.blocks]
+        last = num_calls(names)
+        numbers = [split_call(name) for name in names]
+        begins = [
+            number > before and not block.follows_on
+            for block, (_, number), (_, before) in zip(self.blocks, numbers, [("", 1), *numbers], strict=False)
+        ]
+        ends = [*begins[1:], False]
+        self.before_rest = {name for name, is_end in zip(names, ends, strict=True) if is_end}
+        return {
+            name: (number < last[block], begin, end)
+            for name, (block, number), begin, end in zip(names, numbers, begins, ends, strict=True)
+        }
 
     def _shared(self, block: RecordedBlock) -> tuple[Any, ...]:
         """Which inputs of a block are shared, with which others, and which outputs others keep."""

@@ -14,6 +14,7 @@ from itertools import groupby
 
 from torch import nn
 
+from adacc_hf.calls import split_call
 from adacc_hf.memory import distinct_bytes
 from adacc_hf.profile import BlockProfile, Profile
 
@@ -98,10 +99,12 @@ class _Bases:
 def plan_thinning(model: nn.Module, profile: Profile) -> Thinning:
     """What can be left out of `model`, whose whole profile is `profile`.
 
-    Nothing where layers are of several types by their number, since leaving some out would change the types of others.
+    Nothing where layers are of several types by their number, since leaving some out would change the types of others,
+    and nothing where blocks are called again.
     """
     types = getattr(getattr(model, "config", None), "layer_types", None)
-    runs = _runs(profile.blocks) if len(set(types or ())) < 2 else []
+    is_alike = len(set(types or ())) < 2 and all(split_call(block.name)[1] == 1 for block in profile.blocks)
+    runs = _runs(profile.blocks) if is_alike else []
     dropped = [block.name for run in runs for block in run[:-KEPT]]
     modules = [model.get_submodule(name) for name in dropped]
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]

@@ -179,6 +179,8 @@ class AdaccCallback(TrainerCallback):
         """The Trainer's step on one micro-batch, under the policy for its size, tried twice if memory runs out."""
         evolution = self._evolution
         self._shapes = batch_shapes(inputs)
+        if self._handle is not None:
+            self._handle.installation.begin_step()
         if evolution is None:
             return step(model, inputs, *args, **kwargs)
         evolution.choose(self._shapes)
@@ -452,7 +454,7 @@ class AdaccCallback(TrainerCallback):
         uncalled = installation.uncalled()
         if uncalled:
             raise RuntimeError(
-                f"{len(uncalled)} of {len(installation.functions)} blocks, {uncalled[0]} first, never reached Adacc in "
+                f"{len(uncalled)} of {len(installation.blocks)} blocks, {uncalled[0]} first, never reached Adacc in "
                 f"the first step: their class's forward was replaced (a fast-kernel patch?); name their class with "
                 f"AdaccConfig(block_classes=...) so that their forward is wrapped instead"
             )

@@ -16,13 +16,16 @@ class LastBatch:
     """Keeps the last batch that `model` was trained on, until `remove()`.
 
     Where the model makes no loss of it, because the Trainer does (label smoothing, a `compute_loss` of the user's own),
-    the batch is what the Trainer's `compute_loss` was given, and `compute_loss` is set.
+    or the loss takes several calls of the model, the batch is what the Trainer's `compute_loss` was given, and
+    `compute_loss` is set.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.batch: dict[str, Any] | None = None
         self.compute_loss: ComputeLoss | None = None
         self._given: tuple[dict[str, Any], ComputeLoss] | None = None
+        self._num_calls = 0
+        """Of the model, since the last batch was given."""
         self._hook = model.register_forward_hook(self._keep, with_kwargs=True)
 
     def remove(self) -> None:
@@ -40,11 +43,14 @@ class LastBatch:
 
         if isinstance(inputs, Mapping):
             self._given = (dict(inputs), compute_loss)  # a copy: the Trainer takes the labels out
+            self._num_calls = 0
 
     def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not module.training or not torch.is_grad_enabled():
             return
-        if self._given is not None and (not kwargs or getattr(output, "loss", None) is None):
+        self._num_calls += 1
+        is_whole = self._num_calls == 1 and kwargs and getattr(output, "loss", None) is not None
+        if self._given is not None and not is_whole:
             self.batch, self.compute_loss = self._given
         elif kwargs:
             self.batch, self.compute_loss = dict(kwargs), None

@@ -19,7 +19,7 @@ class Waiting(Installation):
         except BaseException:
             self._remove_head()
             raise
-        for function in self.functions.values():
+        for function in self.blocks.values():
             function.strategy = Checkpointed()
 
     def remove(self) -> None:

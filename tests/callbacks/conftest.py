@@ -17,6 +17,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
+from adacc_hf.memory import CpuMemoryMeter, count_static_bytes
+
 LOSSLESS = {"memory_budget": 0.6, "actions": ("retain", "recompute")}
 """Settings under which training is bit-equal to plain training, and the tiny model has something to recompute."""
 
@@ -178,6 +180,31 @@ def train(make_trainer):
         return Run(trainer, trainer.state.log_history)
 
     return run
+
+
+class MeasureStep(TrainerCallback):
+    """Counts the live bytes of one step, from its first micro-batch to the end of the optimizer's step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.peak_bytes = 0
+
+    def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        if state.global_step + 1 == self.step:
+            self.static_bytes = count_static_bytes(model, {}, optimizer)
+            self.meter = CpuMemoryMeter()
+            self.meter.__enter__()
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step + 1 == self.step:
+            self.meter.__exit__(None, None, None)
+            self.peak_bytes = self.static_bytes + self.meter.peak_bytes
+
+
+@pytest.fixture(scope="session")
+def measure_step_peak():
+    """`measure_step_peak(step)`: a callback with the `peak_bytes` of one step, its batches left out."""
+    return MeasureStep
 
 
 @pytest.fixture(scope="session")

@@ -3,34 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback, AdaccConfig, Policy
-from adacc_hf.memory import CpuMemoryMeter, count_static_bytes
 
 QUIET = {"tracking": "off", "guard": False, "min_compress_bytes": 0}
 BATCH_SIZE = 16
 BATCH_BYTES = 2 * BATCH_SIZE * 32 * 8
 """Token numbers and labels of one micro-batch."""
-
-
-class MeasureStep(TrainerCallback):
-    """Counts the live bytes of one step, from its first micro-batch to the end of the optimizer's step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.peak_bytes = 0
-
-    def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        if state.global_step + 1 == self.step:
-            self.static_bytes = count_static_bytes(model, {}, optimizer)
-            self.meter = CpuMemoryMeter()
-            self.meter.__enter__()
-
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        if state.global_step + 1 == self.step:
-            self.meter.__exit__(None, None, None)
-            self.peak_bytes = self.static_bytes + self.meter.peak_bytes
 
 
 SETTINGS = {
@@ -42,9 +21,9 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_trainers_step_keeps_to_the_predicted_peak(make_trainer, make_model, name):
+def test_the_trainers_step_keeps_to_the_predicted_peak(make_trainer, make_model, measure_step_peak, name):
     callback = AdaccCallback(memory_budget=0.5, **QUIET)
-    measured = MeasureStep(step=5)
+    measured = measure_step_peak(5)
     model = make_model(vocab_size=600)
     make_trainer([callback, measured], model=model, per_device_train_batch_size=BATCH_SIZE, **SETTINGS[name]).train()
     num_micro = SETTINGS[name].get("gradient_accumulation_steps", 1)
@@ -71,7 +50,9 @@ def test_what_fits_the_device_is_trained_as_it_is(train, device_with):
     run.assert_equals(train())
 
 
-def test_what_does_not_fit_keeps_to_the_device_less_the_margin(make_trainer, make_model, device_with):
+def test_what_does_not_fit_keeps_to_the_device_less_the_margin(
+    make_trainer, make_model, measure_step_peak, device_with
+):
     settings = {"per_device_train_batch_size": BATCH_SIZE, "max_steps": 3}
     device_with(1 << 40)
     plain, adacc = (AdaccCallback(memory_budget="auto", **QUIET) for _ in range(2))
@@ -79,7 +60,7 @@ def test_what_does_not_fit_keeps_to_the_device_less_the_margin(make_trainer, mak
     peaks = [Policy.uniform(plain.profile, action).predicted_peak_bytes for action in ("retain", "recompute")]
     wanted = sum(peaks) // 2
     device_with(int(wanted / (1 - AdaccConfig().memory_margin)) + 1)
-    measured = MeasureStep(step=5)
+    measured = measure_step_peak(5)
     make_trainer([adacc, measured], model=make_model(), **{**settings, "max_steps": 5}).train()
     assert dict(adacc.policy.facts)["budget_bytes"] == wanted
     assert not adacc.policy.is_plain
