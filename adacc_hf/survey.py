@@ -237,4 +237,8 @@ def _with_forward(kind: KindProfile, forward: tuple[ForwardEvent, ...]) -> KindP
 
 
 def _refuse_backward(_: Any) -> torch.Tensor:
-    raise AssertionError("the recording forward has no backward")
+    raise ValueError(
+        "the loss runs a backward of its own before it is returned (a gradient penalty; a loss that embeds small "
+        "batches one by one, as CachedMultipleNegativesRankingLoss, which saves the memory already): train without "
+        "adacc_hf, or with another loss"
+    )

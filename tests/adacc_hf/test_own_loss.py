@@ -29,6 +29,18 @@ def test_a_loss_made_of_the_outputs(tiny_gpt2, token_batch):
     assert {name: dict(m.__dict__) for name, m in model.named_modules()} == modules
 
 
+def test_a_loss_with_a_backward_of_its_own_is_refused(tiny_gpt2, token_batch):
+    """A gradient penalty, say: the survey of a model keeps nothing that it could go back to."""
+
+    def penalty(model, batch):
+        output = model(**batch, output_hidden_states=True)
+        (gradient,) = torch.autograd.grad(output.loss, output.hidden_states[0], create_graph=True)
+        return output.loss + gradient.square().sum()
+
+    with pytest.raises(ValueError, match=r"a backward of its own .*: train without adacc_hf"):
+        profile_model(tiny_gpt2(), token_batch(), CONFIG, compute_loss=penalty)
+
+
 def test_without_a_loss_the_error_names_both_ways(tiny_gpt2, token_batch):
     batch = {"input_ids": token_batch()["input_ids"]}
     with pytest.raises(ValueError, match=r"pass the labels with it, or.*compute_loss="):
