@@ -24,9 +24,9 @@ CHECKPOINTING = "activation_checkpointing" if hasattr(PreTrainedModel, "is_activ
 
 __all__ = [
     "CHECKPOINTING", "FLAG", "FUNCTION", "SETTER", "GradientCheckpointingLayer", "PreTrainedModel", "attention_of",
-    "block_of", "checkpointed", "class_name", "has_filled_cache", "is_compiled_around", "keyword_arguments",
-    "layerdrop_rates", "no_packed_sequences", "outer_hooks", "owner_of", "owns_its_node", "run_inside_hooks",
-    "switch_checkpointing", "without_caches", "without_layerdrop",
+    "block_of", "cast_from", "checkpointed", "class_name", "has_filled_cache", "is_compiled_around",
+    "keyword_arguments", "layerdrop_rates", "no_packed_sequences", "outer_hooks", "owner_of", "owns_its_node",
+    "run_inside_hooks", "switch_checkpointing", "without_caches", "without_layerdrop",
 ]  # fmt: skip
 
 
@@ -157,6 +157,14 @@ def owner_of(tensor: torch.Tensor) -> Any:
         return tensor.grad_fn
     with torch.enable_grad():
         return tensor.view_as(tensor).grad_fn
+
+
+def cast_from(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The leaf that `tensor` is a copy of in another type; None if it is no such copy."""
+    node = tensor.grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return None
+    return getattr(node.next_functions[0][0], "variable", None)
 
 
 def is_checkpoint_wrapper(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from adacc_hf.compat import attention_of, class_name
+from adacc_hf.compat import attention_of, cast_from, class_name
 from adacc_hf.tape import Source, Tape, TapeOperator, TapeValue, TensorRef, geometry_of, map_tensors
 
 _NO_OPERATORS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
@@ -53,6 +53,7 @@ class Recorder(TorchDispatchMode):
         self._externals: dict[int, tuple[torch.Tensor, Source]] = {}
         for path, tensor in argument_tensors(args, kwargs):
             self._expect(tensor, Source("argument", path))
+        self._parameters = {id(parameter): name for name, parameter in block.named_parameters()}
         for name, parameter in block.named_parameters(remove_duplicate=False):
             self._expect(parameter, Source("parameter", (name,)))
             if not is_traceable_wrapper_subclass(parameter):  # whose attributes are what it is made of
@@ -64,6 +65,8 @@ class Recorder(TorchDispatchMode):
     def refer(self, tensor: torch.Tensor) -> TensorRef:
         """The reference to `tensor` in the state it is in now."""
         key = tensor.untyped_storage()._cdata
+        if key not in self._current and key not in self._externals:
+            self._note_cached_cast(tensor)
         if key not in self._current:
             base, source = self._externals.get(key, (tensor, Source("unknown", ())))
             self._add(base, source, None, str(source))
@@ -128,6 +131,18 @@ class Recorder(TorchDispatchMode):
         self.operators.append(operator)
         if drew and func is torch.ops.aten.native_dropout.default:
             self._derive_dropout(operator)
+
+    def _note_cached_cast(self, tensor: torch.Tensor) -> None:
+        """Note the cast of a parameter that autocast kept from an earlier call as if this call had made it."""
+        name = self._parameters.get(id(cast_from(tensor))) if self._autocast else None
+        if name is not None:
+            parameter = self.refer(self.block.get_parameter(name))
+            index = len(self.operators)
+            module = self._modules[-1] if self._modules else ""
+            value = self._make(tensor, index, f"{module or 'block'}:to_copy")
+            kwargs = {"dtype": tensor.dtype}
+            target = torch.ops.aten._to_copy.default
+            self.operators.append(TapeOperator(index, target, (parameter,), kwargs, ((0, value),), (), False, module))
 
     def _derive_dropout(self, dropout: TapeOperator) -> None:
         """Give dropout's result an operator of its own: input * mask * scale; only the mask is random (rule R5)."""

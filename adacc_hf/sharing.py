@@ -26,6 +26,8 @@ class RecordedBlock:
     """All tensors among the arguments, one per storage, read or not."""
     outputs: dict[int, torch.Tensor]
     """Saved values that the block made and gave away, with a tensor on their storage."""
+    casts: dict[int, torch.Tensor]
+    """Saved values that are made of parameters alone, such as autocast's, which other calls may find in its cache."""
     packed: list[weakref.ref[Any]]
     """For each slot what autograd holds for it; dead once autograd has let go of it."""
     outliers: dict[int, int]
@@ -71,6 +73,11 @@ class Sharing:
         made = {address_of(t) for b in blocks for v, t in b.outputs.items() if v in set(b.saved())}
         self._kept = made & (readers.keys() | outside)
         saved = {address_of(b.arguments[v]) for b in blocks for v in b.saved() if v in b.arguments} | outside
+        self._casts: dict[int, list[str]] = {}
+        for block in blocks:
+            for tensor in block.casts.values():
+                outsider = ["the rest of the model"] if address_of(tensor) in outside else []
+                self._casts.setdefault(address_of(tensor), outsider).append(block.name)
         self._index: dict[int, int] = {}
         self.records: list[Shared] = []
         for block in blocks:
@@ -96,6 +103,14 @@ class Sharing:
     def is_kept(self, tensor: torch.Tensor) -> bool:
         """Whether others hold this output of a block too."""
         return address_of(tensor) in self._kept
+
+    def is_cached(self, cast: torch.Tensor) -> bool:
+        """Whether other calls, or the rest of the model, save this cast of a parameter too, from autocast's cache."""
+        return len(self._casts[address_of(cast)]) > 1
+
+    def is_owner(self, block: RecordedBlock, cast: torch.Tensor) -> bool:
+        """Whether a cast counts as that of `block`: the first to save it, if the rest of the model does not."""
+        return self._casts[address_of(cast)][0] == block.name
 
     def _add(self, address: int, record: Shared) -> None:
         self._index[address] = len(self.records)

@@ -21,7 +21,7 @@ from adacc_hf.instruments import Instruments
 from adacc_hf.kinds import KindBuilder
 from adacc_hf.memory import forward_loss
 from adacc_hf.policy import RECOMPUTE, RETAIN, Plan
-from adacc_hf.pricing import Prices
+from adacc_hf.pricing import Prices, is_parameter_cast
 from adacc_hf.profile import ForwardEvent, KindProfile
 from adacc_hf.ranks import all_or_none, is_sharded
 from adacc_hf.recorder import Recorder, argument_tensors
@@ -110,6 +110,7 @@ class Survey:
                 arguments={value: recorder.bases[value] for value in inputs},
                 given=_one_per_storage(given),
                 outputs={} if tape.untrusted else _saved_outputs(recorder, tape, result),
+                casts={} if tape.untrusted else _saved_casts(recorder, tape),
                 packed=recording.discard(),
                 outliers=outliers,
                 follows_on=not {*map(address_of, self._returned)}.isdisjoint(map(address_of, given.values())),
@@ -157,9 +158,11 @@ class Survey:
         }
 
     def _shared(self, block: RecordedBlock) -> tuple[Any, ...]:
-        """Which inputs of a block are shared, with which others, and which outputs others keep."""
+        """Which inputs of a block are shared, with which others, and which outputs and casts others keep."""
         inputs = tuple(self.sharing.index_of(tensor) for tensor in block.held())
-        return inputs, tuple(value for value, tensor in block.outputs.items() if self.sharing.is_kept(tensor))
+        outputs = tuple(value for value, tensor in block.outputs.items() if self.sharing.is_kept(tensor))
+        casts = {value: tensor for value, tensor in block.casts.items() if self.sharing.is_cached(tensor)}
+        return inputs, outputs, tuple((value, self.sharing.is_owner(block, cast)) for value, cast in casts.items())
 
     def _kind(self, group: list[RecordedBlock]) -> KindProfile:
         tape = group[0].tape
@@ -189,7 +192,7 @@ class Survey:
                 # Two calls, since the second one would be checked, which takes memory of its own.
                 known = {block.key: KnownShape(block.tape, num_calls=2)}
                 function.strategy = FollowPlan(block.name, _recompute_plan(kind), self.library, known)
-            block.arguments, block.given, block.outputs = {}, {}, {}
+            block.arguments, block.given, block.outputs, block.casts = {}, {}, {}, {}
         return watchers
 
     def replay_sources(self) -> dict[str, list[Source]]:
@@ -211,6 +214,12 @@ def _saved_outputs(recorder: Recorder, tape: Tape, result: Any) -> dict[int, tor
     saved = set(tape.saved_values())
     tensors = [leaf.detach() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     return {value: tensor for tensor in tensors if (value := recorder.made_value(tensor)) in saved}
+
+
+def _saved_casts(recorder: Recorder, tape: Tape) -> dict[int, torch.Tensor]:
+    """Saved values that the block made of its parameters alone."""
+    made = [value for value in tape.saved_values() if tape.values[value].producer is not None]
+    return {value: recorder.bases[value] for value in made if is_parameter_cast(tape, value)}
 
 
 def recompute_stored_bytes(kind: KindProfile) -> int:

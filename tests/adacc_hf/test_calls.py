@@ -34,6 +34,7 @@ class Case:
     config: AdaccConfig
     profile: Profile
     plain: list[dict[str, Any]]
+    autocast: torch.dtype | None = None
 
     def random(self, seed: int) -> Policy:
         return Policy.random(self.profile, seed, ACTIONS, lossless=True)
@@ -85,7 +86,7 @@ def two_losses(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor
 
 @pytest.fixture(scope="module")
 def make_case(one_thread, tiny_gpt2, token_batch, run_steps):
-    """`make_case(name)`: a Case."""
+    """`make_case(name, autocast=None)`: a Case."""
 
     def r_drop():
         return tiny_gpt2(), token_batch(), r_drop_loss, None
@@ -96,13 +97,15 @@ def make_case(one_thread, tiny_gpt2, token_batch, run_steps):
 
     cases = {"albert": albert, "bi-encoder": bi_encoder, "R-Drop": r_drop, "long and short": long_and_short}
 
-    def make(name: str) -> Case:
+    def make(name: str, autocast: torch.dtype | None = None) -> Case:
         torch.manual_seed(0)
         model, batch, compute_loss, classes = cases[name]()
         step = model.train() if compute_loss is None else WithLoss(model.train(), compute_loss)
         config = AdaccConfig(min_compress_bytes=0, block_classes=classes)
-        plain = run_steps(step, batch)
-        return Case(model, batch, step, config, profile_model(model, batch, config, compute_loss=compute_loss), plain)
+        plain = run_steps(step, batch, autocast=autocast)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast is not None):
+            profile = profile_model(model, batch, config, compute_loss=compute_loss)
+        return Case(model, batch, step, config, profile, plain, autocast)
 
     return make
 
@@ -110,6 +113,12 @@ def make_case(one_thread, tiny_gpt2, token_batch, run_steps):
 @pytest.fixture(scope="module", params=["albert", "bi-encoder", "R-Drop", "long and short"])
 def case(request, make_case):
     return make_case(request.param)
+
+
+@pytest.fixture(scope="module", params=["albert", "bi-encoder"])
+def cast_case(request, make_case):
+    """Under one autocast around all calls, which share its casts of the weights."""
+    return make_case(request.param, torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +154,29 @@ def test_stored_bytes_and_peak_are_as_predicted(case, run_steps, policy):
     assert measured.stored_bytes == made.predicted_stored_bytes
     # As in test_memory.py; scalars of 8 bytes that operators hold as tensors come and go.
     assert measured.peak_bytes == pytest.approx(made.predicted_peak_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("policy", ["retain", "recompute", 0, 1, 2])
+def test_calls_that_share_casts_are_exact_and_stored_as_predicted(cast_case, run_steps, assert_same_steps, policy):
+    case = cast_case
+    made = Policy.uniform(case.profile, policy) if isinstance(policy, str) else case.random(policy)
+    with apply_policy(case.model, made, case.config):
+        assert_same_steps(run_steps(case.step, case.batch, autocast=case.autocast), case.plain)
+        with torch.autocast("cpu", dtype=case.autocast):
+            measured = measure_step(case.step, case.batch)
+    assert measured.stored_bytes == made.predicted_stored_bytes
+    assert measured.peak_bytes == pytest.approx(made.predicted_peak_bytes, rel=0.03)  # as above
+
+
+def test_what_a_later_call_reads_of_autocasts_cache_can_be_replayed_from(cast_case):
+    kept = [
+        value.name
+        for kind in cast_case.profile.kinds
+        for value in kind.activations
+        if value.producer is not None and value.saved and not value.recomputable and value.role != "mask"
+    ]
+    assert kept
+    assert all(name.endswith(":to_copy") for name in kept), "the casts themselves stay, since autograd has them anyway"
 
 
 def test_calls_of_one_block_may_differ_in_their_plans(case):

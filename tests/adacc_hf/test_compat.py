@@ -146,3 +146,10 @@ def test_checkpointing_is_switched_by_its_name_in_every_release(tiny_gpt2):
     compat.switch_checkpointing(model, on=False)
     assert not model.transformer.h[0].gradient_checkpointing
     assert hasattr(TrainingArguments, compat.CHECKPOINTING)
+
+
+def test_a_cast_tells_what_it_is_a_copy_of():
+    leaf = torch.ones(2, requires_grad=True)
+    assert compat.cast_from(leaf.to(torch.bfloat16)) is leaf
+    others = [leaf, leaf * 2, leaf.detach().to(torch.bfloat16), (leaf * 2).to(torch.bfloat16), leaf.double().float()]
+    assert [compat.cast_from(tensor) for tensor in others] == [None] * 5

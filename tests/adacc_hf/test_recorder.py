@@ -217,3 +217,15 @@ def test_a_draw_that_reads_no_tensor_is_looked_for_on_the_device_it_names(monkey
     assert not drawings[0].happened()
     generator.offset += 4
     assert drawings[1].happened()
+
+
+def test_a_cast_from_autocasts_cache_is_an_operator_of_every_call(x):
+    """A later call finds the cast of the weight in the cache; its tape has it made anew, so that it can be replayed."""
+    block = Block()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        tapes = [record(lambda block, x: block.inner(x), x.detach(), block=block)[0] for _ in range(2)]
+    assert [names(tape).count("_to_copy") for tape in tapes] == [3, 3]
+    assert {str(op.kwargs) for tape in tapes for op in tape.operators if "_to_copy" in op.name} == {
+        "{'dtype': torch.bfloat16}"
+    }
+    assert not [value for value in tapes[1].values if str(value.source).startswith("unknown")]
