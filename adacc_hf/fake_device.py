@@ -54,9 +54,11 @@ def fake_autocast(device_type: str, dtype: torch.dtype | None) -> Iterator[None]
     torch.set_autocast_enabled(device_type, dtype is not None)
     if dtype is not None:
         torch.set_autocast_dtype(device_type, dtype)
+    torch.autocast_increment_nesting()  # else an autocast inside would clear the cache of casts at its end
     try:
         yield
     finally:
+        torch.autocast_decrement_nesting()
         torch.set_autocast_enabled(device_type, before[0])
         torch.set_autocast_dtype(device_type, before[1])
         torch.clear_autocast_cache()

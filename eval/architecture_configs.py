@@ -26,6 +26,8 @@ class Architecture:
     config_class: str
     settings: Mapping[str, Any]
     batch: Callable[[torch.Generator], Batch] = field(repr=False)
+    block_classes: tuple[str, ...] | None = None
+    """Its layers, where they are no GradientCheckpointingLayer of Transformers."""
 
     def build(self, seed: int = 0) -> nn.Module:
         """The model in train mode with random weights: dropout on, caches off, sdpa where it has it."""
@@ -219,6 +221,7 @@ _TABLE: dict[str, dict[str, tuple[str, dict[str, Any], Callable[[torch.Generator
         "bert": ("BertForMaskedLM", COMMON, padded_text),
         "roberta": ("RobertaForMaskedLM", COMMON, padded_text),
         "electra": ("ElectraForMaskedLM", {**COMMON, "embedding_size": 32}, padded_text),
+        "albert": ("AlbertForMaskedLM", {**COMMON, "embedding_size": 16}, padded_text),
         "distilbert": (
             "DistilBertForMaskedLM",
             {**IDS, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "max_position_embeddings": 64},
@@ -402,6 +405,9 @@ _TABLE: dict[str, dict[str, tuple[str, dict[str, Any], Callable[[torch.Generator
 }  # fmt: skip
 
 
+BLOCK_CLASSES = {"albert": ("AlbertLayer",)}
+
+
 def _config_class(model_class: str) -> str:
     """The configuration of a model class, as Transformers names it on the class itself."""
     return getattr(transformers, model_class).config_class.__name__
@@ -417,6 +423,7 @@ def architectures() -> dict[str, Architecture]:
             config_class=_config_class(model_class),
             settings=settings,
             batch=batch,
+            block_classes=BLOCK_CLASSES.get(name),
         )
         for family, rows in _TABLE.items()
         for name, (model_class, settings, batch) in rows.items()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,13 @@ class Verdict:
             "lossless": _word(self.lossless),
             "compressed": _word(self.compressed),
             "stored bytes": _word(self.stored),
-            "notes": "; ".join(self.notes),
+            "notes": "; ".join([*self._settings(), *self.notes]),
         }
+
+    def _settings(self) -> list[str]:
+        """What a user has to set."""
+        classes = self.architecture.block_classes
+        return [] if classes is None else [f"AdaccConfig(block_classes={classes})"]
 
 
 def check(architecture: Architecture) -> Verdict:
@@ -81,7 +86,7 @@ def check(architecture: Architecture) -> Verdict:
     model, batch = architecture.build(), architecture.make_batch(TRAINED)
     plain = train(model, batch)
     try:
-        profile = profile_model(model, architecture.make_batch(PROFILED), CONFIG)
+        profile = profile_model(model, architecture.make_batch(PROFILED), config_of(architecture))
         return _verdict(architecture, model, batch, profile, plain)
     except AdaccError as error:
         return Verdict(
@@ -96,6 +101,11 @@ def check(architecture: Architecture) -> Verdict:
         )
 
 
+def config_of(architecture: Architecture) -> AdaccConfig:
+    """What an architecture is profiled and trained with."""
+    return replace(CONFIG, block_classes=architecture.block_classes)
+
+
 def _verdict(
     architecture: Architecture, model: nn.Module, batch: Batch, profile: Profile, plain: list[Gradients]
 ) -> Verdict:
@@ -103,8 +113,9 @@ def _verdict(
     policies = [Policy.uniform(profile, Action.RECOMPUTE)]
     policies += [Policy.random(profile, seed, actions, lossless=True) for seed in range(2)]
     lossy = Policy.random(profile, 2, (Action.RETAIN, Action.COMPRESS))
-    trials = [_try(model, batch, policy) for policy in [*policies, lossy]]
-    expected = train_through_codecs(model, batch, profile, lossy, skipped=set(trials[-1].fallbacks))
+    config = config_of(architecture)
+    trials = [_try(model, batch, policy, config) for policy in [*policies, lossy]]
+    expected = train_through_codecs(model, batch, profile, lossy, config, skipped=set(trials[-1].fallbacks))
     is_vacuous = same_bits(expected, plain)
     return Verdict(
         architecture=architecture,
@@ -140,8 +151,8 @@ def _notes(trials: Sequence[Trial]) -> tuple[str, ...]:
     return (*reasons, excess)
 
 
-def _try(model: nn.Module, batch: Batch, policy: Policy) -> Trial:
-    with apply_policy(model, policy, CONFIG) as handle:
+def _try(model: nn.Module, batch: Batch, policy: Policy, config: AdaccConfig) -> Trial:
+    with apply_policy(model, policy, config) as handle:
         steps = train(model, batch)
         stored_bytes = measure_step(model, batch).stored_bytes
         return Trial(steps, stored_bytes, stored_bytes - policy.predicted_stored_bytes, fallbacks(handle))
@@ -184,13 +195,14 @@ def same_bits(left: Sequence[Gradients], right: Sequence[Gradients]) -> bool:
 
 
 def train_through_codecs(
-    model: nn.Module, batch: Batch, profile: Profile, policy: Policy, skipped: set[str]
+    model: nn.Module, batch: Batch, profile: Profile, policy: Policy, config: AdaccConfig, skipped: set[str]
 ) -> list[Gradients]:
     """Plain training whose saved tensors go through the codecs of `policy`, without the executor: the codec oracle.
 
     The blocks in `skipped` train plainly.
     """
-    installation = Installation(model)
+    installation = Installation(model, config.block_classes)
+    installation.expect(block.name for block in profile.blocks)
     try:
         for block in [block for block in profile.blocks if block.name not in skipped]:
             strategy = ThroughCodecs(profile.kind_of(block), dict(policy.plan_of(block.name).choices))
@@ -281,9 +293,11 @@ some of the blocks (see notes). No architecture has code of its own.
 - **compressed**: a policy that retains and compresses gives bit for bit the gradients of plain training whose saved
   tensors go through the same codecs; "-" where every block fell back.
 - **stored bytes**: what forward leaves behind is what the policy predicted, byte for byte.
+- **blocks**: calls of blocks in one step, each with a plan of its own; albert calls one layer again and again.
 - **notes**: blocks that cannot be replayed, and why: such a block retains everything or runs under torch's checkpoint,
   as the policy says. Predictions are off where a model keeps tensors on its modules from step to step
   (recurrent_gemma), and where a block retains tensors whose number depends on random routing (switch_transformers).
+  `AdaccConfig(...)` is what names the blocks where Transformers has no checkpointing for them.
 
 Written by `python -m adacc_hf.eval.architectures --output docs/SUPPORT.md`.
 """
