@@ -1,4 +1,4 @@
-"""Predicted against measured peak of live bytes: four families x attention x precision x budgets.
+"""Predicted against measured peak of live bytes: five models x attention x precision x budgets.
 
     adacc eval peak-accuracy
 
@@ -22,10 +22,14 @@ from tqdm import tqdm
 from adacc_hf import AdaccConfig, InfeasibleBudgetError, Policy, Profile, apply_policy, profile_model, solve_policy
 from adacc_hf.eval.families import ATTENTIONS, FAMILIES, PRECISIONS, Batch, Size, in_precision
 from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.pairs import PairsFamily
 from adacc_hf.eval.records import Settings, add_settings, markdown_table, positive_int
 from adacc_hf.memory import backward, forward_loss, measure_step
 from adacc_hf.policy import Action
 from adacc_hf.units import format_bytes
+
+MODELS = {**FAMILIES, "pairs": PairsFamily()}
+"""Four families, and a bi-encoder whose step calls every block twice."""
 
 TOLERANCE = 0.03
 """How far a measured peak may lie from the predicted one: what the project promises."""
@@ -59,7 +63,7 @@ class Measurement:
 def main(argv: Sequence[str] | None = None, size: Size | None = None) -> int:
     """Measure, print the table and save the record. Returns 1 if a budget was exceeded or a prediction is off."""
     parser = argparse.ArgumentParser(prog="adacc eval peak-accuracy", description=__doc__.partition("\n")[0])
-    for name, choices in (("family", tuple(FAMILIES)), ("attention", ATTENTIONS), ("precision", PRECISIONS)):
+    for name, choices in (("family", tuple(MODELS)), ("attention", ATTENTIONS), ("precision", PRECISIONS)):
         parser.add_argument(f"--{name}", nargs="+", choices=choices, default=choices, help="which to measure")
     parser.add_argument("--budgets", type=positive_int, default=5, help="budgets per model")
     add_resume(parser)
@@ -90,7 +94,7 @@ def measure(
     family: str, attention: str, precision: str, size: Size, num_budgets: int, settings: Settings
 ) -> list[Measurement]:
     """The peaks of one model at `num_budgets` budgets."""
-    model = FAMILIES[family].model(size, attention, settings.device, settings.seed)
+    model = MODELS[family].model(size, attention, settings.device, settings.seed)
     batch = size.batches(settings.device, settings.seed)
     rows = []
     with in_precision(precision, settings.device):

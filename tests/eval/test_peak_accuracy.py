@@ -19,7 +19,15 @@ TINY = Size(width=64, layers=3, heads=2, batch=6, tokens=128)
 
 @pytest.mark.parametrize(
     "case",
-    ["gpt2 sdpa bf16", "gpt2 eager fp32", "gpt2 eager bf16", "t5 sdpa bf16", "bert eager fp32", "llama sdpa fp32"],
+    [
+        "gpt2 sdpa bf16",
+        "gpt2 eager fp32",
+        "gpt2 eager bf16",
+        "t5 sdpa bf16",
+        "bert eager fp32",
+        "llama sdpa fp32",
+        "pairs sdpa bf16",
+    ],
 )
 def test_peaks_are_as_predicted(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     family, attention, precision = case.split()
