@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from adacc_hf.calls import StepCount, call_name, num_calls
+from adacc_hf.calls import call_name, num_calls
 from adacc_hf.compat import (
     FLAG,
     FUNCTION,
@@ -33,6 +33,7 @@ from adacc_hf.compat import (
     without_caches,
 )
 from adacc_hf.errors import CompiledBlockError, NestedHooksError, NoBlocksError
+from adacc_hf.step_count import StepCount
 
 _ABSENT = object()
 

@@ -1,4 +1,4 @@
-"""The calls of a block in one step: their names, and which of them is under way.
+"""The calls of a block in one step, by name.
 
 A model may call a block several times before backward: layers share their weights, or the loss calls the model twice.
 Each call has a name of its own, and so a plan: the first that of its block, the others "block#2", "block#3".
@@ -7,11 +7,6 @@ Each call has a name of its own, and so a plan: the first that of its block, the
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
-
-import torch
-from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 
 def call_name(block: str, number: int) -> str:
@@ -37,39 +32,3 @@ def num_calls(names: Iterable[str]) -> dict[str, int]:
         block, number = split_call(name)
         found[block] = max(number, found.get(block, 0))
     return found
-
-
-class StepCount:
-    """Counts one block's calls since the step began. Its backward, once it reaches any of them, ends the step.
-
-    A step may end without a backward, by an exception say. So the count also begins anew once the graph of every call
-    is gone, after as many calls as were expected, and with `reset`.
-    """
-
-    def __init__(self) -> None:
-        self._number = 0
-        self._hooks: list[RemovableHandle] = []
-
-    def next_of(self, expected: int) -> int:
-        """The number, from 0, of the call that begins now, out of so many that are `expected` in a step."""
-        is_gone = bool(self._hooks) and all(hook.hooks_dict_ref() is None for hook in self._hooks)
-        if is_gone or self._number >= expected:
-            self.reset()
-        return self._number
-
-    def returned(self, result: Any) -> None:
-        """Count a call that returned `result`, and begin anew once backward reaches it."""
-        self._number += 1
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                self._hooks.append(leaf.register_hook(self._reached))
-
-    def reset(self) -> None:
-        """Begin anew, and leave nothing on the graph. Harmless at any time."""
-        self._number = 0
-        hooks, self._hooks = self._hooks, []
-        for hook in hooks:
-            hook.remove()
-
-    def _reached(self, _: torch.Tensor) -> None:
-        self.reset()

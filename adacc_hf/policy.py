@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adacc_hf.calls import num_calls
 from adacc_hf.errors import PolicyMismatchError
 from adacc_hf.files import read_json, write_json
 from adacc_hf.units import format_bytes
@@ -148,8 +149,10 @@ class Policy:
         counts = self.action_counts()
         actions = ", ".join(f"{counts[action.value]} {action.value}" for action in Action)
         head = "" if self.head == "plain" else f", {self.head} head"
+        num_blocks = len(num_calls(name for name, _ in self.blocks))
+        again = "" if num_blocks == len(self.blocks) else f" called {len(self.blocks)} times"
         return (
-            f"{len(self.blocks)} blocks, {actions}{head}; stored {format_bytes(self.predicted_stored_bytes)}, "
+            f"{num_blocks} blocks{again}, {actions}{head}; stored {format_bytes(self.predicted_stored_bytes)}, "
             f"peak {format_bytes(self.predicted_peak_bytes)}, overhead {self.predicted_overhead_ms:.2f} ms per step"
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 from transformers import AlbertConfig, AlbertForMaskedLM, BertConfig, BertModel
 
 from adacc_hf import AdaccConfig, Policy, Profile, apply_policy, profile_model
-from adacc_hf.calls import StepCount, block_of_call, call_name, num_calls, split_call
+from adacc_hf.calls import block_of_call, call_name, num_calls, split_call
 from adacc_hf.errors import PolicyMismatchError
 from adacc_hf.memory import measure_step
 from adacc_hf.own_loss import WithLoss
@@ -391,7 +390,7 @@ def test_logits_that_are_read_twice_are_not_chunked(make_case, caplog):
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-# Names and counts
+# Names
 
 
 @settings(max_examples=20, deadline=None, derandomize=True, database=None)
@@ -403,16 +402,5 @@ def test_names_tell_block_and_number(block, number):
     assert num_calls([call_name(block, n) for n in range(1, number + 1)]) == {block: number}
 
 
-def test_calls_without_gradients_are_counted_round():
-    """A frozen block has no backward that would end its step."""
-    count = StepCount()
-    numbers = []
-    for _ in range(5):
-        numbers.append(count.next_of(2))
-        count.returned(SimpleNamespace())
-    assert numbers == [0, 1, 0, 1, 0]
-
-
-def test_a_call_that_fails_is_not_counted():
-    count = StepCount()
-    assert [count.next_of(3), count.next_of(3)] == [0, 0]
+def test_a_policy_says_how_many_blocks_are_called_how_often(pairs):
+    assert pairs.random(0).summary().startswith("3 blocks called 6 times, ")
