@@ -48,13 +48,18 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def train(model):
+def loss_of(model, given):
+    """The sum of the losses of two calls if the batch is two."""
+    return sum(model(**each).loss for each in given) if isinstance(given, list) else model(**given).loss
+
+
+def train(model, twice):
     """Losses, gradients and weights of some steps of SGD."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     noted = []
     for step in range(STEPS):
         torch.manual_seed(10 * step + dist.get_rank())
-        loss = model(**batch(step)).loss
+        loss = loss_of(model, [batch(step), batch(step + 50)] if twice else batch(step))
         loss.backward()
         noted += [loss.detach(), *(local(p.grad).clone() for p in model.parameters())]
         optimizer.step()
@@ -79,13 +84,16 @@ def applied(wrap, policy, before):
 
 def check(name, before):
     wrap = WRAPPERS[name]
-    plain = train(wrap(build()))
+    twice = name.endswith("twice")
+    plain = train(wrap(build()), twice)
     # A policy knows blocks by their names, which DDP changes, and by their operators, which FSDP2's casts change.
-    bare = name == "fsdp2" or (before and name == "ddp")
-    profile = profile_model(build() if bare else wrap(build()), batch(9), CONFIG)
+    bare = name.startswith("fsdp2") and "bf16" not in name or (before and name == "ddp")
+    compute_loss = (lambda model, given: loss_of(model, [given, given])) if twice else None
+    profile = profile_model(build() if bare else wrap(build()), batch(9), CONFIG, compute_loss=compute_loss)
+    assert len(profile.blocks) == (4 if twice else 2)
     for policy in policies(profile):
         model, handle = applied(wrap, policy, before)
-        ours = train(model)
+        ours = train(model, twice)
         assert not handle.uncalled(), handle.uncalled()
         handle.remove()
         assert len(ours) == len(plain)
@@ -98,6 +106,7 @@ WRAPPERS = {
     "ddp": torch.nn.parallel.DistributedDataParallel,
     "fsdp2": shard,
     "fsdp2-bf16": lambda model: shard(model, mp_policy=MIXED),
+    "fsdp2-twice": shard,
 }
 
 torch.set_num_threads(1)
@@ -129,6 +138,6 @@ def run_two_ranks(tmp_path_factory):
 def test_two_ranks_train_as_without_policy(run_two_ranks, order):
     """`order` says when the policy is applied: before the model is wrapped, or after."""
     output = run_two_ranks(order)
-    for wrapper in ("ddp", "fsdp2", "fsdp2-bf16"):
+    for wrapper in ("ddp", "fsdp2", "fsdp2-bf16", "fsdp2-twice"):
         for rank in range(2):
             assert f"{wrapper} on rank {rank} is equal" in output

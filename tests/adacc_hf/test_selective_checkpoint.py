@@ -5,6 +5,7 @@ import pytest
 from adacc_hf import AdaccConfig, Policy, PolicyMismatchError, profile_model, solve_policy
 from adacc_hf.compat import switch_checkpointing
 from adacc_hf.memory import measure_step
+from adacc_hf.own_loss import WithLoss
 from adacc_hf.selective_checkpoint import selective_contexts
 
 
@@ -40,6 +41,24 @@ def test_everything_or_nothing_may_be_saved(planned):
     stored["torch"] = measure_step(model, batch).stored_bytes
     switch_checkpointing(model, on=False)
     assert stored["torch"] <= stored["recompute"] < stored["retain"]
+
+
+def test_every_call_of_a_block_has_its_own_decisions(tiny_gpt2, token_batch, run_steps, assert_same_steps):
+    """A loss that calls the model twice: torch asks for a context per call, in the order of the policy."""
+
+    def twice(model, batch):
+        return model(**batch).loss + model(**batch).loss
+
+    model, batch = tiny_gpt2(layers=2), token_batch()
+    step = WithLoss(model, twice)
+    profile = profile_model(model, batch, AdaccConfig(min_compress_bytes=0), compute_loss=twice)
+    plain = run_steps(step, batch)
+    policy = Policy.random(profile, 0, ("retain", "recompute"))
+    assert len(policy.plans) == 4
+    contexts = selective_contexts(profile, policy)
+    switch_checkpointing(model, on=True, torch_options={"use_reentrant": False, "context_fn": contexts})
+    assert_same_steps(run_steps(step, batch), plain)
+    switch_checkpointing(model, on=False)
 
 
 def test_policies_of_other_models_are_refused(planned, tiny_gpt2, token_batch):
