@@ -152,7 +152,8 @@ class Policy:
         num_blocks = len(num_calls(name for name, _ in self.blocks))
         again = "" if num_blocks == len(self.blocks) else f" called {len(self.blocks)} times"
         return (
-            f"{num_blocks} blocks{again}, {actions}{head}; stored {format_bytes(self.predicted_stored_bytes)}, "
+            f"{num_blocks} block{'' if num_blocks == 1 else 's'}{again}, {actions}{head}; "
+            f"stored {format_bytes(self.predicted_stored_bytes)}, "
             f"peak {format_bytes(self.predicted_peak_bytes)}, overhead {self.predicted_overhead_ms:.2f} ms per step"
         )
 
