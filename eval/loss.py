@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_is
 def add_training(parser: argparse.ArgumentParser) -> None:
     """Add the options of a training run."""
     parser.add_argument("--batch", type=positive_int, default=8, help="sequences per step")
-    parser.add_argument("--steps", type=positive_int, default=60)
+    parser.add_argument("--steps", type=positive_int, default=50)
     parser.add_argument("--eval-every", type=positive_int, default=10, help="steps between two validation losses")
     parser.add_argument("--eval-sequences", type=positive_int, default=32, help="held-out sequences")
     parser.add_argument("--learning-rate", type=float, default=7e-4)
