@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from adacc_hf.errors import ChunkedHeadError
 from adacc_hf.lazy_logits import HeadCall, LazyLogits, LossCall, product_dtype
-from adacc_hf.ranks import is_sharded
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +105,7 @@ def output_layer(model: nn.Module) -> nn.Linear:
         raise ChunkedHeadError(
             f"the output layer is a {type(layer).__name__}, not a plain nn.Linear: its head is plain"
         )
-    if is_sharded(layer):
+    if hasattr(layer.weight, "ds_id"):  # DeepSpeed's mark of the parameters that it divides, the same on all ranks
         raise ChunkedHeadError(
             "the output layer has its weight during its forward only (ZeRO 3), not when the loss is computed: its head "
             "is plain"

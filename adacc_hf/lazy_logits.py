@@ -142,7 +142,7 @@ class LazyLogits(Tensor):
                 return func(*args, **kwargs)
         first = args[0] if args else kwargs.get("input")
         if isinstance(first, LazyLogits) and first.made is None:
-            if func is Tensor.register_hook and _is_of_deepspeed(*args[1:]):
+            if func is Tensor.register_hook and _is_of_deepspeed(*args[1:], **kwargs):
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if func in _UNSUPPORTED:
@@ -197,7 +197,7 @@ def _real_values(leaf: Any) -> Any:
 
 def _is_of_deepspeed(hook: Any) -> bool:
     """Whether a hook is the one that DeepSpeed puts on all that a model returns: the loss, at the latest, calls it."""
-    return getattr(hook, "__module__", "").startswith("deepspeed.")
+    return (getattr(hook, "__module__", None) or "").startswith("deepspeed.")  # None for a list's append
 
 
 def _never(*args: Any, **kwargs: Any) -> Any:

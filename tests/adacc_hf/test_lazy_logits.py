@@ -196,7 +196,13 @@ def test_logits_read_without_gradients_can_still_be_trained_on(lazy, leaves):
 
 
 @pytest.mark.parametrize(
-    "use", [lambda x: x.retain_grad(), lambda x: x.register_hook(print)], ids=["retain_grad", "register_hook"]
+    "use",
+    [
+        pytest.param(lambda x: x.retain_grad(), id="retain_grad"),
+        pytest.param(lambda x: x.register_hook(print), id="register_hook"),
+        pytest.param(lambda x: x.register_hook(hook=print), id="by keyword"),
+        pytest.param(lambda x: x.register_hook([].append), id="a method of no module"),
+    ],
 )
 def test_hooks_on_the_logits_are_refused(lazy, use):
     with pytest.raises(ChunkedHeadError, match=r'AdaccConfig\(head="plain"\)'):
