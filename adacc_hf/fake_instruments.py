@@ -24,7 +24,6 @@ from adacc_hf.config import AdaccConfig
 from adacc_hf.devices import Device
 from adacc_hf.fake_backward import FakeBackward
 from adacc_hf.fake_memory import FakeMemoryMeter
-from adacc_hf.head_pricing import whole
 from adacc_hf.instruments import Instruments
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.lazy_logits import LossCall
@@ -107,12 +106,7 @@ class FakeInstruments(Instruments):
             lossless=codec.lossless,
         )
 
-    def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:
-        losses = find_losses()
-        ways = {"plain": whole, "chunked": LossCall.chunked}
-        return {name: sum(self._head_ms(loss, compute) for loss in losses) for name, compute in ways.items()}
-
-    def _head_ms(self, loss: LossCall, compute: Callable[[LossCall], torch.Tensor]) -> float:
+    def head_ms(self, loss: LossCall, compute: Callable[[LossCall], torch.Tensor]) -> float:
         tensors = (loss.rows, loss.call.weight, loss.call.bias)
         leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
         with at_most_chunks(None), _SumOfTimes(self.device) as times:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,13 +15,9 @@ REPEATS = 1
 """Timed runs of each, after one to warm up: a head is long beside the clock's noise, and as long as some blocks."""
 
 
-def head_times(losses: Sequence[LossCall]) -> dict[str, float]:
-    """Milliseconds of forward and backward of all the losses of a step, by the name of the head."""
-    return {"plain": _sum_ms(losses, whole), "chunked": _sum_ms(losses, LossCall.chunked)}
-
-
-def _sum_ms(losses: Sequence[LossCall], compute: Callable[[LossCall], Tensor]) -> float:
-    return sum(median_ms(lambda loss=loss: _gradients(loss, compute), loss.rows.device, REPEATS) for loss in losses)
+def head_ms(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> float:
+    """Milliseconds of forward and backward of one loss, made by `compute`."""
+    return median_ms(lambda: _gradients(loss, compute), loss.rows.device, REPEATS)
 
 
 def _gradients(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> tuple[Tensor, ...]:
@@ -39,3 +35,7 @@ def whole(loss: LossCall) -> Tensor:
     with torch.autocast(loss.rows.device.type, enabled=False):
         logits = F.linear(loss.rows.to(dtype), loss.call.weight.to(dtype), None if bias is None else bias.to(dtype))
         return F.cross_entropy(logits.float(), loss.target, ignore_index=loss.ignore_index, reduction=loss.reduction)
+
+
+HEADS = {"plain": whole, "chunked": LossCall.chunked}
+"""How each head makes a loss, by its name."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from adacc_hf.config import AdaccConfig
-from adacc_hf.head_pricing import head_times
+from adacc_hf.head_pricing import HEADS, head_ms
 from adacc_hf.lazy_logits import LossCall
 from adacc_hf.memory import (
     MemoryMeter,
@@ -76,7 +76,12 @@ class Instruments:
 
         `find_losses` runs a forward to find the losses of a step.
         """
-        return head_times(find_losses())
+        losses = find_losses()
+        return {name: sum(self.head_ms(loss, compute) for loss in losses) for name, compute in HEADS.items()}
+
+    def head_ms(self, loss: LossCall, compute: Callable[[LossCall], torch.Tensor]) -> float:
+        """Milliseconds of the output layer and one loss, which `compute` makes."""
+        return head_ms(loss, compute)
 
     def static_bytes(self, model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> int:
         """Bytes live on the model's device before a step."""
