@@ -430,13 +430,14 @@ def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = 
 def _check_blocks(policy: Policy, blocks: list[str], model_class: str) -> None:
     """Compare names, not their order: blocks are called in forward order and installed in module order (CLIP)."""
     named = [name for name, _ in policy.blocks]
-    expected = {call_name(block, i + 1) for block, number in num_calls(named).items() for i in range(number)}
-    if expected == set(named) and {block_of_call(name) for name in named} == set(blocks):
+    calls = num_calls(named)
+    expected = sorted(call_name(block, i + 1) for block, number in calls.items() for i in range(number))
+    if expected == sorted(named) and calls.keys() == set(blocks):
         return
-    missing = [name for name in (*blocks, *sorted(expected)) if name not in named]
+    missing = [name for name in (*blocks, *expected) if name not in named]
     foreign = [name for name in named if block_of_call(name) not in blocks]
     raise PolicyMismatchError(
-        f"the policy is for {len(num_calls(named))} blocks, {model_class} has {len(blocks)}"
+        f"the policy is for {len(calls)} blocks, {model_class} has {len(blocks)}"
         + (f"; it has no plan for {missing[0]}" if missing else "")
         + (f"; the model has no {foreign[0]}" if foreign else "")
         + ": profile this model and solve a policy for it"

@@ -14,7 +14,7 @@ from itertools import groupby
 
 from torch import nn
 
-from adacc_hf.calls import split_call
+from adacc_hf.calls import num_calls
 from adacc_hf.memory import distinct_bytes
 from adacc_hf.profile import BlockProfile, Profile
 
@@ -103,7 +103,7 @@ def plan_thinning(model: nn.Module, profile: Profile) -> Thinning:
     and nothing where blocks are called again.
     """
     types = getattr(getattr(model, "config", None), "layer_types", None)
-    is_alike = len(set(types or ())) < 2 and all(split_call(block.name)[1] == 1 for block in profile.blocks)
+    is_alike = len(set(types or ())) < 2 and max(num_calls(b.name for b in profile.blocks).values()) == 1
     runs = _runs(profile.blocks) if is_alike else []
     dropped = [block.name for run in runs for block in run[:-KEPT]]
     modules = [model.get_submodule(name) for name in dropped]
