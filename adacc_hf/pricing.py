@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -17,10 +18,12 @@ from adacc_hf.memory import MemoryMeter
 from adacc_hf.profile import CodecOption
 from adacc_hf.recorder import MOVES_STORAGE
 from adacc_hf.replay import Environment, Step, view
-from adacc_hf.tape import Tape, TapeOperator, tensor_refs
+from adacc_hf.tape import Tape, TapeOperator, TensorRef, tensor_refs
 from adacc_hf.timing import Bottleneck, Timing, bottleneck, time_of
 
 _ATTENTION = ("scaled_dot_product", "bmm", "baddbmm")
+_BIAS = ("attn_mask", "attn_bias", "bias")
+"""What fused attention calls the argument that it adds to its scores."""
 _MATMUL = ("mm", "addmm", "linear")
 _NORM = ("layer_norm", "rms_norm", "batch_norm", "group_norm")
 _EXPONENTS = ("log_softmax", "logsumexp", "cos", "sin")
@@ -197,6 +200,8 @@ def candidates(tape: Tape, value: int, config: AdaccConfig) -> list[str]:
         return ["bitmask"]
     if "compress" not in config.actions or _is_summary(tape, value) or _is_exponent(tape, value):
         return []
+    if _is_attention_bias(tape, value):
+        return []
     if config.codecs is None:
         # With a bound on errors, what INT4 is too coarse for may still do with INT8.
         return list(dict.fromkeys([CODEC_OF_ROLE[role], *(["int8"] if config.max_error is not None else [])]))
@@ -226,6 +231,22 @@ def _is_exponent(tape: Tape, value: int) -> bool:
     producer = tape.values[value].producer
     nearby = [*tape.consumers(value), *([] if producer is None else [producer])]
     return any(tape.operators[index].target._opname.strip("_").startswith(_EXPONENTS) for index in nearby)
+
+
+def _is_attention_bias(tape: Tape, value: int) -> bool:
+    """Whether fused attention adds a value to its scores: a mask, whose -inf no scale takes, or a bias of positions."""
+    readers = [tape.operators[index] for index in tape.consumers(value)]
+    added = [attention_bias(reader.target, reader.args, reader.kwargs) for reader in readers]
+    return any(isinstance(ref, TensorRef) and ref.value == value for ref in added)
+
+
+def attention_bias(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator that is fused attention adds to its scores; None for other operators, and where it adds none."""
+    schema = getattr(target, "_schema", None)
+    if schema is None or "attention" not in schema.name:
+        return None
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs)
+    return next((given[name] for name in _BIAS if given.get(name) is not None), None)
 
 
 def is_parameter_cast(tape: Tape, value: int) -> bool:

@@ -15,7 +15,7 @@ from adacc_hf.partitioner.functorch import op_types
 from adacc_hf.partitioner.fused_cost import device_speed
 from adacc_hf.partitioner.joint_graph import JointGraph, nbytes_of
 from adacc_hf.partitioner.rewrite import memory_order
-from adacc_hf.pricing import CODEC_OF_ROLE, assumed_outliers, make_codec, relative_error
+from adacc_hf.pricing import CODEC_OF_ROLE, assumed_outliers, attention_bias, make_codec, relative_error
 from adacc_hf.profile import CodecOption
 
 aten = torch.ops.aten
@@ -54,7 +54,7 @@ def _names(joint: JointGraph, value: int, config: AdaccConfig) -> list[str]:
     node = joint.nodes[value]
     if node.meta["val"].dtype is torch.bool:
         return ["bitmask"]
-    if "compress" not in config.actions or not node.meta["val"].is_floating_point():
+    if "compress" not in config.actions or not node.meta["val"].is_floating_point() or is_attention_bias(node):
         return []
     names = config.codecs if config.codecs is not None else [CODEC_OF_ROLE[_role(node)]]
     return [name for name in names if name != "bitmask"]
@@ -70,6 +70,13 @@ def _role(node: fx.Node) -> str:
     if any(user.target is aten.bmm.default or "attention" in str(user.target) for user in readers):
         return "qkv"
     return "linear" if readers else "other"
+
+
+def is_attention_bias(node: fx.Node) -> bool:
+    """Whether fused attention adds a value, or a view of it, to its scores: a mask, whose -inf no scale takes."""
+    views = [user for user in node.users if op_types().is_view(user)]
+    is_added = any(attention_bias(user.target, user.args, user.kwargs) is node for user in node.users)
+    return is_added or any(map(is_attention_bias, views))
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:

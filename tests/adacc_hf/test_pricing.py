@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from adacc_hf import AdaccConfig, profile_model
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.kernels.codecs import get_codec
 from adacc_hf.pricing import CODEC_OF_ROLE, is_summary, make_codec, relative_error
 from adacc_hf.timing import Timing
@@ -122,6 +122,19 @@ def test_what_backward_takes_an_exponential_or_an_angle_of_is_never_compressed(t
     activations = profile_model(model, toy_batch(), CONFIG).kinds[0].activations
     assert [value.codecs for value in activations if kept in value.name] == [()]
     assert any("sigmoid" in value.name and value.codecs for value in activations)
+
+
+def test_what_attention_adds_to_its_scores_is_never_compressed(tiny_llama, token_batch):
+    """A padded batch's mask has -inf in it: a group's scale would be infinite, and each gradient none."""
+    model, batch = tiny_llama(), token_batch()
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][0, -3:] = 0
+    profile = profile_model(model, batch, CONFIG)
+    biases = [value for value in profile.kinds[0].activations if value.name == "self_attn:where"]
+    assert [value.codecs for value in biases] == [()]
+    with apply_policy(model, Policy.random(profile, 0, ("compress",)), CONFIG):
+        model(**batch).loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(
