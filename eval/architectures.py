@@ -24,7 +24,8 @@ from torch import nn
 from adacc_hf import AdaccConfig, Policy, Profile, apply_policy, profile_model
 from adacc_hf.blocks import Installation
 from adacc_hf.errors import AdaccError
-from adacc_hf.eval.architecture_configs import Architecture, Batch, architectures
+from adacc_hf.eval.architecture import Architecture, Batch
+from adacc_hf.eval.architecture_configs import architectures
 from adacc_hf.eval.records import markdown_table
 from adacc_hf.executor import PolicyHandle
 from adacc_hf.kernels.codecs import Codec, get_codec
@@ -34,10 +35,11 @@ from adacc_hf.profile import KindProfile
 
 CONFIG = AdaccConfig(min_compress_bytes=64)
 """Tiny models have tiny activations; the smallest that is worth a payload here has 16 floats."""
-PROFILED, TRAINED = 0, 1
-"""Seeds of the batch that is profiled and of the one that is trained on."""
-STEPS = 2
-"""The first step under a policy is recorded; the second runs as all later ones do."""
+PROFILED, TRAINED = 0, (1, 2, 1)
+"""Seeds of the batch that is profiled, and of those that are trained on, step by step.
+
+A block's first two calls are recorded, the third runs as all later ones do; the second batch has other values.
+"""
 
 Gradients = dict[str, torch.Tensor]
 
@@ -83,11 +85,11 @@ class Verdict:
 
 def check(architecture: Architecture) -> Verdict:
     """Train one architecture under four policies and compare each with plain training."""
-    model, batch = architecture.build(), architecture.make_batch(TRAINED)
-    plain = train(model, batch)
+    model, batches = architecture.build(), [architecture.make_batch(seed) for seed in TRAINED]
+    plain = train(model, batches)
     try:
         profile = profile_model(model, architecture.make_batch(PROFILED), config_of(architecture))
-        return _verdict(architecture, model, batch, profile, plain)
+        return _verdict(architecture, model, batches, profile, plain)
     except AdaccError as error:
         return Verdict(
             architecture=architecture,
@@ -107,15 +109,15 @@ def config_of(architecture: Architecture) -> AdaccConfig:
 
 
 def _verdict(
-    architecture: Architecture, model: nn.Module, batch: Batch, profile: Profile, plain: list[Gradients]
+    architecture: Architecture, model: nn.Module, batches: Sequence[Batch], profile: Profile, plain: list[Gradients]
 ) -> Verdict:
     actions = tuple(Action)
     policies = [Policy.uniform(profile, Action.RECOMPUTE)]
     policies += [Policy.random(profile, seed, actions, lossless=True) for seed in range(2)]
     lossy = Policy.random(profile, 2, (Action.RETAIN, Action.COMPRESS))
     config = config_of(architecture)
-    trials = [_try(model, batch, policy, config) for policy in [*policies, lossy]]
-    expected = train_through_codecs(model, batch, profile, lossy, config, skipped=set(trials[-1].fallbacks))
+    trials = [_try(model, batches, policy, config) for policy in [*policies, lossy]]
+    expected = train_through_codecs(model, batches, profile, lossy, config, skipped=set(trials[-1].fallbacks))
     is_vacuous = same_bits(expected, plain)
     return Verdict(
         architecture=architecture,
@@ -151,10 +153,12 @@ def _notes(trials: Sequence[Trial]) -> tuple[str, ...]:
     return (*reasons, excess)
 
 
-def _try(model: nn.Module, batch: Batch, policy: Policy, config: AdaccConfig) -> Trial:
+def _try(model: nn.Module, batches: Sequence[Batch], policy: Policy, config: AdaccConfig) -> Trial:
     with apply_policy(model, policy, config) as handle:
-        steps = train(model, batch)
-        stored_bytes = measure_step(model, batch).stored_bytes
+        steps = train(model, batches)
+        # Of what a model keeps on its modules the meter sees the next one come, but the last one go only if it saw it.
+        measure_step(model, batches[0])
+        stored_bytes = measure_step(model, batches[0]).stored_bytes
         return Trial(steps, stored_bytes, stored_bytes - policy.predicted_stored_bytes, fallbacks(handle))
 
 
@@ -168,10 +172,10 @@ def fallbacks(handle: PolicyHandle) -> dict[str, str]:
     }
 
 
-def train(model: nn.Module, batch: Batch) -> list[Gradients]:
-    """Per step the loss and every gradient. No optimizer runs and buffers are put back: all runs start alike."""
+def train(model: nn.Module, batches: Sequence[Batch]) -> list[Gradients]:
+    """Per batch the loss and every gradient. No optimizer runs and buffers are put back: all runs start alike."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    steps = [_step(model, batch, seed) for seed in range(STEPS)]
+    steps = [_step(model, batch, seed) for seed, batch in enumerate(batches)]
     for buffer, before in buffers:
         buffer.copy_(before)
     return steps
@@ -195,7 +199,12 @@ def same_bits(left: Sequence[Gradients], right: Sequence[Gradients]) -> bool:
 
 
 def train_through_codecs(
-    model: nn.Module, batch: Batch, profile: Profile, policy: Policy, config: AdaccConfig, skipped: set[str]
+    model: nn.Module,
+    batches: Sequence[Batch],
+    profile: Profile,
+    policy: Policy,
+    config: AdaccConfig,
+    skipped: set[str],
 ) -> list[Gradients]:
     """Plain training whose saved tensors go through the codecs of `policy`, without the executor: the codec oracle.
 
@@ -207,7 +216,7 @@ def train_through_codecs(
         for block in [block for block in profile.blocks if block.name not in skipped]:
             strategy = ThroughCodecs(profile.kind_of(block), dict(policy.plan_of(block.name).choices))
             installation.functions[block.name].strategy = strategy
-        return train(model, batch)
+        return train(model, batches)
     finally:
         installation.remove()
 
