@@ -14,8 +14,9 @@ R5  Random operators are never replayed: their result is retained or stored loss
 R6  An in-place operator makes a new version of a storage; replay never changes a version that something else needs.
     Nor does the backward of an autograd function written in Python: what replay reads again, it gets as a copy.
 R7  Nothing is replayed that was not compared with the original, bit for bit, when its tape was recorded.
-R8  Each call checks what autograd saves against the tape. A new input shape gets a tape of its own. Where operators
-    depend on data, torch's checkpoint takes over.
+R8  Each call checks what autograd saves against the tape. A new input shape gets a tape of its own, and so does every
+    state of the Python values that a block's modules hold. Where operators depend on data, torch's checkpoint takes
+    over.
 R9  Without gradients, in generate(), after an exception, with retain_graph or create_graph, and with several forwards
     before one backward: right, or refused, and nothing is left behind. Each call of a block has a plan of its own, and
     is right under that of any other call too.
@@ -29,7 +30,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -47,6 +48,7 @@ from adacc_hf.errors import ChunkedHeadError, PolicyMismatchError
 from adacc_hf.head import ChunkedHead
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.policy import RECOMPUTE, RETAIN, Action, Choice, Plan, Policy
+from adacc_hf.python_state import FIRST_STATE, PythonState
 from adacc_hf.recording import Recording
 from adacc_hf.tape import Tape
 from adacc_hf.tape_library import TapeLibrary
@@ -80,6 +82,24 @@ class Entry:
     seen: list[int] | None = None
 
 
+class KnownShapes(dict[Any, KnownShape]):
+    """The shapes of a block's calls, by their key and the number of the state that the block's modules were in."""
+
+    def __init__(self, shapes: Mapping[Any, KnownShape] | None = None, watches_state: bool = True) -> None:
+        super().__init__(shapes or {})
+        self._watches_state = watches_state
+        self.state: PythonState | None = None
+        """Of the block, from its first call on; the same in all its plans."""
+
+    def state_of(self, block: nn.Module) -> int:
+        """The number of the state that `block` is in; always the first one where states are not watched."""
+        if not self._watches_state:
+            return FIRST_STATE
+        if self.state is None:
+            self.state = PythonState(block)
+        return self.state.number()
+
+
 class Observer(Protocol):
     """What may look at a call that a strategy runs."""
 
@@ -97,15 +117,14 @@ class FollowPlan:
         name: str,
         plan: Plan,
         library: TapeLibrary,
-        known: dict[Any, KnownShape] | None = None,
+        known: KnownShapes | None = None,
         earlier: tuple[CompiledPlan | None, ...] = (),
     ) -> None:
         self.name = name
         self.plan = plan
         self._is_plain = plan.is_plain
         self.library = library
-        self.known: dict[Any, KnownShape] = {} if known is None else known
-        """The block's shapes; all its plans share what is known of them."""
+        self.known = KnownShapes() if known is None else known
         self._earlier = earlier
         """What the block ran under before, kept until its first call so that a plan of the same actions shares it."""
         self._paths: StatePaths | None = None
@@ -166,7 +185,7 @@ class FollowPlan:
     def _key(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._paths is None:
             self._paths = StatePaths(block)
-        return call_key(block, self._paths, args, kwargs)
+        return call_key(block, self._paths, args, kwargs), self.known.state_of(block)
 
     def _codecs(self, entry: Entry) -> dict[int, Codec]:
         if self.wrap_codec is None:
@@ -193,7 +212,7 @@ class FollowPlan:
         recording = Recording(self.name, block, args, kwargs)
         result = recording.run(fn)
         tape = self.library.verified(recording.recorder)
-        known = self.known[key] = KnownShape(tape)
+        known = self.known[key] = KnownShape(tape, varies=self._is_restless(key, tape))
         entry = self.entries[key] = self._entry(known)
         if len(self.entries) > MAX_SHAPES:
             oldest, _ = self.entries.popitem(last=False)
@@ -202,6 +221,19 @@ class FollowPlan:
             entry.seen = recording.hand_over(entry.compiled, self._codecs(entry))
         recording.close()
         return result
+
+    def _is_restless(self, key: Any, tape: Tape) -> bool:
+        """Whether the block is given other Python values again and again, and runs other operators with each."""
+        state = self.known.state
+        if state is None:
+            return False
+        call, number = key
+        others = {known.tape.digest for (same, other), known in self.known.items() if same == call and other != number}
+        if others:
+            state.learn(same_operators=tape.digest in others)
+        if state.is_restless:
+            self.library.warn_restless(self.name, tape, state.changed)
+        return state.is_restless
 
     def _checked_call(self, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Record the call once more; if it ran other operators, torch's checkpoint takes over at this shape."""

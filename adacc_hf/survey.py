@@ -15,7 +15,7 @@ from adacc_hf.blocks import Installation
 from adacc_hf.call_inputs import StatePaths, call_key
 from adacc_hf.calls import call_name, num_calls, split_call
 from adacc_hf.config import AdaccConfig
-from adacc_hf.executor import FollowPlan, KnownShape
+from adacc_hf.executor import FollowPlan, KnownShape, KnownShapes
 from adacc_hf.fallback import fallback_kind, with_fallback_forward
 from adacc_hf.instruments import Instruments
 from adacc_hf.kinds import KindBuilder
@@ -23,6 +23,7 @@ from adacc_hf.memory import forward_loss
 from adacc_hf.policy import RECOMPUTE, RETAIN, Plan
 from adacc_hf.pricing import Prices, is_parameter_cast
 from adacc_hf.profile import ForwardEvent, KindProfile
+from adacc_hf.python_state import FIRST_STATE
 from adacc_hf.ranks import all_or_none, is_sharded
 from adacc_hf.recorder import Recorder, argument_tensors
 from adacc_hf.recording import Recording
@@ -189,8 +190,9 @@ class Survey:
                 function.strategy = WatchSlots(block.name, kind, sources[block.name])
                 watchers.append(function.strategy)
             else:
-                # Two calls, since the second one would be checked, which takes memory of its own.
-                known = {block.key: KnownShape(block.tape, num_calls=2)}
+                # Nothing is recorded here, which takes memory of its own: a second call would be, and another state.
+                shape = KnownShape(block.tape, num_calls=2)
+                known = KnownShapes({(block.key, FIRST_STATE): shape}, watches_state=False)
                 function.strategy = FollowPlan(block.name, _recompute_plan(kind), self.library, known)
             block.arguments, block.given, block.outputs, block.casts = {}, {}, {}, {}
         return watchers

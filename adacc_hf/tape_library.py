@@ -67,6 +67,17 @@ class TapeLibrary:
                 name,
             )
 
+    def warn_restless(self, name: str, tape: Tape, changed: tuple[str, ...]) -> None:
+        """Say once per kind that what the block's modules hold changes again and again."""
+        if tape.structure not in self._warned:
+            self._warned.add(tape.structure)
+            log.warning(
+                "Adacc: block %s and others like it are run under torch's checkpoint: %s changes again and again, and "
+                "their operators with it; change it less often to have them run under their plans",
+                name,
+                ", ".join(changed),
+            )
+
     def warn_unplanned(self, name: str, tape: Tape) -> None:
         """Say once per kind that a shape has no plan."""
         if tape.structure not in self._warned:
