@@ -17,7 +17,8 @@ class TensorShape:
     name: str
     size: tuple[int, ...]
     num_free: int
-    """How many leading dimensions may differ from batch to batch: samples, and the length of ids and masks [B, T]."""
+    """How many leading dimensions may differ from batch to batch: samples, and the length of ids and masks [B, T], and
+    of what has a number for each of them."""
 
 
 BatchShapes = tuple[TensorShape, ...]
@@ -25,10 +26,9 @@ BatchShapes = tuple[TensorShape, ...]
 
 def batch_shapes(batch: Mapping[str, Any]) -> BatchShapes:
     """The shapes of the tensors in `batch` that have any dimension, by name."""
-    tensors = sorted((name, t) for name, t in batch.items() if isinstance(t, torch.Tensor) and t.dim() > 0)
-    return tuple(
-        TensorShape(name, tuple(t.shape), 2 if t.dim() == 2 and not t.is_floating_point() else 1) for name, t in tensors
-    )
+    tensors = {name: t for name, t in sorted(batch.items()) if isinstance(t, torch.Tensor) and t.dim() > 0}
+    texts = {t.shape for t in tensors.values() if t.dim() == 2 and not t.is_floating_point()}
+    return tuple(TensorShape(name, tuple(t.shape), 2 if t.shape in texts else 1) for name, t in tensors.items())
 
 
 def bucket_of(shapes: BatchShapes) -> BatchShapes:

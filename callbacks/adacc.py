@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ from adacc_hf.callbacks.optimizer_watch import OptimizerWatch
 from adacc_hf.callbacks.policy_figures import metrics, predictions
 from adacc_hf.callbacks.step_retry import run_with_retry
 from adacc_hf.callbacks.torch_compile import begin_compiled_run, is_compiled
+from adacc_hf.callbacks.trainer_figures import keep_figures
 from adacc_hf.callbacks.trainer_guard import TrainerGuard
 from adacc_hf.callbacks.training_log import add_to_log, is_training_log
 from adacc_hf.callbacks.waiting import Waiting
@@ -177,13 +178,12 @@ class AdaccCallback(TrainerCallback):
 
     def _training_step(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's step on one micro-batch, under the policy for its size, tried twice if memory runs out."""
-        evolution = self._evolution
-        self._shapes = batch_shapes(inputs)
+        evolution, self._shapes = self._evolution, None
         if self._handle is not None:
             self._handle.installation.begin_step()
+        self._meet(inputs)
         if evolution is None:
             return step(model, inputs, *args, **kwargs)
-        evolution.choose(self._shapes)
         if not self.config.retry_out_of_memory:
             return step(model, inputs, *args, **kwargs)
         return run_with_retry(
@@ -193,13 +193,25 @@ class AdaccCallback(TrainerCallback):
             evolution.advice,
         )
 
+    def _meet(self, inputs: Any) -> None:
+        """Put the policy for a micro-batch in force, as soon as it is tensors: reinforcement learning makes them of
+        samples within the step."""
+        if self._shapes is None and isinstance(inputs, Mapping):
+            self._shapes = batch_shapes(inputs)
+            if self._evolution is not None:
+                self._evolution.choose(self._shapes)
+
     def _compute_loss(
         self, compute: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:  # named as the Trainer names them
         """The Trainer's loss, which a profile may need, and at whose graph a compiled run looks."""
+        if model.training:
+            self._meet(inputs)
         if self._last_batch is not None and model.training:
             self._last_batch.given(self._guard.trainer, compute, inputs, *args, **kwargs)
         result = compute(model, inputs, *args, **kwargs)
+        if self._last_batch is not None:
+            self._last_batch.loss_is_made(result)
         if self._compiled is not None:
             self._compiled.loss_is_made(result)
         return result
@@ -395,7 +407,8 @@ class AdaccCallback(TrainerCallback):
         was_training = model.training
         model.train()
         try:
-            with or_ends_its_process() if is_sharded(model) else all_or_none():
+            guarded = or_ends_its_process() if is_sharded(model) else all_or_none()
+            with guarded, keep_figures(None if self._guard is None else self._guard.trainer):
                 profile = profile_model(
                     model,
                     batch,

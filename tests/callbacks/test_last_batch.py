@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -56,6 +58,28 @@ def test_the_measured_step_is_the_trainers(train, lossless):
     assert measured
     # What the Trainer keeps besides, a few scalars, is within the 1 % that corrects no price.
     assert not any(event["corrected"] for event in measured)
+
+
+@pytest.mark.parametrize(
+    ("make", "is_own"),
+    [
+        pytest.param(lambda output: output.loss, True, id="the very loss"),
+        pytest.param(lambda output: (output.loss / 2 * 3, output), True, id="a multiple, with the outputs"),
+        pytest.param(lambda output: output.scores.sum(), False, id="of other outputs"),
+        pytest.param(lambda output: output.loss + output.scores.sum(), False, id="of both"),
+    ],
+)
+def test_what_the_trainer_makes_of_the_models_outputs_decides(make, is_own):
+    """trl's trainers of preferences have the model make a loss, and train on another one."""
+    model = torch.nn.Linear(2, 2)
+    scores = model.forward
+    model.forward = lambda input: SimpleNamespace(loss=scores(input).square().mean(), scores=scores(input))
+    last = LastBatch(model)
+    last.given(None, lambda *_: None, {"texts": 1})
+    last.loss_is_made(make(model(input=torch.ones(2, 2))))
+    assert (last.compute_loss is None) is is_own
+    assert list(last.batch) == (["input"] if is_own else ["texts"])
+    last.remove()
 
 
 def test_the_models_own_loss_comes_first():

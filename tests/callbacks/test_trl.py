@@ -4,16 +4,18 @@ import random
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import GPT2ForSequenceClassification, PreTrainedTokenizerFast
 
 from adacc_hf.callbacks import AdaccCallback
 
 trl = pytest.importorskip("trl", reason="the peers' extra installs trl")
 datasets = pytest.importorskip("datasets", reason="trl's trainers take data sets of this library")
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*gradient_checkpointing:FutureWarning"
-)  # the old names, which trl uses
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),  # the old names, which trl uses
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # peft 0.21 with Transformers 5.23
+    pytest.mark.filterwarnings("ignore::UserWarning:peft"),  # GPT-2 has its weights transposed
+]
 
 WORDS = ["<pad>", "<eos>", *(f"w{number}" for number in range(95))]
 
@@ -37,9 +39,10 @@ def sentence():
 
 @pytest.fixture
 def assert_run_unchanged(tokenizer, make_model, lossless, tmp_path):
-    """`assert_run_unchanged(trainer_class, config_class, examples, more=(), **arguments)`: as without callback.
+    """`assert_run_unchanged(trainer_class, config_class, examples, more={}, **arguments)`: as without callback.
 
-    `more` names the other models that the trainer takes.
+    Losses, all else that is logged but for times, and weights. `more` has functions that make what else the trainer
+    takes. Returns the callback.
     """
 
     def run(trainer_class, config_class, examples, callbacks, arguments, more):
@@ -58,27 +61,36 @@ def assert_run_unchanged(tokenizer, make_model, lossless, tmp_path):
             "disable_tqdm": True,
         }
         trainer = trainer_class(
-            model=make_model(),
             args=config_class(**settings | arguments),
             train_dataset=datasets.Dataset.from_list(examples),
             processing_class=tokenizer,
             callbacks=callbacks,
-            **{name: make_model() for name in more},
+            **{name: make() for name, make in {"model": make_model, **more}.items()},
         )
         trainer.train()
-        losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
-        return losses, {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+        logs = [without_times(record) for record in trainer.state.log_history]
+        return logs, {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
 
-    def check(trainer_class, config_class, examples, more=(), **arguments):
-        plain_losses, plain = run(trainer_class, config_class, examples, [], arguments, more)
+    def check(trainer_class, config_class, examples, more=None, **arguments):
+        plain_logs, plain = run(trainer_class, config_class, examples, [], arguments, more or {})
         callback = AdaccCallback(min_compress_bytes=0, **lossless)
-        losses, weights = run(trainer_class, config_class, examples, [callback], arguments, more)
+        logs, weights = run(trainer_class, config_class, examples, [callback], arguments, more or {})
         assert callback.policy.action_counts()["recompute"] > 0
-        assert len(losses) == 5
-        assert losses == plain_losses
+        assert ["loss" in record for record in logs] == [True] * 5 + [False]
+        assert logs == plain_logs
         assert [name for name in plain if not torch.equal(weights[name], plain[name])] == []
+        return callback
 
     return check
+
+
+def without_times(record):
+    """What is logged of the training itself; Transformers counts no operations in samples that are no tensors yet."""
+    return {
+        name: value
+        for name, value in record.items()
+        if not name.startswith("adacc/") and not name.endswith(("_runtime", "_per_second", "step_time", "total_flos"))
+    }
 
 
 @pytest.mark.parametrize("packing", [True, False], ids=["packed-checkpointing", "padded"])
@@ -89,7 +101,44 @@ def test_supervised_fine_tuning(assert_run_unchanged, sentence, packing):
     assert_run_unchanged(trl.SFTTrainer, trl.SFTConfig, texts, **settings)
 
 
-def test_preference_training(assert_run_unchanged, sentence):
+def preferences(sentence):
+    return [{"prompt": f"{sentence(3, 6)} ", "chosen": sentence(4, 9), "rejected": sentence(4, 9)} for _ in range(16)]
+
+
+def adapters():
+    return pytest.importorskip("peft").LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.1)
+
+
+def test_preference_training(assert_run_unchanged, sentence, make_model):
     """The reference model's forward comes before each of the trained one's."""
-    pairs = [{"prompt": f"{sentence(3, 6)} ", "chosen": sentence(4, 9), "rejected": sentence(4, 9)} for _ in range(16)]
-    assert_run_unchanged(trl.DPOTrainer, trl.DPOConfig, pairs, more=("ref_model",), max_length=32)
+    more = {"ref_model": make_model}
+    assert_run_unchanged(trl.DPOTrainer, trl.DPOConfig, preferences(sentence), more, max_length=32)
+
+
+def test_preference_training_of_adapters(assert_run_unchanged, sentence):
+    """The reference is the same model with its adapters off, called in the midst of the step."""
+    more = {"peft_config": adapters}
+    callback = assert_run_unchanged(trl.DPOTrainer, trl.DPOConfig, preferences(sentence), more, max_length=32)
+    assert len(callback.policy.blocks) == 2
+
+
+def test_reward_models_log_what_training_alone_gathers(assert_run_unchanged, sentence, make_model):
+    """Their metrics are gathered while losses are computed, as they are in a profile too."""
+
+    def reward_model():
+        return GPT2ForSequenceClassification(make_model(num_labels=1).config)
+
+    assert_run_unchanged(
+        trl.RewardTrainer, trl.RewardConfig, preferences(sentence), {"model": reward_model}, max_length=32
+    )
+
+
+def test_reinforcement_learning(assert_run_unchanged, sentence):
+    """Batches are made of samples within the step, by generation, in train mode."""
+    prompts = [{"prompt": sentence(3, 6)} for _ in range(16)]
+
+    def rewards():
+        return lambda completions, **_: [float(len(set(text.split()))) for text in completions]
+
+    generation = {"num_generations": 2, "max_completion_length": 8}
+    assert_run_unchanged(trl.GRPOTrainer, trl.GRPOConfig, prompts, {"reward_funcs": rewards}, **generation)
