@@ -1,8 +1,9 @@
 """One call of a block under a plan: what saved-tensor hooks store in forward and give back in backward.
 
 NOTE [State of a call]
-1. Autograd's packed object is `(slot, held, version)`. It owns what this slot needs: the tensor itself, or the cells of
-   the stored values that its replay reads. When autograd lets go of the slot, they go (rule R11): no table outside.
+1. Autograd's packed object is `(slot, held, version, spec)`. It owns what this slot needs: the tensor itself, or the
+   cells of the stored values that its replay reads. When autograd lets go of the slot, they go (rule R11): no table
+   outside. `spec` makes a DTensor of what was remade; all else here are plain tensors, the parts of this rank.
 2. The call owns what was remade in backward and a later unpack needs. The schedule says when each value was used last.
 3. Unpacks usually come in the order that the schedule was made for. If one does not (a second backward, gradients of a
    part of the graph), it is served by a program made for it alone, and nothing remade is dropped before the call ends.
@@ -15,23 +16,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from adacc_hf.errors import TapeMismatchError
+from adacc_hf.local_tensors import arrived, copied, local_of, spec_of, whole
 from adacc_hf.replay import Program, copy_with_storage, view
 
 if TYPE_CHECKING:
     from adacc_hf.compiled import CompiledPlan
     from adacc_hf.kernels.codecs import Codec
 
-Packed = tuple[int, Any, "int | None"]
+Packed = tuple[int, Any, "int | None", Any]
 
 
 class Cell:
     """A stored value of one call: its base tensor, or its payload."""
 
-    __slots__ = ("payload", "tensor", "version")
+    __slots__ = ("payload", "saved", "tensor", "version")
 
     def __init__(self) -> None:
         self.tensor: torch.Tensor | None = None
         self.payload: Any = None
+        self.saved: torch.Tensor | None = None
+        """What autograd saved. Its version tells of changes in place, which leave no mark on the part of a DTensor."""
         self.version = 0
 
 
@@ -67,7 +71,7 @@ class Call:
             if value in self._cells:
                 self._store(value, tensor)
             else:
-                self._environment[value] = tensor
+                self._environment[value] = local_of(tensor)
                 self._versions.append((value, tensor, tensor._version))
         self._slot = 0
         self._schedule = plan.schedule
@@ -76,25 +80,27 @@ class Call:
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Take the next tensor that autograd saves."""
+        tensor = arrived(tensor)
         slot = self._slot
         self._slot = slot + 1
         if slot >= self.plan.num_slots:
             raise TapeMismatchError(self._describe(slot, tensor, "no such slot"))
         expected = self.plan.slots[slot]
+        local = local_of(tensor)
         if (
-            tensor.shape != expected.size
-            or tensor.dtype is not expected.dtype
-            or tensor.stride() != expected.stride
-            or (expected.checks_offset and tensor.storage_offset() != expected.offset)
+            local.shape != expected.size
+            or local.dtype is not expected.dtype
+            or local.stride() != expected.stride
+            or (expected.checks_offset and local.storage_offset() != expected.offset)
         ):
-            raise TapeMismatchError(self._describe(slot, tensor, expected))
+            raise TapeMismatchError(self._describe(slot, local, expected))
         if expected.in_cell:
             cell = self._cells[expected.value]
             if cell.tensor is None and cell.payload is None:
                 self._store(expected.value, tensor)
         if expected.needs is None:
-            return slot, tensor.detach(), tensor._version
-        return slot, [self._cells[value] for value in expected.needs], None
+            return slot, tensor.detach(), tensor._version, None
+        return slot, [self._cells[value] for value in expected.needs], None, spec_of(tensor)
 
     def finish(self) -> None:
         """End the forward: from now on only the packed objects own what is stored."""
@@ -107,18 +113,18 @@ class Call:
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """Give autograd the tensor of a slot, remade if need be."""
-        slot, held, version = packed
+        slot, held, version, spec = packed
         if self.seen is not None:
             self.seen.append(slot)
         program = self._next_program(slot)
         if version is not None:
             if held._version != version:
                 raise self._modified(self.plan.slots[slot].value)
-            return copy_with_storage(held) if self.plan.slots[slot].copied else held
+            return copied(held) if self.plan.slots[slot].copied else held
         if torch.is_grad_enabled() or torch.is_autocast_enabled(self.plan.device_type):
             with torch.no_grad(), torch.autocast(self.plan.device_type, enabled=False):
-                return self._run(program, slot, held)
-        return self._run(program, slot, held)
+                return whole(self._run(program, slot, held), spec)
+        return whole(self._run(program, slot, held), spec)
 
     def _next_program(self, slot: int) -> Program | None:
         schedule = self._schedule
@@ -152,7 +158,7 @@ class Call:
         """Put a stored value into the environment, decoded unless it is still there."""
         cell = cells[self.plan.slots[slot].position[value]]
         if cell.tensor is not None:
-            if cell.tensor._version != cell.version:
+            if cell.saved._version != cell.version:
                 raise self._modified(value)
             self._environment[value] = cell.tensor
         elif self._environment[value] is None:
@@ -164,10 +170,10 @@ class Call:
         cell = self._cells[value]
         with torch.no_grad():
             if value in self._codecs:
-                cell.payload = self._codecs[value].encode(view(tensor, self.plan.encode_views[value]))
+                cell.payload = self._codecs[value].encode(view(local_of(tensor), self.plan.encode_views[value]))
             else:
-                cell.tensor = view(tensor.detach(), self.plan.tape.values[value].ref)
-                cell.version = cell.tensor._version
+                cell.saved, cell.version = tensor.detach(), tensor._version
+                cell.tensor = view(local_of(cell.saved), self.plan.tape.values[value].ref)
 
     def _check_externals(self) -> None:
         for value, tensor, version in self._versions:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from adacc_hf.local_tensors import local_of
 from adacc_hf.recorder import argument_tensors
 from adacc_hf.tape import Source
 
@@ -40,7 +41,7 @@ def call_key(block: nn.Module, paths: StatePaths, args: Args, kwargs: Kwargs) ->
     tensors = []
     device_type = "cpu"
     for path, tensor in argument_tensors(args, kwargs):
-        alias = storages.setdefault(tensor.untyped_storage()._cdata, len(storages))
+        alias = storages.setdefault(local_of(tensor).untyped_storage()._cdata, len(storages))
         device_type = tensor.device.type
         tensors.append(
             (path, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad, alias)

@@ -47,7 +47,7 @@ def merged(tape: Tape, equal: Mapping[int, int]) -> Tape:
 def _is_comparable(tape: Tape, operator: TapeOperator, recomputable: Collection[int]) -> bool:
     made = operator.made()
     return (
-        not operator.random
+        operator.may_run_again
         and not operator.mutations
         and all(value in recomputable and not tape.values[value].overwritten for value in made)
     )

@@ -24,6 +24,8 @@ R10 A normal step never waits for the device.
 R11 A packed object never holds the tensor object itself, and all state lives in packed objects and calls.
 R12 Inputs, parameters and buffers are looked up anew at each call. What is reached in any other way cannot be
     replayed from.
+R13 Operators that other ranks take part in are never replayed, so that no rank waits for one whose plan differs: their
+    result is retained or compressed. Where torch's checkpoint must run such a block, it does so under every plan.
 """
 
 from __future__ import annotations
@@ -123,6 +125,7 @@ class FollowPlan:
         self.name = name
         self.plan = plan
         self._is_plain = plan.is_plain
+        self._is_checkpointed = any(_is_checkpointed_on_all_ranks(shape.tape) for shape in (known or {}).values())
         self.library = library
         self.known = KnownShapes() if known is None else known
         self._earlier = earlier
@@ -146,6 +149,8 @@ class FollowPlan:
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.observer is not None:
             return self.observer.run(self, block, fn, args, kwargs)
+        if self._is_checkpointed:
+            return Checkpointed().run(block, fn, args, kwargs)
         if self._is_plain and self.entries:
             return fn(*args)
         key = self._key(block, args, kwargs)
@@ -154,7 +159,8 @@ class FollowPlan:
             return self._first_call(key, block, fn, args, kwargs)
         self.entries.move_to_end(key)
         if entry.compiled is None:
-            return Checkpointed().run(block, fn, args, kwargs)
+            # That operators vary may be known to this rank alone: it must not run collectives again (rule R13).
+            return fn(*args) if entry.known.tape.has_collectives else Checkpointed().run(block, fn, args, kwargs)
         entry.known.num_calls += 1
         self._learn_order(entry)
         if is_checked_call(entry.known.num_calls) and not entry.compiled.is_plain:
@@ -213,6 +219,7 @@ class FollowPlan:
         result = recording.run(fn)
         tape = self.library.verified(recording.recorder)
         known = self.known[key] = KnownShape(tape, varies=self._is_restless(key, tape))
+        self._is_checkpointed = _is_checkpointed_on_all_ranks(tape)
         entry = self.entries[key] = self._entry(known)
         if len(self.entries) > MAX_SHAPES:
             oldest, _ = self.entries.popitem(last=False)
@@ -312,6 +319,11 @@ class FollowPlan:
             return {}
         self.library.warn_unplanned(self.name, tape)
         return least_memory_choices(tape)
+
+
+def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:
+    """Whether torch's checkpoint runs the block whatever its plan says: the ranks' plans may differ (rule R13)."""
+    return tape.untrusted is not None and tape.has_collectives
 
 
 def is_checked_call(num_calls: int) -> bool:

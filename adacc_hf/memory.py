@@ -15,6 +15,7 @@ from torch.autograd.profiler import profile, record_function
 from torch.utils._pytree import tree_leaves
 
 from adacc_hf.gradient_hooks import without_gradient_hooks
+from adacc_hf.local_tensors import local_of
 
 _MARK = "adacc_hf.memory.mark"
 
@@ -267,9 +268,9 @@ def batch_bytes(batch: Mapping[str, Any]) -> int:
 
 
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages of `tensors`, each counted once."""
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
+    """Bytes of the storages of `tensors` on this rank, each counted once."""
+    storages = [local_of(tensor).untyped_storage() for tensor in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def available_bytes(device: torch.device, static_bytes: int) -> int:

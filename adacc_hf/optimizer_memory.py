@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
+from adacc_hf.local_tensors import local_of
 from adacc_hf.memory import MemoryMeter
 
 
@@ -47,7 +48,8 @@ def measure_optimizer_step(optimizer: torch.optim.Optimizer, max_norm: float | N
 
 def measure_clipping(parameters: Iterable[nn.Parameter]) -> int:
     """Bytes that clipping the present gradients takes at most. Changes nothing: scaling is in place and takes none."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    # The parts of DTensors, since their norm waits for other ranks, and the rest may be no DTensors.
+    gradients = [local_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return 0
     with OptimizerMeter(gradients[0].device) as meter:

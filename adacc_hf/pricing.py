@@ -16,7 +16,7 @@ from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.kernels.outlier_int4 import count_outliers
 from adacc_hf.memory import MemoryMeter
 from adacc_hf.profile import CodecOption
-from adacc_hf.recorder import MOVES_STORAGE
+from adacc_hf.recorder import MOVES_STORAGE, is_freed
 from adacc_hf.replay import Environment, Step, view
 from adacc_hf.tape import Tape, TapeOperator, TensorRef, tensor_refs
 from adacc_hf.timing import Bottleneck, Timing, bottleneck, time_of
@@ -71,7 +71,9 @@ def price_tape(tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, o
 
 
 def storable(tape: Tape) -> list[int]:
-    """Values that a policy may act on: what the block saves and made, and its inputs."""
+    """Values that a policy may act on: what the block saves and made, and its inputs; none if it runs as a whole."""
+    if tape.untrusted is not None:
+        return []
     saved = [v for v in tape.saved_values() if tape.values[v].source is None]
     inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
     return sorted({*saved, *inputs})
@@ -110,12 +112,15 @@ def operator_workspaces(tape: Tape, bases: Sequence[torch.Tensor]) -> list[int]:
 
 def _runs(tape: Tape, bases: Sequence[torch.Tensor]) -> Iterator[tuple[int, Callable[[], None]]]:
     """The operators that may run again, in order, each with what runs it, as often as one likes before the next."""
-    environment: Environment = [None if value.overwritten else bases[value.index] for value in tape.values]
+    gone = [value.overwritten or is_freed(bases[value.index], value) for value in tape.values]
+    environment: Environment = [None if gone[value.index] else bases[value.index] for value in tape.values]
     for index, operator in enumerate(tape.operators):
         if tape.untrusted is None:
             ready = not tape.recomputable.isdisjoint(operator.made())
         else:
-            ready = bool(operator.made()) and operator.target._schema.name not in MOVES_STORAGE
+            # Collectives are left out: the other ranks may know the prices already, and would not take part.
+            is_own = not operator.is_collective
+            ready = bool(operator.made()) and is_own and operator.target._schema.name not in MOVES_STORAGE
         if not ready or any(environment[value] is None for value in operator.inputs()):
             continue
         step = Step(operator, tape)
@@ -261,7 +266,7 @@ def is_parameter_cast(tape: Tape, value: int) -> bool:
 
 def outliers_in(tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
     """Outlier channels (paper, equation 1) of each activation that would be compressed with `outlier_int4`."""
-    if not config.outliers:
+    if not config.outliers or tape.untrusted is not None:
         return {}
     wanted = [value for value in tape.saved_values() if "outlier_int4" in candidates(tape, value, config)]
     return {v: count_outliers(view(bases[v], encode_view(tape, v)), config.zscore_threshold) for v in wanted}

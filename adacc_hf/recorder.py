@@ -14,7 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from adacc_hf.compat import attention_of, cast_from, class_name
-from adacc_hf.tape import Source, Tape, TapeOperator, TapeValue, TensorRef, geometry_of, map_tensors
+from adacc_hf.local_tensors import local_of, runs_on_parts
+from adacc_hf.tape import (
+    COLLECTIVES,
+    Source,
+    Tape,
+    TapeOperator,
+    TapeValue,
+    TensorRef,
+    geometry_of,
+    map_tensors,
+    tensor_refs,
+)
 
 _NO_OPERATORS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 _READS_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -53,6 +64,7 @@ class Recorder(TorchDispatchMode):
         self._externals: dict[int, tuple[torch.Tensor, Source]] = {}
         for path, tensor in argument_tensors(args, kwargs):
             self._expect(tensor, Source("argument", path))
+        self._is_fake = any(map(_is_fake, block.parameters()))
         self._parameters = {id(parameter): name for name, parameter in block.named_parameters()}
         for name, parameter in block.named_parameters(remove_duplicate=False):
             self._expect(parameter, Source("parameter", (name,)))
@@ -76,18 +88,20 @@ class Recorder(TorchDispatchMode):
 
     def made_value(self, tensor: torch.Tensor) -> int | None:
         """The value that `tensor` views, if the block made its storage."""
-        key = tensor.untyped_storage()._cdata
+        key = local_of(tensor).untyped_storage()._cdata
         return None if key in self._externals else self._current.get(key)
 
     def save(self, tensor: torch.Tensor, caller: CodeType | None = None) -> int:
         """Note that autograd saves `tensor`; return the slot's index. `caller` is the code that the hook came from."""
         if caller is _APPLY:
             self.custom_slots.add(len(self.slots))
-        self.slots.append(self.refer(tensor))
+        self.slots.append(self.refer(local_of(tensor)))
         return len(self.slots) - 1
 
     def tape(self) -> Tape:
         """The record of all that ran. Call it after the block has returned."""
+        if self.untrusted is None and any(map(is_freed, self.bases, self.values)):
+            self.untrusted = "memory is taken away from tensors that backward reads (FSDP inside the block)"
         tape = Tape(
             block_class=class_name(self.block),
             values=self.values,
@@ -104,10 +118,14 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _NO_OPERATORS:
+        if any(map(runs_on_parts, types)):
+            return NotImplemented  # what it runs on the parts comes here next
+        if func in _NO_OPERATORS or not all(map(self._has_memory, tree_leaves((args, kwargs)))):
             return func(*args, **kwargs)
         recorded_args = map_tensors(args, torch.Tensor, self.refer)
         recorded_kwargs = map_tensors(kwargs, torch.Tensor, self.refer)
+        if func.namespace in COLLECTIVES:  # the rest are groups of ranks, which no digest can tell apart
+            recorded_args, recorded_kwargs = tuple(tensor_refs((recorded_args, recorded_kwargs))), {}
         drawing = self.drawing(func, args, kwargs)
         result = func(*args, **kwargs)
         drew = drawing.happened()
@@ -122,8 +140,8 @@ class Recorder(TorchDispatchMode):
         mutations = [self._next_version(tensor, index, name) for tensor in written]
         fresh = [
             (position, self._make(tensor, index, name))
-            for position, tensor in enumerate(tree_leaves(result))
-            if isinstance(tensor, torch.Tensor) and not self._is_known(tensor)
+            for position, tensor in enumerate(_local_leaves(result))
+            if isinstance(tensor, torch.Tensor) and self._has_memory(tensor) and not self._is_known(tensor)
         ]
         if not fresh and not mutations:
             return
@@ -172,7 +190,12 @@ class Recorder(TorchDispatchMode):
 
     def _expect(self, tensor: torch.Tensor, source: Source) -> None:
         """Name what the block may read. It gets a value when it is read: unused arguments are no part of the tape."""
-        self._externals.setdefault(tensor.untyped_storage()._cdata, (tensor.detach(), source))
+        local = local_of(tensor)
+        self._externals.setdefault(local.untyped_storage()._cdata, (local.detach(), source))
+
+    def _has_memory(self, leaf: Any) -> bool:
+        """Whether `leaf` is no tensor without memory, on which DTensors find out shapes, if the block's own have it."""
+        return not isinstance(leaf, torch.Tensor) or self._is_fake or not (leaf.is_meta or _is_fake(leaf))
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         key = tensor.untyped_storage()._cdata
@@ -241,6 +264,20 @@ def _leaves(path: tuple[Any, ...], tree: Any) -> Iterator[tuple[tuple[Any, ...],
             yield from _leaves((*path, key), item)
 
 
+def is_freed(base: torch.Tensor, value: TapeValue) -> bool:
+    """Whether the memory of a recorded tensor was taken away."""
+    return base.untyped_storage().nbytes() < value.nbytes
+
+
+def _local_leaves(result: Any) -> list[Any]:
+    return [local_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves(result)]
+
+
+def _is_fake(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` only imitates one (FakeTensor)."""
+    return hasattr(tensor, "fake_mode")
+
+
 def _by_data(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether an operator that may read data to find its result's size does so: indexing does with masks only."""
     if func._schema.name != "aten::index":
@@ -249,10 +286,14 @@ def _by_data(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Tensor arguments that the operator's schema declares as written, one per storage."""
+    """Tensor arguments that the operator's schema declares as written, one per storage.
+
+    Those of torch.distributed declare nothing: any of theirs may be.
+    """
     written: dict[int, torch.Tensor] = {}
     for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
+        is_declared = argument.alias_info is not None and argument.alias_info.is_write
+        if not is_declared and func.namespace != "c10d":
             continue
         given = args[position] if position < len(args) else kwargs.get(argument.name)
         for tensor in tree_leaves(given):

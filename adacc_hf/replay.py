@@ -260,7 +260,7 @@ def _verify_operator(
     tape: Tape, operator: TapeOperator, bases: list[torch.Tensor], environment: Environment, good: set[int]
 ) -> None:
     """Replay one operator, compare what it makes, and leave in `environment` what later operators may read."""
-    ready = not operator.random and all(environment[value] is not None for value in operator.inputs())
+    ready = operator.may_run_again and all(environment[value] is not None for value in operator.inputs())
     if ready:
         ready = _runs_without_hidden_writes(tape, operator, environment)
     for made in operator.made():
@@ -313,7 +313,7 @@ def obtainable(tape: Tape, good: Collection[int], stored: Iterable[int]) -> froz
     recomputable: set[int] = set()
     for operator in tape.operators:
         available = all(_obtainable(tape, value, saved, recomputable) for value in operator.inputs())
-        if available and not operator.random:
+        if available and operator.may_run_again:
             recomputable.update(value for value in operator.made() if value in good)
     return frozenset(recomputable)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from adacc_hf.local_tensors import local_of
 from adacc_hf.profile import Shared
 from adacc_hf.tape import Source, Tape
 
@@ -88,7 +89,7 @@ class Sharing:
                 if address in self._kept:
                     self._index[address] = self._index_of_kept()
                 elif len(readers[address]) > 1 or address in outside or address in state or address in batch:
-                    nbytes = 0 if address in state or address in batch else tensor.untyped_storage().nbytes()
+                    nbytes = 0 if address in state or address in batch else local_of(tensor).untyped_storage().nbytes()
                     self._add(address, Shared(name=f"{block.name} input", nbytes=nbytes, saved=address in saved))
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
@@ -126,4 +127,4 @@ class Sharing:
 
 def address_of(tensor: torch.Tensor) -> int:
     """What tells storages apart as long as they live."""
-    return tensor.untyped_storage()._cdata
+    return local_of(tensor).untyped_storage()._cdata

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from adacc_hf.blocks import Installation, Strategy
 from adacc_hf.call_inputs import find_external
 from adacc_hf.instruments import Instruments
+from adacc_hf.local_tensors import local_of
 from adacc_hf.memory import MemoryMeter, MemoryPoint, distinct_bytes, forward_loss
 from adacc_hf.profile import BackwardEvent, ForwardEvent, KindProfile, Shared
 from adacc_hf.tape import Source
@@ -126,7 +127,7 @@ class WatchForward:
             if self.meter is not None and value is not None and value not in seen:
                 seen.add(value)
                 self._mark(("pack", value))
-                storage = tensor.untyped_storage()
+                storage = local_of(tensor).untyped_storage()
                 weakref.finalize(storage, self._mark, ("death", value), storage.nbytes()).atexit = False
             return None
 

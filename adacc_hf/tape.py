@@ -17,6 +17,11 @@ import torch
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 """Size, stride and storage offset, in elements."""
 
+COLLECTIVES = frozenset(
+    {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
+)
+"""Namespaces of operators that other ranks take part in."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
@@ -91,6 +96,16 @@ class TapeOperator:
     def name(self) -> str:
         return str(self.target)
 
+    @property
+    def is_collective(self) -> bool:
+        """Whether other ranks take part in it."""
+        return self.target.namespace in COLLECTIVES
+
+    @property
+    def may_run_again(self) -> bool:
+        """Whether replay may run it: it drew no random numbers, and no other rank took part in it (rules R5, R13)."""
+        return not self.random and not self.is_collective
+
     def inputs(self) -> list[int]:
         """Values it reads, each once, in the order of its arguments."""
         return list(dict.fromkeys(ref.value for ref in tensor_refs((self.args, self.kwargs))))
@@ -142,6 +157,10 @@ class Tape:
         given = [value for value in self.values if self.is_block_input(value.index)]
         call = _digest([(str(value.source), value.ref) for value in given])
         return f"{self.structure[:24]}-{sizes[:8]}-{self.identity[:8]}-{call[:8]}"
+
+    @property
+    def has_collectives(self) -> bool:
+        return any(operator.is_collective for operator in self.operators)
 
     def is_block_input(self, value: int) -> bool:
         source = self.values[value].source

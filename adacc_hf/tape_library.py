@@ -62,9 +62,10 @@ class TapeLibrary:
         if tape.structure not in self._warned:
             self._warned.add(tape.structure)
             log.warning(
-                "Adacc: block %s and others like it are run under torch's checkpoint: their operators, or the numbers "
-                "given to them, vary from call to call",
+                "Adacc: block %s and others like it %s: their operators, or the numbers given to them, vary from call "
+                "to call",
                 name,
+                _instead(tape),
             )
 
     def warn_restless(self, name: str, tape: Tape, changed: tuple[str, ...]) -> None:
@@ -72,9 +73,10 @@ class TapeLibrary:
         if tape.structure not in self._warned:
             self._warned.add(tape.structure)
             log.warning(
-                "Adacc: block %s and others like it are run under torch's checkpoint: %s changes again and again, and "
-                "their operators with it; change it less often to have them run under their plans",
+                "Adacc: block %s and others like it %s: %s changes again and again, and their operators with it; change "
+                "it less often to have them run under their plans",
                 name,
+                _instead(tape),
                 ", ".join(changed),
             )
 
@@ -95,6 +97,11 @@ class TapeLibrary:
         for (digest, _), compiled in self._compiled.items():
             if digest == tape.digest:
                 compiled.follow(tape.order)
+
+
+def _instead(tape: Tape) -> str:
+    """What becomes of a block whose operators vary: what other ranks take part in must not run again (rule R13)."""
+    return "retain everything" if tape.has_collectives else "are run under torch's checkpoint"
 
 
 @contextmanager

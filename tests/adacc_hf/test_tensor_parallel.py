@@ -1,0 +1,149 @@
+"""Models divided between two gloo ranks layer by layer, by tensors or by experts; this file is the script of each rank.
+
+The ranks follow different policies in the same step, which must neither change a bit nor leave one waiting.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers.distributed import DistributedConfig
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model, solve_policy
+from adacc_hf.memory import CpuMemoryMeter, count_static_bytes
+
+CONFIG = AdaccConfig(min_compress_bytes=0, head="plain")
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "use_cache": False, "attention_dropout": 0.1,
+}  # fmt: skip
+IDS = torch.randint(0, 128, (2, 32), generator=torch.Generator().manual_seed(3))
+BATCH = {"input_ids": IDS, "labels": IDS}
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def by_torch() -> torch.nn.Module:
+    """Divided by torch itself, which lets results of collectives arrive when they are read."""
+    model, mesh = llama(), init_device_mesh("cpu", (2,))
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    rows = ("self_attn.o_proj", "mlp.down_proj")
+    for layer in model.model.layers:
+        plan = {name: ColwiseParallel() for name in columns} | {name: RowwiseParallel() for name in rows}
+        parallelize_module(layer, mesh, plan)
+    return model.train()
+
+
+def loaded(folder: Path, **sizes: int) -> Callable[[], torch.nn.Module]:
+    return lambda: AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**sizes)).train()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def train(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Losses and this rank's gradients of three steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    noted = []
+    for step in range(3):
+        torch.manual_seed(step)
+        loss = model(**BATCH).loss
+        loss.backward()
+        noted += [loss.detach(), *(local(p.grad).clone() for p in model.parameters() if p.grad is not None)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return noted
+
+
+def compare(build: Callable[[], torch.nn.Module]) -> Any:
+    """The profile of a model, once lossless policies, others on each rank, have changed no bit of its training."""
+    plain = train(build())
+    profile = profile_model(build(), BATCH, CONFIG)
+    mine = Policy.random(profile, dist.get_rank(), ("retain", "recompute", "compress"), lossless=True)
+    for policy in (Policy.uniform(profile, "recompute"), mine):
+        model = build()
+        with apply_policy(model, policy, CONFIG):
+            ours = train(model)
+        assert len(ours) == len(plain)
+        assert all(map(torch.equal, ours, plain))
+    return profile
+
+
+def check_memory(build: Callable[[], torch.nn.Module], profile: Any) -> None:
+    """Steps take what was predicted, codecs at work; so does the first count of what belongs to the model."""
+    model = build()
+    parameters = sum(local(parameter).untyped_storage().nbytes() for parameter in model.parameters())
+    assert count_static_bytes(model, {}) - parameters < 1024, "buffers: the frequencies of rotary embeddings"
+    policy = solve_policy(profile, 0.25, CONFIG)
+    assert policy.action_counts()["compress"] > 0
+    with apply_policy(model, policy, CONFIG):
+        for step in range(3):
+            static = count_static_bytes(model, BATCH)
+            with CpuMemoryMeter() as meter:
+                model(**BATCH).loss.backward()
+            model.zero_grad()
+            if step == 2:  # those before are recorded, which takes memory of its own
+                assert static + meter.peak_bytes == policy.predicted_peak_bytes
+
+
+def let_go_of_buffers() -> None:
+    """Wait until gloo's thread has let go of a collective's tensors, which it otherwise does at any time later."""
+    wait = collectives.wait_tensor
+
+    def wait_longer(tensor: torch.Tensor) -> torch.Tensor:
+        result = wait(tensor)
+        time.sleep(0.003)
+        return result
+
+    collectives.wait_tensor = wait_longer
+
+
+def run_rank(folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    assert all(kind.fallback is None for kind in compare(by_torch).kinds)
+    tensors = loaded(folder / "llama", tp_size=2)
+    let_go_of_buffers()
+    check_memory(tensors, compare(tensors))
+    assert all(kind.fallback is None for kind in compare(loaded(folder / "mixtral", tp_size=2)).kinds)
+    if hasattr(DistributedConfig(), "ep_size"):  # since Transformers 5.21
+        experts = compare(loaded(folder / "mixtral", tp_size=2, ep_size=2))
+        assert all("reads data" in kind.fallback for kind in experts.kinds)
+    print(f"rank {dist.get_rank()} is done", flush=True)
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """A folder with the models."""
+    llama().save_pretrained(tmp_path / "llama")
+    torch.manual_seed(0)
+    MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)).save_pretrained(tmp_path / "mixtral")
+    return tmp_path
+
+
+def test_ranks_that_share_each_layer_train_as_without_a_policy(models: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run([*torchrun, __file__, str(models)], capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr[-8000:]
+    assert all(f"rank {rank} is done" in done.stdout for rank in range(2))
+
+
+if __name__ == "__main__":
+    run_rank(Path(sys.argv[1]))
