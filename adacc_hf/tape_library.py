@@ -73,8 +73,8 @@ class TapeLibrary:
         if tape.structure not in self._warned:
             self._warned.add(tape.structure)
             log.warning(
-                "Adacc: block %s and others like it %s: %s changes again and again, and their operators with it; change "
-                "it less often to have them run under their plans",
+                "Adacc: block %s and others like it %s: %s changes again and again, and their operators with it; "
+                "change it less often to have them run under their plans",
                 name,
                 _instead(tape),
                 ", ".join(changed),
