@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from adacc_hf.data_reads import data_of
 from adacc_hf.local_tensors import local_of
 from adacc_hf.recorder import argument_tensors
 from adacc_hf.tape import Source
@@ -67,11 +68,23 @@ def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) 
         if source.place == "buffer":
             return owner._buffers[name]
         return reduce(getattr, source.path[1:], owner._parameters[name])
-    first, *rest = source.path
+    return _argument(source.path, args, kwargs).detach()
+
+
+def data_at(path: Sequence[Any], args: Args, kwargs: Kwargs) -> bytes | None:
+    """The data of the argument at `path`; None if this call has no such tensor, or one that nobody compares."""
+    try:
+        return data_of(_argument(path, args, kwargs))
+    except (LookupError, TypeError):
+        return None
+
+
+def _argument(path: Sequence[Any], args: Args, kwargs: Kwargs) -> Any:
+    first, *rest = path
     found = args[first] if isinstance(first, int) else kwargs[first]
     for step in rest:
         found = found[step]
-    return found.detach()
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -14,9 +14,9 @@ R5  Random operators are never replayed: their result is retained or stored loss
 R6  An in-place operator makes a new version of a storage; replay never changes a version that something else needs.
     Nor does the backward of an autograd function written in Python: what replay reads again, it gets as a copy.
 R7  Nothing is replayed that was not compared with the original, bit for bit, when its tape was recorded.
-R8  Each call checks what autograd saves against the tape. A new input shape gets a tape of its own, and so does every
-    state of the Python values that a block's modules hold. Where operators depend on data, torch's checkpoint takes
-    over.
+R8  Each call checks what autograd saves against the tape. A new input shape gets a tape of its own, and so do other
+    data in an argument that the block reads into Python, and every state of the Python values that a block's modules
+    hold. Where operators depend on any other data, torch's checkpoint takes over.
 R9  Without gradients, in generate(), after an exception, with retain_graph or create_graph, and with several forwards
     before one backward: right, or refused, and nothing is left behind. Each call of a block has a plan of its own, and
     is right under that of any other call too.
@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -42,15 +42,15 @@ from torch import nn
 
 from adacc_hf.blocks import Checkpointed, Installation
 from adacc_hf.call import Call
-from adacc_hf.call_inputs import StatePaths, call_key, fetch
+from adacc_hf.call_inputs import fetch
 from adacc_hf.calls import block_of_call, call_name, num_calls
 from adacc_hf.compiled import CompiledPlan
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import ChunkedHeadError, PolicyMismatchError
 from adacc_hf.head import ChunkedHead
 from adacc_hf.kernels.codecs import Codec, get_codec
+from adacc_hf.known_shapes import MAX_SHAPES, Key, KnownShape, KnownShapes
 from adacc_hf.policy import RECOMPUTE, RETAIN, Action, Choice, Plan, Policy
-from adacc_hf.python_state import FIRST_STATE, PythonState
 from adacc_hf.recording import Recording
 from adacc_hf.tape import Tape
 from adacc_hf.tape_library import TapeLibrary
@@ -59,19 +59,6 @@ if TYPE_CHECKING:
     from adacc_hf.profile import Profile
 
 log = logging.getLogger(__name__)
-
-MAX_SHAPES = 64
-"""Shapes a block remembers; the least recently used one goes. A tape is some 100 KiB of Python objects."""
-
-
-@dataclass(slots=True)
-class KnownShape:
-    """What a block's calls at one shape have shown, whatever plan they ran under."""
-
-    tape: Tape
-    num_calls: int = 1
-    varies: bool = False
-    """Whether a call was seen that ran other operators than the tape's."""
 
 
 @dataclass(slots=True)
@@ -82,24 +69,6 @@ class Entry:
     compiled: CompiledPlan | None
     codecs: dict[int, Codec]
     seen: list[int] | None = None
-
-
-class KnownShapes(dict[Any, KnownShape]):
-    """The shapes of a block's calls, by their key and the number of the state that the block's modules were in."""
-
-    def __init__(self, shapes: Mapping[Any, KnownShape] | None = None, watches_state: bool = True) -> None:
-        super().__init__(shapes or {})
-        self._watches_state = watches_state
-        self.state: PythonState | None = None
-        """Of the block, from its first call on; the same in all its plans."""
-
-    def state_of(self, block: nn.Module) -> int:
-        """The number of the state that `block` is in; always the first one where states are not watched."""
-        if not self._watches_state:
-            return FIRST_STATE
-        if self.state is None:
-            self.state = PythonState(block)
-        return self.state.number()
 
 
 class Observer(Protocol):
@@ -128,10 +97,10 @@ class FollowPlan:
         self._is_checkpointed = any(_is_checkpointed_on_all_ranks(shape.tape) for shape in (known or {}).values())
         self.library = library
         self.known = KnownShapes() if known is None else known
+        """The block's shapes; all its plans share what is known of them."""
         self._earlier = earlier
         """What the block ran under before, kept until its first call so that a plan of the same actions shares it."""
-        self._paths: StatePaths | None = None
-        self.entries: OrderedDict[Any, Entry] = OrderedDict()
+        self.entries: OrderedDict[Key, Entry] = OrderedDict()
         self.wrap_codec: Callable[[int, Codec], Codec] | None = None
         """If set, what stands around each activation's codec for the time being."""
         self.observer: Observer | None = None
@@ -153,14 +122,15 @@ class FollowPlan:
             return Checkpointed().run(block, fn, args, kwargs)
         if self._is_plain and self.entries:
             return fn(*args)
-        key = self._key(block, args, kwargs)
+        key = self.known.key(block, args, kwargs)
         entry = self.entries.get(key) or self._known_entry(key)
+        if entry is None and self.known.is_strange(key):
+            return self._run_untaped(any(t.has_collectives for t in self.tapes.values()), block, fn, args, kwargs)
         if entry is None:
             return self._first_call(key, block, fn, args, kwargs)
         self.entries.move_to_end(key)
         if entry.compiled is None:
-            # That operators vary may be known to this rank alone: it must not run collectives again (rule R13).
-            return fn(*args) if entry.known.tape.has_collectives else Checkpointed().run(block, fn, args, kwargs)
+            return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)
         entry.known.num_calls += 1
         self._learn_order(entry)
         if is_checked_call(entry.known.num_calls) and not entry.compiled.is_plain:
@@ -169,12 +139,17 @@ class FollowPlan:
 
     def run_again(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that was run before, to look at it. It is not counted: calls are recorded by their number."""
-        entry = self.entries.get(self._key(block, args, kwargs))
+        entry = self.entries.get(self.known.key(block, args, kwargs))
         if entry is None or entry.compiled is None or entry.compiled.is_plain:
             return self.run(block, fn, args, kwargs)
         self._learn_order(entry)
         is_checked = entry.known.num_calls > 1
         return (self._call if is_checked else self._checked_call)(entry, block, fn, args, kwargs)
+
+    @staticmethod
+    def _run_untaped(has_collectives: bool, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run a call that no tape fits. This rank alone may know: no collective may run again (rule R13)."""
+        return fn(*args) if has_collectives else Checkpointed().run(block, fn, args, kwargs)
 
     def _call(self, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call under the plan."""
@@ -188,17 +163,12 @@ class FollowPlan:
         call.finish()
         return result
 
-    def _key(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._paths is None:
-            self._paths = StatePaths(block)
-        return call_key(block, self._paths, args, kwargs), self.known.state_of(block)
-
     def _codecs(self, entry: Entry) -> dict[int, Codec]:
         if self.wrap_codec is None:
             return entry.codecs
         return {value: self.wrap_codec(value, codec) for value, codec in entry.codecs.items()}
 
-    def _known_entry(self, key: Any) -> Entry | None:
+    def _known_entry(self, key: Key) -> Entry | None:
         """The entry for a shape that was recorded under another plan."""
         known = self.known.get(key)
         if known is not None:
@@ -214,12 +184,13 @@ class FollowPlan:
                 self.library.learn_order(tape, asked)
             entry.seen = None
 
-    def _first_call(self, key: Any, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _first_call(self, key: Key, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recording = Recording(self.name, block, args, kwargs)
         result = recording.run(fn)
         tape = self.library.verified(recording.recorder)
-        known = self.known[key] = KnownShape(tape, varies=self._is_restless(key, tape))
+        known = KnownShape(tape, varies=self._is_restless(key, tape))
         self._is_checkpointed = _is_checkpointed_on_all_ranks(tape)
+        key = self.known.add(key, known)
         entry = self.entries[key] = self._entry(known)
         if len(self.entries) > MAX_SHAPES:
             oldest, _ = self.entries.popitem(last=False)
@@ -229,13 +200,12 @@ class FollowPlan:
         recording.close()
         return result
 
-    def _is_restless(self, key: Any, tape: Tape) -> bool:
+    def _is_restless(self, key: Key, tape: Tape) -> bool:
         """Whether the block is given other Python values again and again, and runs other operators with each."""
         state = self.known.state
         if state is None:
             return False
-        call, number = key
-        others = {known.tape.digest for (same, other), known in self.known.items() if same == call and other != number}
+        others = {known.tape.digest for other, known in self.known.items() if key == other._replace(state=key.state)}
         if others:
             state.learn(same_operators=tape.digest in others)
         if state.is_restless:

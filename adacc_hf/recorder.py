@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from adacc_hf.compat import attention_of, cast_from, class_name
+from adacc_hf.data_reads import Read, deciding_tensors, judge, watched
 from adacc_hf.local_tensors import local_of, runs_on_parts
 from adacc_hf.tape import (
     COLLECTIVES,
@@ -28,7 +29,8 @@ from adacc_hf.tape import (
 )
 
 _NO_OPERATORS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
-_READS_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_CONSTANT = torch.ops.aten.lift_fresh.default
+"""What torch.tensor() puts its new tensor through."""
 _APPLY = torch.autograd.Function.apply.__func__.__code__
 MOVES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_"}
 """Operators that put another storage under a tensor."""
@@ -58,12 +60,16 @@ class Recorder(TorchDispatchMode):
         self.slots: list[TensorRef] = []
         self.custom_slots: set[int] = set()
         self.untrusted: str | None = None
+        self.reads: list[Read] = []
         self._autocast = [str(torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
         self._current: dict[int, int] = {}
         self._modules: list[str] = []
         self._externals: dict[int, tuple[torch.Tensor, Source]] = {}
+        self._arguments: dict[int, list[tuple[tuple[Any, ...], torch.Tensor]]] = {}
+        """By storage."""
         for path, tensor in argument_tensors(args, kwargs):
             self._expect(tensor, Source("argument", path))
+            self._arguments.setdefault(local_of(tensor).untyped_storage()._cdata, []).append((path, tensor))
         self._is_fake = any(map(_is_fake, block.parameters()))
         self._parameters = {id(parameter): name for name, parameter in block.named_parameters()}
         for name, parameter in block.named_parameters(remove_duplicate=False):
@@ -102,7 +108,19 @@ class Recorder(TorchDispatchMode):
         """The record of all that ran. Call it after the block has returned."""
         if self.untrusted is None and any(map(is_freed, self.bases, self.values)):
             self.untrusted = "memory is taken away from tensors that backward reads (FSDP inside the block)"
-        tape = Tape(
+        tape = self._unsealed()
+        if tape.untrusted is None:
+            tape.reads, more = judge(tape, self.reads, self._arguments_of)
+            tape.untrusted = None if more is None else str(more)
+        parameters = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.block.named_parameters()]
+        tape.seal([parameters, attention_of(self.block), self._autocast])
+        return tape
+
+    def _arguments_of(self, value: int) -> list[tuple[tuple[Any, ...], torch.Tensor]]:
+        return self._arguments.get(self.bases[value].untyped_storage()._cdata, [])
+
+    def _unsealed(self) -> Tape:
+        return Tape(
             block_class=class_name(self.block),
             values=self.values,
             operators=self.operators,
@@ -110,9 +128,6 @@ class Recorder(TorchDispatchMode):
             custom_slots=frozenset(self.custom_slots),
             untrusted=self.untrusted,
         )
-        parameters = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.block.named_parameters()]
-        tape.seal([parameters, attention_of(self.block), self._autocast])
-        return tape
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -122,6 +137,8 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # what it runs on the parts comes here next
         if func in _NO_OPERATORS or not all(map(self._has_memory, tree_leaves((args, kwargs)))):
             return func(*args, **kwargs)
+        if func is _CONSTANT and self._is_new_number(args[0]):
+            return self._note_number(func(*args, **kwargs))
         recorded_args = map_tensors(args, torch.Tensor, self.refer)
         recorded_kwargs = map_tensors(kwargs, torch.Tensor, self.refer)
         if func.namespace in COLLECTIVES:  # the rest are groups of ranks, which no digest can tell apart
@@ -149,6 +166,21 @@ class Recorder(TorchDispatchMode):
         self.operators.append(operator)
         if drew and func is torch.ops.aten.native_dropout.default:
             self._derive_dropout(operator)
+
+    def _is_new_number(self, tensor: torch.Tensor) -> bool:
+        """Whether a constant is one number that replay can make anew."""
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.numel() == 1
+            and tensor.device.type != "meta"
+            and not self._is_known(tensor)
+        )
+
+    def _note_number(self, constant: torch.Tensor) -> torch.Tensor:
+        """Note a number out of Python as if an operator had made it; returns it."""
+        kwargs = {"dtype": constant.dtype, "device": constant.device}
+        self._note(torch.ops.aten.full.default, (list(constant.shape), constant.item()), kwargs, [], constant, False)
+        return constant
 
     def _note_cached_cast(self, tensor: torch.Tensor) -> None:
         """Note the cast of a parameter that autocast kept from an earlier call as if this call had made it."""
@@ -183,10 +215,14 @@ class Recorder(TorchDispatchMode):
         )
 
     def _check_trust(self, func: Any, args: tuple[Any, ...]) -> None:
-        if self.untrusted is None and _READS_DATA.intersection(func.tags) and _by_data(func, args):
-            self.untrusted = f"{func} reads data into Python or makes a size that depends on data"
+        for tensor in deciding_tensors(func, args):
+            self._read(tensor, str(func))
         if self.untrusted is None and func._schema.name in MOVES_STORAGE:
             self.untrusted = f"{func} puts another storage under a tensor"
+
+    def _read(self, tensor: torch.Tensor, by: str) -> None:
+        """Note that Python has seen the data of `tensor`, or that it decided a size."""
+        self.reads.append(Read(self.refer(tensor).value, by))
 
     def _expect(self, tensor: torch.Tensor, source: Source) -> None:
         """Name what the block may read. It gets a value when it is read: unused arguments are no part of the tape."""
@@ -224,6 +260,10 @@ class Recorder(TorchDispatchMode):
 
     def _leave_module(self, *_: Any) -> None:
         self._modules.pop()
+
+    def watching_reads(self) -> AbstractContextManager[None]:
+        """While open, what the block turns into lists and arrays is noted: no operator tells of it."""
+        return watched(self._read)
 
     @contextmanager
     def naming_modules(self) -> Iterator[None]:
@@ -278,13 +318,6 @@ def _is_fake(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "fake_mode")
 
 
-def _by_data(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operator that may read data to find its result's size does so: indexing does with masks only."""
-    if func._schema.name != "aten::index":
-        return True
-    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-
-
 def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Tensor arguments that the operator's schema declares as written, one per storage.
 
@@ -319,12 +352,16 @@ class Drawing:
         self._before = self._state() if may_draw else None
 
     def happened(self) -> bool:
-        return self._own_generator or (self._before is not None and self._state() != self._before)
+        return self._own_generator or (self._before is not None and self._has_moved())
 
-    def _state(self) -> bytes:
+    def _has_moved(self) -> bool:
+        now = self._state()
+        return not torch.equal(now, self._before) if isinstance(now, torch.Tensor) else now != self._before
+
+    def _state(self) -> torch.Tensor | tuple[int, int]:
         """The default generator's state; reading it does not synchronise."""
         if self._device.type == "cuda":
             index = torch.cuda.current_device() if self._device.index is None else self._device.index
             generator = torch.cuda.default_generators[index]
-            return repr((generator.initial_seed(), generator.get_offset())).encode()
-        return torch.get_rng_state().numpy().tobytes()
+            return generator.initial_seed(), generator.get_offset()
+        return torch.get_rng_state()

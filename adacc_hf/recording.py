@@ -46,7 +46,7 @@ class Recording:
 
     def run(self, fn: Callable[..., Any]) -> Any:
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        with self.recorder.naming_modules(), hooks, self.recorder:
+        with self.recorder.naming_modules(), self.recorder.watching_reads(), hooks, self.recorder:
             return fn(*self._arguments[0])
 
     def hand_over(self, compiled: CompiledPlan, codecs: dict[int, Codec]) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from adacc_hf.known_shapes import KnownShapes
 from adacc_hf.local_tensors import local_of
 from adacc_hf.profile import Shared
 from adacc_hf.tape import Source, Tape
@@ -19,7 +20,8 @@ class RecordedBlock:
     """What one block's recorded call tells."""
 
     name: str
-    key: Any
+    known: KnownShapes
+    """What its call has shown."""
     tape: Tape
     arguments: dict[int, torch.Tensor]
     """The recorded argument of each input value; holds the storage so that its address stays its own."""

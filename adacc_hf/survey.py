@@ -12,18 +12,17 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from adacc_hf.blocks import Installation
-from adacc_hf.call_inputs import StatePaths, call_key
 from adacc_hf.calls import call_name, num_calls, split_call
 from adacc_hf.config import AdaccConfig
-from adacc_hf.executor import FollowPlan, KnownShape, KnownShapes
+from adacc_hf.executor import FollowPlan
 from adacc_hf.fallback import fallback_kind, with_fallback_forward
 from adacc_hf.instruments import Instruments
 from adacc_hf.kinds import KindBuilder
+from adacc_hf.known_shapes import Key, KnownShape, KnownShapes
 from adacc_hf.memory import forward_loss
 from adacc_hf.policy import RECOMPUTE, RETAIN, Plan
 from adacc_hf.pricing import Prices, is_parameter_cast
 from adacc_hf.profile import ForwardEvent, KindProfile
-from adacc_hf.python_state import FIRST_STATE
 from adacc_hf.ranks import all_or_none, is_sharded
 from adacc_hf.recorder import Recorder, argument_tensors
 from adacc_hf.recording import Recording
@@ -54,9 +53,11 @@ class RecordBlock:
         name = call_name(self.name, self.num_calls)
         recording = Recording(name, block, args, kwargs, self.survey.instruments.drawing)
         result = recording.run(fn)
-        key = call_key(block, StatePaths(block), args, kwargs)
+        # Nothing is recorded under full recomputation, which takes memory of its own: no other state, no second call.
+        known = KnownShapes(watches_state=False)
+        key = known.key(block, args, kwargs)
         given = {Source("argument", path): tensor for path, tensor in argument_tensors(args, kwargs)}
-        self.survey.add(name, key, recording, given, result)
+        self.survey.add(name, known, key, recording, given, result)
         return result
 
 
@@ -95,18 +96,27 @@ class Survey:
         self._returned = []
         self.sharing = Sharing(self.blocks, self._outside.keys(), state, given)
 
-    def add(self, name: str, key: Any, recording: Recording, given: Mapping[Source, torch.Tensor], result: Any) -> None:
+    def add(
+        self,
+        name: str,
+        known: KnownShapes,
+        key: Key,
+        recording: Recording,
+        given: Mapping[Source, torch.Tensor],
+        result: Any,
+    ) -> None:
         """Keep one block's tape, and take the prices if no tape like it came before; lets go of the recording."""
         recorder = recording.recorder
         tape = self.library.verified(recorder)
         outliers = self.instruments.outliers(tape, recorder.bases, self.config)
         if tape.digest not in self._prices:
             self._prices[tape.digest] = self.instruments.price(tape, recorder.bases, self.config, outliers)
+        known.add(key, KnownShape(tape, num_calls=2))
         inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
         self.blocks.append(
             RecordedBlock(
                 name=name,
-                key=key,
+                known=known,
                 tape=tape,
                 arguments={value: recorder.bases[value] for value in inputs},
                 given=_one_per_storage(given),
@@ -190,10 +200,7 @@ class Survey:
                 function.strategy = WatchSlots(block.name, kind, sources[block.name])
                 watchers.append(function.strategy)
             else:
-                # Nothing is recorded here, which takes memory of its own: a second call would be, and another state.
-                shape = KnownShape(block.tape, num_calls=2)
-                known = KnownShapes({(block.key, FIRST_STATE): shape}, watches_state=False)
-                function.strategy = FollowPlan(block.name, _recompute_plan(kind), self.library, known)
+                function.strategy = FollowPlan(block.name, _recompute_plan(kind), self.library, block.known)
             block.arguments, block.given, block.outputs, block.casts = {}, {}, {}, {}
         return watchers
 

@@ -133,6 +133,8 @@ class Tape:
     """Slots that autograd functions written in Python saved: their backward may write into what it is given."""
     untrusted: str | None = None
     """Why the tape must not be used (data read into Python), or None."""
+    reads: dict[tuple[Any, ...], bytes] = field(default_factory=dict)
+    """The data of the arguments that the block read into Python, by their paths: only calls with the same fit."""
     identity: str = ""
     """Digest of the block's class, parameters and settings: equal for all calls of a block."""
     structure: str = ""
@@ -155,7 +157,8 @@ class Tape:
         """
         sizes = _digest([value.nbytes for value in self.values])
         given = [value for value in self.values if self.is_block_input(value.index)]
-        call = _digest([(str(value.source), value.ref) for value in given])
+        read = sorted((repr(path), data) for path, data in self.reads.items())
+        call = _digest([(str(value.source), value.ref) for value in given] + read)
         return f"{self.structure[:24]}-{sizes[:8]}-{self.identity[:8]}-{call[:8]}"
 
     @property
@@ -192,9 +195,8 @@ class Tape:
         self.identity = _digest([self.block_class, *identity])
         self.structure = _digest([self.identity, self._wiring()])
         constants = [_constants((operator.args, operator.kwargs)) for operator in self.operators]
-        self.digest = _digest(
-            [self.structure, constants, [repr(slot) for slot in self.slots], sorted(self.custom_slots)]
-        )
+        slots, reads = [repr(slot) for slot in self.slots], sorted(map(repr, self.reads))
+        self.digest = _digest([self.structure, constants, slots, sorted(self.custom_slots), *reads])
 
     def values_in(self, other: Tape) -> dict[int, int] | None:
         """For each value that operators touch, the one of `other` that is the same; None if other operators ran.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -34,7 +35,7 @@ class TapeLibrary:
         tape = recorder.tape()
         known = self._tapes.get(tape.digest)
         if known is not None:
-            return known
+            return known if known.reads == tape.reads else replace(known, reads=tape.reads)
         if tape.untrusted is None:
             with torch.no_grad(), _autocast_off(tape):
                 tape.recomputable = self._verify(tape, recorder.bases)

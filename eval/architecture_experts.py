@@ -50,6 +50,12 @@ EXPERTS_AND_STATES: Table = {
         ),
         "hunyuan_v1_moe": ("HunYuanMoEV1ForCausalLM", {**HEADED, "num_experts": 4, "moe_topk": 2}, text),
         "flex_olmo": ("FlexOlmoForCausalLM", EXPERTS, text),
+        "jetmoe": (
+            "JetMoeForCausalLM",
+            {**IDS, "hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2, "kv_channels": 8,
+             "intermediate_size": 64, "max_position_embeddings": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+            text,
+        ),
         "minimax_m2": ("MiniMaxM2ForCausalLM", {**LOCAL_EXPERTS, "head_dim": 8}, text),
         "minimax": ("MiniMaxForCausalLM", {**LOCAL_EXPERTS, "head_dim": 8, "block_size": 8}, text),
         "switch_transformers": (

@@ -21,7 +21,10 @@ from adacc_hf.recorder import Recorder
 
 SUPPORT = Path(__file__).parents[2] / "docs" / "SUPPORT.md"
 TABLE = architectures()
-FAST = ("gpt2", "llama", "gemma3_text", "bert", "albert", "t5", "vit", "whisper", "mixtral", "mamba")
+FAST = (
+    *("gpt2", "llama", "gemma3_text", "bert", "albert", "deberta", "t5", "vit", "whisper"),
+    *("qwen2_vl", "smolvlm", "gemma3", "voxtral", "mixtral", "mamba"),
+)
 NAMES = tuple(TABLE) if os.environ.get("ADACC_ALL_ARCHITECTURES") == "1" else FAST
 
 
