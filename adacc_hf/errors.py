@@ -26,6 +26,10 @@ class NoBlocksError(AdaccError, ValueError):
     """The model has no repeated transformer blocks that this package can find."""
 
 
+class UncalledBlocksError(AdaccError, ValueError):
+    """A batch did not call every block, so that no policy for all of them can be made of it."""
+
+
 class PolicyMismatchError(AdaccError, RuntimeError):
     """A policy, or its file, belongs to another model or is not a policy."""
 

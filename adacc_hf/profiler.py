@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from adacc_hf.blocks import Installation
-from adacc_hf.compat import without_layerdrop
+from adacc_hf.compat import class_name, without_layerdrop
 from adacc_hf.config import AdaccConfig
+from adacc_hf.errors import UncalledBlocksError
 from adacc_hf.fallback import fallback_backward
 from adacc_hf.gradient_hooks import without_gradient_hooks
 from adacc_hf.head_survey import HeadLayout, HeadSurvey
@@ -59,7 +60,7 @@ def profile_model(
 
     Raises NoBlocksError for a model without repeated blocks, NestedHooksError if other saved-tensor hooks are active,
     CompiledBlockError if torch.compile compiles the blocks, ChunkedHeadError if the config wants a chunked head that
-    the model cannot have, ValueError for a batch without a loss.
+    the model cannot have, UncalledBlocksError for a batch that leaves blocks out, ValueError for one without a loss.
     """
     config = config or AdaccConfig()
     instruments = instruments or StoringInstruments(ProfileStore())
@@ -209,14 +210,21 @@ def _check_not_below(name: str, value: int, least: int) -> None:
 
 
 def _check_called(called: list[str], installation: Installation) -> None:
-    """Raise ValueError unless the batch called every block."""
+    """Raise UncalledBlocksError unless the batch called every block."""
     uncalled = [name for name in installation.blocks if name not in called]
     if uncalled:
-        raise ValueError(
-            f"{len(uncalled)} of {len(installation.blocks)} blocks, {uncalled[0]} first, were not called with this "
-            f"batch: use a batch that calls every block, or, if a patch replaced their class's "
-            f"forward or some are never used, name the classes to work on with AdaccConfig(block_classes=...)"
-        )
+        raise UncalledBlocksError(describe_uncalled(installation, uncalled, "with this batch"))
+
+
+def describe_uncalled(installation: Installation, uncalled: list[str], when: str) -> str:
+    """What to do about blocks that were not called."""
+    blocks = {name: class_name(function.block) for name, function in installation.blocks.items()}
+    used = sorted({blocks[name] for name in blocks.keys() - set(uncalled)})
+    return (
+        f"{len(uncalled)} of {len(blocks)} blocks, {uncalled[0]} first, were not called {when}: use a batch that calls "
+        f"every block (one with an image, for a model that sees), or, if a patch replaced their class's forward or "
+        f"some are never used, name the classes to work on with AdaccConfig(block_classes={tuple(used) or '...'})"
+    )
 
 
 @contextmanager

@@ -47,9 +47,17 @@ def is_alike(shapes: BatchShapes, other: BatchShapes) -> bool:
 
 
 def fits_in(shapes: BatchShapes, other: BatchShapes) -> bool:
-    """Whether a batch of `shapes` is in no dimension larger than one of `other`, and otherwise alike."""
-    return is_alike(shapes, other) and all(
-        a <= b for mine, theirs in zip(shapes, other, strict=True) for a, b in zip(mine.size, theirs.size, strict=True)
+    """Whether a batch of `shapes` is in no dimension larger than one of `other`, and otherwise alike.
+
+    It may lack tensors, as a batch of text only does where others have images: what works on them stays idle.
+    """
+    theirs = {shape.name: shape for shape in other}
+    with_same = [(mine, theirs.get(mine.name)) for mine in shapes]
+    return all(
+        match is not None
+        and is_alike((mine,), (match,))
+        and all(a <= b for a, b in zip(mine.size, match.size, strict=True))
+        for mine, match in with_same
     )
 
 

@@ -31,6 +31,7 @@ from adacc_hf.callbacks.mistakes import (
 )
 from adacc_hf.callbacks.optimizer_watch import OptimizerWatch
 from adacc_hf.callbacks.policy_figures import metrics, predictions
+from adacc_hf.callbacks.profiling import is_ready, profile_at
 from adacc_hf.callbacks.step_retry import run_with_retry
 from adacc_hf.callbacks.torch_compile import begin_compiled_run, is_compiled
 from adacc_hf.callbacks.trainer_figures import keep_figures
@@ -38,7 +39,7 @@ from adacc_hf.callbacks.trainer_guard import TrainerGuard
 from adacc_hf.callbacks.training_log import add_to_log, is_training_log
 from adacc_hf.callbacks.waiting import Waiting
 from adacc_hf.config import AdaccConfig
-from adacc_hf.errors import InfeasibleBudgetError
+from adacc_hf.errors import InfeasibleBudgetError, UncalledBlocksError
 from adacc_hf.executor import PolicyHandle
 from adacc_hf.own_loss import ComputeLoss
 from adacc_hf.policy import Policy
@@ -54,7 +55,7 @@ from adacc_hf.ranks import (
     or_ends_its_process,
 )
 from adacc_hf.repricing import without_lossy
-from adacc_hf.shapes import BatchShapes, batch_shapes, describe, is_alike, resized
+from adacc_hf.shapes import BatchShapes, batch_shapes, describe, is_alike
 from adacc_hf.solver import solve_policy
 
 if TYPE_CHECKING:
@@ -74,11 +75,11 @@ PolicySource = Policy | str | Path | Callable[[Profile], Policy]
 class AdaccCallback(TrainerCallback):
     """Trains within a memory budget.
 
-    The first `profile_steps` steps run under torch's own checkpointing; then the last batch is profiled, a policy is
-    solved and followed. As training goes on the policy follows the data: see `callbacks/evolution.py`. With
-    `torch_compile=True` the decisions are made inside the compiled graphs: see `callbacks/compiled_run.py`. A
-    checkpoint carries all of it, and a run that resumes with the same `memory_budget` goes on with it. When training
-    ends, or fails, the model is as it was.
+    The first `profile_steps` steps run under torch's own checkpointing; then the last batch, or the next one that calls
+    every block, is profiled, a policy is solved and followed. As training goes on the policy follows the data: see
+    `callbacks/evolution.py`. With `torch_compile=True` the decisions are made inside the compiled graphs: see
+    `callbacks/compiled_run.py`. A checkpoint carries all of it, and a run that resumes with the same `memory_budget`
+    goes on with it. When training ends, or fails, the model is as it was.
 
     `policy` overrides the solver: a Policy, a file, or a function of the profile. Nothing ever changes such a policy;
     a Policy or a file is followed from the first step, and goes before a checkpoint's. Fields of `AdaccConfig` may be
@@ -181,6 +182,8 @@ class AdaccCallback(TrainerCallback):
         evolution, self._shapes = self._evolution, None
         if self._handle is not None:
             self._handle.installation.begin_step()
+        if self._waiting is not None:
+            self._waiting.begin_batch()
         self._meet(inputs)
         if evolution is None:
             return step(model, inputs, *args, **kwargs)
@@ -253,8 +256,10 @@ class AdaccCallback(TrainerCallback):
             return
         if self._num_steps == 1:
             self._check_called()
-        if self._handle is None and self._num_steps >= self.config.profile_steps:
-            self._set_policy(args, state, model, optimizer)
+        if self._handle is None:
+            num_more = self._num_steps - self.config.profile_steps
+            if num_more >= 0 and is_ready(self._waiting, num_more):
+                self._set_policy(args, state, model, optimizer)
         elif self._evolution is not None:
             started, num_events = time.perf_counter(), len(self.history)
             changed = self._evolution.step_ends(state.global_step)
@@ -362,25 +367,34 @@ class AdaccCallback(TrainerCallback):
         batch, compute_loss = self._caught_batch()
         if not all(of_all_ranks(batch is not None and is_alike(seen, wanted))):
             return False
-        batch = resized(batch, seen, wanted)
         try:
             with self._handle.taken_off():
-                profile = self._profile(model, batch, optimizer, compute_loss)
+                found = profile_at(
+                    wanted, batch, seen, model, lambda given: self._profile(model, given, optimizer, compute_loss)
+                )
+        except UncalledBlocksError as error:
+            self._refuse(step, wanted, str(error))
+            return False
         except torch.OutOfMemoryError as error:
             if is_sharded(model):  # whose forward was left in its midst
                 raise
             log.info("Adacc: out of memory while profiling: %s", error)
             self._refuse(step, wanted, "there is no memory to profile them in")
             return False
+        if found is None:
+            return False
+        shapes, profile = found
         try:
             policy = from_first_rank(lambda: self._solve(profile))
         except InfeasibleBudgetError as error:
             self._refuse(step, wanted, str(error))
             return False
         check_same_policy(policy)
-        self._evolution.add(wanted, profile, policy)
-        self._note(step, "policy", **predictions(policy), reason=f"for batches of {describe(wanted)}")
-        log.info("Adacc: for batches of %s: %s", describe(wanted), policy.summary())
+        self._evolution.add(shapes, profile, policy)
+        if shapes != wanted:  # and so on: each batch of the bucket would want a policy that fits it better
+            self._evolution.situations.refuse(wanted)
+        self._note(step, "policy", **predictions(policy), reason=f"for batches of {describe(shapes)}")
+        log.info("Adacc: for batches of %s: %s", describe(shapes), policy.summary())
         return True
 
     def _refuse(self, step: int, shapes: BatchShapes, reason: str) -> None:
@@ -462,10 +476,10 @@ class AdaccCallback(TrainerCallback):
             self._num_saved = len(self.history)
 
     def _check_called(self) -> None:
-        """Report blocks whose function was never called: something replaced their forward at class level."""
+        """Report that no block's function was called: something replaced their forward at class level."""
         installation = self._waiting if self._handle is None else self._handle.installation
         uncalled = installation.uncalled()
-        if uncalled:
+        if len(uncalled) == len(installation.blocks):
             raise RuntimeError(
                 f"{len(uncalled)} of {len(installation.blocks)} blocks, {uncalled[0]} first, never reached Adacc in "
                 f"the first step: their class's forward was replaced (a fast-kernel patch?); name their class with "

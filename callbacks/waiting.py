@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from adacc_hf.blocks import Checkpointed, Installation
+from adacc_hf.compat import layerdrop_rates
 from adacc_hf.config import AdaccConfig
 from adacc_hf.head import ChunkedHead
 
@@ -21,6 +22,17 @@ class Waiting(Installation):
             raise
         for function in self.blocks.values():
             function.strategy = Checkpointed()
+        self.begin_batch()
+
+    def begin_batch(self) -> None:
+        """Let the next call of each block be of a new batch."""
+        self._calls_before = {name: function.num_calls for name, function in self.blocks.items()}
+
+    def left_out(self) -> list[str]:
+        """Blocks that the last batch did not call, as text calls no vision tower; with layerdrop chance decides."""
+        if layerdrop_rates(self.model):
+            return []
+        return [name for name, function in self.blocks.items() if function.num_calls == self._calls_before[name]]
 
     def remove(self) -> None:
         super().remove()
