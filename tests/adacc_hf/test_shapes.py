@@ -2,7 +2,7 @@
 
 import torch
 
-from adacc_hf.shapes import batch_shapes, is_alike, resized
+from adacc_hf.shapes import batch_shapes, fits_in, is_alike, resized
 
 
 def rollouts(samples, prompt, completion):
@@ -28,3 +28,14 @@ def test_a_batch_made_to_another_size():
     made = resized(rollouts(4, 6, 9), *shapes)
     assert batch_shapes(made) == shapes[1]
     assert made["beta"] == 0.1
+
+
+def test_a_batch_may_lack_tensors_of_a_larger_one():
+    """Text alone needs less than text with images."""
+    ids, patches = torch.ones(2, 8, dtype=torch.long), torch.zeros(12, 3)
+    seeing = batch_shapes({"input_ids": ids, "pixel_values": patches})
+    assert fits_in(batch_shapes({"input_ids": ids[:, :6]}), seeing)
+    assert not fits_in(batch_shapes({"input_ids": ids.repeat(1, 2)}), seeing)
+    assert not fits_in(seeing, batch_shapes({"input_ids": ids}))
+    assert not fits_in(batch_shapes({"input_ids": ids, "attention_mask": ids}), seeing)
+    assert fits_in(seeing, seeing)

@@ -1,0 +1,172 @@
+"""Training models that see: frozen towers, images of several sizes, and batches without any."""
+
+from __future__ import annotations
+
+from operator import itemgetter
+
+import pytest
+import torch
+from transformers import Trainer
+
+from adacc_hf import AdaccCallback
+from adacc_hf.callbacks import profiling
+from adacc_hf.callbacks.profiling import profile_at
+from adacc_hf.errors import UncalledBlocksError
+from adacc_hf.eval.architecture_configs import architectures
+from adacc_hf.eval.architecture_language import IMAGE_TOKEN, PATCH_VALUES
+from adacc_hf.shapes import batch_shapes
+
+SMALL, WIDE, LARGE = (1, 4, 4), (1, 4, 8), (1, 8, 8)
+"""Images in patches: frames, rows, columns. Four patches make one token."""
+TABLE = architectures()
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::FutureWarning:peft")
+
+
+class InOrder(Trainer):
+    def _get_train_sampler(self, *args, **kwargs):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+def two_images(seed, *sizes):
+    """A batch for Qwen2-VL: two texts of 24 tokens with an image each."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, 95, (2, 24), generator=generator)
+    for row, (frames, height, width) in zip(ids, sizes, strict=True):
+        row[1 : 1 + frames * height * width // 4] = IMAGE_TOKEN
+    num_patches = sum(frames * height * width for frames, height, width in sizes)
+    return {
+        "input_ids": ids,
+        "labels": ids.clone(),
+        "pixel_values": torch.randn(num_patches, PATCH_VALUES, generator=generator),
+        "image_grid_thw": torch.tensor(sizes),
+        "mm_token_type_ids": (ids == IMAGE_TOKEN).long(),
+    }
+
+
+def without_images(batch):
+    """The batch as text only."""
+    ids = batch["input_ids"].masked_fill(batch["input_ids"] == IMAGE_TOKEN, 7)
+    kinds = {name: torch.zeros_like(ids) for name in ("mm_token_type_ids", "token_type_ids") if name in batch}
+    return {"input_ids": ids, "labels": ids.clone(), **kinds}
+
+
+def frozen(model):
+    """The model with its vision tower frozen."""
+    towers = [parameter for name, parameter in model.named_parameters() if "vis" in name]
+    for parameter in towers:
+        parameter.requires_grad_(False)
+    assert towers
+    return model
+
+
+def adapted(model):
+    """The model with LoRA on its language part."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(5)
+    part = peft.LoraConfig(r=4, target_modules=r".*(language|text)_model.*\.(q_proj|v_proj)", lora_dropout=0.1)
+    return peft.get_peft_model(model, part)
+
+
+@pytest.fixture
+def run(make_trainer):
+    """`run(model, batches, callbacks)`: the losses, and the parameters after one step on each batch."""
+
+    def train(model, batches, callbacks):
+        trainer = make_trainer(
+            callbacks,
+            model=model,
+            trainer_class=InOrder,
+            max_steps=len(batches),
+            per_device_train_batch_size=1,
+            remove_unused_columns=False,
+        )
+        trainer.train_dataset, trainer.data_collator = batches, itemgetter(0)
+        trainer.train()
+        return [log["loss"] for log in trainer.state.log_history if "loss" in log], model.state_dict()
+
+    return train
+
+
+@pytest.fixture
+def assert_equal_to_plain(run, lossless):
+    """`assert_equal_to_plain(make_model, batches)`: trains both ways and returns the callback."""
+
+    def compare(make_model, batches):
+        callback = AdaccCallback(**lossless)
+        losses, state = run(make_model(), batches, [callback])
+        plain_losses, plain_state = run(make_model(), batches, [])
+        assert losses == plain_losses
+        assert not [name for name, tensor in plain_state.items() if not torch.equal(tensor, state[name])]
+        return callback
+
+    return compare
+
+
+@pytest.mark.parametrize("recipe", [frozen, adapted])
+@pytest.mark.parametrize("name", ["qwen2_vl", "smolvlm", "gemma3"])
+def test_the_usual_recipes_with_text_in_between_are_exact(assert_equal_to_plain, name, recipe):
+    batches = [TABLE[name].make_batch(seed) for seed in range(7)]
+    batches[3], batches[5] = without_images(batches[3]), without_images(batches[5])
+    callback = assert_equal_to_plain(lambda: recipe(TABLE[name].build()), batches)
+    assert not callback.policy.is_plain
+
+
+def test_images_of_other_sizes_are_exact_and_get_policies_of_their_own(assert_equal_to_plain):
+    """Qwen2-VL takes no batch that was made to another size: patches, images and texts hang together."""
+    small = [two_images(seed, SMALL, SMALL) for seed in range(3)]
+    large = [two_images(seed, *sizes) for seed, sizes in enumerate([(LARGE, WIDE), (WIDE, LARGE), (LARGE, LARGE)] * 6)]
+    callback = assert_equal_to_plain(TABLE["qwen2_vl"].build, small + large)
+    reasons = [event.get("reason", "") for event in callback.history if event["event"] == "policy"]
+    assert len(reasons) == 2
+    assert "pixel_values" in reasons[1]
+
+
+def test_the_policy_waits_for_a_batch_that_calls_every_block(assert_equal_to_plain):
+    images = [two_images(seed, SMALL, WIDE) for seed in range(4)]
+    batches = [without_images(images[0]), without_images(images[1]), *images]
+    callback = assert_equal_to_plain(TABLE["qwen2_vl"].build, batches)
+    assert callback.history[0]["step"] == 3
+
+
+def test_without_any_image_it_says_what_to_set(run, lossless, monkeypatch):
+    monkeypatch.setattr(profiling, "MOST_STEPS", 2)
+    batches = [without_images(two_images(seed, SMALL, SMALL)) for seed in range(6)]
+    with pytest.raises(UncalledBlocksError, match=r"block_classes=\('Qwen2VLDecoderLayer',\)"):
+        run(TABLE["qwen2_vl"].build(), batches, [AdaccCallback(**lossless)])
+    # What it says helps.
+    callback = AdaccCallback(**lossless, block_classes=("Qwen2VLDecoderLayer",))
+    run(TABLE["qwen2_vl"].build(), batches, [callback])
+    assert callback.policy is not None
+
+
+class TestProfileAt:
+    """The sizes that a profile is made at."""
+
+    seen = batch_shapes(two_images(0, SMALL, WIDE))
+    batch = two_images(0, SMALL, WIDE)
+
+    def profile_at(self, wanted, profile):
+        return profile_at(batch_shapes(wanted), self.batch, self.seen, torch.nn.Linear(1, 1), profile)
+
+    def test_the_wanted_ones_if_the_model_takes_them(self):
+        wanted = two_images(1, SMALL, LARGE)
+        shapes, resized = self.profile_at(wanted, lambda batch: batch)
+        assert shapes == batch_shapes(resized) == batch_shapes(wanted)
+
+    @pytest.mark.parametrize(("sizes", "does"), [((WIDE, WIDE), True), ((LARGE, LARGE), False)])
+    def test_those_of_the_batch_in_the_same_bucket_if_not(self, sizes, does):
+        def profile(batch):
+            if batch_shapes(batch) != self.seen:
+                raise RuntimeError("such images there are not")
+            return "profile"
+
+        assert self.profile_at(two_images(1, *sizes), profile) == ((self.seen, "profile") if does else None)
+
+    @pytest.mark.parametrize("error", [torch.OutOfMemoryError, UncalledBlocksError, KeyError])
+    def test_errors_that_another_batch_does_not_mend_are_raised(self, error):
+        def profile(batch):
+            raise error("why")
+
+        with pytest.raises(error):
+            self.profile_at(two_images(1, WIDE, WIDE), profile)
