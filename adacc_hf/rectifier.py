@@ -18,7 +18,7 @@ from adacc_hf.config import AdaccConfig
 from adacc_hf.judging import Rectification, bound_of, current_policy, judged, over_bound, with_margin
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.policy import Action, Plan, Policy
-from adacc_hf.ranks import of_all_ranks
+from adacc_hf.ranks import from_first_rank, of_all_ranks
 from adacc_hf.repricing import with_errors, with_more_memory, with_outliers, without_lossy
 from adacc_hf.sampling import peaks_with_samples
 from adacc_hf.solver import Budget, solve_policy
@@ -135,6 +135,17 @@ class Rectifier:
     def stop_compressing(self, blocks: Iterable[str]) -> None:
         """From the next solving on, no lossy codec for the kinds of `blocks`."""
         self.exact_blocks |= frozenset(blocks)
+
+    def solve_for(self, profile: Profile) -> Policy:
+        """The policy for the prices of `profile`, today's from now on; on all ranks what the first one solves.
+
+        It is the policy from now on. Raises InfeasibleBudgetError, and leaves the policy as it is.
+        """
+        self.profile = profile
+        budget, config = self.memory_budget, with_margin(self.config)
+        self.policy = from_first_rank(lambda: solve_policy(self._to_solve(), budget, config))
+        self.priced = self.searched = profile
+        return self.policy
 
     def start_solving(self) -> None:
         """Solve for today's prices on a thread of the first rank."""

@@ -55,6 +55,14 @@ def solve_policy(
     return policy
 
 
+def least_policy(profile: Profile, config: AdaccConfig | None = None) -> Policy:
+    """The policy with the least peak of all that are tried."""
+    try:
+        return solve_policy(profile, 1, config)
+    except InfeasibleBudgetError as error:
+        return solve_policy(profile, error.smallest_budget_bytes, config)
+
+
 def _searches(profile: Profile, config: AdaccConfig) -> list[PolicySearch]:
     """A search for each head that may be chosen, the plain one first."""
     heads = [name for name in config.heads if name in profile.heads] or config.heads[:1]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from adacc_hf.budget import Budget
 from adacc_hf.callbacks.checkpoint_files import (
     POLICY_FILE,
     PROFILE_FILE,
@@ -22,6 +23,7 @@ from adacc_hf.callbacks.checkpoint_files import (
     save_in_checkpoint,
 )
 from adacc_hf.callbacks.evolution import Evolution
+from adacc_hf.callbacks.inner_steps import InnerSteps
 from adacc_hf.callbacks.last_batch import LastBatch
 from adacc_hf.callbacks.mistakes import (
     refuse_data_parallel,
@@ -39,6 +41,7 @@ from adacc_hf.callbacks.trainer_guard import TrainerGuard
 from adacc_hf.callbacks.training_log import add_to_log, is_training_log
 from adacc_hf.callbacks.waiting import Waiting
 from adacc_hf.config import AdaccConfig
+from adacc_hf.counted_step import with_missing
 from adacc_hf.errors import InfeasibleBudgetError, UncalledBlocksError
 from adacc_hf.executor import PolicyHandle
 from adacc_hf.own_loss import ComputeLoss
@@ -56,7 +59,7 @@ from adacc_hf.ranks import (
 )
 from adacc_hf.repricing import without_lossy
 from adacc_hf.shapes import BatchShapes, batch_shapes, describe, is_alike
-from adacc_hf.solver import solve_policy
+from adacc_hf.solver import least_policy, solve_policy
 
 if TYPE_CHECKING:
     from adacc_hf.callbacks.compiled_run import CompiledRun
@@ -116,6 +119,7 @@ class AdaccCallback(TrainerCallback):
         self._handle: PolicyHandle | None = None
         self._waiting: Waiting | None = None
         self._optimizer = OptimizerWatch()
+        self._inner_steps = InnerSteps()
         self._last_batch: LastBatch | None = None
         self._shapes: BatchShapes | None = None
         self._guard: TrainerGuard | None = None
@@ -134,6 +138,7 @@ class AdaccCallback(TrainerCallback):
         self.policy, self.profile, self.history = None, None, []
         self._num_steps = self._num_saved = 0
         self._optimizer, self._num_micro = OptimizerWatch(), args.gradient_accumulation_steps
+        self._inner_steps = InnerSteps()
         self._guard = TrainerGuard.around_caller(self, on_failure=self.detach)
         if self._guard is not None:
             self._guard.wrap("training_step", self._training_step)
@@ -185,6 +190,9 @@ class AdaccCallback(TrainerCallback):
         if self._waiting is not None:
             self._waiting.begin_batch()
         self._meet(inputs)
+        if self._waiting is not None:
+            with self._inner_steps:
+                return step(model, inputs, *args, **kwargs)
         if evolution is None:
             return step(model, inputs, *args, **kwargs)
         if not self.config.retry_out_of_memory:
@@ -351,11 +359,13 @@ class AdaccCallback(TrainerCallback):
         self._waiting.remove()  # the profiler's own functions around the blocks must not stand around these
         self.profile = self._profile_or_explain(model, batch, optimizer, compute_loss)
         self._waiting = None
-        policy = from_first_rank(lambda: self._solve(self.profile))
+        is_provisional = self._is_provisional(self.profile)
+        policy = from_first_rank(lambda: self._first_policy(self.profile, is_provisional))
         check_same_policy(policy)
         self._follow(args, model, policy, state.global_step)
         if self._evolution is not None:
-            self._evolution.add(self._shapes if self.config.length_buckets else None, self.profile, policy)
+            shapes = self._shapes if self.config.length_buckets else None
+            self._evolution.add(shapes, self.profile, policy, is_provisional)
         self._note(state.global_step, "policy", **predictions(policy))
         if state.is_world_process_zero:
             self._save(args, True)
@@ -432,9 +442,20 @@ class AdaccCallback(TrainerCallback):
                     optimizer_step_bytes=self._optimizer.nbytes,
                     compute_loss=compute_loss,
                 )
-            return common_profile(profile)
+            missing = {} if self._evolution is None else self._evolution.missing_bytes
+            return with_missing(common_profile(profile), missing)
         finally:
             model.train(was_training)
+
+    def _is_provisional(self, profile: Profile) -> bool:
+        """Whether the peak that the budget bounds is not known before a whole step of the run was counted."""
+        if self._given is not None or not any(of_all_ranks(self._inner_steps.were_seen)):
+            return False
+        return Budget.resolve(self.config.memory_budget, profile, self.config).of_peak
+
+    def _first_policy(self, profile: Profile, is_provisional: bool) -> Policy:
+        policy = self._solve(profile)
+        return least_policy(profile, self.config) if is_provisional else policy
 
     def _solve(self, profile: Profile) -> Policy:
         if callable(self._given):

@@ -42,6 +42,8 @@ class SavedSituation:
     """Today's prices, if they have moved since the policy was made from those of `profile`."""
     searched: Profile | None = None
     """The prices for which the solver ran last, if they are not those of `profile`."""
+    is_provisional: bool = False
+    """Whether the policy is that of least memory, until a whole step was counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,7 @@ def save_in_checkpoint(args: TrainingArguments, state: TrainerState, saved: Save
                 "due": s.due,
                 "num_tracked": s.num_tracked,
                 "memory_budget": s.memory_budget,
+                "is_provisional": s.is_provisional,
             }
             for s in saved.situations
         ],
@@ -162,6 +165,7 @@ def _load_situation(folder: Path, number: int, fields: dict[str, Any]) -> SavedS
         memory_budget=fields.get("memory_budget"),
         prices=prices,
         searched=searched,
+        is_provisional=fields.get("is_provisional", False),
     )
 
 

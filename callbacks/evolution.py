@@ -23,6 +23,7 @@ from adacc_hf.callbacks.situations import MAX_SITUATIONS, Situation, Situations,
 from adacc_hf.callbacks.step_meter import StepMeter
 from adacc_hf.callbacks.step_retry import advice, tighter_budget
 from adacc_hf.config import AdaccConfig
+from adacc_hf.counted_step import missing_bytes, with_missing
 from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.executor import BlockPlans, PolicyHandle
 from adacc_hf.judging import NOTHING_FITS
@@ -67,6 +68,8 @@ class Evolution:
         `is_busy`."""
         self.is_busy = False
         """Whether there was anything to do at the end of the last step."""
+        self.missing_bytes: dict[str, int] = {}
+        """What steps take at their moments that no profile sees."""
         self._handle = handle
         self._note = note
         self._num_micro = num_micro
@@ -114,10 +117,13 @@ class Evolution:
             shapes = record.shapes if self.config.length_buckets else None
             self.add(shapes, record.profile, record.policy).go_on(record)
 
-    def add(self, shapes: BatchShapes | None, profile: Profile, policy: Policy) -> Situation:
-        """Be ready for batches of `shapes`, and follow `policy` from now on."""
+    def add(
+        self, shapes: BatchShapes | None, profile: Profile, policy: Policy, is_provisional: bool = False
+    ) -> Situation:
+        """Be ready for batches of `shapes`, and follow `policy` from now on, or until a step was counted."""
         plans = self._handle.prepare(policy, self._handle.plans)
-        situation = Situation(shapes, Rectifier(profile, policy, self.config, self.memory_budget), plans)
+        rectifier = Rectifier(profile, policy, self.config, self.memory_budget)
+        situation = Situation(shapes, rectifier, plans, is_provisional=is_provisional)
         if shapes is not None:
             situation.recording = self._handle.prepare_recording(profile, plans)
         situation.rectifier.stop_compressing(self.guard.exact_blocks)
@@ -135,7 +141,9 @@ class Evolution:
             self._start_tracking()
         if not self._is_tracking and self._meter_next and self._num_steps >= self._count_from and model is not None:
             self._is_metering = True
-            self._meter.count_memory(model, optimizer)
+            is_provisional = any(situation.is_provisional for situation in self.situations.all)
+            functions = self._handle.installation.functions if is_provisional else None
+            self._meter.count_memory(model, optimizer, functions)
         self._num_steps += 1
 
     def choose(self, shapes: BatchShapes) -> None:
@@ -162,13 +170,14 @@ class Evolution:
         was_tracking = self._is_tracking
         is_due = any(situation.due is not None and step >= situation.due for situation in self.situations.all)
         self.is_busy = was_tracking or self._is_metering or is_due
+        changed = False
         if was_tracking:
             self._finish_tracking(step)
         elif self._is_metering:
-            self._compare_peaks(step)
+            changed = self._compare_peaks(step)
         self._is_metering = False
         self._meter.close()
-        changed = self._take_over(step)
+        changed |= self._take_over(step)
         if self.config.length_buckets and (step - self.policy_step) % LOOK_STEPS == 0:
             self._look_for_sizes()
         return changed
@@ -252,22 +261,51 @@ class Evolution:
         self._note(step, "guard", reason=suspicion, verdict=verdict)
         return is_spoiled
 
-    def _compare_peaks(self, step: int) -> None:
-        """Correct prices where a step took more memory than predicted; each rank may have had another size."""
-        mine, used = None, self._used_situations()
+    def _compare_peaks(self, step: int) -> bool:
+        """Correct prices where a step took more memory than predicted; each rank may have had another size.
+
+        Returns whether a policy changed.
+        """
+        mine, used, changed = None, self._used_situations(), False
         if all(situation is not None and situation.num_steps > RECORDED_STEPS for situation in used):
             # The peak of a step is that of its largest micro-batch.
             largest = max(used, key=lambda situation: situation.rectifier.predicted_peak_bytes())
-            mine = (self.situations.all.index(largest), self._meter.peak_bytes)
+            mine = (self.situations.all.index(largest), self._meter.peak_bytes, self._meter.moments)
         peaks: dict[int, int] = {}
+        moments: dict[str, int] = {}
         for found in of_all_ranks(mine):
             if found is not None and found[1] is not None:
                 peaks[found[0]] = max(found[1], peaks.get(found[0], 0))
+                moments = {m: max(found[2].get(m, 0), moments.get(m, 0)) for m in {**moments, **found[2]}}
         self._meter_next = not peaks
         self._pause = 0 if peaks else 2 * self._pause + 1
         self._count_from = self._num_steps + self._pause // 2
         for index, peak in sorted(peaks.items()):
-            self._compare_peak(step, self.situations.all[index], peak)
+            situation = self.situations.all[index]
+            if situation.is_provisional:
+                changed = self._settle(step, situation, peak, moments)
+            else:
+                self._compare_peak(step, situation, peak)
+        return changed
+
+    def _settle(self, step: int, situation: Situation, peak: int, moments: Mapping[str, int]) -> bool:
+        """Follow the policy for what a whole step was found to take; returns whether it is another one."""
+        rectifier, before = situation.rectifier, situation.rectifier.policy
+        situation.measured_peak_bytes, situation.must_count, situation.is_provisional = peak, False, False
+        self.missing_bytes = missing_bytes(rectifier.profile, before, moments)
+        predicted, above = rectifier.predicted_peak_bytes(), max(self.missing_bytes.values(), default=0)
+        self._note(step, "memory", measured_peak_bytes=peak, peak_bytes=predicted, corrected=above > 0)
+        started = time.perf_counter()
+        try:
+            policy = rectifier.solve_for(with_missing(rectifier.profile, self.missing_bytes))
+        except InfeasibleBudgetError as error:
+            log.warning("Adacc: step %d: %s: %s; the policy of least memory stays", step, NOTHING_FITS, error)
+            self._note(step, "memory", reason=f"{NOTHING_FITS}: {error}")
+            return False
+        waited_ms = (time.perf_counter() - started) * 1e3
+        reason = f"a whole step was counted, which takes up to {above} bytes more than was profiled"
+        self._change(step, situation, before, policy, reason, waited_ms)
+        return True
 
     def _compare_peak(self, step: int, situation: Situation, peak: int) -> None:
         predicted = situation.rectifier.predicted_peak_bytes()
@@ -279,6 +317,8 @@ class Evolution:
             self._solve_from(step, situation)
 
     def _solve_from(self, step: int, situation: Situation) -> None:
+        if situation.is_provisional:  # solved as soon as a step was counted
+            return
         situation.must_solve = situation.rectifier.is_solving
         if not situation.must_solve:
             situation.rectifier.start_solving()

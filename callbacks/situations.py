@@ -36,6 +36,8 @@ class Situation:
     """The step at whose end the solver's result is taken over."""
     must_solve: bool = False
     """Whether prices changed while the solver was busy."""
+    is_provisional: bool = False
+    """Whether the policy is that of least memory, until a whole step was counted."""
     must_count: bool = True
     """Whether the memory of a step is still to be counted under the present actions."""
     num_steps: int = 0
@@ -60,11 +62,13 @@ class Situation:
             due=self.due,
             num_tracked=rectifier.num_tracked,
             memory_budget=rectifier.memory_budget,
+            is_provisional=self.is_provisional,
         )
 
     def go_on(self, record: SavedSituation) -> None:
         """Go on where `saved` was written; what the solver had begun is begun anew."""
         self.rectifier.num_tracked, self.due = record.num_tracked, record.due
+        self.is_provisional = record.is_provisional
         if record.memory_budget is not None:
             self.rectifier.memory_budget = record.memory_budget
         if record.prices is not None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from adacc_hf.blocks import BlockFunction, LaterCall
+from adacc_hf.counted_step import CountedStep, peaks_of
 from adacc_hf.memory import MemoryMeter, static_bytes
 
 
@@ -21,7 +24,10 @@ class StepMeter:
         """Time of the last step."""
         self.counting_ms = 0.0
         """Time that starting and ending to count took in the last step; the events between are not in it."""
+        self.moments: dict[str, int] = {}
+        """The same for each moment of that step, if it was marked."""
         self._started: float | None = None
+        self._marks: CountedStep | None = None
         self._memory: MemoryMeter | None = None
         self.static_bytes = 0
         """Live before the step that was counted last: parameters, buffers, gradients and optimizer state."""
@@ -29,10 +35,16 @@ class StepMeter:
     def begin(self) -> None:
         self._started = time.perf_counter()
         self.step_ms = self.peak_bytes = None
+        self.moments = {}
         self.counting_ms = 0.0
 
-    def count_memory(self, model: nn.Module, optimizer: Any) -> None:
-        """Count the live bytes of the step that begins. Does nothing where another profiler is at work."""
+    def count_memory(
+        self, model: nn.Module, optimizer: Any, functions: Mapping[str, BlockFunction | LaterCall] | None = None
+    ) -> None:
+        """Count the live bytes of the step that begins, by its moments if the blocks' `functions` are given.
+
+        Does nothing where another profiler is at work.
+        """
         device = next(model.parameters()).device
         if device.type == "cpu" and torch.autograd.profiler._is_profiler_enabled:
             return
@@ -41,6 +53,8 @@ class StepMeter:
         self._memory = MemoryMeter.for_device(device)
         self._memory.__enter__()
         self._memory.mark(("step",))
+        if functions is not None:
+            self._marks = CountedStep(functions, self._memory)
         self.counting_ms += (time.perf_counter() - started) * 1e3
 
     def backward_is_over(self) -> None:
@@ -49,6 +63,10 @@ class StepMeter:
             started = time.perf_counter()
             self._memory.__exit__(None, None, None)
             self.peak_bytes = self.static_bytes + self._memory.peak_bytes
+            if self._marks is not None:
+                self._marks.remove()
+                self.moments = {m: self.static_bytes + peak for m, peak in peaks_of(self._memory.points).items()}
+                self._marks = None
             self._memory = None
             self.counting_ms += (time.perf_counter() - started) * 1e3
 
@@ -60,4 +78,6 @@ class StepMeter:
         """Stop counting. Harmless when nothing is counted."""
         if self._memory is not None:
             self._memory.__exit__(None, None, None)
-        self._memory = None
+        if self._marks is not None:
+            self._marks.remove()
+        self._memory = self._marks = None

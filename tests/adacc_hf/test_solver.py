@@ -11,7 +11,7 @@ from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.policy import RECOMPUTE, RETAIN, Action, Choice, Plan, Policy
 from adacc_hf.simulator import run_block, simulate
-from adacc_hf.solver import solve_policy
+from adacc_hf.solver import least_policy, solve_policy
 
 # Each example solves several programs.
 SOLVING = settings(
@@ -245,3 +245,13 @@ def test_a_solver_out_of_time_still_keeps_to_the_budget(gpt2_like_profile):
     profile = gpt2_like_profile(num_blocks=12)
     policy = solve_policy(profile, 0.3, AdaccConfig(solver_seconds=0.001))
     assert policy.predicted_stored_bytes <= 0.3 * profile.plain_stored_bytes
+
+
+@SOLVING
+@given(st.data())
+def test_no_budget_below_the_least_peak_is_met(profiles, data):
+    profile = data.draw(profiles(num_kinds=2, max_blocks=2))
+    least = least_policy(profile)
+    with pytest.raises(InfeasibleBudgetError) as error:
+        solve_policy(profile, least.predicted_peak_bytes - 1)
+    assert error.value.smallest_budget_bytes == least.predicted_peak_bytes

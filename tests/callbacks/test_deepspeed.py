@@ -11,12 +11,24 @@ import pytest
 pytest.importorskip("deepspeed")
 
 SCRIPT = """
-import json, os, sys
+import json, os, sys, time
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from adacc_hf import AdaccCallback
 
+def pausing(collective):
+    # Until gloo's thread has let go of the tensors, which it does at any time afterwards.
+    def run(*args, **kwargs):
+        result = collective(*args, **kwargs)
+        time.sleep(0.003)
+        return result
+    return run
+
+for name in ("all_reduce", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
+    setattr(torch.distributed, name, pausing(getattr(torch.distributed, name)))
 stage, settings, folder = int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
+sys.path.append(sys.argv[4])
+from conftest import MeasureStep
 torch.set_num_threads(1)
 torch.manual_seed(0)
 sizes = dict(n_layer=3, n_embd=64, n_head=4, n_positions=64, vocab_size=2048, bos_token_id=0, eos_token_id=0)
@@ -25,7 +37,7 @@ ids = torch.randint(0, 2048, (48, 64))
 zero = {"stage": stage, "reduce_bucket_size": 10_000, "allgather_bucket_size": 10_000}
 zero |= {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
 args = TrainingArguments(
-    folder, max_steps=6, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1, use_cpu=True,
+    folder, max_steps=8, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1, use_cpu=True,
     report_to="none", save_strategy="no", disable_tqdm=True,
     deepspeed={
         "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True,
@@ -35,12 +47,17 @@ args = TrainingArguments(
 )
 callbacks = [] if settings is None else [AdaccCallback(min_compress_bytes=0, **settings)]
 dataset = [{"input_ids": row, "labels": row} for row in ids]
-trainer = Trainer(GPT2LMHeadModel(GPT2Config(**sizes)), args, train_dataset=dataset, callbacks=callbacks)
+measured = MeasureStep(3)  # ends before the optimizer step that callbacks see, which DeepSpeed's is not
+model = GPT2LMHeadModel(GPT2Config(**sizes))
+trainer = Trainer(model, args, train_dataset=dataset, callbacks=[*callbacks, measured])
 trainer.train()
+KEYS = ("step", "event", "peak_bytes", "measured_peak_bytes")
 if os.environ["RANK"] == "0":
     logged = [log for log in trainer.state.log_history if "loss" in log]
     result = {"losses": [log["loss"] for log in logged], "norms": [log["grad_norm"] for log in logged]}
+    result["peak"] = measured.peak_bytes
     if callbacks:
+        result |= {"history": [{k: e[k] for k in KEYS if k in e} for e in callbacks[0].history]}
         result |= {"head": callbacks[0].policy.head, "overhead_ms": callbacks[0].policy.predicted_overhead_ms}
     with open(os.path.join(folder, "result.json"), "w") as file:
         json.dump(result, file)
@@ -56,7 +73,7 @@ def train(folder: Path, stage: int, settings: dict | None) -> dict:
     script.write_text(SCRIPT)
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     run = subprocess.run(
-        [sys.executable, *command, str(stage), json.dumps(settings), str(folder)],
+        [sys.executable, *command, str(stage), json.dumps(settings), str(folder), str(Path(__file__).parent)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -82,3 +99,18 @@ def test_codecs_and_a_chunked_head_where_it_has_its_weight(tmp_path, stage, budg
     assert ours["head"] == ("chunked" if stage == 2 else "plain")
     # INT4 gradients move a loss of 7.6 by no more in 6 steps than the step size of 5e-5 lets weights move.
     assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-3)
+
+
+def test_no_step_under_a_policy_takes_more_than_the_bytes_it_may(tmp_path):
+    """Buckets and the optimizer's step are not in the profile: until they are known the policy is that of least
+    memory."""
+    plain = train(tmp_path / "plain", 2, None)
+    budget = int(0.8 * plain["peak"])
+    ours = train(tmp_path / "ours", 2, {**LOSSLESS, "memory_budget": budget})
+    assert (ours["losses"], ours["norms"]) == (plain["losses"], plain["norms"])
+    first, *later = ours["history"]
+    changed = next(event for event in later if event["event"] == "change")
+    assert first["peak_bytes"] < changed["peak_bytes"] <= budget
+    counted = {event["step"]: event["measured_peak_bytes"] for event in later if "measured_peak_bytes" in event}
+    assert min(counted) == changed["step"] < max(counted), "the first policy was counted, and the second"
+    assert max(ours["peak"], *counted.values()) <= budget

@@ -1,0 +1,86 @@
+"""Optimizers that step inside the Trainer's step, where the callback counts one step before it relies on a budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer
+
+from adacc_hf import AdaccCallback
+from adacc_hf.callbacks.inner_steps import InnerSteps
+
+LOSSLESS = {"actions": ("retain", "recompute"), "head": "plain"}
+
+
+def test_steps_are_seen_while_it_is_open():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    parameter.grad = torch.ones(3)
+    steps = InnerSteps()
+    optimizer.step()
+    with steps:
+        assert not steps.were_seen
+        optimizer.step()
+    assert steps.were_seen
+
+
+class SteppingTrainer(Trainer):
+    """Fills buckets with gradients in backward, and steps an optimizer of its own after it, as DeepSpeed does."""
+
+    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        buckets: list[torch.Tensor] = []
+
+        def fill(parameter: torch.Tensor) -> None:
+            buckets.append(parameter.grad.clone())
+
+        hooks = [parameter.register_post_accumulate_grad_hook(fill) for parameter in model.parameters()]
+        loss = super().training_step(model, *args, **kwargs)
+        torch.optim.SGD(model.parameters(), lr=1e-3).step()
+        for hook in hooks:
+            hook.remove()
+        return loss
+
+
+@pytest.fixture
+def train_stepping(train, make_model):
+    """`train_stepping(callbacks)`: a Run of `SteppingTrainer`."""
+
+    def run(callbacks):
+        model = make_model(n_layer=4, vocab_size=600)
+        settings = {"trainer_class": SteppingTrainer, "max_steps": 10, "per_device_train_batch_size": 8}
+        return train(callbacks, model=model, **settings)
+
+    return run
+
+
+def test_the_first_policy_is_that_of_least_memory_until_a_step_was_counted(train_stepping):
+    plain = train_stepping([])
+    roomy = AdaccCallback(memory_budget="1GiB", **LOSSLESS)
+    train_stepping([roomy])
+    least, retained = roomy.history[0]["peak_bytes"], roomy.history[-1]["measured_peak_bytes"]
+    callback = AdaccCallback(memory_budget=(least + retained) // 2, **LOSSLESS)
+    ours = train_stepping([callback])
+    first, counted, changed = callback.history[:3]
+    assert [(e["step"], e["event"]) for e in (first, counted, changed)] == [(2, "policy"), (5, "memory"), (5, "change")]
+    assert first["peak_bytes"] == least
+    assert counted["corrected"], "the buckets were not in the profile"
+    assert changed["reason"].startswith("a whole step was counted")
+    assert least < changed["peak_bytes"] <= callback.config.memory_budget
+    peaks = [event["measured_peak_bytes"] for event in callback.history if "measured_peak_bytes" in event]
+    assert len(peaks) > 1
+    assert max(peaks) <= callback.config.memory_budget
+    ours.assert_equals(plain)
+
+
+def test_a_fraction_of_what_is_stored_needs_no_counting(train_stepping):
+    callback = AdaccCallback(memory_budget=0.6, **LOSSLESS)
+    train_stepping([callback])
+    assert not any(event["event"] == "change" for event in callback.history)
+
+
+def test_steps_outside_are_counted_by_themselves(train):
+    callback = AdaccCallback(memory_budget="1GiB", **LOSSLESS)
+    train([callback])
+    assert callback.policy.is_plain
