@@ -4,13 +4,13 @@ R12)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any
 
 import torch
 from torch import nn
 
 from adacc_hf.data_reads import data_of
+from adacc_hf.held_tensors import find_held
 from adacc_hf.local_tensors import local_of
 from adacc_hf.recorder import argument_tensors
 from adacc_hf.tape import Source
@@ -61,13 +61,19 @@ def fetch(
 
 
 def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor:
-    """The tensor at `source` in this call of `block`, detached if it is an argument."""
+    """The tensor at `source` in this call of `block`, detached if it is an argument or hangs on something.
+
+    What hangs on something may be gone: None, then.
+    """
+    if source.place == "module":
+        return find_held(block.get_submodule(source.path[0]), source.path[1:])
     if source.place != "argument":
         path, name = _split(source.path[0])
         owner = _owner(block, path)
         if source.place == "buffer":
             return owner._buffers[name]
-        return reduce(getattr, source.path[1:], owner._parameters[name])
+        parameter = owner._parameters[name]
+        return find_held(parameter, source.path[1:]) if source.place == "attached" else parameter
     return _argument(source.path, args, kwargs).detach()
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch import nn
 
+from adacc_hf.call_inputs import find_external
 from adacc_hf.equal_values import merged
+from adacc_hf.held_tensors import PLACES
 from adacc_hf.policy import RECOMPUTE, Action, Choice
 from adacc_hf.replay import Environment, Program, Store, closure, schedule, single_program
-from adacc_hf.tape import Source, Tape, TensorRef
+from adacc_hf.tape import Source, Tape, TensorRef, geometry_of
 
 
 class Slot:
@@ -89,11 +92,30 @@ class CompiledPlan:
         self.encode_views = {value: encode_view(tape, value) for value in self.store.compressed}
         self.externals = self._externals()
         """(value, source) of the inputs, parameters and buffers that a call must hold for replay."""
+        self._held = [place for place, (_, source) in enumerate(self.externals) if source.place in PLACES]
         self.schedule = Schedule(self._merged, self.store, tape.order or tuple(reversed(range(self.num_slots))))
 
     def follow(self, order: tuple[int, ...]) -> None:
         """Prepare for backward asking for slots in `order`; calls under way keep theirs."""
         self.schedule = Schedule(self._merged, self.store, order)
+
+    def has_all(self, externals: list[tuple[int, torch.Tensor | None]]) -> bool:
+        """Whether what hangs on parameters and modules is there in this call, and is as it was when recorded."""
+        found = [(self.tape.values[value], tensor) for value, tensor in map(externals.__getitem__, self._held)]
+        return all(
+            tensor is not None
+            and (geometry_of(tensor), tensor.dtype, tensor.device) == (was.ref.geometry, was.ref.dtype, was.device)
+            for was, tensor in found
+        )
+
+    def replaced(self, before: list[tuple[int, torch.Tensor]], block: nn.Module) -> Source | None:
+        """What hung on the block when a call began and is not what hangs there now, if anything."""
+        for place in self._held:
+            _, source = self.externals[place]
+            now = find_external(source, block, (), {})
+            if now is None or now.untyped_storage()._cdata != before[place][1].untyped_storage()._cdata:
+                return source
+        return None
 
     def program_out_of_order(self, slot: int, environment: Environment) -> Program:
         made = {value for value, tensor in enumerate(environment) if tensor is not None}

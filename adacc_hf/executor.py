@@ -22,8 +22,8 @@ R9  Without gradients, in generate(), after an exception, with retain_graph or c
     is right under that of any other call too.
 R10 A normal step never waits for the device.
 R11 A packed object never holds the tensor object itself, and all state lives in packed objects and calls.
-R12 Inputs, parameters and buffers are looked up anew at each call. What is reached in any other way cannot be
-    replayed from.
+R12 Inputs, parameters, buffers and what else hangs on the block are looked up anew at each call. What is reached in
+    any other way cannot be replayed from.
 R13 Operators that other ranks take part in are never replayed, so that no rank waits for one whose plan differs: their
     result is retained or compressed. Where torch's checkpoint must run such a block, it does so under every plan.
 """
@@ -46,7 +46,7 @@ from adacc_hf.call_inputs import fetch
 from adacc_hf.calls import block_of_call, call_name, num_calls
 from adacc_hf.compiled import CompiledPlan
 from adacc_hf.config import AdaccConfig
-from adacc_hf.errors import ChunkedHeadError, PolicyMismatchError
+from adacc_hf.errors import ChunkedHeadError, PolicyMismatchError, TapeMismatchError
 from adacc_hf.head import ChunkedHead
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.known_shapes import MAX_SHAPES, Key, KnownShape, KnownShapes
@@ -153,14 +153,21 @@ class FollowPlan:
 
     def _call(self, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call under the plan."""
-        call = Call(
-            entry.compiled, self.name, self._codecs(entry), fetch(entry.compiled.externals, block, args, kwargs)
-        )
+        externals = fetch(entry.compiled.externals, block, args, kwargs)
+        if not entry.compiled.has_all(externals):  # a layer that merged its adapter has its scales elsewhere for a call
+            return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)
+        call = Call(entry.compiled, self.name, self._codecs(entry), externals)
         if len(entry.compiled.tape.order or ()) < entry.compiled.num_slots:
             entry.seen = call.seen = []
         with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
             result = fn(*args)
         call.finish()
+        replaced = entry.compiled.replaced(externals, block)
+        if replaced is not None:
+            raise TapeMismatchError(
+                f"block {self.name} put another tensor in the place of {replaced} within a call, so that replay would "
+                f"read an old one: make it a buffer, or leave its class out with AdaccConfig(block_classes=...)"
+            )
         return result
 
     def _codecs(self, entry: Entry) -> dict[int, Codec]:

@@ -22,17 +22,18 @@ class KindBuilder:
         self.config = config
         self.dead = block.dead
         self.saved = set(block.saved())
+        self.held_besides = block.held_besides
         self.shared = {value: sharing.index_of(tensor) for value, tensor in block.arguments.items()}
         kept = {value for value, tensor in block.outputs.items() if sharing.is_kept(tensor)}
         cached = {value: cast for value, cast in block.casts.items() if sharing.is_cached(cast)}
-        kept |= cached.keys()
+        kept |= cached.keys() | block.held_besides
         self.counted_elsewhere = {value for value, cast in cached.items() if not sharing.is_owner(block, cast)}
         inputs = {value.index for value in self.tape.values if self.tape.is_block_input(value.index)}
         own = {value for value in storable(self.tape) if self.shared.get(value) is None}
         self.activations = own & (self.saved | inputs)
         """What the block may store: dead slots store nothing."""
         self.optional = self.activations - kept
-        """What it may also not store; an output or a cast that others hold costs nothing more."""
+        """What it may also not store; an output, a cast or anything else that others hold costs nothing more."""
         self.recomputable = obtainable(self.tape, self.tape.recomputable, self.saved) - kept
         self.outliers = {value: max(block.outliers.get(value, 0) for block in group) for value in prices.codecs}
 
@@ -65,6 +66,7 @@ class KindBuilder:
             nbytes=0 if index in self.counted_elsewhere else record.nbytes,
             producer=record.producer,
             saved=index in self.saved,
+            cached=index in self.held_besides,
             activation=index in self.activations,
             shared=self.shared.get(index),
             recomputable=index in self.recomputable,

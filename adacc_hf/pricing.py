@@ -65,7 +65,8 @@ def price_tape(tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, o
     with torch.no_grad(), torch.autocast(bases[0].device.type, enabled=False):
         timings = operator_timings(tape, bases)
         scarce = bottleneck(timings)
-        codecs = {v: codec_options(tape, v, bases[v], config, outliers.get(v, 0), scarce) for v in storable(tape)}
+        coded = storable(tape) if tape.untrusted is None else []
+        codecs = {v: codec_options(tape, v, bases[v], config, outliers.get(v, 0), scarce) for v in coded}
         times = [getattr(timing, scarce) for timing in timings]
         return Prices(times, operator_workspaces(tape, bases), codecs)
 

@@ -29,7 +29,7 @@ from adacc_hf.profile import BlockProfile, Head, KindProfile, Profile
 from adacc_hf.profile_store import ProfileStore
 from adacc_hf.step_memory import StepLayout, measure_forward, measure_step_layout
 from adacc_hf.stored_prices import StoringInstruments
-from adacc_hf.survey import Survey, recompute_stored_bytes
+from adacc_hf.survey import Survey, recompute_outcome
 
 
 def profile_model(
@@ -140,9 +140,9 @@ def _profile(
     )
     kinds = survey.add_forwards([forward.events[watched[index]] for index in range(len(kinds))])
     watchers = survey.follow_full_recomputation(installation, watched)
-    stored_bytes = {name: recompute_stored_bytes(kind) for name, kind in by_name.items()}
+    recomputed = {block.name: recompute_outcome(kinds[block.kind]) for block in blocks}
     measure = partial(
-        measure_step_layout, model, batch, installation, watchers, stored_bytes, instruments, step.accumulates
+        measure_step_layout, model, batch, installation, watchers, recomputed, instruments, step.accumulates
     )
     layout = measure()
     static_bytes = step.live_bytes(layout)

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from adacc_hf.compat import attention_of, cast_from, class_name
 from adacc_hf.data_reads import Read, deciding_tensors, judge, watched
+from adacc_hf.held_tensors import PLACES, held_tensors
 from adacc_hf.local_tensors import local_of, runs_on_parts
 from adacc_hf.tape import (
     COLLECTIVES,
@@ -24,6 +25,7 @@ from adacc_hf.tape import (
     TapeValue,
     TensorRef,
     geometry_of,
+    has_storage,
     map_tensors,
     tensor_refs,
 )
@@ -63,6 +65,8 @@ class Recorder(TorchDispatchMode):
         self.reads: list[Read] = []
         self._autocast = [str(torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
         self._current: dict[int, int] = {}
+        self._stand_in = torch.empty(0)
+        """For tensors without a storage."""
         self._modules: list[str] = []
         self._externals: dict[int, tuple[torch.Tensor, Source]] = {}
         self._arguments: dict[int, list[tuple[tuple[Any, ...], torch.Tensor]]] = {}
@@ -74,14 +78,16 @@ class Recorder(TorchDispatchMode):
         self._parameters = {id(parameter): name for name, parameter in block.named_parameters()}
         for name, parameter in block.named_parameters(remove_duplicate=False):
             self._expect(parameter, Source("parameter", (name,)))
-            if not is_traceable_wrapper_subclass(parameter):  # whose attributes are what it is made of
-                for path, tensor in attached_tensors(parameter):
-                    self._expect(tensor, Source("attached", (name, *path)))
         for name, buffer in block.named_buffers(remove_duplicate=False):
             self._expect(buffer, Source("buffer", (name,)))
+        for source, tensor in held_tensors(block):
+            self._expect(tensor, source)
 
     def refer(self, tensor: torch.Tensor) -> TensorRef:
         """The reference to `tensor` in the state it is in now."""
+        if not has_storage(tensor):
+            self.untrusted = self.untrusted or "a tensor is sparse, so that no storage shows what it holds"
+            tensor = self._stand_in
         key = tensor.untyped_storage()._cdata
         if key not in self._current and key not in self._externals:
             self._note_cached_cast(tensor)
@@ -106,6 +112,7 @@ class Recorder(TorchDispatchMode):
 
     def tape(self) -> Tape:
         """The record of all that ran. Call it after the block has returned."""
+        self._check_held()
         if self.untrusted is None and any(map(is_freed, self.bases, self.values)):
             self.untrusted = "memory is taken away from tensors that backward reads (FSDP inside the block)"
         tape = self._unsealed()
@@ -147,7 +154,9 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         drew = drawing.happened()
         self._check_trust(func, args)
-        self._note(func, recorded_args, recorded_kwargs, _written_tensors(func, args, kwargs), result, drew)
+        if all(has_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)):
+            written = _written_tensors(func, args, kwargs)
+            self._note(func, recorded_args, recorded_kwargs, written, result, drew)
         return result
 
     def _note(self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor], result: Any, drew: bool) -> None:
@@ -227,13 +236,25 @@ class Recorder(TorchDispatchMode):
     def _expect(self, tensor: torch.Tensor, source: Source) -> None:
         """Name what the block may read. It gets a value when it is read: unused arguments are no part of the tape."""
         local = local_of(tensor)
-        self._externals.setdefault(local.untyped_storage()._cdata, (local.detach(), source))
+        if has_storage(local):
+            self._externals.setdefault(local.untyped_storage()._cdata, (local.detach(), source))
 
     def _has_memory(self, leaf: Any) -> bool:
         """Whether `leaf` is no tensor without memory, on which DTensors find out shapes, if the block's own have it."""
         return not isinstance(leaf, torch.Tensor) or self._is_fake or not (leaf.is_meta or _is_fake(leaf))
 
+    def _check_held(self) -> None:
+        """Trust what else hangs on the block only where it is after the call what it was before."""
+        looked_up = [value for value in self.values if value.source is not None and value.source.place in PLACES]
+        now = dict(held_tensors(self.block)) if looked_up else {}
+        for value in looked_up:
+            tensor = now.get(value.source)
+            if tensor is None or tensor.untyped_storage()._cdata != self.bases[value.index].untyped_storage()._cdata:
+                value.source = Source("unknown", ())
+
     def _is_known(self, tensor: torch.Tensor) -> bool:
+        if not has_storage(tensor):
+            return True
         key = tensor.untyped_storage()._cdata
         return key in self._current or key in self._externals
 
@@ -282,15 +303,6 @@ def argument_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[
         yield from _leaves((position,), argument)
     for name, argument in kwargs.items():
         yield from _leaves((name,), argument)
-
-
-def attached_tensors(owner: Any, depth: int = 2) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """(names of attributes, tensor) of the tensors that hang on a parameter: the scales of a quantized weight."""
-    for name, found in vars(owner).items():
-        if isinstance(found, torch.Tensor):
-            yield (name,), found
-        elif depth and hasattr(found, "__dict__") and not isinstance(found, (type, torch.nn.Module)):
-            yield from (((name, *rest), tensor) for rest, tensor in attached_tensors(found, depth - 1))
 
 
 def _leaves(path: tuple[Any, ...], tree: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from adacc_hf.known_shapes import KnownShapes
 from adacc_hf.local_tensors import local_of
@@ -33,16 +34,21 @@ class RecordedBlock:
     """Saved values that are made of parameters alone, such as autocast's, which other calls may find in its cache."""
     packed: list[weakref.ref[Any]]
     """For each slot what autograd holds for it; dead once autograd has let go of it."""
+    made: dict[int, StorageWeakRef]
+    """Saved values that the block made and did not give away."""
     outliers: dict[int, int]
     follows_on: bool = False
     """Whether it is given what the call before it returned."""
     dead: frozenset[int] = frozenset()
     """Slots that autograd let go of before the forward's end, since no loss depends on their operator's result."""
+    held_besides: frozenset[int] = frozenset()
+    """Saved values that live on without being saved: an autograd function has them in an attribute, or a module has."""
     kind: int = -1
 
-    def find_dead(self) -> None:
-        """Note which slots autograd has let go of by now."""
+    def look_back(self) -> None:
+        """Note, at the forward's end, which slots autograd has let go of, and what lives without any."""
         self.dead = frozenset(slot for slot, packed in enumerate(self.packed) if packed() is None)
+        self.held_besides = frozenset(value for value, storage in self.made.items() if not storage.expired())
 
     def saved(self) -> list[int]:
         """Values that autograd holds for backward."""

@@ -23,6 +23,7 @@ from adacc_hf.instruments import Instruments
 from adacc_hf.local_tensors import local_of
 from adacc_hf.memory import MemoryMeter, MemoryPoint, distinct_bytes, forward_loss
 from adacc_hf.profile import BackwardEvent, ForwardEvent, KindProfile, Shared
+from adacc_hf.simulator import BlockOutcome
 from adacc_hf.tape import Source
 
 
@@ -268,13 +269,13 @@ def measure_step_layout(
     batch: Mapping[str, Any],
     installation: Installation,
     watchers: Sequence[WatchSlots],
-    recompute_stored: dict[str, int],
+    recomputed: Mapping[str, BlockOutcome],
     instruments: Instruments,
     accumulates: bool = False,
 ) -> StepLayout:
     """Run one forward and backward under the strategies that are installed and take its memory apart.
 
-    `recompute_stored` has the bytes that each block stores under full recomputation. With `accumulates` it is a later
+    `recomputed` is what each block keeps under full recomputation. With `accumulates` it is a later
     micro-batch: an earlier one has left its gradients, which are live before it.
     """
     installation.begin_step()
@@ -301,8 +302,11 @@ def measure_step_layout(
         function.strategy = strategies[name]
     for watcher in watchers:
         watcher.meter = None
-    stored = recompute_stored | {watcher.name: watcher.stored_bytes for watcher in watchers}
-    return _Reading(meter.points, list(functions), watchers, stored).layout(loss_bytes, gradient_bytes)
+    stored = {name: outcome.stored_bytes for name, outcome in recomputed.items()}
+    held = {name: outcome.held_bytes for name, outcome in recomputed.items()}
+    stored |= {watcher.name: watcher.stored_bytes for watcher in watchers}
+    held |= {watcher.name: watcher.stored_bytes - watcher.cached_bytes for watcher in watchers}
+    return _Reading(meter.points, list(functions), watchers, stored, held).layout(loss_bytes, gradient_bytes)
 
 
 @dataclass
@@ -313,6 +317,8 @@ class _Reading:
     names: list[str]
     watchers: Sequence[WatchSlots]
     stored: dict[str, int]
+    held: dict[str, int]
+    """What of it forward does not hold anyway until the whole forward ends."""
 
     def layout(self, loss_bytes: int, gradient_bytes: int) -> StepLayout:
         bases = dict.fromkeys(self.names, 0)  # a frozen block has no backward, and nothing of it is live in one
@@ -320,7 +326,7 @@ class _Reading:
         bases |= {name: live - self._stored_up_to(name) for name, live in backwards.items()}
         loss = next(self._all("loss"))
         all_stored = sum(self.stored.values())
-        all_held = all_stored - sum(watcher.cached_bytes for watcher in self.watchers)
+        all_held = sum(self.held.values())
         return StepLayout(
             bases=bases,
             outside_stored_bytes=loss.live_bytes - all_stored - loss_bytes,

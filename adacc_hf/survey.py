@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from adacc_hf.blocks import Installation
@@ -57,6 +59,7 @@ class RecordBlock:
         known = KnownShapes(watches_state=False)
         key = known.key(block, args, kwargs)
         given = {Source("argument", path): tensor for path, tensor in argument_tensors(args, kwargs)}
+        self.survey.note_leaves(given.values())
         self.survey.add(name, known, key, recording, given, result)
         return result
 
@@ -90,10 +93,14 @@ class Survey:
         torch.clear_autocast_cache()
         with torch.autograd.graph.saved_tensors_hooks(self._save_outside, _refuse_backward):
             loss = forward_loss(model, batch)
-        for block in self.blocks:
-            block.find_dead()  # while the loss, and so the graph that backward will walk, is there
-        del loss
         self._returned = []
+        for block in self.blocks:
+            block.look_back()  # while the loss, and so the graph that backward will walk, is there
+        if any(block.held_besides for block in self.blocks):
+            gc.collect()  # what only garbage holds is not held
+            for block in self.blocks:
+                block.look_back()
+        del loss
         self.sharing = Sharing(self.blocks, self._outside.keys(), state, given)
 
     def add(
@@ -113,6 +120,8 @@ class Survey:
             self._prices[tape.digest] = self.instruments.price(tape, recorder.bases, self.config, outliers)
         known.add(key, KnownShape(tape, num_calls=2))
         inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
+        outputs = {} if tape.untrusted else _saved_outputs(recorder, tape, result)
+        casts = {} if tape.untrusted else _saved_casts(recorder, tape)
         self.blocks.append(
             RecordedBlock(
                 name=name,
@@ -120,14 +129,19 @@ class Survey:
                 tape=tape,
                 arguments={value: recorder.bases[value] for value in inputs},
                 given=_one_per_storage(given),
-                outputs={} if tape.untrusted else _saved_outputs(recorder, tape, result),
-                casts={} if tape.untrusted else _saved_casts(recorder, tape),
+                outputs=outputs,
+                casts=casts,
+                made=_made_references(recorder, tape, outputs.keys() | casts.keys()),
                 packed=recording.discard(),
                 outliers=outliers,
                 follows_on=not {*map(address_of, self._returned)}.isdisjoint(map(address_of, given.values())),
             )
         )
         self._returned = [leaf.detach() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+    def note_leaves(self, given: Iterable[torch.Tensor]) -> None:
+        """Note inputs that autograd holds to give them a gradient: `enable_input_require_grads` makes some."""
+        self._outside |= {address_of(t): t.detach() for t in given if t.is_leaf and t.requires_grad}
 
     def _save_outside(self, tensor: torch.Tensor) -> torch.Tensor:
         kept = tensor.detach()
@@ -141,7 +155,9 @@ class Survey:
         for block in self.blocks:
             tape = block.tape
             alike = tape.digest if tape.untrusted is None else tape.kind  # its constants may be data
-            groups.setdefault((alike, block.dead, places[block.name], *self._shared(block)), []).append(block)
+            groups.setdefault(
+                (alike, block.dead, block.held_besides, places[block.name], *self._shared(block)), []
+            ).append(block)
         for index, group in enumerate(groups.values()):
             for block in group:
                 block.kind = index
@@ -182,7 +198,7 @@ class Survey:
             kind = fallback_kind(group[0], self.sharing, sum(prices.operator_ms))
         else:
             kind = KindBuilder(group, self.sharing, prices, self.config).build()
-        read = _recompute_outcome(kind).shared
+        read = recompute_outcome(kind).shared
         return replace(kind, held=tuple(sorted(i for i in read if not self.sharing.records[i].saved)))
 
     def add_forwards(self, forwards: list[tuple[ForwardEvent, ...]]) -> list[KindProfile]:
@@ -206,7 +222,7 @@ class Survey:
 
     def replay_sources(self) -> dict[str, list[Source]]:
         """Where each block finds the shared inputs that it holds for replay under full recomputation."""
-        read = [_recompute_outcome(kind).shared for kind in self._kinds]
+        read = [recompute_outcome(kind).shared for kind in self._kinds]
         return {block.name: self.sharing.sources(block, read[block.kind]) for block in self.blocks}
 
 
@@ -231,12 +247,14 @@ def _saved_casts(recorder: Recorder, tape: Tape) -> dict[int, torch.Tensor]:
     return {value: recorder.bases[value] for value in made if is_parameter_cast(tape, value)}
 
 
-def recompute_stored_bytes(kind: KindProfile) -> int:
-    """Bytes that a block of `kind` stores when all that can be is recomputed."""
-    return _recompute_outcome(kind).stored_bytes
+def _made_references(recorder: Recorder, tape: Tape, besides: Set[int]) -> dict[int, StorageWeakRef]:
+    """The storages of saved values that the block made, but for those of `besides`."""
+    made = [value for value in tape.saved_values() if tape.values[value].producer is not None]
+    return {value: StorageWeakRef(recorder.bases[value].untyped_storage()) for value in made if value not in besides}
 
 
-def _recompute_outcome(kind: KindProfile) -> BlockOutcome:
+def recompute_outcome(kind: KindProfile) -> BlockOutcome:
+    """What a block of `kind` keeps and needs when all that can be is recomputed."""
     return run_block(kind, _recompute_plan(kind))
 
 
@@ -246,11 +264,11 @@ def _recompute_plan(kind: KindProfile) -> Plan:
 
 
 def _with_forward(kind: KindProfile, forward: tuple[ForwardEvent, ...]) -> KindProfile:
-    """`kind` with its measured forward; casts of parameters that forward did not let go of are cached."""
+    """`kind` with its measured forward; casts of parameters that forward did not let go of are cached too."""
     if kind.fallback is not None:
         return with_fallback_forward(kind, forward)
     dead = {event.value for event in forward if event.death}
-    values = tuple(replace(v, cached=v.role == "parameter" and v.index not in dead) for v in kind.values)
+    values = tuple(replace(v, cached=v.cached or (v.role == "parameter" and v.index not in dead)) for v in kind.values)
     return replace(kind, values=values, forward=forward)
 
 

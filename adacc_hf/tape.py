@@ -37,11 +37,11 @@ class Source:
     """Where a value that the block did not make is found anew at each call (rule R12)."""
 
     place: str
-    """"argument", "parameter", "buffer", "attached" for what hangs on a parameter (a quantized weight's scales), or
-    "unknown" for a tensor reached in any other way."""
+    """"argument", "parameter", "buffer", "attached" or "module" for what else hangs on a parameter or a module
+    (held_tensors.py), or "unknown" for a tensor reached from elsewhere."""
     path: tuple[Any, ...]
     """Argument: position or keyword, then indices into nested containers. Parameter, buffer: its name in the block.
-    Attached: the parameter's name, then attributes."""
+    Attached, module: the parameter's or module's name, then attributes and indices."""
 
     def __str__(self) -> str:
         return f"{self.place} {'.'.join(str(part) for part in self.path)}".strip()
@@ -171,7 +171,7 @@ class Tape:
 
     def is_module_state(self, value: int) -> bool:
         source = self.values[value].source
-        return source is not None and source.place in ("parameter", "buffer", "attached")
+        return source is not None and source.place in ("parameter", "buffer", "attached", "module")
 
     def is_held_elsewhere(self, value: int) -> bool:
         """Whether a value is neither made by the block nor given to it: parameter, buffer, a tensor in an attribute."""
@@ -243,6 +243,11 @@ def map_tensors(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     if isinstance(tree, dict):
         return {key: map_tensors(item, kind, change) for key, item in tree.items()}
     return tree
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a view of one storage, as sparse ones are not."""
+    return tensor.layout is torch.strided
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:

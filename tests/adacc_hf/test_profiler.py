@@ -8,7 +8,7 @@ from torch import nn
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.errors import NoBlocksError
-from adacc_hf.profiler import recompute_stored_bytes
+from adacc_hf.survey import recompute_outcome
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
@@ -61,7 +61,7 @@ def test_what_a_gpt2_block_saves(gpt2_profile):
     assert all(value.recomputable for value in kind.activations if value.producer is not None and value not in masks)
     assert kind.forward_ms == pytest.approx(sum(operator.ms for operator in kind.operators))
     assert all(operator.ms > 0 for operator in kind.operators if operator.replayable)
-    assert recompute_stored_bytes(kind) == hidden + sum(mask.nbytes for mask in masks)
+    assert recompute_outcome(kind).stored_bytes == hidden + sum(mask.nbytes for mask in masks)
 
 
 def test_the_mask_is_shared_by_all_blocks(tiny_gpt2, token_batch):

@@ -1,0 +1,113 @@
+"""Adapters of all makes: training is bit for bit as without us, and stores and peaks as predicted."""
+
+import pytest
+import torch
+from torch import nn
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.memory import measure_step
+
+peft = pytest.importorskip("peft", reason="the peers' extra installs peft")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # peft 0.21 with Transformers 5.23
+    pytest.mark.filterwarnings("ignore::UserWarning:peft"),  # what it says of settings is its own matter
+]
+CONFIG = AdaccConfig(min_compress_bytes=0)
+QV = {"target_modules": ["q_proj", "v_proj"]}
+TEXT = {"task_type": "CAUSAL_LM"}
+METHODS = {
+    "LoRA": lambda: peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, **TEXT),
+    "DoRA": lambda: peft.LoraConfig(r=4, use_dora=True, **QV),
+    "upper layers": lambda: peft.LoraConfig(r=4, layers_to_transform=[2], **QV),
+    "whole modules too": lambda: peft.LoraConfig(r=4, modules_to_save=["lm_head", "embed_tokens"], **QV),
+    "tokens too": lambda: peft.LoraConfig(r=4, trainable_token_indices={"embed_tokens": [3, 4]}, **QV),
+    "AdaLoRA": lambda: peft.AdaLoraConfig(init_r=4, target_r=2, total_step=20, **QV),
+    "IA3": lambda: peft.IA3Config(feedforward_modules=["down_proj"], target_modules=["k_proj", "down_proj"]),
+    "VeRA": lambda: peft.VeraConfig(r=8, vera_dropout=0.1, target_modules=["q_proj", "o_proj"]),
+    "OFT": lambda: peft.OFTConfig(oft_block_size=8, **QV),
+    "FourierFT": lambda: peft.FourierFTConfig(n_frequency=20, **QV),
+    "norms": lambda: peft.LNTuningConfig(target_modules=["input_layernorm", "norm"], **TEXT),
+    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=4, **TEXT),
+}
+GIVES_INPUTS_GRADIENTS = ("LoRA", "IA3")
+
+
+@pytest.fixture(scope="module")
+def batch(token_batch):
+    """With padding."""
+    made = token_batch(4, 24)
+    made["attention_mask"] = torch.ones_like(made["input_ids"])
+    made["attention_mask"][0, -5:] = 0
+    return made
+
+
+@pytest.fixture(scope="module")
+def assert_promises_kept(run_steps, assert_same_steps):
+    """`assert_promises_kept(model, batch)`: under a few lossless policies; returns the profile."""
+
+    def check(model, batch):
+        plain = run_steps(model, batch)
+        profile = profile_model(model, batch, CONFIG)
+        random = Policy.random(profile, 1, ("retain", "recompute", "compress"), lossless=True)
+        for policy in (Policy.uniform(profile, "recompute"), random):
+            with apply_policy(model, policy, CONFIG):
+                assert_same_steps(run_steps(model, batch), plain)
+                measured = measure_step(model, batch)
+            assert measured.stored_bytes == policy.predicted_stored_bytes
+            # As in test_memory.py; these peaks are met within a few hundred bytes.
+            assert measured.peak_bytes == pytest.approx(policy.predicted_peak_bytes, rel=0.03)
+        return profile
+
+    return check
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods(tiny_llama, batch, assert_promises_kept, method):
+    torch.manual_seed(1)
+    model = peft.get_peft_model(tiny_llama(layers=3), METHODS[method]())
+    if method in GIVES_INPUTS_GRADIENTS:
+        model.enable_input_require_grads()
+    profile = assert_promises_kept(model.train(), batch)
+    assert all(kind.fallback is None for kind in profile.kinds)
+    assert any(value.recomputable for kind in profile.kinds for value in kind.activations)
+
+
+@pytest.mark.filterwarnings("ignore")  # what bitsandbytes says of a machine without a GPU is its own matter
+def test_adapters_on_an_8_bit_model(tiny_llama, batch, assert_promises_kept):
+    """Its products hold their inputs themselves; the rest is replayed, from scales that no buffer has."""
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="the peers' extra installs bitsandbytes")
+
+    def quantized(plain: nn.Linear) -> nn.Module:
+        layer = bitsandbytes.nn.Linear8bitLt(plain.in_features, plain.out_features, False, has_fp16_weights=False)
+        layer.weight = bitsandbytes.nn.Int8Params(plain.weight.data, requires_grad=False, has_fp16_weights=False)
+        return layer.to("cpu")
+
+    model = tiny_llama()
+    for block in model.model.layers:
+        block.self_attn.v_proj = quantized(block.self_attn.v_proj)
+        block.mlp.up_proj = quantized(block.mlp.up_proj)
+    settings = peft.LoraConfig(r=4, target_modules=["v_proj", "up_proj"])
+    profile = assert_promises_kept(peft.get_peft_model(model, settings).train(), batch)
+    names = {value.name: value.recomputable for value in profile.kinds[-1].activations}
+    assert names["mlp.up_proj:add"]
+    assert not names["post_attention_layernorm:mul"]
+
+
+def test_adapters_switched_in_mid_training(tiny_llama, batch, run_steps, assert_same_steps):
+    """The policy was made for the first of them."""
+
+    def run(model):
+        for adapter in ("default", "other", "default"):
+            model.set_adapter(adapter)
+            yield run_steps(model, batch)
+
+    torch.manual_seed(1)
+    model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=4, **QV)).train()
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.1))
+    plain = list(run(model))
+    model.set_adapter("default")
+    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    with apply_policy(model, policy, CONFIG):
+        for ours, theirs in zip(run(model), plain, strict=True):
+            assert_same_steps(ours, theirs)
