@@ -382,8 +382,8 @@ class AdaccCallback(TrainerCallback):
                 found = profile_at(
                     wanted, batch, seen, model, lambda given: self._profile(model, given, optimizer, compute_loss)
                 )
-        except UncalledBlocksError as error:
-            self._refuse(step, wanted, str(error))
+        except UncalledBlocksError:
+            self._refuse(step, wanted, "they leave blocks out, and a policy is for all of them")
             return False
         except torch.OutOfMemoryError as error:
             if is_sharded(model):  # whose forward was left in its midst

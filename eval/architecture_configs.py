@@ -10,7 +10,10 @@ from adacc_hf.eval.architecture_language import MULTIMODAL
 from adacc_hf.eval.architecture_media import MEDIA
 from adacc_hf.eval.architecture_text import TEXT
 
-BLOCK_CLASSES = {"albert": ("AlbertLayer",)}
+BLOCK_CLASSES = {
+    "albert": ("AlbertLayer",),
+    "mllama": ("MllamaVisionEncoderLayer", "MllamaSelfAttentionDecoderLayer", "MllamaCrossAttentionDecoderLayer"),
+}
 
 
 def _config_class(model_class: str) -> str:

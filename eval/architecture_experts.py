@@ -35,6 +35,7 @@ EXPERTS_AND_STATES: Table = {
         "deepseek_v3": ("DeepseekV3ForCausalLM", LATENT, text),
         "mistral4": ("Mistral4ForCausalLM", {**LATENT, "first_k_dense_replace": 0}, text),
         "glm4_moe": ("Glm4MoeForCausalLM", {**HEADED, **ROUTED}, text),
+        "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", LATENT, text),
         "dots1": ("Dots1ForCausalLM", {**HEADED, **ROUTED, "n_shared_experts": 1}, text),
         "llama4_text": (
             "Llama4ForCausalLM",
@@ -46,6 +47,17 @@ EXPERTS_AND_STATES: Table = {
             "Ernie4_5_MoeForCausalLM",
             {**GROUPED, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_num_shared_experts": 1,
              "moe_layer_start_index": 1},
+            text,
+        ),
+        "exaone_moe": (
+            "ExaoneMoeForCausalLM",
+            {**HEADED, **ALTERNATING, **ROUTED, "num_experts": 4, "num_shared_experts": 1,
+             "mlp_layer_types": ["dense", "sparse"]},
+            text,
+        ),
+        "afmoe": (
+            "AfmoeForCausalLM",
+            {**EXPERTS, **ALTERNATING, "head_dim": 8, "num_dense_layers": 1, "num_shared_experts": 1},
             text,
         ),
         "hunyuan_v1_moe": ("HunYuanMoEV1ForCausalLM", {**HEADED, "num_experts": 4, "moe_topk": 2}, text),

@@ -69,6 +69,18 @@ def _tiled(ids: torch.Tensor) -> Batch:
     }
 
 
+def _in_rows(ids: torch.Tensor) -> Batch:
+    """Where the patches of one image of 4 x 4 lie in each text."""
+    places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(BATCH, 16, 2)
+    return {"image_position_ids": places, "mm_token_type_ids": _image_places(ids)}
+
+
+def _masked(ids: torch.Tensor) -> Batch:
+    """One image of 4 x 4 patches in each text, with nothing to mask."""
+    sizes, mask = torch.tensor([[4, 4]] * BATCH), torch.ones(BATCH, 16, dtype=torch.long)
+    return {"spatial_shapes": sizes, "pixel_attention_mask": mask}
+
+
 def image_patches(generator: torch.Generator) -> Batch:
     """Flattened patches, each with its row and column before its values, and the text to be read off them."""
     places = torch.cartesian_prod(torch.arange(1.0, 5.0), torch.arange(1.0, 5.0)).expand(BATCH, 16, 2)
@@ -87,6 +99,12 @@ def with_sounds(num_places: int, derived: Mapping[str, torch.Tensor]) -> MakeBat
         return {**given, "input_features": features, **derived}
 
     return make
+
+
+def spectra_and_text(generator: torch.Generator) -> Batch:
+    """Texts with one sound of 16 spectra each, as eight tokens."""
+    batch = with_sounds(8, {"input_features_mask": torch.ones(BATCH, 8, dtype=torch.bool)})(generator)
+    return {**batch, "input_features": torch.randn(BATCH, 16, 8, generator=generator)}
 
 
 def _text(model_type: str, sizes: Mapping[str, Any] = GROUPED, **settings: Any) -> dict[str, Any]:
@@ -220,6 +238,25 @@ MULTIMODAL: Table = {
              "image_token_index": IMAGE_TOKEN, "boi_token_index": 97, "eoi_token_index": 98, "mm_tokens_per_image": 4},
             with_images(4, PIXELS, lambda ids: {"token_type_ids": _image_places(ids)}),
         ),
+        "gemma4": (
+            "Gemma4ForConditionalGeneration",
+            {"text_config": _text("gemma4_text", HEADED, **ALTERNATING, vocab_size_per_layer_input=VOCABULARY,
+                                  hidden_size_per_layer_input=8),
+             "vision_config": {**SIZES, "intermediate_size": 64, "num_key_value_heads": 4, "head_dim": 8,
+                               "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 16},
+             "audio_config": None, "image_token_id": IMAGE_TOKEN, "video_token_id": 97, "audio_token_id": 98},
+            with_images(4, (BATCH, 16, 48), _in_rows),
+        ),
+        "llama4": (
+            "Llama4ForConditionalGeneration",
+            {"text_config": _text("llama4_text", HEADED, intermediate_size_mlp=64, num_local_experts=4,
+                                  interleave_moe_layer_step=2, attention_chunk_size=8, no_rope_layers=[1, 0]),
+             "vision_config": {**IMAGE, "intermediate_size": 128, "vision_output_dim": 32, "projector_input_dim": 32,
+                               "projector_output_dim": 32,
+                               "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+             "image_token_index": IMAGE_TOKEN, "boi_token_index": 97, "eoi_token_index": 98},
+            ONE_IMAGE,
+        ),
         "internvl": (
             "InternVLForConditionalGeneration",
             {"text_config": _text("qwen2"), "vision_config": IMAGE, "image_token_id": IMAGE_TOKEN},
@@ -229,6 +266,24 @@ MULTIMODAL: Table = {
             "AyaVisionForConditionalGeneration",
             {"text_config": _text("cohere2", **ALTERNATING), "vision_config": SIGLIP,
              "image_token_index": IMAGE_TOKEN},
+            ONE_IMAGE,
+        ),
+        "cohere2_vision": (
+            "Cohere2VisionForConditionalGeneration",
+            {"text_config": _text("cohere2", **ALTERNATING), "vision_config": SIGLIP, "image_token_id": IMAGE_TOKEN,
+             "alignment_intermediate_size": 64},
+            ONE_IMAGE,
+        ),
+        "lfm2_vl": (
+            "Lfm2VlForConditionalGeneration",
+            {"text_config": _text("lfm2", layer_types=["conv", "full_attention"]),
+             "vision_config": {**IMAGE, "model_type": "siglip2_vision_model", "num_patches": 16},
+             "image_token_id": IMAGE_TOKEN},
+            with_images(4, (BATCH, 16, 48), _masked),
+        ),
+        "deepseek_vl": (
+            "DeepseekVLForConditionalGeneration",
+            {"text_config": _text("llama"), "vision_config": SIGLIP_OF_FOUR, "image_token_id": IMAGE_TOKEN},
             ONE_IMAGE,
         ),
         "mistral3": (
@@ -316,6 +371,16 @@ MULTIMODAL: Table = {
              "audio_config": {**SIZES, "intermediate_size": 128, "num_mel_bins": 8, "max_source_positions": 8},
              "audio_token_id": SOUND_TOKEN},
             with_sounds(2, {}),
+        ),
+        "granite_speech": (
+            "GraniteSpeechForConditionalGeneration",
+            {"text_config": _text("granite"),
+             "encoder_config": {"input_dim": 8, "num_layers": 2, "hidden_dim": 32, "feedforward_mult": 2,
+                                "num_heads": 4, "dim_head": 8, "output_dim": 8, "context_size": 8, "max_pos_emb": 16,
+                                "conv_kernel_size": 5},
+             "projector_config": {**COMMON, "model_type": "blip_2_qformer", "encoder_hidden_size": 32},
+             "audio_token_index": SOUND_TOKEN, "has_lora_adapter": False, "downsample_rate": 2, "window_size": 8},
+            spectra_and_text,
         ),
     },
 }  # fmt: skip

@@ -102,6 +102,13 @@ TEXT: Table = {
         "seed_oss": ("SeedOssForCausalLM", HEADED, text),
         "hunyuan_v1_dense": ("HunYuanDenseV1ForCausalLM", HEADED, text),
         "ernie4_5": ("Ernie4_5ForCausalLM", HEADED, text),
+        "nanochat": ("NanoChatForCausalLM", HEADED, text),
+        "minicpm3": (
+            "MiniCPM3ForCausalLM",
+            {**COMMON, "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4,
+             "qk_nope_head_dim": 4, "v_head_dim": 8},
+            text,
+        ),
         "doge": ("DogeForCausalLM", GROUPED, text),
         "modernbert-decoder": (
             "ModernBertDecoderForCausalLM",

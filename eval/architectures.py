@@ -303,9 +303,11 @@ some of the blocks (see notes). No architecture has code of its own.
   tensors go through the same codecs; "-" where every block fell back.
 - **stored bytes**: what forward leaves behind is what the policy predicted, byte for byte.
 - **blocks**: calls of blocks in one step, each with a plan of its own; albert calls one layer again and again.
-- **notes**: blocks that cannot be replayed, and why: such a block retains everything or runs under torch's checkpoint,
-  as the policy says. Predictions are off where a model keeps tensors on its modules from step to step
-  (recurrent_gemma), and where a block retains tensors whose number depends on random routing (switch_transformers).
+- **notes**: blocks that cannot be replayed, and why: which operators they run depends on what they compute (how many
+  tokens an expert gets). Such a block retains everything or runs under torch's checkpoint, as the policy says. What
+  depends on small integers that a block is given, such as the sizes of images, is replayed. Predictions are off where
+  a model keeps tensors on its modules from step to step (recurrent_gemma), and where a block retains tensors whose
+  number depends on random routing (switch_transformers).
   `AdaccConfig(...)` is what names the blocks where Transformers has no checkpointing for them.
 
 Written by `python -m adacc_hf.eval.architectures --output docs/SUPPORT.md`.
