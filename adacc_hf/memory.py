@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -225,8 +226,10 @@ def static_bytes(model: nn.Module, batch: Mapping[str, Any], optimizer: torch.op
     On a GPU that is all that this process has there, as its allocator counts: a second model, batches loaded ahead and
     cuBLAS's workspaces too. A CPU's allocator keeps no account: what is known is counted.
     """
-    counted = count_static_bytes(model, batch, optimizer)
-    return max(counted, allocated_bytes(next(model.parameters()).device))
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        gc.collect()  # what only cycles hold, an earlier model say, is live now, and not in the step any more
+    return max(count_static_bytes(model, batch, optimizer), allocated_bytes(device))
 
 
 def allocated_bytes(device: torch.device) -> int:
