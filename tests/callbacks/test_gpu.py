@@ -1,0 +1,57 @@
+"""The callback in a Trainer on a CUDA device. Run with `pytest -m gpu`."""
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from adacc_hf import AdaccCallback
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = 0.03
+"""Of a predicted peak, as on the CPU; the blocks of the allocator are far below it."""
+
+
+class _Peaks(TrainerCallback):
+    """The most bytes that were live in each step."""
+
+    def __init__(self) -> None:
+        self.peaks: list[int] = []
+
+    def on_step_begin(self, *args, **kwargs) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def on_step_end(self, *args, **kwargs) -> None:
+        self.peaks.append(torch.cuda.max_memory_allocated())
+
+
+@pytest.fixture
+def train(make_trainer, make_model):
+    """`train(callback, **arguments)`: losses of the steps and their peaks."""
+
+    def run(callback: AdaccCallback | None, **arguments) -> tuple[list[float], list[int]]:
+        peaks = _Peaks()
+        # Eager attention: fused kernels may add up gradients in another order each time.
+        model = make_model(attn_implementation="eager")
+        callbacks = [peaks, *([callback] if callback else [])]
+        trainer = make_trainer(callbacks, model=model, use_cpu=False, max_steps=6, **arguments)
+        trainer.train()
+        assert next(model.parameters()).is_cuda
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], peaks.peaks
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"bf16": True}, {"fp16": True, "gradient_accumulation_steps": 2}],
+    ids=["fp32", "bf16", "fp16-accumulation"],
+)
+def test_training_is_as_plain_and_keeps_to_the_predicted_peak(train, lossless, arguments):
+    plain, _ = train(None, **arguments)
+    callback = AdaccCallback(**lossless)
+    losses, peaks = train(callback, **arguments)
+    # Not to the last bit: the embedding's gradient may be added up in any order.
+    assert losses == pytest.approx(plain, rel=1e-4)
+    assert "recompute" in callback.policy.summary()
+    assert max(peaks[-2:]) == pytest.approx(callback.policy.predicted_peak_bytes, rel=TOLERANCE)
