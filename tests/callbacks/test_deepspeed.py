@@ -12,6 +12,7 @@ pytest.importorskip("deepspeed")
 
 SCRIPT = """
 import json, os, sys, time
+from contextlib import nullcontext
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from adacc_hf import AdaccCallback
@@ -28,7 +29,7 @@ for name in ("all_reduce", "reduce", "all_gather_into_tensor", "reduce_scatter_t
     setattr(torch.distributed, name, pausing(getattr(torch.distributed, name)))
 stage, settings, folder = int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
 sys.path.append(sys.argv[4])
-from conftest import MeasureStep
+from conftest import MeasureStep, graphs_as_they_are
 torch.set_num_threads(1)
 torch.manual_seed(0)
 sizes = dict(n_layer=3, n_embd=64, n_head=4, n_positions=64, vocab_size=2048, bos_token_id=0, eos_token_id=0)
@@ -38,7 +39,7 @@ zero = {"stage": stage, "reduce_bucket_size": 10_000, "allgather_bucket_size": 1
 zero |= {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
 args = TrainingArguments(
     folder, max_steps=8, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1, use_cpu=True,
-    report_to="none", save_strategy="no", disable_tqdm=True,
+    report_to="none", save_strategy="no", disable_tqdm=True, torch_compile=sys.argv[5] == "compiled",
     deepspeed={
         "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True,
         "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
@@ -50,13 +51,17 @@ dataset = [{"input_ids": row, "labels": row} for row in ids]
 measured = MeasureStep(3)  # ends before the optimizer step that callbacks see, which DeepSpeed's is not
 model = GPT2LMHeadModel(GPT2Config(**sizes))
 trainer = Trainer(model, args, train_dataset=dataset, callbacks=[*callbacks, measured])
-trainer.train()
+with graphs_as_they_are() if args.torch_compile else nullcontext():
+    trainer.train()
 KEYS = ("step", "event", "peak_bytes", "measured_peak_bytes")
 if os.environ["RANK"] == "0":
     logged = [log for log in trainer.state.log_history if "loss" in log]
     result = {"losses": [log["loss"] for log in logged], "norms": [log["grad_norm"] for log in logged]}
     result["peak"] = measured.peak_bytes
-    if callbacks:
+    if callbacks and args.torch_compile:
+        compiled = callbacks[0].compiled_policy
+        result |= {"stored_bytes": compiled.stored_bytes, "plain_bytes": compiled.plain_bytes}
+    elif callbacks:
         result |= {"history": [{k: e[k] for k in KEYS if k in e} for e in callbacks[0].history]}
         result |= {"head": callbacks[0].policy.head, "overhead_ms": callbacks[0].policy.predicted_overhead_ms}
     with open(os.path.join(folder, "result.json"), "w") as file:
@@ -66,14 +71,14 @@ if os.environ["RANK"] == "0":
 LOSSLESS = {"actions": ["retain", "recompute"], "memory_budget": 0.4, "head": "plain"}
 
 
-def train(folder: Path, stage: int, settings: dict | None) -> dict:
+def train(folder: Path, stage: int, settings: dict | None, mode: str = "eager") -> dict:
     """Losses, gradient norms and the policy of a run on two ranks."""
     folder.mkdir(parents=True)
     script = folder / "train.py"
     script.write_text(SCRIPT)
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     run = subprocess.run(
-        [sys.executable, *command, str(stage), json.dumps(settings), str(folder), str(Path(__file__).parent)],
+        [sys.executable, *command, str(stage), json.dumps(settings), str(folder), str(Path(__file__).parent), mode],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -114,3 +119,10 @@ def test_no_step_under_a_policy_takes_more_than_the_bytes_it_may(tmp_path):
     counted = {event["step"]: event["measured_peak_bytes"] for event in later if "measured_peak_bytes" in event}
     assert min(counted) == changed["step"] < max(counted), "the first policy was counted, and the second"
     assert max(ours["peak"], *counted.values()) <= budget
+
+
+def test_compiled_training_is_that_without_us(tmp_path):
+    plain = train(tmp_path / "plain", 2, None, "compiled")
+    ours = train(tmp_path / "ours", 2, {**LOSSLESS, "memory_budget": 0.5}, "compiled")
+    assert (ours["losses"], ours["norms"]) == (plain["losses"], plain["norms"])
+    assert 0 < ours["stored_bytes"] <= 0.5 * ours["plain_bytes"]
