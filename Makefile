@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-gpu bench eval tables style check clean
+.PHONY: help venv demo test test-gpu test-emulated bench eval tables style check clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -33,6 +33,10 @@ test: $(INSTALLED) ## Run the tests (WORKERS=N processes)
 
 test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
 	@HF_HUB_OFFLINE=1 $(BIN)/pytest -m gpu
+
+test-emulated: $(INSTALLED) ## Run those tests on an emulated CUDA device (a C++ compiler is all it needs)
+	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python tests/emulated_cuda -m pytest -m gpu \
+		tests/adacc_hf/test_gpu.py tests/callbacks/test_gpu.py tests/eval/test_contenders.py tests/eval/test_trial.py
 
 bench: $(INSTALLED) ## Time the executor and the codecs against what they replace
 	$(BIN)/python -m adacc_hf.eval.executor_bench

@@ -1,0 +1,227 @@
+// The device itself: memory that is counted as CUDA's caching allocator counts it, a guard, a generator and the hooks
+// by which torch asks whether there is a GPU. Memory is the host's, and whatever is enqueued is done at once.
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/Generator.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/GeneratorImpl.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/Generator.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <unordered_map>
+
+namespace {
+
+constexpr auto kCUDA = c10::DeviceType::CUDA;
+constexpr size_t kBlockBytes = 512;         // what CUDA's allocator rounds a request up to
+constexpr size_t kSegmentBytes = 2u << 20;  // what it asks the driver for, for small blocks
+constexpr size_t kTotalBytes = 16ull << 30;
+
+const c10::Device kDevice(kCUDA, 0);
+
+size_t rounded(size_t bytes, size_t unit) {
+  return (bytes + unit - 1) / unit * unit;
+}
+
+struct CountingAllocator final : c10::Allocator {
+  std::mutex mutex;
+  std::unordered_map<void*, size_t> blocks;
+  size_t live = 0, peak = 0, reserved = 0, peak_reserved = 0, limit = kTotalBytes, num_ooms = 0;
+
+  c10::DataPtr allocate(size_t bytes) override {
+    void* data = bytes ? take(rounded(bytes, kBlockBytes)) : nullptr;
+    return {data, data, &give_back, kDevice};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override {
+    return &give_back;
+  }
+
+  void copy_data(void* dest, const void* source, std::size_t count) const override {
+    std::memcpy(dest, source, count);
+  }
+
+  void* take(size_t bytes) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (live + bytes > limit) {
+      num_ooms++;
+      TORCH_CHECK_WITH(
+          OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", bytes, " bytes; ", live, " of ", limit,
+          " bytes are allocated (emulated device)");
+    }
+    void* data = nullptr;
+    TORCH_CHECK(posix_memalign(&data, kBlockBytes, bytes) == 0, "the host has no ", bytes, " bytes");
+    blocks[data] = bytes;
+    live += bytes;
+    peak = std::max(peak, live);
+    reserved = std::max(reserved, rounded(live, kSegmentBytes));
+    peak_reserved = std::max(peak_reserved, reserved);
+    return data;
+  }
+
+  static void give_back(void* data);
+};
+
+CountingAllocator& allocator() {
+  static auto* one = new CountingAllocator();
+  return *one;
+}
+
+void CountingAllocator::give_back(void* data) {
+  if (data == nullptr) {
+    return;
+  }
+  auto& self = allocator();
+  const std::lock_guard<std::mutex> lock(self.mutex);
+  self.live -= self.blocks.at(data);
+  self.blocks.erase(data);
+  std::free(data);
+}
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  static c10::Stream only_stream() {
+    return c10::Stream(c10::Stream::DEFAULT, kDevice);
+  }
+  c10::DeviceType type() const override { return kCUDA; }
+  c10::Device exchangeDevice(c10::Device) const override { return kDevice; }
+  c10::Device getDevice() const override { return kDevice; }
+  void setDevice(c10::Device device) const override {
+    TORCH_CHECK(device.index() <= 0, "CUDA error: invalid device ordinal ", device.index());
+  }
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::Stream getStream(c10::Device) const override { return only_stream(); }
+  c10::Stream getDefaultStream(c10::Device) const override { return only_stream(); }
+  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return only_stream(); }
+  c10::Stream getNewStream(c10::Device, int) const override { return only_stream(); }
+  c10::Stream exchangeStream(c10::Stream) const override { return only_stream(); }
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  bool queryStream(const c10::Stream&) const override { return true; }
+  void synchronizeStream(const c10::Stream&) const override {}
+  void synchronizeEvent(void*) const override {}
+  void synchronizeDevice(const c10::DeviceIndex) const override {}
+};
+
+// A seed and an offset, as CUDA's: whoever draws moves the offset on, and the state is these sixteen bytes.
+struct Philox final : c10::GeneratorImpl {
+  uint64_t seed_ = c10::default_rng_seed_val, offset_ = 0;
+
+  Philox() : GeneratorImpl(kDevice, c10::DispatchKeySet(c10::DispatchKey::CUDA)) {}
+
+  void set_current_seed(uint64_t seed) override {
+    seed_ = seed;
+    offset_ = 0;
+  }
+  void set_offset(uint64_t offset) override {
+    TORCH_CHECK(offset % 4 == 0, "offset must be a multiple of 4");
+    offset_ = offset;
+  }
+  uint64_t get_offset() const override { return offset_; }
+  uint64_t current_seed() const override { return seed_; }
+  uint64_t seed() override {
+    set_current_seed(c10::detail::getNonDeterministicRandom());
+    return seed_;
+  }
+  void set_state(const c10::TensorImpl& state) override {
+    TORCH_CHECK(state.device().is_cpu() && state.numel() == 16, "a state of a CUDA generator has 16 bytes on the CPU");
+    std::memcpy(&seed_, state.data(), 8);
+    std::memcpy(&offset_, static_cast<const char*>(state.data()) + 8, 8);
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    auto state = at::detail::empty_cpu({16}, c10::ScalarType::Byte);
+    std::memcpy(state.mutable_data_ptr(), &seed_, 8);
+    std::memcpy(static_cast<char*>(state.mutable_data_ptr()) + 8, &offset_, 8);
+    return state.getIntrusivePtr();
+  }
+  GeneratorImpl* clone_impl() const override {
+    auto* copy = new Philox();
+    copy->seed_ = seed_;
+    copy->offset_ = offset_;
+    return copy;
+  }
+};
+
+const at::Generator& default_generator() {
+  static auto* one = new at::Generator(c10::make_intrusive<Philox>());
+  return *one;
+}
+
+struct Hooks final : at::CUDAHooksInterface {
+  explicit Hooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasCUDA() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  int getNumGPUs() const override { return 1; }
+  c10::DeviceIndex current_device() const override { return 0; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  void setCurrentDevice(c10::DeviceIndex) const override {}
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+  void deviceSynchronize(c10::DeviceIndex) const override {}
+  c10::Device getDeviceFromPtr(void*) const override { return kDevice; }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetAllocator(c10::DeviceType::CPU); }
+  c10::Allocator* getCUDADeviceAllocator() const override { return &allocator(); }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return default_generator(); }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override {
+    return at::Generator(c10::make_intrusive<Philox>());
+  }
+};
+
+}  // namespace
+
+C10_REGISTER_GUARD_IMPL(CUDA, Guard);
+
+namespace at {
+C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", Hooks);
+}
+
+extern "C" {
+
+// Puts the device in place; false if torch had looked for a GPU already, and so goes on without.
+bool emulated_cuda_start() {
+  c10::SetAllocator(kCUDA, &allocator());
+  return at::detail::getCUDAHooks().hasCUDA();
+}
+
+PyObject* emulated_cuda_generator() {
+  return THPGenerator_initDefaultGenerator(default_generator());
+}
+
+// live, peak, reserved, peak reserved, limit, total, out-of-memory errors
+void emulated_cuda_memory(uint64_t* figures) {
+  auto& self = allocator();
+  const std::lock_guard<std::mutex> lock(self.mutex);
+  const uint64_t all[] = {
+      self.live, self.peak, self.reserved, self.peak_reserved, self.limit, kTotalBytes, self.num_ooms};
+  std::copy(std::begin(all), std::end(all), figures);
+}
+
+void emulated_cuda_reset_peak() {
+  auto& self = allocator();
+  const std::lock_guard<std::mutex> lock(self.mutex);
+  self.peak = self.live;
+  self.peak_reserved = self.reserved;
+}
+
+void emulated_cuda_empty_cache() {
+  auto& self = allocator();
+  const std::lock_guard<std::mutex> lock(self.mutex);
+  self.reserved = rounded(self.live, kSegmentBytes);
+}
+
+void emulated_cuda_set_limit(uint64_t bytes) {
+  auto& self = allocator();
+  const std::lock_guard<std::mutex> lock(self.mutex);
+  self.limit = bytes;
+}
+
+}

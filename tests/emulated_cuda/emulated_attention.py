@@ -1,0 +1,195 @@
+"""Fused attention as CUDA has it: its operators, with their outputs' shapes, dtypes and devices, computed step by step.
+
+A real kernel keeps no scores and draws its dropout from a seed and an offset, which backward draws from again. So do
+these: what they make on the way is the host's and not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+_library = torch.library.Library("aten", "IMPL")
+
+
+class _Inputs(NamedTuple):
+    """What forward and backward share, in float32 on the host: [batch, head, position, width]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scores: Tensor
+    scale: float
+
+
+def register() -> None:
+    """Make torch call these for tensors on CUDA."""
+    _library.impl("_scaled_dot_product_flash_attention", _flash, "CUDA")
+    _library.impl("_scaled_dot_product_flash_attention_backward", _flash_backward, "CUDA")
+    _library.impl("_scaled_dot_product_efficient_attention", _efficient, "CUDA")
+    _library.impl("_scaled_dot_product_efficient_attention_backward", _efficient_backward, "CUDA")
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor | int | None, ...]:
+    shapes = _on_meta(_aten._scaled_dot_product_flash_attention, (query, key, value, dropout_p, is_causal), scale)
+    state = _drawn(dropout_p, query.shape[0] * query.shape[1])
+    out, sums = _forward(_inputs(query, key, value, None, is_causal, scale), dropout_p, state)
+    rng_state = torch.tensor(state, dtype=torch.int64).to(torch.uint64)
+    unused = torch.zeros((), dtype=torch.uint64)
+    debug = torch.zeros(0, dtype=query.dtype)
+    placed = (_placed(out, shapes[0]), _placed(sums, shapes[1]), None, None, query.shape[2], key.shape[2])
+    return *placed, *map(_given, (rng_state, unused, debug))
+
+
+def _flash_backward(*arguments: Any, scale: float | None = None) -> tuple[Tensor, ...]:
+    grad_out, query, key, value, out, logsumexp, _, _, _, _, dropout_p, is_causal, rng_state, _ = arguments
+    shapes = _on_meta(_aten._scaled_dot_product_flash_attention_backward, arguments, scale)
+    state = tuple(_lent(rng_state).view(torch.int64).tolist())
+    inputs = _inputs(query, key, value, None, is_causal, scale)
+    gradients = _backward(inputs, grad_out, out, logsumexp, dropout_p, state, key.shape[1])
+    return tuple(_placed(*pair) for pair in zip(gradients[:3], shapes, strict=True))
+
+
+def _efficient(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    arguments = (query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal)
+    shapes = _on_meta(_aten._scaled_dot_product_efficient_attention, arguments, scale)
+    state = _drawn(dropout_p, query.shape[0] * query.shape[1])
+    out, sums = _forward(_inputs(query, key, value, attn_bias, is_causal, scale), dropout_p, state)
+    seed, offset = (torch.tensor(one, dtype=torch.int64) for one in state)
+    if dropout_p == 0:
+        seed, offset = _given(seed), _given(offset)  # with dropout CUDA leaves the two on the host
+    return _placed(out, shapes[0]), _placed(sums, shapes[1]), seed, offset
+
+
+def _efficient_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    dropout_p: float,
+    grad_input_mask: Sequence[bool],
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor | None, ...]:
+    tensors = (grad_out, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset)
+    arguments = (*tensors, dropout_p, grad_input_mask, is_causal)
+    shapes = _on_meta(_aten._scaled_dot_product_efficient_attention_backward, arguments, scale)
+    state = (int(_lent(philox_seed)), int(_lent(philox_offset)))
+    inputs = _inputs(query, key, value, attn_bias, is_causal, scale)
+    gradients = _backward(inputs, grad_out, out, logsumexp, dropout_p, state, key.shape[1])
+    return tuple(
+        _placed(values, shape) if wanted and shape is not None else None
+        for values, shape, wanted in zip(gradients, shapes, grad_input_mask, strict=True)
+    )
+
+
+def _inputs(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
+) -> _Inputs:
+    query, key, value = (_lent(tensor).float() for tensor in (query, key, value))
+    groups = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = query @ key.mT * scale
+    if bias is not None:
+        scores = scores + _lent(bias).float()
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).tril().logical_not(), -math.inf)
+    return _Inputs(query, key, value, scores, scale)
+
+
+def _forward(inputs: _Inputs, dropout_p: float, state: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    sums = inputs.scores.logsumexp(-1)
+    weights = (inputs.scores - sums[..., None]).exp()
+    return weights * _kept(weights, dropout_p, state) @ inputs.value, sums
+
+
+def _backward(
+    inputs: _Inputs,
+    grad_out: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    dropout_p: float,
+    state: tuple[int, int],
+    num_key_heads: int,
+) -> tuple[Tensor, ...]:
+    grad_out, out, sums = (_lent(tensor).float() for tensor in (grad_out, out, sums))
+    weights = (inputs.scores - sums[..., : inputs.query.shape[-2], None]).exp()
+    kept = _kept(weights, dropout_p, state)
+    grad_value = (weights * kept).mT @ grad_out
+    grad_weights = (grad_out @ inputs.value.mT) * kept
+    grad_scores = weights * (grad_weights - (grad_out * out).sum(-1, keepdim=True))
+    grad_query = grad_scores @ inputs.key * inputs.scale
+    grad_key = grad_scores.mT @ inputs.query * inputs.scale
+    by_group = (one.unflatten(1, (num_key_heads, -1)).sum(2) for one in (grad_key, grad_value))
+    return grad_query, *by_group, grad_scores
+
+
+def _drawn(dropout_p: float, num_heads: int) -> tuple[int, int]:
+    """Seed and offset of this call; the generator's offset moves on by a multiple of four if anything is drawn."""
+    if dropout_p == 0:
+        return 0, 0
+    generator = torch.cuda.default_generators[0]
+    offset = generator.get_offset()
+    generator.set_offset(offset + 32 * num_heads)
+    return generator.initial_seed(), offset
+
+
+def _kept(weights: Tensor, dropout_p: float, state: tuple[int, int]) -> Tensor | float:
+    """What each weight is multiplied with: 0 where it was dropped."""
+    if dropout_p == 0:
+        return 1.0
+    generator = torch.Generator().manual_seed((state[0] * 0x9E3779B1 + state[1]) % 2**63)
+    return (torch.rand(weights.shape, generator=generator) >= dropout_p).float() / (1 - dropout_p)
+
+
+def _on_meta(operator: Any, arguments: tuple[Any, ...], scale: float | None) -> tuple[Any, ...]:
+    """The operator's outputs without memory: torch's own account of shapes, strides and dtypes."""
+    without = [one.to("meta") if isinstance(one, Tensor) else one for one in arguments]
+    return operator(*without, scale=scale)
+
+
+def _placed(values: Tensor, like: Tensor) -> Tensor:
+    """`values` on the device, laid out as `like`, whose last dimension may be longer, or empty if nobody asked."""
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    width = min(made.shape[-1], values.shape[-1])
+    made.fill_(math.inf)[..., :width].copy_(values[..., :width])
+    return _given(made)
+
+
+def _lent(tensor: Tensor) -> Tensor:
+    return torch.ops.emulated_cuda.lent_to_cpu(tensor)
+
+
+def _given(tensor: Tensor) -> Tensor:
+    return torch.ops.emulated_cuda.given_to_device(tensor)

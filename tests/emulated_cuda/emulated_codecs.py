@@ -1,0 +1,63 @@
+"""Codecs on the emulated device by their CPU code, which has the same bits: Triton's interpreter takes a thousand times
+as long. The kernels themselves run with EMULATED_CUDA_TRITON=1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adacc_hf.kernels import codecs, outlier_int4
+
+
+def register() -> None:
+    """Make every codec take tensors of the device as tensors of the CPU on the same memory."""
+    for name in codecs.list_codecs():
+        codec_class = codecs._registry[name]
+        codec_class.fit = _lent_to(codec_class.fit)
+        codec_class.encode = _encoder(codec_class.encode)
+        codec_class.decode = _decoder(codec_class.decode)
+    outlier_int4.channel_sums = _lent_to(outlier_int4.channel_sums)
+
+
+def _lent_to(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose last argument is a tensor that may be the device's; so is then what it returns, if anything."""
+
+    def called(*args: Any) -> Any:
+        if not args[-1].is_cuda:
+            return function(*args)
+        made = function(*args[:-1], _lent(args[-1]))
+        return None if made is None else _given(made)
+
+    return called
+
+
+def _encoder(encode: Callable[..., codecs.Payload]) -> Callable[..., codecs.Payload]:
+    def encoded(self: codecs.Codec, tensor: Tensor) -> codecs.Payload:
+        if not tensor.is_cuda:
+            return encode(self, tensor)
+        payload = encode(self, _lent(tensor))
+        return replace(payload, tensors=tuple(map(_given, payload.tensors)))
+
+    return encoded
+
+
+def _decoder(decode: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def decoded(self: codecs.Codec, payload: codecs.Payload) -> Tensor:
+        if not payload.tensors[0].is_cuda:
+            return decode(self, payload)
+        return _given(decode(self, replace(payload, tensors=tuple(map(_lent, payload.tensors)))))
+
+    return decoded
+
+
+def _lent(tensor: Tensor) -> Tensor:
+    return torch.ops.emulated_cuda.lent_to_cpu(tensor)
+
+
+def _given(tensor: Tensor) -> Tensor:
+    return torch.ops.emulated_cuda.given_to_device(tensor)

@@ -1,0 +1,231 @@
+"""A CUDA device without a GPU, for a torch that was built without CUDA: importing this, before torch, puts it in place.
+
+Tensors say that they are on `cuda:0`, torch takes its CUDA decisions (autocast, dropout, fused attention, a backward
+thread of the device's own), memory is counted in blocks of 512 bytes, and random numbers come from a seed and an
+offset. It is no GPU: operators are the CPU's, with the CPU's bits, nothing is asynchronous, no time means anything,
+temporaries inside operators are not counted, blocks are never larger than asked for, and there is one stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import sys
+import sysconfig
+import time
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from adacc_hf.kernels._compiler import build
+
+if "torch" in sys.modules:
+    raise RuntimeError("import emulated_cuda before torch, which looks for a GPU only once")
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+FIGURES = ("live", "peak", "reserved", "peak_reserved", "limit", "total", "num_ooms")
+
+
+def _library(name: str) -> ctypes.PyDLL:
+    """The C++ of that name beside this file, compiled if need be."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("the emulated CUDA device needs torch, which is not installed")
+    folder = Path(spec.origin).parent
+    includes = (folder / "include", folder / "include/torch/csrc/api/include", sysconfig.get_paths()["include"])
+    libraries = ("-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10")
+    search = (f"-L{folder / 'lib'}", f"-Wl,-rpath,{folder / 'lib'}", "-Wl,--no-as-needed")
+    flags = ("-std=c++20", "-O1", "-fPIC", "-shared", *(f"-I{one}" for one in includes), *search, *libraries)
+    return ctypes.PyDLL(str(build(Path(__file__).with_name(name), flags, [version("torch")])))
+
+
+_device = _library("device.cpp")
+
+import torch  # noqa: E402  it has to find the device there
+
+if torch.backends.cuda.is_built():
+    raise RuntimeError("this torch has CUDA: the emulated device is for one that was built without")
+_device.emulated_cuda_start.restype = ctypes.c_bool
+if not _device.emulated_cuda_start():
+    raise RuntimeError("torch did not take the emulated device: import emulated_cuda first of all")
+_operators = _library("operators.cpp")
+_device.emulated_cuda_generator.restype = ctypes.py_object
+
+
+class Event:
+    """The host's clock; whatever was enqueued is done."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self._seconds = 0.0
+
+    def record(self, stream: object = None) -> None:
+        self._seconds = time.perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end._seconds - self._seconds) * 1e3
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait(self, stream: object = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class Stream:
+    """The only stream."""
+
+    device_type, device_index, stream_id, cuda_stream = 1, 0, 0, 0
+    device = torch.device("cuda", 0)
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    wait_event = wait_stream = lambda self, other: None
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record()
+        return event
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def memory() -> SimpleNamespace:
+    """What the allocator counted: bytes, and the number of out-of-memory errors."""
+    figures = (ctypes.c_uint64 * len(FIGURES))()
+    _device.emulated_cuda_memory(figures)
+    return SimpleNamespace(**dict(zip(FIGURES, figures, strict=True)))
+
+
+def set_limit(num_bytes: int) -> None:
+    """Let allocations above that many bytes fail with torch.OutOfMemoryError."""
+    _device.emulated_cuda_set_limit(ctypes.c_uint64(num_bytes))
+
+
+def _memory_stats(device: int) -> dict[str, Any]:
+    now = memory()
+    counts = {"allocated_bytes": (now.live, now.peak), "reserved_bytes": (now.reserved, now.peak_reserved)}
+    stats: dict[str, Any] = {"num_ooms": now.num_ooms, "num_alloc_retries": 0}
+    return stats | {name: {"all": {"current": live, "peak": peak}} for name, (live, peak) in counts.items()}
+
+
+def _properties(device: object = None) -> SimpleNamespace:
+    return SimpleNamespace(
+        name="Emulated CUDA device",
+        major=8,
+        minor=0,
+        total_memory=memory().total,
+        multi_processor_count=108,
+        max_threads_per_multi_processor=2048,
+        shared_memory_per_block_optin=166912,
+        regs_per_multiprocessor=65536,
+        warp_size=32,
+        L2_cache_size=40 << 20,
+        gcnArchName="",
+    )
+
+
+def _free_and_total(device: object = None) -> tuple[int, int]:
+    now = memory()
+    return max(0, min(now.limit, now.total) - now.reserved), now.total
+
+
+_sync_mode = 0
+
+
+def _set_sync_mode(mode: int) -> None:
+    global _sync_mode
+    _sync_mode = mode
+    _operators.emulated_cuda_forbid_waiting(mode == 2)
+
+
+def _index_or_none(device: int) -> int:
+    return 0 if device >= 0 else -1
+
+
+_IN_C: dict[str, Any] = {
+    "_cuda_getDeviceCount": lambda: 1,
+    "_cuda_getDevice": lambda: 0,
+    "_cuda_setDevice": lambda device: None,
+    "_cuda_synchronize": lambda: None,
+    "_cuda_sleep": lambda cycles: None,
+    "_cuda_emptyCache": lambda *args: _device.emulated_cuda_empty_cache(),
+    "_cuda_memoryStats": _memory_stats,
+    "_cuda_resetPeakMemoryStats": lambda device: _device.emulated_cuda_reset_peak(),
+    "_cuda_resetAccumulatedMemoryStats": lambda device: None,
+    "_cuda_setMemoryFraction": lambda fraction, device: set_limit(int(fraction * memory().total)),
+    "_cuda_getMemoryFraction": lambda device: memory().limit / memory().total,
+    "_cuda_set_sync_debug_mode": _set_sync_mode,
+    "_cuda_get_sync_debug_mode": lambda: _sync_mode,
+    "_cuda_setStream": lambda **stream: None,
+    "_cuda_getCurrentRawStream": lambda device: 0,
+    "_cuda_isCurrentStreamCapturing": lambda: False,
+    "_cuda_getArchFlags": lambda: "sm_80",
+    "_cuda_getCompiledVersion": lambda: 12080,
+    "_cuda_clearCublasWorkspaces": lambda: None,
+    "_has_cuda": True,
+}
+_IN_CUDA: dict[str, Any] = {
+    "_initialized": True,
+    "_exchange_device": _index_or_none,
+    "_maybe_exchange_device": _index_or_none,
+    "default_generators": (_device.emulated_cuda_generator(),),
+    "get_device_properties": _properties,
+    "mem_get_info": _free_and_total,
+    "current_stream": lambda device=None: Stream(),
+    "default_stream": lambda device=None: Stream(),
+    "is_current_stream_capturing": lambda: False,
+    "Stream": Stream,
+    "Event": Event,
+}
+
+
+def _run_interpreted_kernels_in_place() -> None:
+    """Triton's interpreter copies arguments to the host and back, which would wait, and count; here both are one."""
+    from triton.runtime.interpreter import GridExecutor
+
+    run = GridExecutor.__call__
+
+    def in_place(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def lent(value: Any) -> Any:
+            return torch.ops.emulated_cuda.lent_to_cpu(value) if isinstance(value, torch.Tensor) else value
+
+        return run(self, *map(lent, args), **{name: lent(value) for name, value in kwargs.items()})
+
+    GridExecutor.__call__ = in_place
+
+
+def _place() -> None:
+    for name, value in _IN_C.items():
+        setattr(torch._C, name, value)
+    for name, value in _IN_CUDA.items():
+        setattr(torch.cuda, name, value)
+    torch.cuda.memory.mem_get_info = _free_and_total
+    torch.cuda.manual_seed(torch.initial_seed())
+
+    import emulated_attention
+    import emulated_codecs
+
+    emulated_attention.register()
+    if os.environ.get("EMULATED_CUDA_TRITON") == "1":
+        _run_interpreted_kernels_in_place()
+    else:
+        emulated_codecs.register()
+
+
+_place()

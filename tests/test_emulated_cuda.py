@@ -1,0 +1,30 @@
+"""Our code for CUDA on an emulated device, which `emulated_cuda/emulated_cuda.py` tells about."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+SELECTION = ("tests/adacc_hf/test_gpu.py", "tests/callbacks/test_gpu.py")
+
+pytestmark = [
+    pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch has CUDA: run the tests marked gpu"),
+    pytest.mark.skipif(torch.__version__ < "2.13", reason="its C++ was written for torch 2.13"),
+    pytest.mark.skipif(not (os.environ.get("CXX") or shutil.which("g++")), reason="needs a C++ compiler"),
+]
+
+
+@pytest.mark.timeout(600)  # it starts Python anew and may compile, which takes minutes on a busy machine
+def test_the_tests_for_gpus_pass_on_an_emulated_device() -> None:
+    command = [sys.executable, ROOT / "tests/emulated_cuda", "-m", "pytest", "-q", "-m", "gpu"]
+    command += ["-p", "no:cacheprovider", *SELECTION]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+    assert "passed" in run.stdout
