@@ -277,10 +277,11 @@ def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def available_bytes(device: torch.device, static_bytes: int) -> int:
-    """Bytes that this process can have on `device`: what is live now and what is free."""
+    """Bytes that this process can have on `device`: what is live now and what is free, within its share if it has one."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device)
+        free, total = torch.cuda.mem_get_info(device)
+        limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+        return min(free + torch.cuda.memory_reserved(device), limit)
     import psutil
 
     return static_bytes + psutil.virtual_memory().available

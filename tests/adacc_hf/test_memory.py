@@ -216,10 +216,12 @@ def test_what_a_profile_and_a_measured_step_stand_on_has_workspaces_in_it(monkey
     assert asked == [CPU, CPU]
 
 
-def test_a_gpu_has_what_is_free_and_what_our_allocator_holds(monkeypatch):
+@pytest.mark.parametrize(("share", "nbytes"), [(1.0, 130), (0.13, 130), (0.1, 100)])
+def test_a_gpu_has_what_is_free_and_what_our_allocator_holds_within_its_share(monkeypatch, share, nbytes):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30)
-    assert available_bytes(torch.device("cuda", 0), static_bytes=7) == 130
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
+    assert available_bytes(torch.device("cuda", 0), static_bytes=7) == nbytes
 
 
 def test_a_cpu_has_what_is_free_and_what_is_live(monkeypatch):
