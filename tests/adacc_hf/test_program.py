@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from adacc_hf.program import Program, Solver, SolverLog, combine
@@ -97,3 +100,24 @@ def test_a_relaxation_keeps_to_a_limit_too() -> None:
     solver = Solver(program, SolverLog(), integer=False)
     assert solver.minimize(VALUES, -8.9) == pytest.approx([1, 1, 0])
     assert solver.minimize(VALUES, -9.1) is None
+
+
+def test_the_first_program_leaves_nothing_of_its_callers_alive() -> None:
+    """PuLP keeps errors of its import, with the frames below it; a new process imports it anew."""
+    code = """
+import gc, weakref
+from adacc_hf.program import Program
+
+class Model: pass
+
+def solve():
+    model = Model()
+    Program()
+    return weakref.ref(model)
+
+model = solve()
+gc.collect()
+assert model() is None
+"""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
