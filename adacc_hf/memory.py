@@ -277,7 +277,7 @@ def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def available_bytes(device: torch.device, static_bytes: int) -> int:
-    """Bytes that this process can have on `device`: what is live now and what is free, within its share if it has one."""
+    """Bytes that this process can have on `device`: what is live now and what is free, up to its share of a GPU."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
