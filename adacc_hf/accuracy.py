@@ -20,7 +20,7 @@ from adacc_hf.kernels.codecs import Payload
 from adacc_hf.ranks import is_sharded
 
 if TYPE_CHECKING:
-    from adacc_hf.executor import FollowPlan
+    from adacc_hf.follow_plan import FollowPlan
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from adacc_hf.blocks import Installation
 from adacc_hf.calls import call_name, num_calls, split_call
 from adacc_hf.config import AdaccConfig
-from adacc_hf.executor import FollowPlan
 from adacc_hf.fallback import fallback_kind, with_fallback_forward
+from adacc_hf.follow_plan import FollowPlan
 from adacc_hf.instruments import Instruments
 from adacc_hf.kinds import KindBuilder
 from adacc_hf.known_shapes import Key, KnownShape, KnownShapes

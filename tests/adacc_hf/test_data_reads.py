@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf import executor as executor_module
+from adacc_hf import AdaccConfig, Policy, apply_policy, follow_plan, profile_model
 from adacc_hf.data_reads import MAX_READ_BYTES, data_of, deciding_tensors, watched
 from adacc_hf.recorder import Recorder
 
@@ -170,8 +169,8 @@ def test_other_data_at_one_shape_is_exact(splitting, batch, run_steps, assert_sa
         set_lengths(lengths)
         plain[tuple(lengths)] = run_steps(model, batch)
     recorded = []
-    run = executor_module.Recording.run
-    monkeypatch.setattr(executor_module.Recording, "run", lambda self, fn: recorded.append(self.name) or run(self, fn))
+    run = follow_plan.Recording.run
+    monkeypatch.setattr(follow_plan.Recording, "run", lambda self, fn: recorded.append(self.name) or run(self, fn))
     with apply_policy(model, policy, CONFIG):
         for lengths in [*LENGTHS, *LENGTHS, *LENGTHS]:
             set_lengths(lengths)

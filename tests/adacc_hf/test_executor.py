@@ -11,8 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf import executor as executor_module
+from adacc_hf import AdaccConfig, Policy, apply_policy, follow_plan, profile_model
 from adacc_hf.errors import PolicyMismatchError, TapeMismatchError
 from adacc_hf.policy import RECOMPUTE, Action, Choice
 from adacc_hf.recorder import Recorder
@@ -64,8 +63,8 @@ def test_a_new_shape_is_recorded_twice(gpt2, batch, token_batch, policy, run_ste
     other = token_batch(3, 7)
     plain = [run_steps(gpt2, batch), run_steps(gpt2, other)]
     recorded = []
-    run = executor_module.Recording.run
-    monkeypatch.setattr(executor_module.Recording, "run", lambda self, fn: recorded.append(self.name) or run(self, fn))
+    run = follow_plan.Recording.run
+    monkeypatch.setattr(follow_plan.Recording, "run", lambda self, fn: recorded.append(self.name) or run(self, fn))
     with apply_policy(gpt2, policy):
         for _ in range(2):
             assert_same_steps(run_steps(gpt2, batch), plain[0])
@@ -100,7 +99,7 @@ def test_padding_may_come_and_go(gpt2, batch, recomputing, run_steps, assert_sam
 
 
 def test_forgotten_shapes_leave_nothing(gpt2, token_batch, recomputing, run_steps, assert_same_steps, monkeypatch):
-    monkeypatch.setattr(executor_module, "MAX_SHAPES", 3)
+    monkeypatch.setattr(follow_plan, "MAX_SHAPES", 3)
     batches = [token_batch(2, tokens) for tokens in (5, 6, 7, 8, 9)]
     plain = [run_steps(gpt2, each, num_steps=1) for each in batches]
     with apply_policy(gpt2, recomputing) as handle:
@@ -112,7 +111,7 @@ def test_forgotten_shapes_leave_nothing(gpt2, token_batch, recomputing, run_step
 
 
 def test_the_least_recently_used_shape_is_forgotten(gpt2, token_batch, recomputing, run_steps, monkeypatch):
-    monkeypatch.setattr(executor_module, "MAX_SHAPES", 2)
+    monkeypatch.setattr(follow_plan, "MAX_SHAPES", 2)
     with apply_policy(gpt2, recomputing) as handle:
         for tokens in (5, 6, 5, 7):
             run_steps(gpt2, token_batch(2, tokens), num_steps=1)
@@ -503,7 +502,7 @@ def test_a_policy_can_be_replaced_while_training(gpt2, batch, gpt2_profile, run_
     plain = run_steps(gpt2, batch)
     with apply_policy(gpt2, Policy.uniform(gpt2_profile, "recompute")) as handle:
         assert_same_steps(run_steps(gpt2, batch), plain)
-        monkeypatch.setattr(executor_module.Recording, "run", lambda *_: pytest.fail("recorded again"))
+        monkeypatch.setattr(follow_plan.Recording, "run", lambda *_: pytest.fail("recorded again"))
         for seed in random.Random(0).sample(range(100), 4):
             handle.replace(Policy.random(gpt2_profile, seed, ACTIONS, lossless=True))
             assert_same_steps(run_steps(gpt2, batch), plain)
@@ -512,9 +511,9 @@ def test_a_policy_can_be_replaced_while_training(gpt2, batch, gpt2_profile, run_
 def test_a_replaced_policy_goes_on_counting_calls(gpt2, batch, recomputing, monkeypatch):
     """Of a shape's calls 2, 24, 48 ... are recorded again, not those of every new policy."""
     recorded, counts = [], []
-    run = executor_module.Recording.run
+    run = follow_plan.Recording.run
     with apply_policy(gpt2, recomputing) as handle:
-        monkeypatch.setattr(executor_module.Recording, "run", lambda self, fn: recorded.append(self) or run(self, fn))
+        monkeypatch.setattr(follow_plan.Recording, "run", lambda self, fn: recorded.append(self) or run(self, fn))
         for _ in range(25):
             gpt2(**batch).loss.backward()
             handle.replace(recomputing)

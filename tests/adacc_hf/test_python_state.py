@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import PretrainedConfig
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf import executor as executor_module
+from adacc_hf import AdaccConfig, Policy, apply_policy, follow_plan, profile_model
 from adacc_hf.python_state import INERT_AFTER, RESTLESS_AFTER, SHORT, PythonState
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -75,8 +74,8 @@ def start(model):
 @pytest.fixture
 def recorded(monkeypatch):
     """The names of the blocks whose calls were recorded."""
-    names, run = [], executor_module.Recording.run
-    monkeypatch.setattr(executor_module.Recording, "run", lambda self, fn: names.append(self.name) or run(self, fn))
+    names, run = [], follow_plan.Recording.run
+    monkeypatch.setattr(follow_plan.Recording, "run", lambda self, fn: names.append(self.name) or run(self, fn))
     return names
 
 

@@ -16,7 +16,7 @@ import adacc_hf.rectifier as rectifier_module
 from adacc_hf import AdaccCallback, Policy
 from adacc_hf.callbacks.checkpoint_files import HISTORY_FILE
 from adacc_hf.callbacks.step_meter import StepMeter
-from adacc_hf.executor import FollowPlan
+from adacc_hf.follow_plan import FollowPlan
 from adacc_hf.judging import Rectification
 from adacc_hf.memory import MemoryMeter, count_static_bytes
 
