@@ -63,6 +63,7 @@ class Recorder(TorchDispatchMode):
         self.custom_slots: set[int] = set()
         self.untrusted: str | None = None
         self.reads: list[Read] = []
+        self._in_operator = False
         self._autocast = [str(torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
         self._current: dict[int, int] = {}
         self._stand_in = torch.empty(0)
@@ -151,7 +152,11 @@ class Recorder(TorchDispatchMode):
         if func.namespace in COLLECTIVES:  # the rest are groups of ranks, which no digest can tell apart
             recorded_args, recorded_kwargs = tuple(tensor_refs((recorded_args, recorded_kwargs))), {}
         drawing = self.drawing(func, args, kwargs)
-        result = func(*args, **kwargs)
+        self._in_operator = True
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._in_operator = False
         drew = drawing.happened()
         self._check_trust(func, args)
         if all(has_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)):
@@ -283,8 +288,11 @@ class Recorder(TorchDispatchMode):
         self._modules.pop()
 
     def watching_reads(self) -> AbstractContextManager[None]:
-        """While open, what the block turns into lists and arrays is noted: no operator tells of it."""
-        return watched(self._read)
+        """While open, what the block turns into lists and arrays is noted: no operator tells of it.
+
+        What an operator of the user's own reads is its own affair: replay has it run again, and compares.
+        """
+        return watched(lambda tensor, by: None if self._in_operator else self._read(tensor, by))
 
     @contextmanager
     def naming_modules(self) -> Iterator[None]:

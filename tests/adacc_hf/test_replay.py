@@ -217,13 +217,19 @@ def fills_empty(block, hidden):
     return hidden + block.down(FillsEmpty.apply(block.up(hidden)).tanh())
 
 
-@pytest.mark.parametrize("forward", [counts_in_hiding, spoils_its_input, thins_out, fills_empty])
+@pytest.mark.parametrize("forward", [counts_in_hiding, spoils_its_input, thins_out])
 def test_what_replay_cannot_remake_is_not_recomputable(toy_model, toy_batch, assert_exact, forward):
     """Rule R7: training under liars stays that of plain training, generators and buffers included."""
     profile = assert_exact(toy_model(forward, setup=add_buffer), toy_batch())
     kind = profile.kinds[0]
     tanh = next(value for value in kind.activations if value.name.endswith("tanh"))
     assert not tanh.recomputable
+
+
+def test_an_autograd_function_that_reads_data_is_left_to_torch(toy_model, toy_batch, assert_exact):
+    """Rule R8: what it makes of the data, and which operators follow, no tape can tell."""
+    profile = assert_exact(toy_model(fills_empty), toy_batch())
+    assert "numpy reads data into Python" in profile.kinds[0].fallback
 
 
 def test_nondeterminism_that_no_seed_reaches_is_found(toy_model, toy_batch):
