@@ -54,43 +54,45 @@ class TapeLibrary:
 
     def warn_untrusted(self, name: str, tape: Tape) -> None:
         """Say once per kind that torch's checkpoint takes over."""
-        if tape.structure not in self._warned:
-            self._warned.add(tape.structure)
-            log.warning("Adacc: block %s and others like it are run under torch's checkpoint: %s", name, tape.untrusted)
+        self._warn_once(
+            tape, "Adacc: block %s and others like it are run under torch's checkpoint: %s", name, tape.untrusted
+        )
 
     def warn_varying(self, name: str, tape: Tape) -> None:
         """Say once per kind that operators vary from call to call."""
-        if tape.structure not in self._warned:
-            self._warned.add(tape.structure)
-            log.warning(
-                "Adacc: block %s and others like it %s: their operators, or the numbers given to them, vary from call "
-                "to call",
-                name,
-                _instead(tape),
-            )
+        self._warn_once(
+            tape,
+            "Adacc: block %s and others like it %s: their operators, or the numbers given to them, vary from call to "
+            "call",
+            name,
+            _instead(tape),
+        )
 
     def warn_restless(self, name: str, tape: Tape, changed: tuple[str, ...]) -> None:
         """Say once per kind that what the block's modules hold changes again and again."""
-        if tape.structure not in self._warned:
-            self._warned.add(tape.structure)
-            log.warning(
-                "Adacc: block %s and others like it %s: %s changes again and again, and their operators with it; "
-                "change it less often to have them run under their plans",
-                name,
-                _instead(tape),
-                ", ".join(changed),
-            )
+        self._warn_once(
+            tape,
+            "Adacc: block %s and others like it %s: %s changes again and again, and their operators with it; change it "
+            "less often to have them run under their plans",
+            name,
+            _instead(tape),
+            ", ".join(changed),
+        )
 
     def warn_unplanned(self, name: str, tape: Tape) -> None:
         """Say once per kind that a shape has no plan."""
+        self._warn_once(
+            tape,
+            "Adacc: given %s, block %s and others like it run other operators than when profiled; all that can be is "
+            "recomputed there",
+            ", ".join(str(value.ref.geometry[0]) for value in tape.values if tape.is_block_input(value.index)),
+            name,
+        )
+
+    def _warn_once(self, tape: Tape, message: str, *details: object) -> None:
         if tape.structure not in self._warned:
             self._warned.add(tape.structure)
-            log.warning(
-                "Adacc: given %s, block %s and others like it run other operators than when profiled; all that can "
-                "be is recomputed there",
-                ", ".join(str(value.ref.geometry[0]) for value in tape.values if tape.is_block_input(value.index)),
-                name,
-            )
+            log.warning(message, *details)
 
     def learn_order(self, tape: Tape, order: Iterable[int]) -> None:
         """From now on expect backward to ask for the slots of `tape` in `order`."""
