@@ -86,27 +86,7 @@ def missing_bytes(profile: Profile, policy: Policy, measured: Mapping[str, int])
 def with_missing(profile: Profile, missing: Mapping[str, int]) -> Profile:
     """`profile` with so much more live at each moment."""
     at_blocks = [missing.get(block.name, 0) for block in profile.blocks]
-    forward, after = missing.get(FORWARD, 0), missing.get(AFTER, 0)
-    heads = tuple(
-        replace(
-            head,
-            outside_peak_bytes=head.outside_peak_bytes + forward,
-            loss_peak_bytes=head.loss_peak_bytes + forward,
-            tail_peak_bytes=head.tail_peak_bytes + after,
-            backward_base_bytes=tuple(a + b for a, b in zip(head.backward_base_bytes, at_blocks, strict=True)),
-        )
-        for head in profile.other_heads
-    )
     return replace(
-        profile,
-        blocks=tuple(
-            replace(block, backward_base_bytes=block.backward_base_bytes + more)
-            for block, more in zip(profile.blocks, at_blocks, strict=True)
-        ),
-        forward_base_bytes=profile.forward_base_bytes + forward,
-        outside_peak_bytes=profile.outside_peak_bytes + forward,
-        loss_peak_bytes=profile.loss_peak_bytes + forward,
-        tail_peak_bytes=profile.tail_peak_bytes + after,
+        profile.with_more_live(missing.get(FORWARD, 0), at_blocks, missing.get(AFTER, 0)),
         optimizer_peak_bytes=profile.optimizer_peak_bytes + missing.get(OPTIMIZER, 0),
-        other_heads=heads,
     )

@@ -143,30 +143,10 @@ class _Planner:
         shifts = {name: added - int((1 - share) * nbytes) for name, nbytes in gradients.items()}
         in_order = [shifts[block.name] for block in profile.blocks]
         return replace(
-            profile,
-            blocks=tuple(
-                replace(block, backward_base_bytes=block.backward_base_bytes + shift)
-                for block, shift in zip(profile.blocks, in_order, strict=True)
-            ),
+            profile.with_more_live(added, in_order, shifts["tail"]),
             static_bytes=profile.static_bytes + added,
-            forward_base_bytes=profile.forward_base_bytes + added,
-            outside_peak_bytes=profile.outside_peak_bytes + added,
-            loss_peak_bytes=profile.loss_peak_bytes + added,
-            tail_peak_bytes=profile.tail_peak_bytes + shifts["tail"],
             optimizer_peak_bytes=self.static.update_peak_bytes,
             available_bytes=self.request.workload.device.memory_bytes,
-            other_heads=tuple(
-                replace(
-                    head,
-                    outside_peak_bytes=head.outside_peak_bytes + added,
-                    loss_peak_bytes=head.loss_peak_bytes + added,
-                    tail_peak_bytes=head.tail_peak_bytes + shifts["tail"],
-                    backward_base_bytes=tuple(
-                        base + shift for base, shift in zip(head.backward_base_bytes, in_order, strict=True)
-                    ),
-                )
-                for head in profile.other_heads
-            ),
         )
 
     def _cut_gradients(self, blocks: list[str]) -> dict[str, int]:

@@ -277,6 +277,38 @@ class Profile:
             tail_peak_bytes=wanted.tail_peak_bytes,
         )
 
+    def with_more_live(self, forward: int, blocks: Sequence[int], after: int) -> Profile:
+        """The same model with so many bytes more, or fewer, live: until backward, in each block's, and after theirs.
+
+        That is so with every head. What is live before the step, and in the optimizer's, stays as it is.
+        """
+
+        def shifted(bases: Sequence[int]) -> tuple[int, ...]:
+            return tuple(base + more for base, more in zip(bases, blocks, strict=True))
+
+        heads = (
+            replace(
+                head,
+                outside_peak_bytes=head.outside_peak_bytes + forward,
+                loss_peak_bytes=head.loss_peak_bytes + forward,
+                tail_peak_bytes=head.tail_peak_bytes + after,
+                backward_base_bytes=shifted(head.backward_base_bytes),
+            )
+            for head in self.other_heads
+        )
+        bases = shifted([block.backward_base_bytes for block in self.blocks])
+        return replace(
+            self,
+            blocks=tuple(
+                replace(block, backward_base_bytes=base) for block, base in zip(self.blocks, bases, strict=True)
+            ),
+            forward_base_bytes=self.forward_base_bytes + forward,
+            outside_peak_bytes=self.outside_peak_bytes + forward,
+            loss_peak_bytes=self.loss_peak_bytes + forward,
+            tail_peak_bytes=self.tail_peak_bytes + after,
+            other_heads=tuple(heads),
+        )
+
     def _own_head(self) -> Head:
         return Head(
             name=self.head,
