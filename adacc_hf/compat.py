@@ -23,9 +23,8 @@ CHECKPOINTING = "activation_checkpointing" if hasattr(PreTrainedModel, "is_activ
 """What TrainingArguments call torch's checkpointing, and models the methods that switch it; 5.17 has the older name."""
 
 __all__ = [
-    "CHECKPOINTING", "FLAG", "FUNCTION", "SETTER", "GradientCheckpointingLayer", "PreTrainedModel",
-    "PretrainedConfig", "attention_of",
-    "block_of", "cast_from", "checkpointed", "class_name", "has_filled_cache", "is_compiled_around",
+    "CHECKPOINTING", "FLAG", "FUNCTION", "SETTER", "GradientCheckpointingLayer", "PreTrainedModel", "PretrainedConfig",
+    "attention_of", "block_of", "cast_from", "checkpointed", "class_name", "has_filled_cache", "is_compiled_around",
     "keyword_arguments", "layerdrop_rates", "no_packed_sequences", "outer_hooks", "owner_of", "owns_its_node",
     "run_inside_hooks", "switch_checkpointing", "without_caches", "without_layerdrop",
 ]  # fmt: skip
