@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from adacc_hf import __version__, cli_eval, cli_plan, cli_profiles
 from adacc_hf.errors import AdaccError, PolicyMismatchError
-from adacc_hf.explain import explain_policy
 from adacc_hf.files import read_json
 from adacc_hf.policy import COMPILED_FORMAT, Policy
 from adacc_hf.profile import Profile
+from adacc_hf.reports.explain import explain_policy
 from adacc_hf.units import format_bytes
 
 if TYPE_CHECKING:
@@ -95,21 +95,21 @@ def _explain(arguments: argparse.Namespace) -> str:
     profile = Profile.load(path)
     text = explain_policy(policy, profile)
     if arguments.html is not None:
-        from adacc_hf.report import write_report
+        from adacc_hf.reports.report import write_report
 
         write_report(arguments.html, profile=profile, policy=policy)
     return text
 
 
 def _explain_compiled(policy: CompiledPolicy, arguments: argparse.Namespace) -> str:
-    from adacc_hf.explain_compiled import explain_compiled
+    from adacc_hf.reports.explain_compiled import explain_compiled
 
     if arguments.profile is not None:
         raise ValueError(
             f"--profile={arguments.profile}: {arguments.policy} is of compiled graphs, which have no profile"
         )
     if arguments.html is not None:
-        from adacc_hf.report_compiled import write_compiled_report
+        from adacc_hf.reports.compiled import write_compiled_report
 
         write_compiled_report(arguments.html, policy=policy)
     return explain_compiled(policy)
@@ -135,12 +135,12 @@ def _report(arguments: argparse.Namespace) -> str:
     compiled = _compiled_policy(arguments.policy)
     history = read_json(arguments.history, AdaccError, "history") if arguments.history else ()
     if compiled is not None:
-        from adacc_hf.report_compiled import write_compiled_report
+        from adacc_hf.reports.compiled import write_compiled_report
 
         return f"wrote {write_compiled_report(arguments.output, policy=compiled, history=history)}"
     if arguments.profile is None:
         raise ValueError(f"report needs the profile that {arguments.policy} was solved from: name it by --profile")
-    from adacc_hf.report import write_report
+    from adacc_hf.reports.report import write_report
 
     policy, profile = Policy.load(arguments.policy), Profile.load(arguments.profile)
     return f"wrote {write_report(arguments.output, profile=profile, policy=policy, history=history)}"

@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adacc_hf.devices import NAMES
+from adacc_hf.ahead.devices import NAMES
 from adacc_hf.units import parse_bytes
 
 if TYPE_CHECKING:
-    from adacc_hf.planning import Planned, Request
+    from adacc_hf.ahead.planning import Planned, Request
 
 _PRECISIONS = ("fp32", "bf16", "bf16-amp", "fp16-amp")
 
@@ -52,8 +52,8 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> str:
     """The plan that `arguments` ask for, as text or JSON."""
-    from adacc_hf.planning import plan
-    from adacc_hf.planning_text import to_json, to_text
+    from adacc_hf.ahead.planning import plan
+    from adacc_hf.ahead.planning_text import to_json, to_text
 
     planned = plan(_request(arguments))
     if arguments.html is not None:
@@ -62,12 +62,12 @@ def run(arguments: argparse.Namespace) -> str:
 
 
 def _request(arguments: argparse.Namespace) -> Request:
-    from adacc_hf.devices import find_device
-    from adacc_hf.fake_model import PRECISIONS, Workload
-    from adacc_hf.model_presets import checked_seq_len, context_length, load_config
-    from adacc_hf.planning import Request
+    from adacc_hf.ahead.devices import find_device
+    from adacc_hf.ahead.fake_model import PRECISIONS, Workload
+    from adacc_hf.ahead.model_presets import checked_seq_len, context_length, load_config
+    from adacc_hf.ahead.planning import Request
+    from adacc_hf.ahead.static_memory import check_optimizer
     from adacc_hf.profile import Profile
-    from adacc_hf.static_memory import check_optimizer
 
     device = find_device(arguments.device)
     check_optimizer(arguments.optimizer)
@@ -99,7 +99,7 @@ def _request(arguments: argparse.Namespace) -> Request:
 
 
 def _sharding(arguments: argparse.Namespace) -> Any:
-    from adacc_hf.static_memory import Sharding
+    from adacc_hf.ahead.static_memory import Sharding
 
     if arguments.ddp is not None:
         return Sharding(method="ddp", num_devices=arguments.ddp)
@@ -114,9 +114,9 @@ def _sharding(arguments: argparse.Namespace) -> Any:
 
 
 def _write_report(folder: Path, planned: Planned) -> None:
-    from adacc_hf.planning_text import remarks
+    from adacc_hf.ahead.planning_text import remarks
     from adacc_hf.policy import Policy
-    from adacc_hf.report import write_report
+    from adacc_hf.reports.report import write_report
 
     policy = planned.policy or Policy.uniform(planned.profile, "recompute")
     comparison = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from adacc_hf.profile_store import VARIABLE, ProfileStore, Row, default_path
+from adacc_hf.profiling.profile_store import VARIABLE, ProfileStore, Row, default_path
 from adacc_hf.units import format_bytes
 
 

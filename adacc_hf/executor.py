@@ -41,11 +41,11 @@ from adacc_hf.blocks import Checkpointed, Installation
 from adacc_hf.calls import block_of_call, call_name, num_calls
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import ChunkedHeadError, PolicyMismatchError
-from adacc_hf.follow_plan import FollowPlan
-from adacc_hf.head import ChunkedHead
+from adacc_hf.execution.follow_plan import FollowPlan
+from adacc_hf.head.head import ChunkedHead
 from adacc_hf.kernels.codecs import Codec
 from adacc_hf.policy import Action, Policy
-from adacc_hf.tape_library import TapeLibrary
+from adacc_hf.tapes.library import TapeLibrary
 
 if TYPE_CHECKING:
     from adacc_hf.profile import Profile

@@ -15,8 +15,8 @@ from torch import nn
 from torch.autograd.profiler import profile, record_function
 from torch.utils._pytree import tree_leaves
 
-from adacc_hf.gradient_hooks import without_gradient_hooks
-from adacc_hf.local_tensors import local_of
+from adacc_hf.profiling.gradient_hooks import without_gradient_hooks
+from adacc_hf.tapes.local_tensors import local_of
 
 _MARK = "adacc_hf.memory.mark"
 

@@ -19,17 +19,17 @@ from adacc_hf.blocks import Installation
 from adacc_hf.compat import class_name, without_layerdrop
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import UncalledBlocksError
-from adacc_hf.fallback import fallback_backward
-from adacc_hf.gradient_hooks import without_gradient_hooks
-from adacc_hf.head_survey import HeadLayout, HeadSurvey
-from adacc_hf.instruments import Instruments
+from adacc_hf.head.survey import HeadLayout, HeadSurvey
 from adacc_hf.memory import batch_bytes, distinct_bytes
-from adacc_hf.own_loss import ComputeLoss, WithLoss
 from adacc_hf.profile import BlockProfile, Head, KindProfile, Profile
-from adacc_hf.profile_store import ProfileStore
-from adacc_hf.step_memory import StepLayout, measure_forward, measure_step_layout
-from adacc_hf.stored_prices import StoringInstruments
-from adacc_hf.survey import Survey, recompute_outcome
+from adacc_hf.profiling.fallback import fallback_backward
+from adacc_hf.profiling.gradient_hooks import without_gradient_hooks
+from adacc_hf.profiling.instruments import Instruments
+from adacc_hf.profiling.own_loss import ComputeLoss, WithLoss
+from adacc_hf.profiling.profile_store import ProfileStore
+from adacc_hf.profiling.step_memory import StepLayout, measure_forward, measure_step_layout
+from adacc_hf.profiling.stored_prices import StoringInstruments
+from adacc_hf.profiling.survey import Survey, recompute_outcome
 
 
 def profile_model(

@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from adacc_hf.accuracy import BlockSample, GradientError
-from adacc_hf.background import Background
 from adacc_hf.config import AdaccConfig
-from adacc_hf.judging import Rectification, bound_of, current_policy, judged, over_bound, with_margin
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.policy import Action, Plan, Policy
 from adacc_hf.ranks import from_first_rank, of_all_ranks
-from adacc_hf.repricing import with_errors, with_more_memory, with_outliers, without_lossy
-from adacc_hf.sampling import peaks_with_samples
 from adacc_hf.solver import Budget, solve_policy
-from adacc_hf.tracking import Findings, Key, MeasuringCodec, Observation, full_name, is_tracked
+from adacc_hf.tracking.accuracy import BlockSample, GradientError
+from adacc_hf.tracking.background import Background
+from adacc_hf.tracking.judging import Rectification, bound_of, current_policy, judged, over_bound, with_margin
+from adacc_hf.tracking.repricing import with_errors, with_more_memory, with_outliers, without_lossy
+from adacc_hf.tracking.sampling import peaks_with_samples
+from adacc_hf.tracking.tracking import Findings, Key, MeasuringCodec, Observation, full_name, is_tracked
 
 if TYPE_CHECKING:
     from adacc_hf.executor import BlockPlans

@@ -14,12 +14,12 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from adacc_hf.budget import Budget
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError
-from adacc_hf.milp import Column
 from adacc_hf.policy import Policy
-from adacc_hf.policy_search import Kinds, PolicySearch
+from adacc_hf.solving.budget import Budget
+from adacc_hf.solving.milp import Column
+from adacc_hf.solving.policy_search import Kinds, PolicySearch
 from adacc_hf.units import format_bytes
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adacc_hf.budget import Budget
 from adacc_hf.callbacks.checkpoint_files import (
     POLICY_FILE,
     PROFILE_FILE,
@@ -41,13 +40,13 @@ from adacc_hf.callbacks.trainer_guard import TrainerGuard
 from adacc_hf.callbacks.training_log import add_to_log, is_training_log
 from adacc_hf.callbacks.waiting import Waiting
 from adacc_hf.config import AdaccConfig
-from adacc_hf.counted_step import with_missing
 from adacc_hf.errors import InfeasibleBudgetError, UncalledBlocksError
 from adacc_hf.executor import PolicyHandle
-from adacc_hf.own_loss import ComputeLoss
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
 from adacc_hf.profiler import profile_model
+from adacc_hf.profiling.counted_step import with_missing
+from adacc_hf.profiling.own_loss import ComputeLoss
 from adacc_hf.ranks import (
     all_or_none,
     check_same_policy,
@@ -57,9 +56,10 @@ from adacc_hf.ranks import (
     of_all_ranks,
     or_ends_its_process,
 )
-from adacc_hf.repricing import without_lossy
-from adacc_hf.shapes import BatchShapes, batch_shapes, describe, is_alike
 from adacc_hf.solver import least_policy, solve_policy
+from adacc_hf.solving.budget import Budget
+from adacc_hf.tracking.repricing import without_lossy
+from adacc_hf.tracking.shapes import BatchShapes, batch_shapes, describe, is_alike
 
 if TYPE_CHECKING:
     from adacc_hf.callbacks.compiled_run import CompiledRun

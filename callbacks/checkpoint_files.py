@@ -13,7 +13,7 @@ from adacc_hf.errors import AdaccError
 from adacc_hf.files import read_json, write_json
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
-from adacc_hf.shapes import BatchShapes, shapes_from_json, shapes_to_json
+from adacc_hf.tracking.shapes import BatchShapes, shapes_from_json, shapes_to_json
 
 log = logging.getLogger(__name__)
 

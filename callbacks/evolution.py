@@ -23,16 +23,16 @@ from adacc_hf.callbacks.situations import MAX_SITUATIONS, Situation, Situations,
 from adacc_hf.callbacks.step_meter import StepMeter
 from adacc_hf.callbacks.step_retry import advice, tighter_budget
 from adacc_hf.config import AdaccConfig
-from adacc_hf.counted_step import missing_bytes, with_missing
 from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.executor import BlockPlans, PolicyHandle
-from adacc_hf.judging import NOTHING_FITS
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
+from adacc_hf.profiling.counted_step import missing_bytes, with_missing
 from adacc_hf.ranks import check_same_policy, num_ranks, of_all_ranks
 from adacc_hf.rectifier import Rectifier, Tracking
-from adacc_hf.shapes import BatchShapes
-from adacc_hf.tracking import is_tracking_step
+from adacc_hf.tracking.judging import NOTHING_FITS
+from adacc_hf.tracking.shapes import BatchShapes
+from adacc_hf.tracking.tracking import is_tracking_step
 
 log = logging.getLogger(__name__)
 

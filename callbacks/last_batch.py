@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from transformers import Trainer
 
-from adacc_hf.own_loss import ComputeLoss
+from adacc_hf.profiling.own_loss import ComputeLoss
 
 
 class LastBatch:

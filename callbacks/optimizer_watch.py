@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 
-from adacc_hf.optimizer_memory import OptimizerMeter, measure_clipping
+from adacc_hf.profiling.optimizer_memory import OptimizerMeter, measure_clipping
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from adacc_hf.errors import UncalledBlocksError
 from adacc_hf.profile import Profile
 from adacc_hf.profiler import describe_uncalled
 from adacc_hf.ranks import is_sharded, of_all_ranks
-from adacc_hf.shapes import BatchShapes, bucket_of, describe, resized
+from adacc_hf.tracking.shapes import BatchShapes, bucket_of, describe, resized
 
 log = logging.getLogger(__name__)
 

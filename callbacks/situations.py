@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from adacc_hf.callbacks.checkpoint_files import SavedSituation
 from adacc_hf.callbacks.step_times import StepTimes
+from adacc_hf.execution.follow_plan import is_checked_call
 from adacc_hf.executor import BlockPlans
-from adacc_hf.follow_plan import is_checked_call
 from adacc_hf.rectifier import Rectifier
-from adacc_hf.shapes import BatchShapes, bucket_of, fits_in, num_elements, smallest_around
+from adacc_hf.tracking.shapes import BatchShapes, bucket_of, fits_in, num_elements, smallest_around
 
 ENOUGH = 8
 """Batches of a bucket without a policy of its own that are worth a profile, which takes as long as 20 to 60 steps."""

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from adacc_hf.blocks import BlockFunction, LaterCall
-from adacc_hf.counted_step import CountedStep, peaks_of
 from adacc_hf.memory import MemoryMeter, static_bytes
+from adacc_hf.profiling.counted_step import CountedStep, peaks_of
 
 
 class StepMeter:

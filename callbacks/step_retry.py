@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from adacc_hf.budget import Budget
 from adacc_hf.rectifier import Rectifier
+from adacc_hf.solving.budget import Budget
 
 log = logging.getLogger(__name__)
 

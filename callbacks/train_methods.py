@@ -6,7 +6,7 @@ from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback, AdaccConfig
 from adacc_hf.compat import CHECKPOINTING
-from adacc_hf.naive import NAIVE_CODEC, quantize_everything
+from adacc_hf.solving.naive import NAIVE_CODEC, quantize_everything
 
 
 def method_callbacks(method: str, memory_budget: str) -> tuple[list[TrainerCallback], dict[str, Any]]:

@@ -7,7 +7,7 @@ from torch import nn
 from adacc_hf.blocks import Checkpointed, Installation
 from adacc_hf.compat import layerdrop_rates
 from adacc_hf.config import AdaccConfig
-from adacc_hf.head import ChunkedHead
+from adacc_hf.head.head import ChunkedHead
 
 
 class Waiting(Installation):

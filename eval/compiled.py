@@ -37,7 +37,7 @@ from adacc_hf.memory import backward, forward_loss, measure_step
 from adacc_hf.partitioner import AdaccPartitioner, CompiledPolicy
 from adacc_hf.partitioner.installed import InstalledPartitioner
 from adacc_hf.partitioner.plan_store import PlanStore
-from adacc_hf.timing import seconds_of
+from adacc_hf.profiling.timing import seconds_of
 
 WORKLOADS = {
     family: Workload(width=128, layers=2, batch=4, tokens=128, family=family) for family in ("gpt2", "llama", "t5")

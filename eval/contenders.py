@@ -25,7 +25,7 @@ from adacc_hf.eval.workload import Batch
 from adacc_hf.kernels.codecs import get_codec
 from adacc_hf.memory import StepMemory, measure_step
 from adacc_hf.policy import Action
-from adacc_hf.timing import seconds_of
+from adacc_hf.profiling.timing import seconds_of
 
 PLAIN, CHECKPOINTING = "plain", "HF gradient checkpointing"
 

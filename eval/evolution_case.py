@@ -14,9 +14,9 @@ from adacc_hf.eval.evolution_scenarios import Scenario, plant
 from adacc_hf.eval.records import Spread
 from adacc_hf.eval.workload import Batch, Workload
 from adacc_hf.executor import BlockPlans, PolicyHandle
-from adacc_hf.judging import Rectification
 from adacc_hf.memory import measure_step
-from adacc_hf.tracking import is_tracking_step
+from adacc_hf.tracking.judging import Rectification
+from adacc_hf.tracking.tracking import is_tracking_step
 
 CHANGE_ROUNDS = 11
 """Rounds in which the policies before and after a change are timed at a time, as often as it takes to know the median

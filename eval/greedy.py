@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from adacc_hf.budget import Budget
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError
-from adacc_hf.greedy import greedy_policies
-from adacc_hf.milp import build_model
-from adacc_hf.mixture import stored_bytes
-from adacc_hf.peak import PeakOracle
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
+from adacc_hf.solving.budget import Budget
+from adacc_hf.solving.greedy import greedy_policies
+from adacc_hf.solving.milp import build_model
+from adacc_hf.solving.mixture import stored_bytes
+from adacc_hf.solving.peak import PeakOracle
 
 
 def solve_greedy(

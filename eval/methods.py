@@ -22,8 +22,8 @@ from adacc_hf.eval.one_policy import solve_one_policy
 from adacc_hf.eval.subject import Subject
 from adacc_hf.eval.workload import Batch
 from adacc_hf.memory import MemoryMeter, static_bytes
-from adacc_hf.naive import NAIVE_CODEC, quantize_everything
 from adacc_hf.profile import Profile
+from adacc_hf.solving.naive import NAIVE_CODEC, quantize_everything
 
 Budget = str | float | int
 

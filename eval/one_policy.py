@@ -6,12 +6,12 @@ from collections import Counter
 
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError
-from adacc_hf.frontier import frontiers
-from adacc_hf.milp import build_model
-from adacc_hf.mixture import MixtureProgram
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
-from adacc_hf.program import SolverLog
+from adacc_hf.solving.frontier import frontiers
+from adacc_hf.solving.milp import build_model
+from adacc_hf.solving.mixture import MixtureProgram
+from adacc_hf.solving.program import SolverLog
 from adacc_hf.units import format_bytes
 
 

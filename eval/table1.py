@@ -22,9 +22,9 @@ from adacc_hf.eval.families import ATTENTIONS
 from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records import Settings, add_settings, markdown_table
 from adacc_hf.eval.workload import DEMO, Workload
-from adacc_hf.explain import activation_labels
-from adacc_hf.greedy import Bandwidths, bandwidths
-from adacc_hf.milp import KindModel, build_model
+from adacc_hf.reports.explain import activation_labels
+from adacc_hf.solving.greedy import Bandwidths, bandwidths
+from adacc_hf.solving.milp import KindModel, build_model
 from adacc_hf.units import format_bytes
 
 PAPER = """The paper's Table 1, four tensors of a GPT on its GPU:

@@ -33,7 +33,7 @@ from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records import Settings, add_settings, markdown_table, positive_int
 from adacc_hf.eval.training import ByteSequences
 from adacc_hf.eval.workload import Workload, library_bytes
-from adacc_hf.follow_plan import is_checked_call
+from adacc_hf.execution.follow_plan import is_checked_call
 
 WORKLOAD = Workload(width=128, layers=4, batch=1, tokens=64)
 """The model of all runs; only the batch differs."""

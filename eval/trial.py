@@ -17,7 +17,7 @@ from adacc_hf.eval.isolation import CannotRunError, Figures, OverLimitError
 from adacc_hf.eval.methods import Bench, Budget, Installed, Method
 from adacc_hf.eval.records import Spread, to_json
 from adacc_hf.eval.subject import Subject, first_sequences
-from adacc_hf.timing import seconds_of
+from adacc_hf.profiling.timing import seconds_of
 from adacc_hf.units import format_bytes
 
 FAMILIES: dict[str, dict[str, Method]] = {

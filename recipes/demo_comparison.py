@@ -20,7 +20,7 @@ from adacc_hf import apply_policy
 from adacc_hf.compat import switch_checkpointing
 from adacc_hf.eval.records import Spread
 from adacc_hf.memory import StepMemory, measure_step
-from adacc_hf.timing import seconds_of
+from adacc_hf.profiling.timing import seconds_of
 
 Batch = dict[str, torch.Tensor]
 WARMUP_ROUNDS, TIMED_ROUNDS = 2, 9

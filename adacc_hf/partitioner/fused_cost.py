@@ -18,7 +18,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from adacc_hf.partitioner.functorch import hint, op_types
 from adacc_hf.partitioner.joint_graph import is_held, nbytes_of, root_of
-from adacc_hf.timing import REPEATS, median_ms
+from adacc_hf.profiling.timing import REPEATS, median_ms
 
 LARGE_BYTES = 64 * 2**20
 """More than caches hold: what is stored is read again when much else was in between."""

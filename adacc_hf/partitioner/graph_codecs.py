@@ -15,8 +15,8 @@ from adacc_hf.partitioner.functorch import op_types
 from adacc_hf.partitioner.fused_cost import device_speed
 from adacc_hf.partitioner.joint_graph import JointGraph, nbytes_of
 from adacc_hf.partitioner.rewrite import memory_order
-from adacc_hf.pricing import CODEC_OF_ROLE, assumed_outliers, attention_bias, make_codec, relative_error
 from adacc_hf.profile import CodecOption
+from adacc_hf.profiling.pricing import CODEC_OF_ROLE, assumed_outliers, attention_bias, make_codec, relative_error
 
 aten = torch.ops.aten
 _MASKING = {aten.where, aten.mul, aten.div, aten.clone, torch.ops.prims.convert_element_type}

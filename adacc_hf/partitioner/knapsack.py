@@ -10,7 +10,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomKnapsackSolver
 
 from adacc_hf.partitioner.fused_cost import OperatorTimes
-from adacc_hf.program import Program, Solver, SolverLog
+from adacc_hf.solving.program import Program, Solver, SolverLog
 
 
 class AdaccKnapsack(CustomKnapsackSolver):

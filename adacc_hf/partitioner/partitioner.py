@@ -32,7 +32,7 @@ from adacc_hf.partitioner.ranges import spoiled_by_codecs
 from adacc_hf.partitioner.region import CompiledPolicy, RegionPlan, graph_digest, plan_for
 from adacc_hf.partitioner.rewrite import compress_saved
 from adacc_hf.policy import Action, Choice
-from adacc_hf.program import SolverLog
+from adacc_hf.solving.program import SolverLog
 from adacc_hf.units import format_bytes, parse_bytes
 
 log = logging.getLogger(__name__)
@@ -291,7 +291,7 @@ def _codecs(joint: JointGraph, stored: Mapping[int, Choice]) -> dict[str, Codec]
 @cache
 def _source_digest() -> str:
     """A digest of all that decides: this package's files, the core's and the codecs'."""
-    here = Path(__file__).parent
+    core = Path(__file__).parents[1]
     kernels = Path(get_codec.__code__.co_filename).parent
-    files = sorted([*here.glob("*.py"), *here.parent.glob("*.py"), *kernels.glob("*.py")])
+    files = sorted([*core.rglob("*.py"), *kernels.glob("*.py")])
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 
-from adacc_hf.milp import BlockVariables, KindModel, Store
 from adacc_hf.partitioner.segments import Segments, cut_into_segments
 from adacc_hf.policy import RETAIN, Choice
 from adacc_hf.profile import CodecOption, KindProfile
-from adacc_hf.program import Program, Solver, SolverLog, Terms
+from adacc_hf.solving.milp import BlockVariables, KindModel, Store
+from adacc_hf.solving.program import Program, Solver, SolverLog, Terms
 
 
 @dataclass(frozen=True, kw_only=True)

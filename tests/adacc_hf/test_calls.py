@@ -17,7 +17,7 @@ from adacc_hf import AdaccConfig, Policy, Profile, apply_policy, profile_model
 from adacc_hf.calls import block_of_call, call_name, num_calls, split_call
 from adacc_hf.errors import PolicyMismatchError
 from adacc_hf.memory import measure_step
-from adacc_hf.own_loss import WithLoss
+from adacc_hf.profiling.own_loss import WithLoss
 
 ACTIONS = ("retain", "recompute", "compress")
 GROUP = "albert.encoder.albert_layer_groups.0.albert_layers.0"

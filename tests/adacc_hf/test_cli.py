@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from adacc_hf import __version__, report_plots
+from adacc_hf import __version__
 from adacc_hf.cli import main
 from adacc_hf.kernels.codecs import list_codecs
 from adacc_hf.policy import Policy
+from adacc_hf.reports import plots
 
 
 @pytest.fixture
@@ -108,9 +109,9 @@ def test_missing_matplotlib_is_one_line(files, tmp_path: Path, capsys, monkeypat
 
 def test_fault_of_our_own_keeps_its_traceback(files, tmp_path: Path, monkeypatch) -> None:
     def broken():
-        raise ImportError("cannot import name 'x'", name="adacc_hf.report_plots")
+        raise ImportError("cannot import name 'x'", name="adacc_hf.reports.plots")
 
-    monkeypatch.setattr(report_plots, "matplotlib_module", broken)
+    monkeypatch.setattr(plots, "matplotlib_module", broken)
     with pytest.raises(ImportError, match="cannot import name 'x'"):
         main(["report", files[0], "--profile", files[1], "--output", str(tmp_path / "out")])
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from adacc_hf import AdaccConfig, Policy, apply_policy, follow_plan, profile_model
 from adacc_hf.errors import PolicyMismatchError, TapeMismatchError
 from adacc_hf.policy import RECOMPUTE, Action, Choice
-from adacc_hf.recorder import Recorder
+from adacc_hf.tapes.recorder import Recorder
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 ACTIONS = ("retain", "recompute", "compress")

@@ -9,9 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.ahead.fake_memory import FakeMemoryMeter
 from adacc_hf.compat import switch_checkpointing
-from adacc_hf.fake_memory import FakeMemoryMeter
-from adacc_hf.instruments import Instruments
 from adacc_hf.memory import (
     CpuMemoryMeter,
     MemoryMeter,
@@ -24,6 +23,7 @@ from adacc_hf.memory import (
     measure_step,
     static_bytes,
 )
+from adacc_hf.profiling.instruments import Instruments
 
 CPU = torch.device("cpu")
 ACTIONS = ("retain", "recompute", "compress")
@@ -205,7 +205,7 @@ def test_workspaces_are_taken_for_a_profile_and_not_for_every_count(monkeypatch)
 
 def test_what_a_profile_and_a_measured_step_stand_on_has_workspaces_in_it(monkeypatch, tiny_gpt2, token_batch):
     asked = []
-    for module in ("memory", "instruments"):
+    for module in ("memory", "profiling.instruments"):
         monkeypatch.setattr(f"adacc_hf.{module}.allocate_workspaces", asked.append)
     model, batch = tiny_gpt2(), token_batch()
     static_bytes(model, batch)

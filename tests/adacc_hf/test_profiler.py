@@ -8,7 +8,7 @@ from torch import nn
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.errors import NoBlocksError
-from adacc_hf.survey import recompute_outcome
+from adacc_hf.profiling.survey import recompute_outcome
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 

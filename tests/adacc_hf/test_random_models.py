@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, pricing, profile_model
-from adacc_hf.instruments import Instruments
 from adacc_hf.memory import MemoryMeter, MemoryPoint
-from adacc_hf.timing import time_of
+from adacc_hf.profiling.instruments import Instruments
+from adacc_hf.profiling.timing import time_of
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 VOCABULARY, MAX_TOKENS = 23, 16

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-import adacc_hf.accuracy as accuracy_module
-import adacc_hf.judging as judging_module
-import adacc_hf.tracking as tracking_module
+import adacc_hf.tracking.accuracy as accuracy_module
+import adacc_hf.tracking.judging as judging_module
+import adacc_hf.tracking.tracking as tracking_module
 from adacc_hf import Action, AdaccConfig, InfeasibleBudgetError, Policy, apply_policy, profile_model, solve_policy
-from adacc_hf.judging import ERROR_MARGIN, MIN_GAIN, Rectification
 from adacc_hf.policy import RETAIN
 from adacc_hf.rectifier import Rectifier
+from adacc_hf.tracking.judging import ERROR_MARGIN, MIN_GAIN, Rectification
 
 NORM = "GPT2Block.ln_2:native_layer_norm"
 """The input of c_fc, where outliers are planted by the norm's bias."""

@@ -5,7 +5,7 @@ import pytest
 from adacc_hf import AdaccConfig, Policy, PolicyMismatchError, profile_model, solve_policy
 from adacc_hf.compat import switch_checkpointing
 from adacc_hf.memory import measure_step
-from adacc_hf.own_loss import WithLoss
+from adacc_hf.profiling.own_loss import WithLoss
 from adacc_hf.selective_checkpoint import selective_contexts
 
 

@@ -503,7 +503,7 @@ LENGTHS = range(4, 84)
 
 def test_a_thousand_steps_of_changing_lengths_stay_flat(tiny_gpt2):
     """Live tensor bytes, Python objects and tapes are the same after warm-up and at the end."""
-    from adacc_hf.known_shapes import MAX_SHAPES
+    from adacc_hf.tapes.known_shapes import MAX_SHAPES
 
     assert len(LENGTHS) > MAX_SHAPES
     model = tiny_gpt2(layers=1, width=8, n_positions=128)

@@ -6,11 +6,11 @@ import pytest
 from transformers import TrainerCallback
 
 import adacc_hf.callbacks.adacc as adacc_module
-import adacc_hf.judging as judging_module
-import adacc_hf.tracking as tracking_module
+import adacc_hf.tracking.judging as judging_module
+import adacc_hf.tracking.tracking as tracking_module
 from adacc_hf import AdaccCallback, Policy, Profile
 from adacc_hf.callbacks.checkpoint_files import POLICY_FILE, PRICES_FILE, PROFILE_FILE
-from adacc_hf.explain import explain_policy
+from adacc_hf.reports.explain import explain_policy
 
 COMPRESS = {"actions": ("retain", "compress"), "min_compress_bytes": 4096, "memory_budget": 0.45}
 

@@ -24,7 +24,7 @@ from adacc_hf.callbacks.checkpoint_files import (
 )
 from adacc_hf.callbacks.situations import Situation
 from adacc_hf.rectifier import Rectifier
-from adacc_hf.repricing import with_more_memory
+from adacc_hf.tracking.repricing import with_more_memory
 
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
 

@@ -16,9 +16,9 @@ import adacc_hf.rectifier as rectifier_module
 from adacc_hf import AdaccCallback, Policy
 from adacc_hf.callbacks.checkpoint_files import HISTORY_FILE
 from adacc_hf.callbacks.step_meter import StepMeter
-from adacc_hf.follow_plan import FollowPlan
-from adacc_hf.judging import Rectification
+from adacc_hf.execution.follow_plan import FollowPlan
 from adacc_hf.memory import MemoryMeter, count_static_bytes
+from adacc_hf.tracking.judging import Rectification
 
 COMPRESS = {"actions": ("retain", "compress"), "min_compress_bytes": 4096, "memory_budget": 0.45}
 
@@ -344,7 +344,7 @@ class SpikeLoss(Trainer):
 @pytest.mark.parametrize("spoiled", [True, False], ids=["spoiled", "healthy"])
 def test_a_spike_switches_compression_off_only_where_it_spoils_gradients(make_trainer, monkeypatch, caplog, spoiled):
     callback = AdaccCallback(**{**COMPRESS, "memory_budget": 0.9, "actions": ("retain", "compress", "recompute")})
-    for module in ("callbacks.adacc", "judging"):
+    for module in ("callbacks.adacc", "tracking.judging"):
         monkeypatch.setattr(f"adacc_hf.{module}.solve_policy", compress_first)
     spoil = [SpoilCodec(monkeypatch, 8)] if spoiled else []
     trainer = make_trainer([callback, *spoil], trainer_class=SpikeLoss, max_steps=13)
@@ -443,7 +443,7 @@ def test_a_long_history_is_not_written_at_every_event(make_trainer, tmp_path, mo
 
 def test_the_measured_peak_corrects_a_prediction_that_was_too_low(make_trainer, monkeypatch):
     """As if the profiler had missed a quarter of a megabyte in every phase of the step."""
-    from adacc_hf.repricing import with_more_memory
+    from adacc_hf.tracking.repricing import with_more_memory
 
     original = adacc_module.profile_model
     probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.7)

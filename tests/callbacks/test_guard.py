@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import adacc_hf.callbacks.adacc as adacc_module
-import adacc_hf.judging as judging_module
+import adacc_hf.tracking.judging as judging_module
 from adacc_hf import AdaccCallback, Policy
 from adacc_hf.callbacks.train_methods import method_callbacks
 

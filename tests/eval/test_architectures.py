@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from adacc_hf.call import Call
 from adacc_hf.errors import NoBlocksError
 from adacc_hf.eval import architectures as architectures_module
 from adacc_hf.eval.architecture_configs import architectures
 from adacc_hf.eval.architectures import Verdict, check, main, same_bits, support_table
-from adacc_hf.recorder import Recorder
+from adacc_hf.execution.call import Call
+from adacc_hf.tapes.recorder import Recorder
 
 SUPPORT = Path(__file__).parents[2] / "docs" / "SUPPORT.md"
 TABLE = architectures()

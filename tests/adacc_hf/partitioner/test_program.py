@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from adacc_hf.partitioner.program import GraphModel, graph_model, keeping, least_bytes, least_time
 from adacc_hf.profile import KindProfile, Operator, Value
-from adacc_hf.program import SolverLog
+from adacc_hf.solving.program import SolverLog
 
 BLOCK = (100, 100, 100, 1)
 

@@ -1,0 +1,199 @@
+"""One call of a block under a plan: what saved-tensor hooks store in forward and give back in backward.
+
+NOTE [State of a call]
+1. Autograd's packed object is `(slot, held, version, spec)`. It owns what this slot needs: the tensor itself, or the
+   cells of the stored values that its replay reads. When autograd lets go of the slot, they go (rule R11): no table
+   outside. `spec` makes a DTensor of what was remade; all else here are plain tensors, the parts of this rank.
+2. The call owns what was remade in backward and a later unpack needs. The schedule says when each value was used last.
+3. Unpacks usually come in the order that the schedule was made for. If one does not (a second backward, gradients of a
+   part of the graph), it is served by a program made for it alone, and nothing remade is dropped before the call ends.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from adacc_hf.errors import TapeMismatchError
+from adacc_hf.tapes.local_tensors import arrived, copied, local_of, spec_of, whole
+from adacc_hf.tapes.replay import Program, copy_with_storage, view
+
+if TYPE_CHECKING:
+    from adacc_hf.kernels.codecs import Codec
+    from adacc_hf.tapes.compiled import CompiledPlan
+
+Packed = tuple[int, Any, "int | None", Any]
+
+
+class Cell:
+    """A stored value of one call: its base tensor, or its payload."""
+
+    __slots__ = ("payload", "saved", "tensor", "version")
+
+    def __init__(self) -> None:
+        self.tensor: torch.Tensor | None = None
+        self.payload: Any = None
+        self.saved: torch.Tensor | None = None
+        """What autograd saved. Its version tells of changes in place, which leave no mark on the part of a DTensor."""
+        self.version = 0
+
+
+class Call:
+    """The state of one call of a block. `pack` and `unpack` are its saved-tensor hooks."""
+
+    __slots__ = (
+        "_cells",
+        "_codecs",
+        "_environment",
+        "_in_order",
+        "_rank",
+        "_schedule",
+        "_slot",
+        "_versions",
+        "block",
+        "plan",
+        "seen",
+    )
+
+    def __init__(
+        self, plan: CompiledPlan, block: str, codecs: dict[int, Codec], externals: list[tuple[int, torch.Tensor]]
+    ) -> None:
+        self.plan = plan
+        self.block = block
+        self.seen: list[int] | None = None
+        """If a list, the order of unpacks is noted in it."""
+        self._codecs = codecs
+        self._cells: dict[int, Cell] = {value: Cell() for value in plan.roots}
+        self._environment: list[torch.Tensor | None] = [None] * plan.num_values
+        self._versions: list[tuple[int, torch.Tensor, int]] = []
+        for value, tensor in externals:
+            if value in self._cells:
+                self._store(value, tensor)
+            else:
+                self._environment[value] = local_of(tensor)
+                self._versions.append((value, tensor, tensor._version))
+        self._slot = 0
+        self._schedule = plan.schedule
+        self._rank = 0
+        self._in_order = True
+
+    def pack(self, tensor: torch.Tensor) -> Packed:
+        """Take the next tensor that autograd saves."""
+        tensor = arrived(tensor)
+        slot = self._slot
+        self._slot = slot + 1
+        if slot >= self.plan.num_slots:
+            raise TapeMismatchError(self._describe(slot, tensor, "no such slot"))
+        expected = self.plan.slots[slot]
+        local = local_of(tensor)
+        if (
+            local.shape != expected.size
+            or local.dtype is not expected.dtype
+            or local.stride() != expected.stride
+            or (expected.checks_offset and local.storage_offset() != expected.offset)
+        ):
+            raise TapeMismatchError(self._describe(slot, local, expected))
+        if expected.in_cell:
+            cell = self._cells[expected.value]
+            if cell.tensor is None and cell.payload is None:
+                self._store(expected.value, tensor)
+        if expected.needs is None:
+            return slot, tensor.detach(), tensor._version, None
+        return slot, [self._cells[value] for value in expected.needs], None, spec_of(tensor)
+
+    def finish(self) -> None:
+        """End the forward: from now on only the packed objects own what is stored."""
+        if self._slot != self.plan.num_slots:
+            raise TapeMismatchError(
+                f"block {self.block}: autograd saved {self._slot} tensors, its tape has {self.plan.num_slots}; its "
+                f"operators vary at one shape: leave its class out with AdaccConfig(block_classes=...)"
+            )
+        self._cells = {}
+
+    def unpack(self, packed: Packed) -> torch.Tensor:
+        """Give autograd the tensor of a slot, remade if need be."""
+        slot, held, version, spec = packed
+        if self.seen is not None:
+            self.seen.append(slot)
+        program = self._next_program(slot)
+        if version is not None:
+            if held._version != version:
+                raise self._modified(self.plan.slots[slot].value)
+            return copied(held) if self.plan.slots[slot].copied else held
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(self.plan.device_type):
+            with torch.no_grad(), torch.autocast(self.plan.device_type, enabled=False):
+                return whole(self._run(program, slot, held), spec)
+        return whole(self._run(program, slot, held), spec)
+
+    def _next_program(self, slot: int) -> Program | None:
+        schedule = self._schedule
+        if self._in_order and schedule.order[self._rank] == slot:
+            program = schedule.programs[self._rank]
+            self._rank = (self._rank + 1) % len(schedule.order)
+            return program
+        self._in_order = False
+        if self.plan.slots[slot].needs is None:
+            return None
+        return self.plan.program_out_of_order(slot, self._environment)
+
+    def _run(self, program: Program, slot: int, cells: list[Cell]) -> torch.Tensor:
+        environment = self._environment
+        if program.steps and self._versions:
+            self._check_externals()
+        for step in program.steps:
+            for value in step.loads:
+                self._fetch(value, slot, cells)
+            step.run(environment)
+        for value in program.loads:
+            self._fetch(value, slot, cells)
+        ref = self.plan.slots[slot].ref
+        result = view(environment[ref.value], ref)
+        for value in program.frees:
+            environment[value] = None
+        is_read_again = environment[ref.value] is not None or ref.value in self.plan.store.retained
+        return copy_with_storage(result) if is_read_again and self.plan.slots[slot].copied else result
+
+    def _fetch(self, value: int, slot: int, cells: list[Cell]) -> None:
+        """Put a stored value into the environment, decoded unless it is still there."""
+        cell = cells[self.plan.slots[slot].position[value]]
+        if cell.tensor is not None:
+            if cell.saved._version != cell.version:
+                raise self._modified(value)
+            self._environment[value] = cell.tensor
+        elif self._environment[value] is None:
+            decoded = self._codecs[value].decode(cell.payload)
+            self._environment[value] = view(decoded, self.plan.tape.values[value].ref)
+
+    def _store(self, value: int, tensor: torch.Tensor) -> None:
+        """Fill the cell of `value` from a tensor on its storage; encoded once however many slots share it (rule R3)."""
+        cell = self._cells[value]
+        with torch.no_grad():
+            if value in self._codecs:
+                cell.payload = self._codecs[value].encode(view(local_of(tensor), self.plan.encode_views[value]))
+            else:
+                cell.saved, cell.version = tensor.detach(), tensor._version
+                cell.tensor = view(local_of(cell.saved), self.plan.tape.values[value].ref)
+
+    def _check_externals(self) -> None:
+        for value, tensor, version in self._versions:
+            if tensor._version != version:
+                raise self._modified(value)
+
+    def _modified(self, value: int) -> RuntimeError:
+        return changed_in_place(self.block, self.plan.tape.values[value].name)
+
+    def _describe(self, slot: int, tensor: torch.Tensor, expected: Any) -> str:
+        return (
+            f"block {self.block}: saved tensor {slot} is {tuple(tensor.shape)} stride {tensor.stride()} "
+            f"{tensor.dtype}, its tape says {expected}; its operators vary at one shape: leave its class out with "
+            f"AdaccConfig(block_classes=...)"
+        )
+
+
+def changed_in_place(block: str, what: str) -> RuntimeError:
+    """The error for a tensor that backward needs as it was."""
+    return RuntimeError(
+        f"block {block}: {what}, needed for backward, was changed in place after the forward; plain autograd refuses "
+        f"this too: change it after backward, or on a copy"
+    )

@@ -1,0 +1,279 @@
+"""One block under its plan: calls recorded or followed, shape by shape. The rules are in executor.py's NOTE."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from adacc_hf.blocks import Checkpointed
+from adacc_hf.errors import PolicyMismatchError, TapeMismatchError
+from adacc_hf.execution.call import Call
+from adacc_hf.execution.choices import can_follow, least_memory, least_memory_choices
+from adacc_hf.execution.recording import Recording
+from adacc_hf.kernels.codecs import Codec, get_codec
+from adacc_hf.policy import RETAIN, Action, Choice, Plan
+from adacc_hf.tapes.call_inputs import fetch
+from adacc_hf.tapes.compiled import CompiledPlan
+from adacc_hf.tapes.known_shapes import MAX_SHAPES, Key, KnownShape, KnownShapes
+from adacc_hf.tapes.library import TapeLibrary
+from adacc_hf.tapes.tape import Tape
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Entry:
+    """How a block runs at one shape: under a compiled plan, or by torch's checkpoint where its tape is not trusted."""
+
+    known: KnownShape
+    compiled: CompiledPlan | None
+    codecs: dict[int, Codec]
+    seen: list[int] | None = None
+
+
+class Observer(Protocol):
+    """What may look at a call that a strategy runs."""
+
+    def run(
+        self, plan: FollowPlan, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Take itself off `plan`, have it run the call, and return the result."""
+
+
+class FollowPlan:
+    """The strategy that runs one block under its plan."""
+
+    def __init__(
+        self,
+        name: str,
+        plan: Plan,
+        library: TapeLibrary,
+        known: KnownShapes | None = None,
+        earlier: tuple[CompiledPlan | None, ...] = (),
+    ) -> None:
+        self.name = name
+        self.plan = plan
+        self._is_plain = plan.is_plain
+        self._is_checkpointed = any(_is_checkpointed_on_all_ranks(shape.tape) for shape in (known or {}).values())
+        self.library = library
+        self.known = KnownShapes() if known is None else known
+        """The block's shapes; all its plans share what is known of them."""
+        self._earlier = earlier
+        """What the block ran under before, kept until its first call so that a plan of the same actions shares it."""
+        self.entries: OrderedDict[Key, Entry] = OrderedDict()
+        self.wrap_codec: Callable[[int, Codec], Codec] | None = None
+        """If set, what stands around each activation's codec for the time being."""
+        self.observer: Observer | None = None
+        """If set, what runs the next call in place of this strategy."""
+
+    @property
+    def tapes(self) -> dict[Any, Tape]:
+        """The block's tapes by shape."""
+        return {key: known.tape for key, known in self.known.items()}
+
+    def programs(self) -> tuple[CompiledPlan | None, ...]:
+        """What the block runs under, or ran under last if it was not called yet."""
+        return tuple(entry.compiled for entry in self.entries.values()) or self._earlier
+
+    def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.observer is not None:
+            return self.observer.run(self, block, fn, args, kwargs)
+        if self._is_checkpointed:
+            return Checkpointed().run(block, fn, args, kwargs)
+        if self._is_plain and self.entries:
+            return fn(*args)
+        key = self.known.key(block, args, kwargs)
+        entry = self.entries.get(key) or self._known_entry(key)
+        if entry is None and self.known.is_strange(key):
+            return self._run_untaped(any(t.has_collectives for t in self.tapes.values()), block, fn, args, kwargs)
+        if entry is None:
+            return self._first_call(key, block, fn, args, kwargs)
+        self.entries.move_to_end(key)
+        if entry.compiled is None:
+            return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)
+        entry.known.num_calls += 1
+        self._learn_order(entry)
+        if is_checked_call(entry.known.num_calls) and not entry.compiled.is_plain:
+            return self._checked_call(entry, block, fn, args, kwargs)
+        return self._call(entry, block, fn, args, kwargs)
+
+    def run_again(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call that was run before, to look at it. It is not counted: calls are recorded by their number."""
+        entry = self.entries.get(self.known.key(block, args, kwargs))
+        if entry is None or entry.compiled is None or entry.compiled.is_plain:
+            return self.run(block, fn, args, kwargs)
+        self._learn_order(entry)
+        is_checked = entry.known.num_calls > 1
+        return (self._call if is_checked else self._checked_call)(entry, block, fn, args, kwargs)
+
+    @staticmethod
+    def _run_untaped(has_collectives: bool, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run a call that no tape fits. This rank alone may know: no collective may run again (rule R13)."""
+        return fn(*args) if has_collectives else Checkpointed().run(block, fn, args, kwargs)
+
+    def _call(self, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call under the plan."""
+        externals = fetch(entry.compiled.externals, block, args, kwargs)
+        if not entry.compiled.has_all(externals):  # a layer that merged its adapter has its scales elsewhere for a call
+            return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)
+        call = Call(entry.compiled, self.name, self._codecs(entry), externals)
+        if len(entry.compiled.tape.order or ()) < entry.compiled.num_slots:
+            entry.seen = call.seen = []
+        with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
+            result = fn(*args)
+        call.finish()
+        replaced = entry.compiled.replaced(externals, block)
+        if replaced is not None:
+            raise TapeMismatchError(
+                f"block {self.name} put another tensor in the place of {replaced} within a call, so that replay would "
+                f"read an old one: make it a buffer, or leave its class out with AdaccConfig(block_classes=...)"
+            )
+        return result
+
+    def _codecs(self, entry: Entry) -> dict[int, Codec]:
+        if self.wrap_codec is None:
+            return entry.codecs
+        return {value: self.wrap_codec(value, codec) for value, codec in entry.codecs.items()}
+
+    def _known_entry(self, key: Key) -> Entry | None:
+        """The entry for a shape that was recorded under another plan."""
+        known = self.known.get(key)
+        if known is not None:
+            self.entries[key] = self._entry(known)
+            self._earlier = ()
+        return self.entries.get(key)
+
+    def _learn_order(self, entry: Entry) -> None:
+        """Learn the order of unpacks from the backward that asked for most slots, whichever came first."""
+        if entry.seen:
+            tape, asked = entry.compiled.tape, dict.fromkeys(entry.seen)
+            if len(asked) > len(tape.order or ()):
+                self.library.learn_order(tape, asked)
+            entry.seen = None
+
+    def _first_call(self, key: Key, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recording = Recording(self.name, block, args, kwargs)
+        result = recording.run(fn)
+        tape = self.library.verified(recording.recorder)
+        known = KnownShape(tape, varies=self._is_restless(key, tape))
+        self._is_checkpointed = _is_checkpointed_on_all_ranks(tape)
+        key = self.known.add(key, known)
+        entry = self.entries[key] = self._entry(known)
+        if len(self.entries) > MAX_SHAPES:
+            oldest, _ = self.entries.popitem(last=False)
+            self.known.pop(oldest, None)
+        if entry.compiled is not None and not entry.compiled.is_plain:
+            entry.seen = recording.hand_over(entry.compiled, self._codecs(entry))
+        recording.close()
+        return result
+
+    def _is_restless(self, key: Key, tape: Tape) -> bool:
+        """Whether the block is given other Python values again and again, and runs other operators with each."""
+        state = self.known.state
+        if state is None:
+            return False
+        others = {known.tape.digest for other, known in self.known.items() if key == other._replace(state=key.state)}
+        if others:
+            state.learn(same_operators=tape.digest in others)
+        if state.is_restless:
+            self.library.warn_restless(self.name, tape, state.changed)
+        return state.is_restless
+
+    def _checked_call(self, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Record the call once more; if it ran other operators, torch's checkpoint takes over at this shape."""
+        recording = Recording(self.name, block, args, kwargs)
+        result = recording.run(fn)
+        tape = recording.recorder.tape()
+        if tape.digest == entry.compiled.tape.digest:
+            entry.seen = recording.hand_over(entry.compiled, self._codecs(entry))
+        else:
+            self.library.warn_varying(self.name, tape)
+            entry.compiled, entry.known.varies = None, True
+        recording.close()
+        return result
+
+    def _entry(self, known: KnownShape) -> Entry:
+        tape = known.tape
+        if tape.untrusted is not None:
+            self.library.warn_untrusted(self.name, tape)
+        if tape.untrusted is not None or known.varies:
+            return Entry(known, None, {})
+        choices = self.choices(tape)
+        shared = frozenset(
+            value.index for value in tape.values if tape.is_block_input(value.index) and value.index not in choices
+        )
+        compiled = self.library.compiled(tape, choices, shared)
+        codecs = {
+            value: get_codec(choice.codec, **dict(choice.options))
+            for value, choice in choices.items()
+            if choice.action is Action.COMPRESS
+        }
+        return Entry(known, compiled, codecs)
+
+    def choices(self, tape: Tape) -> dict[int, Choice]:
+        """The plan's choices as far as they can be followed on this tape.
+
+        Raises PolicyMismatchError if the same call ran other operators when it was profiled, or another block did. Once
+        the block has fitted its plan, other operators are a change in mid-training: weights frozen or set free, say.
+        """
+        structure, _, identity, call = (self.plan.kind.split("-") + [""] * 3)[:4]
+        own_structure, _, own_identity, own_call = tape.kind.split("-")
+        if structure != own_structure:
+            planned = next((known for known in self.tapes.values() if known.kind.startswith(f"{structure}-")), None)
+            same = planned.values_in(tape) if planned is not None else None
+            if same is not None:
+                return self._choices_by_value(tape, same)
+            if planned is None and (identity != own_identity or call == own_call):
+                raise PolicyMismatchError(
+                    f"block {self.name} ({tape.block_class}: {len(tape.operators)} operators, {len(tape.slots)} saved "
+                    f"tensors) has tape {tape.kind}, the policy was made for tape {self.plan.kind}: the model, its "
+                    f"attention, dropout or precision differ; profile this model and solve a policy for it"
+                )
+            return self._careful_choices(tape)
+        choices = dict(self.plan.choices)
+        unfit = [value for value, choice in choices.items() if not can_follow(choice, tape, value)]
+        if unfit:
+            names = ", ".join(tape.values[value].name for value in unfit)
+            log.warning(
+                "Adacc: block %s retains %s: it can be neither replayed nor encoded as planned", self.name, names
+            )
+        return choices | dict.fromkeys(unfit, RETAIN)
+
+    def _choices_by_value(self, tape: Tape, same: dict[int, int]) -> dict[int, Choice]:
+        """The plan's choices for a call of the planned operators of which autograd saves other results.
+
+        `same` maps the values that the plan was made for to those of `tape`.
+        """
+        planned = {same[value]: choice for value, choice in self.plan.choices if value in same}
+        inputs = [value.index for value in tape.values if tape.is_block_input(value.index) and value.index in planned]
+        made = [value for value in tape.saved_values() if tape.values[value].source is None]
+        follow = {v: v in planned and can_follow(planned[v], tape, v) for v in [*inputs, *made]}
+        return {v: planned[v] if followed else least_memory(tape, v) for v, followed in follow.items()}
+
+    def _careful_choices(self, tape: Tape) -> dict[int, Choice]:
+        """Least memory for a call with other operators than the profiled one: a batch of one, say, or no padding."""
+        if self._is_plain:
+            return {}
+        self.library.warn_unplanned(self.name, tape)
+        return least_memory_choices(tape)
+
+
+def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:
+    """Whether torch's checkpoint runs the block whatever its plan says: the ranks' plans may differ (rule R13)."""
+    return tape.untrusted is not None and tape.has_collectives
+
+
+def is_checked_call(num_calls: int) -> bool:
+    """Whether the n-th call of a block at one shape is recorded again, to find operators that vary (rule R8).
+
+    The second is, before the first replay of an old record, and then the 24th, 48th, 96th and so on. Powers of two are
+    left alone: tracking, which measures a policy that a recorded call may not run under, has these.
+    """
+    thirds, rest = divmod(num_calls, 3)
+    return num_calls == 2 or (rest == 0 and thirds >= 8 and thirds & (thirds - 1) == 0)

@@ -1,0 +1,1 @@
+"""The output layer and its loss: whole logits, or chunks of them that never exist together."""

@@ -1,0 +1,98 @@
+"""How a profile takes its readings: by running on the device, timing it and asking its allocator.
+
+`profile_model` reads through one object of this class, so that a model without memory can be read too (fake_model.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from adacc_hf.config import AdaccConfig
+from adacc_hf.head.lazy_logits import LossCall
+from adacc_hf.head.pricing import HEADS, head_ms
+from adacc_hf.memory import (
+    MemoryMeter,
+    allocate_workspaces,
+    available_bytes,
+    backward,
+    forward_loss,
+    static_bytes,
+)
+from adacc_hf.profiling.pricing import Prices, outliers_in, price_tape
+from adacc_hf.profiling.timing import seconds_of
+from adacc_hf.tapes.recorder import Drawing
+from adacc_hf.tapes.replay import verify
+from adacc_hf.tapes.tape import Tape
+
+
+class Instruments:
+    """Readings from real runs."""
+
+    drawing: type[Drawing] = Drawing
+    """Finds out whether an operator draws random numbers."""
+
+    def verify(self, tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
+        """The values of `tape` that replay remakes bit for bit (rule R7)."""
+        return verify(tape, bases)
+
+    def outliers(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
+        """Outlier channels of each activation whose codec keeps them."""
+        return outliers_in(tape, bases, config)
+
+    def price(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig, outliers: dict[int, int]) -> Prices:
+        """The time of each operator of `tape`, and the codecs of each activation with theirs."""
+        return price_tape(tape, bases, config, outliers)
+
+    def meter(self, device: torch.device) -> MemoryMeter:
+        """A meter of live bytes on `device`."""
+        return MemoryMeter.for_device(device)
+
+    def on_gradient(self, tensor: torch.Tensor, call: Callable[[], None]) -> None:
+        """Have `call` called in backward once the gradient of `tensor` is there."""
+
+        def hook(_: torch.Tensor) -> None:
+            call()
+
+        tensor.register_hook(hook)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run backward from `loss`."""
+        backward(loss)
+
+    def step_ms(self, model: nn.Module, batch: Mapping[str, Any]) -> float:
+        """Milliseconds of one forward and backward as the model stands."""
+        device = next(model.parameters()).device
+        seconds = seconds_of(lambda: self.backward(forward_loss(model, batch)), device)
+        model.zero_grad(set_to_none=True)
+        return seconds * 1e3
+
+    def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:
+        """Milliseconds of the output layer and the loss, forward and backward, by the name of the head.
+
+        `find_losses` runs a forward to find the losses of a step.
+        """
+        losses = find_losses()
+        return {name: sum(self.head_ms(loss, compute) for loss in losses) for name, compute in HEADS.items()}
+
+    def head_ms(self, loss: LossCall, compute: Callable[[LossCall], torch.Tensor]) -> float:
+        """Milliseconds of the output layer and one loss, which `compute` makes."""
+        return head_ms(loss, compute)
+
+    def static_bytes(self, model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> int:
+        """Bytes live on the model's device before a step."""
+        allocate_workspaces(next(model.parameters()).device)
+        return static_bytes(model, batch, optimizer)
+
+    def available_bytes(self, device: torch.device, static_bytes: int) -> int:
+        """Bytes that this process can have on `device`."""
+        return available_bytes(device, static_bytes)
+
+    def keep_random(self, devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+        """A context that leaves the random generators of `devices`, and the CPU's, as they were."""
+        cuda = {device.index for device in devices if device.type == "cuda"}
+        return torch.random.fork_rng(devices=sorted(cuda))

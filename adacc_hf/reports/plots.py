@@ -1,0 +1,182 @@
+"""Two pictures of a report, as PNG bytes: which activation gets which action, and memory over a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from io import BytesIO
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from adacc_hf.policy import Action, Plan, Policy
+from adacc_hf.profile import KindProfile, Profile
+from adacc_hf.reports.document import ACTION_COLORS
+from adacc_hf.reports.explain import activation_labels
+from adacc_hf.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Timeline = Sequence[tuple[str, int]]
+"""Moments of a step in order: what runs, and the bytes live then."""
+
+WIDTH_INCHES = 10.0
+DPI = 160  # 1600 pixels: sharp where a page of 1000 is shown at twice the density
+ROW_INCHES = 0.24  # holds a line of text
+PANEL_INCHES = 0.9  # a panel's title and ticks
+FONT = {"font.size": 10, "text.color": "#1f2328", "axes.labelcolor": "#1f2328", "axes.edgecolor": "#8c959f"}
+GRID_COLOR = "#ffffff"
+# Colour, width in points and dashes of each curve, in drawing order. The colours are of Okabe and Ito's palette, which
+# the colour-blind can tell apart; the dashes are for prints.
+CURVES: dict[str, tuple[str, float, Any]] = {
+    "plain": ("#56606b", 1.6, "-"),
+    "full recomputation": ("#009E73", 1.6, (0, (5, 1.5))),
+    "this policy": ("#0072B2", 2.6, "-"),
+    "this policy, measured": ("#D55E00", 1.6, (0, (1, 1.2))),
+}
+
+
+def draw_policy_map(profile: Profile, policy: Policy) -> bytes:
+    """Rows are activations, columns blocks in forward order, colour is the action; one panel per kind of block."""
+    panels = [(index, kind) for index, kind in enumerate(profile.kinds) if kind.activations]
+    num_rows = [len(kind.activations) for _, kind in panels]
+    with matplotlib_module().rc_context(FONT):
+        figure = new_figure(ROW_INCHES * sum(num_rows) + PANEL_INCHES * len(panels) + 0.4)
+        axes = figure.subplots(len(panels), 1, height_ratios=num_rows, squeeze=False)[:, 0]
+        for axis, (index, kind) in zip(axes, panels, strict=True):
+            columns = [
+                (str(place), policy.plan_of(block.name))
+                for place, block in enumerate(profile.blocks)
+                if block.kind == index
+            ]
+            _draw_kind(axis, kind, columns)
+        draw_action_legend(figure)
+        return to_png(figure)
+
+
+def draw_memory(timelines: dict[str, Timeline], static_bytes: int, budget_bytes: int | None = None) -> bytes:
+    """Live bytes over one training step, one curve per entry of `timelines`.
+
+    Raises ValueError for a name that is not in CURVES, and for a curve that has a phase the first one lacks.
+    """
+    unknown = set(timelines) - set(CURVES)
+    if unknown:
+        raise ValueError(f"timelines={sorted(unknown)} are unknown: choose from {', '.join(CURVES)}")
+    highest_bytes = max(live for timeline in timelines.values() for _, live in timeline)
+    scale, unit = unit_of(highest_bytes)
+    phases = [label for label, _ in groupby(next(iter(timelines.values())), key=lambda moment: moment[0])]
+    with matplotlib_module().rc_context(FONT):
+        figure = new_figure(4.6)
+        axis = figure.subplots()
+        for name in (name for name in CURVES if name in timelines):
+            _draw_curve(axis, name, timelines[name], phases, scale)
+        if budget_bytes is not None:
+            label = f"budget, {format_bytes(budget_bytes)}"
+            axis.axhline(budget_bytes / scale, color="#CC79A7", lw=1.4, ls="-.", label=label)
+        label = f"parameters, optimizer, batch, {format_bytes(static_bytes)}"
+        axis.axhspan(0, static_bytes / scale, color="#eceff2", lw=0, label=label)
+        _label_phases(axis, phases)
+        axis.set_ylim(0, 1.05 * max(highest_bytes, budget_bytes or 0) / scale)
+        axis.set_ylabel(f"live tensor memory [{unit}]")
+        axis.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside upper left", ncols=3, frameon=False)
+        return to_png(figure)
+
+
+def matplotlib_module():
+    """The matplotlib module. Raises ImportError naming the extra to install."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        message = "a report needs matplotlib, which is not installed: pip install 'adacc-hf[plot]'"
+        raise ImportError(message, name="matplotlib") from error
+    return matplotlib
+
+
+def new_figure(height_inches: float) -> Figure:
+    """An empty figure of our own: pyplot would touch the backend and the figures of the calling program."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DPI, layout="constrained")
+
+
+def to_png(figure: Figure) -> bytes:
+    """The picture as PNG bytes."""
+    buffer = BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _draw_kind(axis: Axes, kind: KindProfile, columns: Sequence[tuple[str, Plan]]) -> None:
+    """One panel; `columns` are the blocks of this kind: place in the model and plan."""
+    from matplotlib.colors import ListedColormap
+
+    order = list(Action)
+    colors = ListedColormap([ACTION_COLORS[action.value] for action in order])
+    plans = [dict(plan.choices) for _, plan in columns]
+    cells = [[order.index(plan[value.index].action) for plan in plans] for value in kind.activations]
+    rows = len(kind.activations)
+    axis.pcolormesh(cells, cmap=colors, vmin=0, vmax=len(order) - 1, edgecolors=GRID_COLOR, linewidth=1.5)
+    axis.invert_yaxis()
+    places = [row + 0.5 for row in range(rows)]
+    axis.set_yticks(places, activation_labels(kind))
+    sizes = axis.secondary_yaxis("right")
+    sizes.set_yticks(places, [format_bytes(value.nbytes) for value in kind.activations])
+    stride = 1 + len(columns) // 32  # more numbers than that would touch
+    axis.set_xticks([place + 0.5 for place in range(0, len(columns), stride)], [c[0] for c in columns[::stride]])
+    for any_axis in (axis, sizes):
+        any_axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
+    sizes.spines[:].set_visible(False)
+    axis.set_xlabel(f"block, in forward order ({kind.block_class})")
+
+
+def draw_action_legend(figure: Figure) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=color, label=name) for name, color in ACTION_COLORS.items()]
+    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False)
+
+
+def _draw_curve(axis: Axes, name: str, timeline: Timeline, phases: Sequence[str], scale: float) -> None:
+    """Each phase of the step is one unit wide, however many moments a timeline knows in it."""
+    positions: list[float] = []
+    sizes: list[float] = []
+    for label, group in groupby(timeline, key=lambda moment: moment[0]):
+        if label not in phases:
+            raise ValueError(f"timeline {name!r} has phase {label!r}, which is none of the step's: {', '.join(phases)}")
+        moments = [live / scale for _, live in group]
+        start = phases.index(label)
+        positions += [start + k / len(moments) for k in range(len(moments))] + [start + 1]
+        sizes += [*moments, moments[-1]]
+    color, width, dashes = CURVES[name]
+    peak = format_bytes(max(live for _, live in timeline))
+    axis.plot(positions, sizes, color=color, lw=width, ls=dashes, ds="steps-post", label=f"{name}, peak {peak}")
+
+
+def _label_phases(axis: Axes, phases: Sequence[str]) -> None:
+    """Name the runs of forward and backward phases below the axis, with a thin line between them."""
+    axis.set_xlim(0, len(phases))
+    start, ticks, labels = 0, [], []
+    for section, group in groupby(phases, key=_section):
+        width = len(list(group))
+        ticks.append(start + width / 2)
+        labels.append(section if width == 1 else f"{section}, {width} blocks")
+        start += width
+        if start < len(phases):
+            axis.axvline(start, color="#c3c9d0", lw=0.8, zorder=0)
+    axis.set_xticks(ticks, [label.replace(" and ", "\nand ").replace(" the ", "\nthe ") for label in labels])
+    axis.tick_params(axis="x", length=0)
+
+
+def _section(phase: str) -> str:
+    first = phase.split(" ", 1)[0]
+    return first if first in ("forward", "backward") else phase
+
+
+def unit_of(num_bytes: int) -> tuple[float, str]:
+    """The largest unit that `num_bytes` reaches, in bytes and in words."""
+    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if num_bytes >= size:
+            return float(size), unit
+    return 1.0, "B"

@@ -1,0 +1,265 @@
+"""The report of a run: what the policy does, why, and what it does to memory, as Markdown and as one HTML page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adacc_hf.policy import RETAIN, Action, Plan, Policy
+from adacc_hf.profile import Profile
+from adacc_hf.reports.document import Figure, Heading, Paragraph, Part, Table, to_html, to_markdown
+from adacc_hf.reports.explain import (
+    ActivationRow,
+    activation_rows,
+    check_belongs,
+    describe_fallback,
+    describe_head,
+    format_shape,
+    plan_groups,
+)
+from adacc_hf.reports.frontier import draw_frontier
+from adacc_hf.reports.plots import Timeline, draw_memory, draw_policy_map
+from adacc_hf.reports.timeline import timeline_parts
+from adacc_hf.units import format_bytes
+
+if TYPE_CHECKING:
+    from adacc_hf.simulator import Outcome
+
+Record = dict[str, Any]
+"""One row by column name; a name that ends in `_bytes` or `_ms` says its unit."""
+
+TITLE = "Adacc report"
+ACTION_HEADERS = ("activation", "shape", "bytes", "action", "replay ms", "codec", "payload", "codec ms", "error")
+ACTION_NUMBERS = frozenset({"bytes", "replay ms", "payload", "codec ms", "error"})
+
+
+def write_report(
+    folder: str | Path,
+    *,
+    profile: Profile,
+    policy: Policy,
+    history: Sequence[Record] = (),
+    comparison: Sequence[Record] | None = None,
+    remarks: Sequence[str] = (),
+) -> Path:
+    """Write report.md, report.html and their pictures into `folder`; returns the path of report.md.
+
+    Args:
+        history: `AdaccCallback.history`, records with `step` and `event`. The last one that has a `timeline`, a list of
+            (phase, live bytes) with the simulator's phases, is drawn as the measured memory. What was tracked is drawn
+            in timeline.png.
+        comparison: one record per method, all with the same columns.
+        remarks: paragraphs to begin with: what was asked for, say.
+
+    Raises PolicyMismatchError if policy and profile do not belong together, NotADirectoryError if `folder` is a file,
+    ImportError without matplotlib. Nothing is written then.
+    """
+    check_belongs(policy, profile)
+    outcomes = _outcomes(profile, policy)
+    figures = [
+        Figure("policy_map.png", "Action of every activation in every block", draw_policy_map(profile, policy)),
+        Figure("memory.png", "Live memory over one training step", _memory_png(profile, policy, outcomes, history)),
+        Figure("frontier.png", "Overhead against peak", draw_frontier(profile, policy, _peak_budget(policy))),
+    ]
+    parts = [
+        Heading(TITLE, level=1),
+        *(Paragraph(remark) for remark in remarks),
+        *_summary(profile, policy, outcomes),
+        *_comparison(comparison),
+        Heading("Policy map"),
+        Paragraph("Colour is what happens to an activation between forward and backward; its bytes are on the right."),
+        figures[0],
+        Heading("Memory over a step"),
+        Paragraph("Every block takes the same width, so this is the order of events and not time."),
+        figures[1],
+        Heading("Overhead against peak"),
+        Paragraph(
+            "The curve is what the solver's policies trade with every action and codec that was priced. Full "
+            "checkpointing runs the forward of all blocks again, as torch's does."
+        ),
+        figures[2],
+        *timeline_parts(history),
+        *_actions(profile, policy),
+        *event_parts(history),
+    ]
+    return write_document(folder, TITLE, parts)
+
+
+def write_document(folder: str | Path, title: str, parts: Sequence[Part]) -> Path:
+    """Write report.md, report.html and the pictures among `parts` into `folder`; returns the path of report.md.
+
+    Raises NotADirectoryError if `folder` is a file.
+    """
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"report folder {folder} is a file: choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in parts:
+        if isinstance(part, Figure):
+            _write(folder / part.file_name, part.png)
+    _write(folder / "report.html", to_html(title, parts).encode())
+    _write(folder / "report.md", to_markdown(parts).encode())
+    return folder / "report.md"
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file so that a reader sees the old one or the new one, never a part."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)
+
+
+def _outcomes(profile: Profile, policy: Policy) -> dict[str, Outcome]:
+    """What the simulator says of plain training, full recomputation and the policy."""
+    from adacc_hf.simulator import simulate
+
+    plain = {
+        kind.digest: Plan(kind=kind.digest, choices=tuple((value.index, RETAIN) for value in kind.activations))
+        for kind in profile.kinds
+    }
+    full = Policy.uniform(profile, Action.RECOMPUTE)
+    return {
+        "plain": simulate(profile, [plain[profile.kind_of(block).digest] for block in profile.blocks]),
+        "full recomputation": simulate(profile, [full.plan_of(block.name) for block in profile.blocks]),
+        "this policy": simulate(
+            profile.with_head(policy.head), [policy.plan_of(block.name) for block in profile.blocks]
+        ),
+    }
+
+
+def _memory_png(profile: Profile, policy: Policy, outcomes: dict[str, Outcome], history: Sequence[Record]) -> bytes:
+    timelines: dict[str, Timeline] = {name: outcome.timeline for name, outcome in outcomes.items()}
+    measured = [record["timeline"] for record in history if "timeline" in record]
+    if measured:
+        timelines["this policy, measured"] = measured[-1]
+    return draw_memory(timelines, profile.static_bytes, _peak_budget(policy))
+
+
+def _peak_budget(policy: Policy) -> int | None:
+    """The budget on the peak that `policy` was solved for, if any."""
+    facts = dict(policy.facts)
+    return facts["budget_bytes"] if facts.get("budget_of") == "peak" else None
+
+
+def _summary(profile: Profile, policy: Policy, outcomes: dict[str, Outcome]) -> list[Part]:
+    counts = policy.action_counts()
+    actions = ", ".join(f"{counts[action.value]} {action.value}" for action in Action)
+    plain_bytes = outcomes["plain"].stored_bytes
+    rows = [
+        (
+            name,
+            format_bytes(outcome.stored_bytes),
+            percent(outcome.stored_bytes, plain_bytes),
+            format_bytes(outcome.peak_bytes),
+            f"{outcome.overhead_ms:.2f}",
+            percent(outcome.overhead_ms, profile.step_ms),
+        )
+        for name, outcome in outcomes.items()
+    ]
+    headers = ("predicted", "stored", "of plain", "peak of the step", "overhead ms", "of the profiled step")
+    parts: list[Part] = [
+        Paragraph(
+            f"{profile.model_class} on {profile.device}: {len(profile.blocks)} blocks, activations: {actions}; "
+            f"{describe_head(policy, profile)}."
+        ),
+        Table(headers, rows, numbers=frozenset(headers[1:])),
+        Paragraph(
+            "Stored is what forward leaves behind for backward. Peak is of live tensor bytes: parameters, gradients "
+            "and optimizer state are in it. Overhead is replay, encoding and decoding."
+        ),
+    ]
+    if policy.facts:
+        parts.append(Table(("solver", "value"), [(_header(name), _cell(name, value)) for name, value in policy.facts]))
+    if "gap" in dict(policy.facts):
+        parts.append(
+            Paragraph("The gap is the part of the overhead that another policy could still save; 0 is a proof of none.")
+        )
+    return parts
+
+
+def percent(part: float, whole: float) -> str:
+    """`part` of `whole` as text; "-" of nothing."""
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def _comparison(records: Sequence[Record] | None) -> list[Part]:
+    return [Heading("Comparison of methods"), _record_table(records)] if records else []
+
+
+def _actions(profile: Profile, policy: Policy) -> list[Part]:
+    parts: list[Part] = [
+        Heading("Actions"),
+        Paragraph(
+            "Replay ms is the time to remake an activation from what its plan stores; operators that two rows need "
+            "count in both, though they run once. Codec ms is encoding and decoding, error the relative L2 error of "
+            "the round trip."
+        ),
+    ]
+    for blocks, kind, plan in plan_groups(policy, profile):
+        rows = [_action_cells(row) for row in activation_rows(kind, plan)]
+        parts += [
+            Heading(f"{kind.block_class}: {blocks}", level=3),
+            *([] if kind.fallback is None else [Paragraph(f"Fallback: {describe_fallback(kind)}.")]),
+            Table(ACTION_HEADERS, rows, ACTION_NUMBERS),
+        ]
+    return parts
+
+
+def _action_cells(row: ActivationRow) -> tuple[str, ...]:
+    replay = "-" if row.replay_ms is None else f"{row.replay_ms:.3f}"
+    codec = ("", "", "", "")
+    if row.option is not None:
+        codec_ms = row.option.encode_ms + row.option.decode_ms
+        codec = (row.option.codec, format_bytes(row.option.nbytes), f"{codec_ms:.3f}", f"{row.option.error:.3g}")
+    return (
+        row.label,
+        format_shape(row.value),
+        format_bytes(row.value.nbytes),
+        row.choice.action.value,
+        replay,
+        *codec,
+    )
+
+
+def event_parts(history: Sequence[Record]) -> list[Part]:
+    """The report's section on what happened, empty if nothing did."""
+    if not history:
+        return []
+    rows = [
+        {
+            "step": record["step"],
+            "event": record["event"],
+            "details": "; ".join(
+                f"{_header(name)} {_cell(name, value)}"
+                for name, value in record.items()
+                if name not in ("step", "event", "timeline")
+            ),
+        }
+        for record in history
+    ]
+    return [Heading("Events"), _record_table(rows)]
+
+
+def _record_table(records: Sequence[Record]) -> Table:
+    """A table of records; raises ValueError where one has other columns than the first."""
+    names = list(records[0])
+    for record in records:
+        if list(record) != names:
+            raise ValueError(f"rows must have the same columns: {list(record)} is not {names}")
+    rows = [[_cell(name, record[name]) for name in names] for record in records]
+    numbers = [name for k, name in enumerate(names) if all(row[k][:1].isdigit() for row in rows)]
+    return Table([_header(name) for name in names], rows, frozenset(map(_header, numbers)))
+
+
+def _header(name: str) -> str:
+    return name.removesuffix("_bytes").replace("_", " ")
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if name.endswith("_bytes") and isinstance(value, int):
+        return format_bytes(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

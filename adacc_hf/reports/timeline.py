@@ -1,0 +1,143 @@
+"""What happened over a run, as one picture: outliers over steps (the paper's Figure 4), errors, time and peak."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from adacc_hf.reports.document import Figure, Heading, Paragraph, Part
+from adacc_hf.reports.plots import FONT, matplotlib_module, new_figure, to_png, unit_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Record = Mapping[str, Any]
+Curve = list[tuple[int, float]]
+
+MAX_CURVES = 8
+"""Activations in the picture of outliers, those whose number moves most: more lines cannot be told apart."""
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#56606b", "#000000")
+MARKS = {
+    "policy": ("policy set", "#56606b", "-"),
+    "change": ("policy changed", "#8c959f", ":"),
+    "guard": ("guard", "#D55E00", "--"),
+}
+PANEL_INCHES = 2.1
+
+
+def timeline_parts(history: Sequence[Record]) -> list[Part]:
+    """The report's section on the run, empty if nothing was tracked or measured."""
+    if not any(record["event"] in ("tracking", "memory") for record in history):
+        return []
+    return [
+        Heading("The run"),
+        Paragraph(
+            "Outliers are channels kept raw, the most over all blocks of a kind, at each tracking step. Vertical lines "
+            "are policies that were set or changed, and findings of the guard. Predicted time is that of the steps "
+            "before a change, and the change in overhead."
+        ),
+        Figure("timeline.png", "Outliers, errors, step time and peak over the run", draw_timeline(history)),
+    ]
+
+
+def draw_timeline(history: Sequence[Record]) -> bytes:
+    """A panel for each figure that `history` has, over steps, as PNG."""
+    panels = [panel for panel in _panels(history) if any(panel[1].values())]
+    if not panels:
+        raise ValueError("history has no tracking or memory event with figures: there is nothing to draw")
+    with matplotlib_module().rc_context(FONT):
+        figure = new_figure(PANEL_INCHES * len(panels) + 0.5)
+        axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+        for axis, (label, curves) in zip(axes, panels, strict=True):
+            _draw_panel(axis, label, curves)
+            _mark_events(axis, history)
+        _legend_of_marks(figure, history)
+        axes[-1].set_xlabel("optimizer step")
+        if max(record["step"] for record in history) > 64:
+            axes[-1].set_xscale("symlog", base=2, linthresh=8)  # tracking steps double
+            axes[-1].xaxis.set_major_formatter("{x:g}")
+            axes[-1].set_xlim(
+                left=min(record["step"] for record in history) - 0.2
+            )  # else the scale shows steps below 0
+        return to_png(figure)
+
+
+def _panels(history: Sequence[Record]) -> list[tuple[str, dict[str, Curve]]]:
+    """(label of the axis, curves by name) for every panel."""
+    peaks = [float(r[name]) for r in history for name in ("measured_peak_bytes", "peak_bytes") if name in r]
+    scale, unit = unit_of(int(max(peaks))) if peaks else (1.0, "B")
+    tracking = [record for record in history if record["event"] == "tracking"]
+    worst = [(r["step"], max(r["errors"].values())) for r in tracking if r.get("errors")]
+    return [
+        ("outlier channels", _outlier_curves(tracking)),
+        (
+            "relative error",
+            {
+                "worst round trip": worst,
+                "gradient of a sampled block": _curve(tracking, "gradient_error"),
+            },
+        ),
+        (
+            "step [ms]",
+            {
+                "measured": _curve(history, "step_ms"),
+                "predicted": _curve(history, "predicted_step_ms"),
+            },
+        ),
+        (
+            f"peak [{unit}]",
+            {
+                "measured": _curve(history, "measured_peak_bytes", scale),
+                "predicted": _curve(history, "peak_bytes", scale),
+            },
+        ),
+    ]
+
+
+def _outlier_curves(tracking: Sequence[Record]) -> dict[str, Curve]:
+    """The activations whose number of outliers moves most; names lose what they have in common."""
+    curves: dict[str, Curve] = {}
+    for record in tracking:
+        for name, count in record.get("num_outliers", {}).items():
+            curves.setdefault(name, []).append((record["step"], float(count)))
+
+    def movement(name: str) -> tuple[float, float]:
+        counts = [count for _, count in curves[name]]
+        return (max(counts) - min(counts), max(counts))
+
+    return {name: curves[name] for name in sorted(curves, key=movement, reverse=True)[:MAX_CURVES]}
+
+
+def _curve(records: Sequence[Record], name: str, scale: float = 1.0) -> Curve:
+    return [(record["step"], record[name] / scale) for record in records if record.get(name) is not None]
+
+
+def _draw_panel(axis: Axes, label: str, curves: Mapping[str, Curve]) -> None:
+    for color, (name, curve) in zip(COLORS, ((n, c) for n, c in curves.items() if c), strict=False):
+        steps, values = zip(*curve, strict=True)
+        marker = "x" if name == "predicted" else "o"
+        dashes = (0, (4, 2)) if name == "predicted" else "-"
+        axis.plot(steps, values, color=color, marker=marker, ms=3.5, lw=1.4, ls=dashes, label=name)
+    axis.set_ylabel(label)
+    axis.set_ylim(bottom=0)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
+
+
+def _mark_events(axis: Axes, history: Sequence[Record]) -> None:
+    for record in history:
+        if record["event"] in MARKS:
+            _, color, dashes = MARKS[record["event"]]
+            axis.axvline(record["step"], color=color, lw=0.9, ls=dashes, zorder=0)
+
+
+def _legend_of_marks(figure: Any, history: Sequence[Record]) -> None:
+    from matplotlib.lines import Line2D
+
+    seen = {record["event"] for record in history}
+    handles = [
+        Line2D([], [], color=color, ls=dashes, label=label)
+        for event, (label, color, dashes) in MARKS.items()
+        if event in seen
+    ]
+    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False)

@@ -1,0 +1,1 @@
+"""The parts of the policy maker: programs, frontiers, mixtures, peaks, and the search over them."""

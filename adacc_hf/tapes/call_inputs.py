@@ -1,0 +1,113 @@
+"""What one call of a block is given: the key that tells shapes apart, and the tensors that replay reads (rules R8,
+R12)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from adacc_hf.tapes.data_reads import data_of
+from adacc_hf.tapes.held_tensors import find_held
+from adacc_hf.tapes.local_tensors import local_of
+from adacc_hf.tapes.recorder import argument_tensors
+from adacc_hf.tapes.tape import Source
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+_INERT = frozenset({"num_items_in_batch"})
+"""Arguments that Transformers passes through blocks to the loss; they differ at every step and change nothing here."""
+
+
+class StatePaths:
+    """The names of a block's parameters, for looking the tensors up anew at each call at the cost of dict accesses."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._paths = [_split(name) for name, _ in block.named_parameters()]
+
+    def want_gradients(self, block: nn.Module) -> tuple[bool, ...]:
+        return tuple(_owner(block, path)._parameters[name].requires_grad for path, name in self._paths)
+
+
+def call_key(block: nn.Module, paths: StatePaths, args: Args, kwargs: Kwargs) -> Any:
+    """What the operators of a call depend on, as far as it can be told without running it (rule R8).
+
+    Shapes, strides, dtypes, offsets and gradients of the tensor arguments, which of them share a storage, numbers and
+    names among the other arguments, containers searched, autocast, and which parameters want gradients.
+    """
+    storages: dict[int, int] = {}
+    tensors = []
+    device_type = "cpu"
+    for path, tensor in argument_tensors(args, kwargs):
+        alias = storages.setdefault(local_of(tensor).untyped_storage()._cdata, len(storages))
+        device_type = tensor.device.type
+        tensors.append(
+            (path, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad, alias)
+        )
+    autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
+    plain = [_plain(value) for value in args]
+    plain += [_plain(value) for name, value in kwargs.items() if name not in _INERT]
+    return tuple(tensors), tuple(plain), autocast, paths.want_gradients(block)
+
+
+def fetch(
+    externals: Sequence[tuple[int, Source]], block: nn.Module, args: Args, kwargs: Kwargs
+) -> list[tuple[int, torch.Tensor]]:
+    """The inputs, parameters and buffers of this call, by value (rule R12)."""
+    return [(value, find_external(source, block, args, kwargs)) for value, source in externals]
+
+
+def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor:
+    """The tensor at `source` in this call of `block`, detached if it is an argument or hangs on something.
+
+    What hangs on something may be gone: None, then.
+    """
+    if source.place == "module":
+        return find_held(block.get_submodule(source.path[0]), source.path[1:])
+    if source.place != "argument":
+        path, name = _split(source.path[0])
+        owner = _owner(block, path)
+        if source.place == "buffer":
+            return owner._buffers[name]
+        parameter = owner._parameters[name]
+        return find_held(parameter, source.path[1:]) if source.place == "attached" else parameter
+    return _argument(source.path, args, kwargs).detach()
+
+
+def data_at(path: Sequence[Any], args: Args, kwargs: Kwargs) -> bytes | None:
+    """The data of the argument at `path`; None if this call has no such tensor, or one that nobody compares."""
+    try:
+        return data_of(_argument(path, args, kwargs))
+    except (LookupError, TypeError):
+        return None
+
+
+def _argument(path: Sequence[Any], args: Args, kwargs: Kwargs) -> Any:
+    first, *rest = path
+    found = args[first] if isinstance(first, int) else kwargs[first]
+    for step in rest:
+        found = found[step]
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(_plain(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((name, _plain(item)) for name, item in value.items())
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
+def _split(name: str) -> tuple[tuple[str, ...], str]:
+    """("mlp.c_fc.weight") -> (("mlp", "c_fc"), "weight")."""
+    *path, last = name.split(".")
+    return tuple(path), last
+
+
+def _owner(block: nn.Module, path: tuple[str, ...]) -> nn.Module:
+    for step in path:
+        block = block._modules[step]
+    return block

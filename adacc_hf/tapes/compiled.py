@@ -1,0 +1,170 @@
+"""A plan made ready to run on one tape: what each slot does in forward, and which program each unpack runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from adacc_hf.policy import RECOMPUTE, Action, Choice
+from adacc_hf.tapes.call_inputs import find_external
+from adacc_hf.tapes.equal_values import merged
+from adacc_hf.tapes.held_tensors import PLACES
+from adacc_hf.tapes.replay import Environment, Program, Store, closure, schedule, single_program
+from adacc_hf.tapes.tape import Source, Tape, TensorRef, geometry_of
+
+
+class Slot:
+    """What happens to one saved tensor under a plan."""
+
+    __slots__ = (
+        "checks_offset",
+        "copied",
+        "dtype",
+        "in_cell",
+        "needs",
+        "offset",
+        "position",
+        "ref",
+        "size",
+        "stride",
+        "value",
+    )
+
+    def __init__(
+        self, ref: TensorRef, in_cell: bool, needs: tuple[int, ...] | None, block_made: bool, copied: bool
+    ) -> None:
+        size, self.stride, self.offset = ref.geometry
+        self.ref = ref
+        self.value = ref.value
+        self.size = torch.Size(size)
+        self.dtype = ref.dtype
+        self.in_cell = in_cell
+        """Whether the first slot of this value fills its cell."""
+        self.needs = needs
+        """Stored values that remaking the slot reads; None: autograd gets back the very tensor."""
+        self.position = {value: index for index, value in enumerate(needs or ())}
+        self.checks_offset = block_made
+        """Whether the offset in the storage is part of the tape; an argument may be a slice of anything."""
+        self.copied = copied
+        """Whether autograd gets a copy: its backward may write into what replay, or an equal value's slot, reads."""
+
+    def __str__(self) -> str:
+        return f"{tuple(self.size)} stride {self.stride} {self.dtype}"
+
+
+class Schedule:
+    """The programs of one order of unpacks. Never changed, so that a backward under way can rely on it."""
+
+    __slots__ = ("order", "programs")
+
+    def __init__(self, tape: Tape, store: Store, order: tuple[int, ...]) -> None:
+        self.order = order
+        self.programs: list[Program] = schedule(tape, store, order)
+
+
+class CompiledPlan:
+    """One plan on one tape. Shared by all calls and all blocks whose tapes have equal digests.
+
+    `choices` has an entry for every activation; `shared` are the inputs that others hold anyway. What the plan takes
+    from an equal value (`Tape.equal`) has no storage of its own: its slots go into the cell of that value.
+    """
+
+    def __init__(self, tape: Tape, choices: dict[int, Choice], shared: Iterable[int] = ()) -> None:
+        self.tape = tape
+        self.num_values = len(tape.values)
+        self.num_slots = len(tape.slots)
+        self.device_type = next((value.device.type for value in tape.values), "cpu")
+        self.is_plain = all(choice.action is Action.RETAIN for choice in choices.values())
+        self.store = _store(tape, choices, frozenset(shared))
+        equal = _taken_from_equals(tape, choices)
+        self._merged = merged(tape, equal) if equal else tape
+        in_cells = {value for value, choice in choices.items() if choice.action is not Action.RETAIN} | {
+            *equal.values()
+        }
+        self.needs = {value: self._roots_of(value) for value in self._merged.saved_values() if value in in_cells}
+        saved = {value for value in self.needs if value in self.store.compressed}
+        self.roots = tuple(sorted(saved.union(*self.needs.values())))
+        """Stored values that get a cell: payloads, and tensors that some replay reads."""
+        read = {*self._read_by_replay(), *equal.values()}
+        self.slots = [self._slot(index, ref, read) for index, ref in enumerate(self._merged.slots)]
+        self.encode_views = {value: encode_view(tape, value) for value in self.store.compressed}
+        self.externals = self._externals()
+        """(value, source) of the inputs, parameters and buffers that a call must hold for replay."""
+        self._held = [place for place, (_, source) in enumerate(self.externals) if source.place in PLACES]
+        self.schedule = Schedule(self._merged, self.store, tape.order or tuple(reversed(range(self.num_slots))))
+
+    def follow(self, order: tuple[int, ...]) -> None:
+        """Prepare for backward asking for slots in `order`; calls under way keep theirs."""
+        self.schedule = Schedule(self._merged, self.store, order)
+
+    def has_all(self, externals: list[tuple[int, torch.Tensor | None]]) -> bool:
+        """Whether what hangs on parameters and modules is there in this call, and is as it was when recorded."""
+        found = [(self.tape.values[value], tensor) for value, tensor in map(externals.__getitem__, self._held)]
+        return all(
+            tensor is not None
+            and (geometry_of(tensor), tensor.dtype, tensor.device) == (was.ref.geometry, was.ref.dtype, was.device)
+            for was, tensor in found
+        )
+
+    def replaced(self, before: list[tuple[int, torch.Tensor]], block: nn.Module) -> Source | None:
+        """What hung on the block when a call began and is not what hangs there now, if anything."""
+        for place in self._held:
+            _, source = self.externals[place]
+            now = find_external(source, block, (), {})
+            if now is None or now.untyped_storage()._cdata != before[place][1].untyped_storage()._cdata:
+                return source
+        return None
+
+    def program_out_of_order(self, slot: int, environment: Environment) -> Program:
+        made = {value for value, tensor in enumerate(environment) if tensor is not None}
+        return single_program(self._merged, self.store, slot, made)
+
+    def _roots_of(self, value: int) -> tuple[int, ...]:
+        """Stored values that remaking `value` from scratch reads."""
+        _, leaves = closure(self._merged, value, self.store.__contains__)
+        return tuple(leaf for leaf in leaves if leaf in self.store.retained or leaf in self.store.compressed)
+
+    def _read_by_replay(self) -> set[int]:
+        """Values that operators read when anything that is not at hand is remade, parameters and the like aside."""
+        runs = [closure(self._merged, value, self.store.__contains__)[0] for value in self.needs]
+        read = {value for run in runs for number in run for value in self._merged.operators[number].inputs()}
+        return {value for value in read if not self.tape.is_held_elsewhere(value)}
+
+    def _slot(self, index: int, ref: TensorRef, read: set[int]) -> Slot:
+        needs = self.needs.get(ref.value)
+        in_cell = ref.value in self.roots
+        copied = index in self.tape.custom_slots and ref.value in read
+        return Slot(ref, in_cell, needs, self.tape.values[ref.value].source is None, copied)
+
+    def _externals(self) -> list[tuple[int, Source]]:
+        read = {value for needs in self.needs for value in closure(self._merged, needs, self.store.__contains__)[1]}
+        saved = set(self._merged.saved_values())
+        early = [v for v in sorted(read) if v in self.store.persistent or (v in self.roots and v not in saved)]
+        return [(value, self.tape.values[value].source) for value in early]
+
+
+def _store(tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> Store:
+    state = {value.index for value in tape.values if tape.is_module_state(value.index)}
+    compressed = {value for value, choice in choices.items() if choice.action is Action.COMPRESS}
+    retained = {value for value, choice in choices.items() if choice.action is Action.RETAIN}
+    retained = {value for value in retained if not tape.values[value].overwritten}
+    return Store(frozenset(state | shared), frozenset(retained), frozenset(compressed))
+
+
+def _taken_from_equals(tape: Tape, choices: dict[int, Choice]) -> dict[int, int]:
+    """The values that this plan does not store itself and takes from an equal one that it has a choice for."""
+    if all(choice != RECOMPUTE for choice in choices.values()):
+        return {}
+    saved = set(tape.saved_values())
+    not_stored = {value for value in tape.equal if value not in saved or choices.get(value) == RECOMPUTE}
+    return {value: tape.equal[value] for value in sorted(not_stored) if tape.equal[value] in choices}
+
+
+def encode_view(tape: Tape, value: int) -> TensorRef:
+    """The value's base with its dimensions in the order of memory, so that codecs read one dense stretch."""
+    ref = tape.values[value].ref
+    size, stride, offset = ref.geometry
+    order = sorted(range(len(size)), key=lambda d: (-stride[d], d))
+    return TensorRef(value, (tuple(size[d] for d in order), tuple(stride[d] for d in order), offset), ref.dtype)

@@ -1,0 +1,114 @@
+"""What a block reads into Python: the tensors whose data decides which operators run (rule R8).
+
+Attention over images of several sizes splits its tokens at lengths that it reads from an argument. Calls that are given
+the same lengths run the same operators, so that such data can be part of what tells calls apart, as shapes are. What
+follows from anything else - hidden states, parameters, random numbers - is no ground for a tape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any
+
+import torch
+
+from adacc_hf.tapes.local_tensors import runs_on_parts
+from adacc_hf.tapes.replay import closure
+from adacc_hf.tapes.tape import Tape
+
+MAX_READ_BYTES = 1 << 16
+"""Largest argument that is compared at each call: reading 64 KiB takes some 10 us, a hundredth of a small block."""
+_METHODS = ("tolist", "numpy")
+"""Ways into Python that run no operator, so that no dispatch mode sees them."""
+_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One value that was read into Python, or that decided a size, and by what."""
+
+    value: int
+    by: str
+
+    def __str__(self) -> str:
+        return f"{self.by} reads data into Python or makes a size that depends on data"
+
+
+def deciding_tensors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The tensors whose data decides what an operator returns into Python, or its result's size."""
+    if not _TAGS.intersection(func.tags):
+        return []
+    if func._schema.name == "aten::index":  # which depends on masks only; numbers are looked up
+        return [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+    if func._schema.name == "aten::masked_select":
+        return [args[1]]
+    return [arg for arg in args if isinstance(arg, torch.Tensor)]
+
+
+@contextmanager
+def watched(note: Callable[[torch.Tensor, str], None]) -> Iterator[None]:
+    """While open, `note(tensor, method)` is called where this thread turns a tensor into lists or arrays.
+
+    A torch function mode would see it too, and would have what torch.compile made of a block's parts made again.
+    """
+    thread = get_ident()
+
+    def watching(method: str) -> Callable[..., Any]:
+        original = getattr(torch._C.TensorBase, method)
+
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if get_ident() == thread:
+                note(tensor, f"Tensor.{method}")
+            return original(tensor, *args, **kwargs)
+
+        return call
+
+    before = {method: torch.Tensor.__dict__.get(method) for method in _METHODS}
+    for method in _METHODS:
+        setattr(torch.Tensor, method, watching(method))
+    try:
+        yield
+    finally:
+        for method, function in before.items():
+            if function is None:
+                delattr(torch.Tensor, method)
+            else:
+                setattr(torch.Tensor, method, function)
+
+
+def judge(
+    tape: Tape, reads: Iterable[Read], arguments: Callable[[int], Iterable[tuple[Path, torch.Tensor]]]
+) -> tuple[dict[Path, bytes], Read | None]:
+    """(data of the arguments that `reads` follow from, by their paths; the first read that follows from more).
+
+    `arguments(value)` has the arguments on the storage of a value, with their paths: a read may be of any of them.
+    """
+    found: dict[Path, bytes] = {}
+    for read in reads:
+        operators, leaves = closure(tape, read.value, lambda _: False)
+        if not all(tape.operators[index].may_run_again for index in operators):
+            return {}, read
+        for leaf in leaves:
+            is_given = tape.is_block_input(leaf) and not tape.values[leaf].overwritten
+            data = {path: data_of(tensor) for path, tensor in arguments(leaf)} if is_given else {}
+            if not data or None in data.values():
+                return {}, read
+            found |= data
+    return found, None
+
+
+def data_of(tensor: Any) -> bytes | None:
+    """The tensor's elements in their order; None for floats, for what is large, and for what ranks divide.
+
+    Not its whole storage, whose end may be what was in memory before: `unique` allocates for the worst case.
+    """
+    if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point() or tensor.is_complex():
+        return None
+    if runs_on_parts(type(tensor)) or tensor.numel() * tensor.itemsize > MAX_READ_BYTES:
+        return None
+    return tensor.detach().cpu().contiguous().numpy().tobytes()

@@ -1,0 +1,92 @@
+"""What is known of a block's calls: a tape for each shape, data that the block reads into Python, and state of it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from adacc_hf.tapes.call_inputs import Args, Kwargs, StatePaths, call_key, data_at
+from adacc_hf.tapes.python_state import FIRST_STATE, PythonState
+from adacc_hf.tapes.tape import Tape
+
+MAX_SHAPES = 64
+"""Shapes a block remembers; the least recently used one goes. A tape is some 100 KiB of Python objects."""
+
+
+class Key(NamedTuple):
+    """What the operators of a call depend on, as far as it is known."""
+
+    shape: Hashable
+    data: tuple[bytes | None, ...]
+    """Of the arguments that the block reads into Python."""
+    state: int
+    """The number of the state that the block's modules are in."""
+
+
+@dataclass(slots=True)
+class KnownShape:
+    """What a block's calls of one key have shown, whatever plan they ran under."""
+
+    tape: Tape
+    num_calls: int = 1
+    varies: bool = False
+    """Whether a call was seen that ran other operators than the tape's."""
+
+
+class KnownShapes(dict[Key, KnownShape]):
+    """What a block's calls have shown. All plans of a block share it."""
+
+    def __init__(self, watches_state: bool = True) -> None:
+        super().__init__()
+        self._watches_state = watches_state
+        self.state: PythonState | None = None
+        """Of the block, from its first call on."""
+        self._reads: tuple[tuple[Any, ...], ...] = ()
+        """Where the arguments are that any tape's Python reads."""
+        self._paths: StatePaths | None = None
+        self._strange: OrderedDict[Key, None] = OrderedDict()
+        """Calls of known shapes that were given other data, once each."""
+
+    def key(self, block: nn.Module, args: Args, kwargs: Kwargs) -> Key:
+        """The key of a call that is about to run; to be asked once per call."""
+        if self._paths is None:
+            self._paths = StatePaths(block)
+        data = tuple(data_at(path, args, kwargs) for path in self._reads)
+        return Key(call_key(block, self._paths, args, kwargs), data, self._state_of(block))
+
+    def is_strange(self, key: Key) -> bool:
+        """Whether a call comes at a known shape with data that was never seen there.
+
+        Recording takes memory, which is set aside where a shape is new, and time, which pays if the data comes again.
+        """
+        known_data = {known.data for known in self if known.shape == key.shape}
+        if not known_data or key.data in known_data or key in self._strange:
+            return False
+        self._strange[key] = None
+        if len(self._strange) > MAX_SHAPES:
+            self._strange.popitem(last=False)
+        return True
+
+    def add(self, key: Key, known: KnownShape) -> Key:
+        """Note what a call showed; returns its key, which has the data that its tape is the first to read."""
+        reads = known.tape.reads
+        new = [path for path in reads if path not in self._reads]
+        if new:
+            self._reads = (*self._reads, *new)
+            # What was recorded before does not tell data apart that may matter there too.
+            self.clear()
+            key = key._replace(data=(*key.data, *(reads[path] for path in new)))
+        self[key] = known
+        return key
+
+    def _state_of(self, block: nn.Module) -> int:
+        """The number of the state that `block` is in; always the first one where states are not watched."""
+        if not self._watches_state:
+            return FIRST_STATE
+        if self.state is None:
+            self.state = PythonState(block)
+        return self.state.number()

@@ -1,0 +1,116 @@
+"""The tapes of a model and the plans compiled for them, each kept once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from adacc_hf.policy import Choice
+from adacc_hf.tapes.compiled import CompiledPlan
+from adacc_hf.tapes.equal_values import equal_values
+from adacc_hf.tapes.recorder import Recorder
+from adacc_hf.tapes.replay import verify
+from adacc_hf.tapes.tape import Tape
+
+log = logging.getLogger(__name__)
+
+
+class TapeLibrary:
+    """The tapes of a model, shared by all blocks that recorded the same; one goes when no block remembers its shape."""
+
+    def __init__(self, verify: Callable[[Tape, list[torch.Tensor]], frozenset[int]] = verify) -> None:
+        self._verify = verify
+        self._tapes: WeakValueDictionary[str, Tape] = WeakValueDictionary()
+        self._compiled: WeakValueDictionary[Any, CompiledPlan] = WeakValueDictionary()
+        self._warned: set[str] = set()
+
+    def verified(self, recorder: Recorder) -> Tape:
+        """The tape of what `recorder` saw; replay is verified for the first of its kind."""
+        tape = recorder.tape()
+        known = self._tapes.get(tape.digest)
+        if known is not None:
+            return known if known.reads == tape.reads else replace(known, reads=tape.reads)
+        if tape.untrusted is None:
+            with torch.no_grad(), _autocast_off(tape):
+                tape.recomputable = self._verify(tape, recorder.bases)
+                tape.equal = equal_values(tape, tape.recomputable)
+        self._tapes[tape.digest] = tape
+        return tape
+
+    def compiled(self, tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> CompiledPlan:
+        # Codecs stand in no program: a plan with other outlier channels, say, runs the same one.
+        actions = tuple(sorted((value, choice.action) for value, choice in choices.items()))
+        key = (tape.digest, (actions, shared))
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = CompiledPlan(tape, choices, shared)
+        return compiled
+
+    def warn_untrusted(self, name: str, tape: Tape) -> None:
+        """Say once per kind that torch's checkpoint takes over."""
+        self._warn_once(
+            tape, "Adacc: block %s and others like it are run under torch's checkpoint: %s", name, tape.untrusted
+        )
+
+    def warn_varying(self, name: str, tape: Tape) -> None:
+        """Say once per kind that operators vary from call to call."""
+        self._warn_once(
+            tape,
+            "Adacc: block %s and others like it %s: their operators, or the numbers given to them, vary from call to "
+            "call",
+            name,
+            _instead(tape),
+        )
+
+    def warn_restless(self, name: str, tape: Tape, changed: tuple[str, ...]) -> None:
+        """Say once per kind that what the block's modules hold changes again and again."""
+        self._warn_once(
+            tape,
+            "Adacc: block %s and others like it %s: %s changes again and again, and their operators with it; change it "
+            "less often to have them run under their plans",
+            name,
+            _instead(tape),
+            ", ".join(changed),
+        )
+
+    def warn_unplanned(self, name: str, tape: Tape) -> None:
+        """Say once per kind that a shape has no plan."""
+        self._warn_once(
+            tape,
+            "Adacc: given %s, block %s and others like it run other operators than when profiled; all that can be is "
+            "recomputed there",
+            ", ".join(str(value.ref.geometry[0]) for value in tape.values if tape.is_block_input(value.index)),
+            name,
+        )
+
+    def _warn_once(self, tape: Tape, message: str, *details: object) -> None:
+        if tape.structure not in self._warned:
+            self._warned.add(tape.structure)
+            log.warning(message, *details)
+
+    def learn_order(self, tape: Tape, order: Iterable[int]) -> None:
+        """From now on expect backward to ask for the slots of `tape` in `order`."""
+        tape.order = tuple(order)
+        for (digest, _), compiled in self._compiled.items():
+            if digest == tape.digest:
+                compiled.follow(tape.order)
+
+
+def _instead(tape: Tape) -> str:
+    """What becomes of a block whose operators vary: what other ranks take part in must not run again (rule R13)."""
+    return "retain everything" if tape.has_collectives else "are run under torch's checkpoint"
+
+
+@contextmanager
+def _autocast_off(tape: Tape) -> Iterator[None]:
+    """While open, no value of `tape` is cast: a block on a GPU may have numbers on the CPU too (random seeds)."""
+    with ExitStack() as stack:
+        for device_type in {value.device.type for value in tape.values}:
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield

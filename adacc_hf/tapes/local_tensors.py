@@ -1,0 +1,50 @@
+"""Tensors of which this rank has a part (DTensor), or whose values are still on their way from other ranks.
+
+Operators run on the parts, so a tape knows these alone. Autograd saves the whole: what it gets back must be one again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from adacc_hf.tapes.replay import copy_with_storage
+
+
+def runs_on_parts(kind: type) -> bool:
+    """Whether operators on tensors of that class are made of others (DTensor), or wait first (what is on its way)."""
+    return hasattr(kind, "_local_tensor") or hasattr(kind, "trigger_wait")
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The part that this rank has, once it has arrived; a plain tensor itself."""
+    return tensor if _is_plain(tensor) else arrived(getattr(tensor, "_local_tensor", tensor))
+
+
+def arrived(tensor: Tensor) -> Tensor:
+    """What has come, of a tensor that is on its way from other ranks; any other tensor itself."""
+    return tensor if _is_plain(tensor) or not hasattr(tensor, "trigger_wait") else tensor.trigger_wait()
+
+
+def spec_of(tensor: Tensor) -> Any:
+    """What makes a DTensor of this rank's part of it; None for a plain tensor."""
+    return None if _is_plain(tensor) else getattr(tensor, "_spec", None)
+
+
+def whole(local: Tensor, spec: Any) -> Tensor:
+    """The DTensor of which this rank has the part `local`; `local` itself without a `spec`."""
+    if spec is None:
+        return local
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, spec, requires_grad=False)
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """`tensor` on a copy of its storage."""
+    return whole(copy_with_storage(local_of(tensor)), spec_of(tensor))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor or type(tensor) is nn.Parameter

@@ -1,0 +1,325 @@
+"""Replaying operators of a tape: one step, a schedule of steps over a block's backward, and its verification (rule
+R7)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from adacc_hf.tapes.tape import Geometry, Tape, TapeOperator, TensorRef, map_tensors
+
+Environment = list["torch.Tensor | None"]
+"""The base tensor of every value that is at hand, by value index."""
+
+
+def view(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:
+    """The tensor that `ref` describes, on the storage of `base` (rule R2: same size, stride, offset and dtype)."""
+    if base.dtype is ref.dtype:
+        return base.as_strided(*ref.geometry)
+    size, stride, offset = ref.geometry
+    return torch.empty(0, dtype=ref.dtype, device=base.device).set_(base.untyped_storage(), offset, size, stride)
+
+
+def copy_with_storage(base: torch.Tensor) -> torch.Tensor:
+    """A tensor like `base` on a copy of its whole storage."""
+    storage = base.untyped_storage().clone()
+    copy = torch.empty(0, dtype=base.dtype, device=base.device)
+    return copy.set_(storage, base.storage_offset(), base.shape, base.stride())
+
+
+class Step:
+    """One operator of the tape, prepared to run on an environment."""
+
+    __slots__ = (
+        "_args",
+        "_kwargs",
+        "_nested",
+        "_tensors",
+        "copies",
+        "frees",
+        "loads",
+        "mutations",
+        "operator",
+        "outputs",
+        "target",
+    )
+
+    def __init__(self, operator: TapeOperator, tape: Tape) -> None:
+        self.operator = operator
+        self.target: Callable[..., Any] = operator.target
+        self.outputs = operator.outputs
+        self.mutations = operator.mutations
+        self.copies: tuple[int, ...] = tuple(old for old, _ in operator.mutations)
+        """Values that must be copied before this operator overwrites them (rule R6)."""
+        self.loads: tuple[int, ...] = ()
+        """Values to fetch from the store just before: decoded any earlier they would add to other operators' peak."""
+        self.frees: tuple[int, ...] = ()
+        """Values nobody needs once this operator has run."""
+        self._args = list(operator.args)
+        self._kwargs = operator.kwargs
+        self._tensors: list[tuple[int, TensorRef, Geometry | None]] = []
+        nested = any(_holds_tensor(arg) for arg in operator.args if not isinstance(arg, TensorRef))
+        self._nested = nested or _holds_tensor(operator.kwargs)
+        for position, argument in enumerate(operator.args):
+            if isinstance(argument, TensorRef):
+                base = tape.values[argument.value].ref
+                is_base = base.geometry == argument.geometry and base.dtype is argument.dtype
+                self._tensors.append((position, argument, None if is_base else argument.geometry))
+
+    def run(self, environment: Environment) -> None:
+        """Run the operator on the values in `environment` and put what it makes there."""
+        untouched = [environment[old] for old in self.copies]
+        for old in self.copies:
+            environment[old] = copy_with_storage(environment[old])
+        result = self._call(environment)
+        if self.outputs:
+            leaves = (result,) if isinstance(result, torch.Tensor) else tree_leaves(result)
+            for position, value in self.outputs:
+                environment[value] = leaves[position]
+        for old, new in self.mutations:
+            environment[new] = environment[old]
+        for old, tensor in zip(self.copies, untouched, strict=True):
+            environment[old] = tensor
+        for value in self.frees:
+            environment[value] = None
+
+    def _call(self, environment: Environment) -> Any:
+        if self._nested:
+            args, kwargs = map_tensors(
+                (self.operator.args, self._kwargs), TensorRef, lambda ref: view(environment[ref.value], ref)
+            )
+            return self.target(*args, **kwargs)
+        args = self._args.copy()
+        for position, ref, geometry in self._tensors:
+            base = environment[ref.value]
+            if geometry is None:
+                args[position] = base
+            elif base.dtype is ref.dtype:
+                args[position] = base.as_strided(*geometry)
+            else:
+                args[position] = view(base, ref)
+        return self.target(*args, **self._kwargs)
+
+
+def _holds_tensor(tree: Any) -> bool:
+    return any(
+        isinstance(leaf, TensorRef) for leaf in tree_leaves(tree, is_leaf=lambda item: isinstance(item, TensorRef))
+    )
+
+
+SOON = 4
+"""Unpacks within which a decoded value is wanted again for it to be kept. One operator's slots are next to each other
+and its neighbour's follow; a mask that a replay reads at the start of backward and autograd at its end is decoded twice
+instead of taking 32 times its payload for all that time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Where each value is found without replay."""
+
+    persistent: frozenset[int]
+    """Parameters, buffers and shared inputs: in the environment from the start."""
+    retained: frozenset[int]
+    """Tensors kept for backward: fetched for one unpack at a time, since only the slots that need them may own them."""
+    compressed: frozenset[int]
+    """Payloads kept for backward: decoded when an unpack needs them, and kept decoded if another one soon does."""
+
+    def __contains__(self, value: int) -> bool:
+        return value in self.persistent or value in self.retained or value in self.compressed
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What one unpack runs: steps, then values to fetch from the store, then values to let go."""
+
+    loads: tuple[int, ...]
+    """Values that the slot itself takes from the store; steps have their own."""
+    steps: tuple[Step, ...]
+    frees: tuple[int, ...]
+
+    def fetched(self) -> list[int]:
+        """All values that it takes from the store."""
+        return [value for part in (*self.steps, self) for value in part.loads]
+
+
+def closure(tape: Tape, value: int, at_hand: Callable[[int], bool]) -> tuple[list[int], list[int]]:
+    """What remaking `value` takes: (operators in order, values read that are at hand or come from outside)."""
+    operators: set[int] = set()
+    leaves: dict[int, None] = {}
+    pending = [value]
+    while pending:
+        current = pending.pop()
+        producer = tape.values[current].producer
+        if producer is None or at_hand(current):
+            leaves[current] = None
+        elif producer not in operators:
+            operators.add(producer)
+            pending += tape.operators[producer].inputs()
+    return sorted(operators), list(leaves)
+
+
+def schedule(tape: Tape, store: Store, order: Sequence[int]) -> list[Program]:
+    """The program of each unpack, if slots are asked for in `order`.
+
+    Each operator runs at most once, at the first unpack that needs it; what a later unpack needs is kept, and every
+    value goes with its last use.
+    """
+    made: set[int] = set()
+    runs = []
+    for slot in order:
+        runs.append(missing_operators(tape, store, tape.slots[slot].value, made))
+        made.update(value for operator in runs[-1] for value in tape.operators[operator].made())
+    uses = _last_uses(tape, order, runs)
+    values = [tape.slots[slot].value for slot in order]
+    programs = [_program(tape, store, value, rank, runs[rank], uses) for rank, value in enumerate(values)]
+    return [_drop_decoded(program, store, programs[rank + 1 :][:SOON]) for rank, program in enumerate(programs)]
+
+
+def _drop_decoded(program: Program, store: Store, next_programs: Sequence[Program]) -> Program:
+    """`program`, letting go of decoded values that none of `next_programs` fetches."""
+    soon = {value for later in next_programs for value in later.fetched()}
+    dropped = [value for value in program.fetched() if value in store.compressed and value not in soon]
+    return replace(program, frees=tuple(dict.fromkeys([*program.frees, *dropped])))
+
+
+def single_program(tape: Tape, store: Store, slot: int, made: set[int]) -> Program:
+    """The program of an unpack out of order, when the values `made` are at hand; nothing remade is let go."""
+    value = tape.slots[slot].value
+    run = missing_operators(tape, store, value, made)
+    forever = (1, 0)
+    uses = dict.fromkeys(range(len(tape.values)), forever)
+    return _program(tape, store, value, 0, run, uses)
+
+
+def missing_operators(tape: Tape, store: Store, value: int, made: set[int]) -> list[int]:
+    """Operators to run so that `value` is at hand when the values `made` are."""
+    return closure(tape, value, lambda v: v in store or v in made)[0]
+
+
+def _last_uses(tape: Tape, order: Sequence[int], runs: list[list[int]]) -> dict[int, tuple[int, int]]:
+    """Last (rank, step) that needs each value; the step past a run's last one is the slot itself."""
+    last: dict[int, tuple[int, int]] = {}
+    for rank, (slot, run) in enumerate(zip(order, runs, strict=True)):
+        for step, number in enumerate(run):
+            operator = tape.operators[number]
+            last.update(dict.fromkeys([*operator.inputs(), *operator.made()], (rank, step)))
+        last[tape.slots[slot].value] = (rank, len(run))
+    return last
+
+
+def _program(
+    tape: Tape, store: Store, value: int, rank: int, run: list[int], uses: dict[int, tuple[int, int]]
+) -> Program:
+    read = dict.fromkeys([v for number in run for v in tape.operators[number].inputs()] + [value])
+    stored = {v for v in read if v in store.retained or v in store.compressed}
+    steps = tuple(_step(tape, store, number, (rank, index), uses) for index, number in enumerate(run))
+    for step in steps:
+        step.loads = tuple(v for v in dict.fromkeys(step.operator.inputs()) if v in stored)
+        stored.difference_update(step.loads)
+    ended = [v for v in read if v not in store.persistent and uses[v] <= (rank, len(run))]
+    kept_out = [v for v in read if v in store.retained]
+    return Program(tuple(stored & {value}), steps, tuple(dict.fromkeys([*ended, *kept_out])))
+
+
+def _step(tape: Tape, store: Store, number: int, moment: tuple[int, int], uses: dict[int, tuple[int, int]]) -> Step:
+    operator = tape.operators[number]
+    step = Step(operator, tape)
+    step.outputs = tuple((position, v) for position, v in operator.outputs if v not in store)
+    step.copies = tuple(old for old, _ in operator.mutations if old in store or uses[old] > moment)
+    touched = dict.fromkeys([*operator.inputs(), *operator.made()])
+    step.frees = tuple(v for v in touched if v not in store.persistent and uses[v] == moment)
+    return step
+
+
+def verify(tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
+    """Replay the whole tape and return the values that came out bit for bit as recorded (rule R7).
+
+    `bases` are the recorded tensors, by value. A value that came out otherwise is replaced by the original, if that is
+    still there, so that what follows from it is judged by itself; otherwise what follows from it is not recomputable.
+    Versions that were overwritten cannot be compared; they count as far as what follows from them does.
+    """
+    environment: Environment = [None] * len(tape.values)
+    for value in tape.values:
+        if value.source is not None and value.source.place != "unknown" and not value.overwritten:
+            environment[value.index] = bases[value.index]
+    good: set[int] = set()
+    last_reader = {value.index: max(tape.consumers(value.index), default=-1) for value in tape.values}
+    for operator in tape.operators:
+        _verify_operator(tape, operator, bases, environment, good)
+        for value in [*operator.inputs(), *operator.made()]:
+            if last_reader[value] <= operator.index:
+                environment[value] = None
+    return obtainable(tape, good, tape.saved_values())
+
+
+def _verify_operator(
+    tape: Tape, operator: TapeOperator, bases: list[torch.Tensor], environment: Environment, good: set[int]
+) -> None:
+    """Replay one operator, compare what it makes, and leave in `environment` what later operators may read."""
+    ready = operator.may_run_again and all(environment[value] is not None for value in operator.inputs())
+    if ready:
+        ready = _runs_without_hidden_writes(tape, operator, environment)
+    for made in operator.made():
+        if ready and (tape.values[made].overwritten or _same_bits(environment[made], bases[made])):
+            good.add(made)
+        else:
+            environment[made] = None if tape.values[made].overwritten else bases[made]
+
+
+def _runs_without_hidden_writes(tape: Tape, operator: TapeOperator, environment: Environment) -> bool:
+    """Replay one operator; returns whether it left alone what its schema does not declare as written.
+
+    Of torch's own operators only those of batch normalisation write undeclared, into buffers. Operators from elsewhere
+    may lie about anything. What may be written is copied first, so that a liar does no harm.
+    """
+    declared = {old for old, _ in operator.mutations}
+    inputs = [value for value in operator.inputs() if value not in declared]
+    if operator.target.namespace == "aten":
+        inputs = [value for value in inputs if _is_buffer(tape, value)]
+    originals = {value: environment[value] for value in inputs}
+    for value, original in originals.items():
+        environment[value] = copy_with_storage(original)
+    Step(operator, tape).run(environment)
+    honest = all(_same_bits(environment[value], original) for value, original in originals.items())
+    for value, original in originals.items():
+        environment[value] = original
+    return honest
+
+
+def _is_buffer(tape: Tape, value: int) -> bool:
+    source = tape.values[value].source
+    return source is not None and source.place == "buffer"
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.dtype is not right.dtype or left.shape != right.shape or left.stride() != right.stride():
+        return False
+    if left.numel() == 0:
+        return True
+    return torch.equal(_bits(left), _bits(right))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def obtainable(tape: Tape, good: Collection[int], stored: Iterable[int]) -> frozenset[int]:
+    """Values among `good` whose inputs can all be had: from outside, out of `stored`, or by replay."""
+    saved = set(stored)
+    recomputable: set[int] = set()
+    for operator in tape.operators:
+        available = all(_obtainable(tape, value, saved, recomputable) for value in operator.inputs())
+        if available and operator.may_run_again:
+            recomputable.update(value for value in operator.made() if value in good)
+    return frozenset(recomputable)
+
+
+def _obtainable(tape: Tape, value: int, saved: set[int], recomputable: set[int]) -> bool:
+    record = tape.values[value]
+    if record.source is not None:
+        return record.source.place != "unknown" and not record.overwritten
+    return (value in saved and not record.overwritten) or value in recomputable

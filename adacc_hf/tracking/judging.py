@@ -1,0 +1,161 @@
+"""Whether another policy is worth following at today's prices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from adacc_hf.config import AdaccConfig
+from adacc_hf.errors import InfeasibleBudgetError
+from adacc_hf.policy import Policy
+from adacc_hf.profile import CodecOption, KindProfile
+from adacc_hf.solver import solve_policy
+from adacc_hf.solving.budget import Budget
+from adacc_hf.tracking.repricing import repriced_choice
+from adacc_hf.tracking.tracking import full_name
+
+if TYPE_CHECKING:
+    from adacc_hf.profile import Profile
+
+MIN_GAIN = 0.02
+"""A new policy is taken over if it saves this share of the overhead, or if the old one no longer keeps to the budget.
+Prices vary by a few percent from one profile to the next; a smaller gain is noise."""
+
+MIN_FREED = 0.01
+"""The solver runs again once codecs have freed this share of what the policy stores since it last ran, or the policy
+no longer keeps to its bounds. The overhead falls by one to three times the share by which memory grows, so less than
+this gains no MIN_GAIN; and a run takes as long as some steps of a small model."""
+
+HEADROOM = 0.005
+"""The part of the budget that policies made in mid-run leave free, where that can be: channels come and go by ones and
+twos, and a budget filled to the brim would be burst, and the solver asked, at each that comes."""
+
+ERROR_MARGIN = 0.05
+"""The part of `max_error` that new policies leave free: errors drift by a few percent between tracking steps."""
+
+NOTHING_FITS = "no policy fits any more"
+"""How the reason begins where no policy keeps to the budget at today's prices."""
+
+SAME_ACTIONS = "the same actions, with the channels there are now"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rectification:
+    """What came of solving again."""
+
+    policy: Policy | None
+    """A better policy, or None to keep the one in force."""
+    reason: str
+    searched: bool
+    """Whether the solver ran."""
+
+
+def judged(
+    profile: Profile, policy: Policy, memory_budget: str | float | int, config: AdaccConfig, searched: Profile
+) -> Rectification:
+    """The policy to follow from now on, and why: a new one, or today's actions with as many channels as were found.
+
+    `searched` are the prices for which the solver ran last.
+    """
+    over = over_bound(profile, policy, config)
+    current = None if over else current_policy(profile, policy)
+    reason = f"must not be compressed as before: {', '.join(over)}"
+    if current is not None:
+        reason = _no_room(current, Budget.resolve(memory_budget, profile, config))
+        freed = freed_bytes(searched, profile, config)
+        if reason is None and freed < MIN_FREED * current.predicted_stored_bytes:
+            return _rectified(policy, current, SAME_ACTIONS, searched=False)
+    try:
+        candidate = _solved(profile, memory_budget, with_margin(config))
+    except InfeasibleBudgetError as error:
+        return Rectification(policy=None, reason=f"{NOTHING_FITS}: {error}", searched=True)
+    if reason is None:
+        gain, now_ms = current.predicted_overhead_ms - candidate.predicted_overhead_ms, current.predicted_overhead_ms
+        if gain <= MIN_GAIN * now_ms:
+            return _rectified(policy, current, SAME_ACTIONS, searched=True)
+        reason = f"{gain:.2f} ms of {now_ms:.2f} ms overhead gained"
+    return _rectified(policy, candidate, reason, searched=True)
+
+
+def _solved(profile: Profile, memory_budget: str | float | int, config: AdaccConfig) -> Policy:
+    """The solver's policy, with headroom if there is one. Raises InfeasibleBudgetError if there is none at all."""
+    budget = Budget.resolve(memory_budget, profile, config)
+    less = int(budget.nbytes * (1 - HEADROOM)) if budget.of_peak else memory_budget * (1 - HEADROOM)
+    try:
+        policy = solve_policy(profile, less, config)
+    except InfeasibleBudgetError:
+        return solve_policy(profile, memory_budget, config)
+    given = {"memory_budget": memory_budget, "budget_bytes": budget.nbytes}
+    return replace(policy, facts=tuple((dict(policy.facts) | given).items()))
+
+
+def _rectified(policy: Policy, chosen: Policy, reason: str, searched: bool) -> Rectification:
+    is_same = (chosen.plans, chosen.blocks, chosen.head) == (policy.plans, policy.blocks, policy.head)
+    return Rectification(policy=None if is_same else chosen, reason=reason, searched=searched)
+
+
+def _no_room(current: Policy, budget: Budget) -> str | None:
+    """Why `current` cannot stay within the budget; None if it can."""
+    needed = current.predicted_peak_bytes if budget.of_peak else current.predicted_stored_bytes
+    if needed <= budget.nbytes:
+        return None
+    return f"more memory: the old actions would need {needed} of {budget.nbytes} bytes"
+
+
+def with_margin(config: AdaccConfig) -> AdaccConfig:
+    """`config` with the bound on errors that new policies keep to."""
+    bound = bound_of(config)
+    return config if bound is None else config.with_overrides(max_error=bound)
+
+
+def bound_of(config: AdaccConfig) -> float | None:
+    """Largest error that a new policy may have; None if there is no bound."""
+    return None if config.max_error is None else config.max_error * (1 - ERROR_MARGIN)
+
+
+def freed_bytes(before: Profile, after: Profile, config: AdaccConfig) -> int:
+    """The most by which any policy could store less at the prices of `after` than at those of `before`."""
+    bound = bound_of(config)
+    kinds = [_freed_in_kind(b, a, bound) for b, a in zip(before.kinds, after.kinds, strict=True)]
+    return sum(kinds[block.kind] for block in after.blocks)
+
+
+def _freed_in_kind(before: KindProfile, after: KindProfile, bound: float | None) -> int:
+    freed = 0
+    for old, new in zip(before.values, after.values, strict=True):
+        was = {option.codec: option.nbytes for option in old.codecs if _keeps_to(option, bound)}
+        allowed = (option for option in new.codecs if _keeps_to(option, bound))
+        freed += max([0, *(was.get(option.codec, old.nbytes) - option.nbytes for option in allowed)])
+    return freed
+
+
+def _keeps_to(option: CodecOption, bound: float | None) -> bool:
+    return bound is None or option.error <= bound
+
+
+def current_policy(profile: Profile, policy: Policy) -> Policy:
+    """The actions in force, with today's outlier channels and prices."""
+    plans = []
+    for block in profile.blocks:
+        kind = profile.kinds[block.kind]
+        plan = policy.plan_of(block.name)
+        choices = tuple((v, repriced_choice(kind, v, choice)) for v, choice in plan.choices)
+        plans.append(replace(plan, choices=choices))
+    return Policy.build(profile.with_head(policy.head), plans, dict(policy.facts))
+
+
+def over_bound(profile: Profile, policy: Policy, config: AdaccConfig) -> list[str]:
+    """Activations whose codec `profile` no longer offers, or whose error exceeds what new policies may have."""
+    bound = bound_of(config)
+    found: dict[str, None] = {}
+    for block in profile.blocks:
+        options = {value.index: value.codecs for value in profile.kinds[block.kind].values}
+        for value, choice in policy.plan_of(block.name).choices:
+            if choice.codec is not None and not _may_use(options[value], choice.codec, bound):
+                found[full_name(profile, (block.kind, value))] = None
+    return list(found)
+
+
+def _may_use(options: tuple[CodecOption, ...], codec: str, bound: float | None) -> bool:
+    option = next((option for option in options if option.codec == codec), None)
+    return option is not None and _keeps_to(option, bound)

@@ -1,0 +1,239 @@
+"""The head in the plan: profiled both ways, chosen by the solver, judged by the simulator, put on and taken off."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from adacc_hf import AdaccConfig, InfeasibleBudgetError, Policy, apply_policy, profile_model, solve_policy
+from adacc_hf.errors import ChunkedHeadError, PolicyMismatchError
+from adacc_hf.memory import forward_loss, measure_step
+from adacc_hf.profile import Profile
+from adacc_hf.reports.explain import explain_policy
+from adacc_hf.reports.report import write_report
+from adacc_hf.simulator import simulate
+from adacc_hf.tracking.repricing import with_more_memory
+
+VOCABULARY = 4096
+CONFIG = AdaccConfig(min_compress_bytes=0)
+CHUNKED = AdaccConfig(min_compress_bytes=0, head="chunked")
+
+
+@pytest.fixture(scope="module")
+def wide(tiny_gpt2, token_batch):
+    """A model whose logits are larger than all blocks, as GPT-2's are at 12 layers, and a batch."""
+    return tiny_gpt2(layers=2, vocab_size=VOCABULARY), token_batch(8, 32, VOCABULARY)
+
+
+@pytest.fixture(scope="module", params=[None, torch.bfloat16], ids=["fp32", "bf16"])
+def autocast(request):
+    return torch.autocast("cpu", dtype=request.param or torch.bfloat16, enabled=request.param is not None)
+
+
+@pytest.fixture(scope="module")
+def profile(wide, autocast):
+    with autocast:
+        return profile_model(*wide, CONFIG)
+
+
+def measured(wide, policy, autocast):
+    model, batch = wide
+    with autocast, apply_policy(model, policy):
+        for _ in range(2):
+            forward_loss(model, batch).backward()
+        model.zero_grad(set_to_none=True)
+        return measure_step(model, batch)
+
+
+def test_both_heads_are_profiled(profile):
+    assert profile.heads == ("plain", "chunked")
+    chunked = profile.with_head("chunked")
+    assert chunked.heads == ("chunked", "plain")
+    assert chunked.with_head("plain") == profile
+    assert chunked.outside_peak_bytes < profile.outside_peak_bytes
+    assert chunked.head_ms > 0
+    assert profile.head_ms > 0
+    assert profile.head_overhead_ms == 0
+    assert chunked.head_overhead_ms == max(0, chunked.head_ms - profile.head_ms)
+
+
+@pytest.mark.parametrize("head", ["plain", "chunked"])
+@pytest.mark.parametrize("action", ["retain", "recompute"])
+def test_the_prediction_is_what_is_measured_with_either_head(wide, profile, autocast, action, head):
+    policy = Policy.uniform(profile.with_head(head), action)
+    assert policy.head == head
+    step = measured(wide, policy, autocast)
+    assert step.stored_bytes == policy.predicted_stored_bytes
+    # As in test_memory.py: the allocator's few hundred bytes, and autocast's cache of casts.
+    assert step.peak_bytes == pytest.approx(policy.predicted_peak_bytes, rel=0.03)
+
+
+def test_a_budget_that_only_the_chunked_head_meets_is_met(wide, profile, autocast):
+    with pytest.raises(InfeasibleBudgetError) as plain:
+        solve_policy(profile, 1, replace(CONFIG, head="plain"))
+    with pytest.raises(InfeasibleBudgetError) as both:
+        solve_policy(profile, 1, CONFIG)
+    assert both.value.smallest_budget_bytes < plain.value.smallest_budget_bytes
+    budget = (both.value.smallest_budget_bytes + plain.value.smallest_budget_bytes) // 2
+    policy = solve_policy(profile, budget, CONFIG)
+    assert policy.head == "chunked"
+    assert measured(wide, policy, autocast).peak_bytes <= budget
+
+
+def test_the_faster_head_is_chosen(gpt2_like_profile, add_chunked_head):
+    """At a budget that the plain head meets by recomputing, the chunked one is taken if it costs less than that."""
+    profile = gpt2_like_profile(num_blocks=4)
+    plain = Policy.uniform(profile, "retain")
+    budget = plain.predicted_peak_bytes * 97 // 100
+    alone = solve_policy(profile, budget)
+    assert alone.head == "plain"
+    for ms, expected in ((0.0, "chunked"), (2 * alone.predicted_overhead_ms, "plain")):
+        policy = solve_policy(add_chunked_head(profile, profile.outside_peak_bytes // 4, ms), budget)
+        assert policy.head == expected
+        assert policy.predicted_overhead_ms <= alone.predicted_overhead_ms
+        assert policy.predicted_peak_bytes <= budget
+
+
+def test_more_memory_never_costs_time_whatever_the_head(gpt2_like_profile, add_chunked_head):
+    profile = gpt2_like_profile(num_blocks=4)
+    both = add_chunked_head(profile, profile.outside_peak_bytes // 4, ms=8.0)
+    with pytest.raises(InfeasibleBudgetError) as error:
+        solve_policy(both, 1)
+    floor, plain_bytes = error.value.smallest_budget_bytes, Policy.uniform(profile, "retain").predicted_peak_bytes
+    previous_ms, heads = float("inf"), []
+    for i in range(9):
+        policy = solve_policy(both, floor + (plain_bytes - floor) * i // 8)
+        assert policy.predicted_overhead_ms <= previous_ms + 1e-9  # sums of floats
+        previous_ms = policy.predicted_overhead_ms
+        heads.append(policy.head)
+    assert heads[0] == "chunked"
+    assert heads[-1] == "plain"
+    assert policy.is_plain
+
+
+@pytest.mark.parametrize(
+    ("config", "heads"),
+    [
+        (AdaccConfig(), ("plain", "chunked")),
+        (AdaccConfig(actions=("retain", "recompute")), ("plain",)),
+        (AdaccConfig(max_error=0.0), ("plain",)),
+        (AdaccConfig(head="plain"), ("plain",)),
+        (AdaccConfig(head="chunked", actions=("retain", "recompute")), ("chunked",)),
+    ],
+    ids=["auto", "lossless", "no error", "plain", "chunked"],
+)
+def test_which_heads_may_be_chosen(config, heads, gpt2_like_profile, add_chunked_head):
+    assert config.heads == heads
+    profile = gpt2_like_profile(num_blocks=2)
+    policy = solve_policy(add_chunked_head(profile, 0), 1.0, config)
+    assert policy.head == heads[0]
+    assert policy.is_plain == (policy.head == "plain")
+
+
+def test_where_only_chunked_is_allowed_whole_logits_never_exist(wide):
+    model, batch = wide
+    logits = 8 * 32 * VOCABULARY * 4
+    profile = profile_model(model, batch, CHUNKED)
+    assert profile.heads == ("chunked",)
+    assert max(profile.outside_peak_bytes, profile.loss_peak_bytes) - profile.static_bytes < logits
+    policy = solve_policy(profile, 0.8, CHUNKED)
+    assert policy.head == "chunked"
+    with pytest.raises(ValueError, match=r"head='plain' is not in this profile, which has chunked: profile again"):
+        solve_policy(profile, 0.8, AdaccConfig(head="plain"))
+
+
+def test_a_head_that_was_not_profiled_is_refused(gpt2_like_profile):
+    with pytest.raises(ValueError, match=r"head='chunked' is not in this profile, which has plain: profile again"):
+        solve_policy(gpt2_like_profile(num_blocks=2), 1.0, CHUNKED)
+
+
+def test_an_unknown_head_is_refused():
+    with pytest.raises(ValueError, match=r"head='whole' is unknown: choose from \"auto\", \"plain\" and \"chunked\""):
+        AdaccConfig(head="whole")
+
+
+def test_a_model_without_a_head_keeps_its_plain_one(toy_model, toy_batch, caplog):
+    model = toy_model(lambda block, hidden: hidden + block.down(block.up(hidden).tanh()))
+    with caplog.at_level("INFO"):
+        assert profile_model(model, toy_batch(), CONFIG).heads == ("plain",)
+    assert [r.message for r in caplog.records if "the head stays plain: ToyModel has no output layer" in r.message]
+    with pytest.raises(ChunkedHeadError, match="ToyModel has no output layer"):
+        profile_model(model, toy_batch(), CHUNKED)
+    assert "forward" not in model.head.__dict__
+
+
+def test_a_model_that_computes_with_its_logits_keeps_its_plain_head(token_batch):
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = Gemma2ForCausalLM(Gemma2Config(vocab_size=61, num_key_value_heads=2, head_dim=16, **sizes)).train()
+    model.config.use_cache = False
+    assert profile_model(model, token_batch(), CONFIG).heads == ("plain",)
+    with pytest.raises(ChunkedHeadError, match=r"something else from its logits .*head=\"plain\""):
+        profile_model(model, token_batch(), CHUNKED)
+
+
+def test_a_policy_puts_its_head_on_and_takes_it_off(wide, run_steps, assert_same_steps):
+    model, batch = wide
+    profile = profile_model(model, batch, CONFIG)
+    plain = run_steps(model, batch, num_steps=1)
+    with apply_policy(model, Policy.uniform(profile.with_head("chunked"), "recompute")) as handle:
+        (ours,) = run_steps(model, batch, num_steps=1)
+        assert not torch.equal(ours["loss"], torch.zeros(()))
+        torch.testing.assert_close(ours["loss"], plain[0]["loss"], rtol=1e-6, atol=0)  # another order of 256 sums
+        assert type(model(**batch).logits) is not torch.Tensor
+        handle.replace(Policy.uniform(profile, "recompute"))
+        assert_same_steps(run_steps(model, batch, num_steps=1), plain)
+    assert "forward" not in model.lm_head.__dict__
+    assert_same_steps(run_steps(model, batch, num_steps=1), plain)
+
+
+def test_a_chunked_policy_on_a_model_without_a_head_is_refused(toy_model, toy_batch):
+    model = toy_model(lambda block, hidden: hidden + block.down(block.up(hidden).tanh()))
+    policy = replace(Policy.uniform(profile_model(model, toy_batch(), CONFIG), "recompute"), head="chunked")
+    before = [dict(module.__dict__) for module in model.modules()]
+    with pytest.raises(PolicyMismatchError, match="the policy has a chunked head, and ToyModel has no output layer"):
+        apply_policy(model, policy)
+    assert [dict(module.__dict__) for module in model.modules()] == before
+
+
+def test_files_keep_the_head(gpt2_like_profile, add_chunked_head, tmp_path):
+    profile = add_chunked_head(gpt2_like_profile(num_blocks=2), 100).with_head("chunked")
+    policy = Policy.uniform(profile, "recompute")
+    profile.save(tmp_path / "profile.json"), policy.save(tmp_path / "policy.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+    assert Policy.load(tmp_path / "policy.json") == policy
+    assert (
+        policy.predicted_overhead_ms == simulate(profile, [policy.plan_of(b.name) for b in profile.blocks]).overhead_ms
+    )
+
+
+def test_the_choice_is_explained(gpt2_like_profile, add_chunked_head, tmp_path):
+    profile = add_chunked_head(gpt2_like_profile(num_blocks=2), 3 << 30)
+    policy = Policy.uniform(profile.with_head("chunked"), "recompute")
+    assert ", chunked head; stored" in policy.summary()
+    text = explain_policy(policy, profile)
+    assert "chunked head; plain: 20.00 ms, " in text
+    assert "; chunked: 25.00 ms, " in text
+    report = write_report(tmp_path, profile=profile, policy=policy).read_text()
+    assert "chunked head; plain: 20.00 ms, " in report
+
+
+def test_a_profile_in_mid_run_leaves_the_chunked_head_on(wide):
+    model, batch = wide
+    profile = profile_model(model, batch, CHUNKED)
+    with apply_policy(model, Policy.uniform(profile, "recompute")) as handle:
+        with handle.taken_off():
+            assert type(model(**batch).logits) is torch.Tensor
+            profile_model(model, batch, CONFIG)
+        assert type(model(**batch).logits) is not torch.Tensor
+    assert "forward" not in model.lm_head.__dict__
+
+
+def test_more_memory_is_added_to_both_heads(gpt2_like_profile, add_chunked_head):
+    profile = add_chunked_head(gpt2_like_profile(num_blocks=2), 100)
+    more = with_more_memory(profile, 64)
+    for name in profile.heads:
+        before, after = (Policy.uniform(p.with_head(name), "recompute") for p in (profile, more))
+        assert after.predicted_peak_bytes == before.predicted_peak_bytes + 64

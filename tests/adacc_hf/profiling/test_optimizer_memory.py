@@ -1,0 +1,124 @@
+"""Whole training steps: micro-batches, clipping and the optimizer keep to the peak that the policy predicts."""
+
+import pytest
+import torch
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model, solve_policy
+from adacc_hf.memory import CpuMemoryMeter, count_static_bytes, forward_loss
+from adacc_hf.profiling.optimizer_memory import measure_clipping, measure_optimizer_step
+
+CONFIG = AdaccConfig(min_compress_bytes=0)
+MAX_NORM = 0.1
+
+
+def train_step(model, batches, optimizer):
+    """One step as the Trainer takes it."""
+    for batch in batches:
+        forward_loss(model, batch).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+    optimizer.step()
+    model.zero_grad(set_to_none=True)
+
+
+CASES = {
+    "small-foreach": {"foreach": True, "tied": True, "num_micro": 1, "size": 2},
+    "small-one-by-one-accumulated": {"foreach": False, "tied": True, "num_micro": 4, "size": 2},
+    "large-one-by-one": {"foreach": False, "tied": False, "num_micro": 1, "size": 16},
+    "large-foreach-accumulated": {"foreach": True, "tied": False, "num_micro": 4, "size": 16},
+    "large-foreach-accumulated-tied": {"foreach": True, "tied": True, "num_micro": 4, "size": 16},
+}
+"""With small batches the optimizer decides the peak, with large ones the blocks."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_peak_of_whole_steps_is_as_predicted_and_within_the_budget(case, tiny_gpt2, token_batch):
+    foreach, tied, num_micro, size = CASES[case].values()
+    model = tiny_gpt2(vocab_size=300, tie_word_embeddings=tied)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+    batches = [token_batch(size, 32, 300) for _ in range(num_micro)]
+    batches = [{name: tensor.clone() for name, tensor in batch.items()} for batch in batches]
+    train_step(model, batches, optimizer)  # makes the optimizer's state
+    for batch in batches:
+        forward_loss(model, batch).backward()
+    step_bytes = measure_optimizer_step(optimizer, MAX_NORM)
+    model.zero_grad(set_to_none=True)
+    options = {"gradient_accumulation_steps": num_micro, "optimizer_step_bytes": step_bytes}
+    profile = profile_model(model, batches[0], CONFIG, optimizer, **options)
+    policies = [Policy.uniform(profile, "retain"), Policy.uniform(profile, "recompute")]
+    budget = sum(policy.predicted_peak_bytes for policy in policies) // 2
+    for policy in [*policies, solve_policy(profile, budget, CONFIG)]:
+        with apply_policy(model, policy):
+            for _ in range(2):
+                train_step(model, batches, optimizer)
+            static = count_static_bytes(model, {str(i): batch for i, batch in enumerate(batches)}, optimizer)
+            with CpuMemoryMeter() as meter:
+                train_step(model, batches, optimizer)
+        peak = static + meter.peak_bytes
+        # A few hundred bytes of scalars and of what allocations of earlier steps leave.
+        assert peak == pytest.approx(policy.predicted_peak_bytes, rel=0.03)
+    assert peak <= budget
+
+
+def test_an_optimizers_temporaries_are_counted_and_its_state_is_not(tiny_gpt2, token_batch):
+    found = {}
+    for foreach in (True, False):
+        model = tiny_gpt2()
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+        for number in range(2):
+            forward_loss(model, token_batch()).backward()
+            found[foreach, number] = measure_optimizer_step(optimizer)
+    parameters = sum(parameter.nbytes for parameter in tiny_gpt2().parameters())
+    largest = max(parameter.nbytes for parameter in tiny_gpt2().parameters())
+    # Foreach AdamW makes a list of denominators as large as all parameters; else there is one parameter's at a time.
+    # A scalar per parameter and allocation comes on top.
+    assert parameters <= found[True, 1] <= 1.05 * parameters + 20_000
+    assert largest <= found[False, 1] <= 2 * largest + 1000
+    for foreach in (True, False):
+        assert found[foreach, 0] <= found[foreach, 1] + 20_000
+
+
+def test_clipping_takes_scalars_and_is_measured_without_effect(tiny_gpt2, token_batch):
+    model = tiny_gpt2()
+    assert measure_clipping(model.parameters()) == 0
+    forward_loss(model, token_batch()).backward()
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    num_parameters = len(before)
+    assert 0 < measure_clipping(model.parameters()) <= 64 * num_parameters
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
+
+
+def test_accumulation_adds_the_gradients_and_the_other_batches(tiny_gpt2, token_batch):
+    model, batch = tiny_gpt2(), token_batch()
+    one, four = (profile_model(model, batch, CONFIG, gradient_accumulation_steps=steps) for steps in (1, 4))
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    ids = batch["input_ids"].nbytes
+    assert four.static_bytes - one.static_bytes == parameters + 3 * ids
+    assert four.plain_stored_bytes == one.plain_stored_bytes
+    for first, later in zip(one.blocks, four.blocks, strict=True):
+        assert later.backward_base_bytes >= first.backward_base_bytes
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_optimizer_is_a_moment_of_the_step(tiny_gpt2, token_batch):
+    model, batch = tiny_gpt2(), token_batch()
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert profile_model(model, batch, CONFIG).optimizer_peak_bytes == 0
+    profile = profile_model(model, batch, CONFIG, optimizer, optimizer_step_bytes=1 << 24)
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    assert profile.optimizer_peak_bytes == profile.static_bytes + parameters + (1 << 24)
+    assert Policy.uniform(profile, "retain").predicted_peak_bytes == profile.optimizer_peak_bytes
+    with pytest.raises(ValueError, match=r"reached in 'optimizer'"):
+        solve_policy(profile, profile.optimizer_peak_bytes - 1)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 must be an int of at least 1"),
+        ({"optimizer_step_bytes": -1}, "optimizer_step_bytes=-1 must be an int of at least 0"),
+    ],
+    ids=["steps", "bytes"],
+)
+def test_bad_values_are_refused(tiny_gpt2, token_batch, setting, message):
+    with pytest.raises(ValueError, match=message):
+        profile_model(tiny_gpt2(), token_batch(), CONFIG, **setting)

@@ -1,0 +1,65 @@
+"""Markdown and HTML that keep their cells apart whatever the cells hold."""
+
+from __future__ import annotations
+
+import base64
+from html.parser import HTMLParser
+
+import pytest
+
+from adacc_hf.reports.document import Figure, Heading, Paragraph, Table, to_html, to_markdown
+
+PARTS = [
+    Heading("Title", level=1),
+    Paragraph("a < b & c"),
+    Table(("name", "bytes"), [("x|y", "1"), ("<b>", "2")], numbers=frozenset({"bytes"})),
+    Figure("map.png", "a map", b"\x89PNG"),
+]
+
+
+class Cells(HTMLParser):
+    """Collects the text of every table cell, the images and every tag that stays open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells: list[str] = []
+        self.images: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "img":
+            self.images.append(dict(attributes)["src"])
+        elif tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells.append(data)
+
+
+def test_markdown_escapes_bars_and_aligns_numbers() -> None:
+    assert to_markdown(PARTS) == (
+        "# Title\n\na < b & c\n\n| name | bytes |\n| --- | ---: |\n| x\\|y | 1 |\n| <b> | 2 |\n\n![a map](map.png)\n"
+    )
+
+
+def test_html_is_well_formed_and_self_contained() -> None:
+    page = Cells()
+    page.feed(to_html("T", PARTS))
+    assert page.open == []
+    assert page.cells == ["name", "bytes", "x|y", "1", "<b>", "2"]
+    assert page.images == ["data:image/png;base64," + base64.b64encode(b"\x89PNG").decode()]
+
+
+def test_html_colours_actions() -> None:
+    page = to_html("T", [Table(("action",), [("recompute",), ("recompute it",)])])
+    assert '<td><span class="action recompute">recompute</span></td>' in page
+    assert "<td>recompute it</td>" in page
+
+
+def test_table_refuses_a_row_of_another_length() -> None:
+    with pytest.raises(ValueError, match="a row has 1 cells under 2 headers"):
+        Table(("a", "b"), [("only one",)])

@@ -1,0 +1,169 @@
+"""The report's files, and that what they show is what the records say."""
+
+from __future__ import annotations
+
+import builtins
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from adacc_hf.errors import PolicyMismatchError
+from adacc_hf.policy import Policy
+from adacc_hf.reports.explain import activation_labels
+from adacc_hf.reports.report import write_report
+from adacc_hf.simulator import simulate
+
+FILES = {"report.md", "report.html", "policy_map.png", "memory.png", "frontier.png"}
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(scope="module")
+def profile(gpt2_like_profile):
+    return gpt2_like_profile(num_blocks=3, attention="eager")
+
+
+@pytest.fixture(scope="module")
+def policy(profile):
+    return Policy.random(profile, seed=1, actions=("retain", "compress", "recompute"))
+
+
+def markdown_rows(text: str, heading: str) -> list[list[str]]:
+    """Cells of the tables below `heading`, header and rule rows included."""
+    section = text.split(f"## {heading}\n")[1].split("\n## ")[0]
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in section.splitlines() if row[:1] == "|"]
+
+
+def test_report_leaves_whole_files(tmp_path: Path, profile, policy) -> None:
+    path = write_report(tmp_path / "new" / "folder", profile=profile, policy=policy)
+    assert path == tmp_path / "new" / "folder" / "report.md"
+    assert {file.name for file in path.parent.iterdir()} == FILES
+    for name in ("policy_map.png", "memory.png", "frontier.png"):
+        assert (path.parent / name).read_bytes().startswith(PNG_SIGNATURE)
+        assert f"({name})" in path.read_text()
+    page = (path.parent / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 3
+    assert "http" not in page, "the page must not need the network"
+
+
+def test_action_table_has_every_activation_of_every_plan(tmp_path: Path, profile, policy) -> None:
+    rows = markdown_rows(write_report(tmp_path, profile=profile, policy=policy).read_text(), "Actions")
+    cells = [row for row in rows if row[0] not in ("activation", "---")]
+    labels = dict(
+        zip((value.index for value in profile.kinds[0].activations), activation_labels(profile.kinds[0]), strict=True)
+    )
+    expected = [
+        (labels[index], choice.action.value, choice.codec or "")
+        for plan in policy.plans
+        for index, choice in plan.choices
+    ]
+    assert [(row[0], row[3], row[5]) for row in cells] == expected
+
+
+def test_summary_gives_the_simulated_figures(tmp_path: Path, profile, policy) -> None:
+    text = write_report(tmp_path, profile=profile, policy=policy).read_text()
+    row = next(line for line in text.splitlines() if line.startswith("| this policy |"))
+    assert f"| {policy.predicted_overhead_ms:.2f} |" in row
+    plain = next(line for line in text.splitlines() if line.startswith("| plain |"))
+    assert "| 100.0 % |" in plain
+
+
+def test_comparison_and_events_are_shown(tmp_path: Path, profile, policy) -> None:
+    history = [
+        {"step": 2, "event": "policy", "budget_bytes": 3 * 2**20, "solve_ms": 41.25},
+        {"step": 4, "event": "tracked"},
+    ]
+    comparison = [
+        {"method": "plain", "peak_bytes": 2**20, "tokens/s": "1.00", "loss": 2.0},
+        {"method": "adacc", "peak_bytes": 2**19, "tokens/s": "0.91", "loss": None},
+    ]
+    text = write_report(tmp_path, profile=profile, policy=policy, history=history, comparison=comparison).read_text()
+    assert markdown_rows(text, "Comparison of methods")[2:] == [
+        ["plain", "1.00 MiB", "1.00", "2"],
+        ["adacc", "512.00 KiB", "0.91", "-"],
+    ]
+    assert markdown_rows(text, "Events")[2:] == [
+        ["2", "policy", "budget 3.00 MiB; solve ms 41.25"],
+        ["4", "tracked", ""],
+    ]
+
+
+def test_measured_timeline_changes_the_picture(tmp_path: Path, profile, policy) -> None:
+    plans = [policy.plan_of(block.name) for block in profile.blocks]
+    timeline = [(label, live // 2) for label, live in simulate(profile, plans).timeline]
+    history = [{"step": 5, "event": "measured", "timeline": timeline}]
+    pictures = [
+        (
+            write_report(tmp_path / name, profile=profile, policy=policy, history=records).parent / "memory.png"
+        ).read_bytes()
+        for name, records in (("without", []), ("again", []), ("with", history))
+    ]
+    assert pictures[0] == pictures[1]
+    assert pictures[0] != pictures[2]
+
+
+def test_only_a_budget_of_the_peak_is_drawn(tmp_path: Path, profile, policy) -> None:
+    """A budget on stored bytes has no place in a picture of live bytes."""
+    facts = {
+        "none": (),
+        "stored": (("budget_bytes", 2**30), ("budget_of", "stored")),
+        "peak": (("budget_bytes", 2**30), ("budget_of", "peak")),
+    }
+    pictures, texts = {}, {}
+    for name, pairs in facts.items():
+        path = write_report(tmp_path / name, profile=profile, policy=replace(policy, facts=pairs))
+        pictures[name], texts[name] = (path.parent / "memory.png").read_bytes(), path.read_text()
+    assert pictures["none"] == pictures["stored"]
+    assert pictures["none"] != pictures["peak"]
+    assert "| budget | 1.00 GiB |" in texts["stored"]
+
+
+def test_timeline_with_a_foreign_phase_is_refused(tmp_path: Path, profile, policy) -> None:
+    history = [{"step": 5, "event": "measured", "timeline": [("lunch", 1)]}]
+    with pytest.raises(ValueError, match=r"has phase 'lunch', which is none of the step's: forward h\.0"):
+        write_report(tmp_path, profile=profile, policy=policy, history=history)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_with_different_columns_are_refused(tmp_path: Path, profile, policy) -> None:
+    with pytest.raises(ValueError, match="rows must have the same columns"):
+        write_report(tmp_path, profile=profile, policy=policy, comparison=[{"method": "a"}, {"name": "b"}])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_policy_of_another_profile_is_refused(tmp_path: Path, gpt2_like_profile, policy) -> None:
+    with pytest.raises(PolicyMismatchError, match="the policy has 3 blocks, the profile 4"):
+        write_report(tmp_path, profile=gpt2_like_profile(num_blocks=4, attention="eager"), policy=policy)
+
+
+def test_folder_that_is_a_file_is_refused(tmp_path: Path, profile, policy) -> None:
+    (tmp_path / "taken").write_text("mine")
+    with pytest.raises(NotADirectoryError, match="taken is a file: choose another folder"):
+        write_report(tmp_path / "taken", profile=profile, policy=policy)
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+def test_missing_matplotlib_names_the_extra(tmp_path: Path, profile, policy, monkeypatch) -> None:
+    real_import = builtins.__import__
+
+    def without_matplotlib(name, *args, **kwargs):
+        if name.partition(".")[0] == "matplotlib":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
+    with pytest.raises(ImportError, match=r"pip install 'adacc-hf\[plot\]'"):
+        write_report(tmp_path, profile=profile, policy=policy)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_kinds_of_block_are_both_drawn(tmp_path: Path, tape_builder, profile_of) -> None:
+    kinds = []
+    for digest in ("encoder", "decoder"):
+        tape = tape_builder()
+        tape.operator("op", [tape.value("start", 4096)], [("out", 4096)], 1.0, save=[0, -1])
+        kinds.append(tape.kind(digest=digest))
+    profile = profile_of(kinds, [0, 0, 1, 1])
+    text = write_report(tmp_path, profile=profile, policy=Policy.uniform(profile, "recompute")).read_text()
+    assert "### Block: h.0 to h.1 (2 blocks)" in text
+    assert "### Block: h.2 to h.3 (2 blocks)" in text

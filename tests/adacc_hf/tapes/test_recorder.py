@@ -1,0 +1,231 @@
+"""Recording: which operators, values, versions, slots and sources a tape holds."""
+
+import pytest
+import torch
+from torch import nn
+
+from adacc_hf.tapes.recorder import Drawing, Recorder, argument_tensors
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.register_buffer("scale", torch.ones(4))
+        self.table = torch.ones(4)
+
+
+def record(forward, *args, block=None, **kwargs):
+    """(tape, recorder) of `forward(block, *args, **kwargs)`."""
+    block = block or Block()
+    recorder = Recorder(block, args, kwargs)
+    hooks = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda slot: None)
+    with recorder.naming_modules(), hooks, recorder:
+        forward(block, *args, **kwargs)
+    return recorder.tape(), recorder
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+def names(tape):
+    return [operator.name.removeprefix("aten.").split(".")[0] for operator in tape.operators]
+
+
+def test_views_need_no_operators(x):
+    tape, _ = record(lambda block, x: x.transpose(0, 1)[1:].unsqueeze(0).expand(5, -1, -1, -1).detach().exp(), x)
+    assert names(tape) == ["exp"]
+    (argument,) = tape.operators[0].args
+    assert str(tape.values[argument.value].source) == "argument 0"
+    assert argument.geometry == ((5, 2, 2, 4), (0, 4, 12, 1), 4)
+
+
+def test_slots_follow_autograd_and_know_their_views(x):
+    tape, recorder = record(lambda block, x: block.inner(x).sum(), x)
+    assert [tape.values[slot.value].name for slot in tape.slots] == [
+        "argument 0",
+        "parameter inner.0.weight",
+        "inner.1:tanh",
+    ]
+    assert tape.slots[0].geometry == ((6, 4), (4, 1), 0)
+    assert tape.slots[1].geometry == ((4, 4), (1, 4), 0)
+    for slot in tape.slots:
+        assert recorder.bases[slot.value].untyped_storage().nbytes() == tape.values[slot.value].nbytes
+
+
+def test_operators_are_named_by_their_submodule(x):
+    tape, _ = record(lambda block, x: block.inner(x).exp(), x)
+    assert [operator.module for operator in tape.operators] == ["inner.0", "inner.1", ""]
+    assert tape.values[-1].name == "block:exp"
+
+
+def test_naming_leaves_no_hooks(x):
+    block = Block()
+    record(lambda block, x: block.inner(x), x, block=block)
+    with pytest.raises(ZeroDivisionError):
+        record(lambda block, x: 1 / 0, x, block=block)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in block.modules())
+
+
+def test_mutations_make_versions(x):
+    def forward(block, x):
+        y = x * 2
+        y.add_(1.0)
+        y[0].mul_(3.0)
+        return y.exp()
+
+    tape, recorder = record(forward, x)
+    assert names(tape) == ["mul", "add_", "mul_", "exp"]
+    ((_, first),) = tape.operators[0].outputs
+    ((read, second),) = tape.operators[1].mutations
+    ((read_again, third),) = tape.operators[2].mutations
+    assert (read, read_again) == (first, second)
+    assert [tape.values[value].overwritten for value in (first, second, third)] == [True, True, False]
+    assert [ref.value for ref in tape.operators[3].args] == [third]
+    assert tape.values[third].ref.geometry == tape.values[first].ref.geometry
+    assert recorder.bases[first] is not None
+
+
+def test_results_given_by_out_are_mutations(x):
+    def forward(block, x):
+        y = torch.empty(2, 3, 4)
+        torch.exp(x.detach(), out=y)
+        return y * 2
+
+    tape, _ = record(forward, x)
+    assert names(tape) == ["empty", "exp", "mul"]
+    assert tape.operators[1].mutations
+    assert not tape.operators[1].outputs
+
+
+def test_sources_say_where_a_value_is_found(x):
+    mask = torch.ones(4)
+    closed_over = torch.ones(4)
+
+    def forward(block, x, extra):
+        y = block.inner(x) * block.scale + extra["mask"][0]
+        return y + block.table + closed_over
+
+    tape, _ = record(forward, x, extra={"mask": (mask,)})
+    found = {str(value.source): value.index for value in tape.values if value.source is not None}
+    arguments = ["argument 0", "argument extra.mask.0"]
+    state = ["buffer scale", "module .table", "parameter inner.0.bias", "parameter inner.0.weight"]
+    assert sorted(found) == [*arguments, *state, "unknown"]
+    assert sum(value.source is not None for value in tape.values) == 7
+    assert all(tape.is_block_input(found[name]) and not tape.is_held_elsewhere(found[name]) for name in arguments)
+    assert all(tape.is_module_state(found[name]) and tape.is_held_elsewhere(found[name]) for name in state)
+    assert tape.is_held_elsewhere(found["unknown"])
+    assert not tape.is_module_state(found["unknown"])
+
+
+def test_one_storage_given_twice_is_one_value(x):
+    tape, _ = record(lambda block, a, b: a * b, x, x.transpose(0, 1).transpose(0, 1))
+    left, right = tape.operators[0].args
+    assert left.value == right.value
+
+
+def test_argument_tensors_are_found_in_containers():
+    a, b, c = torch.zeros(1), torch.zeros(2), torch.zeros(3)
+    found = list(argument_tensors((a, [1, (b,)]), {"k": {"m": c}, "n": None}))
+    assert [path for path, _ in found] == [(0,), (1, 1, 0), ("k", "m")]
+    assert [tensor.numel() for _, tensor in found] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("p", [0.1, 1.0])
+def test_dropout_is_a_draw_and_a_product(x, p):
+    """Rule R5; native_dropout is what a CUDA device runs."""
+    tape, recorder = record(lambda block, x: torch.native_dropout(x, p, True)[0] * 2, x)
+    assert names(tape) == ["native_dropout", "native_dropout_backward", "mul"]
+    drawn, product, _ = tape.operators
+    assert drawn.random
+    assert not product.random
+    ((_, mask),) = drawn.outputs
+    ((_, result),) = product.outputs
+    assert tape.values[mask].producer == 0
+    assert tape.values[result].producer == 1
+    replayed = product.target(x, recorder.bases[mask], product.args[2])
+    assert torch.equal(replayed, recorder.bases[result])
+
+
+def test_random_operators_are_told_by_the_generator(x):
+    def forward(block, x):
+        y = nn.functional.dropout(x, 0.5)
+        z = nn.functional.dropout(x, 0.5, training=False)
+        return y + z + torch.rand(4) + torch.rand(4, generator=torch.Generator().manual_seed(1))
+
+    tape, _ = record(forward, x)
+    assert [name for name, operator in zip(names(tape), tape.operators, strict=True) if operator.random] == [
+        "bernoulli_",
+        "rand",
+        "rand",
+    ]
+
+
+def test_fused_attention_without_dropout_is_not_random():
+    q = torch.randn(1, 2, 8, 4, requires_grad=True)
+    tape, _ = record(lambda block, q: nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True), q)
+    assert any("attention" in name for name in names(tape))
+    assert not any(operator.random for operator in tape.operators)
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        pytest.param(lambda block, x: x * x.max().item(), "_local_scalar_dense", id="item"),
+        pytest.param(lambda block, x: x if x.sum() > 0 else -x, "_local_scalar_dense|is_nonzero", id="if"),
+        pytest.param(lambda block, x: x[x > 0], "nonzero|index", id="masked"),
+        pytest.param(lambda block, x: x.nonzero(), "nonzero", id="nonzero"),
+        pytest.param(lambda block, x: torch.zeros(2).resize_(4), "another storage", id="resize"),
+        pytest.param(lambda block, x: torch.zeros(2).set_(torch.ones(3)), "another storage", id="set"),
+        pytest.param(
+            lambda block, x: torch.view_as_complex(x.detach().view(2, 3, 2, 2)).conj().sum(), "lazily", id="conj"
+        ),
+    ],
+)
+def test_what_makes_a_tape_untrusted(x, forward, reason):
+    tape, _ = record(forward, x)
+    assert tape.untrusted is not None
+    assert any(part in tape.untrusted for part in reason.split("|"))
+
+
+def test_indices_that_are_given_are_trusted(x):
+    """Looking a table up reads no data into Python."""
+    index = torch.tensor([0, 1])
+    tape, _ = record(
+        lambda block, x, index: x[index] * nn.functional.embedding(index, block.inner[0].weight)[:, None], x, index
+    )
+    assert tape.untrusted is None
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_a_draw_that_reads_no_tensor_is_looked_for_on_the_device_it_names(monkeypatch, device):
+    class Generator:
+        offset = 0
+
+        def initial_seed(self):
+            return 1
+
+        def get_offset(self):
+            return self.offset
+
+    generator = Generator()
+    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    drawings = [Drawing(torch.ops.aten.rand.default, ([4],), {"device": torch.device(device)}) for _ in range(2)]
+    assert not drawings[0].happened()
+    generator.offset += 4
+    assert drawings[1].happened()
+
+
+def test_a_cast_from_autocasts_cache_is_an_operator_of_every_call(x):
+    """A later call finds the cast of the weight in the cache; its tape has it made anew, so that it can be replayed."""
+    block = Block()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        tapes = [record(lambda block, x: block.inner(x), x.detach(), block=block)[0] for _ in range(2)]
+    assert [names(tape).count("_to_copy") for tape in tapes] == [3, 3]
+    assert {str(op.kwargs) for tape in tapes for op in tape.operators if "_to_copy" in op.name} == {
+        "{'dtype': torch.bfloat16}"
+    }
+    assert not [value for value in tapes[1].values if str(value.source).startswith("unknown")]

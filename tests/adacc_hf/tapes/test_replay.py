@@ -1,0 +1,360 @@
+"""Replay: rules R5, R6 and R7 on blocks made to break them, and the schedule of a backward."""
+
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.tapes.recorder import Recorder
+from adacc_hf.tapes.replay import Step, Store, copy_with_storage, schedule, single_program, verify, view
+from adacc_hf.tapes.tape import TensorRef
+
+
+@torch.library.custom_op("adacc_test::scale_and_write", mutates_args=())
+def scale_and_write(x: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+    """Doubles x; its schema hides that it counts its calls in `counter`."""
+    counter.numpy()[:] += 1
+    return x * 2
+
+
+@torch.library.custom_op("adacc_test::scale_and_spoil", mutates_args=())
+def scale_and_spoil(x: torch.Tensor) -> torch.Tensor:
+    """Doubles x; its schema hides that it then changes x."""
+    doubled = x * 2
+    x.detach().numpy()[:] *= 1.5
+    return doubled
+
+
+@torch.library.custom_op("adacc_test::thin_out", mutates_args=())
+def thin_out(x: torch.Tensor) -> torch.Tensor:
+    """Multiplies with random numbers of torch's generator, untagged."""
+    return x * torch.rand(x.shape)
+
+
+_noise = np.random.default_rng(0)
+
+
+@torch.library.custom_op("adacc_test::never_twice_alike", mutates_args=())
+def never_twice_alike(x: torch.Tensor) -> torch.Tensor:
+    """Adds numbers that torch's seed does not reach."""
+    return x + torch.from_numpy(_noise.random(tuple(x.shape), dtype=np.float32))
+
+
+scale_and_write.register_autograd(lambda ctx, gradient: (2 * gradient, None))
+scale_and_spoil.register_autograd(lambda ctx, gradient: 2 * gradient)
+thin_out.register_autograd(lambda ctx, gradient: gradient)
+never_twice_alike.register_autograd(lambda ctx, gradient: gradient)
+
+
+class FillsEmpty(torch.autograd.Function):
+    """Triples its input by writing into an empty tensor where no dispatcher sees it, as raw kernels do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        result = torch.empty_like(x)
+        result.numpy()[:] = x.numpy() * 3
+        return result
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3
+
+
+def recorded(block, hidden, forward):
+    """(tape, recorder) of `forward(hidden)` in `block`."""
+    recorder = Recorder(block, (hidden,), {})
+    with torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda slot: None), recorder:
+        forward(hidden)
+    return recorder.tape(), recorder
+
+
+def overwrites_what_was_read(block, hidden):
+    """`second` reads a version of x that is gone when the forward ends, after a replay has made the next one."""
+    x = block.up(hidden)
+    second = x.tanh()
+    x.add_(1.0)
+    third = x.sigmoid()
+    x.mul_(hidden)
+    fourth = x.exp()
+    x.masked_fill_(x > 0, 0.5)
+    return hidden + block.down(x) * second + third * fourth
+
+
+def relu_in_place(block, hidden):
+    return hidden + block.down(torch.relu_(block.up(hidden)))
+
+
+def buckets_in_place(block, hidden):
+    """As T5 makes its relative position bias: integers changed in place, then looked up."""
+    distance = torch.arange(6)[:, None] - torch.arange(6)[None, :]
+    buckets = (distance > 0).long() * 4
+    buckets += torch.where(distance.abs() < 2, distance.abs(), torch.full_like(distance, 3))
+    bias = nn.functional.embedding(buckets, block.up.weight)
+    scores = (block.up(hidden) @ hidden.transpose(1, 2)) + bias[..., 0]
+    return hidden + block.down(scores.softmax(-1) @ hidden)
+
+
+def overwrites_what_nobody_differentiates(block, hidden):
+    """Autograd saves x for the sine and would refuse its backward, but no gradient flows there. The exponential reads
+    the version that was overwritten."""
+    x = block.up(hidden)
+    block.diagnostic = x.sin().detach()
+    y = x.exp()
+    x.mul_(2.0)
+    return hidden + block.down(x.tanh()) * y
+
+
+def writes_into_view(block, hidden):
+    x = block.up(hidden)
+    y = x.clone()
+    y[..., :4].mul_(2.0)
+    y[..., 4:] = x[..., :4].sigmoid()
+    return hidden + block.down(y).tanh() * y.exp()
+
+
+def rotates_complex(block, hidden):
+    pairs = torch.view_as_complex(block.up(hidden).unflatten(-1, (4, 2)))
+    turned = pairs * torch.polar(torch.ones(4), torch.arange(4.0))
+    return hidden + block.down(torch.view_as_real(turned).flatten(-2)).tanh()
+
+
+def conjugates_lazily(block, hidden):
+    pairs = torch.view_as_complex(block.up(hidden).unflatten(-1, (4, 2)))
+    return hidden + block.down(torch.view_as_real(pairs.conj() * pairs.exp()).flatten(-2))
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        overwrites_what_was_read,
+        relu_in_place,
+        buckets_in_place,
+        overwrites_what_nobody_differentiates,
+        writes_into_view,
+        rotates_complex,
+        conjugates_lazily,
+    ],
+)
+def test_blocks_with_versions_and_views_train_exactly(toy_model, toy_batch, assert_exact, forward):
+    """Rule R6, and rule R2 for complex views of real storages."""
+    assert_exact(toy_model(forward), toy_batch(), num_policies=8)
+
+
+def add_buffer(block):
+    block.register_buffer("count", torch.zeros(8))
+
+
+def add_batch_norm(block):
+    block.norm = nn.BatchNorm1d(6)
+
+
+def reads_and_updates_buffer(block, hidden):
+    x = block.up(hidden) * (1 + block.count)
+    block.count.add_(1.0)
+    return hidden + block.down(x.sigmoid()) * (2 + block.count.clone())
+
+
+def normalises_batch(block, hidden):
+    """torch's batch normalisation writes its running statistics without declaring it."""
+    return hidden + block.down(block.norm(block.up(hidden)).relu())
+
+
+@pytest.mark.parametrize(
+    ("forward", "setup"), [(reads_and_updates_buffer, add_buffer), (normalises_batch, add_batch_norm)]
+)
+def test_buffers_changed_in_place_change_once_per_step(toy_model, toy_batch, assert_exact, forward, setup):
+    """`assert_exact` compares the buffers too: a replay that updated them again would show."""
+    assert_exact(toy_model(forward, setup=setup), toy_batch())
+
+
+def add_quantized_weight(block):
+    """A weight of small integers whose scales hang on it, one level down and two, as bitsandbytes has them."""
+    block.codes = nn.Parameter(torch.randint(-8, 8, (8, 8), dtype=torch.int8), requires_grad=False)
+    block.codes.state = SimpleNamespace(scale=torch.rand(8), nested=SimpleNamespace(offset=torch.rand(())))
+
+
+def multiplies_by_quantized_weight(block, hidden):
+    state = block.codes.state
+    weight = block.codes * state.scale + state.nested.offset
+    return hidden + block.down((block.up(hidden) @ weight).tanh())
+
+
+def test_what_hangs_on_a_parameter_is_looked_up_at_each_call(
+    toy_model, toy_batch, assert_exact, run_steps, assert_same_steps
+):
+    """Rule R12 for the scales of quantized weights, without which nothing after such a weight could be replayed."""
+    model, batch = toy_model(multiplies_by_quantized_weight, setup=add_quantized_weight), toy_batch()
+    profile = assert_exact(model, batch)
+    (kind,) = profile.kinds
+    assert all(value.recomputable for value in kind.activations if value.producer is not None)
+    policy = Policy.uniform(profile, "recompute")
+    with apply_policy(model, policy):
+        run_steps(model, batch)
+        for block in model.layers:
+            block.codes.state = SimpleNamespace(scale=torch.rand(8), nested=SimpleNamespace(offset=torch.rand(())))
+        found = run_steps(model, batch)
+    assert_same_steps(found, run_steps(model, batch))
+
+
+def counts_in_hiding(block, hidden):
+    return hidden + block.down((scale_and_write(block.up(hidden), block.count) + block.count).tanh())
+
+
+def spoils_its_input(block, hidden):
+    x = block.up(hidden)
+    return hidden + block.down(scale_and_spoil(x).tanh()) * x.sigmoid()
+
+
+def thins_out(block, hidden):
+    return hidden + block.down(thin_out(block.up(hidden)).tanh())
+
+
+def fills_empty(block, hidden):
+    return hidden + block.down(FillsEmpty.apply(block.up(hidden)).tanh())
+
+
+@pytest.mark.parametrize("forward", [counts_in_hiding, spoils_its_input, thins_out])
+def test_what_replay_cannot_remake_is_not_recomputable(toy_model, toy_batch, assert_exact, forward):
+    """Rule R7: training under liars stays that of plain training, generators and buffers included."""
+    profile = assert_exact(toy_model(forward, setup=add_buffer), toy_batch())
+    kind = profile.kinds[0]
+    tanh = next(value for value in kind.activations if value.name.endswith("tanh"))
+    assert not tanh.recomputable
+
+
+def test_an_autograd_function_that_reads_data_is_left_to_torch(toy_model, toy_batch, assert_exact):
+    """Rule R8: what it makes of the data, and which operators follow, no tape can tell."""
+    profile = assert_exact(toy_model(fills_empty), toy_batch())
+    assert "numpy reads data into Python" in profile.kinds[0].fallback
+
+
+def test_nondeterminism_that_no_seed_reaches_is_found(toy_model, toy_batch):
+    """Rule R7. No two runs are alike here, so there is no plain training to compare with."""
+
+    def forward(block, hidden):
+        return hidden + block.down(never_twice_alike(block.up(hidden)).tanh())
+
+    model = toy_model(forward)
+    profile = profile_model(model, toy_batch(), AdaccConfig(min_compress_bytes=0))
+    tanh = next(value for value in profile.kinds[0].activations if value.name.endswith("tanh"))
+    assert not tanh.recomputable
+
+
+def test_backward_leaves_the_generator_alone(tiny_gpt2, token_batch):
+    """Rule R5: dropout is in every block, and nothing of it is drawn again."""
+    model, batch = tiny_gpt2("eager"), token_batch()
+    profile = profile_model(model, batch, AdaccConfig(min_compress_bytes=0))
+    with apply_policy(model, Policy.uniform(profile, "recompute")):
+        for _ in range(3):
+            loss = model(**batch).loss
+            before = torch.get_rng_state()
+            loss.backward()
+            assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_fused_dropout_is_remade_from_its_mask(toy_model, toy_batch, assert_exact):
+    """Rule R5: of native_dropout only the mask is random."""
+
+    def forward(block, hidden):
+        thinned, _ = torch.native_dropout(block.up(hidden), 0.3, True)
+        return hidden + block.down(thinned.tanh()) * thinned
+
+    profile = assert_exact(toy_model(forward), toy_batch())
+    by_role = {value.role: value for value in profile.kinds[0].activations if "native_dropout" in value.name}
+    mask = by_role.pop("mask")
+    assert mask.dtype == "bool"
+    assert not mask.recomputable
+    assert [option.codec for option in mask.codecs] == ["bitmask"]
+    (thinned,) = by_role.values()
+    assert thinned.recomputable
+
+
+@pytest.fixture
+def chain():
+    """A tape with a version chain and a shared cheap start, and its recorder."""
+    torch.manual_seed(0)
+    block = nn.Linear(8, 8)
+
+    def forward(hidden):
+        x = block(hidden)
+        y = x.tanh()
+        x.add_(1.0)
+        z = x.sigmoid()
+        return (y * z).exp()
+
+    return recorded(block, torch.randn(3, 8, requires_grad=True), forward)
+
+
+def environment_of(tape, recorder, at_hand):
+    return [recorder.bases[value] if value in at_hand else None for value in range(len(tape.values))]
+
+
+def outside(tape):
+    return frozenset(value.index for value in tape.values if value.source is not None)
+
+
+def test_every_order_of_unpacks_gives_the_recorded_tensors(chain):
+    """Each operator runs at most once, every order gives the same bits, and nothing is left at the end."""
+    tape, recorder = chain
+    assert verify(tape, recorder.bases) >= {v for v in tape.saved_values() if tape.values[v].source is None}
+    store = Store(outside(tape), frozenset(), frozenset())
+    own = [slot for slot, ref in enumerate(tape.slots) if tape.values[ref.value].source is None]
+    assert len(own) == 5
+    for order in itertools.permutations(own):
+        environment = environment_of(tape, recorder, outside(tape))
+        ran = []
+        for slot, program in zip(order, schedule(tape, store, order), strict=True):
+            for step in program.steps:
+                step.run(environment)
+                ran.append(step.operator.index)
+            ref = tape.slots[slot]
+            restored = view(environment[ref.value], ref)
+            expected = view(recorder.bases[ref.value], ref)
+            assert torch.equal(restored, expected)
+            assert restored.stride() == expected.stride()
+            for value in program.frees:
+                environment[value] = None
+        assert len(ran) == len(set(ran))
+        assert {value for value, tensor in enumerate(environment) if tensor is not None} == outside(tape)
+
+
+def test_an_unpack_out_of_order_uses_what_is_at_hand(chain):
+    tape, _ = chain
+    store = Store(outside(tape), frozenset(), frozenset())
+    last = len(tape.slots) - 1
+    whole = single_program(tape, store, last, set())
+    assert [step.operator.index for step in whole.steps] == sorted({step.operator.index for step in whole.steps})
+    assert not whole.frees
+    assert single_program(tape, store, last, {tape.slots[last].value}).steps == ()
+
+
+def test_a_step_spares_the_version_that_is_needed_later(chain):
+    tape, recorder = chain
+    operator = next(operator for operator in tape.operators if operator.mutations)
+    ((old, new),) = operator.mutations
+    environment = environment_of(tape, recorder, outside(tape))
+    environment[old] = torch.zeros(3, 8)
+    Step(operator, tape).run(environment)
+    assert torch.equal(environment[old], torch.zeros(3, 8))
+    assert torch.equal(environment[new], torch.ones(3, 8))
+
+
+def test_a_copy_takes_the_whole_storage():
+    storage = torch.arange(10.0)
+    copy = copy_with_storage(storage[2:6:2])
+    assert copy.untyped_storage().nbytes() == 40
+    assert (copy.storage_offset(), copy.stride()) == (2, (2,))
+    assert torch.equal(copy, storage[2:6:2])
+    copy.fill_(0)
+    assert torch.equal(storage, torch.arange(10.0))
+
+
+def test_view_can_change_the_dtype():
+    base = torch.arange(8.0)
+    pairs = view(base, TensorRef(0, ((2,), (2,), 1), torch.complex64))
+    assert torch.equal(pairs, torch.view_as_complex(base.view(4, 2))[1::2])
+    assert pairs.untyped_storage()._cdata == base.untyped_storage()._cdata
