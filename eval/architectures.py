@@ -24,9 +24,9 @@ from torch import nn
 from adacc_hf import AdaccConfig, Policy, Profile, apply_policy, profile_model
 from adacc_hf.blocks import Installation
 from adacc_hf.errors import AdaccError
-from adacc_hf.eval.architecture import Architecture, Batch
-from adacc_hf.eval.architecture_configs import architectures
-from adacc_hf.eval.records import markdown_table
+from adacc_hf.eval.records.records import markdown_table
+from adacc_hf.eval.zoo.architecture import Architecture, Batch
+from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.executor import PolicyHandle
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.memory import measure_step

@@ -17,8 +17,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from adacc_hf import AdaccConfig, InfeasibleBudgetError, Policy, profile_model, solve_policy
-from adacc_hf.eval.clock import add_clock, check_clock
-from adacc_hf.eval.contenders import (
+from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records.records import RedGateError, Settings, Spread, add_settings, markdown_table, positive_int
+from adacc_hf.eval.trials.clock import add_clock, check_clock
+from adacc_hf.eval.trials.contenders import (
     CHECKPOINTING,
     PLAIN,
     Contender,
@@ -26,9 +28,7 @@ from adacc_hf.eval.contenders import (
     time_rounds,
     timing_figures,
 )
-from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records import RedGateError, Settings, Spread, add_settings, markdown_table, positive_int
-from adacc_hf.eval.workload import DEMO, Batch, Workload
+from adacc_hf.eval.trials.workload import DEMO, Batch, Workload
 from adacc_hf.memory import StepMemory
 from adacc_hf.units import format_bytes
 

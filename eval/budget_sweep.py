@@ -20,13 +20,13 @@ from typing import Any
 from tqdm import tqdm
 
 from adacc_hf import AdaccConfig, InfeasibleBudgetError, Policy, Profile, profile_model, solve_policy
-from adacc_hf.eval.families import ATTENTIONS, FAMILIES, Size
-from adacc_hf.eval.greedy import solve_greedy
-from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.one_policy import one_plan_policies
 from adacc_hf.eval.peak_accuracy import least_peak_bytes, measured_peak
-from adacc_hf.eval.plots import curves, need_matplotlib
-from adacc_hf.eval.records import Settings, add_settings, markdown_table, positive_int
+from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records.plots import curves, need_matplotlib
+from adacc_hf.eval.records.records import Settings, add_settings, markdown_table, positive_int
+from adacc_hf.eval.trials.families import ATTENTIONS, FAMILIES, Size
+from adacc_hf.eval.trials.greedy import solve_greedy
+from adacc_hf.eval.trials.one_policy import one_plan_policies
 from adacc_hf.policy import Action
 from adacc_hf.units import format_bytes
 

@@ -16,11 +16,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from adacc_hf.eval.cloze_passages import CLOZE_FILE, cloze_passages, save_passages
 from adacc_hf.eval.downstream import evaluate
-from adacc_hf.eval.lm_eval_tasks import CLOZE, cloze_task
-from adacc_hf.eval.records import positive_int
-from adacc_hf.eval.task_scores import add_scoring
+from adacc_hf.eval.records.records import positive_int
+from adacc_hf.eval.tasks.cloze_passages import CLOZE_FILE, cloze_passages, save_passages
+from adacc_hf.eval.tasks.lm_eval_tasks import CLOZE, cloze_task
+from adacc_hf.eval.tasks.task_scores import add_scoring
 
 NUM_PASSAGES = 500
 """The standard error of an accuracy is then 2.2 points at most."""

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records import RedGateError, Settings, Spread, add_settings, markdown_table, positive_int
+from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records.records import RedGateError, Settings, Spread, add_settings, markdown_table, positive_int
 from adacc_hf.kernels import outlier_int4
 from adacc_hf.kernels.codecs import Codec, get_codec
 

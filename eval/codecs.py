@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 
 from adacc_hf.eval import codec_bandwidth, gradient_error
-from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records import Settings, add_settings
-from adacc_hf.eval.workload import Workload
+from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records.records import Settings, add_settings
+from adacc_hf.eval.trials.workload import Workload
 
 
 def main(argv: Sequence[str] | None = None, workload: Workload = gradient_error.WORKLOAD) -> int:

@@ -26,13 +26,13 @@ import torch
 from tqdm import tqdm
 
 from adacc_hf.config import AdaccConfig
-from adacc_hf.eval.clock import CLOCKS, add_clock, check_clock, cpu_seconds
-from adacc_hf.eval.isolation import Figures, Status, run_isolated
-from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.plots import curves, need_matplotlib
-from adacc_hf.eval.records import Settings, add_settings, markdown_table, positive_int
+from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records.plots import curves, need_matplotlib
+from adacc_hf.eval.records.records import Settings, add_settings, markdown_table, positive_int
 from adacc_hf.eval.throughput import Run
-from adacc_hf.eval.workload import Batch, Workload
+from adacc_hf.eval.trials.clock import CLOCKS, add_clock, check_clock, cpu_seconds
+from adacc_hf.eval.trials.isolation import Figures, Status, run_isolated
+from adacc_hf.eval.trials.workload import Batch, Workload
 from adacc_hf.memory import backward, forward_loss, measure_step
 from adacc_hf.partitioner import AdaccPartitioner, CompiledPolicy
 from adacc_hf.partitioner.installed import InstalledPartitioner

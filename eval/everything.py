@@ -18,11 +18,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from adacc_hf.eval.clock import add_clock, check_clock
-from adacc_hf.eval.isolation import Figures, Status
-from adacc_hf.eval.ledger import Ledger, RecordError, add_resume, open_ledger
-from adacc_hf.eval.records import Settings, add_settings, markdown_table
-from adacc_hf.eval.schemas import check_record, need_jsonschema
+from adacc_hf.eval.records.ledger import Ledger, RecordError, add_resume, open_ledger
+from adacc_hf.eval.records.records import Settings, add_settings, markdown_table
+from adacc_hf.eval.records.schemas import check_record, need_jsonschema
+from adacc_hf.eval.trials.clock import add_clock, check_clock
+from adacc_hf.eval.trials.isolation import Figures, Status
 from adacc_hf.files import read_json
 
 CLOCKED = (

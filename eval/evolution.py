@@ -19,13 +19,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from adacc_hf.eval.clock import CLOCKS, add_clock, check_clock
-from adacc_hf.eval.evolution_case import Case, Change, Outcome
-from adacc_hf.eval.evolution_scenarios import SCENARIOS, Scenario
-from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.plots import curves, need_matplotlib
-from adacc_hf.eval.records import Settings, Spread, add_settings, markdown_table, positive_int
-from adacc_hf.eval.workload import Workload
+from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records.plots import curves, need_matplotlib
+from adacc_hf.eval.records.records import Settings, Spread, add_settings, markdown_table, positive_int
+from adacc_hf.eval.trials.clock import CLOCKS, add_clock, check_clock
+from adacc_hf.eval.trials.evolution_case import Case, Change, Outcome
+from adacc_hf.eval.trials.evolution_scenarios import SCENARIOS, Scenario
+from adacc_hf.eval.trials.workload import Workload
 from adacc_hf.units import format_bytes
 
 BATCHES = (1, 2, 4, 8)

@@ -17,8 +17,18 @@ from functools import partial
 from typing import Any
 
 from adacc_hf import Action, Policy, profile_model
-from adacc_hf.eval.clock import add_clock, check_clock
-from adacc_hf.eval.contenders import (
+from adacc_hf.eval.new_length import new_length_figures
+from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records.records import (
+    RedGateError,
+    Settings,
+    Spread,
+    add_settings,
+    markdown_table,
+    positive_int,
+)
+from adacc_hf.eval.trials.clock import add_clock, check_clock
+from adacc_hf.eval.trials.contenders import (
     CHECKPOINTING,
     GATE_STEPS,
     PLAIN,
@@ -28,18 +38,8 @@ from adacc_hf.eval.contenders import (
     time_rounds,
     timing_figures,
 )
-from adacc_hf.eval.families import FAMILIES
-from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.new_length import new_length_figures
-from adacc_hf.eval.records import (
-    RedGateError,
-    Settings,
-    Spread,
-    add_settings,
-    markdown_table,
-    positive_int,
-)
-from adacc_hf.eval.workload import LAUNCH_BOUND, Workload
+from adacc_hf.eval.trials.families import FAMILIES
+from adacc_hf.eval.trials.workload import LAUNCH_BOUND, Workload
 from adacc_hf.units import format_bytes
 
 RECOMPUTED, RETAINED = "Adacc, everything recomputed", "Adacc, everything retained"

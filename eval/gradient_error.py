@@ -22,7 +22,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from adacc_hf import Action, Policy, apply_policy, profile_model
-from adacc_hf.eval.codec_schemes import (
+from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records.records import Settings, add_settings, markdown_table, positive_int
+from adacc_hf.eval.trials.codec_schemes import (
     GROUP_SIZES,
     LAYER_SPECIFIC,
     NO_OUTLIERS,
@@ -32,10 +34,8 @@ from adacc_hf.eval.codec_schemes import (
     layer_specific_schemes,
     with_options,
 )
-from adacc_hf.eval.gradients import Gradients, compute_gradients, relative_error
-from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records import Settings, add_settings, markdown_table, positive_int
-from adacc_hf.eval.workload import Batch, Workload
+from adacc_hf.eval.trials.gradients import Gradients, compute_gradients, relative_error
+from adacc_hf.eval.trials.workload import Batch, Workload
 
 WORKLOAD = Workload(width=128, layers=4, batch=16, tokens=128, attention="eager")
 LEARNING_RATE = 1e-3

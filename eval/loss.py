@@ -18,13 +18,13 @@ from tqdm import tqdm
 
 from adacc_hf.callbacks.train_methods import parse_budget
 from adacc_hf.config import check_memory_budget
-from adacc_hf.eval.isolation import Figures, Status, run_isolated
-from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.methods import PAPER_METHODS
-from adacc_hf.eval.plots import curves, need_matplotlib
-from adacc_hf.eval.records import Settings, add_settings, markdown_table, positive_int
-from adacc_hf.eval.subject import add_subject, subject_options
-from adacc_hf.eval.training import train_curve
+from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records.plots import curves, need_matplotlib
+from adacc_hf.eval.records.records import Settings, add_settings, markdown_table, positive_int
+from adacc_hf.eval.trials.isolation import Figures, Status, run_isolated
+from adacc_hf.eval.trials.methods import PAPER_METHODS
+from adacc_hf.eval.trials.subject import add_subject, subject_options
+from adacc_hf.eval.trials.training import train_curve
 
 PAPER_GAP_PERCENT = (0.46, 0.5)
 """Adacc's difference to plain training (section 4.3, GPT-117M and GPT-345M)."""

@@ -15,15 +15,15 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from adacc_hf.eval.isolation import Figures, Status, run_isolated
-from adacc_hf.eval.largest import Tried, largest
-from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.limits import add_limit, budget_bytes, limit_bytes
-from adacc_hf.eval.methods import PAPER_METHODS
-from adacc_hf.eval.records import Settings, add_settings, markdown_table, positive_int
-from adacc_hf.eval.subject import add_subject, subject_options
+from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records.records import Settings, add_settings, markdown_table, positive_int
 from adacc_hf.eval.throughput import Run, point_key
-from adacc_hf.eval.trial import run_trial
+from adacc_hf.eval.trials.isolation import Figures, Status, run_isolated
+from adacc_hf.eval.trials.largest import Tried, largest
+from adacc_hf.eval.trials.limits import add_limit, budget_bytes, limit_bytes
+from adacc_hf.eval.trials.methods import PAPER_METHODS
+from adacc_hf.eval.trials.subject import add_subject, subject_options
+from adacc_hf.eval.trials.trial import run_trial
 from adacc_hf.units import format_bytes
 
 PAPER = {

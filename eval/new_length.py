@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from adacc_hf.eval.contenders import Contender
+from adacc_hf.eval.trials.contenders import Contender
 
 NUM_LENGTHS = 5
 """New lengths that are tried; the median stands."""

@@ -17,18 +17,18 @@ from typing import Any
 
 from tqdm import tqdm
 
-from adacc_hf.eval.clock import add_clock, check_clock
-from adacc_hf.eval.isolation import Status, failure, run_isolated
-from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.methods import Promise
-from adacc_hf.eval.peer_methods import ADACC_VARIANTS, COMPILED_PEERS, PEERS
-from adacc_hf.eval.peers_report import matched_key, report_text, save_plot
-from adacc_hf.eval.plots import need_matplotlib
-from adacc_hf.eval.records import Settings, add_settings, positive_int
-from adacc_hf.eval.subject import add_subject, subject_options
+from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records.peers_report import matched_key, report_text, save_plot
+from adacc_hf.eval.records.plots import need_matplotlib
+from adacc_hf.eval.records.records import Settings, add_settings, positive_int
+from adacc_hf.eval.records.tradeoff import Point, compare, fastest_within
 from adacc_hf.eval.throughput import Run
-from adacc_hf.eval.tradeoff import Point, compare, fastest_within
-from adacc_hf.eval.trial import run_trial
+from adacc_hf.eval.trials.clock import add_clock, check_clock
+from adacc_hf.eval.trials.isolation import Status, failure, run_isolated
+from adacc_hf.eval.trials.methods import Promise
+from adacc_hf.eval.trials.peer_methods import ADACC_VARIANTS, COMPILED_PEERS, PEERS
+from adacc_hf.eval.trials.subject import add_subject, subject_options
+from adacc_hf.eval.trials.trial import run_trial
 
 BUDGETS = (0.75, 0.5, 0.35, 0.25, 0.15)
 """Fractions of plain training's activation bytes for Adacc."""

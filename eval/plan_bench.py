@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from adacc_hf.eval.isolation import Figures, Status
-from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records import Settings, add_settings, markdown_table
+from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records.records import Settings, add_settings, markdown_table
+from adacc_hf.eval.trials.isolation import Figures, Status
 from adacc_hf.units import format_bytes
 
 CASES = {

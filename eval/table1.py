@@ -18,10 +18,10 @@ from typing import Any
 from tqdm import tqdm
 
 from adacc_hf import AdaccConfig, profile_model
-from adacc_hf.eval.families import ATTENTIONS
-from adacc_hf.eval.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records import Settings, add_settings, markdown_table
-from adacc_hf.eval.workload import DEMO, Workload
+from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records.records import Settings, add_settings, markdown_table
+from adacc_hf.eval.trials.families import ATTENTIONS
+from adacc_hf.eval.trials.workload import DEMO, Workload
 from adacc_hf.reports.explain import activation_labels
 from adacc_hf.solving.greedy import Bandwidths, bandwidths
 from adacc_hf.solving.milp import KindModel, build_model

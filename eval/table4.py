@@ -19,15 +19,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adacc_hf.eval.cloze_passages import CLOZE_FILE
 from adacc_hf.eval.downstream import average
-from adacc_hf.eval.ledger import Ledger, open_ledger
-from adacc_hf.eval.lm_eval_tasks import CLOZE, PAPER_TASKS, cloze_task, load_tasks
-from adacc_hf.eval.paper_table4 import paper_figures, paper_table_text
-from adacc_hf.eval.recipe_runs import RecipeRun, TrainingFailedError, recipe_path
-from adacc_hf.eval.records import Settings, markdown_table, meta_info, positive_int
-from adacc_hf.eval.task_scores import Tasks, add_scoring, limit_note, percent, score_missing, task_info
-from adacc_hf.eval.zero_shot import ModelSource
+from adacc_hf.eval.records.ledger import Ledger, open_ledger
+from adacc_hf.eval.records.records import Settings, markdown_table, meta_info, positive_int
+from adacc_hf.eval.tasks.cloze_passages import CLOZE_FILE
+from adacc_hf.eval.tasks.lm_eval_tasks import CLOZE, PAPER_TASKS, cloze_task, load_tasks
+from adacc_hf.eval.tasks.paper_table4 import paper_figures, paper_table_text
+from adacc_hf.eval.tasks.task_scores import Tasks, add_scoring, limit_note, percent, score_missing, task_info
+from adacc_hf.eval.tasks.zero_shot import ModelSource
+from adacc_hf.eval.trials.recipe_runs import RecipeRun, TrainingFailedError, recipe_path
 
 METHODS = {
     "none": "plain",

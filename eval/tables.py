@@ -19,9 +19,9 @@ from pathlib import Path
 import adacc_hf
 from adacc_hf.cli_eval import RUNNERS
 from adacc_hf.errors import AdaccError
-from adacc_hf.eval.ledger import Ledger
+from adacc_hf.eval.records.ledger import Ledger
 
-ELSEWHERE = {"cloze": "downstream", "demo_comparison": "demo_table"}
+ELSEWHERE = {"cloze": "downstream", "demo_comparison": "records.demo_table"}
 """Modules with the report of a record that is not in its runner's own module."""
 
 REGION = re.compile(

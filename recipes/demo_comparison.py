@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from adacc_hf import apply_policy
 from adacc_hf.compat import switch_checkpointing
-from adacc_hf.eval.records import Spread
+from adacc_hf.eval.records.records import Spread
 from adacc_hf.memory import StepMemory, measure_step
 from adacc_hf.profiling.timing import seconds_of
 

@@ -12,8 +12,8 @@ from adacc_hf import AdaccCallback
 from adacc_hf.callbacks import profiling
 from adacc_hf.callbacks.profiling import profile_at
 from adacc_hf.errors import UncalledBlocksError
-from adacc_hf.eval.architecture_configs import architectures
-from adacc_hf.eval.architecture_language import IMAGE_TOKEN, PATCH_VALUES
+from adacc_hf.eval.zoo.configs import architectures
+from adacc_hf.eval.zoo.language import IMAGE_TOKEN, PATCH_VALUES
 from adacc_hf.tracking.shapes import batch_shapes
 
 SMALL, WIDE, LARGE = (1, 4, 4), (1, 4, 8), (1, 8, 8)

@@ -13,7 +13,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutput
 
-from adacc_hf.eval.workload import Workload
+from adacc_hf.eval.trials.workload import Workload
 
 Rows = dict[str, list[dict[str, Any]]]
 

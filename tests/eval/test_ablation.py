@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from adacc_hf.eval import ablation
-from adacc_hf.eval.training import train_curve
+from adacc_hf.eval.trials.training import train_curve
 
 
 def made_up(function, order: dict, timeout_s: float) -> dict:

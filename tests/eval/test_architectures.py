@@ -14,8 +14,8 @@ import torch
 
 from adacc_hf.errors import NoBlocksError
 from adacc_hf.eval import architectures as architectures_module
-from adacc_hf.eval.architecture_configs import architectures
 from adacc_hf.eval.architectures import Verdict, check, main, same_bits, support_table
+from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.execution.call import Call
 from adacc_hf.tapes.recorder import Recorder
 

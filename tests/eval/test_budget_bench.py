@@ -7,8 +7,8 @@ import json
 import pytest
 
 from adacc_hf.eval import budget_bench
-from adacc_hf.eval.contenders import CHECKPOINTING, PLAIN
-from adacc_hf.eval.workload import Workload
+from adacc_hf.eval.trials.contenders import CHECKPOINTING, PLAIN
+from adacc_hf.eval.trials.workload import Workload
 from adacc_hf.memory import StepMemory
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from adacc_hf.eval import budget_sweep
 from adacc_hf.eval.budget_sweep import find_faults
-from adacc_hf.eval.families import Size
-from adacc_hf.eval.schemas import check_record
+from adacc_hf.eval.records.schemas import check_record
+from adacc_hf.eval.trials.families import Size
 
 TINY = Size(width=64, layers=3, heads=2, batch=4, tokens=128)
 

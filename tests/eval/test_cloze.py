@@ -10,8 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from adacc_hf.cli import main
 from adacc_hf.eval.cloze import read_documents
-from adacc_hf.eval.lm_eval_tasks import cloze_task
-from adacc_hf.eval.zero_shot import ModelSource, language_model, score
+from adacc_hf.eval.tasks.lm_eval_tasks import cloze_task
+from adacc_hf.eval.tasks.zero_shot import ModelSource, language_model, score
 
 
 def test_accuracy_is_the_share_of_last_words_guessed(

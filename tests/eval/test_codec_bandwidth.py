@@ -8,7 +8,7 @@ import torch
 
 from adacc_hf.eval import codec_bandwidth
 from adacc_hf.eval.codec_bandwidth import Contender, Row, main, time_contender
-from adacc_hf.eval.records import RedGateError, Spread
+from adacc_hf.eval.records.records import RedGateError, Spread
 
 
 def test_bytes_moved_are_tensor_and_payload() -> None:

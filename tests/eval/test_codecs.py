@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from adacc_hf.eval import codec_bandwidth, codecs, gradient_error
-from adacc_hf.eval.codec_schemes import Scheme
-from adacc_hf.eval.workload import Workload
+from adacc_hf.eval.trials.codec_schemes import Scheme
+from adacc_hf.eval.trials.workload import Workload
 
 INT8 = Scheme(name="int8", group_size=64, rounding="nearest")
 

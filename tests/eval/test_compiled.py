@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from adacc_hf.eval import compiled
-from adacc_hf.eval.schemas import check_record
+from adacc_hf.eval.records.schemas import check_record
 
 REST, PLAIN = 50, 1000
 

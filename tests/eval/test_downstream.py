@@ -13,9 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, Trai
 
 from adacc_hf import AdaccCallback
 from adacc_hf.cli import main
-from adacc_hf.eval import task_scores
-from adacc_hf.eval.lm_eval_tasks import PAPER_TASKS, load_tasks
-from adacc_hf.eval.zero_shot import ModelSource, evaluate, score
+from adacc_hf.eval.tasks import task_scores
+from adacc_hf.eval.tasks.lm_eval_tasks import PAPER_TASKS, load_tasks
+from adacc_hf.eval.tasks.zero_shot import ModelSource, evaluate, score
 
 
 @pytest.fixture

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from adacc_hf.cli_eval import RUNNERS
-from adacc_hf.eval import everything, schemas
+from adacc_hf.eval import everything
 from adacc_hf.eval.everything import NAMES, SAMPLE_ROWS
-from adacc_hf.eval.lm_eval_tasks import PAPER_TASKS, load_tasks
+from adacc_hf.eval.records import schemas
+from adacc_hf.eval.tasks.lm_eval_tasks import PAPER_TASKS, load_tasks
 from adacc_hf.files import write_json
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from adacc_hf import Policy, judging
-from adacc_hf.eval import evolution, evolution_case
-from adacc_hf.eval.evolution_scenarios import SCENARIOS, plant
-from adacc_hf.eval.records import Spread
-from adacc_hf.eval.schemas import check_record
-from adacc_hf.eval.workload import Workload
+from adacc_hf.eval import evolution
+from adacc_hf.eval.records.records import Spread
+from adacc_hf.eval.records.schemas import check_record
+from adacc_hf.eval.trials import evolution_case
+from adacc_hf.eval.trials.evolution_scenarios import SCENARIOS, plant
+from adacc_hf.eval.trials.workload import Workload
 
 TINY = Workload(width=64, layers=2, heads=2, batch=1, tokens=32)
 

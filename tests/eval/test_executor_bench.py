@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from adacc_hf.eval import executor_bench
-from adacc_hf.eval.contenders import CHECKPOINTING, PLAIN
 from adacc_hf.eval.executor_bench import RECOMPUTED, RETAINED, case_name
-from adacc_hf.eval.families import FAMILIES
-from adacc_hf.eval.workload import Workload
+from adacc_hf.eval.trials.contenders import CHECKPOINTING, PLAIN
+from adacc_hf.eval.trials.families import FAMILIES
+from adacc_hf.eval.trials.workload import Workload
 
 
 def run(tiny: Workload, output: Path) -> int:

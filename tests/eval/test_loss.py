@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import GPT2Config
 
-from adacc_hf.eval import loss, training
-from adacc_hf.eval.isolation import run_here
+from adacc_hf.eval import loss
+from adacc_hf.eval.trials import training
+from adacc_hf.eval.trials.isolation import run_here
 
 CURVES = {"none": [2.0, 1.0], "full": [2.0, 1.0], "quantization": [2.2, 0.99]}
 

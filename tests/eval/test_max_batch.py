@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from adacc_hf.eval import max_batch
-from adacc_hf.eval.isolation import run_here
+from adacc_hf.eval.trials.isolation import run_here
 
 FITTING = {"none": 8, "full": 61, "quantization": 19, "adacc": 61, "adacc_no_outlier": 0}
 

@@ -11,10 +11,10 @@ import torch
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from adacc_hf.eval import partitions
-from adacc_hf.eval.compiled_graphs import graph_step
-from adacc_hf.eval.gradients import Gradients, relative_error
-from adacc_hf.eval.schemas import check_record
-from adacc_hf.eval.workload import Workload
+from adacc_hf.eval.records.schemas import check_record
+from adacc_hf.eval.trials.compiled_graphs import graph_step
+from adacc_hf.eval.trials.gradients import Gradients, relative_error
+from adacc_hf.eval.trials.workload import Workload
 from adacc_hf.partitioner import AdaccPartitioner
 
 

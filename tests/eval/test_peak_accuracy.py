@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from adacc_hf.eval import peak_accuracy
-from adacc_hf.eval.families import FAMILIES, Size, in_precision
 from adacc_hf.eval.peak_accuracy import Measurement, summary
+from adacc_hf.eval.trials.families import FAMILIES, Size, in_precision
 
 # Large enough for activations to be compressed, and for what is predicted to the byte, activations, to outweigh what is
 # bounded from above, autocast's cache of weights.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from adacc_hf.eval import solver_bench
-from adacc_hf.eval.workload import Workload
+from adacc_hf.eval.trials.workload import Workload
 
 
 def test_record_and_table(tiny: Workload, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from adacc_hf.eval import table1
-from adacc_hf.eval.schemas import check_record
-from adacc_hf.eval.workload import Workload
+from adacc_hf.eval.records.schemas import check_record
+from adacc_hf.eval.trials.workload import Workload
 
 # Activations of 64 KiB and more are compressed.
 SMALL = Workload(width=64, layers=2, batch=2, tokens=128)

@@ -10,9 +10,9 @@ import pytest
 from transformers import GPT2Config, PreTrainedModel, PreTrainedTokenizerBase
 
 from adacc_hf.cli import main
-from adacc_hf.eval.cloze_passages import save_passages
-from adacc_hf.eval.recipe_runs import RecipeRun, TrainingFailedError
 from adacc_hf.eval.table4 import METHODS
+from adacc_hf.eval.tasks.cloze_passages import save_passages
+from adacc_hf.eval.trials.recipe_runs import RecipeRun, TrainingFailedError
 
 PASSAGES = ["The river is a river", "No stone is left on any stone", "We open the door, then close the door"]
 

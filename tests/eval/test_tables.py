@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from adacc_hf.eval import tables
-from adacc_hf.eval.schemas import POINTS
+from adacc_hf.eval.records.schemas import POINTS
 from adacc_hf.eval.tables import REGION, TableError, main, reporter, with_tables
 
 ROOT = Path(__file__).parents[2]

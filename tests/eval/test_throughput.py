@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from adacc_hf.eval import throughput
-from adacc_hf.eval.isolation import run_here
+from adacc_hf.eval.trials.isolation import run_here
 
 SPEEDS = {"none": 100.0, "full": 75.0, "quantization": 80.0, "adacc": 90.0}
 

@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from adacc_hf.eval.schemas import check_record
+from adacc_hf.eval.records.schemas import check_record
 from adacc_hf.eval.tracking_cost import FOLLOW_UPS, figures, main
-from adacc_hf.eval.workload import Workload
+from adacc_hf.eval.trials.workload import Workload
 
 TINY = Workload(width=32, layers=2, heads=2, batch=1, tokens=32)
 

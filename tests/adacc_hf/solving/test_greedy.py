@@ -6,7 +6,7 @@ import pytest
 
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError
-from adacc_hf.eval.greedy import solve_greedy
+from adacc_hf.eval.trials.greedy import solve_greedy
 from adacc_hf.policy import Action
 from adacc_hf.solving.greedy import bandwidths, greedy_policies
 from adacc_hf.solving.milp import build_model

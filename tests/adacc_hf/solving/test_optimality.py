@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError
-from adacc_hf.eval.greedy import solve_greedy
-from adacc_hf.eval.one_policy import one_plan_policies
+from adacc_hf.eval.trials.greedy import solve_greedy
+from adacc_hf.eval.trials.one_policy import one_plan_policies
 from adacc_hf.policy import RECOMPUTE, RETAIN, Choice, Plan, Policy
 from adacc_hf.simulator import run_block, step_peak_bytes
 from adacc_hf.solver import solve_policy

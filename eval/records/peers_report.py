@@ -1,0 +1,131 @@
+"""The comparison with peers as Markdown and as a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from adacc_hf.eval.records.ledger import Ledger
+from adacc_hf.eval.records.plots import curves
+from adacc_hf.eval.records.records import markdown_table
+from adacc_hf.eval.trials.trial import describe
+from adacc_hf.units import format_bytes
+
+GROUPS = {
+    "compile": "torch.compile",
+    "xformers": "xformers",
+    "adacc_lossless": "Adacc, lossless",
+    "adacc_compiled": "Adacc in torch.compile",
+    "adacc": "Adacc",
+}
+"""What is one line in the plot: prefixes of keys, the longer first."""
+
+MIB = 2**20
+
+
+def report_text(ledger: Ledger) -> str:
+    """A table of all points, two of what is read off them, and the reasons of those that have none."""
+    info, titles = ledger.run_info, ledger.summary["titles"]
+    subject = info["subject"]
+    heading = (
+        f"{subject['preset']}, batch {subject['batch']} x {subject['tokens']} tokens, {subject['precision']}; median "
+        f"(20th to 80th percentile) of {info['rounds']} whole training steps, each method in a process of its own"
+    )
+    parts = [heading, _points_table(ledger)]
+    if against := ledger.summary["adacc_against"]:
+        parts += [
+            "Adacc beside each peer, interpolated linearly between Adacc's points (plain training is one of them); "
+            "empty where Adacc's points do not reach:",
+            markdown_table([_comparison(row, titles) for row in against]),
+        ]
+    if within := ledger.summary["within_adaccs_peaks"]:
+        parts += [
+            "Adacc's tokens/s over those of the fastest peer that needs no more memory:",
+            markdown_table([_rivals(row, titles) for row in within]),
+            *_lost(within, titles),
+        ]
+    if matched := _matched(ledger):
+        parts += [
+            "torch.compile against Adacc in torch.compile, which gets the other's measured peak as its budget:",
+            markdown_table(matched),
+        ]
+    reasons = [f"- {titles[key]}: {p['reason']}" for key, p in ledger.points.items() if "reason" in p]
+    return "\n\n".join([*parts, *(["Not measured:", "\n".join(reasons)] if reasons else [])]) + "\n"
+
+
+def _points_table(ledger: Ledger) -> str:
+    base = ledger.points.get("plain", {}).get("tokens_per_second", {}).get("median")
+    rows = []
+    for key, title in ledger.summary["titles"].items():
+        point = ledger.points[key]
+        own = point.get("tokens_per_second", {}).get("median")
+        share = {"x plain": f"{own / base:.2f}" if own and base else ""}
+        rows.append({"method": title, **describe(point), **share})
+    return markdown_table(rows)
+
+
+def _comparison(row: Mapping[str, Any], titles: Mapping[str, str]) -> dict[str, str]:
+    def times(name: str) -> str:
+        return "" if row[name] is None else f"{row[name]:.2f}x"
+
+    return {
+        "peer": titles[row["peer"]] + (" (compiled)" if row["compiled"] else ""),
+        "Adacc's tokens/s at its peak": times("speed_ratio"),
+        "Adacc's peak at its tokens/s": times("peak_ratio"),
+    }
+
+
+def _rivals(row: Mapping[str, Any], titles: Mapping[str, str]) -> dict[str, str]:
+    def cell(kind: str) -> str:
+        rival = row[kind]
+        return "none fits" if rival is None else f"{rival['speed_ratio']:.2f}x of {titles[rival['peer']]}"
+
+    return {"point": titles[row["adacc"]], "eager": cell("eager"), "compiled": cell("compiled")}
+
+
+def matched_key(rival: str) -> str:
+    """The key of Adacc's compiled point whose budget is the peak of `rival`."""
+    return f"adacc_compiled_within_{rival}"
+
+
+def _matched(ledger: Ledger) -> list[dict[str, str]]:
+    """A row for each pair of compiled points at equal peak."""
+    rows = []
+    for rival, title in ledger.summary["titles"].items():
+        pair = [ledger.points.get(key, {}) for key in (rival, matched_key(rival))]
+        if all("tokens_per_second" in point for point in pair):
+            own, other = (point["tokens_per_second"]["median"] for point in reversed(pair))
+            rows.append(
+                {
+                    "peer": title,
+                    "its tokens/s": f"{other:.0f}",
+                    "its peak": format_bytes(pair[0]["peak_bytes"]),
+                    "Adacc's peak": format_bytes(pair[1]["peak_bytes"]),
+                    "share of the bytes": f"{pair[1]['decided']['share']:.2f}",
+                    "Adacc's tokens/s": f"{own:.0f}",
+                    "ratio": f"{own / other:.2f}x",
+                }
+            )
+    return rows
+
+
+def _lost(within: list[Mapping[str, Any]], titles: Mapping[str, str]) -> Iterator[str]:
+    """Where Adacc is not the fastest."""
+    for kind, note in (
+        ("eager", ""),
+        ("compiled", " (fused operators, which Adacc has in torch.compile only)"),
+    ):
+        lost = [titles[row["adacc"]] for row in within if row[kind] and row[kind]["speed_ratio"] < 1.0]
+        if lost:
+            yield f"Slower than the fastest {kind} peer{note}: {', '.join(lost)}."
+
+
+def save_plot(ledger: Ledger) -> None:
+    """Tokens per second against peak, beside the record; points of one method at several settings are joined."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for key, title in ledger.summary["titles"].items():
+        point = ledger.points[key]
+        if "tokens_per_second" in point:
+            name = next((group for prefix, group in GROUPS.items() if key.startswith(prefix)), title)
+            series.setdefault(name, []).append((point["peak_bytes"] / MIB, point["tokens_per_second"]["median"]))
+    curves(ledger.settings.output.with_suffix(".svg"), series, "peak of a step, MiB", "tokens/s")

@@ -1,0 +1,363 @@
+"""What a record must look like, by runner, as JSON Schema."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from adacc_hf.eval.trials.isolation import Status
+
+Schema = dict[str, Any]
+
+NUMBER: Schema = {"type": "number"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+POSITIVE: Schema = {"type": "number", "exclusiveMinimum": 0}
+TEXT: Schema = {"type": "string"}
+ANY: Schema = {}
+
+
+def nullable(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def record(required: dict[str, Schema], optional: dict[str, Schema] | None = None) -> Schema:
+    """An object with just these members."""
+    members = {**required, **(optional or {})}
+    return {
+        "type": "object",
+        "properties": members,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+def mapping(schema: Schema) -> Schema:
+    """An object whose members, by any name, are all like this."""
+    return {"type": "object", "additionalProperties": schema}
+
+
+def array(schema: Schema) -> Schema:
+    return {"type": "array", "items": schema}
+
+
+def ended(measured: Schema, failed: Schema | None = None) -> Schema:
+    """A point with its status: what was measured, or the reason why nothing was."""
+    done = Status.MEASURED.value
+    with_status = {**measured, "properties": {"status": {"const": done}, **measured["properties"]}}
+    others = [status.value for status in Status if status.value != done]
+    return {
+        "if": {"properties": {"status": {"const": done}}},
+        "then": {**with_status, "required": ["status", *measured["required"]]},
+        "else": failed or record({"status": {"enum": others}, "reason": TEXT}, TRIAL_MEMORY),
+    }
+
+
+SPREAD = record({"low": NUMBER, "median": NUMBER, "high": NUMBER})
+TIMED = {"step_ms": SPREAD, "tokens_per_second": SPREAD}
+TRIAL_MEMORY = {"static_bytes": COUNT, "peak_bytes": COUNT, "reserved_bytes": COUNT}
+GATE = record(
+    {"promise": TEXT, "reference": TEXT, "sequences": COUNT}, {"gradient_error": NUMBER, "slope_error": NUMBER}
+)
+FORECAST = record(
+    {
+        "fits": {"type": "boolean"},
+        "peak_bytes": COUNT,
+        "step_ms": nullable(POSITIVE),
+        "largest_batch": nullable(COUNT),
+        "longest_seq_len": nullable(COUNT),
+    }
+)
+PLAN = ended(
+    record(
+        {
+            "wall_seconds": POSITIVE,
+            "cpu_seconds": POSITIVE,
+            "peak_rss_bytes": COUNT,
+            "fits": {"type": "boolean"},
+            "budget_bytes": COUNT,
+            "methods": mapping(FORECAST),
+        }
+    )
+)
+TRIAL = ended(
+    record(
+        {"decided": mapping(ANY), "static_bytes": COUNT, "peak_bytes": COUNT},
+        {**TIMED, "gate": GATE, "reserved_bytes": COUNT},
+    )
+)
+CURVE = array({"type": "array", "prefixItems": [COUNT, NUMBER], "minItems": 2, "maxItems": 2})
+TRAINING = ended(record({"curve": CURVE, "training_curve": CURVE}))
+GAP = nullable(record(dict.fromkeys(("final_percent", "largest_percent", "mean_drift_percent"), NUMBER)))
+SCORE = record(
+    {
+        "acc": {"type": "number", "minimum": 0, "maximum": 1},
+        "acc_stderr": nullable(NUMBER),
+        "acc_norm": nullable(NUMBER),
+        "perplexity": nullable(POSITIVE),
+        "num_samples": COUNT,
+        "num_samples_original": COUNT,
+        "num_fewshot": COUNT,
+        "version": NUMBER,
+    }
+)
+RIVAL = nullable(record({"peer": TEXT, "speed_ratio": POSITIVE}))
+COMPARISON = record(
+    {"peer": TEXT, "compiled": {"type": "boolean"}, "speed_ratio": nullable(POSITIVE), "peak_ratio": nullable(POSITIVE)}
+)
+STEP_FIGURES = record(
+    {
+        "step_ms": SPREAD,
+        "stored_bytes": COUNT,
+        "peak_bytes": COUNT,
+        **{
+            f"of_{base}{suffix}": schema
+            for base in ("plain", "checkpointing")
+            for suffix, schema in (("", POSITIVE), ("_by_round", SPREAD))
+        },
+    },
+    {
+        "overhead_per_block_ms": NUMBER,
+        "peak_of_checkpointing": POSITIVE,
+        "gradient_error": NUMBER,
+        "budget": mapping(ANY),
+        "within_budget": {"type": "boolean"},
+        "predicted_stored_bytes": COUNT,
+        "predicted_peak_bytes": COUNT,
+        "predicted_overhead_ms": NUMBER,
+        "actions": mapping(COUNT),
+        "solve_seconds": NUMBER,
+    },
+)
+GRADIENT_TRAINING = record({"final_loss": NUMBER, "another_batch": POSITIVE})
+GRADIENT_ERROR = record(
+    {
+        "name": TEXT,
+        "scale": nullable(TEXT),
+        "group_size": nullable(COUNT),
+        "rounding": nullable(TEXT),
+        "error": POSITIVE,
+        "round_trip_error": nullable(POSITIVE),
+    }
+)
+BANDWIDTH = record(
+    {
+        "what": TEXT,
+        "shape": array(COUNT),
+        "dtype": TEXT,
+        "tensor_bytes": COUNT,
+        "payload_bytes": COUNT,
+        "copy_ms": SPREAD,
+        "encode_ms": SPREAD,
+        "decode_ms": SPREAD,
+        "round_trip_error": NUMBER,
+    }
+)
+SOLVES = record(
+    {
+        "attention": TEXT,
+        "num_blocks": COUNT,
+        "num_kinds": COUNT,
+        "seconds": mapping(NUMBER),
+        "infeasible_percents": array(COUNT),
+        "slowest_percent": COUNT,
+        **dict.fromkeys(("median_seconds", "max_seconds", "max_of_all_repeats_seconds"), NUMBER),
+    },
+    {"gap": nullable(SPREAD)},
+)
+PEAK = record(
+    {
+        **dict.fromkeys(("family", "attention", "precision"), TEXT),
+        **dict.fromkeys(("budget_bytes", "predicted_bytes", "measured_bytes"), COUNT),
+        "error": NUMBER,
+        "within_budget": {"type": "boolean"},
+    }
+)
+SWEPT_BUDGET = record(
+    {
+        **dict.fromkeys(("budget_bytes", "predicted_bytes", "measured_bytes"), COUNT),
+        **dict.fromkeys(("overhead_ms", "gap", "solve_seconds"), NUMBER),
+        **dict.fromkeys(("one_plan_ms", "greedy_ms"), nullable(NUMBER)),
+    }
+)
+SWEEP = record({"step_ms": NUMBER, "num_blocks": COUNT, "plain_bytes": COUNT, "budgets": array(SWEPT_BUDGET)})
+TRADED = record(
+    {
+        **dict.fromkeys(("label", "winner"), TEXT),
+        "nbytes": COUNT,
+        "codec": nullable(TEXT),
+        "payload_bytes": nullable(COUNT),
+        **dict.fromkeys(("recompute_ms", "compress_ms", "recompute_band", "compress_band"), nullable(NUMBER)),
+    }
+)
+PARTITION = record(
+    {
+        **dict.fromkeys(("share", "overhead_ms", "gradient_error"), NUMBER),
+        **dict.fromkeys(("regions", "plain_bytes", "predicted_bytes", "stored_bytes"), COUNT),
+        "same_bits": {"type": "boolean"},
+        "reasons": array(TEXT),
+    }
+)
+GRAPH_STEP = {
+    **dict.fromkeys(("predicted_bytes", "stored_bytes"), COUNT),
+    **dict.fromkeys(("modelled_peak_bytes", "peak_bytes"), COUNT),
+    "predicted_peak_bytes": nullable(COUNT),
+    "overhead_ms": NUMBER,
+    "step_ms": POSITIVE,
+    "share": NUMBER,
+}
+CODE_LOOKED_AT = {"went_back": {"type": "boolean"}, "graph_peak_bytes": COUNT}
+"""Not in records of before compiled code was looked at: their predictions are the graphs'."""
+GRAPH_TRIAL = record(GRAPH_STEP, CODE_LOOKED_AT)
+GRAPH_BUDGETS = ended(record({"plain": GRAPH_TRIAL, "trials": array(GRAPH_TRIAL)}))
+COMPILATION = {"cpu_seconds": POSITIVE, "graphs_from_cache": COUNT, "joint_graphs_from_cache": COUNT}
+COMPILATIONS = ended(record({**COMPILATION, "again": ended(record(COMPILATION))}))
+NEW_LENGTH = record(
+    {
+        **dict.fromkeys(("first_ms", "second_ms", "steady_ms", "extra_ms"), NUMBER),
+        "amortised_after": nullable(COUNT),
+    },
+)
+CHANGE = record(
+    {
+        "step": COUNT,
+        "reason": TEXT,
+        **{f"{how}_{what}": NUMBER for how in ("predicted", "measured") for what in ("peak_bytes", "step_ms")},
+    }
+)
+EVOLUTION = record(
+    {
+        "frozen_step_ms": SPREAD,
+        "evolving_step_ms": SPREAD,
+        **dict.fromkeys(("frozen_stored_bytes", "evolving_stored_bytes"), COUNT),
+        **dict.fromkeys(("frozen_overhead_ms", "evolving_overhead_ms", "gain", "loss"), NUMBER),
+        "changes": array(CHANGE),
+        "outliers": array({"type": "array", "items": COUNT, "minItems": 2, "maxItems": 2}),
+    }
+)
+TRACKING_COST = record(
+    {
+        "steps": COUNT,
+        "events": mapping(COUNT),
+        **dict.fromkeys(("normal_step_ms", "total_ms", "extra_ms", "measured_share", "recorded_ms"), NUMBER),
+        **dict.fromkeys(("logged_ms", "logged_share"), NUMBER),
+    }
+)
+TABLE4_TRAINING = ended(
+    record(
+        {
+            "folder": TEXT,
+            "steps": COUNT,
+            "final_train_loss": NUMBER,
+            "validation_loss": NUMBER,
+            "gone_on_from": nullable(TEXT),
+            "actions": nullable(mapping(COUNT)),
+        }
+    )
+)
+DEMO_ROW = record(
+    {
+        "title": TEXT,
+        "folder": TEXT,
+        "activation_bytes": COUNT,
+        "peak_bytes": COUNT,
+        "relative_throughput": SPREAD,
+        "final_train_loss": NUMBER,
+        "validation_loss": NUMBER,
+    }
+)
+RUN = ended(
+    record({"seconds": NUMBER, "record": TEXT}),
+    record({"status": TEXT, "reason": TEXT}, {"seconds": NUMBER, "record": TEXT}),
+)
+
+POINTS: dict[str, dict[str, Schema]] = {
+    # By patterns of the points' keys.
+    "throughput": {", batch \\d+$": TRIAL},
+    "max_batch": {", batch \\d+$": TRIAL},
+    "loss": {"": TRAINING},
+    "ablation": {", steps$": TRIAL, ", loss$": TRAINING},
+    "peers": {"": TRIAL},
+    "gradient_error": {"^gradient, training$": GRADIENT_TRAINING, "^gradient, (?!training$)": GRADIENT_ERROR},
+    "codec_bandwidth": {"^bandwidth, ": BANDWIDTH},
+    "solver": {"": record({"stored": SOLVES, "peak": SOLVES})},
+    "plan": {"": PLAN},
+    "peak_accuracy": {"": record({"peaks": array(PEAK)})},
+    "budget_sweep": {"": SWEEP},
+    "partitions": {"": record({"lossless": array(PARTITION), "lossy": PARTITION})},
+    "compiled": {", budgets$": GRAPH_BUDGETS, ", compilation, ": COMPILATIONS},
+    "table1": {"": record({"activations": array(TRADED)})},
+    "evolution": {", batch \\d+$": EVOLUTION},
+    "tracking_cost": {"^batch \\d+$": TRACKING_COST},
+    "executor_bench": {"": record({"methods": mapping(STEP_FIGURES), "new_length": NEW_LENGTH})},
+    "budget_bench": {"": record({"methods": mapping(STEP_FIGURES), "skipped": mapping(TEXT)})},
+    "table4": {"/training$": TABLE4_TRAINING, "/(?!training$)": SCORE},
+    "downstream": {"": SCORE},
+    "cloze": {"": SCORE},
+    "all": {"": RUN},
+    "demo_comparison": {"": DEMO_ROW},
+}
+POINTS["codecs"] = POINTS["gradient_error"] | POINTS["codec_bandwidth"]
+
+SUMMARIES: dict[str, dict[str, Schema]] = {
+    "throughput": {"adacc_over": mapping(mapping(POSITIVE)), "paper": mapping(array(NUMBER))},
+    "max_batch": {"max_batch": mapping(COUNT), "paper": mapping(COUNT)},
+    "loss": {"gap_to_plain": mapping(GAP), "paper_gap_percent": array(NUMBER)},
+    "peers": {
+        "titles": mapping(TEXT),
+        "adacc_against": array(COMPARISON),
+        "within_adaccs_peaks": array(record({"adacc": TEXT, "eager": RIVAL, "compiled": RIVAL})),
+    },
+    "budget_sweep": {"faults": array(TEXT)},
+    "evolution": {"paper": TEXT},
+    "tracking_cost": {"asked_share": NUMBER},
+    "solver": {"paper_seconds": NUMBER},
+    "plan": {"asked_seconds": COUNT, "asked_bytes": COUNT},
+    "table4": {"paper": mapping(mapping(mapping(nullable(NUMBER))))},
+    "downstream": {"average_acc": NUMBER},
+    "cloze": {"average_acc": NUMBER},
+}
+
+META_INFO = record(
+    {
+        "status": {"const": "complete"},
+        "date": TEXT,
+        "commit": nullable({"type": "string", "pattern": "^[0-9a-f]{40}$"}),
+        "uncommitted_changes": nullable({"type": "boolean"}),
+        "device": TEXT,
+        "seeds": array({"type": "integer"}),
+        "versions": mapping(TEXT),
+        "notes": TEXT,
+    }
+)
+
+
+def schema_of(runner: str) -> Schema:
+    """The schema of a runner's complete records."""
+    points = {
+        "type": "object",
+        "patternProperties": {pattern or ".": schema for pattern, schema in POINTS[runner].items()},
+        "additionalProperties": False,
+        "minProperties": 1,
+    }
+    run_info = {
+        "type": "object",
+        "properties": {"runner": {"const": runner}, "seed": {"type": "integer"}, "threads": COUNT, "device": TEXT},
+        "required": ["runner", "seed", "threads", "device"],
+    }
+    results = {"results": mapping(SCORE)} if runner in ("downstream", "cloze") else {}
+    train_info = record({"points": points, **SUMMARIES.get(runner, {})})
+    return record({"run_info": run_info, "train_info": train_info, "meta_info": META_INFO, **results})
+
+
+def need_jsonschema() -> None:
+    """Raise ValueError where no record can be checked, before hours are measured for it."""
+    if importlib.util.find_spec("jsonschema") is None:
+        raise ValueError("records are checked with jsonschema: pip install 'adacc-hf[eval]'")
+
+
+def check_record(content: Any) -> None:
+    """Raises jsonschema.ValidationError, which names the place, for a record that is not as its runner leaves it."""
+    import jsonschema
+
+    runner = content["run_info"]["runner"]
+    jsonschema.validate(content, schema_of(runner), cls=jsonschema.Draft202012Validator)

@@ -1,0 +1,1 @@
+"""Zero-shot tasks, and the scores of models on them."""

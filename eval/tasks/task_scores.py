@@ -1,0 +1,77 @@
+"""Scores of one model on several tasks as points of a record: what was asked, what is missing, how it reads."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from adacc_hf.eval.records.ledger import Ledger, add_resume
+from adacc_hf.eval.records.records import add_settings, positive_int
+from adacc_hf.eval.tasks.zero_shot import ModelSource, language_model, score
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import ConfigurableTask
+
+Tasks = Mapping[str, "ConfigurableTask"]
+
+
+def add_scoring(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add the options that all runners with tasks share."""
+    parser.add_argument("--batch_size", type=positive_int, default=8, help="requests per forward")
+    parser.add_argument(
+        "--limit",
+        type=positive_int,
+        help="rows of each task, the first ones; the record is marked, for trying out only",
+    )
+    add_resume(parser)
+    add_settings(parser, name)
+
+
+def task_info(tasks: Tasks, limit: int | None) -> dict[str, Any]:
+    """What scores depend on besides the model, so that a record of other rows is not gone on with."""
+    return {
+        "tasks": {name: {"version": task.VERSION, "rows_sha256": rows_digest(task)} for name, task in tasks.items()},
+        "num_fewshot": 0,
+        "limit": limit,
+        "lm_eval": version("lm-eval"),
+    }
+
+
+def rows_digest(task: ConfigurableTask) -> str:
+    """SHA-256 over the rows that are evaluated, wherever they came from."""
+    digest = hashlib.sha256()
+    for row in task.eval_docs:
+        digest.update(json.dumps(row, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def score_missing(ledger: Ledger, prefix: str, source: ModelSource, tasks: Tasks, limit: int | None) -> None:
+    """Leave a point <prefix><task> for every task; the model is loaded only if one is missing."""
+    if all(f"{prefix}{name}" in ledger.points for name in tasks):
+        return
+    with language_model(source) as model:
+        for name, task in tasks.items():
+            ledger.measure(f"{prefix}{name}", lambda task=task: asdict(score(model, task, limit)))
+
+
+def percent(figures: Mapping[str, Any], column: str = "acc") -> str:
+    """A share with its standard error, in percent, as a table shows it.
+
+    Example: "39.56 ± 1.00"; without a standard error "39.56"; "" for a share that the task does not have.
+    """
+    share, stderr = figures.get(column), figures.get(f"{column}_stderr")
+    if share is None:
+        return ""
+    return f"{100 * share:.2f}" + ("" if stderr is None else f" ± {100 * stderr:.2f}")
+
+
+def limit_note(limit: int | None) -> str:
+    """One line that says what a limit makes of the scores; nothing without one."""
+    return (
+        "" if limit is None else f"LIMITED to the first {limit} rows of each task: not to be compared with whole sets"
+    )

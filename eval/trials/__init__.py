@@ -1,0 +1,1 @@
+"""What is measured, and how: models and batches, methods, gates before the clock, and processes of their own."""

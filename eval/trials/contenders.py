@@ -1,0 +1,149 @@
+"""Ways to keep activations, each on a model of its own, checked and then timed in turn.
+
+Every contender has its own copy of the model with the method installed once, so that a timed step is a step of steady
+training: nothing is installed, recorded or compiled in it. Wrong gradients are found before anything is timed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from adacc_hf import Policy, apply_policy
+from adacc_hf.eval.records.records import RedGateError, Spread
+from adacc_hf.eval.trials.clock import CLOCKS
+from adacc_hf.eval.trials.gradients import Gradients, compute_gradients, first_difference, relative_error
+from adacc_hf.eval.trials.workload import Batch
+from adacc_hf.kernels.codecs import get_codec
+from adacc_hf.memory import StepMemory, measure_step
+from adacc_hf.policy import Action
+from adacc_hf.profiling.timing import seconds_of
+
+PLAIN, CHECKPOINTING = "plain", "HF gradient checkpointing"
+
+GATE_STEPS = 3
+"""The first step records the blocks, the second learns the order of backward, the third is steady: all must be right.
+They warm up as well."""
+
+NOISE_FACTOR = 4.0
+"""What a lossless method may differ by, in units of what plain training differs by from run to run: nothing on a CPU,
+and on a GPU the order of atomic additions, of which two runs are a small sample."""
+
+MAX_GRADIENT_ERROR = 0.5
+"""Relative L2 error from which lossy codecs count as broken. INT4 on everything gives 0.1 to 0.2, and the gradient of
+another batch is at 1.3."""
+
+
+class Contender:
+    """One method on its own copy of `model`, installed for good."""
+
+    def __init__(self, name: str, model: PreTrainedModel, batch: Batch, policy: Policy | None = None) -> None:
+        self.name = name
+        self.batch = batch
+        self.policy = policy
+        self.model = copy.deepcopy(model)
+        if policy is not None:
+            self.handle = apply_policy(self.model, policy)
+        elif name == CHECKPOINTING:
+            # What `activation_checkpointing_enable` calls, under whatever name the release has for it.
+            self.model._set_gradient_checkpointing(True, partial(checkpoint, use_reentrant=False))
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def is_lossless(self) -> bool:
+        return self.policy is None or not uses_lossy_codec(self.policy)
+
+    def step(self) -> None:
+        """One forward and backward. The optimizer, equal for all methods, is left out."""
+        self.model(**self.batch).loss.backward()
+        self.model.zero_grad(set_to_none=True)
+
+    def gradients(self, seed: int) -> Gradients:
+        return compute_gradients(self.model, self.batch, seed)
+
+    def memory(self) -> StepMemory:
+        return measure_step(self.model, self.batch)
+
+
+def uses_lossy_codec(policy: Policy) -> bool:
+    """Whether some activation comes back changed."""
+    choices = {choice for plan in policy.plans for _, choice in plan.choices if choice.action is Action.COMPRESS}
+    return any(not get_codec(choice.codec, **dict(choice.options)).lossless for choice in choices)
+
+
+def check_gradients(contenders: Sequence[Contender]) -> dict[str, float]:
+    """The relative gradient error of each contender against the first, the worst of some steps from the first on.
+
+    Raises RedGateError if a lossless one is not bit-equal, but for what two runs of the first differ by, or a lossy one
+    is further off than codecs can explain.
+    """
+    worst = dict.fromkeys((contender.name for contender in contenders), 0.0)
+    for seed in range(GATE_STEPS):
+        expected = contenders[0].gradients(seed)
+        noise = relative_error(expected, contenders[0].gradients(seed))
+        for contender in contenders[1:]:
+            error = _checked_error(contender, expected, noise, seed)
+            worst[contender.name] = max(worst[contender.name], error)
+    return worst
+
+
+def _checked_error(contender: Contender, expected: Gradients, noise: float, seed: int) -> float:
+    found = contender.gradients(seed)
+    difference = first_difference(expected, found)
+    if difference is None:
+        return 0.0
+    error = relative_error(expected, found)
+    most = NOISE_FACTOR * noise if contender.is_lossless else MAX_GRADIENT_ERROR
+    if not most or difference == "the loss" or not error <= most:
+        allowed = f"equal losses and an error of at most {most:.3g}" if most else "none"
+        raise RedGateError(
+            f"{contender.name}: {difference} differs from plain training in step {seed + 1} (relative error of the "
+            f"whole gradient {error:.3g}, allowed: {allowed}): nothing is timed before the gradients are right"
+        )
+    return error
+
+
+def time_rounds(contenders: Sequence[Contender], num_rounds: int, clock: str) -> dict[str, list[float]]:
+    """Milliseconds of one step of each contender in each round.
+
+    All take part in every round, so that a busy machine slows all alike; who goes first changes from round to round.
+    """
+    order = deque(contenders)
+    samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for _ in tqdm(range(num_rounds), desc="timing", unit="round", leave=False):
+        for contender in order:
+            samples[contender.name].append(step_ms(contender, clock))
+        order.rotate(1)
+    return samples
+
+
+def step_ms(contender: Contender, clock: str) -> float:
+    """Milliseconds of one step of `contender` by `clock`."""
+    return 1e3 * seconds_of(contender.step, contender.device, CLOCKS[clock])
+
+
+def timing_figures(samples: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
+    """Per contender its step time, and the ratio of its median to that of plain and of HF gradient checkpointing.
+
+    Beside each ratio stands the spread of the ratios of single rounds, in which both met the same machine.
+    """
+    spreads = {name: Spread.of(times) for name, times in samples.items()}
+    figures: dict[str, dict[str, Any]] = {}
+    for name, times in samples.items():
+        figures[name] = {"step_ms": spreads[name]}
+        for base, label in ((PLAIN, "plain"), (CHECKPOINTING, "checkpointing")):
+            by_round = [own / other for own, other in zip(times, samples[base], strict=True)]
+            figures[name][f"of_{label}"] = spreads[name].median / spreads[base].median
+            figures[name][f"of_{label}_by_round"] = Spread.of(by_round)
+    return figures

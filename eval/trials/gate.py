@@ -1,0 +1,156 @@
+"""The gate before the clock: a method must train with the gradients that it promises.
+
+The reference are the gradients of plain training on the same model and batch, or those of HF gradient checkpointing
+where plain training does not fit, or those of fewer sequences where that does not fit either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from adacc_hf.compat import switch_checkpointing
+from adacc_hf.eval.records.records import RedGateError
+from adacc_hf.eval.trials.contenders import GATE_STEPS, MAX_GRADIENT_ERROR, NOISE_FACTOR
+from adacc_hf.eval.trials.gradients import Gradients, first_difference, relative_error
+from adacc_hf.eval.trials.methods import Installed, Promise
+from adacc_hf.eval.trials.subject import Subject, first_sequences
+from adacc_hf.eval.trials.workload import Batch
+from adacc_hf.memory import backward
+
+ROUNDING = {"fp32": 1e-5, "bf16": 1e-2}
+"""Relative difference, by precision, that another order of sums may make: the units of float32 and bfloat16 are 1e-7
+and 8e-3, and what is rounded differently averages out over a gradient."""
+
+LOSS_CHANGE = 0.02
+"""How far the loss is moved each way to compare its slope with the gradient: far above the rounding of a float32 loss
+(1e-6), and small beside the loss itself."""
+
+MAX_SLOPE_ERROR = 0.05
+"""Relative. Third derivatives give about 0.01 at LOSS_CHANGE; a backward that drew other dropout masks than its
+forward is off by 0.1 and more."""
+
+MAX_LOSS_DIFFERENCE = 0.02
+"""Relative, between losses under different dropout masks, whose own spread is below 0.01 for a batch of 1000 tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What plain training gives."""
+
+    name: str
+    batch: Batch
+    gradients: Gradients
+    noise: float
+    """Relative difference of the gradients between two runs of the same step."""
+
+
+def reference_gradients(subject: Subject, model: PreTrainedModel, batch: Batch) -> Reference:
+    """The reference at the most sequences that fit. Raises torch.OutOfMemoryError if one sequence does not."""
+    last: torch.OutOfMemoryError | None = None
+    for count in halvings(len(batch["input_ids"])):
+        part = first_sequences(batch, count)
+        for name in ("plain", "HF gradient checkpointing"):
+            try:
+                return _measured_reference(subject, model, part, name)
+            except torch.OutOfMemoryError as error:
+                last = error.with_traceback(None)
+                model.zero_grad(set_to_none=True)
+                torch.cuda.empty_cache()
+            finally:
+                switch_checkpointing(model, on=False)
+    assert last is not None
+    raise last
+
+
+def _measured_reference(subject: Subject, model: PreTrainedModel, batch: Batch, name: str) -> Reference:
+    if name != "plain":
+        switch_checkpointing(model, on=True)
+    first, second = (step_gradients(subject, model, model, batch) for _ in range(2))
+    return Reference(name=name, batch=batch, gradients=first, noise=relative_error(first, second))
+
+
+def halvings(count: int) -> Iterator[int]:
+    """`count` and its halves, down to 1."""
+    while count >= 1:
+        yield count
+        count //= 2
+
+
+def step_gradients(subject: Subject, model: nn.Module, call: Any, batch: Batch) -> Gradients:
+    """One forward and backward with dropout drawn from the subject's seed; in host memory, and none left behind."""
+    torch.manual_seed(subject.seed)
+    loss = subject.loss(call, batch)
+    backward(loss)
+    by_name = {name: p.grad.to("cpu", copy=True) for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return Gradients(loss.detach().cpu(), by_name)
+
+
+def check(subject: Subject, model: nn.Module, installed: Installed, reference: Reference) -> dict[str, Any]:
+    """What the gate measured, over steps from the first to the steady state. Raises RedGateError."""
+    worst = 0.0
+    for step in range(GATE_STEPS):
+        found = step_gradients(subject, model, installed.call, reference.batch)
+        if installed.promise.is_own:
+            worst = max(worst, _check_own_loss(subject, model, installed, reference, found))
+        else:
+            rounding = ROUNDING[subject.precision] if installed.other_sums else 0.0
+            worst = max(worst, _check_against(reference, found, installed.promise, rounding, step))
+    measured = "slope_error" if installed.promise.is_own else "gradient_error"
+    sequences = len(reference.batch["input_ids"])
+    return {"promise": installed.promise.value, "reference": reference.name, "sequences": sequences, measured: worst}
+
+
+def _check_against(reference: Reference, found: Gradients, promise: Promise, rounding: float, step: int) -> float:
+    difference = first_difference(reference.gradients, found)
+    if difference is None:
+        return 0.0
+    error = relative_error(reference.gradients, found)
+    exact = NOISE_FACTOR * reference.noise + rounding
+    allowed = MAX_GRADIENT_ERROR if promise is Promise.LOSSY else exact
+    loss_error = float((found.loss / reference.gradients.loss - 1.0).abs())
+    if not (error <= allowed and loss_error <= exact):
+        raise RedGateError(
+            f"{difference} differs from {reference.name} in step {step + 1}: relative error of the whole gradient "
+            f"{error:.3g}, allowed {allowed:.3g}; of the loss {loss_error:.3g}, allowed {exact:.3g}"
+        )
+    return error
+
+
+def _check_own_loss(
+    subject: Subject, model: nn.Module, installed: Installed, reference: Reference, found: Gradients
+) -> float:
+    """The relative error of the gradient as the slope of the loss it belongs to, under the same dropout masks.
+
+    Noise of relative size e in a gradient changes the slope along it by e squared: across the true gradient it adds to
+    the step and not to the loss.
+    """
+    expected = reference.gradients.loss
+    if not abs(found.loss - expected) <= MAX_LOSS_DIFFERENCE * abs(expected):
+        raise RedGateError(f"the loss {found.loss:.4f} is not that of {reference.name}, {expected:.4f}")
+    squared_norm = float(sum(gradient.double().square().sum() for gradient in found.by_name.values()))
+    step = LOSS_CHANGE / squared_norm
+    losses = []
+    for sign in (1.0, -2.0):  # to one side, from there to the other, and back below
+        _move(model, found, sign * step)
+        torch.manual_seed(subject.seed)
+        losses.append(float(subject.loss(installed.call, reference.batch).detach()))
+    _move(model, found, step)
+    error = abs((losses[0] - losses[1]) / (2 * LOSS_CHANGE) - 1.0)
+    allowed = MAX_SLOPE_ERROR + (MAX_GRADIENT_ERROR**2 if installed.promise is Promise.OWN_LOSSY else 0.0)
+    if not error <= allowed:
+        raise RedGateError(f"the gradient is not the slope of the loss: relative error {error:.3g}, allowed {allowed}")
+    return error
+
+
+def _move(model: nn.Module, direction: Gradients, scale: float) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in direction.by_name:
+                parameter.add_(direction.by_name[name].to(parameter.device), alpha=scale)

@@ -1,0 +1,147 @@
+"""One measurement in a process of its own: what it leaves behind, or breaks, ends with it.
+
+    python -m adacc_hf.eval.trials.isolation
+
+reads {"function": "module:name", "arguments": {...}, "result": "file"} from standard input; `run_isolated` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from enum import Enum
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from adacc_hf.errors import AdaccError, InfeasibleBudgetError
+
+Figures = dict[str, Any]
+
+
+class Status(str, Enum):
+    """How a measurement ended."""
+
+    MEASURED = "measured"
+    OUT_OF_MEMORY = "out_of_memory"
+    """The device refused, the counted bytes exceed the limit, or no policy fits the budget."""
+    CANNOT_RUN = "cannot_run"
+    """Something it needs is not here; the reason says what."""
+    RED = "red"
+    """Its gradients are wrong, so nothing was timed."""
+    TIMEOUT = "timeout"
+    ERROR = "error"
+
+
+class CannotRunError(AdaccError):
+    """A method needs a device or a package that is not here."""
+
+
+class OverLimitError(AdaccError):
+    """The step takes more memory than the limit. `figures` say how much."""
+
+    def __init__(self, message: str, figures: Figures) -> None:
+        super().__init__(message)
+        self.figures = figures
+
+
+def run_here(function: Callable[..., Figures], arguments: Figures, timeout_s: float | None = None) -> Figures:
+    """What `function(**arguments)` measured, with its status, and the reason where it is not MEASURED.
+
+    In this process, so that nothing is timed out.
+    """
+    import torch
+
+    from adacc_hf.eval.records.records import RedGateError
+
+    try:
+        return {"status": Status.MEASURED.value, **function(**arguments)}
+    except OverLimitError as error:
+        return {"status": Status.OUT_OF_MEMORY.value, "reason": str(error), **error.figures}
+    except (InfeasibleBudgetError, torch.OutOfMemoryError, MemoryError) as error:
+        return failure(Status.OUT_OF_MEMORY, error)
+    except RedGateError as error:
+        return failure(Status.RED, error)
+    except CannotRunError as error:
+        return failure(Status.CANNOT_RUN, error)
+    except Exception as error:  # whatever a peer raises is its result, not the end of the table
+        return failure(Status.ERROR, error)
+
+
+def failure(status: Status, error: Exception | str) -> Figures:
+    """The figures of a measurement that gave none: its status and the reason."""
+    name = "" if isinstance(error, (str, AdaccError)) else f"{type(error).__name__}: "
+    return {"status": status.value, "reason": f"{name}{' '.join(str(error).split())}"[:600]}
+
+
+def run_isolated(function: Callable[..., Figures], arguments: Figures, timeout_s: float | None = None) -> Figures:
+    """As `run_here`, in a new process that is ended, with all it started, after `timeout_s` seconds."""
+    with tempfile.TemporaryDirectory(prefix="adacc-eval-") as folder:
+        result = Path(folder, "result.json")
+        name = f"{function.__module__}:{function.__qualname__}"
+        order = json.dumps({"function": name, "arguments": arguments, "result": str(result)})
+        with subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            try:
+                _, errors = process.communicate(order, timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                return failure(Status.TIMEOUT, f"no result after {timeout_s:g} s: raise --timeout")
+            finally:
+                _end(process)
+        if result.is_file():
+            return json.loads(result.read_text(encoding="utf-8"))
+    return failure(Status.ERROR, _last_words(process.returncode, errors))
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End the process and its children, which share its session."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _last_words(code: int, errors: str) -> str:
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name}; SIGKILL usually means that the machine ran out of memory"
+    lines = [line for line in errors.splitlines() if line.strip()]
+    return f"exit status {code}: {lines[-1] if lines else 'no message'}"
+
+
+def main() -> int:
+    """Run the order on standard input and write its figures."""
+    order = json.loads(sys.stdin.read())
+    _follow(os.getppid())
+    module, _, name = order["function"].partition(":")
+    figures = run_here(getattr(import_module(module), name), order["arguments"])
+    Path(order["result"]).write_text(json.dumps(figures), encoding="utf-8")
+    return 0
+
+
+def _follow(parent: int) -> None:
+    """End this process group when its parent is gone, so that a killed run leaves nothing computing."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    from adacc_hf.eval.trials import isolation
+
+    sys.exit(isolation.main())  # the imported module's classes, which the functions raise, not those of __main__

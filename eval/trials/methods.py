@@ -1,0 +1,171 @@
+"""Ways to keep activations, by name: the paper's five, and what the ablation takes away from Adacc.
+
+A method is installed once, on a model that has trained a step, so that the optimizer's state is there to be counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model, solve_policy
+from adacc_hf.compat import switch_checkpointing
+from adacc_hf.eval.trials.contenders import uses_lossy_codec
+from adacc_hf.eval.trials.one_policy import solve_one_policy
+from adacc_hf.eval.trials.subject import Subject
+from adacc_hf.eval.trials.workload import Batch
+from adacc_hf.memory import MemoryMeter, static_bytes
+from adacc_hf.profile import Profile
+from adacc_hf.solving.naive import NAIVE_CODEC, quantize_everything
+
+Budget = str | float | int
+
+
+class Promise(str, Enum):
+    """What a method promises about gradients, which is what it is held to before it is timed."""
+
+    EXACT = "exact"
+    """Those of plain training, bit for bit."""
+    LOSSY = "lossy"
+    """Those of plain training, as far as codecs allow; the loss is equal."""
+    OWN_RANDOMNESS = "own_randomness"
+    """Those of its own loss: it draws other dropout masks than plain training, and rounds differently."""
+    OWN_LOSSY = "own_lossy"
+    """Those of its own loss, as far as codecs allow."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether there are no gradients of plain training to compare with."""
+        return self in (Promise.OWN_RANDOMNESS, Promise.OWN_LOSSY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What a method is installed on."""
+
+    subject: Subject
+    model: PreTrainedModel
+    batch: Batch
+    optimizer: torch.optim.Optimizer | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Installed:
+    """A method in force."""
+
+    call: nn.Module | Callable[..., Any]
+    """What is called in place of the model; shares its parameters."""
+    promise: Promise
+    other_sums: bool = False
+    """Whether it adds up in another order than plain training, so that the promise holds but for rounding."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What the method decided, for the record."""
+
+
+def measure_steady_step(bench: Bench, call: Callable[..., Any]) -> tuple[int, int]:
+    """Static bytes, and the peak of a whole training step in the steady state, static bytes included."""
+    for _ in range(2):  # the first calls at a shape record it
+        bench.subject.train_step(call, bench.batch, bench.optimizer)
+    live_bytes = static_bytes(bench.model, bench.batch, bench.optimizer)
+    with MemoryMeter.for_device(torch.device(bench.subject.device)) as meter:
+        bench.subject.train_step(call, bench.batch, bench.optimizer)
+    return live_bytes, live_bytes + meter.peak_bytes
+
+
+Install = Callable[[Bench, Budget | None], Installed]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One way to keep activations."""
+
+    title: str
+    install: Install
+    """Installs it on a bench within a budget."""
+    takes_budget: bool = False
+    obstacle: Callable[[str], str | None] = lambda device: None
+    """Why it cannot run on a device; None if it can."""
+
+
+def install_plain(bench: Bench, budget: Budget | None) -> Installed:
+    """Plain training."""
+    return Installed(call=bench.model, promise=Promise.EXACT)
+
+
+def install_checkpointing(bench: Bench, budget: Budget | None, **options: Any) -> Installed:
+    """The checkpointing of Transformers, as TrainingArguments switch it on."""
+    switch_checkpointing(bench.model, on=True, **options)
+    return Installed(call=bench.model, promise=Promise.EXACT)
+
+
+def install_policy(
+    bench: Bench,
+    budget: Budget | None,
+    config: AdaccConfig,
+    solve: Callable[[Profile, Budget, AdaccConfig], Policy] = solve_policy,
+) -> Installed:
+    """A policy solved for this bench. Raises InfeasibleBudgetError."""
+    with bench.subject.autocast():
+        profile = profile_model(bench.model, bench.batch, config, bench.optimizer)
+    policy = solve(profile, config.memory_budget if budget is None else budget, config)
+    apply_policy(bench.model, policy, config)
+    return Installed(
+        call=bench.model,
+        promise=Promise.LOSSY if uses_lossy_codec(policy) else Promise.EXACT,
+        other_sums=policy.head == "chunked",
+        facts={
+            "head": policy.head,
+            "predicted_stored_bytes": policy.predicted_stored_bytes,
+            "predicted_peak_bytes": policy.predicted_peak_bytes,
+            "predicted_overhead_ms": policy.predicted_overhead_ms,
+            "actions": dict(policy.action_counts()),
+            "num_plans": len(policy.plans),
+        },
+    )
+
+
+def adacc(title: str, solve: Callable[[Profile, Budget, AdaccConfig], Policy] = solve_policy, **config: Any) -> Method:
+    """Adacc under a config."""
+    install = partial(install_policy, config=AdaccConfig(**config), solve=solve)
+    return Method(title=title, install=install, takes_budget=True)
+
+
+PLAIN = Method(title="plain", install=install_plain)
+CHECKPOINTING = Method(title="HF gradient checkpointing", install=install_checkpointing)
+QUANTIZATION = Method(
+    title="naive quantization",
+    install=partial(
+        install_policy,
+        config=AdaccConfig(actions=("retain", "compress"), codecs=(NAIVE_CODEC,)),
+        solve=lambda profile, budget, config: quantize_everything(profile),
+    ),
+)
+ADACC = adacc("Adacc")
+NO_OUTLIER = adacc("Adacc w/o outlier", outliers=False)
+
+PAPER_METHODS = {
+    "none": PLAIN,
+    "full": CHECKPOINTING,
+    "quantization": QUANTIZATION,
+    "adacc": ADACC,
+    "adacc_no_outlier": NO_OUTLIER,
+}
+"""The paper's names on the command line, in the order of its tables."""
+
+ABLATION_METHODS = {
+    "none": PLAIN,
+    "full": CHECKPOINTING,
+    "adacc": ADACC,
+    "no_compression": adacc("Adacc without compression", actions=("retain", "recompute")),
+    "no_recomputation": adacc("Adacc without recomputation", actions=("retain", "compress")),
+    "one_policy": adacc("Adacc with one policy for all layers", solve=solve_one_policy),
+    "no_outlier": NO_OUTLIER,
+}
+"""Adacc, and Adacc with one thing taken away."""

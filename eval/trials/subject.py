@@ -1,0 +1,104 @@
+"""What a trial measures: a model by preset, the shape of its batch, its precision, and one training step of it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from adacc_hf.ahead.model_presets import checked_seq_len, context_length, fresh_model, load_config
+from adacc_hf.eval.records.records import positive_int
+from adacc_hf.eval.trials.workload import Batch, library_bytes
+from adacc_hf.memory import backward, forward_loss
+
+PRECISIONS = ("fp32", "bf16")
+LONGEST_DEFAULT = 1024
+"""Tokens per sequence where neither the user nor a shorter context says otherwise: the paper's GPT models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model and its batch; every trial of one subject sees the same weights and tokens."""
+
+    preset: str
+    """A preset's name, or a hub id or folder of a config."""
+    batch: int
+    tokens: int
+    device: str = "cpu"
+    precision: str = "fp32"
+    """fp32, or bf16: float32 weights under autocast."""
+    attention: str = "sdpa"
+    seed: int = 0
+
+    def model(self) -> PreTrainedModel:
+        """The model in train mode; weights depend on the seed alone, torch's generator is left as it was."""
+        config = load_config(self.preset)
+        # As in training: a cache of keys and values costs time, and checkpointing switches it off.
+        config.use_cache = False
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            model = fresh_model(config, self.attention)
+        if not config.is_encoder_decoder:
+            model.loss_type = "ForCausalLM"
+        return model.to(self.device).train()
+
+    def example(self) -> Batch:
+        """[B, T] ids and labels: bytes of the standard library's text, at places that depend on the seed."""
+        text, generator = library_bytes(), torch.Generator().manual_seed(self.seed)
+        starts = torch.randint(len(text) - self.tokens, (self.batch,), generator=generator)
+        ids = torch.stack([text[start : start + self.tokens] for start in starts.tolist()]).long().to(self.device)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """What forward runs under."""
+        if self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device, dtype=torch.bfloat16)
+
+    def loss(self, model: nn.Module | Callable[..., Any], batch: Batch) -> torch.Tensor:
+        with self.autocast():
+            return forward_loss(model, batch)
+
+    def train_step(self, model: nn.Module | Callable[..., Any], batch: Batch, optimizer: torch.optim.Optimizer) -> None:
+        """Forward, backward, optimizer step."""
+        backward(self.loss(model, batch))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def add_subject(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name a subject, but for the size of its batch."""
+    parser.add_argument("--preset", default="demo", help="preset, or hub id or folder of a config (default: demo)")
+    parser.add_argument(
+        "--tokens",
+        type=positive_int,
+        help=f"tokens per sequence (default: the model's context, at most {LONGEST_DEFAULT})",
+    )
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="bf16 is autocast over fp32 weights")
+    parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
+
+
+def subject_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a Subject that the command line gives. Raises ValueError for what the preset cannot do."""
+    config = load_config(arguments.preset)
+    longest = context_length(config) or LONGEST_DEFAULT
+    tokens = checked_seq_len(min(longest, LONGEST_DEFAULT) if arguments.tokens is None else arguments.tokens, config)
+    return {
+        "preset": arguments.preset,
+        "tokens": tokens,
+        "device": arguments.device,
+        "precision": arguments.precision,
+        "attention": arguments.attention,
+        "seed": arguments.seed,
+    }
+
+
+def first_sequences(batch: Batch, count: int) -> Batch:
+    """The first `count` rows of every tensor."""
+    return {name: tensor[:count] for name, tensor in batch.items()}

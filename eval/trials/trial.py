@@ -1,0 +1,112 @@
+"""One point of a table: a method on a subject, checked, its peak measured, then timed. Runs in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from adacc_hf.compat import switch_checkpointing
+from adacc_hf.eval.records.records import Spread, to_json
+from adacc_hf.eval.trials import methods, peer_methods
+from adacc_hf.eval.trials.clock import CLOCKS
+from adacc_hf.eval.trials.gate import check, reference_gradients
+from adacc_hf.eval.trials.isolation import CannotRunError, Figures, OverLimitError
+from adacc_hf.eval.trials.methods import Bench, Budget, Installed, Method
+from adacc_hf.eval.trials.subject import Subject, first_sequences
+from adacc_hf.profiling.timing import seconds_of
+from adacc_hf.units import format_bytes
+
+FAMILIES: dict[str, dict[str, Method]] = {
+    "paper": methods.PAPER_METHODS,
+    "ablation": methods.ABLATION_METHODS,
+    "peers": peer_methods.PEERS,
+}
+
+
+def run_trial(
+    subject: Figures,
+    family: str,
+    method: str,
+    budget: Budget | None = None,
+    limit_bytes: int | None = None,
+    rounds: int = 0,
+    clock: str = "wall",
+    threads: int = 1,
+    gate: bool = True,
+) -> Figures:
+    """Peak bytes and, with `rounds`, the time of whole training steps of one method, once its gradients are right.
+
+    `subject` has the fields of a Subject. Raises RedGateError, OverLimitError, CannotRunError, InfeasibleBudgetError
+    and torch.OutOfMemoryError.
+    """
+    torch.set_num_threads(threads)
+    what, chosen = Subject(**subject), FAMILIES[family][method]
+    if obstacle := chosen.obstacle(what.device):
+        raise CannotRunError(obstacle)
+    _limit_device(what.device, limit_bytes)
+    model, batch = what.model(), what.example()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    bench = Bench(subject=what, model=model, batch=batch, optimizer=optimizer)
+    _warm_up(bench)
+    reference = reference_gradients(what, model, batch) if gate else None
+    installed = chosen.install(bench, budget)
+    figures: Figures = {"decided": installed.facts}
+    if reference is not None:
+        figures["gate"] = check(what, model, installed, reference)
+    figures |= _memory_figures(bench, installed, limit_bytes)
+    if rounds:
+        figures |= _speed_figures(bench, installed, rounds, CLOCKS[clock])
+    return figures
+
+
+def _limit_device(device: str, limit_bytes: int | None) -> None:
+    """Have a GPU refuse more than the limit, as a smaller one would."""
+    if device == "cuda" and limit_bytes is not None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total))
+
+
+def _warm_up(bench: Bench) -> None:
+    """One step under checkpointing, on one sequence: it makes the optimizer's state, and fits where anything does."""
+    switch_checkpointing(bench.model, on=True)
+    try:
+        bench.subject.train_step(bench.model, first_sequences(bench.batch, 1), bench.optimizer)
+    finally:
+        switch_checkpointing(bench.model, on=False)
+
+
+def _memory_figures(bench: Bench, installed: Installed, limit_bytes: int | None) -> Figures:
+    """The bytes of whole training steps in the steady state. Raises OverLimitError."""
+    static_bytes, peak_bytes = methods.measure_steady_step(bench, installed.call)
+    figures = {"static_bytes": static_bytes, "peak_bytes": peak_bytes}
+    device = torch.device(bench.subject.device)
+    if device.type == "cuda":
+        figures["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
+    if limit_bytes is not None and figures["peak_bytes"] > limit_bytes:
+        text = f"the step takes {format_bytes(figures['peak_bytes'])}, the limit is {format_bytes(limit_bytes)}"
+        raise OverLimitError(text, figures)
+    return figures
+
+
+def _speed_figures(bench: Bench, installed: Installed, rounds: int, now: Callable[[], float]) -> Figures:
+    """Tokens per second over `rounds` whole training steps, after those of the gate and the memory."""
+    step = partial(bench.subject.train_step, installed.call, bench.batch, bench.optimizer)
+    device = torch.device(bench.subject.device)
+    samples = [seconds_of(step, device, now) for _ in tqdm(range(rounds), desc="timing", unit="step", leave=False)]
+    tokens = bench.batch["input_ids"].numel()
+    speed = Spread.of([tokens / seconds for seconds in samples])
+    return to_json({"step_ms": Spread.of([1e3 * seconds for seconds in samples]), "tokens_per_second": speed})
+
+
+def describe(figures: Figures) -> dict[str, Any]:
+    """The cells that every table shows of a point: tokens per second and peak, or why there are none."""
+    speed = figures.get("tokens_per_second")
+    peak = figures.get("peak_bytes")
+    return {
+        "tokens/s": figures["status"].replace("_", " ") if speed is None else Spread(**speed).text(0),
+        "peak": "" if peak is None else format_bytes(peak),
+    }

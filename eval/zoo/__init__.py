@@ -1,0 +1,1 @@
+"""Tiny models of Transformers' architectures, and batches for them."""

@@ -1,0 +1,120 @@
+"""Records that grow point by point, survive a kill, and are one run's alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from adacc_hf.eval.records.ledger import Ledger, RecordError, locked, open_ledger
+from adacc_hf.eval.records.records import Settings
+
+
+class KilledError(Exception):
+    """Stands for whatever ends a run in the middle."""
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(runner="letters", output=tmp_path / "record.json")
+
+
+def run(settings: Settings, keys: str, resume: bool | None = None, status: str = "measured", **run_info: int) -> str:
+    """The points that a run of one point per letter of `keys` had to measure; "!" ends it in the middle."""
+    measured = []
+    with open_ledger(settings, {"letters": "abc", **run_info}, resume) as ledger:
+        for key in keys:
+            if key == "!":
+                raise KilledError
+            ledger.measure(key, lambda key=key: measured.append(key) or {"status": status, "order": len(measured)})
+        ledger.finish(total=len(ledger.points))
+    return "".join(measured)
+
+
+def saved(settings: Settings) -> dict:
+    return json.loads(settings.output.read_text())
+
+
+def test_a_killed_run_goes_on_where_it_stopped(settings: Settings) -> None:
+    with pytest.raises(KilledError):
+        run(settings, "ab!c")
+    assert saved(settings)["meta_info"]["status"] == "running"
+    assert run(settings, "abc") == "c"
+    record = saved(settings)
+    assert record["meta_info"]["status"] == "complete"
+    assert list(record["train_info"]["points"]) == ["a", "b", "c"]
+    assert record["train_info"]["total"] == 3
+
+
+def test_a_complete_record_is_measured_anew_unless_resumed(settings: Settings) -> None:
+    assert run(settings, "abc") == "abc"
+    assert run(settings, "abc", resume=True) == ""
+    assert run(settings, "abc") == "abc"
+    assert run(settings, "abc", resume=False) == "abc"
+
+
+def test_no_resume_starts_over(settings: Settings) -> None:
+    with pytest.raises(KilledError):
+        run(settings, "ab!c")
+    assert run(settings, "abc", resume=False) == "abc"
+
+
+@pytest.mark.parametrize("status", ["error", "timeout"])
+def test_what_may_be_the_machines_fault_is_tried_again(settings: Settings, status: str) -> None:
+    run(settings, "ab", status=status)
+    assert run(settings, "abc", resume=True) == "abc"
+
+
+@pytest.mark.parametrize("status", ["out_of_memory", "cannot_run", "red"])
+def test_results_without_a_time_are_kept(settings: Settings, status: str) -> None:
+    run(settings, "ab", status=status)
+    assert run(settings, "abc", resume=True) == "c"
+
+
+def test_another_runs_record_is_not_continued(settings: Settings) -> None:
+    with pytest.raises(KilledError):
+        run(settings, "ab!", batch=1)
+    with pytest.raises(RecordError, match=r"measured with another batch: .* --no-resume"):
+        run(settings, "abc", resume=True, batch=2)
+    assert run(settings, "abc", batch=2) == "abc"
+
+
+def test_a_damaged_record_is_reported_and_kept(settings: Settings) -> None:
+    settings.output.write_text("{")
+    with pytest.raises(RecordError, match="is not JSON"):
+        run(settings, "abc", resume=True)
+    settings.output.write_text('{"unknown": 1}')
+    with pytest.raises(RecordError, match="another kind of record"):
+        run(settings, "abc", resume=True)
+
+
+def test_two_runs_in_one_folder_are_refused(settings: Settings) -> None:
+    with locked(settings.output.parent), pytest.raises(RecordError, match=r"another run writes into .*--output"):
+        run(settings, "abc")
+    assert run(settings, "abc") == "abc"
+
+
+def test_figures_are_saved_as_they_will_be_read(settings: Settings) -> None:
+    with open_ledger(settings, {}, None) as ledger:
+        assert isinstance(ledger, Ledger)
+        point = ledger.measure("a", lambda: {"status": "measured", "pair": (1, 2)})
+        assert point == saved(settings)["train_info"]["points"]["a"] == {"status": "measured", "pair": [1, 2]}
+
+
+def test_a_record_can_be_reported_on_again(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_ledger(settings, {"letters": "a"}, None) as ledger:
+        ledger.measure("a", lambda: {"status": "measured"})
+        ledger.finish(pair=(1, 2))
+        ledger.publish("the report\n")
+    assert settings.output.with_suffix(".md").read_text() == "the report\n"
+    assert capsys.readouterr().out == f"the report\n\nsaved as {settings.output}\n"
+    loaded = Ledger.load(settings.output)
+    assert (loaded.settings, loaded.points) == (settings, ledger.points)
+    assert (loaded.run_info["letters"], loaded.run_info["runner"], loaded.summary) == ("a", "letters", {"pair": [1, 2]})
+
+
+def test_another_kind_of_file_is_not_reported_on(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"rows": []}')
+    with pytest.raises(RecordError, match="is no record with points"):
+        Ledger.load(tmp_path / "x.json")

@@ -1,0 +1,84 @@
+"""Every committed record is as its schema says, and the schemas notice what is not."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from adacc_hf.cli_eval import RUNNERS
+from adacc_hf.eval import loss, max_batch
+from adacc_hf.eval.records.schemas import POINTS, SUMMARIES, check_record, schema_of
+
+RECORDS = sorted((Path(__file__).parents[3] / "eval" / "results").rglob("*.json"))
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=[f"{path.parent.name}/{path.stem}" for path in RECORDS])
+def test_committed_records_are_valid(path: Path) -> None:
+    check_record(json.loads(path.read_text(encoding="utf-8")))
+
+
+def test_every_runner_has_a_schema() -> None:
+    names = {name.replace("-", "_") for name in RUNNERS}
+    assert names <= POINTS.keys()
+    assert SUMMARIES.keys() <= POINTS.keys()
+    for name in POINTS:
+        jsonschema.Draft202012Validator.check_schema(schema_of(name))
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A record whose points were measured, but for one."""
+
+    def made_up(function, order: dict, timeout_s: float | None) -> dict:
+        if order["method"] == "full":
+            return {"status": "error", "reason": "broken"}
+        return {"status": "measured", "curve": [(1, 2.0)], "training_curve": [(1, 2.0)]}
+
+    output = tmp_path_factory.mktemp("schemas") / "loss.json"
+    loss.main(["--methods", "none", "full", "adacc", "--output", str(output)], made_up)
+    return json.loads(output.read_text())
+
+
+def test_a_fresh_record_is_valid(record: dict[str, Any]) -> None:
+    check_record(record)
+
+
+def test_a_record_without_a_table_of_its_own_is_valid(tmp_path: Path) -> None:
+    def made_up(function, order: dict, timeout_s: float) -> dict:
+        return {"status": "out_of_memory", "reason": "too large", "static_bytes": 1, "peak_bytes": 2}
+
+    output = tmp_path / "max_batch.json"
+    max_batch.main(["--methods", "none", "--output", str(output)], made_up)
+    check_record(json.loads(output.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("meta_info", "status"), "running"),
+        (("meta_info", "commit"), "dirty"),
+        (("run_info", "seed"), "zero"),
+        (("train_info", "points"), {}),
+        (("train_info", "points", "none", "curve"), [[1]]),
+        (("train_info", "points", "none", "status"), "error"),
+        (("train_info", "points", "full", "reason"), None),
+        (("train_info", "points", "full", "status"), "measured"),
+        (("train_info", "more"), 1),
+        (("train_info", "gap_to_plain", "adacc", "final_percent"), "small"),
+    ],
+    ids=lambda value: ".".join(value) if isinstance(value, tuple) else None,
+)
+def test_what_is_wrong_is_noticed(record: dict[str, Any], place: tuple[str, ...], value: Any) -> None:
+    broken = copy.deepcopy(record)
+    *parents, name = place
+    part = broken
+    for parent in parents:
+        part = part[parent]
+    part[name] = value
+    with pytest.raises(jsonschema.ValidationError):
+        check_record(broken)

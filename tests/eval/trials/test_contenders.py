@@ -1,0 +1,181 @@
+"""The gate before the clock, and the figures after it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from adacc_hf import Action, AdaccConfig, Policy, profile_model
+from adacc_hf.eval.records.records import RedGateError, Spread
+from adacc_hf.eval.trials import contenders
+from adacc_hf.eval.trials.contenders import (
+    CHECKPOINTING,
+    PLAIN,
+    Contender,
+    check_gradients,
+    time_rounds,
+    timing_figures,
+    uses_lossy_codec,
+)
+from adacc_hf.eval.trials.gradients import Gradients
+from adacc_hf.eval.trials.workload import Workload
+
+
+@pytest.fixture
+def build(tiny: Workload):
+    """Contenders on one model: plain, checkpointing, and one per action given."""
+    model, batch = tiny.model(), next(tiny.batches())
+    profile = profile_model(model, batch)
+
+    def build(*actions: Action) -> list[Contender]:
+        policies = [(str(action.value), Policy.uniform(profile, action)) for action in actions]
+        adacc = [Contender(name, model, batch, policy) for name, policy in policies]
+        return [Contender(PLAIN, model, batch), Contender(CHECKPOINTING, model, batch), *adacc]
+
+    return build
+
+
+def scale_gradient(contender: Contender, factor: float) -> None:
+    """Plant an error in one gradient; the loss stays as it is."""
+    contender.model.transformer.h[0].mlp.c_fc.weight.register_hook(lambda gradient: gradient * factor)
+
+
+def test_lossless_methods_pass_the_gate_with_no_error(build) -> None:
+    errors = check_gradients(build(Action.RETAIN, Action.RECOMPUTE))
+    assert errors == {PLAIN: 0.0, CHECKPOINTING: 0.0, "retain": 0.0, "recompute": 0.0}
+
+
+def test_lossy_method_passes_with_its_error(build) -> None:
+    contenders = build(Action.COMPRESS)
+    assert not contenders[-1].is_lossless
+    assert 0.0 < check_gradients(contenders)["compress"] < 0.5
+
+
+@pytest.mark.parametrize("index", [1, 2], ids=["checkpointing", "recompute"])
+def test_gate_stops_the_smallest_error_of_a_lossless_method(build, index: int) -> None:
+    contenders = build(Action.RECOMPUTE)
+    scale_gradient(contenders[index], 1 + 2**-20)
+    with pytest.raises(RedGateError, match=r"h\.0\.mlp.c_fc\.weight differs from plain training in step 1"):
+        check_gradients(contenders)
+
+
+def test_gate_looks_at_the_steady_state_too(build) -> None:
+    contenders = build(Action.RECOMPUTE)
+    calls = []
+
+    def wrong_from_the_third_call_on(gradient):
+        calls.append(None)
+        return gradient if len(calls) < 3 else gradient * (1 + 2**-20)
+
+    contenders[2].model.transformer.h[0].mlp.c_fc.weight.register_hook(wrong_from_the_third_call_on)
+    with pytest.raises(RedGateError, match="in step 3"):
+        check_gradients(contenders)
+
+
+@pytest.mark.parametrize("factor", [1e4, float("nan")])
+def test_gate_stops_a_lossy_method_that_is_broken(build, factor: float) -> None:
+    contenders = build(Action.COMPRESS)
+    scale_gradient(contenders[-1], factor)
+    with pytest.raises(RedGateError, match=r"compress: .* allowed: equal losses and an error of at most 0\.5"):
+        check_gradients(contenders)
+
+
+def test_contenders_keep_their_memory(build) -> None:
+    everyone = build(Action.RETAIN, Action.RECOMPUTE)
+    check_gradients(everyone)
+    stored = {contender.name: contender.memory().stored_bytes for contender in everyone}
+    assert stored["retain"] == stored[PLAIN] == everyone[2].policy.predicted_stored_bytes
+    assert stored["recompute"] == everyone[3].policy.predicted_stored_bytes
+    assert stored[CHECKPOINTING] < stored[PLAIN] / 2
+
+
+def test_lossy_policies_are_told_from_lossless_ones(build) -> None:
+    _, _, recompute, compress = build(Action.RECOMPUTE, Action.COMPRESS)
+    masks = [c.codec for plan in recompute.policy.plans for _, c in plan.choices if c.action is Action.COMPRESS]
+    assert not uses_lossy_codec(recompute.policy), masks
+    assert uses_lossy_codec(compress.policy)
+
+
+def test_all_take_part_in_every_round_and_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stub:
+        device = torch.device("cpu")
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def step(self) -> None:
+            calls.append(self.name)
+
+    calls: list[str] = []
+    ticks = iter(range(100))
+    monkeypatch.setitem(contenders.CLOCKS, "wall", lambda: float(next(ticks)))
+    samples = time_rounds([Stub("a"), Stub("b"), Stub("c")], 2, "wall")
+    assert calls == ["a", "b", "c", "c", "a", "b"]
+    assert samples == {name: [1000.0, 1000.0] for name in "abc"}  # each step lies one tick of the clock apart
+
+
+def test_ratios_are_of_medians() -> None:
+    samples = {PLAIN: [1.0, 2.0, 9.0], CHECKPOINTING: [4.0, 4.0, 4.0], "x": [3.0, 3.0, 9.0]}
+    figures = timing_figures(samples)
+    assert figures["x"]["step_ms"] == Spread.of(samples["x"])
+    assert figures["x"]["of_plain"] == 1.5
+    assert figures["x"]["of_plain_by_round"] == Spread.of([3.0, 1.5, 1.0])
+    assert figures["x"]["of_checkpointing"] == 0.75
+    assert figures[PLAIN]["of_plain"] == figures[CHECKPOINTING]["of_checkpointing"] == 1.0
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(3.0, True), (5.0, False)])
+def test_what_two_plain_runs_differ_by_is_no_error_of_a_lossless_method(factor: float, passes: bool) -> None:
+    """A GPU adds in another order from run to run."""
+
+    class Stub:
+        is_lossless = True
+
+        def __init__(self, name: str, noise: float) -> None:
+            self.name, self.noise, self.calls = name, noise, 0
+
+        def gradients(self, seed: int) -> Gradients:
+            self.calls += 1
+            is_noisy = self.name != PLAIN or self.calls % 2 == 0
+            return Gradients(torch.ones(()), {"w": torch.tensor([1.0, self.noise if is_noisy else 0.0])})
+
+    everyone = [Stub(PLAIN, 1e-4), Stub("other", factor * 1e-4)]
+    if passes:
+        assert check_gradients(everyone)["other"] == pytest.approx(factor * 1e-4, rel=1e-3)
+    else:
+        with pytest.raises(RedGateError, match=r"other: w differs .* allowed: equal losses and an error of at most"):
+            check_gradients(everyone)
+
+
+def test_where_plain_runs_are_alike_a_lossless_method_is_bit_equal() -> None:
+    """Also where the difference is too small for the error of the whole gradient."""
+
+    class Stub:
+        is_lossless = True
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def gradients(self, seed: int) -> Gradients:
+            off = 0.0 if self.name == PLAIN else 1e-200
+            return Gradients(torch.ones(()), {"w": torch.tensor([1.0, off], dtype=torch.float64)})
+
+    with pytest.raises(RedGateError, match=r"other: w differs .* allowed: none"):
+        check_gradients([Stub(PLAIN), Stub("other")])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_policies_pass_the_gate_on_every_device(attention: str, device: str) -> None:
+    workload = Workload(width=32, layers=2, batch=2, tokens=32, attention=attention)
+    model, batch = workload.model(device), next(workload.batches(device))
+    profile = profile_model(model, batch, AdaccConfig(min_compress_bytes=0))
+    actions = tuple(Action)
+    policies = {str(seed): Policy.random(profile, seed, actions, lossless=True) for seed in range(3)}
+    policies |= {action.value: Policy.uniform(profile, action) for action in actions}
+    adacc = [Contender(name, model, batch, policy) for name, policy in policies.items()]
+    everyone = [Contender(PLAIN, model, batch), *adacc]
+    errors = check_gradients(everyone)
+    assert 0.0 < errors["compress"] < contenders.MAX_GRADIENT_ERROR
+    if device == "cpu":
+        assert {name for name, error in errors.items() if error} == {"compress"}

@@ -1,0 +1,39 @@
+"""Gradients of a batch, and their distance."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from adacc_hf.eval.trials.gradients import Gradients, compute_gradients, first_difference, relative_error
+from adacc_hf.eval.trials.workload import Workload
+
+
+def gradients(loss: float, **by_name: list[float]) -> Gradients:
+    return Gradients(torch.tensor(loss), {name: torch.tensor(values) for name, values in by_name.items()})
+
+
+def test_same_seed_gives_equal_gradients_and_leaves_none(tiny: Workload) -> None:
+    model, batch = tiny.model(), next(tiny.batches())
+    one, same, other = (compute_gradients(model, batch, seed) for seed in (0, 0, 1))
+    assert first_difference(one, same) is None
+    assert first_difference(one, other) == "the loss"  # dropout differs
+    assert one.by_name.keys() == dict(model.named_parameters()).keys()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_first_difference_names_it() -> None:
+    base = gradients(1.0, a=[1.0], b=[2.0])
+    assert first_difference(base, gradients(1.0, a=[1.0], b=[2.5])) == "b"
+    assert first_difference(base, gradients(1.5, a=[1.0], b=[2.0])) == "the loss"
+    assert first_difference(base, gradients(1.0, a=[1.0])) == "the set of parameters with a gradient"
+
+
+def test_relative_error_is_of_the_whole_vector() -> None:
+    expected, found = gradients(1.0, a=[3.0], b=[4.0, 0.0]), gradients(1.0, a=[3.0], b=[4.0, 0.5])
+    # |(0, 0, 0.5)| / |(3, 4, 0)|; every number here is exact in binary.
+    assert relative_error(expected, found) == pytest.approx(0.1, rel=1e-12)
+    assert relative_error(expected, expected) == 0.0
+    assert relative_error(expected, gradients(1.0, a=[3.0])) == math.inf

@@ -1,0 +1,81 @@
+"""Measurements in processes of their own: every end has its status and its reason."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from adacc_hf import InfeasibleBudgetError
+from adacc_hf.eval.records.records import RedGateError
+from adacc_hf.eval.trials import isolation
+from adacc_hf.eval.trials.isolation import CannotRunError, OverLimitError, run_here, run_isolated
+
+
+def raise_error(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), ("out_of_memory", "OutOfMemoryError: CUDA out of memory")),
+        (InfeasibleBudgetError("too small", 7), ("out_of_memory", "too small")),
+        (RedGateError("wrong"), ("red", "wrong")),
+        (CannotRunError("no GPU"), ("cannot_run", "no GPU")),
+        (KeyError("x"), ("error", "KeyError: 'x'")),
+    ],
+    ids=["out-of-memory", "infeasible", "red", "cannot-run", "error"],
+)
+def test_errors_become_statuses(error: Exception, expected: tuple[str, str]) -> None:
+    figures = run_here(raise_error, {"error": error})
+    assert (figures["status"], figures["reason"]) == expected
+
+
+def test_a_step_over_the_limit_keeps_its_figures() -> None:
+    figures = run_here(raise_error, {"error": OverLimitError("takes 2, limit 1", {"peak_bytes": 2})})
+    assert figures == {"status": "out_of_memory", "reason": "takes 2, limit 1", "peak_bytes": 2}
+
+
+# The functions below run in the other process, which finds them by the name of an importable module.
+def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str):
+    """A function `act` in a module that the other process can import."""
+    (tmp_path / "isolated_work.py").write_text(f"import os, time\ndef act(**arguments):\n    {body}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+
+    def act() -> None: ...
+
+    act.__module__, act.__qualname__ = "isolated_work", "act"
+    return act
+
+
+def test_it_runs_in_another_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    act = worker(monkeypatch, tmp_path, "return {'pid': os.getpid(), 'twice': 2 * arguments['number']}")
+    figures = run_isolated(act, {"number": 21}, 120)
+    assert figures["status"] == "measured"
+    assert figures["twice"] == 42
+    assert figures["pid"] != os.getpid()
+
+
+def test_a_process_that_dies_leaves_its_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    act = worker(monkeypatch, tmp_path, "os.kill(os.getpid(), 9)")
+    figures = run_isolated(act, {}, 120)
+    assert figures["status"] == "error"
+    assert "SIGKILL" in figures["reason"]
+
+
+def test_it_is_ended_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    act = worker(monkeypatch, tmp_path, "time.sleep(600)")
+    start = time.monotonic()
+    assert run_isolated(act, {}, 0.5) == {"status": "timeout", "reason": "no result after 0.5 s: raise --timeout"}
+    assert time.monotonic() - start < 60  # the sleep is 600
+
+
+def test_a_failed_start_gives_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolation.sys, "executable", "/bin/false")
+    figures = run_isolated(raise_error, {}, 60)
+    assert figures == {"status": "error", "reason": "exit status 1: no message"}

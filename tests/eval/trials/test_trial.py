@@ -1,0 +1,237 @@
+"""One trial of every method on a tiny model: gate, peak, speed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import GPT2Config
+
+from adacc_hf.eval.records.records import RedGateError
+from adacc_hf.eval.trials import gate, peer_methods
+from adacc_hf.eval.trials.isolation import CannotRunError, OverLimitError, run_here
+from adacc_hf.eval.trials.methods import ABLATION_METHODS, PAPER_METHODS, Installed, Promise
+from adacc_hf.eval.trials.subject import Subject
+from adacc_hf.eval.trials.trial import run_trial
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The config of a GPT-2 whose larger activations are 64 KiB and more, so that they may be compressed."""
+    path = tmp_path_factory.mktemp("model")
+    config = GPT2Config(n_layer=3, n_embd=64, n_head=2, n_positions=64, vocab_size=256)
+    config.bos_token_id = config.eos_token_id = None
+    config.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def subject(folder: str) -> dict:
+    return {"preset": folder, "batch": 8, "tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def plain(subject: dict) -> dict:
+    return run_trial(subject, "paper", "none", rounds=2)
+
+
+def test_a_trial_says_gate_peak_and_speed(plain: dict) -> None:
+    assert plain["gate"] == {"promise": "exact", "reference": "plain", "sequences": 8, "gradient_error": 0.0}
+    assert 0 < plain["static_bytes"] < plain["peak_bytes"]
+    speed, step = plain["tokens_per_second"], plain["step_ms"]
+    assert speed["low"] <= speed["median"] <= speed["high"]
+    assert speed["high"] == pytest.approx(8 * 64 / (step["low"] / 1e3), rel=0.5)  # fifths of two samples, inverted
+
+
+@pytest.mark.parametrize("method", [name for name in PAPER_METHODS if name != "none"])
+def test_the_papers_methods_take_less_than_plain(subject: dict, plain: dict, method: str) -> None:
+    figures = run_trial(subject, "paper", method, budget=0.4)
+    assert figures["peak_bytes"] < plain["peak_bytes"]
+    assert figures["gate"]["promise"] == ("exact" if method == "full" else "lossy")
+    assert ("step_ms" in figures) is False
+
+
+@pytest.mark.parametrize("method", ["no_compression", "no_recomputation", "one_policy", "no_outlier"])
+def test_an_ablation_has_one_thing_less(subject: dict, method: str) -> None:
+    assert method in ABLATION_METHODS
+    figures = run_trial(subject, "ablation", method, budget=0.5, gate=False)
+    decided = figures["decided"]
+    if method == "no_recomputation":
+        assert decided["actions"].get("recompute", 0) == 0
+    if method == "one_policy":
+        assert decided["num_plans"] == 1
+    assert "gate" not in figures
+
+
+def test_a_budget_on_the_peak_counts_the_whole_step(subject: dict, plain: dict) -> None:
+    budget = plain["peak_bytes"] * 9 // 10
+    figures = run_trial(subject, "paper", "adacc", budget=budget, limit_bytes=budget)
+    assert figures["peak_bytes"] <= budget
+    assert figures["peak_bytes"] == figures["decided"]["predicted_peak_bytes"]
+
+
+def test_over_the_limit_is_told_with_the_bytes(subject: dict, plain: dict) -> None:
+    limit = plain["peak_bytes"] - 1
+    with pytest.raises(OverLimitError, match="the step takes") as caught:
+        run_trial(subject, "paper", "none", limit_bytes=limit, gate=False)
+    assert caught.value.figures["peak_bytes"] == plain["peak_bytes"]
+    assert run_trial(subject, "paper", "none", limit_bytes=limit + 1, gate=False)["peak_bytes"] == limit + 1
+
+
+def test_an_impossible_budget_is_out_of_memory(subject: dict) -> None:
+    figures = run_here(run_trial, {"subject": subject, "family": "paper", "method": "adacc", "budget": 1})
+    assert figures["status"] == "out_of_memory"
+    assert "below the least possible peak" in figures["reason"]
+
+
+def test_selective_checkpointing_is_exact_and_saves(subject: dict, plain: dict) -> None:
+    figures = run_trial(subject, "peers", "selective")
+    assert figures["gate"]["gradient_error"] == 0.0
+    assert figures["peak_bytes"] < plain["peak_bytes"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there these peers run")
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        ("checkpointing_offload", "in host memory already"),
+        ("trl_offloading", "trl moves activations from an accelerator"),
+        ("xformers_0.5", "CUDA's clock"),
+    ],
+)
+def test_a_peer_that_cannot_run_says_why(subject: dict, method: str, reason: str) -> None:
+    with pytest.raises(CannotRunError, match=reason):
+        run_trial(subject, "peers", method, gate=False)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_methods.importlib.util, "find_spec", lambda name: None)
+    for method, package in [("trl_offloading", "trl"), ("xformers_0.5", "xformers")]:
+        assert peer_methods.PEERS[method].obstacle("cuda").startswith(f"{package} is not installed: pip install")
+
+
+def test_compile_is_asked_for_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._functorch.config as functorch_config
+
+    monkeypatch.setattr(torch, "compile", lambda model: ("compiled", model))
+
+    class FakeBench:
+        model = "model"
+
+    # Not monkeypatch, which would take the setting out of torch's config when it puts it back.
+    with functorch_config.patch(activation_memory_budget=1.0):
+        installed = peer_methods.PEERS["compile_0.25"].install(FakeBench(), None)
+        assert functorch_config.activation_memory_budget == 0.25
+    assert installed.call == ("compiled", "model")
+    assert installed.promise is Promise.OWN_RANDOMNESS
+
+
+def test_our_backend_is_given_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    from adacc_hf.partitioner.backend import adacc
+
+    monkeypatch.setattr(torch, "compile", lambda model, **options: (model, options))
+
+    class FakeBench:
+        model = "model"
+
+    installed = peer_methods.PEERS["adacc_compiled"].install(FakeBench(), 0.25)
+    assert installed.call == ("model", {"backend": adacc, "options": {"memory_budget": 0.25}})
+    assert installed.promise is Promise.OWN_LOSSY
+
+
+class Skewed:
+    """A model whose gradients are wrong by a factor; the loss is right."""
+
+    def __init__(self, model: torch.nn.Module, factor: float) -> None:
+        self.model = model
+        parameter = model.transformer.h[0].mlp.c_fc.weight
+        self.handle = parameter.register_hook(lambda gradient: gradient * factor)
+
+    def __call__(self, **batch: torch.Tensor):
+        return self.model(**batch)
+
+
+@pytest.mark.parametrize(
+    ("promise", "factor", "allowed"),
+    [
+        (Promise.EXACT, 1 + 2**-20, False),
+        (Promise.LOSSY, 1 + 2**-20, True),
+        (Promise.LOSSY, 20.0, False),
+        (Promise.OWN_RANDOMNESS, 1 + 2**-20, True),
+        (Promise.OWN_RANDOMNESS, 20.0, False),
+        (Promise.OWN_LOSSY, 1 + 2**-20, True),
+        (Promise.OWN_LOSSY, 20.0, False),
+    ],
+    ids=["exact", "lossy-small", "lossy-large", "own-small", "own-large", "own-lossy-small", "own-lossy-large"],
+)
+def test_the_gate_holds_each_method_to_its_promise(subject: dict, promise: Promise, factor: float, allowed: bool):
+    what = Subject(**subject)
+    model = what.model()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    reference = gate.reference_gradients(what, model, what.example())
+    assert reference.noise == 0.0
+    installed = Installed(call=Skewed(model, factor), promise=promise)
+    if allowed:
+        measured = gate.check(what, model, installed, reference)
+        assert 0.0 < max(measured.get("gradient_error", 0.0), measured.get("slope_error", 0.0)) < 0.05
+    else:
+        with pytest.raises(RedGateError, match=r"differs from plain|not the slope"):
+            gate.check(what, model, installed, reference)
+    for old, new in zip(before, model.parameters(), strict=True):
+        torch.testing.assert_close(old, new.detach(), rtol=0, atol=1e-5)  # moved there and back, in float32
+
+
+def test_another_order_of_sums_may_round_differently(subject: dict) -> None:
+    what = Subject(**subject)
+    model = what.model()
+    reference = gate.reference_gradients(what, model, what.example())
+    installed = Installed(call=Skewed(model, 1 + 2**-20), promise=Promise.EXACT, other_sums=True)
+    assert 0.0 < gate.check(what, model, installed, reference)["gradient_error"] < 1e-5
+    with pytest.raises(RedGateError, match="allowed 1e-05; of the loss"):
+        gate.check(what, model, Installed(call=Skewed(model, 1.01), promise=Promise.EXACT, other_sums=True), reference)
+
+
+def test_another_loss_is_red(subject: dict) -> None:
+    what = Subject(**subject)
+    model = what.model()
+    reference = gate.reference_gradients(what, model, what.example())
+    torch.nn.init.zeros_(model.transformer.wte.weight)
+    for promise, message in [
+        (Promise.LOSSY, "of the loss .*, allowed 0$"),
+        (Promise.OWN_RANDOMNESS, "is not that of plain"),
+    ]:
+        with pytest.raises(RedGateError, match=message):
+            gate.check(what, model, Installed(call=model, promise=promise), reference)
+
+
+def test_what_does_not_fit_is_checked_on_less(subject: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = gate._measured_reference
+
+    def measured(subject, model, batch, name):
+        if len(batch["input_ids"]) > 2 or name == "plain":
+            raise torch.OutOfMemoryError("too large")
+        return real(subject, model, batch, name)
+
+    monkeypatch.setattr(gate, "_measured_reference", measured)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    what = Subject(**subject)
+    reference = gate.reference_gradients(what, what.model(), what.example())
+    assert (reference.name, len(reference.batch["input_ids"])) == ("HF gradient checkpointing", 2)
+
+
+def test_the_trials_subject_must_exist() -> None:
+    subject = {"preset": "./no-such", "batch": 1, "tokens": 8}
+    figures = run_here(run_trial, {"subject": subject, "family": "paper", "method": "none"})
+    assert figures["status"] == "error"
+    assert "is none of demo" in figures["reason"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("method", PAPER_METHODS)
+def test_every_method_runs_on_a_gpu(subject: dict, method: str, precision: str, attention: str) -> None:
+    on_gpu = {"device": "cuda", "precision": precision, "attention": attention}
+    figures = run_trial(subject | on_gpu, "paper", method, budget=0.5, rounds=3)
+    assert figures["gate"]["promise"] in ("exact", "lossy")
+    assert 0 < figures["static_bytes"] < figures["peak_bytes"] <= figures["reserved_bytes"]
+    assert figures["tokens_per_second"]["median"] > 0
