@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adacc_hf.callbacks.checkpoint_files import (
@@ -22,44 +21,26 @@ from adacc_hf.callbacks.checkpoint_files import (
     save_in_checkpoint,
 )
 from adacc_hf.callbacks.evolution import Evolution
-from adacc_hf.callbacks.inner_steps import InnerSteps
-from adacc_hf.callbacks.last_batch import LastBatch
 from adacc_hf.callbacks.mistakes import (
     refuse_data_parallel,
     refuse_second_callback,
     refuse_second_run,
     warn_of_short_run,
 )
-from adacc_hf.callbacks.optimizer_watch import OptimizerWatch
 from adacc_hf.callbacks.policy_figures import metrics, predictions
-from adacc_hf.callbacks.profiling import is_ready, profile_at
+from adacc_hf.callbacks.policy_maker import PolicyMaker, PolicySource, RefusedSizeError
+from adacc_hf.callbacks.profiling import is_ready
 from adacc_hf.callbacks.step_retry import run_with_retry
 from adacc_hf.callbacks.torch_compile import begin_compiled_run, is_compiled
-from adacc_hf.callbacks.trainer_figures import keep_figures
 from adacc_hf.callbacks.trainer_guard import TrainerGuard
 from adacc_hf.callbacks.training_log import add_to_log, is_training_log
 from adacc_hf.callbacks.waiting import Waiting
 from adacc_hf.config import AdaccConfig
-from adacc_hf.errors import InfeasibleBudgetError, UncalledBlocksError
 from adacc_hf.executor import PolicyHandle
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
-from adacc_hf.profiler import profile_model
-from adacc_hf.profiling.counted_step import with_missing
-from adacc_hf.profiling.own_loss import ComputeLoss
-from adacc_hf.ranks import (
-    all_or_none,
-    check_same_policy,
-    common_profile,
-    from_first_rank,
-    is_sharded,
-    of_all_ranks,
-    or_ends_its_process,
-)
-from adacc_hf.solver import least_policy, solve_policy
-from adacc_hf.solving.budget import Budget
-from adacc_hf.tracking.repricing import without_lossy
-from adacc_hf.tracking.shapes import BatchShapes, batch_shapes, describe, is_alike
+from adacc_hf.ranks import from_first_rank
+from adacc_hf.tracking.shapes import BatchShapes, batch_shapes, describe
 
 if TYPE_CHECKING:
     from adacc_hf.callbacks.compiled_run import CompiledRun
@@ -71,8 +52,6 @@ __all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
 
 HISTORY_PARTS = 64
 """The part of a run's history that may be unwritten for a while: one event in 64."""
-
-PolicySource = Policy | str | Path | Callable[[Profile], Policy]
 
 
 class AdaccCallback(TrainerCallback):
@@ -118,15 +97,12 @@ class AdaccCallback(TrainerCallback):
         self._given = policy
         self._handle: PolicyHandle | None = None
         self._waiting: Waiting | None = None
-        self._optimizer = OptimizerWatch()
-        self._inner_steps = InnerSteps()
-        self._last_batch: LastBatch | None = None
+        self._maker: PolicyMaker | None = None
         self._shapes: BatchShapes | None = None
         self._guard: TrainerGuard | None = None
         self._compiled: CompiledRun | None = None
         self._evolution: Evolution | None = None
         self._num_steps = self._num_saved = 0
-        self._num_micro = 1
         self._global_step = 0
 
     def on_train_begin(
@@ -137,15 +113,15 @@ class AdaccCallback(TrainerCallback):
         refuse_data_parallel(args)
         self.policy, self.profile, self.history = None, None, []
         self._num_steps = self._num_saved = 0
-        self._optimizer, self._num_micro = OptimizerWatch(), args.gradient_accumulation_steps
-        self._inner_steps = InnerSteps()
         self._guard = TrainerGuard.around_caller(self, on_failure=self.detach)
+        trainer = None if self._guard is None else self._guard.trainer
+        self._maker = PolicyMaker(self.config, self._given, args.gradient_accumulation_steps, trainer)
         if self._guard is not None:
             self._guard.wrap("training_step", self._training_step)
             self._guard.wrap("compute_loss", self._compute_loss)
         try:
             if self._guard is not None:
-                refuse_second_callback(self, self._guard.trainer)
+                refuse_second_callback(self, trainer)
             self._begin(args, state, model)
         except BaseException:
             self.detach()
@@ -163,7 +139,7 @@ class AdaccCallback(TrainerCallback):
             return
         warn_of_short_run(state, self.config.profile_steps)
         self._waiting = Waiting(model, self.config)
-        self._last_batch = LastBatch(model)
+        self._maker.catch_batches(model)
 
     def on_step_begin(
         self,
@@ -179,7 +155,7 @@ class AdaccCallback(TrainerCallback):
             self._compiled.step_begins(model, optimizer)
         if self._evolution is not None:
             if self._evolution.wanted is not None:
-                self._last_batch = LastBatch(model)
+                self._maker.catch_batches(model)
             self._evolution.step_begins(state.global_step + 1, model, optimizer)
 
     def _training_step(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -191,7 +167,7 @@ class AdaccCallback(TrainerCallback):
             self._waiting.begin_batch()
         self._meet(inputs)
         if self._waiting is not None:
-            with self._inner_steps:
+            with self._maker.inner_steps:
                 return step(model, inputs, *args, **kwargs)
         if evolution is None:
             return step(model, inputs, *args, **kwargs)
@@ -218,11 +194,9 @@ class AdaccCallback(TrainerCallback):
         """The Trainer's loss, which a profile may need, and at whose graph a compiled run looks."""
         if model.training:
             self._meet(inputs)
-        if self._last_batch is not None and model.training:
-            self._last_batch.given(self._guard.trainer, compute, inputs, *args, **kwargs)
+            self._maker.loss_is_asked(compute, inputs, *args, **kwargs)
         result = compute(model, inputs, *args, **kwargs)
-        if self._last_batch is not None:
-            self._last_batch.loss_is_made(result)
+        self._maker.loss_is_made(result)
         if self._compiled is not None:
             self._compiled.loss_is_made(result)
         return result
@@ -236,15 +210,19 @@ class AdaccCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
+        if self._maker is None:
+            return
         if self._evolution is not None:
             self._evolution.backward_is_over()
-        if self._compiled is None and not self._optimizer.has_seen and self._num_steps + 1 >= self.config.profile_steps:
-            self._optimizer.begin(args, model)
+        watch = self._maker.optimizer
+        if self._compiled is None and not watch.has_seen and self._num_steps + 1 >= self.config.profile_steps:
+            watch.begin(args, model)
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._optimizer.end()
+        if self._maker is not None:
+            self._maker.optimizer.end()
 
     def on_step_end(
         self,
@@ -255,6 +233,8 @@ class AdaccCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
+        if self._maker is None:  # detached in the middle of the run
+            return
         self._num_steps += 1
         if self._compiled is not None:
             num_events = len(self.history)
@@ -271,7 +251,7 @@ class AdaccCallback(TrainerCallback):
         elif self._evolution is not None:
             started, num_events = time.perf_counter(), len(self.history)
             changed = self._evolution.step_ends(state.global_step)
-            if self._evolution.wanted is not None and self._last_batch is not None:
+            if self._evolution.wanted is not None and self._maker.catches_batches:
                 changed |= self._add_size(state.global_step, model, optimizer)
             if changed:
                 self._show_policy()
@@ -316,13 +296,12 @@ class AdaccCallback(TrainerCallback):
             self._evolution.cancel()
         if self._compiled is not None:
             self.compiled_policy = self._compiled.policy
-        for attached in (self._handle, self._waiting, self._last_batch, self._compiled):
+        for attached in (self._handle, self._waiting, self._maker, self._compiled):
             if attached is not None:
                 attached.remove()
         if self._guard is not None:
             self._guard.leave(self)
-        self._optimizer.end()
-        self._handle = self._waiting = self._last_batch = self._guard = self._compiled = None
+        self._handle = self._waiting = self._maker = self._guard = self._compiled = None
         self._evolution = self._shapes = None
 
     def _checkpoint(self, args: TrainingArguments) -> str | None:
@@ -350,18 +329,9 @@ class AdaccCallback(TrainerCallback):
 
     def _set_policy(self, args: TrainingArguments, state: TrainerState, model: Any, optimizer: Any) -> None:
         """Profile the last batch, solve, and follow the policy from the next step on."""
-        batch, compute_loss = self._caught_batch()
-        if batch is None:
-            raise RuntimeError(
-                "AdaccCallback saw no training batch: the model was not called in train mode with gradients on, or was "
-                "not called by keyword arguments"
-            )
         self._waiting.remove()  # the profiler's own functions around the blocks must not stand around these
-        self.profile = self._profile_or_explain(model, batch, optimizer, compute_loss)
+        self.profile, policy, is_provisional = self._maker.first(model, optimizer)
         self._waiting = None
-        is_provisional = self._is_provisional(self.profile)
-        policy = from_first_rank(lambda: self._first_policy(self.profile, is_provisional))
-        check_same_policy(policy)
         self._follow(args, model, policy, state.global_step)
         if self._evolution is not None:
             shapes = self._shapes if self.config.length_buckets else None
@@ -373,97 +343,24 @@ class AdaccCallback(TrainerCallback):
     def _add_size(self, step: int, model: Any, optimizer: Any) -> bool:
         """Profile and solve for a size of batch that was seen often, with the step's batch made to that size."""
         wanted, self._evolution.wanted = self._evolution.wanted, None
-        seen = self._evolution.last_shapes
-        batch, compute_loss = self._caught_batch()
-        if not all(of_all_ranks(batch is not None and is_alike(seen, wanted))):
-            return False
+        situations = self._evolution.situations
         try:
             with self._handle.taken_off():
-                found = profile_at(
-                    wanted, batch, seen, model, lambda given: self._profile(model, given, optimizer, compute_loss)
-                )
-        except UncalledBlocksError:
-            self._refuse(step, wanted, "they leave blocks out, and a policy is for all of them")
+                made = self._maker.for_size(wanted, model, optimizer, self._evolution)
+        except RefusedSizeError as reason:
+            log.warning("Adacc: batches of %s get no policy of their own: %s", describe(wanted), reason)
+            situations.refuse(wanted)
+            self._note(step, "memory", reason=f"{describe(wanted)}: {reason}")
             return False
-        except torch.OutOfMemoryError as error:
-            if is_sharded(model):  # whose forward was left in its midst
-                raise
-            log.info("Adacc: out of memory while profiling: %s", error)
-            self._refuse(step, wanted, "there is no memory to profile them in")
+        if made is None:
             return False
-        if found is None:
-            return False
-        shapes, profile = found
-        try:
-            policy = from_first_rank(lambda: self._solve(profile))
-        except InfeasibleBudgetError as error:
-            self._refuse(step, wanted, str(error))
-            return False
-        check_same_policy(policy)
+        shapes, profile, policy = made
         self._evolution.add(shapes, profile, policy)
         if shapes != wanted:  # and so on: each batch of the bucket would want a policy that fits it better
-            self._evolution.situations.refuse(wanted)
+            situations.refuse(wanted)
         self._note(step, "policy", **predictions(policy), reason=f"for batches of {describe(shapes)}")
         log.info("Adacc: for batches of %s: %s", describe(shapes), policy.summary())
         return True
-
-    def _refuse(self, step: int, shapes: BatchShapes, reason: str) -> None:
-        """Leave batches of `shapes` without a policy of their own."""
-        log.warning("Adacc: batches of %s get no policy of their own: %s", describe(shapes), reason)
-        self._evolution.situations.refuse(shapes)
-        self._note(step, "memory", reason=f"{describe(shapes)}: {reason}")
-
-    def _profile_or_explain(
-        self, model: Any, batch: dict[str, Any], optimizer: Any, compute_loss: ComputeLoss | None
-    ) -> Profile:
-        """The first profile, without which there is no policy."""
-        try:
-            return self._profile(model, batch, optimizer, compute_loss)
-        except torch.OutOfMemoryError as error:
-            raise type(error)(
-                f"{error} AdaccCallback was profiling a batch of {describe(batch_shapes(batch))}, which takes what one "
-                f"block makes on top of full recomputation: use a smaller batch or shorter sequences"
-                + ("" if self.config.heads == ("chunked",) else ", or head='chunked', which never makes whole logits")
-            ) from error
-
-    def _profile(self, model: Any, batch: dict[str, Any], optimizer: Any, compute_loss: ComputeLoss | None) -> Profile:
-        """The same profile on all ranks. Raises torch.OutOfMemoryError on all of them if memory runs out on one."""
-        was_training = model.training
-        model.train()
-        try:
-            guarded = or_ends_its_process() if is_sharded(model) else all_or_none()
-            with guarded, keep_figures(None if self._guard is None else self._guard.trainer):
-                profile = profile_model(
-                    model,
-                    batch,
-                    self.config,
-                    optimizer,
-                    gradient_accumulation_steps=self._num_micro,
-                    optimizer_step_bytes=self._optimizer.nbytes,
-                    compute_loss=compute_loss,
-                )
-            missing = {} if self._evolution is None else self._evolution.missing_bytes
-            return with_missing(common_profile(profile), missing)
-        finally:
-            model.train(was_training)
-
-    def _is_provisional(self, profile: Profile) -> bool:
-        """Whether the peak that the budget bounds is not known before a whole step of the run was counted."""
-        if self._given is not None or not any(of_all_ranks(self._inner_steps.were_seen)):
-            return False
-        return Budget.resolve(self.config.memory_budget, profile, self.config).of_peak
-
-    def _first_policy(self, profile: Profile, is_provisional: bool) -> Policy:
-        policy = self._solve(profile)
-        return least_policy(profile, self.config) if is_provisional else policy
-
-    def _solve(self, profile: Profile) -> Policy:
-        if callable(self._given):
-            return self._given(profile)
-        if self._evolution is None:
-            return solve_policy(profile, self.config.memory_budget, self.config)
-        allowed = without_lossy(profile, self._evolution.guard.exact_blocks)
-        return solve_policy(allowed, self._evolution.memory_budget, self.config)
 
     def _follow(self, args: TrainingArguments, model: Any, policy: Policy, policy_step: int) -> None:
         """Put `policy` in force; a policy that was given, or is known without its profile, stays as it is."""
@@ -506,13 +403,6 @@ class AdaccCallback(TrainerCallback):
                 f"the first step: their class's forward was replaced (a fast-kernel patch?); name their class with "
                 f"AdaccConfig(block_classes=...) so that their forward is wrapped instead"
             )
-
-    def _caught_batch(self) -> tuple[dict[str, Any] | None, ComputeLoss | None]:
-        """The last batch and what makes its loss, which are let go of; no more are kept."""
-        last, self._last_batch = self._last_batch, None
-        caught = last.batch, last.compute_loss
-        last.remove()
-        return caught
 
     def _note(self, step: int, event: str, **figures: Any) -> None:
         self.history.append({"step": step, "event": event, **figures})

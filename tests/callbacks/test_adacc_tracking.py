@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import TrainerCallback
 
-import adacc_hf.callbacks.adacc as adacc_module
+import adacc_hf.callbacks.policy_maker as maker_module
 import adacc_hf.tracking.judging as judging_module
 import adacc_hf.tracking.tracking as tracking_module
 from adacc_hf import AdaccCallback, Policy, Profile
@@ -62,7 +62,7 @@ def test_an_outlier_that_appears_in_mid_run_changes_the_policy_and_its_files(tra
                 for block in model.transformer.h:
                     block.ln_2.bias.data[[5, 40, 41]] = 30.0
 
-    for module in (adacc_module, judging_module):  # not the solver, whose choice depends on the prices of the day
+    for module in (maker_module, judging_module):  # not the solver, whose choice depends on the prices of the day
         monkeypatch.setattr(module, "solve_policy", lambda profile, *_: Policy.uniform(profile, "compress"))
     callback = AdaccCallback(**COMPRESS, tracking=1)
     train([callback, PlantOutlier()], max_steps=7)
@@ -83,7 +83,7 @@ def test_a_policy_goes_with_the_prices_that_it_was_made_from(train, tmp_path, mo
             for block in model.transformer.h:
                 block.ln_2.bias.data.zero_()[: state.global_step % 3] = 30.0
 
-    for module in (adacc_module, judging_module):
+    for module in (maker_module, judging_module):
         monkeypatch.setattr(module, "solve_policy", lambda profile, *_: Policy.uniform(profile, "compress"))
     callback = AdaccCallback(**COMPRESS, tracking=1)
     settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 5}

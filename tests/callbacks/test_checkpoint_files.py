@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-import adacc_hf.callbacks.adacc as adacc_module
+import adacc_hf.callbacks.policy_maker as maker_module
 from adacc_hf import AdaccCallback, AdaccConfig, AdaccError, Policy, PolicyMismatchError, Profile
 from adacc_hf.callbacks.checkpoint_files import (
     HISTORY_FILE,
@@ -38,8 +38,8 @@ def profilings(monkeypatch):
         calls.append(1)
         return original(*args, **kwargs)
 
-    original = adacc_module.profile_model
-    monkeypatch.setattr(adacc_module, "profile_model", counting)
+    original = maker_module.profile_model
+    monkeypatch.setattr(maker_module, "profile_model", counting)
     return calls
 
 

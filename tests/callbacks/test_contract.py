@@ -57,6 +57,18 @@ def test_detach_is_idempotent(make_trainer, traces, callback):
     assert traces(trainer) == before
 
 
+@pytest.mark.parametrize("at_step", [1, 4])  # AdaccCallback's first policy is set at the end of step 2
+def test_training_goes_on_after_a_detach(train, callback, at_step):
+    from transformers import TrainerCallback
+
+    class Detach(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == at_step:
+                callback.detach()
+
+    train([callback, Detach()]).assert_equals(train())
+
+
 def test_repr_rebuilds_the_callback(callback):
     rebuilt = eval(repr(callback), vars(adacc_hf.callbacks) | {"AdaccConfig": AdaccConfig})
     assert repr(rebuilt) == repr(callback)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import adacc_hf.callbacks.adacc as adacc_module
+import adacc_hf.callbacks.policy_maker as maker_module
 from adacc_hf import AdaccCallback, profile_model
 from adacc_hf.profiling.instruments import Instruments
 from adacc_hf.profiling.stored_prices import StoringInstruments
@@ -37,7 +37,7 @@ def fail_on_rank_1(original: Any, number: int) -> Any:
 
 
 def failing_profile(number: int) -> Any:
-    return mock.patch.object(adacc_module, "profile_model", fail_on_rank_1(adacc_module.profile_model, number))
+    return mock.patch.object(maker_module, "profile_model", fail_on_rank_1(maker_module.profile_model, number))
 
 
 def first_profile(toys: Any, folder: Path) -> str:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
 import adacc_hf.callbacks.adacc as adacc_module
+import adacc_hf.callbacks.policy_maker as maker_module
 import adacc_hf.kernels.outlier_int4 as outlier_int4
 import adacc_hf.rectifier as rectifier_module
 from adacc_hf import AdaccCallback, Policy
@@ -87,14 +88,14 @@ def test_other_lengths_get_policies_of_their_own(make_trainer):
 
 
 def test_a_size_that_cannot_be_profiled_for_want_of_memory_stays_without_a_policy(make_trainer, monkeypatch):
-    original = adacc_module.profile_model
+    original = maker_module.profile_model
 
     def profile(model, batch, *args, **kwargs):
         if batch["input_ids"].shape[1] == 32:
             raise torch.OutOfMemoryError("no room to profile")
         return original(model, batch, *args, **kwargs)
 
-    monkeypatch.setattr(adacc_module, "profile_model", profile)
+    monkeypatch.setattr(maker_module, "profile_model", profile)
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
     trainer = run_lengths(make_trainer, [16] * 4 + [32] * 16, [callback])
     assert trainer.state.global_step == 20
@@ -344,7 +345,7 @@ class SpikeLoss(Trainer):
 @pytest.mark.parametrize("spoiled", [True, False], ids=["spoiled", "healthy"])
 def test_a_spike_switches_compression_off_only_where_it_spoils_gradients(make_trainer, monkeypatch, caplog, spoiled):
     callback = AdaccCallback(**{**COMPRESS, "memory_budget": 0.9, "actions": ("retain", "compress", "recompute")})
-    for module in ("callbacks.adacc", "tracking.judging"):
+    for module in ("callbacks.policy_maker", "tracking.judging"):
         monkeypatch.setattr(f"adacc_hf.{module}.solve_policy", compress_first)
     spoil = [SpoilCodec(monkeypatch, 8)] if spoiled else []
     trainer = make_trainer([callback, *spoil], trainer_class=SpikeLoss, max_steps=13)
@@ -359,7 +360,7 @@ def test_a_spike_switches_compression_off_only_where_it_spoils_gradients(make_tr
 
 
 def test_a_spike_before_a_checkpoint_is_looked_into_by_the_run_that_resumes(make_trainer, monkeypatch, tmp_path):
-    monkeypatch.setattr("adacc_hf.callbacks.adacc.solve_policy", compress_first)
+    monkeypatch.setattr("adacc_hf.callbacks.policy_maker.solve_policy", compress_first)
     settings = {"trainer_class": SpikeLoss, "max_steps": 9, "save_strategy": "steps", "save_steps": 9}
     make_trainer([AdaccCallback(**COMPRESS)], **settings).train()
     resumed = AdaccCallback(**COMPRESS)
@@ -397,7 +398,7 @@ class CountingTrainer(Trainer):
 
 
 def test_normal_steps_run_the_same_operators_with_and_without_tracking(make_trainer, tmp_path, monkeypatch):
-    monkeypatch.setattr("adacc_hf.callbacks.adacc.solve_policy", compress_first)
+    monkeypatch.setattr("adacc_hf.callbacks.policy_maker.solve_policy", compress_first)
     steps = []
     for number, tracking in enumerate(["off", 5]):
         # A dispatch mode inside the meter's profiler would be counted with it: no step is metered before the 8th.
@@ -445,13 +446,13 @@ def test_the_measured_peak_corrects_a_prediction_that_was_too_low(make_trainer, 
     """As if the profiler had missed a quarter of a megabyte in every phase of the step."""
     from adacc_hf.tracking.repricing import with_more_memory
 
-    original = adacc_module.profile_model
+    original = maker_module.profile_model
     probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.7)
     make_trainer([probe], max_steps=6).train()
     honest = events(probe, "memory")[0]
     assert not honest["corrected"]
     assert honest["measured_peak_bytes"] == pytest.approx(honest["peak_bytes"], rel=0.01)
-    monkeypatch.setattr(adacc_module, "profile_model", lambda *a, **k: with_more_memory(original(*a, **k), -(2**18)))
+    monkeypatch.setattr(maker_module, "profile_model", lambda *a, **k: with_more_memory(original(*a, **k), -(2**18)))
     budget = honest["peak_bytes"] - 2**18
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=budget)
     make_trainer([callback], max_steps=8).train()

@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 
-import adacc_hf.callbacks.adacc as adacc_module
+import adacc_hf.callbacks.policy_maker as maker_module
 import adacc_hf.tracking.judging as judging_module
 from adacc_hf import AdaccCallback, Policy
 from adacc_hf.callbacks.train_methods import method_callbacks
@@ -57,7 +57,7 @@ def losses_with_huge_outliers(make_trainer, make_model):
 
 
 def test_training_that_naive_quantization_breaks_goes_on_as_plain(losses_with_huge_outliers, monkeypatch):
-    for module in (adacc_module, judging_module):  # all that can be compressed is: nothing but the guard helps
+    for module in (maker_module, judging_module):  # all that can be compressed is: nothing but the guard helps
         monkeypatch.setattr(module, "solve_policy", lambda profile, *_: Policy.uniform(profile, "compress"))
     plain = losses_with_huge_outliers([], 960)
     callbacks, _ = method_callbacks("quantization", "1.0")
@@ -76,7 +76,7 @@ def test_training_that_naive_quantization_breaks_goes_on_as_plain(losses_with_hu
 
 def test_errors_above_the_bound_are_not_seen_again(make_trainer, monkeypatch):
     """The first policy compresses everything, as if the profile had shown no error; tracking finds those there are."""
-    monkeypatch.setattr(adacc_module, "solve_policy", lambda profile, *_: Policy.uniform(profile, "compress"))
+    monkeypatch.setattr(maker_module, "solve_policy", lambda profile, *_: Policy.uniform(profile, "compress"))
     bound = 0.1
     settings = {"actions": ("retain", "compress"), "min_compress_bytes": 4096, "memory_budget": 0.5}
     callback = AdaccCallback(**settings, max_error=bound)

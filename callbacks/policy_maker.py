@@ -1,0 +1,196 @@
+"""How a run comes by its policies: a batch is caught, profiled and solved for, on all ranks alike."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from adacc_hf.callbacks.evolution import Evolution
+from adacc_hf.callbacks.inner_steps import InnerSteps
+from adacc_hf.callbacks.last_batch import LastBatch
+from adacc_hf.callbacks.optimizer_watch import OptimizerWatch
+from adacc_hf.callbacks.profiling import profile_at
+from adacc_hf.callbacks.trainer_figures import keep_figures
+from adacc_hf.config import AdaccConfig
+from adacc_hf.errors import InfeasibleBudgetError, UncalledBlocksError
+from adacc_hf.policy import Policy
+from adacc_hf.profile import Profile
+from adacc_hf.profiler import profile_model
+from adacc_hf.profiling.counted_step import with_missing
+from adacc_hf.profiling.own_loss import ComputeLoss
+from adacc_hf.ranks import (
+    all_or_none,
+    check_same_policy,
+    common_profile,
+    from_first_rank,
+    is_sharded,
+    of_all_ranks,
+    or_ends_its_process,
+)
+from adacc_hf.solver import least_policy, solve_policy
+from adacc_hf.solving.budget import Budget
+from adacc_hf.tracking.repricing import without_lossy
+from adacc_hf.tracking.shapes import BatchShapes, batch_shapes, describe, is_alike
+
+log = logging.getLogger(__name__)
+
+PolicySource = Policy | str | Path | Callable[[Profile], Policy]
+
+
+class RefusedSizeError(Exception):
+    """Batches of a size get no policy of their own; the message says why."""
+
+
+class PolicyMaker:
+    """Makes the policies of one run; a function of the profile that the user gave is asked instead of the solver.
+
+    `optimizer` and `inner_steps` look at the run's own steps, for what a profile cannot see.
+    """
+
+    def __init__(
+        self, config: AdaccConfig, given: PolicySource | None, num_micro: int, trainer: Trainer | None
+    ) -> None:
+        self.optimizer = OptimizerWatch()
+        self.inner_steps = InnerSteps()
+        self._config, self._given, self._num_micro, self._trainer = config, given, num_micro, trainer
+        self._last_batch: LastBatch | None = None
+
+    def catch_batches(self, model: nn.Module) -> None:
+        """Keep the last batch from now on."""
+        self._last_batch = LastBatch(model)
+
+    @property
+    def catches_batches(self) -> bool:
+        return self._last_batch is not None
+
+    def loss_is_asked(self, compute: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any) -> None:
+        """The Trainer's `compute` is about to be called with these arguments after the model."""
+        if self._last_batch is not None:
+            self._last_batch.given(self._trainer, compute, inputs, *args, **kwargs)
+
+    def loss_is_made(self, result: Any) -> None:
+        """The Trainer's `compute_loss` returned `result`."""
+        if self._last_batch is not None:
+            self._last_batch.loss_is_made(result)
+
+    def remove(self) -> None:
+        """Take everything off the model and the optimizer. Harmless when called again."""
+        self.optimizer.end()
+        if self._last_batch is not None:
+            self._last_batch.remove()
+        self._last_batch = None
+
+    def first(self, model: nn.Module, optimizer: Any) -> tuple[Profile, Policy, bool]:
+        """(profile, policy, whether it is provisional) for the last batch.
+
+        A policy is provisional, and that of least memory, where the peak that the budget bounds is not known before a
+        whole step of the run was counted. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
+        """
+        batch, compute_loss = self._caught_batch()
+        if batch is None:
+            raise RuntimeError(
+                "AdaccCallback saw no training batch: the model was not called in train mode with gradients on, or was "
+                "not called by keyword arguments"
+            )
+        profile = self._profile_or_explain(model, batch, optimizer, compute_loss)
+        is_provisional = self._is_provisional(profile)
+        policy = from_first_rank(lambda: self._first_policy(profile, is_provisional))
+        check_same_policy(policy)
+        return profile, policy, is_provisional
+
+    def for_size(
+        self, wanted: BatchShapes, model: nn.Module, optimizer: Any, evolution: Evolution
+    ) -> tuple[BatchShapes, Profile, Policy] | None:
+        """(sizes, profile, policy) for batches of the `wanted` sizes, from the step's batch made to them.
+
+        The sizes are that batch's own where the model takes no other. None if this batch does not do for it; raises
+        RefusedSizeError if no batch would.
+        """
+        seen = evolution.last_shapes
+        batch, compute_loss = self._caught_batch()
+        if not all(of_all_ranks(batch is not None and is_alike(seen, wanted))):
+            return None
+
+        def profile(given: dict[str, Any]) -> Profile:
+            return with_missing(self._profile(model, given, optimizer, compute_loss), evolution.missing_bytes)
+
+        try:
+            found = profile_at(wanted, batch, seen, model, profile)
+        except UncalledBlocksError as error:
+            raise RefusedSizeError("they leave blocks out, and a policy is for all of them") from error
+        except torch.OutOfMemoryError as error:
+            if is_sharded(model):  # whose forward was left in its midst
+                raise
+            log.info("Adacc: out of memory while profiling: %s", error)
+            raise RefusedSizeError("there is no memory to profile them in") from error
+        if found is None:
+            return None
+        shapes, priced = found
+        try:
+            policy = from_first_rank(lambda: self._solve(priced, evolution.memory_budget, evolution.guard.exact_blocks))
+        except InfeasibleBudgetError as error:
+            raise RefusedSizeError(str(error)) from error
+        check_same_policy(policy)
+        return shapes, priced, policy
+
+    def _caught_batch(self) -> tuple[dict[str, Any] | None, ComputeLoss | None]:
+        """The last batch and what makes its loss, which are let go of; no more are kept."""
+        last, self._last_batch = self._last_batch, None
+        caught = last.batch, last.compute_loss
+        last.remove()
+        return caught
+
+    def _profile_or_explain(
+        self, model: nn.Module, batch: dict[str, Any], optimizer: Any, compute_loss: ComputeLoss | None
+    ) -> Profile:
+        """The first profile, without which there is no policy."""
+        try:
+            return self._profile(model, batch, optimizer, compute_loss)
+        except torch.OutOfMemoryError as error:
+            raise type(error)(
+                f"{error} AdaccCallback was profiling a batch of {describe(batch_shapes(batch))}, which takes what one "
+                f"block makes on top of full recomputation: use a smaller batch or shorter sequences"
+                + ("" if self._config.heads == ("chunked",) else ", or head='chunked', which never makes whole logits")
+            ) from error
+
+    def _profile(
+        self, model: nn.Module, batch: dict[str, Any], optimizer: Any, compute_loss: ComputeLoss | None
+    ) -> Profile:
+        """The same profile on all ranks. Raises torch.OutOfMemoryError on all of them if memory runs out on one."""
+        was_training = model.training
+        model.train()
+        try:
+            guarded = or_ends_its_process() if is_sharded(model) else all_or_none()
+            with guarded, keep_figures(self._trainer):
+                profile = profile_model(
+                    model,
+                    batch,
+                    self._config,
+                    optimizer,
+                    gradient_accumulation_steps=self._num_micro,
+                    optimizer_step_bytes=self.optimizer.nbytes,
+                    compute_loss=compute_loss,
+                )
+            return common_profile(profile)
+        finally:
+            model.train(was_training)
+
+    def _is_provisional(self, profile: Profile) -> bool:
+        if self._given is not None or not any(of_all_ranks(self.inner_steps.were_seen)):
+            return False
+        return Budget.resolve(self._config.memory_budget, profile, self._config).of_peak
+
+    def _first_policy(self, profile: Profile, is_provisional: bool) -> Policy:
+        policy = self._solve(profile, self._config.memory_budget)  # raises if even the least is too much
+        return least_policy(profile, self._config) if is_provisional else policy
+
+    def _solve(self, profile: Profile, budget: float | int | str, exact_blocks: Collection[str] = ()) -> Policy:
+        if callable(self._given):
+            return self._given(profile)
+        return solve_policy(without_lossy(profile, exact_blocks), budget, self._config)
