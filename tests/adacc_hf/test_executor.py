@@ -11,8 +11,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, follow_plan, profile_model
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.errors import PolicyMismatchError, TapeMismatchError
+from adacc_hf.execution import follow_plan
 from adacc_hf.policy import RECOMPUTE, Action, Choice
 from adacc_hf.tapes.recorder import Recorder
 

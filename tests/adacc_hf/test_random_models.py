@@ -22,8 +22,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, pricing, profile_model
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.memory import MemoryMeter, MemoryPoint
+from adacc_hf.profiling import pricing
 from adacc_hf.profiling.instruments import Instruments
 from adacc_hf.profiling.timing import time_of
 

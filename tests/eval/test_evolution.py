@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from adacc_hf import Policy, judging
+from adacc_hf import Policy
 from adacc_hf.eval import evolution
 from adacc_hf.eval.records.records import Spread
 from adacc_hf.eval.records.schemas import check_record
 from adacc_hf.eval.trials import evolution_case
 from adacc_hf.eval.trials.evolution_scenarios import SCENARIOS, plant
 from adacc_hf.eval.trials.workload import Workload
+from adacc_hf.tracking import judging
 
 TINY = Workload(width=64, layers=2, heads=2, batch=1, tokens=32)
 

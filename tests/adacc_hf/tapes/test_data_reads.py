@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, follow_plan, profile_model
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.execution import follow_plan
 from adacc_hf.tapes.data_reads import MAX_READ_BYTES, data_of, deciding_tensors, watched
 from adacc_hf.tapes.recorder import Recorder
 

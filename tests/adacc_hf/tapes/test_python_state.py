@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import PretrainedConfig
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, follow_plan, profile_model
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.execution import follow_plan
 from adacc_hf.tapes.python_state import INERT_AFTER, RESTLESS_AFTER, SHORT, PythonState
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
