@@ -1,8 +1,9 @@
 """Running a model's blocks under a policy.
 
 A block whose plan retains everything is called plainly. Any other call runs inside one pair of saved-tensor hooks,
-which carries all actions. The first call at a new shape is recorded, verified and compiled; after it there is no
-dispatch mode.
+which carries all actions. The first call at a new shape is recorded, verified and compiled, unless a profile or another
+block of the kind has done so: then it runs under its plan, and is compared with that record on the way, as the second
+call is. After these there is no dispatch mode.
 
 NOTE [Rules of the executor]. Code and tests say "rule R3".
 R1  Exact: without a lossy codec, loss and every gradient are bit-equal to plain training, dropout included.
@@ -45,7 +46,7 @@ from adacc_hf.execution.follow_plan import FollowPlan
 from adacc_hf.head.head import ChunkedHead
 from adacc_hf.kernels.codecs import Codec
 from adacc_hf.policy import Action, Policy
-from adacc_hf.tapes.library import TapeLibrary
+from adacc_hf.tapes.library import TapeLibrary, library_of_profiles
 
 if TYPE_CHECKING:
     from adacc_hf.profile import Profile
@@ -66,6 +67,7 @@ class PolicyHandle:
         self.installation = Installation(model, block_classes)
         self._block_classes = block_classes
         self.library = TapeLibrary()
+        self.library.take(library_of_profiles(model))
         self.policy = policy
         self.plans: BlockPlans | None = None
         """The strategies that were followed last."""
@@ -126,6 +128,7 @@ class PolicyHandle:
         try:
             yield
         finally:
+            self.library.take(library_of_profiles(before.model))
             self.installation = Installation(before.model, self._block_classes)
             self.installation.expect(before.functions)
             self._chunk_head(head is not None and head.is_on)

@@ -30,6 +30,7 @@ from adacc_hf.profiling.profile_store import ProfileStore
 from adacc_hf.profiling.step_memory import StepLayout, measure_forward, measure_step_layout
 from adacc_hf.profiling.stored_prices import StoringInstruments
 from adacc_hf.profiling.survey import Survey, recompute_outcome
+from adacc_hf.tapes.library import library_of_profiles
 
 
 def profile_model(
@@ -81,7 +82,10 @@ def profile_model(
         try:
             with HeadSurvey(model, config) as heads:
                 called = model if compute_loss is None else WithLoss(model, compute_loss)
-                return _profile(called, batch, config, installation, step, instruments, heads)
+                survey = Survey(config, instruments)
+                profile = _profile(called, batch, survey, installation, step, heads)
+                library_of_profiles(model).take(survey.library)
+                return profile
         finally:
             installation.remove()
 
@@ -112,13 +116,12 @@ class _Step:
 def _profile(
     model: nn.Module,
     batch: Mapping[str, Any],
-    config: AdaccConfig,
+    survey: Survey,
     installation: Installation,
     step: _Step,
-    instruments: Instruments,
     heads: HeadSurvey,
 ) -> Profile:
-    survey = Survey(config, instruments)
+    instruments = survey.instruments
     survey.record(model, batch, installation)
     heads.check_own()
     blocks = survey.blocks
@@ -145,6 +148,7 @@ def _profile(
         measure_step_layout, model, batch, installation, watchers, recomputed, instruments, step.accumulates
     )
     layout = measure()
+    survey.learn_orders(layout.events)
     static_bytes = step.live_bytes(layout)
     replay_bytes = sum(shared[index].nbytes for index in {index for kind in kinds for index in kind.held})
     held_bytes = sum(record.nbytes for record in shared if record.saved) + replay_bytes

@@ -11,6 +11,7 @@ NOTE [State of a call]
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,10 +95,8 @@ class Call:
             or (expected.checks_offset and local.storage_offset() != expected.offset)
         ):
             raise TapeMismatchError(self._describe(slot, local, expected))
-        if expected.in_cell:
-            cell = self._cells[expected.value]
-            if cell.tensor is None and cell.payload is None:
-                self._store(expected.value, tensor)
+        if expected.in_cell and not self.has(expected.value):
+            self._store(expected.value, tensor)
         if expected.needs is None:
             return slot, tensor.detach(), tensor._version, None
         return slot, [self._cells[value] for value in expected.needs], None, spec_of(tensor)
@@ -109,6 +108,21 @@ class Call:
                 f"block {self.block}: autograd saved {self._slot} tensors, its tape has {self.plan.num_slots}; its "
                 f"operators vary at one shape: leave its class out with AdaccConfig(block_classes=...)"
             )
+        self._cells = {}
+
+    def has(self, value: int) -> bool:
+        """Whether the cell of `value`, which has one, is filled."""
+        cell = self._cells[value]
+        return cell.tensor is not None or cell.payload is not None
+
+    def leave_tape(self, bases: Mapping[int, torch.Tensor]) -> None:
+        """No more slots come that the tape has; replay of those that came may read all of `bases`, by value.
+
+        They are copied: what changes them from now on is on no tape.
+        """
+        for value, base in bases.items():
+            if not self.has(value):
+                self._store(value, copy_with_storage(base))
         self._cells = {}
 
     def unpack(self, packed: Packed) -> torch.Tensor:

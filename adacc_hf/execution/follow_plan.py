@@ -14,6 +14,7 @@ from torch import nn
 from adacc_hf.blocks import Checkpointed
 from adacc_hf.errors import PolicyMismatchError, TapeMismatchError
 from adacc_hf.execution.call import Call
+from adacc_hf.execution.checked_call import CheckedCall
 from adacc_hf.execution.choices import can_follow, least_memory, least_memory_choices
 from adacc_hf.execution.recording import Recording
 from adacc_hf.kernels.codecs import Codec, get_codec
@@ -67,6 +68,8 @@ class FollowPlan:
         self._earlier = earlier
         """What the block ran under before, kept until its first call so that a plan of the same actions shares it."""
         self.entries: OrderedDict[Key, Entry] = OrderedDict()
+        self._was_surprising = False
+        """Whether the block ran otherwise than another one of its kind."""
         self.wrap_codec: Callable[[int, Codec], Codec] | None = None
         """If set, what stands around each activation's codec for the time being."""
         self.observer: Observer | None = None
@@ -128,13 +131,17 @@ class FollowPlan:
         with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
             result = fn(*args)
         call.finish()
-        replaced = entry.compiled.replaced(externals, block)
+        self._refuse_replaced(entry.compiled, externals, block)
+        return result
+
+    def _refuse_replaced(self, plan: CompiledPlan, externals: list[tuple[int, torch.Tensor]], block: nn.Module) -> None:
+        """Raise TapeMismatchError if what the call read is not there any more where replay looks it up."""
+        replaced = plan.replaced(externals, block)
         if replaced is not None:
             raise TapeMismatchError(
                 f"block {self.name} put another tensor in the place of {replaced} within a call, so that replay would "
                 f"read an old one: make it a buffer, or leave its class out with AdaccConfig(block_classes=...)"
             )
-        return result
 
     def _codecs(self, entry: Entry) -> dict[int, Codec]:
         if self.wrap_codec is None:
@@ -158,20 +165,44 @@ class FollowPlan:
             entry.seen = None
 
     def _first_call(self, key: Key, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        expected = self._expected(key)
+        if expected is not None:
+            done = self._checked(expected, block, fn, args, kwargs)
+            if done is not None:
+                return self._end_expected_call(key, expected, *done)
         recording = Recording(self.name, block, args, kwargs)
         result = recording.run(fn)
         tape = self.library.verified(recording.recorder)
-        known = KnownShape(tape, varies=self._is_restless(key, tape))
         self._is_checkpointed = _is_checkpointed_on_all_ranks(tape)
-        key = self.known.add(key, known)
-        entry = self.entries[key] = self._entry(known)
-        if len(self.entries) > MAX_SHAPES:
-            oldest, _ = self.entries.popitem(last=False)
-            self.known.pop(oldest, None)
+        self.library.remember(tape, key.given)
+        entry = self._entry(KnownShape(tape, varies=self._is_restless(key, tape)))
+        self._remember(key, entry)
         if entry.compiled is not None and not entry.compiled.is_plain:
             entry.seen = recording.hand_over(entry.compiled, self._codecs(entry))
         recording.close()
         return result
+
+    def _expected(self, key: Key) -> Entry | None:
+        """How the block probably runs at a shape where it never ran, if another one of its kind did."""
+        if self._was_surprising or any(known.shape == key.shape for known in self.known):
+            return None
+        tape = self.library.expected(self.plan.kind, key.given)
+        entry = None if tape is None or tape.untrusted is not None else self._entry(KnownShape(tape))
+        return None if entry is None or entry.compiled is None else entry
+
+    def _end_expected_call(self, key: Key, expected: Entry, result: Any, tape: Tape, seen: list[int]) -> Any:
+        if tape.digest == expected.known.tape.digest:
+            expected.known.tape, expected.seen = self.library.known(tape), seen
+            self._remember(key, expected)
+        else:  # its next call is recorded as a first one
+            self._was_surprising = True
+        return result
+
+    def _remember(self, key: Key, entry: Entry) -> None:
+        self.entries[self.known.add(key, entry.known)] = entry
+        if len(self.entries) > MAX_SHAPES:
+            oldest, _ = self.entries.popitem(last=False)
+            self.known.pop(oldest, None)
 
     def _is_restless(self, key: Key, tape: Tape) -> bool:
         """Whether the block is given other Python values again and again, and runs other operators with each."""
@@ -187,16 +218,31 @@ class FollowPlan:
 
     def _checked_call(self, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Record the call once more; if it ran other operators, torch's checkpoint takes over at this shape."""
-        recording = Recording(self.name, block, args, kwargs)
-        result = recording.run(fn)
-        tape = recording.recorder.tape()
+        done = self._checked(entry, block, fn, args, kwargs)
+        if done is None:
+            return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)
+        result, tape, seen = done
         if tape.digest == entry.compiled.tape.digest:
-            entry.seen = recording.hand_over(entry.compiled, self._codecs(entry))
+            entry.seen = seen
         else:
             self.library.warn_varying(self.name, tape)
             entry.compiled, entry.known.varies = None, True
-        recording.close()
         return result
+
+    def _checked(
+        self, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Tape, list[int]] | None:
+        """(result, record of the call, list that the order of unpacks goes into) of a call that is recorded on the way.
+
+        None if what the plan needs is not there, as with an adapter that was merged for this call: nothing has run.
+        """
+        externals = fetch(entry.compiled.externals, block, args, kwargs)
+        if not entry.compiled.has_all(externals):
+            return None
+        call = CheckedCall(self.name, block, args, kwargs, entry.compiled, self._codecs(entry), externals)
+        result, tape = call.run(fn)
+        self._refuse_replaced(entry.compiled, externals, block)
+        return result, tape, call.seen
 
     def _entry(self, known: KnownShape) -> Entry:
         tape = known.tape

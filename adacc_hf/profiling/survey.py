@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ from adacc_hf.execution.follow_plan import FollowPlan
 from adacc_hf.execution.recording import Recording
 from adacc_hf.memory import forward_loss
 from adacc_hf.policy import RECOMPUTE, RETAIN, Plan
-from adacc_hf.profile import ForwardEvent, KindProfile
+from adacc_hf.profile import BackwardEvent, ForwardEvent, KindProfile
 from adacc_hf.profiling.fallback import fallback_kind, with_fallback_forward
 from adacc_hf.profiling.instruments import Instruments
 from adacc_hf.profiling.kinds import KindBuilder
@@ -118,6 +118,7 @@ class Survey:
         outliers = self.instruments.outliers(tape, recorder.bases, self.config)
         if tape.digest not in self._prices:
             self._prices[tape.digest] = self.instruments.price(tape, recorder.bases, self.config, outliers)
+        self.library.remember(tape, key.given)
         known.add(key, KnownShape(tape, num_calls=2))
         inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
         outputs = {} if tape.untrusted else _saved_outputs(recorder, tape, result)
@@ -219,6 +220,13 @@ class Survey:
                 function.strategy = FollowPlan(block.name, _recompute_plan(kind), self.library, block.known)
             block.arguments, block.given, block.outputs, block.casts = {}, {}, {}, {}
         return watchers
+
+    def learn_orders(self, events: Mapping[str, Sequence[BackwardEvent]]) -> None:
+        """Learn the order in which backward asks for saved tensors from what was seen of the watched blocks."""
+        for block in self.blocks:
+            asked = dict.fromkeys(event.slot for event in events.get(block.name, ()) if not event.release)
+            if len(asked) > len(block.tape.order or ()):
+                self.library.learn_order(block.tape, asked)
 
     def replay_sources(self) -> dict[str, list[Source]]:
         """Where each block finds the shared inputs that it holds for replay under full recomputation."""

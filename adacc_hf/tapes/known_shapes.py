@@ -26,6 +26,11 @@ class Key(NamedTuple):
     state: int
     """The number of the state that the block's modules are in."""
 
+    @property
+    def given(self) -> Hashable:
+        """What of it blocks of one kind have in common: each counts its states by itself."""
+        return self.shape, self.data
+
 
 @dataclass(slots=True)
 class KnownShape:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
+from torch import nn
 
 from adacc_hf.policy import Choice
 from adacc_hf.tapes.compiled import CompiledPlan
@@ -22,26 +23,50 @@ log = logging.getLogger(__name__)
 
 
 class TapeLibrary:
-    """The tapes of a model, shared by all blocks that recorded the same; one goes when no block remembers its shape."""
+    """The tapes of a model, shared by all blocks that recorded the same; one goes when no block remembers its shape.
+
+    Those of a profile stay: see `library_of_profiles`.
+    """
 
     def __init__(self, verify: Callable[[Tape, list[torch.Tensor]], frozenset[int]] = verify) -> None:
         self._verify = verify
         self._tapes: WeakValueDictionary[str, Tape] = WeakValueDictionary()
         self._compiled: WeakValueDictionary[Any, CompiledPlan] = WeakValueDictionary()
+        self._of_calls: WeakValueDictionary[tuple[str, Hashable], Tape] = WeakValueDictionary()
+        self._kept: dict[str, Tape] = {}
+        """What was taken from other libraries, by digest."""
         self._warned: set[str] = set()
 
     def verified(self, recorder: Recorder) -> Tape:
         """The tape of what `recorder` saw; replay is verified for the first of its kind."""
         tape = recorder.tape()
-        known = self._tapes.get(tape.digest)
-        if known is not None:
-            return known if known.reads == tape.reads else replace(known, reads=tape.reads)
+        if tape.digest in self._tapes:
+            return self.known(tape)
         if tape.untrusted is None:
             with torch.no_grad(), _autocast_off(tape):
                 tape.recomputable = self._verify(tape, recorder.bases)
                 tape.equal = equal_values(tape, tape.recomputable)
         self._tapes[tape.digest] = tape
         return tape
+
+    def known(self, tape: Tape) -> Tape:
+        """The verified tape that replays like `tape`, with what that call read."""
+        known = self._tapes[tape.digest]
+        return known if known.reads == tape.reads else replace(known, reads=tape.reads)
+
+    def remember(self, tape: Tape, given: Hashable) -> None:
+        """Note that a block that was `given` that ran as `tape` says."""
+        self._of_calls[tape.kind.partition("-")[0], given] = tape
+
+    def expected(self, kind: str, given: Hashable) -> Tape | None:
+        """What a block with a plan for `kind` probably runs when it is `given` that: what another such block ran."""
+        return self._of_calls.get((kind.partition("-")[0], given))
+
+    def take(self, other: TapeLibrary) -> None:
+        """Know and keep what `other` knows."""
+        self._kept |= other._tapes
+        self._tapes.update(other._tapes)
+        self._of_calls.update(other._of_calls)
 
     def compiled(self, tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> CompiledPlan:
         # Codecs stand in no program: a plan with other outlier channels, say, runs the same one.
@@ -100,6 +125,18 @@ class TapeLibrary:
         for (digest, _), compiled in self._compiled.items():
             if digest == tape.digest:
                 compiled.follow(tape.order)
+
+
+_OF_PROFILES: WeakKeyDictionary[nn.Module, TapeLibrary] = WeakKeyDictionary()
+
+
+def library_of_profiles(model: nn.Module) -> TapeLibrary:
+    """The tapes that profiles of `model` have recorded; they are forgotten with the model.
+
+    A policy's first calls are compared with them. To record and verify anew takes the memory of all that a block makes,
+    twice: more than the policy's budget may have.
+    """
+    return _OF_PROFILES.setdefault(model, TapeLibrary())
 
 
 def _instead(tape: Tape) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from itertools import starmap
 from types import CodeType
 from typing import Any
 
@@ -17,6 +18,7 @@ from adacc_hf.compat import attention_of, cast_from, class_name
 from adacc_hf.tapes.data_reads import Read, deciding_tensors, judge, watched
 from adacc_hf.tapes.held_tensors import PLACES, held_tensors
 from adacc_hf.tapes.local_tensors import local_of, runs_on_parts
+from adacc_hf.tapes.replay import view
 from adacc_hf.tapes.tape import (
     COLLECTIVES,
     Source,
@@ -42,7 +44,7 @@ class Recorder(TorchDispatchMode):
     """Notes every operator that makes or changes a storage, and every tensor that autograd saves.
 
     It keeps all storages alive while it records, so that one address means one storage, and so that the originals are
-    at hand for verification (rule R7).
+    at hand for verification (rule R7). `CheckingRecorder` keeps addresses alone.
     """
 
     def __init__(
@@ -56,8 +58,10 @@ class Recorder(TorchDispatchMode):
         self.block = block
         self.drawing = drawing or Drawing
         self.values: list[TapeValue] = []
-        self.bases: list[torch.Tensor] = []
-        """The base tensor of each value, detached."""
+        self.bases: list[torch.Tensor | None] = []
+        """The base tensor of each value, detached, as far as they are kept."""
+        self._storages: list[int] = []
+        """Where each value's storage is."""
         self.operators: list[TapeOperator] = []
         self.slots: list[TensorRef] = []
         self.custom_slots: set[int] = set()
@@ -114,7 +118,8 @@ class Recorder(TorchDispatchMode):
     def tape(self) -> Tape:
         """The record of all that ran. Call it after the block has returned."""
         self._check_held()
-        if self.untrusted is None and any(map(is_freed, self.bases, self.values)):
+        kept = [(base, value) for base, value in zip(self.bases, self.values, strict=True) if base is not None]
+        if self.untrusted is None and any(starmap(is_freed, kept)):
             self.untrusted = "memory is taken away from tensors that backward reads (FSDP inside the block)"
         tape = self._unsealed()
         if tape.untrusted is None:
@@ -125,7 +130,7 @@ class Recorder(TorchDispatchMode):
         return tape
 
     def _arguments_of(self, value: int) -> list[tuple[tuple[Any, ...], torch.Tensor]]:
-        return self._arguments.get(self.bases[value].untyped_storage()._cdata, [])
+        return self._arguments.get(self._storages[value], [])
 
     def _unsealed(self) -> Tape:
         return Tape(
@@ -151,6 +156,7 @@ class Recorder(TorchDispatchMode):
         recorded_kwargs = map_tensors(kwargs, torch.Tensor, self.refer)
         if func.namespace in COLLECTIVES:  # the rest are groups of ranks, which no digest can tell apart
             recorded_args, recorded_kwargs = tuple(tensor_refs((recorded_args, recorded_kwargs))), {}
+        self._before_it_runs(func, recorded_args, recorded_kwargs)
         drawing = self.drawing(func, args, kwargs)
         self._in_operator = True
         try:
@@ -163,6 +169,9 @@ class Recorder(TorchDispatchMode):
             written = _written_tensors(func, args, kwargs)
             self._note(func, recorded_args, recorded_kwargs, written, result, drew)
         return result
+
+    def _before_it_runs(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What there is to do before an operator runs with these recorded arguments."""
 
     def _note(self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor], result: Any, drew: bool) -> None:
         index = len(self.operators)
@@ -254,7 +263,7 @@ class Recorder(TorchDispatchMode):
         now = dict(held_tensors(self.block)) if looked_up else {}
         for value in looked_up:
             tensor = now.get(value.source)
-            if tensor is None or tensor.untyped_storage()._cdata != self.bases[value.index].untyped_storage()._cdata:
+            if tensor is None or tensor.untyped_storage()._cdata != self._storages[value.index]:
                 value.source = Source("unknown", ())
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
@@ -270,16 +279,21 @@ class Recorder(TorchDispatchMode):
         """Give the storage that `tensor` views a new version; its base stays as it was."""
         old = self.refer(tensor).value
         self.values[old].overwritten = True
-        return old, self._add(self.bases[old], None, operator, name)
+        return old, self._add(view(tensor.detach(), self.values[old].ref), None, operator, name)
 
     def _add(self, tensor: torch.Tensor, source: Source | None, producer: int | None, name: str) -> int:
         index = len(self.values)
         storage = tensor.untyped_storage()
         ref = TensorRef(index, geometry_of(tensor), tensor.dtype)
         self.values.append(TapeValue(index, storage.nbytes(), ref, tensor.device, source, producer, name))
-        self.bases.append(tensor.detach())
+        self.bases.append(self._kept(tensor, index, source))
+        self._storages.append(storage._cdata)
         self._current[storage._cdata] = index
         return index
+
+    def _kept(self, tensor: torch.Tensor, value: int, source: Source | None) -> torch.Tensor | None:
+        """What is kept of a value's base while recording goes on."""
+        return tensor.detach()
 
     def _enter_module(self, name: str, *_: Any) -> None:
         self._modules.append(name)

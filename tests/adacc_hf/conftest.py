@@ -1,4 +1,4 @@
-"""Profiles made by hand for the tests of the solver, the simulator and the records."""
+"""Profiles made by hand for the tests of the solver, the simulator and the records; recorded calls, counted."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import strategies as st
 
+from adacc_hf.execution.checked_call import CheckedCall
+from adacc_hf.execution.recording import Recording
 from adacc_hf.profile import (
     BackwardEvent,
     BlockProfile,
@@ -19,6 +21,16 @@ from adacc_hf.profile import (
     Shared,
     Value,
 )
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """The names of the blocks whose calls were recorded, whether alone or beside a tape."""
+    names = []
+    for of in (Recording, CheckedCall):
+        run = of.run
+        monkeypatch.setattr(of, "run", lambda self, fn, run=run: names.append(self.name) or run(self, fn))
+    return names
 
 
 @dataclass

@@ -15,6 +15,7 @@ from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.errors import PolicyMismatchError, TapeMismatchError
 from adacc_hf.execution import follow_plan
 from adacc_hf.policy import RECOMPUTE, Action, Choice
+from adacc_hf.tapes.checking import CheckingRecorder
 from adacc_hf.tapes.recorder import Recorder
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -60,12 +61,10 @@ def assert_equal(ours, plain):
 # R8: shapes and operators that change
 
 
-def test_a_new_shape_is_recorded_twice(gpt2, batch, token_batch, policy, run_steps, assert_same_steps, monkeypatch):
+def test_a_new_shape_is_recorded_twice(gpt2, batch, token_batch, policy, run_steps, assert_same_steps, recorded):
     other = token_batch(3, 7)
     plain = [run_steps(gpt2, batch), run_steps(gpt2, other)]
-    recorded = []
-    run = follow_plan.Recording.run
-    monkeypatch.setattr(follow_plan.Recording, "run", lambda self, fn: recorded.append(self.name) or run(self, fn))
+    recorded.clear()
     with apply_policy(gpt2, policy):
         for _ in range(2):
             assert_same_steps(run_steps(gpt2, batch), plain[0])
@@ -396,9 +395,10 @@ def test_a_steady_step_enters_no_dispatch_mode(gpt2, batch, gpt2_profile, run_st
     enter = TorchDispatchMode.__enter__
     monkeypatch.setattr(TorchDispatchMode, "__enter__", lambda mode: entered.append(type(mode)) or enter(mode))
     with apply_policy(gpt2, Policy.random(gpt2_profile, 11, ACTIONS)):
-        for times in (2, 0, 0):
+        beside_a_tape = [CheckingRecorder] * (2 * len(gpt2_profile.blocks) - 1)
+        for expected in ([Recorder, *beside_a_tape], [], []):
             run_steps(gpt2, batch, num_steps=2)
-            assert entered == [Recorder] * times * len(gpt2_profile.blocks)
+            assert entered == expected
             entered.clear()
 
 
@@ -498,23 +498,23 @@ def test_a_policy_of_another_precision_is_refused(gpt2, batch, recomputing):
         gpt2(**batch)
 
 
-def test_a_policy_can_be_replaced_while_training(gpt2, batch, gpt2_profile, run_steps, assert_same_steps, monkeypatch):
+def test_a_policy_can_be_replaced_while_training(gpt2, batch, gpt2_profile, run_steps, assert_same_steps, recorded):
     """Tapes are kept from one policy to the next, so that nothing is recorded again."""
     plain = run_steps(gpt2, batch)
     with apply_policy(gpt2, Policy.uniform(gpt2_profile, "recompute")) as handle:
         assert_same_steps(run_steps(gpt2, batch), plain)
-        monkeypatch.setattr(follow_plan.Recording, "run", lambda *_: pytest.fail("recorded again"))
+        recorded.clear()
         for seed in random.Random(0).sample(range(100), 4):
             handle.replace(Policy.random(gpt2_profile, seed, ACTIONS, lossless=True))
             assert_same_steps(run_steps(gpt2, batch), plain)
+    assert not recorded
 
 
-def test_a_replaced_policy_goes_on_counting_calls(gpt2, batch, recomputing, monkeypatch):
+def test_a_replaced_policy_goes_on_counting_calls(gpt2, batch, recomputing, recorded):
     """Of a shape's calls 2, 24, 48 ... are recorded again, not those of every new policy."""
-    recorded, counts = [], []
-    run = follow_plan.Recording.run
+    counts = []
+    recorded.clear()
     with apply_policy(gpt2, recomputing) as handle:
-        monkeypatch.setattr(follow_plan.Recording, "run", lambda self, fn: recorded.append(self) or run(self, fn))
         for _ in range(25):
             gpt2(**batch).loss.backward()
             handle.replace(recomputing)

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.execution import follow_plan
 from adacc_hf.tapes.data_reads import MAX_READ_BYTES, data_of, deciding_tensors, watched
 from adacc_hf.tapes.recorder import Recorder
 
@@ -160,7 +159,7 @@ def batch(toy_batch):
 
 
 @pytest.mark.parametrize("action", ["recompute", "retain", "random"])
-def test_other_data_at_one_shape_is_exact(splitting, batch, run_steps, assert_same_steps, monkeypatch, action):
+def test_other_data_at_one_shape_is_exact(splitting, batch, run_steps, assert_same_steps, recorded, action):
     model, set_lengths = splitting
     profile = profile_model(model, batch, CONFIG)
     assert all(kind.fallback is None for kind in profile.kinds)
@@ -169,9 +168,7 @@ def test_other_data_at_one_shape_is_exact(splitting, batch, run_steps, assert_sa
     for lengths in LENGTHS:
         set_lengths(lengths)
         plain[tuple(lengths)] = run_steps(model, batch)
-    recorded = []
-    run = follow_plan.Recording.run
-    monkeypatch.setattr(follow_plan.Recording, "run", lambda self, fn: recorded.append(self.name) or run(self, fn))
+    recorded.clear()
     with apply_policy(model, policy, CONFIG):
         for lengths in [*LENGTHS, *LENGTHS, *LENGTHS]:
             set_lengths(lengths)

@@ -10,7 +10,6 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.execution import follow_plan
 from adacc_hf.tapes.python_state import INERT_AFTER, RESTLESS_AFTER, SHORT, PythonState
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -70,14 +69,6 @@ def train(model, batch, changes):
 def start(model):
     for place in PLACES:
         put(model, place, 3.0 if place == "mode" else 1.0)
-
-
-@pytest.fixture
-def recorded(monkeypatch):
-    """The names of the blocks whose calls were recorded."""
-    names, run = [], follow_plan.Recording.run
-    monkeypatch.setattr(follow_plan.Recording, "run", lambda self, fn: names.append(self.name) or run(self, fn))
-    return names
 
 
 some_changes = st.lists(
