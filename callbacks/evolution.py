@@ -115,19 +115,27 @@ class Evolution:
         self.guard.suspicion = saved.suspicion
         for record in reversed(saved.situations):
             shapes = record.shapes if self.config.length_buckets else None
-            self.add(shapes, record.profile, record.policy).go_on(record)
+            self.add(shapes, record.profile, record.policy, is_profiled=False).go_on(record)
 
     def add(
-        self, shapes: BatchShapes | None, profile: Profile, policy: Policy, is_provisional: bool = False
+        self,
+        shapes: BatchShapes | None,
+        profile: Profile,
+        policy: Policy,
+        is_provisional: bool = False,
+        is_profiled: bool = True,
     ) -> Situation:
-        """Be ready for batches of `shapes`, and follow `policy` from now on, or until a step was counted."""
+        """Be ready for batches of `shapes`, and follow `policy` from now on, or until a step was counted.
+
+        `is_profiled` says whether `profile` was taken in this process.
+        """
         plans = self._handle.prepare(policy, self._handle.plans)
         rectifier = Rectifier(profile, policy, self.config, self.memory_budget)
         situation = Situation(shapes, rectifier, plans, is_provisional=is_provisional)
         if shapes is not None:
             situation.recording = self._handle.prepare_recording(profile, plans)
         situation.rectifier.stop_compressing(self.guard.exact_blocks)
-        self.situations.add(situation)
+        self.situations.add(situation, is_profiled)
         self._put_in_force(situation, plans)
         self._pause, self._count_from = 0, self._num_steps + RECORDED_STEPS
         return situation

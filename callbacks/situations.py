@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from adacc_hf.callbacks.checkpoint_files import SavedSituation
 from adacc_hf.callbacks.step_times import StepTimes
-from adacc_hf.execution.follow_plan import is_checked_call
 from adacc_hf.executor import BlockPlans
 from adacc_hf.rectifier import Rectifier
 from adacc_hf.tracking.shapes import BatchShapes, bucket_of, fits_in, num_elements, smallest_around
@@ -31,8 +30,7 @@ class Situation:
     rectifier: Rectifier
     plans: BlockPlans
     recording: BlockPlans | None = None
-    """What calls run under that are recorded, which takes memory of its own; not those of the first policy's first
-    steps, which tracking must see."""
+    """What the first batch of a size runs under that no profile has recorded: to record it takes memory of its own."""
     due: int | None = None
     """The step at whose end the solver's result is taken over."""
     must_solve: bool = False
@@ -94,19 +92,22 @@ class Situations:
     def __init__(self) -> None:
         self.all: list[Situation] = []
         self._num_calls: dict[BatchShapes, int] = {}
-        """Batches that ran under any policy; blocks count their calls in the same way."""
-        self._first: BatchShapes | None = None
-        """The sizes that the first policy was made for."""
+        """Batches that ran under any policy."""
+        self._recorded: set[BatchShapes] = set()
+        """The sizes that profiles have recorded; and that of the first policy, whose first steps tracking must see."""
         self._unplanned: dict[BatchShapes, _Unplanned] = {}
         self._refused: set[BatchShapes] = set()
 
-    def add(self, situation: Situation) -> None:
-        """Take the place of a situation of the same bucket, if there is one."""
+    def add(self, situation: Situation, is_profiled: bool) -> None:
+        """Take the place of a situation of the same bucket, if there is one.
+
+        `is_profiled` says whether a profile has recorded the situation's sizes in this process.
+        """
         if situation.shapes is None:
             self.all = [situation]
             return
-        if not self.all:
-            self._first = situation.shapes
+        if is_profiled or not self.all:
+            self._recorded.add(situation.shapes)
         bucket = bucket_of(situation.shapes)
         self.all = [s for s in self.all if s.shapes is None or bucket_of(s.shapes) != bucket] + [situation]
         self._unplanned.pop(bucket, None)
@@ -123,12 +124,8 @@ class Situations:
     def plans_for(self, situation: Situation, shapes: BatchShapes) -> BlockPlans:
         """What a batch of `shapes` runs under in `situation`; asked once per batch."""
         seen = self._num_calls[shapes] = self._num_calls.get(shapes, 0) + 1
-        is_recorded = seen == 1 or is_checked_call(seen)
-        if situation.recording is None or not is_recorded:
-            return situation.plans
-        # A policy that retains everything needs no record, but of a shape that none was made of yet.
-        needs_none = shapes == self._first if seen <= 2 else situation.plans.policy.is_plain
-        return situation.plans if needs_none else situation.recording
+        is_recorded = situation.recording is None or seen > 1 or shapes in self._recorded
+        return situation.plans if is_recorded else situation.recording
 
     def refuse(self, shapes: BatchShapes) -> None:
         """No policy fits the bucket of `shapes`: it stays under torch's checkpoint, or a larger one's policy."""

@@ -389,13 +389,12 @@ class Drawing:
         return self._own_generator or (self._before is not None and self._has_moved())
 
     def _has_moved(self) -> bool:
-        now = self._state()
-        return not torch.equal(now, self._before) if isinstance(now, torch.Tensor) else now != self._before
+        return self._state() != self._before
 
-    def _state(self) -> torch.Tensor | tuple[int, int]:
-        """The default generator's state; reading it does not synchronise."""
+    def _state(self) -> bytes | tuple[int, int]:
+        """The default generator's state; reading it does not synchronise, and no tensor of it stays."""
         if self._device.type == "cuda":
             index = torch.cuda.current_device() if self._device.index is None else self._device.index
             generator = torch.cuda.default_generators[index]
             return generator.initial_seed(), generator.get_offset()
-        return torch.get_rng_state()
+        return torch._C.TensorBase.numpy(torch.get_rng_state()).tobytes()  # blocks' own calls of .numpy() are watched

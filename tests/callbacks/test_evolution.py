@@ -47,9 +47,11 @@ class InOrder(Trainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
-def run_lengths(make_trainer, lengths, callbacks, trainer_class=InOrder, **settings):
+def run_lengths(make_trainer, lengths, callbacks, trainer_class=InOrder, watch=None, **settings):
     trainer = make_trainer(callbacks, trainer_class=trainer_class, max_steps=len(lengths), **settings)
     trainer.train_dataset = Lengths(lengths)
+    if watch is not None:
+        watch(trainer)
     trainer.train()
     return trainer
 
@@ -142,41 +144,58 @@ def test_lossless_training_with_other_lengths_is_bit_equal_to_plain(make_trainer
 
 
 def test_changing_lengths_keep_to_the_budget_on_every_step(make_trainer, make_model, monkeypatch):
-    """Every step, those under torch's checkpoint and those that are recorded or measure included.
-
-    Eight layers: recording a call holds all that one block makes, which in a model of two is all there is.
-    """
+    """Every step, those under torch's checkpoint and those that are recorded or measure included."""
     # The CPU's allocator can be asked by one at a time.
     monkeypatch.setattr(StepMeter, "count_memory", lambda *_: None)
     lengths = [16] * 3 + [32, 32, 16, 32, 9] * 5
     probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.5)
-    run_lengths(make_trainer, [32] * 3, [probe], model=make_model(n_layer=8))
+    run_lengths(make_trainer, [32] * 3, [probe], model=make_model())
     budget = int(probe.policy.predicted_peak_bytes)
     peaks = PeakPerStep()
     callback = AdaccCallback(memory_budget=budget, min_compress_bytes=4096)
-    run_lengths(make_trainer, lengths, [callback, peaks], model=make_model(n_layer=8))
+    run_lengths(make_trainer, lengths, [callback, peaks], model=make_model())
     assert len(events(callback, "policy")) >= 2
     settled = peaks.peaks[callback.history[0]["step"] :]
     assert max(settled) <= budget
 
 
-def test_calls_that_are_recorded_recompute_so_that_there_is_room(make_trainer, monkeypatch):
-    """But for those of the first policy's first steps, which tracking must see."""
-    plans = {}
-    original = FollowPlan._checked_call
+@pytest.fixture
+def plans_of_recorded_calls(monkeypatch):
+    """(step, how) -> the plans of calls that were recorded, alone or beside a tape."""
+    plans, trainers = {}, []
+    for how in ("_first_call", "_checked_call"):
+        original = getattr(FollowPlan, how)
 
-    def checked(strategy, *args):
-        plans.setdefault(trainer.state.global_step + 1, []).append(strategy.plan)
-        return original(strategy, *args)
+        def noted(strategy, *args, how=how, original=original):
+            plans.setdefault((trainers[0].state.global_step + 1, how), []).append(strategy.plan)
+            return original(strategy, *args)
 
-    monkeypatch.setattr(FollowPlan, "_checked_call", checked)
+        monkeypatch.setattr(FollowPlan, how, noted)
+    return plans, trainers.append
+
+
+def test_calls_are_checked_under_the_policy(make_trainer, plans_of_recorded_calls):
+    plans, watch = plans_of_recorded_calls
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
     trainer = make_trainer([callback], max_steps=27)
+    watch(trainer)
     trainer.train()
-    # The policy is set at step 2: its calls 2 and 24.
-    assert list(plans) == [4, 26]
-    assert plans[4] == [callback.policy.plans[index] for _, index in callback.policy.blocks]
-    assert set(plans[26]) == set(Policy.uniform(callback.profile, "recompute").plans)
+    # The policy is set at step 2: its calls 1, 2 and 24.
+    assert list(plans) == [(3, "_first_call"), (4, "_checked_call"), (26, "_checked_call")]
+    followed = [callback.policy.plans[index] for _, index in callback.policy.blocks]
+    assert all(found == followed for found in plans.values())
+
+
+def test_a_size_that_no_profile_recorded_recomputes_once(make_trainer, plans_of_recorded_calls):
+    """To record it takes memory of its own."""
+    plans, watch = plans_of_recorded_calls
+    callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
+    lengths = [32] * 4 + [30, 32, 30, 30]
+    run_lengths(make_trainer, lengths, [callback], watch=watch)
+    assert list(plans) == [(3, "_first_call"), (4, "_checked_call"), (5, "_first_call"), (7, "_checked_call")]
+    followed = [callback.policy.plans[index] for _, index in callback.policy.blocks]
+    assert set(plans[5, "_first_call"]) == set(Policy.uniform(callback.profile, "recompute").plans) != set(followed)
+    assert plans[3, "_first_call"] == plans[4, "_checked_call"] == plans[7, "_checked_call"] == followed
 
 
 class OutOfMemory(Trainer):
