@@ -3,17 +3,19 @@
     adacc eval peak-accuracy
 
 Each model is profiled once. Budgets lie at even distances from the least possible peak to just below plain training's.
-A policy is solved for each and followed for three steps; the largest of their peaks is measured by the allocator: the
-first two are recorded, and the order of backward is learnt. A peak above its budget or more than 3 % away from the
-prediction makes the run fail.
+A policy is solved for each and followed for three steps, whose peaks are measured by the allocator. In the first two,
+blocks are recorded once more and codecs make their maps of outlier channels; the third is as all later ones are. A peak
+of the third above its budget makes the run fail, and so does one of any more than 3 % away from the prediction.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -46,6 +48,8 @@ class Measurement:
     budget_bytes: int
     predicted_bytes: int
     measured_bytes: int
+    first_bytes: int
+    """The most in the first two steps."""
 
     @property
     def error(self) -> float:
@@ -53,12 +57,17 @@ class Measurement:
         return self.measured_bytes / self.predicted_bytes - 1.0
 
     @property
+    def first_error(self) -> float:
+        """The same for the first two steps."""
+        return self.first_bytes / self.predicted_bytes - 1.0
+
+    @property
     def is_within_budget(self) -> bool:
         return self.measured_bytes <= self.budget_bytes
 
     @property
     def is_good(self) -> bool:
-        return self.is_within_budget and abs(self.error) <= TOLERANCE
+        return self.is_within_budget and max(abs(self.error), self.first_error) <= TOLERANCE
 
 
 def main(argv: Sequence[str] | None = None, size: Size | None = None) -> int:
@@ -98,20 +107,23 @@ def measure(
     model = MODELS[family].model(size, attention, settings.device, settings.seed)
     batch = size.batches(settings.device, settings.seed)
     rows = []
-    with in_precision(precision, settings.device):
+    run_in = partial(in_precision, precision, settings.device)
+    with run_in():
         profile = profile_model(model, batch, AdaccConfig())
-        for budget in peak_budgets(profile, num_budgets):
-            policy = solve_policy(profile, budget)
-            rows.append(
-                Measurement(
-                    family=family,
-                    attention=attention,
-                    precision=precision,
-                    budget_bytes=budget,
-                    predicted_bytes=policy.predicted_peak_bytes,
-                    measured_bytes=measured_peak(model, batch, policy),
-                )
+    for budget in peak_budgets(profile, num_budgets):
+        policy = solve_policy(profile, budget)
+        *first, measured = measured_peaks(model, batch, policy, run_in)
+        rows.append(
+            Measurement(
+                family=family,
+                attention=attention,
+                precision=precision,
+                budget_bytes=budget,
+                predicted_bytes=policy.predicted_peak_bytes,
+                measured_bytes=measured,
+                first_bytes=max(first),
             )
+        )
     return rows
 
 
@@ -131,13 +143,21 @@ def least_peak_bytes(profile: Profile, config: AdaccConfig | None = None) -> int
 
 
 def measured_peak(model: nn.Module, batch: Batch, policy: Policy) -> int:
-    """Most bytes live in any of the first three steps under `policy`; the third is as all later ones are."""
+    """Peak bytes of a step under `policy`: the third, which is as all later ones are."""
+    return measured_peaks(model, batch, policy)[-1]
+
+
+def measured_peaks(
+    model: nn.Module, batch: Batch, policy: Policy, precision: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> list[int]:
+    """Peak bytes of each of the first three steps under `policy`."""
     peaks = []
     with apply_policy(model, policy):
         for _ in range(3):
             model.zero_grad(set_to_none=True)
-            peaks.append(measure_step(model, batch).peak_bytes)
-    return max(peaks)
+            with precision():  # for each step anew, since it keeps casts of weights
+                peaks.append(measure_step(model, batch).peak_bytes)
+    return peaks
 
 
 def report_text(ledger: Ledger) -> str:
@@ -152,7 +172,8 @@ def summary(rows: Sequence[Measurement]) -> str:
     over = [row for row in rows if not row.is_within_budget]
     return (
         f"{len(rows)} policies: the measured peak lies at most {100 * abs(worst.error):.2f} % from the predicted one "
-        f"({worst.family}, {worst.attention}, {worst.precision}); {len(over)} above their budget."
+        f"({worst.family}, {worst.attention}, {worst.precision}), that of the first two steps at most "
+        f"{100 * max(row.first_error for row in rows):.2f} % above it; {len(over)} above their budget."
     )
 
 
@@ -166,10 +187,12 @@ def table_text(rows: Sequence[Measurement]) -> str:
 
 def _cells(family: str, attention: str, precision: str, rows: Sequence[Measurement]) -> dict[str, Any]:
     errors = [100 * row.error for row in rows]
+    first = [100 * row.first_error for row in rows]
     return {
         "model": f"{family}, {attention}, {precision}",
         "budgets": f"{format_bytes(rows[0].budget_bytes)} to {format_bytes(rows[-1].budget_bytes)}",
         "measured over predicted, %": f"{min(errors):+.2f} to {max(errors):+.2f}",
+        "in the first two steps, %": f"{min(first):+.2f} to {max(first):+.2f}",
         "used of the budget, %": " ".join(f"{100 * row.measured_bytes / row.budget_bytes:.1f}" for row in rows),
         "within budget": f"{sum(row.is_within_budget for row in rows)} of {len(rows)}",
     }

@@ -167,7 +167,7 @@ SOLVES = record(
 PEAK = record(
     {
         **dict.fromkeys(("family", "attention", "precision"), TEXT),
-        **dict.fromkeys(("budget_bytes", "predicted_bytes", "measured_bytes"), COUNT),
+        **dict.fromkeys(("budget_bytes", "predicted_bytes", "measured_bytes", "first_bytes"), COUNT),
         "error": NUMBER,
         "within_budget": {"type": "boolean"},
     }

@@ -43,12 +43,20 @@ def test_peaks_are_as_predicted(case: str, tmp_path: Path, capsys: pytest.Captur
 
 def test_a_peak_above_its_budget_or_off_its_prediction_is_bad() -> None:
     good = Measurement(
-        family="gpt2", attention="sdpa", precision="fp32", budget_bytes=100, predicted_bytes=99, measured_bytes=99
+        family="gpt2",
+        attention="sdpa",
+        precision="fp32",
+        budget_bytes=100,
+        predicted_bytes=99,
+        measured_bytes=99,
+        first_bytes=99,
     )
     assert good.is_good
     over = replace(good, measured_bytes=101)
     assert not over.is_good
     assert not replace(good, measured_bytes=90).is_good
+    assert replace(good, first_bytes=101).is_good
+    assert not replace(good, first_bytes=103).is_good
     assert "1 above their budget" in summary([good, over])
 
 
