@@ -32,8 +32,8 @@ class Outliers:
 
 
 SUMMED_ELEMENTS = 2**16
-"""Elements whose magnitudes a CPU holds at once. They stay in its cache: 0.6 ms instead of 11 for 1024 x 3072 elements of
-float32. No second tensor of the input's size is made."""
+"""Elements whose magnitudes a CPU holds at once. They stay in its cache, which took 0.6 ms instead of 11 for 1024 x
+3072 in float32; and no second tensor of the input's size is made."""
 
 
 @torch.no_grad()
