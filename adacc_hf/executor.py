@@ -63,11 +63,19 @@ class BlockPlans:
 class PolicyHandle:
     """A policy applied to a model. `remove()`, or leaving it as a context manager, takes it off without a trace."""
 
-    def __init__(self, model: nn.Module, policy: Policy, block_classes: tuple[str, ...] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: Policy,
+        block_classes: tuple[str, ...] | None = None,
+        profile: Profile | None = None,
+    ) -> None:
         self.installation = Installation(model, block_classes)
         self._block_classes = block_classes
         self.library = TapeLibrary()
         self.library.take(library_of_profiles(model))
+        if profile is not None:  # of another process: this one has no tapes of it
+            self.library.expect_orders(profile.kinds)
         self.policy = policy
         self.plans: BlockPlans | None = None
         """The strategies that were followed last."""

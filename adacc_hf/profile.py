@@ -5,7 +5,7 @@ It is what the solver and the simulator read. `profile_model` makes it (paper, s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -109,6 +109,11 @@ class BackwardEvent:
     """Bytes live at this moment besides stored and replayed values: gradients on their way."""
     extra_bytes: int
     """Most bytes live until the next event besides stored and replayed values: gradients and temporaries."""
+
+
+def unpack_order(events: Iterable[BackwardEvent]) -> tuple[int, ...]:
+    """The slots in the order in which backward first asks for them."""
+    return tuple(dict.fromkeys(event.slot for event in events if not event.release))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -364,7 +364,7 @@ class AdaccCallback(TrainerCallback):
 
     def _follow(self, args: TrainingArguments, model: Any, policy: Policy, policy_step: int) -> None:
         """Put `policy` in force; a policy that was given, or is known without its profile, stays as it is."""
-        self._handle = PolicyHandle(model, policy, self.config.block_classes)
+        self._handle = PolicyHandle(model, policy, self.config.block_classes, self.profile)
         self.policy = policy
         if self._given is None and self.profile is not None:
             num_micro = args.gradient_accumulation_steps

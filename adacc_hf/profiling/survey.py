@@ -20,7 +20,7 @@ from adacc_hf.execution.follow_plan import FollowPlan
 from adacc_hf.execution.recording import Recording
 from adacc_hf.memory import forward_loss
 from adacc_hf.policy import RECOMPUTE, RETAIN, Plan
-from adacc_hf.profile import BackwardEvent, ForwardEvent, KindProfile
+from adacc_hf.profile import BackwardEvent, ForwardEvent, KindProfile, unpack_order
 from adacc_hf.profiling.fallback import fallback_kind, with_fallback_forward
 from adacc_hf.profiling.instruments import Instruments
 from adacc_hf.profiling.kinds import KindBuilder
@@ -224,7 +224,7 @@ class Survey:
     def learn_orders(self, events: Mapping[str, Sequence[BackwardEvent]]) -> None:
         """Learn the order in which backward asks for saved tensors from what was seen of the watched blocks."""
         for block in self.blocks:
-            asked = dict.fromkeys(event.slot for event in events.get(block.name, ()) if not event.release)
+            asked = unpack_order(events.get(block.name, ()))
             if len(asked) > len(block.tape.order or ()):
                 self.library.learn_order(block.tape, asked)
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from adacc_hf.policy import Choice
+from adacc_hf.profile import KindProfile, unpack_order
 from adacc_hf.tapes.compiled import CompiledPlan
 from adacc_hf.tapes.equal_values import equal_values
 from adacc_hf.tapes.recorder import Recorder
@@ -35,6 +36,8 @@ class TapeLibrary:
         self._of_calls: WeakValueDictionary[tuple[str, Hashable], Tape] = WeakValueDictionary()
         self._kept: dict[str, Tape] = {}
         """What was taken from other libraries, by digest."""
+        self._orders: dict[str, tuple[int, ...]] = {}
+        """In which order backward asks for saved tensors, by kind."""
         self._warned: set[str] = set()
 
     def verified(self, recorder: Recorder) -> Tape:
@@ -46,8 +49,13 @@ class TapeLibrary:
             with torch.no_grad(), _autocast_off(tape):
                 tape.recomputable = self._verify(tape, recorder.bases)
                 tape.equal = equal_values(tape, tape.recomputable)
+        tape.order = self._orders.get(tape.kind)
         self._tapes[tape.digest] = tape
         return tape
+
+    def expect_orders(self, kinds: Iterable[KindProfile]) -> None:
+        """Expect backward to ask for slots in the order that was seen when `kinds` were profiled."""
+        self._orders |= {kind.digest: unpack_order(kind.backward) for kind in kinds if kind.fallback is None}
 
     def known(self, tape: Tape) -> Tape:
         """The verified tape that replays like `tape`, with what that call read."""

@@ -266,6 +266,8 @@ def _verify_operator(
     for made in operator.made():
         if ready and (tape.values[made].overwritten or _same_bits(environment[made], bases[made])):
             good.add(made)
+            if tape.values[made].is_encodable:  # all of its storage was compared: two of it are not needed any more
+                environment[made] = bases[made]
         else:
             environment[made] = None if tape.values[made].overwritten else bases[made]
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.executor import PolicyHandle
 from adacc_hf.memory import MemoryMeter
 from adacc_hf.solver import least_policy
 from adacc_hf.tapes.library import library_of_profiles
@@ -125,5 +126,19 @@ def test_first_steps_take_no_more_than_others(tiny_gpt2, token_batch, attention,
     assert max(first) <= steady + RECORDERS_OWN
     library_of_profiles(model).__init__()
     with apply_policy(model, policy):
-        alone = peaks(model, batch)
-    assert alone[0] > first[0] + RECORDERS_OWN  # so that this test can fail
+        alone, second, *_ = peaks(model, batch)
+    assert alone > first[0] + RECORDERS_OWN  # so that this test can fail
+    assert second <= steady + RECORDERS_OWN
+
+
+def test_a_run_that_resumes_knows_the_order_of_its_profile(tiny_gpt2, token_batch):
+    """Its first block is recorded and verified, while nothing else is stored; no backward comes in another order."""
+    model, batch = tiny_gpt2("eager", layers=8), token_batch(8, 16)
+    profile = profile_model(model, batch, CONFIG)
+    library_of_profiles(model).__init__()
+    policy = Policy.random(profile, 0, ACTIONS, lossless=True)
+    with PolicyHandle(model, policy):
+        unknown, _, steady, _ = peaks(model, batch)
+    with PolicyHandle(model, policy, profile=profile):
+        resumed, *_ = peaks(model, batch)
+    assert resumed <= steady + RECORDERS_OWN < unknown

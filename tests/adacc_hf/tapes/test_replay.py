@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.memory import MemoryMeter
 from adacc_hf.tapes.recorder import Recorder
 from adacc_hf.tapes.replay import Step, Store, copy_with_storage, schedule, single_program, verify, view
 from adacc_hf.tapes.tape import TensorRef
@@ -287,6 +288,21 @@ def chain():
         return (y * z).exp()
 
     return recorded(block, torch.randn(3, 8, requires_grad=True), forward)
+
+
+def test_verification_holds_one_result_at_a_time():
+    block = nn.Linear(64, 64)
+
+    def forward(hidden):
+        for _ in range(12):
+            hidden = block(hidden).tanh()
+        return hidden
+
+    hidden = torch.randn(256, 64, requires_grad=True)
+    tape, recorder = recorded(block, hidden, forward)
+    with MemoryMeter.for_device(torch.device("cpu")) as meter, torch.no_grad():
+        assert len(verify(tape, recorder.bases)) == 24
+    assert meter.peak_bytes < 2 * hidden.untyped_storage().nbytes()
 
 
 def environment_of(tape, recorder, at_hand):
