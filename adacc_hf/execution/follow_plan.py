@@ -192,7 +192,7 @@ class FollowPlan:
 
     def _end_expected_call(self, key: Key, expected: Entry, result: Any, tape: Tape, seen: list[int]) -> Any:
         if tape.digest == expected.known.tape.digest:
-            expected.known.tape, expected.seen = self.library.known(tape), seen
+            expected.known.tape, expected.seen = expected.known.tape.with_reads(tape.reads), seen
             self._remember(key, expected)
         else:  # its next call is recorded as a first one
             self._was_surprising = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -43,8 +42,9 @@ class TapeLibrary:
     def verified(self, recorder: Recorder) -> Tape:
         """The tape of what `recorder` saw; replay is verified for the first of its kind."""
         tape = recorder.tape()
-        if tape.digest in self._tapes:
-            return self.known(tape)
+        known = self._tapes.get(tape.digest)
+        if known is not None:
+            return known.with_reads(tape.reads)
         if tape.untrusted is None:
             with torch.no_grad(), _autocast_off(tape):
                 tape.recomputable = self._verify(tape, recorder.bases)
@@ -56,11 +56,6 @@ class TapeLibrary:
     def expect_orders(self, kinds: Iterable[KindProfile]) -> None:
         """Expect backward to ask for slots in the order that was seen when `kinds` were profiled."""
         self._orders |= {kind.digest: unpack_order(kind.backward) for kind in kinds if kind.fallback is None}
-
-    def known(self, tape: Tape) -> Tape:
-        """The verified tape that replays like `tape`, with what that call read."""
-        known = self._tapes[tape.digest]
-        return known if known.reads == tape.reads else replace(known, reads=tape.reads)
 
     def remember(self, tape: Tape, given: Hashable) -> None:
         """Note that a block that was `given` that ran as `tape` says."""

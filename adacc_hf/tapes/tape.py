@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -197,6 +197,10 @@ class Tape:
         constants = [_constants((operator.args, operator.kwargs)) for operator in self.operators]
         slots, reads = [repr(slot) for slot in self.slots], sorted(map(repr, self.reads))
         self.digest = _digest([self.structure, constants, slots, sorted(self.custom_slots), *reads])
+
+    def with_reads(self, reads: dict[tuple[Any, ...], bytes]) -> Tape:
+        """The tape of a call of the same operators that read other data."""
+        return self if self.reads == reads else replace(self, reads=reads)
 
     def values_in(self, other: Tape) -> dict[int, int] | None:
         """For each value that operators touch, the one of `other` that is the same; None if other operators ran.
