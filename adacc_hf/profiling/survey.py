@@ -31,6 +31,7 @@ from adacc_hf.ranks import all_or_none, is_sharded
 from adacc_hf.simulator import BlockOutcome, run_block
 from adacc_hf.tapes.known_shapes import Key, KnownShape, KnownShapes
 from adacc_hf.tapes.library import TapeLibrary
+from adacc_hf.tapes.local_tensors import local_of
 from adacc_hf.tapes.recorder import Recorder, argument_tensors
 from adacc_hf.tapes.tape import Source, Tape
 
@@ -73,7 +74,9 @@ class Survey:
         self.library = TapeLibrary(instruments.verify)
         self.blocks: list[RecordedBlock] = []
         self._prices: dict[str, Prices] = {}
-        self._outside: dict[int, torch.Tensor] = {}
+        self._outside: dict[int, StorageWeakRef] = {}
+        """What the rest of the model saves. These references keep an address from being given away, and no memory: that
+        of logits would be there through all of a profile."""
         self._returned: list[torch.Tensor] = []
         """By the block that was recorded last."""
         self._kinds: list[KindProfile] = []
@@ -142,12 +145,18 @@ class Survey:
 
     def note_leaves(self, given: Iterable[torch.Tensor]) -> None:
         """Note inputs that autograd holds to give them a gradient: `enable_input_require_grads` makes some."""
-        self._outside |= {address_of(t): t.detach() for t in given if t.is_leaf and t.requires_grad}
+        for tensor in given:
+            if tensor.is_leaf and tensor.requires_grad:
+                self._note_outside(tensor)
 
     def _save_outside(self, tensor: torch.Tensor) -> torch.Tensor:
-        kept = tensor.detach()
-        self._outside.setdefault(address_of(kept), kept)
-        return kept
+        self._note_outside(tensor)
+        return tensor.detach()
+
+    def _note_outside(self, tensor: torch.Tensor) -> None:
+        storage = local_of(tensor).untyped_storage()
+        if storage._cdata not in self._outside:
+            self._outside[storage._cdata] = StorageWeakRef(storage)
 
     def kinds(self) -> list[KindProfile]:
         """One profile per kind, its memory still to be measured; every block is told its kind."""

@@ -162,7 +162,8 @@ def _drawn(dropout_p: float, num_heads: int) -> tuple[int, int]:
     generator = torch.cuda.default_generators[0]
     offset = generator.get_offset()
     generator.set_offset(offset + 32 * num_heads)
-    return generator.initial_seed(), offset
+    seed = generator.initial_seed()  # of 64 bits without a sign, of which CUDA makes an int64
+    return seed - 2**64 if seed >= 2**63 else seed, offset
 
 
 def _kept(weights: Tensor, dropout_p: float, state: tuple[int, int]) -> Tensor | float:
