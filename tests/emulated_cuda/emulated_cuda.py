@@ -8,6 +8,7 @@ temporaries inside operators are not counted, blocks are never larger than asked
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib.util
 import os
@@ -229,3 +230,6 @@ def _place() -> None:
 
 
 _place()
+# Backward's thread of the device lets go of Python's objects after the last result is there. A thread that wants Python
+# while it ends is ended itself, with an abort.
+atexit.register(time.sleep, 0.2)
