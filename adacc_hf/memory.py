@@ -168,6 +168,18 @@ class StepMemory:
     """(label, most bytes live until the next label), static memory included."""
 
 
+@contextmanager
+def collecting_no_garbage() -> Iterator[None]:
+    """While open, what only cycles hold stays live. Python collects it at any time, and a meter would count that."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def measure_step(
     model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None
 ) -> StepMemory:
@@ -180,7 +192,8 @@ def measure_step(
     allocate_workspaces(device)
     live_bytes = static_bytes(model, batch, optimizer)
     before = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
-    with MemoryMeter.for_device(device) as meter, without_gradient_hooks(model.parameters()):
+    meter = MemoryMeter.for_device(device)
+    with without_gradient_hooks(model.parameters()), collecting_no_garbage(), meter:
         meter.mark(("forward",))
         loss = forward_loss(model, batch)
         meter.mark(("backward",))

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from adacc_hf.blocks import Installation, Strategy
-from adacc_hf.memory import MemoryMeter, MemoryPoint, distinct_bytes, forward_loss
+from adacc_hf.memory import MemoryMeter, MemoryPoint, collecting_no_garbage, distinct_bytes, forward_loss
 from adacc_hf.profile import BackwardEvent, ForwardEvent, KindProfile, Shared
 from adacc_hf.profiling.instruments import Instruments
 from adacc_hf.simulator import BlockOutcome
@@ -226,7 +226,7 @@ def measure_forward(
     held: list[torch.Tensor] = []
     last = list(installation.functions)[-1]
     installation.begin_step()
-    with instruments.meter(next(model.parameters()).device) as meter:
+    with collecting_no_garbage(), instruments.meter(next(model.parameters()).device) as meter:
         for name, function in installation.functions.items():
             function.strategy = WatchForward(name, kinds[name], meter, sources[name], held, shared, name == last)
         forward_loss(model, batch)
@@ -284,7 +284,7 @@ def measure_step_layout(
         installation.begin_step()
     functions = installation.functions
     strategies = {name: function.strategy for name, function in functions.items()}
-    with instruments.meter(next(model.parameters()).device) as meter:
+    with collecting_no_garbage(), instruments.meter(next(model.parameters()).device) as meter:
         for index, (name, function) in enumerate(functions.items()):
             function.strategy = MarkCalls(name, strategies[name], meter, instruments, is_first=index == 0)
         for watcher in watchers:
