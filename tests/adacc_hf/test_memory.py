@@ -1,5 +1,6 @@
 """Measured bytes against predicted bytes, and the meter that measures them."""
 
+import gc
 import weakref
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from adacc_hf.memory import (
     allocate_workspaces,
     allocated_bytes,
     available_bytes,
+    collecting_no_garbage,
     count_static_bytes,
     distinct_bytes,
     forward_loss,
@@ -260,3 +262,21 @@ def test_a_step_under_torchs_checkpoint_stores_the_input_and_the_generators_stat
 def test_a_batch_without_labels_is_refused(tiny_gpt2, token_batch):
     with pytest.raises(ValueError, match="gives no loss to train on: pass the labels with it"):
         measure_step(tiny_gpt2(), {"input_ids": token_batch()["input_ids"]})
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_no_garbage_is_collected_meanwhile(was_enabled):
+    """A cycle that holds a tensor stays live however often Python would collect, and all is as before."""
+    (gc.enable if was_enabled else gc.disable)()
+    try:
+        with collecting_no_garbage(), MemoryMeter.for_device(CPU) as meter:
+            cycle = [torch.ones(1000)]
+            cycle.append(cycle)
+            del cycle
+            kept = [[] for _ in range(10 * gc.get_threshold()[0])]
+            meter.mark(("end",))
+        assert kept
+        assert meter.points[-1].live_bytes == 4000
+        assert gc.isenabled() is was_enabled
+    finally:
+        gc.enable()
