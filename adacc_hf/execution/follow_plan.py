@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -165,16 +165,17 @@ class FollowPlan:
             entry.seen = None
 
     def _first_call(self, key: Key, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        expected = self._expected(key)
+        given = key.given_to(block)
+        expected = self._expected(key, given)
         if expected is not None:
             done = self._checked(expected, block, fn, args, kwargs)
             if done is not None:
-                return self._end_expected_call(key, expected, *done)
+                return self._end_expected_call(key, given, expected, *done)
         recording = Recording(self.name, block, args, kwargs)
         result = recording.run(fn)
         tape = self.library.verified(recording.recorder)
         self._is_checkpointed = _is_checkpointed_on_all_ranks(tape)
-        self.library.remember(tape, key.given)
+        self.library.remember(tape, given)
         entry = self._entry(KnownShape(tape, varies=self._is_restless(key, tape)))
         self._remember(key, entry)
         if entry.compiled is not None and not entry.compiled.is_plain:
@@ -182,20 +183,23 @@ class FollowPlan:
         recording.close()
         return result
 
-    def _expected(self, key: Key) -> Entry | None:
+    def _expected(self, key: Key, given: Hashable) -> Entry | None:
         """How the block probably runs at a shape where it never ran, if another one of its kind did."""
         if self._was_surprising or any(known.shape == key.shape for known in self.known):
             return None
-        tape = self.library.expected(self.plan.kind, key.given)
+        tape = self.library.expected(self.plan.kind, given)
         entry = None if tape is None or tape.untrusted is not None else self._entry(KnownShape(tape))
         return None if entry is None or entry.compiled is None else entry
 
-    def _end_expected_call(self, key: Key, expected: Entry, result: Any, tape: Tape, seen: list[int]) -> Any:
+    def _end_expected_call(
+        self, key: Key, given: Hashable, expected: Entry, result: Any, tape: Tape, seen: list[int]
+    ) -> Any:
         if tape.digest == expected.known.tape.digest:
             expected.known.tape, expected.seen = expected.known.tape.with_reads(tape.reads), seen
             self._remember(key, expected)
-        else:  # its next call is recorded as a first one
+        else:  # its next call is recorded as a first one, and so are those of other blocks: this one kept all it saved
             self._was_surprising = True
+            self.library.forget(self.plan.kind, given)
         return result
 
     def _remember(self, key: Key, entry: Entry) -> None:

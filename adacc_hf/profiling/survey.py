@@ -121,7 +121,7 @@ class Survey:
         outliers = self.instruments.outliers(tape, recorder.bases, self.config)
         if tape.digest not in self._prices:
             self._prices[tape.digest] = self.instruments.price(tape, recorder.bases, self.config, outliers)
-        self.library.remember(tape, key.given)
+        self.library.remember(tape, key.given_to(recording.block))
         known.add(key, KnownShape(tape, num_calls=2))
         inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
         outputs = {} if tape.untrusted else _saved_outputs(recorder, tape, result)

@@ -3,7 +3,7 @@ R12)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from adacc_hf.tapes.data_reads import data_of
 from adacc_hf.tapes.held_tensors import find_held
 from adacc_hf.tapes.local_tensors import local_of
 from adacc_hf.tapes.recorder import argument_tensors
-from adacc_hf.tapes.tape import Source
+from adacc_hf.tapes.tape import Source, has_storage
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -51,6 +51,20 @@ def call_key(block: nn.Module, paths: StatePaths, args: Args, kwargs: Kwargs) ->
     plain = [_plain(value) for value in args]
     plain += [_plain(value) for name, value in kwargs.items() if name not in _INERT]
     return tuple(tensors), tuple(plain), autocast, paths.want_gradients(block)
+
+
+def state_layout(block: nn.Module) -> Hashable:
+    """Where in which storages the block's parameters and buffers are, which a tape's views of them depend on.
+
+    Most often each has its own; DeepSpeed puts those of all blocks into one.
+    """
+    storages: dict[int, int] = {}
+    tensors = [local_of(tensor) for tensor in (*block.parameters(), *block.buffers())]
+    return tuple(
+        (storages.setdefault(t.untyped_storage()._cdata, len(storages)), t.storage_offset(), t.stride())
+        for t in tensors
+        if has_storage(t)
+    )
 
 
 def fetch(

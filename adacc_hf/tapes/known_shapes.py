@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from adacc_hf.tapes.call_inputs import Args, Kwargs, StatePaths, call_key, data_at
+from adacc_hf.tapes.call_inputs import Args, Kwargs, StatePaths, call_key, data_at, state_layout
 from adacc_hf.tapes.python_state import FIRST_STATE, PythonState
 from adacc_hf.tapes.tape import Tape
 
@@ -26,10 +26,9 @@ class Key(NamedTuple):
     state: int
     """The number of the state that the block's modules are in."""
 
-    @property
-    def given(self) -> Hashable:
-        """What of it blocks of one kind have in common: each counts its states by itself."""
-        return self.shape, self.data
+    def given_to(self, block: nn.Module) -> Hashable:
+        """What of it blocks of one kind have in common, each of which counts its states by itself, and their layout."""
+        return self.shape, self.data, state_layout(block)
 
 
 @dataclass(slots=True)

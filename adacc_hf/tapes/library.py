@@ -61,6 +61,10 @@ class TapeLibrary:
         """Note that a block that was `given` that ran as `tape` says."""
         self._of_calls[tape.kind.partition("-")[0], given] = tape
 
+    def forget(self, kind: str, given: Hashable) -> None:
+        """A block with a plan for `kind` that was `given` that ran otherwise: expect nothing any more."""
+        self._of_calls.pop((kind.partition("-")[0], given), None)
+
     def expected(self, kind: str, given: Hashable) -> Tape | None:
         """What a block with a plan for `kind` probably runs when it is `given` that: what another such block ran."""
         return self._of_calls.get((kind.partition("-")[0], given))

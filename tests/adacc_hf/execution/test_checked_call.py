@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.errors import PolicyMismatchError
 from adacc_hf.executor import PolicyHandle
 from adacc_hf.memory import MemoryMeter
 from adacc_hf.solver import least_policy
@@ -142,3 +143,40 @@ def test_a_run_that_resumes_knows_the_order_of_its_profile(tiny_gpt2, token_batc
     with PolicyHandle(model, policy, profile=profile):
         resumed, *_ = peaks(model, batch)
     assert resumed <= steady + RECORDERS_OWN < unknown
+
+
+def test_blocks_whose_weights_share_a_storage_are_told_apart(tiny_gpt2, token_batch):
+    """As under DeepSpeed: each block's tape views it elsewhere, so that no block's record is that of another."""
+    model, batch = tiny_gpt2("eager", layers=4), token_batch(8, 16)
+    flat = torch.cat([p.detach().reshape(-1) for p in model.transformer.h.parameters()])
+    views = flat.split([p.numel() for p in model.transformer.h.parameters()])
+    for parameter, view in zip(model.transformer.h.parameters(), views, strict=True):
+        parameter.data = view.view_as(parameter)
+    profile = profile_model(model, batch, CONFIG)
+    policy = Policy.uniform(profile, "recompute")
+    with apply_policy(model, policy):
+        *first, steady = peaks(model, batch)
+    assert max(first) <= steady + RECORDERS_OWN
+    library_of_profiles(model).__init__()
+    with apply_policy(model, policy):
+        alone, second, *_ = peaks(model, batch)
+    plain = Policy.uniform(profile, "retain").predicted_peak_bytes - profile.static_bytes
+    assert second <= steady + RECORDERS_OWN < alone < plain
+
+
+def test_one_surprise_is_enough(toy_model, toy_batch, run_steps, recorded):
+    """A block that runs otherwise than expected keeps all that it saves; others are recorded, and keep what they
+    should."""
+    names = ["tanh", "swish"]
+    programs = Programs(names, names, 0, 0)
+    numbers = iter(range(4))
+    model = toy_model(programs.forward, 4, setup=lambda block: setattr(block, "number", next(numbers)))
+    batch = toy_batch()
+    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    programs.usual = ["tanh", "swish", "double"]  # for all of them: the profile is of another model now
+    recorded.clear()
+    with apply_policy(model, policy) as handle, pytest.raises(PolicyMismatchError):
+        run_steps(model, batch, num_steps=1)
+    surprised = [name for name, strategy in handle.plans.strategies.items() if strategy._was_surprising]
+    assert surprised == ["layers.0"]
+    assert recorded == ["layers.0", "layers.1"]  # the second is recorded as a first call, which tells what is wrong
