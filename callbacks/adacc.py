@@ -192,11 +192,12 @@ class AdaccCallback(TrainerCallback):
         self, compute: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:  # named as the Trainer names them
         """The Trainer's loss, which a profile may need, and at whose graph a compiled run looks."""
+        maker = self._maker  # which a detach within the loss would take away
         if model.training:
             self._meet(inputs)
-            self._maker.loss_is_asked(compute, inputs, *args, **kwargs)
+            maker.loss_is_asked(compute, inputs, *args, **kwargs)
         result = compute(model, inputs, *args, **kwargs)
-        self._maker.loss_is_made(result)
+        maker.loss_is_made(result)
         if self._compiled is not None:
             self._compiled.loss_is_made(result)
         return result

@@ -69,6 +69,18 @@ def test_training_goes_on_after_a_detach(train, callback, at_step):
     train([callback, Detach()]).assert_equals(train())
 
 
+def test_training_goes_on_after_a_detach_within_the_loss(train, callback):
+    from transformers import Trainer
+
+    class Detach(Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            if self.state.global_step == 3:
+                callback.detach()
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    train([callback], trainer_class=Detach).assert_equals(train())
+
+
 def test_repr_rebuilds_the_callback(callback):
     rebuilt = eval(repr(callback), vars(adacc_hf.callbacks) | {"AdaccConfig": AdaccConfig})
     assert repr(rebuilt) == repr(callback)
