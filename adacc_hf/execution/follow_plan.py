@@ -159,9 +159,7 @@ class FollowPlan:
     def _learn_order(self, entry: Entry) -> None:
         """Learn the order of unpacks from the backward that asked for most slots, whichever came first."""
         if entry.seen:
-            tape, asked = entry.compiled.tape, dict.fromkeys(entry.seen)
-            if len(asked) > len(tape.order or ()):
-                self.library.learn_order(tape, asked)
+            self.library.learn_order(entry.compiled.tape, entry.seen)
             entry.seen = None
 
     def _first_call(self, key: Key, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -233,9 +233,7 @@ class Survey:
     def learn_orders(self, events: Mapping[str, Sequence[BackwardEvent]]) -> None:
         """Learn the order in which backward asks for saved tensors from what was seen of the watched blocks."""
         for block in self.blocks:
-            asked = unpack_order(events.get(block.name, ()))
-            if len(asked) > len(block.tape.order or ()):
-                self.library.learn_order(block.tape, asked)
+            self.library.learn_order(block.tape, unpack_order(events.get(block.name, ())))
 
     def replay_sources(self) -> dict[str, list[Source]]:
         """Where each block finds the shared inputs that it holds for replay under full recomputation."""

@@ -126,9 +126,12 @@ class TapeLibrary:
             self._warned.add(tape.structure)
             log.warning(message, *details)
 
-    def learn_order(self, tape: Tape, order: Iterable[int]) -> None:
-        """From now on expect backward to ask for the slots of `tape` in `order`."""
-        tape.order = tuple(order)
+    def learn_order(self, tape: Tape, asked: Iterable[int]) -> None:
+        """Expect backward to ask for slots of `tape` as it has `asked` for them, if it never asked for more."""
+        order = tuple(dict.fromkeys(asked))
+        if len(order) <= len(tape.order or ()):
+            return
+        tape.order = order
         for (digest, _), compiled in self._compiled.items():
             if digest == tape.digest:
                 compiled.follow(tape.order)
