@@ -44,7 +44,8 @@ PEAK_TOLERANCE = 0.01
 small tensors that the profiler does not see."""
 
 RECORDED_STEPS = 2
-"""First steps of a handle, whose calls are recorded: they take more memory than those that follow."""
+"""First steps of a handle, whose calls are recorded: they take longer than those that follow, and more memory where no
+profile has recorded the model before."""
 
 Note = Callable[..., None]
 

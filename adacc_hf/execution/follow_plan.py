@@ -321,7 +321,7 @@ def is_checked_call(num_calls: int) -> bool:
     """Whether the n-th call of a block at one shape is recorded again, to find operators that vary (rule R8).
 
     The second is, before the first replay of an old record, and then the 24th, 48th, 96th and so on. Powers of two are
-    left alone: tracking, which measures a policy that a recorded call may not run under, has these.
+    left alone: tracking has these, and recording takes time of its own.
     """
     thirds, rest = divmod(num_calls, 3)
     return num_calls == 2 or (rest == 0 and thirds >= 8 and thirds & (thirds - 1) == 0)

@@ -190,7 +190,7 @@ class Evolving:
         after = self._handle.plans
         before_ms, longer_ms = self._times(before, after)
         self._handle.follow(after)
-        # Two, because a call that is recorded again takes memory of its own (rule R8), and never two in a row are.
+        # Two, because in the first codecs make their maps of outlier channels.
         peaks = [
             measure_step(self.case.model, next(self.case.batches), self.case.optimizer).peak_bytes for _ in range(2)
         ]
