@@ -10,9 +10,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
+
+from adacc_hf.kernels._layout import is_dense
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 """Size, stride and storage offset, in elements."""
@@ -71,8 +74,8 @@ class TapeValue:
         return (
             not self.overwritten
             and offset == 0
-            and _is_dense(size, stride)
-            and _numel(size) * self.ref.dtype.itemsize == self.nbytes
+            and is_dense(size, stride)
+            and prod(size) * self.ref.dtype.itemsize == self.nbytes
         )
 
 
@@ -264,20 +267,3 @@ def _constants(tree: Any) -> str:
 
 def _digest(parts: list[Any]) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def _numel(size: tuple[int, ...]) -> int:
-    count = 1
-    for length in size:
-        count *= length
-    return count
-
-
-def _is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether the elements fill one stretch of memory, each once, in some order of the dimensions."""
-    expected = 1
-    for step, length in sorted((st, si) for si, st in zip(size, stride, strict=True) if si != 1):
-        if step != expected:
-            return False
-        expected *= length
-    return True
