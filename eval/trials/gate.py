@@ -16,16 +16,19 @@ from transformers import PreTrainedModel
 
 from adacc_hf.compat import switch_checkpointing
 from adacc_hf.eval.records.records import RedGateError
-from adacc_hf.eval.trials.contenders import GATE_STEPS, MAX_GRADIENT_ERROR, NOISE_FACTOR
-from adacc_hf.eval.trials.gradients import Gradients, first_difference, relative_error
+from adacc_hf.eval.trials.contenders import GATE_STEPS
+from adacc_hf.eval.trials.gradients import (
+    MAX_GRADIENT_ERROR,
+    NOISE_FACTOR,
+    ROUNDING,
+    Gradients,
+    checked_error,
+    relative_error,
+)
 from adacc_hf.eval.trials.methods import Installed, Promise
 from adacc_hf.eval.trials.subject import Subject, first_sequences
 from adacc_hf.eval.trials.workload import Batch
 from adacc_hf.memory import backward
-
-ROUNDING = {"fp32": 1e-5, "bf16": 1e-2}
-"""Relative difference, by precision, that another order of sums may make: the units of float32 and bfloat16 are 1e-7
-and 8e-3, and what is rounded differently averages out over a gradient."""
 
 LOSS_CHANGE = 0.02
 """How far the loss is moved each way to compare its slope with the gradient: far above the rounding of a float32 loss
@@ -100,27 +103,14 @@ def check(subject: Subject, model: nn.Module, installed: Installed, reference: R
         if installed.promise.is_own:
             worst = max(worst, _check_own_loss(subject, model, installed, reference, found))
         else:
-            rounding = ROUNDING[subject.precision] if installed.other_sums else 0.0
-            worst = max(worst, _check_against(reference, found, installed.promise, rounding, step))
+            exact = NOISE_FACTOR * reference.noise + (ROUNDING[subject.precision] if installed.other_sums else 0.0)
+            is_lossy = installed.promise is Promise.LOSSY
+            what = f"step {step + 1}, beside {reference.name}"
+            error = checked_error(reference.gradients, found, exact=exact, is_lossy=is_lossy, what=what)
+            worst = max(worst, error)
     measured = "slope_error" if installed.promise.is_own else "gradient_error"
     sequences = len(reference.batch["input_ids"])
     return {"promise": installed.promise.value, "reference": reference.name, "sequences": sequences, measured: worst}
-
-
-def _check_against(reference: Reference, found: Gradients, promise: Promise, rounding: float, step: int) -> float:
-    difference = first_difference(reference.gradients, found)
-    if difference is None:
-        return 0.0
-    error = relative_error(reference.gradients, found)
-    exact = NOISE_FACTOR * reference.noise + rounding
-    allowed = MAX_GRADIENT_ERROR if promise is Promise.LOSSY else exact
-    loss_error = float((found.loss / reference.gradients.loss - 1.0).abs())
-    if not (error <= allowed and loss_error <= exact):
-        raise RedGateError(
-            f"{difference} differs from {reference.name} in step {step + 1}: relative error of the whole gradient "
-            f"{error:.3g}, allowed {allowed:.3g}; of the loss {loss_error:.3g}, allowed {exact:.3g}"
-        )
-    return error
 
 
 def _check_own_loss(

@@ -8,8 +8,21 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from adacc_hf.eval.records.records import RedGateError
 from adacc_hf.eval.trials.workload import Batch
 from adacc_hf.memory import backward, forward_loss
+
+NOISE_FACTOR = 4.0
+"""What a lossless method may differ by, in units of what plain training differs by from run to run: nothing on a CPU,
+and on a GPU the order of atomic additions, of which two runs are a small sample."""
+
+ROUNDING = {"fp32": 1e-5, "bf16": 1e-2}
+"""Relative difference, by precision, that another order of sums may make: the units of float32 and bfloat16 are 1e-7
+and 8e-3, and what is rounded differently averages out over a gradient."""
+
+MAX_GRADIENT_ERROR = 0.5
+"""Relative L2 error from which lossy codecs count as broken. INT4 on everything gives 0.1 to 0.2, and the gradient of
+another batch is at 1.3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +63,23 @@ def relative_error(expected: Gradients, found: Gradients) -> float:
     squares = [(found.by_name[name].double() - g.double()).square().sum() for name, g in expected.by_name.items()]
     norm = [gradient.double().square().sum() for gradient in expected.by_name.values()]
     return float((torch.stack(squares).sum() / torch.stack(norm).sum()).sqrt())
+
+
+def checked_error(expected: Gradients, found: Gradients, *, exact: float, is_lossy: bool, what: str) -> float:
+    """The relative error of the whole gradient of `what`. Raises RedGateError if it is more than the method explains.
+
+    exact: the relative error that a gradient without lossy codecs may have, and any loss: 0 asks for the very bits.
+    """
+    difference = first_difference(expected, found)
+    if difference is None:
+        return 0.0
+    error = relative_error(expected, found)
+    loss_error = float((found.loss.double() / expected.loss.double() - 1.0).abs())
+    allowed = MAX_GRADIENT_ERROR if is_lossy else exact
+    # An error of 0 is one too small for the sum of squares.
+    if not (allowed and error <= allowed and loss_error <= exact):
+        raise RedGateError(
+            f"{what}: {difference} differs: relative error of the whole gradient {error:.3g}, allowed {allowed:.3g}; "
+            f"of the loss {loss_error:.3g}, allowed {exact:.3g}"
+        )
+    return error
