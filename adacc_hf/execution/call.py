@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from adacc_hf.errors import TapeMismatchError
 from adacc_hf.tapes.local_tensors import arrived, copied, local_of, spec_of, whole
@@ -134,7 +135,7 @@ class Call:
         if version is not None:
             if held._version != version:
                 raise self._modified(self.plan.slots[slot].value)
-            return copied(held) if self.plan.slots[slot].copied else held
+            return copied(held) if self.plan.slots[slot].is_read_by_replay and _may_be_overwritten() else held
         if torch.is_grad_enabled() or torch.is_autocast_enabled(self.plan.device_type):
             with torch.no_grad(), torch.autocast(self.plan.device_type, enabled=False):
                 return whole(self._run(program, slot, held), spec)
@@ -165,8 +166,9 @@ class Call:
         result = view(environment[ref.value], ref)
         for value in program.frees:
             environment[value] = None
-        is_read_again = environment[ref.value] is not None or ref.value in self.plan.store.retained
-        return copy_with_storage(result) if is_read_again and self.plan.slots[slot].copied else result
+        is_held = environment[ref.value] is not None or ref.value in self.plan.store.retained
+        is_read_again = is_held and self.plan.slots[slot].is_read_by_replay
+        return copy_with_storage(result) if is_read_again and _may_be_overwritten() else result
 
     def _fetch(self, value: int, slot: int, cells: list[Cell]) -> None:
         """Put a stored value into the environment, decoded unless it is still there."""
@@ -203,6 +205,15 @@ class Call:
             f"{tensor.dtype}, its tape says {expected}; its operators vary at one shape: leave its class out with "
             f"AdaccConfig(block_classes=...)"
         )
+
+
+def _may_be_overwritten() -> bool:
+    """Whether what is being unpacked goes to an autograd function written in Python, or to nobody knows whom.
+
+    Such a function's backward may write into what it saved (rule R6); torch's own never do.
+    """
+    node = torch._C._current_autograd_node()
+    return node is None or isinstance(node, BackwardCFunction)
 
 
 def changed_in_place(block: str, what: str) -> RuntimeError:

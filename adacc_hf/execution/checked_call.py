@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -69,7 +68,7 @@ class CheckedCall:
         return result, tape
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        slot = self.recorder.save(tensor, sys._getframe(1).f_code)
+        slot = self.recorder.save(tensor)
         if self.recorder.has_left:
             return Kept(tensor)
         with self.recorder.paused():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -80,7 +79,7 @@ class Recording:
         self._packed = []
 
     def _pack(self, tensor: torch.Tensor) -> Packed:
-        packed = Packed(self.recorder.save(tensor, sys._getframe(1).f_code), tensor)
+        packed = Packed(self.recorder.save(tensor), tensor)
         self._packed.append(packed)
         return packed
 

@@ -20,9 +20,9 @@ class Slot:
 
     __slots__ = (
         "checks_offset",
-        "copied",
         "dtype",
         "in_cell",
+        "is_read_by_replay",
         "needs",
         "offset",
         "position",
@@ -33,7 +33,7 @@ class Slot:
     )
 
     def __init__(
-        self, ref: TensorRef, in_cell: bool, needs: tuple[int, ...] | None, block_made: bool, copied: bool
+        self, ref: TensorRef, in_cell: bool, needs: tuple[int, ...] | None, block_made: bool, is_read_by_replay: bool
     ) -> None:
         size, self.stride, self.offset = ref.geometry
         self.ref = ref
@@ -47,8 +47,8 @@ class Slot:
         self.position = {value: index for index, value in enumerate(needs or ())}
         self.checks_offset = block_made
         """Whether the offset in the storage is part of the tape; an argument may be a slice of anything."""
-        self.copied = copied
-        """Whether autograd gets a copy: its backward may write into what replay, or an equal value's slot, reads."""
+        self.is_read_by_replay = is_read_by_replay
+        """Whether replay, or an equal value's slot, reads the value: a backward that may write into it gets a copy."""
 
     def __str__(self) -> str:
         return f"{tuple(self.size)} stride {self.stride} {self.dtype}"
@@ -88,7 +88,7 @@ class CompiledPlan:
         self.roots = tuple(sorted(saved.union(*self.needs.values())))
         """Stored values that get a cell: payloads, and tensors that some replay reads."""
         read = {*self._read_by_replay(), *equal.values()}
-        self.slots = [self._slot(index, ref, read) for index, ref in enumerate(self._merged.slots)]
+        self.slots = [self._slot(ref, read) for ref in self._merged.slots]
         self.encode_views = {value: encode_view(tape, value) for value in self.store.compressed}
         self.externals = self._externals()
         """(value, source) of the inputs, parameters and buffers that a call must hold for replay."""
@@ -132,11 +132,10 @@ class CompiledPlan:
         read = {value for run in runs for number in run for value in self._merged.operators[number].inputs()}
         return {value for value in read if not self.tape.is_held_elsewhere(value)}
 
-    def _slot(self, index: int, ref: TensorRef, read: set[int]) -> Slot:
+    def _slot(self, ref: TensorRef, read: set[int]) -> Slot:
         needs = self.needs.get(ref.value)
         in_cell = ref.value in self.roots
-        copied = index in self.tape.custom_slots and ref.value in read
-        return Slot(ref, in_cell, needs, self.tape.values[ref.value].source is None, copied)
+        return Slot(ref, in_cell, needs, self.tape.values[ref.value].source is None, ref.value in read)
 
     def _externals(self) -> list[tuple[int, Source]]:
         read = {value for needs in self.needs for value in closure(self._merged, needs, self.store.__contains__)[1]}

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import starmap
-from types import CodeType
 from typing import Any
 
 import torch
@@ -35,7 +34,6 @@ from adacc_hf.tapes.tape import (
 _NO_OPERATORS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 _CONSTANT = torch.ops.aten.lift_fresh.default
 """What torch.tensor() puts its new tensor through."""
-_APPLY = torch.autograd.Function.apply.__func__.__code__
 MOVES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_"}
 """Operators that put another storage under a tensor."""
 
@@ -64,7 +62,6 @@ class Recorder(TorchDispatchMode):
         """Where each value's storage is."""
         self.operators: list[TapeOperator] = []
         self.slots: list[TensorRef] = []
-        self.custom_slots: set[int] = set()
         self.untrusted: str | None = None
         self.reads: list[Read] = []
         self._in_operator = False
@@ -108,10 +105,8 @@ class Recorder(TorchDispatchMode):
         key = local_of(tensor).untyped_storage()._cdata
         return None if key in self._externals else self._current.get(key)
 
-    def save(self, tensor: torch.Tensor, caller: CodeType | None = None) -> int:
-        """Note that autograd saves `tensor`; return the slot's index. `caller` is the code that the hook came from."""
-        if caller is _APPLY:
-            self.custom_slots.add(len(self.slots))
+    def save(self, tensor: torch.Tensor) -> int:
+        """Note that autograd saves `tensor`; return the slot's index."""
         self.slots.append(self.refer(local_of(tensor)))
         return len(self.slots) - 1
 
@@ -138,7 +133,6 @@ class Recorder(TorchDispatchMode):
             values=self.values,
             operators=self.operators,
             slots=self.slots,
-            custom_slots=frozenset(self.custom_slots),
             untrusted=self.untrusted,
         )
 

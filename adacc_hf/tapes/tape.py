@@ -132,8 +132,6 @@ class Tape:
     operators: list[TapeOperator]
     slots: list[TensorRef]
     """The tensors autograd saved, in order."""
-    custom_slots: frozenset[int] = frozenset()
-    """Slots that autograd functions written in Python saved: their backward may write into what it is given."""
     untrusted: str | None = None
     """Why the tape must not be used (data read into Python), or None."""
     reads: dict[tuple[Any, ...], bytes] = field(default_factory=dict)
@@ -199,7 +197,7 @@ class Tape:
         self.structure = _digest([self.identity, self._wiring()])
         constants = [_constants((operator.args, operator.kwargs)) for operator in self.operators]
         slots, reads = [repr(slot) for slot in self.slots], sorted(map(repr, self.reads))
-        self.digest = _digest([self.structure, constants, slots, sorted(self.custom_slots), *reads])
+        self.digest = _digest([self.structure, constants, slots, *reads])
 
     def with_reads(self, reads: dict[tuple[Any, ...], bytes]) -> Tape:
         """The tape of a call of the same operators that read other data."""

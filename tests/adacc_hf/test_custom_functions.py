@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import adacc_hf.execution.call as call_module
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.memory import measure_step
 
@@ -81,16 +82,12 @@ def test_the_copies_are_part_of_the_predicted_peak(toy_model, toy_batch, forward
         assert number or memory.peak_bytes == policy.predicted_peak_bytes
 
 
-def copied_slots(model, policy, batch):
-    with apply_policy(model, policy, CONFIG) as handle:
-        model(**batch)
-        entry = next(iter(handle.plans.strategies["layers.0"].entries.values()))
-    return [slot.ref.value for slot in entry.compiled.slots if slot.copied]
-
-
-def test_only_what_replay_reads_is_copied(toy_model, toy_batch):
+def test_only_what_replay_reads_is_copied(toy_model, toy_batch, monkeypatch):
     """What nobody else reads may be overwritten, and torch's own operators never do that."""
-    batch = toy_batch()
+    batch, copies = toy_batch(), []
+    for name in ("copied", "copy_with_storage"):
+        original = getattr(call_module, name)
+        monkeypatch.setattr(call_module, name, lambda x, original=original: copies.append(x) or original(x))
     for forward, number in [
         (before_a_replay_reads_it, 1),
         (lambda block, hidden: hidden + square(block.up(hidden)), 0),
@@ -98,4 +95,30 @@ def test_only_what_replay_reads_is_copied(toy_model, toy_batch):
     ]:
         model = toy_model(forward)
         policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
-        assert len(copied_slots(model, policy, batch)) == number
+        with apply_policy(model, policy, CONFIG):
+            for _ in range(3):  # the third call's backward is in the order that was learnt
+                loss = model(**batch).loss
+                copies.clear()
+                loss.backward()
+        assert len(copies) == number * len(model.layers)
+
+
+def test_a_tensor_asked_for_outside_of_backward_is_a_copy(toy_model, toy_batch):
+    """Whoever reads a node's saved tensors may write into them, and backward is right all the same."""
+    model, batch = toy_model(before_a_replay_reads_it), toy_batch()
+    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    model(**batch).loss.backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    with apply_policy(model, policy, CONFIG):
+        model.zero_grad()
+        loss = model(**batch).loss
+        nodes, seen = [loss.grad_fn], set()
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                nodes.extend(parent for parent, _ in node.next_functions)
+        (custom, *_) = [node for node in seen if "SquareIntoWhatItSaved" in node.name()]
+        custom.saved_tensors[0].zero_()
+        loss.backward()
+    assert all(map(torch.equal, expected, [parameter.grad for parameter in model.parameters()]))
