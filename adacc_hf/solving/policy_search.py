@@ -33,8 +33,8 @@ REFINEMENTS = 4
 """Amounts of stored bytes tried between two policies of the chain, which differ in one block: the same for every budget
 between them, so that more memory never costs time. Each is a run of HiGHS (10 to 30 ms)."""
 MISSES = 4
-"""Policies with one plan per kind that may be too large in a row before no larger one is tried. A larger budget never
-tries fewer: what fits the smaller one fits it too."""
+"""Different policies with one plan per kind that may be too large in a row before no larger one is tried. A larger
+budget never tries fewer: what fits the smaller one fits it too."""
 ENDS = 4
 """Plans at a frontier's end that are tried for all blocks of a kind, for a peak that is low enough: the very last ones
 replay so much that their working set is larger again."""
@@ -249,15 +249,16 @@ class PolicySearch:
         whole = self.kinds.plain_stored_bytes
         first, last = -(-100 * self._stored(low) // whole), 100 * self._stored(high) // whole
         percents = {whole * percent // 100: percent for percent in range(first, 101)}
-        misses = 0
+        missed: set[tuple[float, int]] = set()
         for cap in self._worth_trying(list(percents), budget, rival_ms):
             for policy in map(self.oracle.arranged, self._fastest(self._uniform, cap, rival_ms)):
                 if fits(policy):
-                    misses, rival_ms = 0, self.rank(policy)[0]
+                    missed.clear()
+                    rival_ms = self.rank(policy)[0]
                     yield policy
-                else:
-                    misses += percents[cap] > last
-            if misses == MISSES:
+                elif percents[cap] > last:
+                    missed.add(self.rank(policy))  # the same policy may be the fastest of many amounts
+            if len(missed) == MISSES:
                 return
 
     def _worth_trying(self, caps: Sequence[int], budget: Budget, rival_ms: float) -> list[int]:

@@ -67,3 +67,22 @@ def test_the_bound_knows_what_a_backward_has_no_room_for(gpt2_like_profile):
     bounds = [search.bound_ms(Budget(nbytes, nbytes, of_peak=True)) for nbytes in (least - 1, least, 2 * least)]
     assert bounds[0] == math.inf
     assert math.inf > bounds[1] > bounds[2]
+
+
+def test_a_policy_that_does_not_fit_counts_once_as_a_miss(tape_builder, profile_of):
+    """Between two sums of few activations the fastest policy stays the same, however many amounts are tried."""
+    tape = tape_builder()
+    start = tape.value("input", 4)
+    for name, nbytes in (("small", 200), ("large", 800)):
+        tape.operator(name, [start], [(name, nbytes)], nbytes / 100, save=[-1])
+    profile = profile_of([tape.kind(digest="two")], [0], outside_stored_bytes=0)
+    search = PolicySearch(profile, CONFIG, Kinds(profile, CONFIG))
+    least = search._uniform.least_bytes()
+    assert search.rank(least) == (10.0, 4)
+
+    def fits(policy):
+        return search.rank(policy) != (8.0, 204)
+
+    plentiful = Budget(10000, 10000, of_peak=True)
+    found = map(search.rank, search._one_plans(least, least, plentiful, fits, math.inf))
+    assert list(dict.fromkeys(found)) == [(10.0, 4), (2.0, 804), (0.0, 1000)]
