@@ -13,6 +13,7 @@ from adacc_hf.execution.call import Call, changed_in_place
 from adacc_hf.kernels.codecs import Codec
 from adacc_hf.tapes.call_inputs import fetch
 from adacc_hf.tapes.compiled import CompiledPlan
+from adacc_hf.tapes.hidden_code import COMPILED, runs_compiled_code
 from adacc_hf.tapes.recorder import Drawing, Recorder
 
 
@@ -46,7 +47,10 @@ class Recording:
     def run(self, fn: Callable[..., Any]) -> Any:
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with self.recorder.naming_modules(), self.recorder.watching_reads(), hooks, self.recorder:
-            return fn(*self._arguments[0])
+            result = fn(*self._arguments[0])
+        if runs_compiled_code(result, self._arguments):
+            self.recorder.untrusted = COMPILED
+        return result
 
     def hand_over(self, compiled: CompiledPlan, codecs: dict[int, Codec]) -> list[int]:
         """Store what the plan stores and let go of the rest; returns the list that the order of unpacks goes into."""

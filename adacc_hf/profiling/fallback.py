@@ -71,7 +71,8 @@ def fallback_backward(kind: KindProfile, extra_bytes: int | None) -> tuple[Backw
 def _saved_value(block: RecordedBlock, sharing: Sharing) -> Value:
     tape = block.tape
     own_inputs = {v for v, tensor in block.arguments.items() if sharing.index_of(tensor) is None}
-    own = [v for v in block.saved() if v in own_inputs or tape.values[v].source is None]
+    hidden = block.made.keys() - block.held_besides
+    own = [v for v in block.saved() if v in own_inputs or v in hidden or tape.values[v].source is None]
     nbytes = sum(tape.values[v].nbytes for v in own)
     saved = bool(tape.slots)
     whole = _value(SAVED, "all that the block saves", nbytes, None)

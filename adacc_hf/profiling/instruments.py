@@ -23,7 +23,7 @@ from adacc_hf.memory import (
     forward_loss,
     static_bytes,
 )
-from adacc_hf.profiling.pricing import Prices, outliers_in, price_tape
+from adacc_hf.profiling.pricing import Prices, outliers_in, price_call, price_tape
 from adacc_hf.profiling.timing import seconds_of
 from adacc_hf.tapes.recorder import Drawing
 from adacc_hf.tapes.replay import verify
@@ -47,6 +47,10 @@ class Instruments:
     def price(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig, outliers: dict[int, int]) -> Prices:
         """The time of each operator of `tape`, and the codecs of each activation with theirs."""
         return price_tape(tape, bases, config, outliers)
+
+    def price_call(self, run: Callable[[], object], device: torch.device) -> Prices:
+        """The time of a call that runs more than its tape shows; `run` makes it again."""
+        return price_call(run, device)
 
     def meter(self, device: torch.device) -> MemoryMeter:
         """A meter of live bytes on `device`."""

@@ -15,7 +15,7 @@ from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.kernels.outlier_int4 import count_outliers
 from adacc_hf.memory import MemoryMeter
 from adacc_hf.profile import CodecOption
-from adacc_hf.profiling.timing import Bottleneck, Timing, bottleneck, time_of
+from adacc_hf.profiling.timing import Bottleneck, Timing, bottleneck, median_ms, time_of
 from adacc_hf.tapes.compiled import encode_view
 from adacc_hf.tapes.recorder import MOVES_STORAGE, is_freed
 from adacc_hf.tapes.replay import Environment, Step, view
@@ -69,6 +69,16 @@ def price_tape(tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, o
         codecs = {v: codec_options(tape, v, bases[v], config, outliers.get(v, 0), scarce) for v in coded}
         times = [getattr(timing, scarce) for timing in timings]
         return Prices(times, operator_workspaces(tape, bases), codecs)
+
+
+def price_call(run: Callable[[], object], device: torch.device) -> Prices:
+    """The prices of a call whose operators are not all on its tape: it counts as one, and `run` makes it again."""
+    with torch.autograd.graph.saved_tensors_hooks(_keep_nothing, _keep_nothing):
+        return Prices([median_ms(run, device)], [0])
+
+
+def _keep_nothing(_: object) -> None:
+    """For saved tensors of a call that has no backward."""
 
 
 def storable(tape: Tape) -> list[int]:

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from adacc_hf.profiling.sharing import RecordedBlock, Sharing, address_of
 from adacc_hf.profiling.step_memory import WatchSlots
 from adacc_hf.ranks import all_or_none, is_sharded
 from adacc_hf.simulator import BlockOutcome, run_block
+from adacc_hf.tapes.hidden_code import COMPILED
 from adacc_hf.tapes.known_shapes import Key, KnownShape, KnownShapes
 from adacc_hf.tapes.library import TapeLibrary
 from adacc_hf.tapes.local_tensors import local_of
@@ -61,7 +63,7 @@ class RecordBlock:
         key = known.key(block, args, kwargs)
         given = {Source("argument", path): tensor for path, tensor in argument_tensors(args, kwargs)}
         self.survey.note_leaves(given.values())
-        self.survey.add(name, known, key, recording, given, result)
+        self.survey.add(name, known, key, recording, given, result, partial(fn, *args))
         return result
 
 
@@ -114,13 +116,14 @@ class Survey:
         recording: Recording,
         given: Mapping[Source, torch.Tensor],
         result: Any,
+        run_again: Callable[[], Any],
     ) -> None:
         """Keep one block's tape, and take the prices if no tape like it came before; lets go of the recording."""
         recorder = recording.recorder
         tape = self.library.verified(recorder)
         outliers = self.instruments.outliers(tape, recorder.bases, self.config)
         if tape.digest not in self._prices:
-            self._prices[tape.digest] = self.instruments.price(tape, recorder.bases, self.config, outliers)
+            self._prices[tape.digest] = self._price(tape, recorder.bases, outliers, run_again)
         self.library.remember(tape, key.given_to(recording.block))
         known.add(key, KnownShape(tape, num_calls=2))
         inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
@@ -142,6 +145,13 @@ class Survey:
             )
         )
         self._returned = [leaf.detach() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+    def _price(
+        self, tape: Tape, bases: list[torch.Tensor], outliers: dict[int, int], run_again: Callable[[], Any]
+    ) -> Prices:
+        if tape.untrusted == COMPILED and not tape.has_collectives:
+            return self.instruments.price_call(run_again, bases[0].device)
+        return self.instruments.price(tape, bases, self.config, outliers)
 
     def note_leaves(self, given: Iterable[torch.Tensor]) -> None:
         """Note inputs that autograd holds to give them a gradient: `enable_input_require_grads` makes some."""
@@ -263,8 +273,16 @@ def _saved_casts(recorder: Recorder, tape: Tape) -> dict[int, torch.Tensor]:
 
 
 def _made_references(recorder: Recorder, tape: Tape, besides: Set[int]) -> dict[int, StorageWeakRef]:
-    """The storages of saved values that the block made, but for those of `besides`."""
-    made = [value for value in tape.saved_values() if tape.values[value].producer is not None]
+    """The storages of saved values that the block made, but for those of `besides`.
+
+    What code that no operator shows has made comes from nowhere on the tape. What is no such thing lives on.
+    """
+    hidden = tape.untrusted == COMPILED
+    made = [
+        value
+        for value in tape.saved_values()
+        if tape.values[value].producer is not None or (hidden and tape.values[value].source == Source("unknown", ()))
+    ]
     return {value: StorageWeakRef(recorder.bases[value].untyped_storage()) for value in made if value not in besides}
 
 

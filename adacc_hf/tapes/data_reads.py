@@ -62,7 +62,7 @@ def watched(note: Callable[[torch.Tensor, str], None]) -> Iterator[None]:
         original = getattr(torch._C.TensorBase, method)
 
         def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if get_ident() == thread:
+            if note is not None and get_ident() == thread:
                 note(tensor, f"Tensor.{method}")
             return original(tensor, *args, **kwargs)
 
@@ -74,6 +74,7 @@ def watched(note: Callable[[torch.Tensor, str], None]) -> Iterator[None]:
     try:
         yield
     finally:
+        note = None  # dynamo, when it is first used, keeps the methods that it finds
         for method, function in before.items():
             if function is None:
                 delattr(torch.Tensor, method)

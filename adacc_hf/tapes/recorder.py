@@ -85,6 +85,11 @@ class Recorder(TorchDispatchMode):
         for source, tensor in held_tensors(block):
             self._expect(tensor, source)
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled runs compiled in recorded calls too, as in all others. By itself torch would not do so."""
+        return True
+
     def refer(self, tensor: torch.Tensor) -> TensorRef:
         """The reference to `tensor` in the state it is in now."""
         if not has_storage(tensor):
