@@ -165,6 +165,11 @@ class FollowPlan:
     def _first_call(self, key: Key, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = key.given_to(block)
         expected = self._expected(key, given)
+        if expected is not None and expected.compiled is None:  # torch's checkpoint is right whatever the call runs
+            self._is_checkpointed = _is_checkpointed_on_all_ranks(expected.known.tape)
+            self._remember(key, expected)
+            is_plain = self._is_plain and not self._is_checkpointed
+            return fn(*args) if is_plain else Checkpointed().run(block, fn, args, kwargs)
         if expected is not None:
             done = self._checked(expected, block, fn, args, kwargs)
             if done is not None:
@@ -186,8 +191,7 @@ class FollowPlan:
         if self._was_surprising or any(known.shape == key.shape for known in self.known):
             return None
         tape = self.library.expected(self.plan.kind, given)
-        entry = None if tape is None or tape.untrusted is not None else self._entry(KnownShape(tape))
-        return None if entry is None or entry.compiled is None else entry
+        return None if tape is None else self._entry(KnownShape(tape))
 
     def _end_expected_call(
         self, key: Key, given: Hashable, expected: Entry, result: Any, tape: Tape, seen: list[int]

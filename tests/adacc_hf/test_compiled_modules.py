@@ -2,10 +2,15 @@
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.utils._python_dispatch import _disable_current_modes
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.compat import GradientCheckpointingLayer
 from adacc_hf.errors import CompiledBlockError
+from adacc_hf.memory import measure_step
+from adacc_hf.tapes.hidden_code import COMPILED
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
@@ -25,14 +30,63 @@ def test_compiled_modules_beside_the_blocks(tiny_llama, token_batch, assert_exac
     assert_exact(model, token_batch(), num_policies=1)
 
 
-def test_a_compiled_module_inside_a_block(toy_model, toy_batch, assert_exact):
-    """Its one autograd function saves what the compiler chose; what is inside is seen operator by operator."""
-
+def with_compiled_mlp(toy_model, backend):
     def setup(block):
-        block.mlp = torch.compile(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU()), backend="aot_eager")
+        block.mlp = torch.compile(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU()), backend=backend)
         block.out = torch.nn.Linear(16, 8)
 
-    assert_exact(toy_model(lambda block, hidden: hidden + block.out(block.mlp(hidden)), setup=setup), toy_batch())
+    return toy_model(lambda block, hidden: hidden + block.out(block.mlp(hidden)), setup=setup)
+
+
+def test_a_compiled_module_inside_a_block(toy_model, toy_batch, assert_exact):
+    """Its one autograd function saves what the compiler chose, and runs what no operator shows."""
+    profile = assert_exact(with_compiled_mlp(toy_model, "aot_eager"), toy_batch())
+    assert all(kind.fallback == COMPILED for kind in profile.kinds)
+    assert all(kind.forward_ms > 0 for kind in profile.kinds)
+
+
+def test_what_dynamo_alone_has_traced_is_seen_operator_by_operator(toy_model, toy_batch, assert_exact):
+    profile = assert_exact(with_compiled_mlp(toy_model, "eager"), toy_batch())
+    assert all(kind.fallback is None for kind in profile.kinds)
+
+
+def hidden_code(runs):
+    """A backend whose code no record shows, as Inductor's kernels; `runs` gets an item for every run of a forward."""
+
+    def forward_compiler(module, _):
+        def forward(*args):
+            runs.append(None)
+            with _disable_current_modes():
+                return module(*args)
+
+        return make_boxed_func(forward)
+
+    return aot_autograd(fw_compiler=forward_compiler, bw_compiler=lambda module, _: make_boxed_func(module))
+
+
+def test_what_is_compiled_stays_compiled(toy_model, toy_batch):
+    """In recorded calls too: torch would run it operator by operator there, and, in older releases, ever after."""
+    runs = []
+    model, batch = with_compiled_mlp(toy_model, hidden_code(runs)), toy_batch()
+    profile = profile_model(model, batch, CONFIG)
+    for action, times in (("retain", 1), ("recompute", 2)):
+        with apply_policy(model, Policy.uniform(profile, action), CONFIG):
+            for step in range(3):
+                runs.clear()
+                model(**batch).loss.backward()
+                assert len(runs) == times * len(model.layers), step
+
+
+@pytest.mark.parametrize("action", ["retain", "recompute"])
+def test_what_compiled_code_saves_is_counted(toy_model, toy_batch, action):
+    """What torch keeps of the call in which it compiled is none of it."""
+    model, batch = with_compiled_mlp(toy_model, hidden_code([])), toy_batch(64)
+    policy = Policy.uniform(profile_model(model, batch, CONFIG), action)
+    with apply_policy(model, policy, CONFIG):
+        steps = [measure_step(model, batch) for _ in range(3)]  # the first one too: nothing is recorded
+    assert [step.stored_bytes for step in steps] == [policy.predicted_stored_bytes] * 3
+    # All that a retained block stores counts from its start on (adacc_hf/profiling/fallback.py).
+    assert all(step.peak_bytes <= policy.predicted_peak_bytes <= 1.1 * step.peak_bytes for step in steps)
 
 
 def by_regions(model):
