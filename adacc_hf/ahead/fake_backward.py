@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from adacc_hf.compat import owner_of, owns_its_node
+from adacc_hf.execution.current_node import calling
 
 Key = tuple[str, int]
 """What tells nodes of a graph apart: the number that autograd gave it, or the leaf that it accumulates for."""
@@ -77,7 +78,8 @@ class _Walk:
             _accumulate(node.variable, inputs[0])
             return
         owners = [node, *self._owners.pop(key, ())]
-        outputs = _apply(node, inputs)
+        with calling(node):  # who unpacks what the node saved asks which node it is for
+            outputs = _apply(node, inputs)
         inputs.clear()
         for position, (child, slot) in enumerate(node.next_functions):
             if child is not None:

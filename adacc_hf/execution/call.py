@@ -18,6 +18,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from adacc_hf.errors import TapeMismatchError
+from adacc_hf.execution.current_node import current_node
 from adacc_hf.tapes.local_tensors import arrived, copied, local_of, spec_of, whole
 from adacc_hf.tapes.replay import Program, copy_with_storage, view
 
@@ -212,7 +213,7 @@ def _may_be_overwritten() -> bool:
 
     Such a function's backward may write into what it saved (rule R6); torch's own never do.
     """
-    node = torch._C._current_autograd_node()
+    node = current_node()
     return node is None or isinstance(node, BackwardCFunction)
 
 
