@@ -18,6 +18,7 @@ from adacc_hf import AdaccConfig, Policy, Profile, profile_model, solve_policy
 from adacc_hf.ahead.devices import find_device
 from adacc_hf.ahead.fake_device import fake_autocast, fake_tensors
 from adacc_hf.ahead.fake_instruments import FakeInstruments
+from adacc_hf.ahead.roofline import operator_ms
 from adacc_hf.profile import KindProfile
 
 SCALAR_BYTES = 512
@@ -162,3 +163,12 @@ def test_a_step_timed_while_its_memory_is_measured_takes_as_long_as_one_timed_ap
         )
     assert together == apart
     assert together.step_ms > 0
+
+
+def test_a_question_to_a_tensor_takes_no_time() -> None:
+    """Torch dispatches a fake tensor's device as an operator; no kernel answers it."""
+    device = find_device("h100")
+    with fake_tensors("cuda"):
+        hidden = torch.empty(1024, 1024)
+        assert operator_ms(device, torch.ops.prim.device.default, (hidden,), {}, hidden.device) == 0
+        assert operator_ms(device, torch.ops.aten.exp.default, (hidden,), {}, hidden.exp()) > 0
