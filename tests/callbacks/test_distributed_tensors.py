@@ -67,7 +67,7 @@ def run_rank(folder: Path) -> None:
 def test_lossless_training_is_bit_equal_and_codecs_are_tracked(run_two_ranks, tmp_path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(1)
-    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=97, max_position_embeddings=32, use_cache=False)
+    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=98, max_position_embeddings=32, use_cache=False)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     ranks = run_two_ranks(__file__)
     for name in SETTINGS:

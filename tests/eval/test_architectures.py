@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.models.deberta import modeling_deberta
 
 from adacc_hf.errors import NoBlocksError
 from adacc_hf.eval import architectures as architectures_module
@@ -52,6 +53,8 @@ def promises(verdict: Verdict) -> dict[str, str]:
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("name", NAMES)
 def test_keeps_all_promises(name):
+    if name == "deberta" and isinstance(modeling_deberta.build_relative_position, torch.jit.ScriptFunction):
+        pytest.skip("TorchScript in this release of Transformers reads data; the page is of a later one")
     verdict = check(TABLE[name])
     noted = documented_rows()[name]
     assert promises(verdict) == {key: noted[key] for key in promises(verdict)}
