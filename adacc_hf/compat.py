@@ -1,5 +1,5 @@
-"""Where releases of Transformers and torch differ, in one place (tested: transformers 5.17 and 5.23, torch 2.11 and
-2.13)."""
+"""Where releases of Transformers and torch differ, in one place (tested: transformers 5.17 and 5.23, torch 2.11,
+2.13 and 2.15)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is used of torch's own partitioner, in one place: none is a public interface (tested: torch 2.11, 2.13)."""
+"""What is used of torch's own partitioner, in one place: nothing of it is public (tested: torch 2.11, 2.13, 2.15)."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from torch import nn
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.memory import measure_step
 
-peft = pytest.importorskip("peft", reason="the peers' extra installs peft")
+peft = pytest.importorskip("peft", reason="the test extra installs peft")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # peft 0.21 with Transformers 5.23
@@ -76,7 +76,7 @@ def test_methods(tiny_llama, batch, assert_promises_kept, method):
 @pytest.mark.filterwarnings("ignore")  # what bitsandbytes says of a machine without a GPU is its own matter
 def test_adapters_on_an_8_bit_model(tiny_llama, batch, assert_promises_kept):
     """Its products hold their inputs themselves; the rest is replayed, from scales that no buffer has."""
-    bitsandbytes = pytest.importorskip("bitsandbytes", reason="the peers' extra installs bitsandbytes")
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
     def quantized(plain: nn.Linear) -> nn.Module:
         layer = bitsandbytes.nn.Linear8bitLt(plain.in_features, plain.out_features, False, has_fp16_weights=False)
