@@ -309,13 +309,23 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def naming_modules(self) -> Iterator[None]:
-        """While open, operators are noted with the path of the submodule that runs them."""
+        """While open, operators are noted with the path of the submodule that runs them.
+
+        What is compiled has no hooks inside: it would be compiled once more with them.
+        """
+        modules = dict(self.block.named_modules())
+        compiled = tuple(f"{name}." for name, module in modules.items() if _is_compiled(name, module))
         with ExitStack() as stack:
-            for name, module in self.block.named_modules():
-                if name:
+            for name, module in modules.items():
+                if name and not f"{name}.".startswith(compiled):
                     stack.callback(module.register_forward_pre_hook(partial(self._enter_module, name)).remove)
                     stack.callback(module.register_forward_hook(self._leave_module).remove)
             yield
+
+
+def _is_compiled(name: str, module: nn.Module) -> bool:
+    """Whether torch.compile was told to compile what the module at path `name` runs, as a wrapper or in place."""
+    return name.rpartition(".")[2] == "_orig_mod" or module._compiled_call_impl is not None
 
 
 def argument_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:

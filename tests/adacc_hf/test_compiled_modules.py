@@ -65,10 +65,15 @@ def test_what_dynamo_alone_has_traced_is_seen_operator_by_operator(toy_model, to
     assert all(kind.fallback is None for kind in profile.kinds)
 
 
-def hidden_code(runs):
-    """A backend whose code no record shows, as Inductor's kernels; `runs` gets an item for every run of a forward."""
+def hidden_code(runs, graphs):
+    """A backend whose code no record shows, as Inductor's kernels.
+
+    `runs` gets an item for every run of a forward, `graphs` one for every forward that is compiled.
+    """
 
     def forward_compiler(module, _):
+        graphs.append(None)
+
         def forward(*args):
             runs.append(None)
             with _disable_current_modes():
@@ -81,8 +86,8 @@ def hidden_code(runs):
 
 def test_what_is_compiled_stays_compiled(toy_model, toy_batch):
     """In recorded calls too: torch would run it operator by operator there, and, in older releases, ever after."""
-    runs = []
-    model, batch = with_compiled_mlp(toy_model, hidden_code(runs)), toy_batch()
+    runs, graphs = [], []
+    model, batch = with_compiled_mlp(toy_model, hidden_code(runs, graphs)), toy_batch()
     profile = profile_model(model, batch, CONFIG)
     for action, times in (("retain", 1), ("recompute", 2)):
         with apply_policy(model, Policy.uniform(profile, action), CONFIG):
@@ -90,12 +95,13 @@ def test_what_is_compiled_stays_compiled(toy_model, toy_batch):
                 runs.clear()
                 model(**batch).loss.backward()
                 assert len(runs) == times * len(model.layers), step
+    assert len(graphs) == 1, "for both blocks, recorded or not"
 
 
 @pytest.mark.parametrize("action", ["retain", "recompute"])
 def test_what_compiled_code_saves_is_counted(toy_model, toy_batch, action):
     """What torch keeps of the call in which it compiled is none of it."""
-    model, batch = with_compiled_mlp(toy_model, hidden_code([])), toy_batch(64)
+    model, batch = with_compiled_mlp(toy_model, hidden_code([], [])), toy_batch(64)
     policy = Policy.uniform(profile_model(model, batch, CONFIG), action)
     with apply_policy(model, policy, CONFIG):
         steps = [measure_step(model, batch) for _ in range(3)]  # the first one too: nothing is recorded
