@@ -64,7 +64,7 @@ class Contender:
         return self.policy is None or not uses_lossy_codec(self.policy)
 
     @property
-    def adds_in_other_order(self) -> bool:
+    def other_sums(self) -> bool:
         """Whether its sums are rounded otherwise than plain training's, those of the loss too: a chunked head's are."""
         return self.policy is not None and self.policy.head == "chunked"
 
@@ -97,7 +97,7 @@ def check_gradients(contenders: Sequence[Contender]) -> dict[str, float]:
         expected = contenders[0].gradients(seed)
         noise = relative_error(expected, contenders[0].gradients(seed))
         for contender in contenders[1:]:
-            exact = NOISE_FACTOR * noise + (ROUNDING["fp32"] if contender.adds_in_other_order else 0.0)
+            exact = NOISE_FACTOR * noise + (ROUNDING["fp32"] if contender.other_sums else 0.0)
             what = f"{contender.name}, step {seed + 1}, beside {contenders[0].name}"
             found = contender.gradients(seed)
             error = checked_error(expected, found, exact=exact, is_lossy=not contender.is_lossless, what=what)

@@ -86,7 +86,7 @@ def test_a_chunked_head_may_round_the_loss_otherwise(tiny: Workload) -> None:
     model, batch = tiny.model(), next(tiny.batches())
     policy = replace(Policy.uniform(profile_model(model, batch), Action.RECOMPUTE), head="chunked")
     everyone = [Contender(PLAIN, model, batch), Contender("chunked", model, batch, policy)]
-    assert everyone[1].adds_in_other_order
+    assert everyone[1].other_sums
     assert everyone[1].is_lossless
     assert 0.0 < check_gradients(everyone)["chunked"] < 1e-5
     scale_gradient(everyone[1], 1.01)
@@ -143,7 +143,7 @@ def test_what_two_plain_runs_differ_by_is_no_error_of_a_lossless_method(factor: 
     """A GPU adds in another order from run to run."""
 
     class Stub:
-        is_lossless, adds_in_other_order = True, False
+        is_lossless, other_sums = True, False
 
         def __init__(self, name: str, noise: float) -> None:
             self.name, self.noise, self.calls = name, noise, 0
@@ -165,7 +165,7 @@ def test_where_plain_runs_are_alike_a_lossless_method_is_bit_equal() -> None:
     """Also where the difference is too small for the error of the whole gradient."""
 
     class Stub:
-        is_lossless, adds_in_other_order = True, False
+        is_lossless, other_sums = True, False
 
         def __init__(self, name: str) -> None:
             self.name = name
