@@ -21,7 +21,6 @@ from adacc_hf import Policy, apply_policy
 from adacc_hf.eval.records.records import Spread
 from adacc_hf.eval.trials.clock import CLOCKS
 from adacc_hf.eval.trials.gradients import (
-    NOISE_FACTOR,
     ROUNDING,
     Gradients,
     checked_error,
@@ -97,10 +96,14 @@ def check_gradients(contenders: Sequence[Contender]) -> dict[str, float]:
         expected = contenders[0].gradients(seed)
         noise = relative_error(expected, contenders[0].gradients(seed))
         for contender in contenders[1:]:
-            exact = NOISE_FACTOR * noise + (ROUNDING["fp32"] if contender.other_sums else 0.0)
-            what = f"{contender.name}, step {seed + 1}, beside {contenders[0].name}"
-            found = contender.gradients(seed)
-            error = checked_error(expected, found, exact=exact, is_lossy=not contender.is_lossless, what=what)
+            error = checked_error(
+                expected,
+                contender.gradients(seed),
+                noise=noise,
+                rounding=ROUNDING["fp32"] if contender.other_sums else 0.0,
+                is_lossy=not contender.is_lossless,
+                what=f"{contender.name}, step {seed + 1}, beside {contenders[0].name}",
+            )
             worst[contender.name] = max(worst[contender.name], error)
     return worst
 

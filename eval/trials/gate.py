@@ -19,7 +19,6 @@ from adacc_hf.eval.records.records import RedGateError
 from adacc_hf.eval.trials.contenders import GATE_STEPS
 from adacc_hf.eval.trials.gradients import (
     MAX_GRADIENT_ERROR,
-    NOISE_FACTOR,
     ROUNDING,
     Gradients,
     checked_error,
@@ -103,10 +102,14 @@ def check(subject: Subject, model: nn.Module, installed: Installed, reference: R
         if installed.promise.is_own:
             worst = max(worst, _check_own_loss(subject, model, installed, reference, found))
         else:
-            exact = NOISE_FACTOR * reference.noise + (ROUNDING[subject.precision] if installed.other_sums else 0.0)
-            is_lossy = installed.promise is Promise.LOSSY
-            what = f"step {step + 1}, beside {reference.name}"
-            error = checked_error(reference.gradients, found, exact=exact, is_lossy=is_lossy, what=what)
+            error = checked_error(
+                reference.gradients,
+                found,
+                noise=reference.noise,
+                rounding=ROUNDING[subject.precision] if installed.other_sums else 0.0,
+                is_lossy=installed.promise is Promise.LOSSY,
+                what=f"step {step + 1}, beside {reference.name}",
+            )
             worst = max(worst, error)
     measured = "slope_error" if installed.promise.is_own else "gradient_error"
     sequences = len(reference.batch["input_ids"])

@@ -65,11 +65,15 @@ def relative_error(expected: Gradients, found: Gradients) -> float:
     return float((torch.stack(squares).sum() / torch.stack(norm).sum()).sqrt())
 
 
-def checked_error(expected: Gradients, found: Gradients, *, exact: float, is_lossy: bool, what: str) -> float:
+def checked_error(
+    expected: Gradients, found: Gradients, *, noise: float, rounding: float, is_lossy: bool, what: str
+) -> float:
     """The relative error of the whole gradient of `what`. Raises RedGateError if it is more than the method explains.
 
-    exact: the relative error that a gradient without lossy codecs may have, and any loss: 0 asks for the very bits.
+    noise: the relative error between two runs of what is expected. rounding: what another order of sums may add. Both 0
+    ask for the very bits of any loss, and of a gradient without lossy codecs.
     """
+    exact = NOISE_FACTOR * noise + rounding
     difference = first_difference(expected, found)
     if difference is None:
         return 0.0
