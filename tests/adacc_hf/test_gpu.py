@@ -4,12 +4,15 @@ What holds on the CPU too runs there as well, so that these tests are known to w
 """
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.compat import no_packed_sequences
+from adacc_hf.eval.trials.gradients import NOISE_FACTOR, Gradients, relative_error
 from adacc_hf.memory import MemoryMeter, measure_step, static_bytes
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -105,6 +108,40 @@ def test_a_steady_step_never_waits_for_the_device(on_device, is_ours):
             model(**batch).loss.backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["cudnn", "flash"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("on_device", ["sdpa"], indirect=True)
+def test_recomputing_around_a_fused_attention_is_exact(on_device, kernel, dropout):
+    """Which kernel torch takes for halves depends on the GPU: cuDNN's on Hopper. What a kernel leaves unwritten, its
+    seed without dropout, is kept."""
+    model, batch = on_device("cuda", attn_pdrop=dropout)
+    bf16 = partial(torch.autocast, "cuda", dtype=torch.bfloat16)
+
+    def step():
+        torch.manual_seed(0)
+        with bf16():
+            loss = model(**batch).loss
+        loss.backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        model.zero_grad(set_to_none=True)
+        return Gradients(loss.detach(), gradients), torch.cuda.get_rng_state()
+
+    with sdpa_kernel([getattr(SDPBackend, f"{kernel.upper()}_ATTENTION"), SDPBackend.MATH]):
+        (plain, state), (again, _) = step(), step()
+        with bf16():
+            profile = profile_model(model, batch, CONFIG)
+        if not any(kernel in value.name for kind in profile.kinds for value in kind.values):
+            pytest.skip(f"this GPU has no attention by {kernel}")
+        noise = relative_error(plain, again)  # a GPU's atomic additions; nothing on the emulated one
+        with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG):
+            for _ in range(3):
+                found, after = step()
+                assert torch.equal(found.loss, plain.loss)
+                assert torch.equal(after, state)
+                assert relative_error(plain, found) <= NOISE_FACTOR * noise
 
 
 @pytest.mark.gpu

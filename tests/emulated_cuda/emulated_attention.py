@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 _aten = torch.ops.aten
 _library = torch.library.Library("aten", "IMPL")
+_leftovers = count(1)
 
 
 class _Inputs(NamedTuple):
@@ -33,6 +35,8 @@ def register() -> None:
     _library.impl("_scaled_dot_product_flash_attention_backward", _flash_backward, "CUDA")
     _library.impl("_scaled_dot_product_efficient_attention", _efficient, "CUDA")
     _library.impl("_scaled_dot_product_efficient_attention_backward", _efficient_backward, "CUDA")
+    _library.impl("_scaled_dot_product_cudnn_attention", _cudnn, "CUDA")
+    _library.impl("_scaled_dot_product_cudnn_attention_backward", _cudnn_backward, "CUDA")
 
 
 def _flash(
@@ -111,6 +115,38 @@ def _efficient_backward(
         _placed(values, shape) if wanted and shape is not None else None
         for values, shape, wanted in zip(gradients, shapes, grad_input_mask, strict=True)
     )
+
+
+def _cudnn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor | int | None, ...]:
+    arguments = (query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal)
+    shapes = _on_meta(_aten._scaled_dot_product_cudnn_attention, arguments, scale)
+    state = _drawn(dropout_p, query.shape[0] * query.shape[1])
+    out, sums = _forward(_inputs(query, key, value, attn_bias, is_causal, scale), dropout_p, state)
+    if dropout_p == 0:
+        state = next(_leftovers), next(_leftovers)  # nobody writes the two then: they are what memory held
+    seed, offset = (_given(torch.tensor(one, dtype=torch.int64)) for one in state)
+    placed = _placed(out, shapes[0]), _placed(sums[..., None], shapes[1])
+    return *placed, None, None, query.shape[2], key.shape[2], seed, offset, None
+
+
+def _cudnn_backward(*arguments: Any, scale: float | None = None) -> tuple[Tensor, ...]:
+    grad_out, query, key, value, out, logsumexp, seed, offset, attn_bias, *_, dropout_p, is_causal = arguments
+    shapes = _on_meta(_aten._scaled_dot_product_cudnn_attention_backward, arguments, scale)
+    state = (int(_lent(seed)), int(_lent(offset)))
+    inputs = _inputs(query, key, value, attn_bias, is_causal, scale)
+    gradients = _backward(inputs, grad_out, out, logsumexp[..., 0], dropout_p, state, key.shape[1])
+    return tuple(_placed(*pair) for pair in zip(gradients[:3], shapes, strict=True))
 
 
 def _inputs(

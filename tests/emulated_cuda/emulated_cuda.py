@@ -128,7 +128,7 @@ def _memory_stats(device: int) -> dict[str, Any]:
 def _properties(device: object = None) -> SimpleNamespace:
     return SimpleNamespace(
         name="Emulated CUDA device",
-        major=8,
+        major=9,
         minor=0,
         total_memory=memory().total,
         multi_processor_count=108,
@@ -176,7 +176,7 @@ _IN_C: dict[str, Any] = {
     "_cuda_setStream": lambda **stream: None,
     "_cuda_getCurrentRawStream": lambda device: 0,
     "_cuda_isCurrentStreamCapturing": lambda: False,
-    "_cuda_getArchFlags": lambda: "sm_80",
+    "_cuda_getArchFlags": lambda: "sm_90",
     "_cuda_getCompiledVersion": lambda: 12080,
     "_cuda_clearCublasWorkspaces": lambda: None,
     "_has_cuda": True,
@@ -211,12 +211,24 @@ def _run_interpreted_kernels_in_place() -> None:
     GridExecutor.__call__ = in_place
 
 
+def _cloned(storage: Any) -> Any:
+    """A copy of `storage`: in C++ torch makes storages on CUDA only where it was built with it."""
+    if storage.device.type != "cuda":
+        return _cloned_by_torch(storage)
+    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cuda")
+    return copy.copy_(copy.new_empty(0).set_(storage)).untyped_storage()
+
+
+_cloned_by_torch = torch.UntypedStorage.clone
+
+
 def _place() -> None:
     for name, value in _IN_C.items():
         setattr(torch._C, name, value)
     for name, value in _IN_CUDA.items():
         setattr(torch.cuda, name, value)
     torch.cuda.memory.mem_get_info = _free_and_total
+    torch.UntypedStorage.clone = _cloned
     torch.cuda.manual_seed(torch.initial_seed())
 
     import emulated_attention

@@ -276,8 +276,8 @@ Tensor empty_strided(
       size, stride, device_allocator(), c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype));
 }
 
-// The kernel that torch takes at compute capability 8.0: flash for halves without a mask, else memory-efficient, else
-// single steps.
+// The kernel that torch takes on Hopper: cuDNN's for halves, flash for those that it does not take, else memory-efficient,
+// else single steps.
 int64_t choose_attention(
     const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask, double, bool,
     std::optional<double>, bool grouped) {
@@ -285,6 +285,9 @@ int64_t choose_attention(
   const auto width = query.size(-1);
   const bool plain = query.dim() == 4 && width == value.size(-1);
   const bool half = query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16;
+  if (plain && half && width <= 128 && context.userEnabledCuDNNSDP()) {
+    return static_cast<int64_t>(at::SDPBackend::cudnn_attention);
+  }
   if (plain && half && !mask && width <= 256 && context.userEnabledFlashSDP()) {
     return static_cast<int64_t>(at::SDPBackend::flash_attention);
   }
