@@ -21,8 +21,9 @@ WARP_THREADS = 64 if torch.version.hip else 32
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
-# A seed of 1 must stay an argument, not become a constant of the kernel.
-jit = triton.jit(do_not_specialize=["seed"])
+# A seed of 1 must stay an argument, not become a constant of the kernel. So must the number of outliers, which changes
+# as training goes on: compiling a kernel takes as long as some steps.
+jit = triton.jit(do_not_specialize=["seed", "num_outliers"])
 
 
 def launch(

@@ -25,6 +25,7 @@ from adacc_hf.kernels._triton import (
 
 SUM_ROWS = 64  # rows that one program sums: 32 KiB of float32, enough programs for any GPU from 2 MiB up
 SUM_COLUMNS = 128
+COPIED_INDICES = tl.constexpr(64)  # at a time, by one program: few channels are outliers
 
 
 @triton.jit
@@ -56,9 +57,10 @@ def _encode_half(
     groups_left,
     numel,
     channels,
+    num_outliers,
     factor,
     seed,
-    NUM_OUTLIERS: tl.constexpr,
+    HAS_OUTLIERS: tl.constexpr,
     ROW_OF_GROUPS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     SIGNED: tl.constexpr,
@@ -71,10 +73,10 @@ def _encode_half(
     local = group[:, None] * G + tl.arange(0, G)[None, :]
     there = (group[:, None] < groups_left) & (local < numel - first)
     x = tl.load(x_ptr + first + local, mask=there, other=0.0)
-    if NUM_OUTLIERS > 0:
+    if HAS_OUTLIERS:
         row, column = _places(first, channels, ROW_OF_GROUPS, T, G)
         slot = tl.load(slots_ptr + column)
-        tl.store(raw_ptr + row * NUM_OUTLIERS + slot, x, mask=there & (slot >= 0))
+        tl.store(raw_ptr + row * num_outliers + slot, x, mask=there & (slot >= 0))
         x = tl.where(slot >= 0, 0.0, x)
     peak = stored_peak(tl.max(peak_keys(x, SIGNED), axis=1), x.dtype)
     tl.store(peaks_ptr + first_group + group, in_16_bits(peak, peaks_ptr.dtype.element_ty), mask=group < groups_left)
@@ -88,17 +90,17 @@ def _encode_kernel(
     codes_ptr,  # uint8 [rows, G]
     peaks_ptr,  # 16-bit [2 * rows]
     slots_ptr,  # int32 [channels]; not read without outliers, nor are the next three
-    raw_ptr,  # [numel / channels, NUM_OUTLIERS]
-    indices_ptr,  # int32 [NUM_OUTLIERS]
-    indices_out_ptr,  # int32 [NUM_OUTLIERS]
+    raw_ptr,  # [numel / channels, num_outliers]
+    indices_ptr,  # int32 [num_outliers]
+    indices_out_ptr,  # int32 [num_outliers]
     numel,
     rows,
     channels,
+    num_outliers,
     factor,
     seed,
-    NUM_OUTLIERS: tl.constexpr,
+    HAS_OUTLIERS: tl.constexpr,
     ROW_OF_GROUPS: tl.constexpr,
-    PADDED_OUTLIERS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     SIGNED: tl.constexpr,
     T: tl.constexpr,
@@ -107,21 +109,22 @@ def _encode_kernel(
     first_row = tl.program_id(0) * T
     left = rows - first_row
     low = _encode_half(
-        x_ptr, peaks_ptr, slots_ptr, raw_ptr, first_row, left, numel, channels, factor, seed,
-        NUM_OUTLIERS, ROW_OF_GROUPS, STOCHASTIC, SIGNED, T, G,
+        x_ptr, peaks_ptr, slots_ptr, raw_ptr, first_row, left, numel, channels, num_outliers,
+        factor, seed, HAS_OUTLIERS, ROW_OF_GROUPS, STOCHASTIC, SIGNED, T, G,
     )  # fmt: skip
     high = _encode_half(
-        x_ptr, peaks_ptr, slots_ptr, raw_ptr, first_row + rows, left, numel, channels, factor, seed,
-        NUM_OUTLIERS, ROW_OF_GROUPS, STOCHASTIC, SIGNED, T, G,
+        x_ptr, peaks_ptr, slots_ptr, raw_ptr, first_row + rows, left, numel, channels, num_outliers,
+        factor, seed, HAS_OUTLIERS, ROW_OF_GROUPS, STOCHASTIC, SIGNED, T, G,
     )  # fmt: skip
     group = tl.arange(0, T)[:, None]
     local = group * G + tl.arange(0, G)[None, :]
     codes = (low | (high << 4)).to(tl.uint8)
     tl.store(codes_ptr + first_row.to(tl.int64) * G + local, codes, mask=group < left)
-    if NUM_OUTLIERS > 0 and first_row == 0:
-        k = tl.arange(0, PADDED_OUTLIERS)
-        index = tl.load(indices_ptr + k, mask=k < NUM_OUTLIERS, other=0)
-        tl.store(indices_out_ptr + k, index, mask=k < NUM_OUTLIERS)
+    if HAS_OUTLIERS and first_row == 0:
+        for copied in range(0, num_outliers, COPIED_INDICES):
+            k = copied + tl.arange(0, COPIED_INDICES)
+            index = tl.load(indices_ptr + k, mask=k < num_outliers, other=0)
+            tl.store(indices_out_ptr + k, index, mask=k < num_outliers)
 
 
 @triton.jit
@@ -135,8 +138,9 @@ def _decode_half(
     groups_left,
     numel,
     channels,
+    num_outliers,
     factor,
-    NUM_OUTLIERS: tl.constexpr,
+    HAS_OUTLIERS: tl.constexpr,
     ROW_OF_GROUPS: tl.constexpr,
     T: tl.constexpr,
     G: tl.constexpr,
@@ -148,26 +152,27 @@ def _decode_half(
     there = (group[:, None] < groups_left) & (local < numel - first)
     peak = tl.load(peaks_ptr + first_group + group, mask=group < groups_left, other=0.0).to(tl.float32)
     x = rounded_to((codes.to(tl.float32) - 8.0) * (peak * factor)[:, None], out_ptr.dtype.element_ty)
-    if NUM_OUTLIERS > 0:
+    if HAS_OUTLIERS:
         row, column = _places(first, channels, ROW_OF_GROUPS, T, G)
         slot = tl.load(slots_ptr + column)
-        raw = tl.load(raw_ptr + row * NUM_OUTLIERS + slot, mask=there & (slot >= 0), other=0.0)
+        raw = tl.load(raw_ptr + row * num_outliers + slot, mask=there & (slot >= 0), other=0.0)
         x = tl.where(slot >= 0, raw, x)
     tl.store(out_ptr + first + local, x, mask=there)
 
 
-@triton.jit
+@jit
 def _decode_kernel(
     out_ptr,  # [numel]
     codes_ptr,  # uint8 [rows, G]
     peaks_ptr,  # 16-bit [2 * rows]
     slots_ptr,  # int32 [channels]; not read without outliers, nor is the next
-    raw_ptr,  # [numel / channels, NUM_OUTLIERS]
+    raw_ptr,  # [numel / channels, num_outliers]
     numel,
     rows,
     channels,
+    num_outliers,
     factor,
-    NUM_OUTLIERS: tl.constexpr,
+    HAS_OUTLIERS: tl.constexpr,
     ROW_OF_GROUPS: tl.constexpr,
     T: tl.constexpr,
     G: tl.constexpr,
@@ -178,12 +183,12 @@ def _decode_kernel(
     local = group * G + tl.arange(0, G)[None, :]
     packed = tl.load(codes_ptr + first_row.to(tl.int64) * G + local, mask=group < left, other=0).to(tl.int32)
     _decode_half(
-        out_ptr, packed & 15, peaks_ptr, slots_ptr, raw_ptr, first_row, left, numel, channels, factor,
-        NUM_OUTLIERS, ROW_OF_GROUPS, T, G,
+        out_ptr, packed & 15, peaks_ptr, slots_ptr, raw_ptr, first_row, left, numel, channels, num_outliers,
+        factor, HAS_OUTLIERS, ROW_OF_GROUPS, T, G,
     )  # fmt: skip
     _decode_half(
-        out_ptr, packed >> 4, peaks_ptr, slots_ptr, raw_ptr, first_row + rows, left, numel, channels, factor,
-        NUM_OUTLIERS, ROW_OF_GROUPS, T, G,
+        out_ptr, packed >> 4, peaks_ptr, slots_ptr, raw_ptr, first_row + rows, left, numel, channels, num_outliers,
+        factor, HAS_OUTLIERS, ROW_OF_GROUPS, T, G,
     )  # fmt: skip
 
 
@@ -226,8 +231,8 @@ def encode(
     programs = max(cdiv(groups // 2, tile), 1 if raw else 0)  # even an empty tensor has indices to copy
     launch(
         _encode_kernel, (programs,), x_RC, codes, peaks, slots, raw[0] if raw else None,
-        indices, raw[1] if raw else None, x_RC.numel(), groups // 2, channels, factor, seed,
-        **_outlier_constants(raw, channels, group_size), PADDED_OUTLIERS=triton.next_power_of_2(max(count, 1)),
+        indices, raw[1] if raw else None, x_RC.numel(), groups // 2, channels, count, factor, seed,
+        HAS_OUTLIERS=bool(raw), ROW_OF_GROUPS=channels % group_size == 0,
         STOCHASTIC=rounding == "stochastic", SIGNED=factor < 0, T=tile, G=group_size,
     )  # fmt: skip
     return codes, peaks, *raw
@@ -236,10 +241,11 @@ def encode(
 def decode(out_RC: Tensor, slots: Tensor | None, factor: float, codes: Tensor, peaks: Tensor, *raw: Tensor) -> None:
     """Fill a contiguous matrix from the tensors of `encode`."""
     rows, group_size = codes.shape
-    tile = groups_per_program(group_size)
+    channels, tile = out_RC.shape[1], groups_per_program(group_size)
     launch(
         _decode_kernel, (cdiv(rows, tile),), out_RC, codes, peaks, slots, raw[0] if raw else None, out_RC.numel(),
-        rows, out_RC.shape[1], factor, **_outlier_constants(raw, out_RC.shape[1], group_size), T=tile, G=group_size,
+        rows, channels, raw[1].shape[0] if raw else 0, factor, HAS_OUTLIERS=bool(raw),
+        ROW_OF_GROUPS=channels % group_size == 0, T=tile, G=group_size,
     )  # fmt: skip
 
 
@@ -251,7 +257,3 @@ def channel_sums(x_RC: Tensor) -> Tensor:
     grid = (programs, cdiv(columns, SUM_COLUMNS))
     launch(_sums_kernel, grid, x_RC, partial, rows, columns, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS)
     return partial.sum(0)
-
-
-def _outlier_constants(raw: tuple[Tensor, ...], channels: int, group_size: int) -> dict[str, int]:
-    return {"NUM_OUTLIERS": raw[1].shape[0] if raw else 0, "ROW_OF_GROUPS": channels % group_size == 0}

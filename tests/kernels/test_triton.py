@@ -98,6 +98,7 @@ def _asymmetric(x: Tensor, group_size: int, scale: str, *settings: Any) -> Pair:
 CASES: dict[str, Callable[[Tensor], Pair]] = {
     "outlier-signed": lambda x: _outlier(x, 0, 64, -1 / 8, "nearest", 0),
     "outlier-raw-paper": lambda x: _outlier(x, min(3, x.shape[1]), 64, 1 / 8, "nearest", 0),
+    "outlier-raw-many": lambda x: _outlier(x, min(70, x.shape[1]), 64, -1 / 8, "nearest", 0),
     "outlier-raw-g16-stochastic": lambda x: _outlier(x, 1, 16, 1 / 7, "stochastic", 2**32 - 1),
     "channel-signed": lambda x: _channel(x, 64, -1 / 8, "nearest", 0),
     "channel-g16-stochastic": lambda x: _channel(x, 16, 1 / 8, "stochastic", 1),

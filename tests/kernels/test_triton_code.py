@@ -90,14 +90,15 @@ def _compile(launch: Launch, target: GPUTarget) -> Any:
     constants = dict(launch.constants)
     attributes = {}
     for place, (name, value) in enumerate(zip(names, launch.arguments, strict=False)):
-        if value is None or (type(value) is int and value == 1 and name != "seed"):
+        is_special = type(value) is int and not launch.kernel.params[place].do_not_specialize
+        if value is None or (is_special and value == 1):
             constants[name] = value
         elif isinstance(value, Tensor):
             signature[name] = f"*{TYPES[value.dtype]}"
             attributes[(place,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
-            if type(value) is int and value % 16 == 0 and name != "seed":
+            if is_special and value % 16 == 0:
                 attributes[(place,)] = [["tt.divisibility", 16]]
     signature = {name: signature.get(name, "constexpr") for name in names}
     options = {"num_warps": _triton.num_warps(launch.tile, target.warp_size), "enable_fp_fusion": False}
@@ -235,9 +236,12 @@ def test_group_sizes_compile_for_odd_widths(launches: list[Launch]) -> None:
         assert _compile(launch, TARGETS["sm_90"]).asm["ptx"]
 
 
-def test_a_seed_is_never_a_constant_of_a_kernel() -> None:
-    """Triton would otherwise build a kernel anew for a seed of 1 and for multiples of 16."""
-    for module in MODULES:
-        for name, kernel in vars(module).items():
-            if name.endswith("_kernel") and "seed" in kernel.arg_names:
-                assert kernel.params[kernel.arg_names.index("seed")].do_not_specialize, f"{module.__name__}.{name}"
+@pytest.mark.parametrize("argument", ["seed", "num_outliers"])
+def test_what_changes_in_a_run_is_never_a_constant_of_a_kernel(argument: str) -> None:
+    """Triton would otherwise build a kernel anew for a seed of 1, for multiples of 16, for each number of outliers."""
+    kernels = [(module, kernel) for module in MODULES for name, kernel in vars(module).items() if "_kernel" in name]
+    taking = [(module, kernel) for module, kernel in kernels if argument in kernel.arg_names]
+    assert taking
+    for module, kernel in taking:
+        place = kernel.arg_names.index(argument)
+        assert kernel.params[place].do_not_specialize, f"{module.__name__}.{kernel.__name__}"
