@@ -53,7 +53,8 @@ SAVED_OPERATORS = (
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
 )
-"""Matrix products and fused attention: what selective checkpointing usually saves."""
+"""Matrix products and fused attention: what selective checkpointing usually saves. Not attention with dropout: a second
+forward that leaves it out draws other masks after it."""
 
 
 def install_offload(bench: Bench, budget: Budget | None) -> Installed:
@@ -69,7 +70,13 @@ def install_selective(bench: Bench, budget: Budget | None) -> Installed:
 
 
 def _save_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in SAVED_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+    is_saved = operator in SAVED_OPERATORS and not _has_dropout(operator, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _has_dropout(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    names = [argument.name for argument in operator._schema.arguments]
+    return (dict(zip(names, args, strict=False)) | kwargs).get("dropout_p", 0.0) > 0.0
 
 
 def install_trl_offloading(bench: Bench, budget: Budget | None) -> Installed:

@@ -184,7 +184,7 @@ _IN_C: dict[str, Any] = {
 _IN_CUDA: dict[str, Any] = {
     "_initialized": True,
     "_exchange_device": _index_or_none,
-    "_maybe_exchange_device": _index_or_none,
+    "_maybe_exchange_device": lambda device: _index_or_none(device),  # another one: dynamo has a handler for each
     "default_generators": (_device.emulated_cuda_generator(),),
     "get_device_properties": _properties,
     "mem_get_info": _free_and_total,

@@ -235,3 +235,11 @@ def test_every_method_runs_on_a_gpu(subject: dict, method: str, precision: str, 
     assert figures["gate"]["promise"] in ("exact", "lossy")
     assert 0 < figures["static_bytes"] < figures["peak_bytes"] <= figures["reserved_bytes"]
     assert figures["tokens_per_second"]["median"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["checkpointing_offload", "selective"])
+def test_eager_peers_are_exact_on_a_gpu(subject: dict, method: str) -> None:
+    """With dropout, which fused attention draws there."""
+    figures = run_trial(subject | {"device": "cuda"}, "peers", method)
+    assert figures["gate"]["promise"] == "exact"
