@@ -25,6 +25,7 @@ from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.records import RedGateError, Settings, Spread, add_settings, markdown_table, positive_int
 from adacc_hf.kernels import outlier_int4
 from adacc_hf.kernels.codecs import Codec, get_codec
+from adacc_hf.profiling.timing import on_cuda
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # More than any last-level cache so far: 256 MiB on a GPU, 64 MiB on a CPU.
@@ -210,10 +211,13 @@ def time_contender(contender: Contender, tensor: Tensor, samples: int) -> Row:
 def sample_ms(run: Callable[[], object], device: str, samples: int) -> list[float]:
     """Times of `run`, each with cold caches."""
     flush = torch.empty(FLUSH_BYTES[device], dtype=torch.uint8, device=device)
+    if device == "cuda":
+        timings = on_cuda(run, torch.device(device), WARM_UPS + samples, before=flush.zero_)
+        return [timing.device_ms for timing in timings[WARM_UPS:]]
     times = []
     for index in range(-WARM_UPS, samples):
         flush.zero_()
-        elapsed = _cuda_ms(run) if device == "cuda" else _cpu_ms(run)
+        elapsed = _cpu_ms(run)
         if index >= 0:
             times.append(elapsed)
     return times
@@ -223,15 +227,6 @@ def _cpu_ms(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     run()
     return (time.perf_counter() - start) * 1e3
-
-
-def _cuda_ms(run: Callable[[], object]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
 
 
 def _codec(codec: Codec) -> Contender:

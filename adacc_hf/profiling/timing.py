@@ -54,7 +54,7 @@ def median_ms(run: Callable[[], object], device: torch.device, repeats: int = RE
 def time_of(run: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> Timing:
     """Medians over `repeats` runs, after one to warm up."""
     run()
-    timings = _on_cuda(run, device, repeats) if device.type == "cuda" else _on_cpu(run, repeats)
+    timings = on_cuda(run, device, repeats) if device.type == "cuda" else _on_cpu(run, repeats)
     return Timing(*(statistics.median(times) for times in zip(*timings, strict=True)))
 
 
@@ -76,13 +76,20 @@ def _on_cpu(run: Callable[[], object], repeats: int) -> list[Timing]:
     return timings
 
 
-def _on_cuda(run: Callable[[], object], device: torch.device, repeats: int) -> list[Timing]:
-    """The GPU is kept busy until the run is launched: a training step is launched ahead of the GPU, and has none of the
-    gaps in which it would wait for each kernel of a run that meets it idle."""
+def on_cuda(
+    run: Callable[[], object], device: torch.device, repeats: int, before: Callable[[], object] | None = None
+) -> list[Timing]:
+    """Times of `run`, each after a call of `before`.
+
+    The GPU is kept busy until the run is launched: a training step is launched ahead of the GPU, and has none of the
+    gaps in which it would wait for each kernel of a run that meets it idle.
+    """
     with torch.cuda.device(device):
         busy_cycles, timings = 0, []
         for _ in range(1 + repeats):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if before is not None:
+                before()
             torch.cuda.synchronize()
             torch.cuda._sleep(busy_cycles)
             start.record()

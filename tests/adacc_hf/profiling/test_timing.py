@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from adacc_hf.profiling.timing import Timing, bottleneck, median_ms, time_of, wait_for
+from adacc_hf.profiling.timing import Timing, bottleneck, median_ms, on_cuda, time_of, wait_for
 
 CPU = torch.device("cpu")
 
@@ -71,6 +71,20 @@ def test_a_gpu_is_not_timed_while_it_waits_for_launches(monkeypatch, host_s, dev
     timing = time_of(run, torch.device("cuda", 0))
     assert timing.device_ms == pytest.approx(3 * device_s * 1e3)
     assert timing.host_ms == pytest.approx(3 * host_s * 1e3)
+
+
+def test_what_comes_before_a_run_on_a_gpu_is_not_timed(monkeypatch):
+    gpu = Gpu()
+    gpu.put_in_place(monkeypatch)
+    order = []
+
+    def step(name: str, device_s: float) -> None:
+        order.append(name)
+        gpu.launch(10e-6, device_s)
+
+    timings = on_cuda(lambda: step("run", 2e-6), torch.device("cuda", 0), 2, before=lambda: step("flush", 90e-6))
+    assert order == ["flush", "run"] * 3
+    assert [timing.device_ms for timing in timings] == pytest.approx([2e-3, 2e-3])
 
 
 def test_on_the_cpu_host_and_device_are_one():
