@@ -12,6 +12,14 @@ from adacc_hf.units import parse_bytes
 CPU_LIMIT = "256MiB"
 """Where no limit is given on a CPU, whose own memory says nothing: plain training of the demo ends at batch 2 in it."""
 
+BLOCKS_SHARE = {"cpu": 0.0, "cuda": 0.01}
+"""What a GPU's allocator may count beyond the bytes of tensors, as a part of them: it gives them out in blocks."""
+
+
+def keeps_to(nbytes: int, budget: int, device: str) -> bool:
+    """Whether bytes that were measured on `device` are no more than `budget`, but for the allocator's blocks."""
+    return nbytes <= budget * (1.0 + BLOCKS_SHARE[device])
+
 
 def add_limit(parser: argparse.ArgumentParser) -> None:
     """Add the option that limits the memory of a training step."""

@@ -51,8 +51,8 @@ def row(budget: int, **figures: float) -> dict[str, float | None]:
     ],
 )
 def test_a_broken_promise_is_named(figures: dict[str, float], fault: str) -> None:
-    assert find_faults([row(10), row(20)]) == []
-    (found,) = find_faults([row(10), row(20, **figures)])
+    assert find_faults([row(10), row(20)], "cpu") == []
+    (found,) = find_faults([row(10), row(20, **figures)], "cpu")
     assert fault in found
 
 

@@ -78,6 +78,12 @@ def test_other_bytes_than_predicted_fail(tmp_path: Path) -> None:
     assert _cells(table, "gpt2")[2] == "5 of 6"
 
 
+def test_a_gpus_blocks_are_no_other_bytes() -> None:
+    trials = [{"predicted_bytes": 1000, "stored_bytes": stored} for stored in (999, 1000, 1010, 1011)]
+    assert compiled.num_as_predicted(trials, "cpu") == 1
+    assert compiled.num_as_predicted(trials, "cuda") == 2
+
+
 def test_a_rising_peak_is_counted(tmp_path: Path) -> None:
     _, _, table = _run(tmp_path, Process(peak_bytes=5000))
     assert _cells(table, "gpt2")[3] == "1"
@@ -88,7 +94,7 @@ def test_peaks_that_no_code_shows_are_not_made_up(tmp_path: Path) -> None:
     point = record["train_info"]["points"]["gpt2, budgets"]
     point["trials"] = [{**trial, "predicted_peak_bytes": None} for trial in point["trials"]]
     assert compiled.peak_errors(point, "predicted_peak_bytes") == []
-    assert compiled._budgets_row("gpt2, budgets", point)["peak over the code's, %"] == "not known"
+    assert compiled._budgets_row("gpt2, budgets", point, "cpu")["peak over the code's, %"] == "not known"
     assert compiled._peaks_table(point).count("not known") == 6
 
 

@@ -51,12 +51,13 @@ def test_a_peak_above_its_budget_or_off_its_prediction_is_bad() -> None:
         measured_bytes=99,
         first_bytes=99,
     )
-    assert good.is_good
+    assert good.is_good("cpu")
     over = replace(good, measured_bytes=101)
-    assert not over.is_good
-    assert not replace(good, measured_bytes=90).is_good
-    assert replace(good, first_bytes=101).is_good
-    assert not replace(good, first_bytes=103).is_good
+    assert not over.is_good("cpu")
+    assert over.is_good("cuda")  # whose allocator rounds
+    assert not replace(good, measured_bytes=90).is_good("cuda")
+    assert replace(good, first_bytes=101).is_good("cpu")
+    assert not replace(good, first_bytes=103).is_good("cpu")
     assert "1 above their budget" in summary([good, over])
 
 
