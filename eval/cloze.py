@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from adacc_hf.eval.downstream import evaluate
-from adacc_hf.eval.records.records import positive_int
+from adacc_hf.eval.records.records import output_path, positive_int
 from adacc_hf.eval.tasks.cloze_passages import CLOZE_FILE, cloze_passages, save_passages
 from adacc_hf.eval.tasks.lm_eval_tasks import CLOZE, cloze_task
 from adacc_hf.eval.tasks.task_scores import add_scoring
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_scoring(parser, "cloze")
     arguments = parser.parse_args(argv)
     made_here = arguments.documents is not None
-    default = arguments.output.with_suffix(".jsonl") if made_here else Path(arguments.model, CLOZE_FILE)
+    default = output_path(arguments).with_suffix(".jsonl") if made_here else Path(arguments.model, CLOZE_FILE)
     path = arguments.passages or default
     if made_here:
         save_passages(cloze_passages(read_documents(arguments.documents), arguments.num_passages), path)

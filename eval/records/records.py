@@ -61,7 +61,8 @@ class Settings:
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> Settings:
         """Takes effect at once: torch gets the number of threads. Raises ValueError for a device that is not there."""
-        settings = cls(**{name: getattr(arguments, name) for name in cls.__dataclass_fields__})
+        given = {name: getattr(arguments, name) for name in cls.__dataclass_fields__}
+        settings = cls(**given | {"output": output_path(arguments)})
         if settings.threads < 1:
             raise ValueError(f"--threads={settings.threads} must be 1 or more")
         if settings.device == "cuda" and not torch.cuda.is_available():
@@ -76,9 +77,14 @@ def add_settings(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--notes", default="", help="text to keep in the record, the state of the machine say")
-    output = DEFAULT_FOLDER / f"{name}.json"
-    parser.add_argument("--output", type=Path, default=output, help=f"the JSON file to write (default: {output})")
-    parser.set_defaults(runner=output.stem)
+    default = DEFAULT_FOLDER / "DEVICE" / f"{name}.json"
+    parser.add_argument("--output", type=Path, help=f"the JSON file to write (default: {default})")
+    parser.set_defaults(runner=default.stem, record=f"{name}.json")
+
+
+def output_path(arguments: argparse.Namespace) -> Path:
+    """Where the record goes: one that was measured on another device is never in its place by default."""
+    return arguments.output or DEFAULT_FOLDER / arguments.device / arguments.record
 
 
 def positive_int(text: str) -> int:

@@ -56,6 +56,13 @@ def test_settings_take_effect() -> None:
     assert torch.get_num_threads() == 2
 
 
+def test_each_device_has_a_record_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert parsed().output == Path("runs/eval/cpu/bench.json")
+    assert parsed("--device", "cuda").output == Path("runs/eval/cuda/bench.json")
+    assert parsed("--device", "cuda", "--output", "mine.json").output == Path("mine.json")
+
+
 @pytest.mark.parametrize("threads", ["0", "-1"])
 def test_settings_refuse_no_threads(threads: str) -> None:
     with pytest.raises(ValueError, match=f"--threads={threads} must be 1 or more"):
