@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 from adacc_hf.cli_eval import RUNNERS
 from adacc_hf.eval import everything
-from adacc_hf.eval.everything import NAMES, SAMPLE_ROWS
+from adacc_hf.eval.everything import NAMES, ON_GPU, SAMPLE_ROWS, default_order
 from adacc_hf.eval.records import schemas
 from adacc_hf.eval.tasks.lm_eval_tasks import PAPER_TASKS, load_tasks
 from adacc_hf.files import write_json
@@ -60,7 +62,31 @@ def test_every_runner_gets_a_folder_of_its_own(tmp_path: Path) -> None:
 
 def test_no_runner_is_left_out() -> None:
     halves = {"gradient-error", "codec-bandwidth"}  # which codecs runs
-    assert sorted(NAMES) == sorted(set(RUNNERS) - halves - {"all"})
+    expected = sorted(set(RUNNERS) - halves - {"all"})
+    assert sorted(NAMES) == sorted(default_order("cpu")) == sorted(default_order("cuda")) == expected
+    assert set(ON_GPU) <= set(NAMES)
+
+
+def test_a_gpu_gets_work_for_a_gpu_and_the_wanted_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+    runners = Runners()
+    assert run(tmp_path, runners, "--device", "cuda") == 0
+    names = list(runners.commands)
+    assert names[:2] == ["throughput", "codecs"]
+    assert names.index("solver") > names.index("max-batch")
+    for name in ("throughput", "max-batch"):
+        assert {"--preset=gpt2-345m", "--precision=bf16", "--device=cuda"} <= set(runners.commands[name])
+    assert "--preset=gpt2-345m" not in runners.commands["table4"]
+
+
+@pytest.mark.parametrize("name", ON_GPU)
+def test_the_options_for_a_gpu_are_those_of_the_runner(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU a runner gets as far as asking for one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    module = import_module(f"adacc_hf.eval.{RUNNERS[name][0]}")
+    with pytest.raises(ValueError, match="torch sees no CUDA device"):
+        module.main([*ON_GPU[name], "--device=cuda"])
 
 
 def test_a_failure_is_told_and_tried_again(tmp_path: Path) -> None:
