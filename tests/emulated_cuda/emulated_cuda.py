@@ -179,6 +179,7 @@ _IN_C: dict[str, Any] = {
     "_cuda_getArchFlags": lambda: "sm_90",
     "_cuda_getCompiledVersion": lambda: 12080,
     "_cuda_clearCublasWorkspaces": lambda: None,
+    "_cuda_CUDAAllocator_AllocatorState": type("AllocatorState", (), {}),  # which dynamo's reset imports
     "_has_cuda": True,
 }
 _IN_CUDA: dict[str, Any] = {
