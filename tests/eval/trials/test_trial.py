@@ -243,3 +243,12 @@ def test_eager_peers_are_exact_on_a_gpu(subject: dict, method: str) -> None:
     """With dropout, which fused attention draws there."""
     figures = run_trial(subject | {"device": "cuda"}, "peers", method)
     assert figures["gate"]["promise"] == "exact"
+
+
+@pytest.mark.gpu
+def test_what_the_gate_took_on_a_gpu_is_not_the_methods(subject: dict) -> None:
+    """It trains plainly for its reference, which takes more than the method."""
+    on_gpu = subject | {"device": "cuda", "batch": 16}
+    torch.cuda.empty_cache()
+    ungated, gated = (run_trial(on_gpu, "paper", "full", gate=gate) for gate in (False, True))
+    assert gated["reserved_bytes"] == pytest.approx(ungated["reserved_bytes"], rel=0.05)  # fragments
