@@ -36,7 +36,8 @@ test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
 
 test-emulated: $(INSTALLED) ## Run those tests on an emulated CUDA device (a C++ compiler is all it needs)
 	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python tests/emulated_cuda -m pytest -m gpu \
-		tests/adacc_hf/test_gpu.py tests/callbacks/test_gpu.py tests/eval/trials/test_contenders.py tests/eval/trials/test_trial.py
+		tests/adacc_hf/test_gpu.py tests/adacc_hf/partitioner tests/callbacks/test_gpu.py \
+		tests/eval/trials/test_contenders.py tests/eval/trials/test_trial.py
 
 bench: $(INSTALLED) ## Time the executor and the codecs against what they replace
 	$(BIN)/python -m adacc_hf.eval.executor_bench

@@ -54,17 +54,17 @@ class JointGraph:
 
 def read_joint_graph(module: fx.GraphModule, info: NodeInfo, held: Iterable[fx.Node]) -> JointGraph:
     """The values and operators of `module`'s forward; the inputs in `held` are at hand in backward anyway."""
-    static = set(held)
-    nodes = [n for n in info.required_fw_nodes if _is_value(n) and n not in static]
+    static, forward = set(held), _forward_nodes(module, info)
+    nodes = [n for n in forward if _is_value(n) and n not in static]
     index = {node: number for number, node in enumerate(nodes)}
     wanted = {
         root_of(read)
         for node in module.graph.nodes
-        if node.op != "output" and not info.is_required_fw(node)
+        if node.op != "output" and node not in forward
         for read in node.all_input_nodes
-        if info.is_required_fw(read)
+        if read in forward
     }
-    operators = [n for n in info.required_fw_nodes if n.op == "call_function" and not _is_view(n) and not is_getitem(n)]
+    operators = [n for n in forward if n.op == "call_function" and not _is_view(n) and not is_getitem(n)]
     makers = {node: number for number, node in enumerate(operators)}
     own = _made_of_parameters(nodes, set(info.static_lifetime_input_nodes))
     values = tuple(_value(number, node, makers, node in wanted, node in own) for number, node in enumerate(nodes))
@@ -108,6 +108,12 @@ def is_held(node: fx.Node) -> bool:
 
 def _is_view(node: fx.Node) -> bool:
     return node.op == "call_function" and op_types().is_view(node)
+
+
+def _forward_nodes(module: fx.GraphModule, info: NodeInfo) -> dict[fx.Node, None]:
+    """What forward runs, in order, and what its operators make for backward alone: fused attention's sums and seeds."""
+    made = {node: node.args[0] if is_getitem(node) else node for node in module.graph.nodes if node.op != "output"}
+    return dict.fromkeys(node for node, maker in made.items() if info.is_required_fw(maker))
 
 
 def _is_value(node: fx.Node) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -15,8 +16,9 @@ from torch._inductor.decomposition import select_decomp_table
 class Attention(nn.Module):
     """Layer norm, attention with dropout, a gated product: what the blocks of transformers are made of."""
 
-    def __init__(self, width: int = 32, heads: int = 4, dropout: float = 0.1) -> None:
+    def __init__(self, width: int = 32, heads: int = 4, dropout: float = 0.1, is_fused: bool = False) -> None:
         super().__init__()
+        self.is_fused = is_fused
         self.norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.up, self.gate, self.down = (nn.Linear(width, width) for _ in range(3))
@@ -27,9 +29,12 @@ class Attention(nn.Module):
         batch, length, width = x.shape
         qkv = self.qkv(self.norm(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         q, k, v = qkv[0], qkv[1], qkv[2]
-        weights = self.dropout((q @ k.transpose(-1, -2) / width**0.5).softmax(-1))
-        x = x + (weights @ v).transpose(1, 2).reshape(batch, length, width)
-        return x + self.down(torch.nn.functional.gelu(self.gate(x), approximate="tanh") * self.up(x))
+        if self.is_fused:
+            mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout.p)
+        else:
+            mixed = self.dropout((q @ k.transpose(-1, -2) / width**0.5).softmax(-1)) @ v
+        x = x + mixed.transpose(1, 2).reshape(batch, length, width)
+        return x + self.down(F.gelu(self.gate(x), approximate="tanh") * self.up(x))
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,14 @@ def fresh_dynamo() -> Iterator[None]:
 def train_step(fresh_dynamo: None) -> TrainStep:
     """Trains the small model for one step, its graphs cut by the partitioner it is given and run as they are."""
 
-    def train(partition: Any, dtype: torch.dtype = torch.float32, dropout: float = 0.1, dynamic: bool = False) -> Step:
+    def train(
+        partition: Any,
+        dtype: torch.dtype = torch.float32,
+        dropout: float = 0.1,
+        dynamic: bool = False,
+        device: str = "cpu",
+        is_fused: bool = False,
+    ) -> Step:
         torch._dynamo.reset()
         graphs: list[fx.GraphModule] = []
 
@@ -71,8 +83,9 @@ def train_step(fresh_dynamo: None) -> TrainStep:
             return make_boxed_func(graph)
 
         torch.manual_seed(0)
-        model = nn.Sequential(Attention(dropout=dropout), Attention(dropout=dropout)).to(dtype)
-        x = torch.randn(4, 16, 32, dtype=dtype)
+        blocks = (Attention(dropout=dropout, is_fused=is_fused) for _ in range(2))
+        model = nn.Sequential(*blocks).to(device, dtype)
+        x = torch.randn(4, 16, 32, dtype=dtype).to(device)
         backend = aot_autograd(
             fw_compiler=keep, bw_compiler=keep, partition_fn=partition, decompositions=select_decomp_table()
         )

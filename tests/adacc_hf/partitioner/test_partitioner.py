@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -21,6 +22,11 @@ LOSSLESS = ("retain", "recompute")
 
 def _partitioner(budget: float | int | str, **overrides: Any) -> AdaccPartitioner:
     return AdaccPartitioner(memory_budget=budget, min_compress_bytes=0, **overrides)
+
+
+def _attention(graph: fx.GraphModule) -> list[str]:
+    """The operators of fused attention, forward's and backward's."""
+    return [str(node.target) for node in graph.graph.nodes if "dot_product" in str(node.target)]
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:
@@ -82,6 +88,24 @@ def test_random_operators_stay_in_forward(train_step: Any) -> None:
     step = train_step(_partitioner(0.2, actions=LOSSLESS), dropout=0.5)
     assert not any(is_random(node) for node in step.backward.graph.nodes)
     assert any(is_random(node) for node in step.forward.graph.nodes)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # by what dynamo imports where there is a GPU
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_fused_attention_with_dropout_stays_in_forward(train_step: Any, dtype: torch.dtype) -> None:
+    """Its seeds too, which nothing but backward reads. A CPU runs it step by step."""
+    options = {"dtype": dtype, "dropout": 0.5, "device": "cuda", "is_fused": True}
+    step = train_step(_partitioner(0.2, actions=LOSSLESS), **options)
+    assert all("backward" in name for name in _attention(step.backward))
+    assert len(_attention(step.forward)) == 2
+
+
+def test_what_attention_makes_for_backward_alone_is_handed_over(train_step: Any) -> None:
+    """Else attention itself would run again in backward, under any plan and at no price."""
+    step = train_step(_partitioner(0.9, actions=("retain", "compress")), dropout=0.0, is_fused=True)
+    assert len(_attention(step.backward)) == 2
+    assert all("backward" in name for name in _attention(step.backward))
 
 
 def test_masks_are_handed_over_as_bits(train_step: Any) -> None:
