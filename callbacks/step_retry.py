@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from adacc_hf.profiling.gradient_hooks import has_gradient_hooks
 from adacc_hf.rectifier import Rectifier
 from adacc_hf.solving.budget import Budget
 
@@ -54,8 +55,8 @@ class GradientsBefore:
         for parameter, gradient, version in self._before:
             if gradient is not None and gradient._version != version:
                 return "earlier micro-batches' gradients are half changed"
-            if parameter._post_accumulate_grad_hooks:
-                return "hooks have used some of its gradients (DeepSpeed, an optimizer that works layer by layer)"
+            if has_gradient_hooks(parameter):
+                return "hooks have used some of its gradients (DeepSpeed, an optimizer that steps inside backward)"
         for parameter, gradient, _ in self._before:
             parameter.grad = gradient
         return None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from adacc_hf.kernels.codecs import Payload
+from adacc_hf.profiling.gradient_hooks import without_gradient_hooks
 from adacc_hf.ranks import is_sharded
 
 if TYPE_CHECKING:
@@ -199,4 +200,5 @@ def _gradient(seen: _Seen, call: Callable[[tuple[Any, ...]], Any]) -> list[Tenso
         with autocast:
             leaves = tree_leaves(call(args))
         outputs = [leaves[place] for place in seen.gradients]
-        return list(torch.autograd.grad(outputs, wanted, list(seen.gradients.values()), allow_unused=True))
+        with without_gradient_hooks(seen.block.parameters()):
+            return list(torch.autograd.grad(outputs, wanted, list(seen.gradients.values()), allow_unused=True))

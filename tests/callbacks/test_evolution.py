@@ -210,19 +210,16 @@ class OutOfMemory(Trainer):
                 self.fails.remove((step, where))
                 if where == "forward":
                     raise torch.OutOfMemoryError("no room in forward")
-                model.transformer.h[0].ln_1.weight.register_hook(self.fail_once())
+                self.fail_once_in_backward(model.transformer.h[0].ln_1.weight)
         return result
 
-    def fail_once(self):
-        pending = [1]
+    def fail_once_in_backward(self, parameter):
+        def fail(gradients):
+            handle.remove()
+            raise torch.OutOfMemoryError("no room in backward")
 
-        def fail(gradient):
-            if pending:
-                pending.clear()
-                raise torch.OutOfMemoryError("no room in backward")
-            return gradient
-
-        return fail
+        # In the graph: with a hook on the parameter itself nothing would be tried again.
+        handle = torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(fail)
 
 
 def failing(*fails):
@@ -274,10 +271,11 @@ def test_half_changed_gradients_are_not_tried_again(make_trainer, lossless):
         trainer.train()
 
 
-def test_gradients_that_hooks_have_used_are_not_made_again(make_trainer, lossless):
-    """DeepSpeed has sent them to the other ranks, an optimizer that works layer by layer has moved the weights."""
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_gradients_that_hooks_have_used_are_not_made_again(make_trainer, lossless, hook):
+    """DeepSpeed has sent them to the other ranks, an optimizer that steps inside backward has moved the weights."""
     trainer = make_trainer([AdaccCallback(**lossless)], trainer_class=failing((4, "backward")), max_steps=6)
-    handle = next(trainer.model.parameters()).register_post_accumulate_grad_hook(lambda _: None)
+    handle = getattr(next(trainer.model.parameters()), hook)(lambda _: None)
     with pytest.raises(torch.OutOfMemoryError, match=r"not tried again: hooks have used some of its gradients"):
         trainer.train()
     handle.remove()

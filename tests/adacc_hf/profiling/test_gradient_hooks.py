@@ -4,28 +4,42 @@ import pytest
 import torch
 from torch import nn
 
-from adacc_hf import AdaccConfig, profile_model
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.memory import measure_step
 from adacc_hf.profiling.gradient_hooks import without_gradient_hooks
+from adacc_hf.tracking.accuracy import BlockSample
+
+HOOKS = {"before it is accumulated": "register_hook", "after": "register_post_accumulate_grad_hook"}
 
 
-@pytest.fixture
-def told(tiny_gpt2):
-    """A model, and the parameters whose gradients a hook was told of."""
+@pytest.fixture(params=HOOKS)
+def told(request, tiny_gpt2):
+    """A model, and a list that grows with every gradient of a parameter that a hook was told of."""
     model, told = tiny_gpt2(), []
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(told.append)
+        getattr(parameter, HOOKS[request.param])(told.append)
     return model, told
 
 
 @pytest.mark.parametrize("measure", [lambda m, b: profile_model(m, b, AdaccConfig()), measure_step])
 def test_nobody_hears_of_a_profile(told, token_batch, measure):
-    """An optimizer that works layer by layer would move the weights, ZeRO would send gradients to other ranks."""
+    """An optimizer that steps inside backward would move the weights, ZeRO would send gradients to other ranks."""
     model, told = told
     measure(model, token_batch())
     assert told == []
     model(**token_batch()).loss.backward()
     assert len(told) == len(list(model.parameters()))
+
+
+def test_nobody_hears_of_a_compared_gradient(told, token_batch):
+    model, told = told
+    profile = profile_model(model, token_batch(), AdaccConfig())
+    with apply_policy(model, Policy.uniform(profile, "recompute")) as handle:
+        sample = BlockSample(handle.plans.strategies["transformer.h.1"])
+        model(**token_batch()).loss.backward()
+        told.clear()
+        assert sample.compare().error == 0
+    assert told == []
 
 
 def test_hooks_are_back_after_an_error_and_can_be_removed():
