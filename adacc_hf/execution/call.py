@@ -69,13 +69,13 @@ class Call:
         self._codecs = codecs
         self._cells: dict[int, Cell] = {value: Cell() for value in plan.roots}
         self._environment: list[torch.Tensor | None] = [None] * plan.num_values
-        self._versions: list[tuple[int, torch.Tensor, int]] = []
+        self._versions: dict[int, tuple[torch.Tensor, int]] = {}
         for value, tensor in externals:
             if value in self._cells:
                 self._store(value, tensor)
             else:
                 self._environment[value] = local_of(tensor)
-                self._versions.append((value, tensor, tensor._version))
+                self._versions[value] = tensor, tensor._version
         self._slot = 0
         self._schedule = plan.schedule
         self._rank = 0
@@ -155,8 +155,9 @@ class Call:
 
     def _run(self, program: Program, slot: int, cells: list[Cell]) -> torch.Tensor:
         environment = self._environment
-        if program.steps and self._versions:
-            self._check_externals()
+        # No others: an optimizer may step inside backward, on weights that nothing needs any more.
+        for value in program.reads:
+            self._check_unchanged(value)
         for step in program.steps:
             for value in step.loads:
                 self._fetch(value, slot, cells)
@@ -192,10 +193,14 @@ class Call:
                 cell.saved, cell.version = tensor.detach(), tensor._version
                 cell.tensor = view(local_of(cell.saved), self.plan.tape.values[value].ref)
 
-    def _check_externals(self) -> None:
-        for value, tensor, version in self._versions:
-            if tensor._version != version:
-                raise self._modified(value)
+    def _check_unchanged(self, value: int) -> None:
+        tensor, version = self._versions[value]
+        if tensor._version != version:
+            raise RuntimeError(
+                f"block {self.block}: {self.plan.tape.values[value].name}, which replay reads in backward, was changed "
+                f"in place after the forward: change it after backward, or on a copy, or train without replay "
+                f"(AdaccConfig(actions=('retain', 'compress')))"
+            )
 
     def _modified(self, value: int) -> RuntimeError:
         return changed_in_place(self.block, self.plan.tape.values[value].name)

@@ -140,6 +140,8 @@ class Program:
     """Values that the slot itself takes from the store; steps have their own."""
     steps: tuple[Step, ...]
     frees: tuple[int, ...]
+    reads: tuple[int, ...]
+    """What of the persistent values it reads."""
 
     def fetched(self) -> list[int]:
         """All values that it takes from the store."""
@@ -222,7 +224,8 @@ def _program(
         stored.difference_update(step.loads)
     ended = [v for v in read if v not in store.persistent and uses[v] <= (rank, len(run))]
     kept_out = [v for v in read if v in store.retained]
-    return Program(tuple(stored & {value}), steps, tuple(dict.fromkeys([*ended, *kept_out])))
+    persistent = tuple(v for v in read if v in store.persistent)
+    return Program(tuple(stored & {value}), steps, tuple(dict.fromkeys([*ended, *kept_out])), persistent)
 
 
 def _step(tape: Tape, store: Store, number: int, moment: tuple[int, int], uses: dict[int, tuple[int, int]]) -> Step:

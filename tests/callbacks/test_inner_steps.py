@@ -84,3 +84,43 @@ def test_steps_outside_are_counted_by_themselves(train):
     callback = AdaccCallback(memory_budget="1GiB", **LOSSLESS)
     train([callback])
     assert callback.policy.is_plain
+
+
+def move(parameter: torch.Tensor) -> None:
+    """Take a step with the gradient of `parameter`, and let go of it."""
+    with torch.no_grad():
+        parameter.sub_(parameter.grad, alpha=1e-2)
+    parameter.grad = None
+
+
+def layer_by_layer(model: Any) -> None:
+    """As GaLore and APOLLO do: a weight moves as soon as its gradient is there."""
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(move)
+
+
+def one_behind(model: Any) -> None:
+    """As LOMO does: weights move when the next gradient is about to be there."""
+
+    def move_those_before(_: torch.Tensor) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                move(parameter)
+
+    for parameter in model.parameters():
+        parameter.register_hook(move_those_before)
+
+
+@pytest.mark.parametrize("add_hooks", [layer_by_layer, one_behind])
+@pytest.mark.parametrize("budget", [0.6, 0.25])
+def test_weights_that_move_inside_backward(train, make_model, add_hooks, budget):
+    """Replay reads a weight before its gradient is there, and a profile moves none."""
+
+    def run(callbacks):
+        model = make_model()
+        add_hooks(model)
+        return train(callbacks, model=model, max_steps=6)
+
+    callback = AdaccCallback(memory_budget=budget, **LOSSLESS)
+    run([callback]).assert_equals(run([]))
+    assert callback.policy.action_counts()["recompute"] > 0
