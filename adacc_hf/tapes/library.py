@@ -36,7 +36,7 @@ class TapeLibrary:
         self._kept: dict[str, Tape] = {}
         """What was taken from other libraries, by digest."""
         self._orders: dict[str, tuple[int, ...]] = {}
-        """In which order backward asks for saved tensors, by kind."""
+        """In which order backward asks for saved tensors, by structure: sizes do not change it."""
         self._warned: set[str] = set()
 
     def verified(self, recorder: Recorder) -> Tape:
@@ -49,31 +49,34 @@ class TapeLibrary:
             with torch.no_grad(), _autocast_off(tape):
                 tape.recomputable = self._verify(tape, recorder.bases)
                 tape.equal = equal_values(tape, tape.recomputable)
-        tape.order = self._orders.get(tape.kind)
+        tape.order = self._orders.get(_structure(tape.kind))
         self._tapes[tape.digest] = tape
         return tape
 
     def expect_orders(self, kinds: Iterable[KindProfile]) -> None:
         """Expect backward to ask for slots in the order that was seen when `kinds` were profiled."""
-        self._orders |= {kind.digest: unpack_order(kind.backward) for kind in kinds if kind.fallback is None}
+        for kind in kinds:
+            if kind.fallback is None:
+                self._expect_order(kind.digest, unpack_order(kind.backward))
 
     def remember(self, tape: Tape, given: Hashable) -> None:
         """Note that a block that was `given` that ran as `tape` says."""
-        self._of_calls[tape.kind.partition("-")[0], given] = tape
+        self._of_calls[_structure(tape.kind), given] = tape
 
     def forget(self, kind: str, given: Hashable) -> None:
         """A block with a plan for `kind` that was `given` that ran otherwise: expect nothing any more."""
-        self._of_calls.pop((kind.partition("-")[0], given), None)
+        self._of_calls.pop((_structure(kind), given), None)
 
     def expected(self, kind: str, given: Hashable) -> Tape | None:
         """What a block with a plan for `kind` probably runs when it is `given` that: what another such block ran."""
-        return self._of_calls.get((kind.partition("-")[0], given))
+        return self._of_calls.get((_structure(kind), given))
 
     def take(self, other: TapeLibrary) -> None:
         """Know and keep what `other` knows."""
         self._kept |= other._tapes
         self._tapes.update(other._tapes)
         self._of_calls.update(other._of_calls)
+        self._orders.update(other._orders)
 
     def compiled(self, tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> CompiledPlan:
         # Codecs stand in no program: a plan with other outlier channels, say, runs the same one.
@@ -132,9 +135,20 @@ class TapeLibrary:
         if len(order) <= len(tape.order or ()):
             return
         tape.order = order
+        self._expect_order(tape.kind, order)
         for (digest, _), compiled in self._compiled.items():
             if digest == tape.digest:
                 compiled.follow(tape.order)
+
+    def _expect_order(self, kind: str, order: tuple[int, ...]) -> None:
+        """Expect backward to ask for slots of a new tape of that structure in `order`, unless it asked for more."""
+        structure = _structure(kind)
+        self._orders[structure] = max(self._orders.get(structure, ()), order, key=len)
+
+
+def _structure(kind: str) -> str:
+    """What kinds of any size have in common whose blocks run the same operators."""
+    return kind.partition("-")[0]
 
 
 _OF_PROFILES: WeakKeyDictionary[nn.Module, TapeLibrary] = WeakKeyDictionary()

@@ -16,6 +16,7 @@ from adacc_hf.errors import PolicyMismatchError, TapeMismatchError
 from adacc_hf.execution import follow_plan
 from adacc_hf.policy import RECOMPUTE, Action, Choice
 from adacc_hf.tapes.checking import CheckingRecorder
+from adacc_hf.tapes.compiled import CompiledPlan
 from adacc_hf.tapes.recorder import Recorder
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -345,6 +346,23 @@ def test_the_order_of_backward_is_learned_from_the_fullest(tiny_gpt2, batch, use
         (entry,) = strategy.entries.values()
         order = entry.compiled.schedule.order
     assert sorted(order) == list(range(entry.compiled.num_slots))
+
+
+def test_the_order_of_backward_is_that_of_other_sizes(tiny_gpt2, token_batch, monkeypatch):
+    """Where backward asks out of order, all that was remade is kept to the block's end: a new length would take more
+    than its policy has."""
+
+    def fail(*_):
+        raise AssertionError("out of order")
+
+    model = tiny_gpt2()
+    profile = profile_model(model, token_batch(tokens=12), CONFIG)
+    monkeypatch.setattr(CompiledPlan, "program_out_of_order", fail)
+    recompute = Policy.uniform(profile, "recompute")
+    with apply_policy(model, recompute) as handle:
+        for tokens in (8, 8, 10):
+            model(**token_batch(tokens=tokens)).loss.backward()
+            handle.replace(recompute)  # whose strategies have seen no backward of that length
 
 
 def test_a_freed_graph_is_refused_as_in_plain_training(gpt2, batch, policy):
