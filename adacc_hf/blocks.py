@@ -194,6 +194,8 @@ class Installation:
             elif isinstance(function.block, GradientCheckpointingLayer):
                 function.block.__dict__[FLAG] = WhileTraining()
                 function.block.__dict__[FUNCTION] = function
+            for inner in _inner_layers(function.block):
+                inner.__dict__[FLAG] = False
 
     def uncalled(self) -> list[str]:
         """Blocks whose function was never called with gradients on; none with layerdrop, where chance decides."""
@@ -202,6 +204,8 @@ class Installation:
         return [name for name, function in self.blocks.items() if function.num_calls == 0]
 
     def _install(self, function: BlockFunction, block: nn.Module) -> None:
+        for inner in _inner_layers(block):  # checkpointed inside a block, they would be recomputed under any plan
+            self._set(inner, FLAG, False)
         if not self._wraps_forward:
             self._set(block, FLAG, WhileTraining())
             self._set(block, FUNCTION, function)
@@ -268,6 +272,12 @@ def find_blocks(model: nn.Module, block_classes: tuple[str, ...] | None = None) 
             f"with AdaccConfig(block_classes=('MyLayer',))"
         )
     return found
+
+
+def _inner_layers(block: nn.Module) -> list[nn.Module]:
+    """What Transformers would checkpoint by itself inside `block`, such as the layers of Swin's stages."""
+    inner = [module for module in block.modules() if module is not block]
+    return [module for module in inner if isinstance(module, GradientCheckpointingLayer)]
 
 
 def _refuse_prefix_tuning(model: nn.Module) -> None:

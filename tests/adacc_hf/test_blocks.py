@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers import DynamicCache, EncoderDecoderCache, SwinConfig, SwinForImageClassification
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.blocks import Installation, find_blocks
@@ -196,6 +196,25 @@ def test_removal_brings_back_the_users_checkpointing(recomputing):
         model(**batch).loss.backward()
         assert block.__dict__[FUNCTION] is not before[1]
     assert (block.__dict__[FLAG], block.__dict__[FUNCTION]) == before
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
+def test_layers_inside_a_block_are_not_checkpointed_meanwhile():
+    """Swin's stages are blocks, and their layers are checkpointed by themselves where the user has switched it on."""
+    torch.manual_seed(0)
+    config = SwinConfig(image_size=16, patch_size=4, embed_dim=8, depths=[1, 2], num_heads=[1, 2], window_size=2)
+    model = SwinForImageClassification(config).train()
+    batch = {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.tensor([0, 1])}
+    plain_bytes = profile_model(model, batch, CONFIG).plain_stored_bytes
+    switch_on = getattr(model, f"{NAMES[-1]}_checkpointing_enable")
+    switch_on()
+    assert profile_model(model, batch, CONFIG).plain_stored_bytes == plain_bytes
+    inner = model.swin.encoder.layers[0].blocks[0]
+    installation = Installation(model)
+    switch_on()
+    assert not inner.gradient_checkpointing
+    installation.remove()
+    assert inner.gradient_checkpointing
 
 
 def test_an_exception_while_applied_leaves_no_trace(recomputing):
