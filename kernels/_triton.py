@@ -27,18 +27,25 @@ jit = triton.jit(do_not_specialize=["seed", "num_outliers"])
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], x: Tensor, *arguments: Any, tile: int = TILE_ELEMENTS, **constants: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    x: Tensor,
+    *arguments: Any,
+    tile: int = TILE_ELEMENTS,
+    thread_elements: int = THREAD_ELEMENTS,
+    **constants: Any,
 ) -> None:
     """Start `kernel(x, *arguments, **constants)` on x's device; nothing if the grid is empty. tile: its elements."""
     if 0 in grid:
         return
     with torch.cuda.device_of(x):
-        kernel[grid](x, *arguments, **constants, num_warps=num_warps(tile), enable_fp_fusion=False)
+        warps = num_warps(tile, thread_elements)
+        kernel[grid](x, *arguments, **constants, num_warps=warps, enable_fp_fusion=False)
 
 
-def num_warps(tile: int, warp_threads: int = WARP_THREADS) -> int:
+def num_warps(tile: int, thread_elements: int, warp_threads: int = WARP_THREADS) -> int:
     """Warps of a program that handles `tile` elements, at most the 1024 threads of a block."""
-    return min(max(tile // (THREAD_ELEMENTS * warp_threads), 1), 1024 // warp_threads)
+    return min(max(tile // (thread_elements * warp_threads), 1), 1024 // warp_threads)
 
 
 def groups_per_program(group_size: int) -> int:
@@ -100,6 +107,16 @@ def rounding_offset(index, seed, zero, STOCHASTIC: tl.constexpr):
         x = (x ^ (x >> 16)) >> 8
         fraction = x.to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
     return fraction + zero
+
+
+@triton.jit
+def codes_up_to(shifted, most):
+    """int32 codes: the fraction cut off, NaN becoming the greatest code. `shifted` must lie above -1.
+
+    That of symmetric 4-bit codes does: no element is more than 1 + 2^-7 times its group's stored peak, which is 8.07
+    steps, and zero has code 8. Encoding at the speed of memory cannot afford a comparison that changes nothing.
+    """
+    return tl.minimum(shifted, most).to(tl.int32)
 
 
 @triton.jit

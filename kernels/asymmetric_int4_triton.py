@@ -1,8 +1,4 @@
-"""Triton kernels of asymmetric_int4: one launch to encode, one to decode.
-
-Minimum and maximum are found as integers: with all bits but the sign of negative floats flipped, signed order is the
-order of floats, and NaN lies beyond the infinities.
-"""
+"""Triton kernels of asymmetric_int4: one launch to encode, one to decode."""
 
 import torch
 import triton
@@ -13,6 +9,7 @@ from adacc_hf.kernels import _symmetric
 from adacc_hf.kernels._triton import (
     cdiv,
     clipped_codes,
+    codes_up_to,
     groups_per_program,
     inverse_of,
     jit,
@@ -24,9 +21,15 @@ from adacc_hf.kernels._triton import (
 
 
 @triton.jit
-def _ordered(bits):
-    """int32 float patterns to integers of the same order, and back."""
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+def _least(a, b):
+    """The lesser of two, NaN if either is: one instruction, where `tl.min` loses NaN."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _greatest(a, b):
+    """The greater of two, NaN if either is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -49,18 +52,19 @@ def _encode_half(
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
     local = group[:, None] * G + tl.arange(0, G)[None, :]
-    x = tl.load(x_ptr + first + local, mask=local < numel - first, other=0.0).to(tl.float32)
-    x = tl.where(local < numel - first, x, tl.load(x_ptr + numel - 1).to(tl.float32))
-    order = _ordered(x.to(tl.int32, bitcast=True))
-    low = _ordered(tl.min(order, axis=1)).to(tl.float32, bitcast=True)
-    high = _ordered(tl.max(order, axis=1)).to(tl.float32, bitcast=True)
+    last = tl.load(x_ptr + numel - 1)
+    x = tl.load(x_ptr + first + local, mask=local < numel - first, other=last).to(tl.float32)
+    low = tl.reduce(x, 1, _least)
+    high = tl.reduce(x, 1, _greatest)
     stored_half_range = upper_half((high * 0.5 - low * 0.5).to(tl.uint32, bitcast=True))
     half_range = stored_half_range.to(tl.float32)
     offset = rounded_to(high * 0.5 + low * 0.5, x_ptr.dtype.element_ty) if MIDDLE else low.to(x_ptr.dtype.element_ty)
     tl.store(half_ranges_ptr + first_group + group, stored_half_range, mask=group < groups_left)
     tl.store(offsets_ptr + first_group + group, offset, mask=group < groups_left)
     steps = (x * 0.5 - (offset.to(tl.float32) * 0.5)[:, None]) * inverse_of(half_range, factor)[:, None]
-    return clipped_codes(steps + rounding_offset(first + local, seed, zero, STOCHASTIC), 0.0, 15.0)
+    shifted = steps + rounding_offset(first + local, seed, zero, STOCHASTIC)
+    # The middle is rounded and may lie far off a narrow range. No element is below the minimum.
+    return clipped_codes(shifted, 0.0, 15.0) if MIDDLE else codes_up_to(shifted, 15.0)
 
 
 @jit

@@ -28,8 +28,6 @@ class Payload:
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    state: tuple[Tensor, ...] = ()
-    """Tensors that decode reads but the codec owns, shared between payloads (an outlier map, say): not in nbytes."""
 
     @property
     def nbytes(self) -> int:

@@ -23,10 +23,10 @@ INDEX_BYTES = 4
 class Outliers:
     """The channels that are kept raw, in the forms that the implementations read."""
 
+    channels: int
+    """C, of which K are outliers."""
     indices: Tensor
     """int32 [K], ascending."""
-    slots: Tensor
-    """int32 [C]: a channel's place among the indices, or -1."""
     keep: Tensor
     """[C + group_size], integers as wide as the elements, period C: 0 for an outlier, else -1."""
 
@@ -66,11 +66,10 @@ def choose_outliers(sums_C: Tensor, count: int, group_size: int, element_bytes: 
     """The `count` channels with the largest sums. Does not synchronise."""
     channels = sums_C.shape[0]
     indices = sums_C.topk(count).indices.sort().values
-    slots = torch.full((channels,), -1, dtype=torch.int32, device=sums_C.device)
-    slots[indices] = torch.arange(count, dtype=torch.int32, device=sums_C.device)
-    periodic = slots[torch.arange(channels + group_size, device=sums_C.device) % channels]
-    keep = -(periodic < 0).to(torch.int16 if element_bytes == 2 else torch.int32)
-    return Outliers(indices.int(), slots, keep)
+    keep = torch.full((channels,), -1, dtype=torch.int16 if element_bytes == 2 else torch.int32, device=sums_C.device)
+    keep[indices] = 0
+    periodic = torch.arange(channels + group_size, device=sums_C.device) % channels
+    return Outliers(channels, indices.int(), keep[periodic])
 
 
 def encode_ref(
@@ -161,18 +160,16 @@ class OutlierInt4(Codec):
         outliers = self._fitted(tensor)
         x_RC = as_flat(tensor, keep_rows=True).view(rows_and_columns(tuple(tensor.shape)))
         settings = (self.group_size, self._factor, self.rounding, self.seed)
-        state: tuple[Tensor, ...] = ()
         if x_RC.is_cuda:
             from adacc_hf.kernels import outlier_int4_triton
 
-            chosen = (outliers.indices, outliers.slots) if outliers else (None, None)
+            chosen = (outliers.indices, outliers.keep) if outliers else (None, None)
             tensors = outlier_int4_triton.encode(x_RC, *chosen, *settings)
-            state = chosen[1:] if outliers else ()
         elif _cpu.usable(x_RC):
             tensors = _encode_cpu(x_RC, outliers, *settings)
         else:
             tensors = encode_ref(x_RC, outliers.indices if outliers else None, *settings)
-        return Payload(tensors, tensor.dtype, tuple(tensor.shape), tensor.stride(), state)
+        return Payload(tensors, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     @torch.no_grad()
     def decode(self, payload: Payload) -> Tensor:
@@ -182,8 +179,7 @@ class OutlierInt4(Codec):
             if out_N.is_cuda:
                 from adacc_hf.kernels import outlier_int4_triton
 
-                slots = payload.state[0] if payload.state else None
-                outlier_int4_triton.decode(out_N.view(shape), slots, self._factor, *payload.tensors)
+                outlier_int4_triton.decode(out_N.view(shape), self._factor, *payload.tensors)
             elif _cpu.usable(out_N):
                 _decode_cpu(out_N.view(shape), self._factor, *payload.tensors)
             else:
@@ -209,7 +205,7 @@ class OutlierInt4(Codec):
             return None
         if self._outliers is None:
             self.fit(tensor)
-        fitted = self._outliers.slots.shape[0], self._outliers.keep.element_size()
+        fitted = self._outliers.channels, self._outliers.keep.element_size()
         given = rows_and_columns(tuple(tensor.shape))[1], tensor.element_size()
         if fitted != given:
             raise ValueError(

@@ -11,7 +11,7 @@ from torch import Tensor
 from adacc_hf.kernels import _symmetric
 from adacc_hf.kernels._triton import (
     cdiv,
-    clipped_codes,
+    codes_up_to,
     groups_per_program,
     in_16_bits,
     inverse_of,
@@ -25,63 +25,91 @@ from adacc_hf.kernels._triton import (
 
 SUM_ROWS = 64  # rows that one program sums: 32 KiB of float32, enough programs for any GPU from 2 MiB up
 SUM_COLUMNS = 128
-COPIED_INDICES = tl.constexpr(64)  # at a time, by one program: few channels are outliers
+LEAST_PADDED = 16  # outliers that kernels are compiled for: few kernels for the few that most tensors have
 
 
 @triton.jit
-def _places(first, channels, ROW_OF_GROUPS: tl.constexpr, T: tl.constexpr, G: tl.constexpr):
-    """Row and column of T groups' elements from flat index `first` on, each broadcastable to [T, G].
-
-    ROW_OF_GROUPS says that groups divide rows: then one division serves a group, and slots are read 128 bits at a time.
-    Example: channels 128, G 64, first 192 (row 1, column 64): groups start at columns 64, 0, ... of rows 1, 2, ...
-    """
-    group = tl.arange(0, T)[:, None]
-    within = tl.arange(0, G)[None, :]
-    start = (first % channels).to(tl.int32)
+def _row_and_column(group, channels, ROW_OF_GROUPS: tl.constexpr, G: tl.constexpr):
+    """int64 row and int32 column of a group's first element. Dividing 64-bit numbers takes a hundred instructions."""
     if ROW_OF_GROUPS:
-        place = start + group * G
-        row, column = place // channels, place % channels + within
+        groups = (channels // G).to(tl.uint32)
+        row, column = group.to(tl.uint32) // groups, (group.to(tl.uint32) % groups).to(tl.int32) * G
     else:
-        place = start + group * G + within
-        row, column = place // channels, place % channels
-    return first // channels + row, column
+        first = group.to(tl.int64) * G
+        row, column = first // channels, first % channels
+    return row.to(tl.int64), column.to(tl.int32)
+
+
+@triton.jit
+def _half_a_tensor_on(row, column, half_rows, half_columns, channels):
+    """The row and the column that lie half the tensor after these."""
+    column += half_columns
+    wraps = (column >= channels).to(tl.int32)
+    return row + half_rows + wraps, column - wraps * channels
+
+
+@triton.jit
+def _outliers_cleared(
+    x, keep_ptr, first_column, channels, TILE_ROWS: tl.constexpr, ROW_OF_GROUPS: tl.constexpr, T: tl.constexpr,
+    G: tl.constexpr,
+):  # fmt: skip
+    """x [T, G] from a column on, with every bit of outlier channels cleared.
+
+    ROW_OF_GROUPS says that groups divide rows: then no group goes around, and `keep` is read 128 bits at a time.
+    Example: channels 128, G 64, first_column 64: groups start at columns 64, 0, 64, ...
+    """
+    within = tl.arange(0, G)[None, :]
+    place = first_column + tl.arange(0, T)[:, None] * G
+    if not ROW_OF_GROUPS:
+        place += within
+    if TILE_ROWS == 2:
+        column = tl.where(place < channels, place, place - channels)
+    else:
+        column = (place.to(tl.uint32) % tl.full([], channels, tl.uint32)).to(tl.int32)
+    if ROW_OF_GROUPS:
+        column = tl.max_contiguous(tl.multiple_of(column + within, [1, G]), [1, G])
+    keep = tl.load(keep_ptr + column)
+    return (x.to(keep.dtype, bitcast=True) & keep).to(x.dtype, bitcast=True)
+
+
+@triton.jit
+def _raw_places(
+    indices_ptr, first_group, low_row, low_column, high_row, high_column, rows, numel, channels,
+    num_outliers, PADDED_OUTLIERS: tl.constexpr, TILE_ROWS: tl.constexpr, T: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """Where a program's outliers lie in the tensor, where among the raw values, and which of these places exist.
+
+    All [2, TILE_ROWS, PADDED_OUTLIERS], for both halves of the tensor. Each program handles the outliers of its own
+    groups: their elements are in its cache, and no other program writes there.
+    """
+    half = tl.arange(0, 2)[:, None, None]
+    first = (first_group + half * rows).to(tl.int64) * G
+    row = tl.where(half == 0, low_row, high_row)
+    column = tl.where(half == 0, low_column, high_column)
+    tile_row = tl.arange(0, TILE_ROWS)[None, :, None]
+    k = tl.arange(0, PADDED_OUTLIERS)[None, None, :]
+    local = tile_row * channels + tl.load(indices_ptr + k, mask=k < num_outliers, other=0) - column
+    end = tl.minimum(numel - first, tl.minimum(rows - first_group, T) * G)
+    return first + local, (row + tile_row) * num_outliers + k, (k < num_outliers) & (local >= 0) & (local < end)
 
 
 @triton.jit
 def _encode_half(
-    x_ptr,
-    peaks_ptr,
-    slots_ptr,
-    raw_ptr,
-    first_group,
-    groups_left,
-    numel,
-    channels,
-    num_outliers,
-    factor,
-    seed,
-    HAS_OUTLIERS: tl.constexpr,
-    ROW_OF_GROUPS: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    SIGNED: tl.constexpr,
-    T: tl.constexpr,
-    G: tl.constexpr,
-):
-    """int32 codes [T, G] of the groups from first_group on, whose peaks and raw channels are stored."""
+    x_ptr, peaks_ptr, keep_ptr, first_group, first_column, groups_left, numel, channels, factor, seed,
+    PADDED_OUTLIERS: tl.constexpr, TILE_ROWS: tl.constexpr, ROW_OF_GROUPS: tl.constexpr, STOCHASTIC: tl.constexpr,
+    SIGNED: tl.constexpr, T: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """int32 codes [T, G] of the groups from first_group on, whose peaks are stored."""
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
     local = group[:, None] * G + tl.arange(0, G)[None, :]
-    there = (group[:, None] < groups_left) & (local < numel - first)
-    x = tl.load(x_ptr + first + local, mask=there, other=0.0)
-    if HAS_OUTLIERS:
-        row, column = _places(first, channels, ROW_OF_GROUPS, T, G)
-        slot = tl.load(slots_ptr + column)
-        tl.store(raw_ptr + row * num_outliers + slot, x, mask=there & (slot >= 0))
-        x = tl.where(slot >= 0, 0.0, x)
+    x = tl.load(x_ptr + first + local, mask=local < numel - first, other=0.0)
+    if PADDED_OUTLIERS > 0:
+        x = _outliers_cleared(x, keep_ptr, first_column, channels, TILE_ROWS, ROW_OF_GROUPS, T, G)
     peak = stored_peak(tl.max(peak_keys(x, SIGNED), axis=1), x.dtype)
     tl.store(peaks_ptr + first_group + group, in_16_bits(peak, peaks_ptr.dtype.element_ty), mask=group < groups_left)
     offset = rounding_offset(first + local, seed, 8.0, STOCHASTIC)
-    return clipped_codes(x.to(tl.float32) * inverse_of(peak, factor)[:, None] + offset, 0.0, 15.0)
+    return codes_up_to(x.to(tl.float32) * inverse_of(peak, factor)[:, None] + offset, 15.0)
 
 
 @jit
@@ -89,17 +117,20 @@ def _encode_kernel(
     x_ptr,  # [numel]
     codes_ptr,  # uint8 [rows, G]
     peaks_ptr,  # 16-bit [2 * rows]
-    slots_ptr,  # int32 [channels]; not read without outliers, nor are the next three
+    keep_ptr,  # integers as wide as x [channels + G]; not read without outliers, nor are the next three
     raw_ptr,  # [numel / channels, num_outliers]
     indices_ptr,  # int32 [num_outliers]
     indices_out_ptr,  # int32 [num_outliers]
     numel,
     rows,
     channels,
+    half_rows,
+    half_columns,
     num_outliers,
     factor,
     seed,
-    HAS_OUTLIERS: tl.constexpr,
+    PADDED_OUTLIERS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
     ROW_OF_GROUPS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     SIGNED: tl.constexpr,
@@ -108,56 +139,43 @@ def _encode_kernel(
 ):
     first_row = tl.program_id(0) * T
     left = rows - first_row
+    low_row, low_column = _row_and_column(first_row, channels, ROW_OF_GROUPS, G)
+    high_row, high_column = _half_a_tensor_on(low_row, low_column, half_rows, half_columns, channels)
     low = _encode_half(
-        x_ptr, peaks_ptr, slots_ptr, raw_ptr, first_row, left, numel, channels, num_outliers,
-        factor, seed, HAS_OUTLIERS, ROW_OF_GROUPS, STOCHASTIC, SIGNED, T, G,
+        x_ptr, peaks_ptr, keep_ptr, first_row, low_column, left, numel, channels, factor, seed,
+        PADDED_OUTLIERS, TILE_ROWS, ROW_OF_GROUPS, STOCHASTIC, SIGNED, T, G,
     )  # fmt: skip
     high = _encode_half(
-        x_ptr, peaks_ptr, slots_ptr, raw_ptr, first_row + rows, left, numel, channels, num_outliers,
-        factor, seed, HAS_OUTLIERS, ROW_OF_GROUPS, STOCHASTIC, SIGNED, T, G,
+        x_ptr, peaks_ptr, keep_ptr, first_row + rows, high_column, left, numel, channels, factor, seed,
+        PADDED_OUTLIERS, TILE_ROWS, ROW_OF_GROUPS, STOCHASTIC, SIGNED, T, G,
     )  # fmt: skip
     group = tl.arange(0, T)[:, None]
     local = group * G + tl.arange(0, G)[None, :]
     codes = (low | (high << 4)).to(tl.uint8)
     tl.store(codes_ptr + first_row.to(tl.int64) * G + local, codes, mask=group < left)
-    if HAS_OUTLIERS and first_row == 0:
-        for copied in range(0, num_outliers, COPIED_INDICES):
-            k = copied + tl.arange(0, COPIED_INDICES)
+    if PADDED_OUTLIERS > 0:
+        place, raw_place, there = _raw_places(
+            indices_ptr, first_row, low_row, low_column, high_row, high_column, rows, numel, channels,
+            num_outliers, PADDED_OUTLIERS, TILE_ROWS, T, G,
+        )  # fmt: skip
+        tl.store(raw_ptr + raw_place, tl.load(x_ptr + place, mask=there), mask=there)
+        if first_row == 0:
+            k = tl.arange(0, PADDED_OUTLIERS)
             index = tl.load(indices_ptr + k, mask=k < num_outliers, other=0)
             tl.store(indices_out_ptr + k, index, mask=k < num_outliers)
 
 
 @triton.jit
 def _decode_half(
-    out_ptr,
-    codes,
-    peaks_ptr,
-    slots_ptr,
-    raw_ptr,
-    first_group,
-    groups_left,
-    numel,
-    channels,
-    num_outliers,
-    factor,
-    HAS_OUTLIERS: tl.constexpr,
-    ROW_OF_GROUPS: tl.constexpr,
-    T: tl.constexpr,
-    G: tl.constexpr,
-):
-    """Store the elements of T groups from their int32 codes [T, G] and peaks, and the raw channels among them."""
+    out_ptr, codes, peaks_ptr, first_group, groups_left, numel, factor, T: tl.constexpr, G: tl.constexpr
+):  # fmt: skip
+    """Store the elements of T groups from their int32 codes [T, G] and peaks."""
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
     local = group[:, None] * G + tl.arange(0, G)[None, :]
-    there = (group[:, None] < groups_left) & (local < numel - first)
     peak = tl.load(peaks_ptr + first_group + group, mask=group < groups_left, other=0.0).to(tl.float32)
     x = rounded_to((codes.to(tl.float32) - 8.0) * (peak * factor)[:, None], out_ptr.dtype.element_ty)
-    if HAS_OUTLIERS:
-        row, column = _places(first, channels, ROW_OF_GROUPS, T, G)
-        slot = tl.load(slots_ptr + column)
-        raw = tl.load(raw_ptr + row * num_outliers + slot, mask=there & (slot >= 0), other=0.0)
-        x = tl.where(slot >= 0, raw, x)
-    tl.store(out_ptr + first + local, x, mask=there)
+    tl.store(out_ptr + first + local, x, mask=(group[:, None] < groups_left) & (local < numel - first))
 
 
 @jit
@@ -165,14 +183,17 @@ def _decode_kernel(
     out_ptr,  # [numel]
     codes_ptr,  # uint8 [rows, G]
     peaks_ptr,  # 16-bit [2 * rows]
-    slots_ptr,  # int32 [channels]; not read without outliers, nor is the next
-    raw_ptr,  # [numel / channels, num_outliers]
+    raw_ptr,  # [numel / channels, num_outliers]; not read without outliers, nor is the next
+    indices_ptr,  # int32 [num_outliers]
     numel,
     rows,
     channels,
+    half_rows,
+    half_columns,
     num_outliers,
     factor,
-    HAS_OUTLIERS: tl.constexpr,
+    PADDED_OUTLIERS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
     ROW_OF_GROUPS: tl.constexpr,
     T: tl.constexpr,
     G: tl.constexpr,
@@ -182,14 +203,18 @@ def _decode_kernel(
     group = tl.arange(0, T)[:, None]
     local = group * G + tl.arange(0, G)[None, :]
     packed = tl.load(codes_ptr + first_row.to(tl.int64) * G + local, mask=group < left, other=0).to(tl.int32)
-    _decode_half(
-        out_ptr, packed & 15, peaks_ptr, slots_ptr, raw_ptr, first_row, left, numel, channels, num_outliers,
-        factor, HAS_OUTLIERS, ROW_OF_GROUPS, T, G,
-    )  # fmt: skip
-    _decode_half(
-        out_ptr, packed >> 4, peaks_ptr, slots_ptr, raw_ptr, first_row + rows, left, numel, channels, num_outliers,
-        factor, HAS_OUTLIERS, ROW_OF_GROUPS, T, G,
-    )  # fmt: skip
+    _decode_half(out_ptr, packed & 15, peaks_ptr, first_row, left, numel, factor, T, G)
+    _decode_half(out_ptr, packed >> 4, peaks_ptr, first_row + rows, left, numel, factor, T, G)
+    if PADDED_OUTLIERS > 0:
+        low_row, low_column = _row_and_column(first_row, channels, ROW_OF_GROUPS, G)
+        high_row, high_column = _half_a_tensor_on(low_row, low_column, half_rows, half_columns, channels)
+        place, raw_place, there = _raw_places(
+            indices_ptr, first_row, low_row, low_column, high_row, high_column, rows, numel, channels,
+            num_outliers, PADDED_OUTLIERS, TILE_ROWS, T, G,
+        )  # fmt: skip
+        raw = tl.load(raw_ptr + raw_place, mask=there)
+        tl.debug_barrier()  # other threads of this program have just written zeros there
+        tl.store(out_ptr + place, raw, mask=there)
 
 
 @triton.jit
@@ -212,40 +237,41 @@ def _sums_kernel(
 def encode(
     x_RC: Tensor,
     indices: Tensor | None,
-    slots: Tensor | None,
+    keep: Tensor | None,
     group_size: int,
     factor: float,
     rounding: str,
     seed: int,
 ) -> tuple[Tensor, ...]:
-    """As `outlier_int4.encode_ref`; slots int32 [C] is a channel's place among the indices, or -1."""
+    """As `outlier_int4.encode_ref`; indices and keep as in `outlier_int4.Outliers`."""
     rows_R, channels = x_RC.shape
     groups = _symmetric.even_groups(x_RC.numel(), group_size)
     codes = x_RC.new_empty(groups // 2, group_size, dtype=torch.uint8)
     peaks = x_RC.new_empty(groups, dtype=_symmetric.peak_dtype(x_RC.dtype))
     raw: tuple[Tensor, ...] = ()
-    count = 0 if indices is None else indices.shape[0]
     if indices is not None:
-        raw = (x_RC.new_empty(rows_R, count), torch.empty_like(indices))
+        raw = (x_RC.new_empty(rows_R, indices.shape[0]), torch.empty_like(indices))
     tile = groups_per_program(group_size)
     programs = max(cdiv(groups // 2, tile), 1 if raw else 0)  # even an empty tensor has indices to copy
     launch(
-        _encode_kernel, (programs,), x_RC, codes, peaks, slots, raw[0] if raw else None,
-        indices, raw[1] if raw else None, x_RC.numel(), groups // 2, channels, count, factor, seed,
-        HAS_OUTLIERS=bool(raw), ROW_OF_GROUPS=channels % group_size == 0,
-        STOCHASTIC=rounding == "stochastic", SIGNED=factor < 0, T=tile, G=group_size,
+        _encode_kernel, (programs,), x_RC, codes, peaks, keep, raw[0] if raw else None, indices,
+        raw[1] if raw else None, x_RC.numel(), groups // 2, channels,
+        *divmod(groups // 2 * group_size, channels), len(indices) if raw else 0, factor, seed,
+        **_outlier_constants(raw, channels, tile, group_size), STOCHASTIC=rounding == "stochastic",
+        SIGNED=factor < 0, T=tile, G=group_size,
     )  # fmt: skip
     return codes, peaks, *raw
 
 
-def decode(out_RC: Tensor, slots: Tensor | None, factor: float, codes: Tensor, peaks: Tensor, *raw: Tensor) -> None:
+def decode(out_RC: Tensor, factor: float, codes: Tensor, peaks: Tensor, *raw: Tensor) -> None:
     """Fill a contiguous matrix from the tensors of `encode`."""
     rows, group_size = codes.shape
-    channels, tile = out_RC.shape[1], groups_per_program(group_size)
+    channels = out_RC.shape[1]
+    tile = groups_per_program(group_size)
     launch(
-        _decode_kernel, (cdiv(rows, tile),), out_RC, codes, peaks, slots, raw[0] if raw else None, out_RC.numel(),
-        rows, channels, raw[1].shape[0] if raw else 0, factor, HAS_OUTLIERS=bool(raw),
-        ROW_OF_GROUPS=channels % group_size == 0, T=tile, G=group_size,
+        _decode_kernel, (cdiv(rows, tile),), out_RC, codes, peaks, *(raw or (None, None)), out_RC.numel(), rows,
+        channels, *divmod(rows * group_size, channels), len(raw[1]) if raw else 0, factor,
+        **_outlier_constants(raw, channels, tile, group_size), T=tile, G=group_size,
     )  # fmt: skip
 
 
@@ -257,3 +283,12 @@ def channel_sums(x_RC: Tensor) -> Tensor:
     grid = (programs, cdiv(columns, SUM_COLUMNS))
     launch(_sums_kernel, grid, x_RC, partial, rows, columns, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS)
     return partial.sum(0)
+
+
+def _outlier_constants(raw: tuple[Tensor, ...], channels: int, tile: int, group_size: int) -> dict[str, int]:
+    """What the kernels are compiled for. TILE_ROWS: how many rows a program's groups may touch, at most."""
+    return {
+        "PADDED_OUTLIERS": max(triton.next_power_of_2(len(raw[1])), LEAST_PADDED) if raw else 0,
+        "TILE_ROWS": triton.next_power_of_2((tile * group_size - 1) // channels + 2) if raw else 0,
+        "ROW_OF_GROUPS": channels % group_size == 0,
+    }

@@ -13,7 +13,7 @@ from adacc_hf.kernels import _symmetric
 from adacc_hf.kernels._triton import (
     TILE_ELEMENTS,
     cdiv,
-    clipped_codes,
+    codes_up_to,
     in_16_bits,
     inverse_of,
     jit,
@@ -49,7 +49,7 @@ def _finish_rows(keys, peaks_ptr, first, last, factor, dtype: tl.constexpr, T: t
 def _codes(x, index, inverse, seed, STOCHASTIC: tl.constexpr):
     """int32 codes of x [T, BLOCK]."""
     offset = rounding_offset(index, seed, 8.0, STOCHASTIC)
-    return clipped_codes(x.to(tl.float32) * inverse[:, None] + offset, 0.0, 15.0)
+    return codes_up_to(x.to(tl.float32) * inverse[:, None] + offset, 15.0)
 
 
 @triton.jit

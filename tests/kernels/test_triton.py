@@ -37,16 +37,16 @@ class Pair:
 def _outlier(x: Tensor, count: int, group_size: int, *settings: Any) -> Pair:
     from adacc_hf.kernels import outlier_int4_triton as kernels
 
-    indices = slots = None
+    indices = keep = None
     if count:
         chosen = outlier_int4.choose_outliers(outlier_int4.channel_sums(x.cpu()), count, group_size, x.element_size())
-        indices, slots = chosen.indices.to(x.device), chosen.slots.to(x.device)
+        indices, keep = chosen.indices.to(x.device), chosen.keep.to(x.device)
     shape, factor = tuple(x.shape), settings[0]
     return Pair(
         lambda: outlier_int4.encode_ref(x, indices, group_size, *settings),
-        lambda: kernels.encode(x, indices, slots, group_size, *settings),
+        lambda: kernels.encode(x, indices, keep, group_size, *settings),
         lambda *t: outlier_int4.decode_ref(shape, x.dtype, factor, *t),
-        lambda out, *t: kernels.decode(out, slots, factor, *t),
+        lambda out, *t: kernels.decode(out, factor, *t),
     )
 
 
