@@ -48,9 +48,9 @@ def num_warps(tile: int, thread_elements: int, warp_threads: int = WARP_THREADS)
     return min(max(tile // (thread_elements * warp_threads), 1), 1024 // warp_threads)
 
 
-def groups_per_program(group_size: int) -> int:
+def groups_per_program(group_size: int, tile: int = TILE_ELEMENTS) -> int:
     """How many groups make up a program's tile."""
-    return max(1, TILE_ELEMENTS // group_size)
+    return max(1, tile // group_size)
 
 
 cdiv: Callable[[int, int], int] = triton.cdiv

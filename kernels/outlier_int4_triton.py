@@ -10,6 +10,8 @@ from torch import Tensor
 
 from adacc_hf.kernels import _symmetric
 from adacc_hf.kernels._triton import (
+    THREAD_ELEMENTS,
+    TILE_ELEMENTS,
     cdiv,
     codes_up_to,
     groups_per_program,
@@ -251,14 +253,16 @@ def encode(
     raw: tuple[Tensor, ...] = ()
     if indices is not None:
         raw = (x_RC.new_empty(rows_R, indices.shape[0]), torch.empty_like(indices))
-    tile = groups_per_program(group_size)
+    larger = 2 if raw else 1  # to find a tile's outliers takes as many instructions for a larger tile
+    tile = groups_per_program(group_size, larger * TILE_ELEMENTS)
     programs = max(cdiv(groups // 2, tile), 1 if raw else 0)  # even an empty tensor has indices to copy
     launch(
         _encode_kernel, (programs,), x_RC, codes, peaks, keep, raw[0] if raw else None, indices,
         raw[1] if raw else None, x_RC.numel(), groups // 2, channels,
         *divmod(groups // 2 * group_size, channels), len(indices) if raw else 0, factor, seed,
         **_outlier_constants(raw, channels, tile, group_size), STOCHASTIC=rounding == "stochastic",
-        SIGNED=factor < 0, T=tile, G=group_size,
+        SIGNED=factor < 0, T=tile, G=group_size, tile=larger * TILE_ELEMENTS,
+        thread_elements=larger * THREAD_ELEMENTS,
     )  # fmt: skip
     return codes, peaks, *raw
 
@@ -287,8 +291,9 @@ def channel_sums(x_RC: Tensor) -> Tensor:
 
 def _outlier_constants(raw: tuple[Tensor, ...], channels: int, tile: int, group_size: int) -> dict[str, int]:
     """What the kernels are compiled for. TILE_ROWS: how many rows a program's groups may touch, at most."""
-    return {
-        "PADDED_OUTLIERS": max(triton.next_power_of_2(len(raw[1])), LEAST_PADDED) if raw else 0,
-        "TILE_ROWS": triton.next_power_of_2((tile * group_size - 1) // channels + 2) if raw else 0,
-        "ROW_OF_GROUPS": channels % group_size == 0,
-    }
+    constants = {"PADDED_OUTLIERS": 0, "TILE_ROWS": 0, "ROW_OF_GROUPS": channels % group_size == 0}
+    if raw:
+        padded = min(max(len(raw[1]), LEAST_PADDED), channels)
+        constants["PADDED_OUTLIERS"] = triton.next_power_of_2(padded)
+        constants["TILE_ROWS"] = triton.next_power_of_2((tile * group_size - 1) // channels + 2)
+    return constants
