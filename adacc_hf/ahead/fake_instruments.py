@@ -38,6 +38,7 @@ from adacc_hf.profiling.pricing import (
     relative_error,
     storable,
 )
+from adacc_hf.random_states import random_states_kept
 from adacc_hf.tapes.compiled import encode_view
 from adacc_hf.tapes.recorder import Drawing
 from adacc_hf.tapes.replay import obtainable, view
@@ -150,7 +151,7 @@ class FakeInstruments(Instruments):
         return self.device.memory_bytes
 
     def keep_random(self, devices: Iterable[torch.device]) -> AbstractContextManager[None]:
-        return torch.random.fork_rng(devices=[])
+        return random_states_kept([])
 
 
 class FakeMemoryInstruments(FakeInstruments):

@@ -25,6 +25,7 @@ from adacc_hf.memory import (
 )
 from adacc_hf.profiling.pricing import Prices, outliers_in, price_call, price_tape
 from adacc_hf.profiling.timing import seconds_of
+from adacc_hf.random_states import random_states_kept
 from adacc_hf.tapes.recorder import Drawing
 from adacc_hf.tapes.replay import verify
 from adacc_hf.tapes.tape import Tape
@@ -97,6 +98,5 @@ class Instruments:
         return available_bytes(device, static_bytes)
 
     def keep_random(self, devices: Iterable[torch.device]) -> AbstractContextManager[None]:
-        """A context that leaves the random generators of `devices`, and the CPU's, as they were."""
-        cuda = {device.index for device in devices if device.type == "cuda"}
-        return torch.random.fork_rng(devices=sorted(cuda))
+        """A context that leaves the random generators of `devices`, and those of the CPU, as they were."""
+        return random_states_kept(devices)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from adacc_hf.kernels.codecs import Payload
 from adacc_hf.profiling.gradient_hooks import without_gradient_hooks
+from adacc_hf.random_states import RandomStates, random_states_kept
 from adacc_hf.ranks import is_sharded
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class _Seen:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     device: torch.device
-    random_states: tuple[Tensor, Tensor | None]
+    random_states: RandomStates
     autocast_dtype: torch.dtype | None
     gradients: dict[int, Tensor]
 
@@ -176,7 +177,7 @@ def _seen_call(block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], 
         args=tree_map(lambda leaf: _detached(leaf) if isinstance(leaf, Tensor) else leaf, args),
         kwargs=kwargs,
         device=device,
-        random_states=(torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None),
+        random_states=RandomStates([device]),
         autocast_dtype=torch.get_autocast_dtype(device.type) if enabled else None,
         gradients={},
     )
@@ -191,12 +192,9 @@ def _gradient(seen: _Seen, call: Callable[[tuple[Any, ...]], Any]) -> list[Tenso
     args = tree_map(lambda leaf: _detached(leaf) if isinstance(leaf, Tensor) else leaf, seen.args)
     wanted = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.requires_grad]
     wanted += [parameter for parameter in seen.block.parameters() if parameter.requires_grad]
-    cpu_state, cuda_state = seen.random_states
     autocast = torch.autocast(seen.device.type, dtype=seen.autocast_dtype, enabled=seen.autocast_dtype is not None)
-    with torch.random.fork_rng(devices=[] if cuda_state is None else [seen.device]), torch.enable_grad():
-        torch.set_rng_state(cpu_state)
-        if cuda_state is not None:
-            torch.cuda.set_rng_state(cuda_state, seen.device)
+    with random_states_kept([seen.device]), torch.enable_grad():
+        seen.random_states.restore()
         with autocast:
             leaves = tree_leaves(call(args))
         outputs = [leaves[place] for place in seen.gradients]

@@ -1,7 +1,9 @@
 """The profiler: what it reports of GPT-2, and that it leaves a model as it found it."""
 
 import copy
+import random
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -16,7 +18,12 @@ CONFIG = AdaccConfig(min_compress_bytes=0)
 def everything_of(model):
     state = {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     grads = {f"{name}.grad": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {**state, **grads, "generator": torch.get_rng_state()}
+    generators = [
+        torch.get_rng_state(),
+        torch.tensor(random.getstate()[1]),
+        torch.tensor(numpy.random.get_state()[1].tolist()),
+    ]
+    return {**state, **grads, "generators": torch.cat(generators)}
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +91,7 @@ def test_the_model_is_left_as_it_was(toy_model, toy_batch, autocast):
         block.register_buffer("count", torch.zeros(()))
 
     def forward(block, hidden):
-        block.count += 1
+        block.count += random.random() + numpy.random.random()  # SpecAugment's masks are drawn from numpy
         return hidden + nn.functional.dropout(block.down(block.norm(block.up(hidden)).tanh()), 0.5)
 
     model, batch = toy_model(forward, setup=setup), toy_batch()
