@@ -25,6 +25,7 @@ from adacc_hf.profile import BlockProfile, Head, KindProfile, Profile
 from adacc_hf.profiling.fallback import fallback_backward
 from adacc_hf.profiling.gradient_hooks import without_gradient_hooks
 from adacc_hf.profiling.instruments import Instruments
+from adacc_hf.profiling.optimizer_memory import coming_state_bytes
 from adacc_hf.profiling.own_loss import ComputeLoss, WithLoss
 from adacc_hf.profiling.profile_store import ProfileStore
 from adacc_hf.profiling.step_memory import StepLayout, measure_forward, measure_step_layout
@@ -75,6 +76,7 @@ def profile_model(
         static_bytes=instruments.static_bytes(model, batch, optimizer) - distinct_bytes(gradients),
         other_batches_bytes=(gradient_accumulation_steps - 1) * batch_bytes(batch),
         optimizer_bytes=None if optimizer is None else optimizer_step_bytes,
+        optimizer=optimizer,
         accumulates=gradient_accumulation_steps > 1,
     )
     with _left_as_it_was(model, instruments), without_layerdrop(model):
@@ -99,18 +101,23 @@ class _Step:
     other_batches_bytes: int
     optimizer_bytes: int | None
     """What clipping and the optimizer take for a while; None without an optimizer."""
+    optimizer: torch.optim.Optimizer | None
     accumulates: bool
 
     def live_bytes(self, layout: StepLayout) -> int:
         """What is live before the micro-batch that `layout` measured."""
-        gradient_bytes = layout.gradient_bytes if self.accumulates else 0
-        return self.static_bytes + self.other_batches_bytes + gradient_bytes
+        return self._between_steps_bytes(layout) + (layout.gradient_bytes if self.accumulates else 0)
 
     def optimizer_peak_bytes(self, layout: StepLayout) -> int:
         """Most bytes live once all gradients are there; 0 without an optimizer."""
         if self.optimizer_bytes is None:
             return 0
-        return self.static_bytes + self.other_batches_bytes + layout.gradient_bytes + self.optimizer_bytes
+        return self._between_steps_bytes(layout) + layout.gradient_bytes + self.optimizer_bytes
+
+    def _between_steps_bytes(self, layout: StepLayout) -> int:
+        """What is live before a step, once the optimizer has a state for all that `layout` trained."""
+        coming = 0 if self.optimizer is None else coming_state_bytes(self.optimizer, layout.trained)
+        return self.static_bytes + self.other_batches_bytes + coming
 
 
 def _profile(

@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from adacc_hf.memory import MemoryMeter
+from adacc_hf.memory import MemoryMeter, distinct_bytes
 from adacc_hf.tapes.local_tensors import local_of
 
 
@@ -57,3 +58,28 @@ def measure_clipping(parameters: Iterable[nn.Parameter]) -> int:
         torch.clamp(1.0 / (norm + 1e-6), max=1.0)
         del norm
     return meter.nbytes
+
+
+def coming_state_bytes(optimizer: torch.optim.Optimizer, trained: Iterable[nn.Parameter]) -> int:
+    """Bytes of the state that `optimizer` has yet to make for `trained` parameters, a group's share per element.
+
+    Layers that chance left out so far (layerdrop) got no gradient and have none. 0 before the optimizer's first step.
+    """
+    wanted, found = {id(parameter) for parameter in trained}, 0
+    for group in optimizer.param_groups:
+        known = [parameter for parameter in group["params"] if optimizer.state.get(parameter)]
+        new = [p for p in group["params"] if id(p) in wanted and not optimizer.state.get(p)]
+        if known and new:
+            found += _state_bytes(optimizer, known) * _num_elements(new) // _num_elements(known)
+    return found
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> int:
+    leaves = [(parameter, leaf) for parameter in parameters for leaf in tree_leaves(optimizer.state[parameter])]
+    return distinct_bytes(
+        leaf for parameter, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device == parameter.device
+    )
+
+
+def _num_elements(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)

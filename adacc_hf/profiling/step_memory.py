@@ -203,6 +203,8 @@ class StepLayout:
     tail_peak_bytes: int
     gradient_bytes: int
     """All gradients, once backward is over."""
+    trained: tuple[nn.Parameter, ...]
+    """The parameters that got one."""
     events: dict[str, tuple[BackwardEvent, ...]]
     """The backward of each watched block."""
     peaks: dict[str, int]
@@ -294,9 +296,8 @@ def measure_step_layout(
         instruments.backward(loss)
         loss_bytes = loss.untyped_storage().nbytes()
         del loss
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        gradient_bytes = distinct_bytes(gradients)
-        del gradients
+        trained = tuple(parameter for parameter in model.parameters() if parameter.grad is not None)
+        gradient_bytes = distinct_bytes(parameter.grad for parameter in trained)
         model.zero_grad(set_to_none=True)
     for name, function in functions.items():
         function.strategy = strategies[name]
@@ -306,7 +307,7 @@ def measure_step_layout(
     held = {name: outcome.held_bytes for name, outcome in recomputed.items()}
     stored |= {watcher.name: watcher.stored_bytes for watcher in watchers}
     held |= {watcher.name: watcher.stored_bytes - watcher.cached_bytes for watcher in watchers}
-    return _Reading(meter.points, list(functions), watchers, stored, held).layout(loss_bytes, gradient_bytes)
+    return _Reading(meter.points, list(functions), watchers, stored, held).layout(loss_bytes, gradient_bytes, trained)
 
 
 @dataclass
@@ -320,7 +321,7 @@ class _Reading:
     held: dict[str, int]
     """What of it forward does not hold anyway until the whole forward ends."""
 
-    def layout(self, loss_bytes: int, gradient_bytes: int) -> StepLayout:
+    def layout(self, loss_bytes: int, gradient_bytes: int, trained: tuple[nn.Parameter, ...]) -> StepLayout:
         bases = dict.fromkeys(self.names, 0)  # a frozen block has no backward, and nothing of it is live in one
         backwards = {point.label[1]: point.live_bytes for point in self._all("backward")}
         bases |= {name: live - self._stored_up_to(name) for name, live in backwards.items()}
@@ -334,6 +335,7 @@ class _Reading:
             loss_peak_bytes=self._peak(("loss",), "backward") - all_stored,
             tail_peak_bytes=self._peak(("tail", self.names[0]), None),
             gradient_bytes=gradient_bytes,
+            trained=trained,
             events={watcher.name: self._events(watcher, bases[watcher.name]) for watcher in self.watchers},
             peaks={name: self._backward_peak(name) - bases[name] - self._stored_up_to(name) for name in backwards},
         )

@@ -122,3 +122,24 @@ def test_the_optimizer_is_a_moment_of_the_step(tiny_gpt2, token_batch):
 def test_bad_values_are_refused(tiny_gpt2, token_batch, setting, message):
     with pytest.raises(ValueError, match=message):
         profile_model(tiny_gpt2(), token_batch(), CONFIG, **setting)
+
+
+@pytest.mark.parametrize("action", ["retain", "recompute"])
+@pytest.mark.parametrize("num_micro", [1, 2])
+def test_state_that_chance_has_kept_from_being_made_is_in_the_peak(toy_model, toy_batch, action, num_micro):
+    """As with layerdrop: the optimizer's first step finds no gradient of a block."""
+    model = toy_model(lambda block, hidden: hidden + block.down(block.up(hidden).tanh()))
+    unused = torch.nn.Parameter(torch.zeros(1000))
+    optimizer = torch.optim.Adam([*model.parameters(), unused])
+    forward_loss(model, toy_batch()).backward()
+    for parameter in model.layers[0].parameters():
+        parameter.grad = None
+    optimizer.step()
+    model.zero_grad(set_to_none=True)
+    options = {"gradient_accumulation_steps": num_micro}
+    batches = [{"x": toy_batch()["x"].clone()} for _ in range(num_micro)]
+    before = profile_model(model, batches[0], CONFIG, optimizer, **options)
+    train_step(model, batches, optimizer)
+    after = profile_model(model, batches[0], CONFIG, optimizer, **options)
+    peaks = [Policy.uniform(profile, action).predicted_peak_bytes for profile in (before, after)]
+    assert peaks[0] == pytest.approx(peaks[1], abs=8)  # Adam counts its steps in four bytes per parameter
