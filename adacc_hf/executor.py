@@ -16,8 +16,9 @@ R6  An in-place operator makes a new version of a storage; replay never changes 
     Nor does the backward of an autograd function written in Python: what replay reads again, it gets as a copy.
 R7  Nothing is replayed that was not compared with the original, bit for bit, when its tape was recorded.
 R8  Each call checks what autograd saves against the tape. A new input shape gets a tape of its own, and so do other
-    data in an argument that the block reads into Python, and every state of the Python values that a block's modules
-    hold. Where operators depend on any other data, torch's checkpoint takes over.
+    data in an argument that the block reads into Python, every state of the Python values that a block's modules
+    hold, and other modules and hooks in the place of these. Where operators depend on any other data, torch's
+    checkpoint takes over.
 R9  Without gradients, in generate(), after an exception, with retain_graph or create_graph, and with several forwards
     before one backward: right, or refused, and nothing is left behind. Each call of a block has a plan of its own, and
     is right under that of any other call too.

@@ -4,6 +4,8 @@ R12)."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import chain
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -20,13 +22,33 @@ Kwargs = dict[str, Any]
 
 _INERT = frozenset({"num_items_in_batch"})
 """Arguments that Transformers passes through blocks to the loss; they differ at every step and change nothing here."""
+_REGISTERS = ("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks")
+"""Where a module has what decides which operators it runs."""
+_KEYS, _VALUES = methodcaller("keys"), methodcaller("values")
 
 
 class StatePaths:
-    """The names of a block's parameters, for looking the tensors up anew at each call at the cost of dict accesses."""
+    """The names of a block's parameters, for looking the tensors up anew at each call at the cost of dict accesses.
+
+    They are those of its modules as they are now: adapters, pruning and parametrizations put others in their places.
+    """
 
     def __init__(self, block: nn.Module) -> None:
         self._paths = [_split(name) for name, _ in block.named_parameters()]
+        modules = dict(block.named_modules())
+        self._registers = [vars(module)[name] for module in modules.values() for name in _REGISTERS]
+        self._children = [module._modules for module in modules.values()]
+        self._before = self._content()
+        self.structure = hash(tuple((path, *_made_of(module)) for path, module in modules.items()))
+        """The same for blocks of the same modules, with the same names and hooks."""
+
+    def are_current(self) -> bool:
+        """Whether the block still has the modules that it had, and these their parameters, buffers and hooks."""
+        return self._content() == self._before
+
+    def _content(self) -> tuple[list[str | int], list[nn.Module | None]]:
+        names, modules = map(_KEYS, self._registers), map(_VALUES, self._children)
+        return list(chain.from_iterable(names)), list(chain.from_iterable(modules))
 
     def want_gradients(self, block: nn.Module) -> tuple[bool, ...]:
         return tuple(_owner(block, path)._parameters[name].requires_grad for path, name in self._paths)
@@ -36,7 +58,8 @@ def call_key(block: nn.Module, paths: StatePaths, args: Args, kwargs: Kwargs) ->
     """What the operators of a call depend on, as far as it can be told without running it (rule R8).
 
     Shapes, strides, dtypes, offsets and gradients of the tensor arguments, which of them share a storage, numbers and
-    names among the other arguments, containers searched, autocast, and which parameters want gradients.
+    names among the other arguments, containers searched, autocast, what the block is made of, and which of its
+    parameters want gradients.
     """
     storages: dict[int, int] = {}
     tensors = []
@@ -50,7 +73,19 @@ def call_key(block: nn.Module, paths: StatePaths, args: Args, kwargs: Kwargs) ->
     autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
     plain = [_plain(value) for value in args]
     plain += [_plain(value) for name, value in kwargs.items() if name not in _INERT]
-    return tuple(tensors), tuple(plain), autocast, paths.want_gradients(block)
+    return tuple(tensors), tuple(plain), autocast, paths.structure, paths.want_gradients(block)
+
+
+def _made_of(module: nn.Module) -> tuple[Any, ...]:
+    """A module's class, names and hooks, all by name: parametrize makes each module a class of its own."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    names = [*module._parameters, None, *module._buffers, None, *map(_name_of, hooks)]
+    return _name_of(type(module)), tuple(names)
+
+
+def _name_of(code: Any) -> str:
+    named = code if hasattr(code, "__qualname__") else type(code)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def state_layout(block: nn.Module) -> Hashable:

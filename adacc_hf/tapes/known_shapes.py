@@ -57,8 +57,10 @@ class KnownShapes(dict[Key, KnownShape]):
 
     def key(self, block: nn.Module, args: Args, kwargs: Kwargs) -> Key:
         """The key of a call that is about to run; to be asked once per call."""
-        if self._paths is None:
+        if self._paths is None or not self._paths.are_current():
             self._paths = StatePaths(block)
+            if self.state is not None:
+                self.state.look_again()
         data = tuple(data_at(path, args, kwargs) for path in self._reads)
         return Key(call_key(block, self._paths, args, kwargs), data, self._state_of(block))
 

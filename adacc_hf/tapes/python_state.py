@@ -59,6 +59,11 @@ class PythonState:
             self._enter()
         return self._number
 
+    def look_again(self) -> None:
+        """Take in modules that were put in the place of others."""
+        if not self.is_restless:
+            self._enter()
+
     def learn(self, same_operators: bool) -> None:
         """Take in whether a call in this state ran the operators of a call in another one, given the same."""
         if not self._is_new:

@@ -43,6 +43,31 @@ def test_what_is_known_is_forgotten_when_more_is_read():
     assert key_of(known, a=one) != key
 
 
+def test_what_a_block_is_made_of_tells_calls_apart():
+    """The same at other blocks that are made alike; hooks of one function are alike."""
+
+    def made(*layers):
+        return nn.Sequential(nn.Linear(2, 2), *layers)
+
+    def key_of_call(known, block):
+        return known.key(block, (torch.ones(2),), {})
+
+    known, block = KnownShapes(), made(nn.Tanh())
+    before = key_of_call(known, block)
+    block[1] = nn.GELU()
+    other = key_of_call(known, block)
+    hook = block[0].register_forward_hook(lambda *_: None)
+    hooked = key_of_call(known, block)
+    block.append(nn.Dropout())
+    assert len({before, other, hooked, key_of_call(known, block)}) == 4
+    del block[2]
+    hook.remove()
+    assert key_of_call(known, block) == other
+    block[1] = nn.Tanh()
+    assert key_of_call(known, block) == before
+    assert key_of_call(KnownShapes(), made(nn.Tanh())).given_to(block) == before.given_to(block)
+
+
 def test_new_data_at_a_known_shape_is_strange_once():
     known, one, other = KnownShapes(), torch.tensor([1, 2]), torch.tensor([2, 1])
     first = known.add(key_of(known, a=one), shape(a=one))
