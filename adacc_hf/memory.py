@@ -16,7 +16,7 @@ from torch.autograd.profiler import profile, record_function
 from torch.utils._pytree import tree_leaves
 
 from adacc_hf.profiling.gradient_hooks import without_gradient_hooks
-from adacc_hf.tapes.local_tensors import local_of
+from adacc_hf.tapes.local_tensors import parts_with_memory
 
 _MARK = "adacc_hf.memory.mark"
 
@@ -285,7 +285,7 @@ def batch_bytes(batch: Mapping[str, Any]) -> int:
 
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages of `tensors` on this rank, each counted once."""
-    storages = [local_of(tensor).untyped_storage() for tensor in tensors]
+    storages = [part.untyped_storage() for tensor in tensors for part in parts_with_memory(tensor)]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 

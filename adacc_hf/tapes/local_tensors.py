@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from adacc_hf.tapes.replay import copy_with_storage
 
@@ -39,6 +40,20 @@ def whole(local: Tensor, spec: Any) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return DTensor(local, spec, requires_grad=False)
+
+
+def parts_with_memory(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors whose memory `tensor` takes on this rank: of a quantized weight (torchao) codes and scales."""
+    local = local_of(tensor)
+    if not wraps_others(local):
+        return [local]
+    names, _ = local.__tensor_flatten__()
+    return [part for name in names for part in parts_with_memory(getattr(local, name))]
+
+
+def wraps_others(tensor: Tensor) -> bool:
+    """Whether `tensor` has no memory of its own but other tensors that it is made of."""
+    return not _is_plain(tensor) and is_traceable_wrapper_subclass(tensor)
 
 
 def copied(tensor: Tensor) -> Tensor:

@@ -157,6 +157,16 @@ def test_storages_are_counted_once():
     assert distinct_bytes([storage, storage[2:], storage.view(2, 5).t(), torch.zeros(3)]) == 52
 
 
+@pytest.mark.filterwarnings("ignore")  # what torchao says of its versions is its own matter
+def test_a_quantized_weight_takes_what_its_codes_and_scales_take():
+    quantization = pytest.importorskip("torchao.quantization")
+    layer = nn.Sequential(nn.Linear(64, 64, bias=False))
+    quantization.quantize_(layer, quantization.Int8WeightOnlyConfig())
+    codes, *scales = (part for part in vars(layer[0].weight).values() if isinstance(part, torch.Tensor))
+    assert codes.nbytes == 64 * 64
+    assert count_static_bytes(layer, {}) == codes.nbytes + sum(scale.nbytes for scale in scales)
+
+
 def test_static_bytes_have_everything_that_lives_between_steps():
     model = nn.Linear(4, 4, bias=False)
     model.tied = model.weight
