@@ -30,7 +30,7 @@ from adacc_hf.profiling.sharing import RecordedBlock, Sharing, address_of
 from adacc_hf.profiling.step_memory import WatchSlots
 from adacc_hf.ranks import all_or_none, is_sharded
 from adacc_hf.simulator import BlockOutcome, run_block
-from adacc_hf.tapes.hidden_code import COMPILED
+from adacc_hf.tapes.hidden_code import HIDDEN
 from adacc_hf.tapes.known_shapes import Key, KnownShape, KnownShapes
 from adacc_hf.tapes.library import TapeLibrary
 from adacc_hf.tapes.local_tensors import local_of
@@ -149,7 +149,7 @@ class Survey:
     def _price(
         self, tape: Tape, bases: list[torch.Tensor], outliers: dict[int, int], run_again: Callable[[], Any]
     ) -> Prices:
-        if tape.untrusted == COMPILED and not tape.has_collectives:
+        if tape.untrusted in HIDDEN and not tape.has_collectives:
             return self.instruments.price_call(run_again, bases[0].device)
         return self.instruments.price(tape, bases, self.config, outliers)
 
@@ -277,7 +277,7 @@ def _made_references(recorder: Recorder, tape: Tape, besides: Set[int]) -> dict[
 
     What code that no operator shows has made comes from nowhere on the tape. What is no such thing lives on.
     """
-    hidden = tape.untrusted == COMPILED
+    hidden = tape.untrusted in HIDDEN
     made = [
         value
         for value in tape.saved_values()

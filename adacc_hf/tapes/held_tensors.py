@@ -1,7 +1,8 @@
 """Tensors that a block holds as neither parameter nor buffer: the scales of a quantized weight, an adapter's indices.
 
-They hang on its parameters and modules, in attributes, containers and small objects there. Each has a path, by which it
-is found anew at each call (rule R12). A call that puts another one in its place cannot be followed.
+They hang on its parameters and modules, in attributes, containers and small objects there, and a quantized weight of
+torchao is made of them. Each has a path, by which it is found anew at each call (rule R12). A call that puts another
+one in its place cannot be followed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from adacc_hf.tapes.local_tensors import runs_on_parts
 from adacc_hf.tapes.tape import Source, has_storage
@@ -27,7 +27,7 @@ _REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})
 def held_tensors(block: nn.Module) -> Iterator[tuple[Source, torch.Tensor]]:
     """(source, tensor) of each of them, as they are now."""
     for name, parameter in block.named_parameters(remove_duplicate=False):
-        if not is_traceable_wrapper_subclass(parameter):  # whose attributes are what it is made of
+        if not runs_on_parts(type(parameter)):  # whose own part stands for it
             for path, tensor in _tensors_in(vars(parameter), _DEPTH):
                 yield Source("attached", (name, *path)), tensor
     for name, module in block.named_modules():

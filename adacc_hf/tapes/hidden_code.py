@@ -1,4 +1,4 @@
-"""Code in a block that no operator shows: what torch.compile has made of a part of it."""
+"""What no operator of a block shows: code that torch.compile has made of a part of it, and what tensors consist of."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 COMPILED = "a part of it runs as code that torch.compile made, whose operators no record shows"
+
+WRAPPED = "it makes tensors that consist of others (float8 training), which no storage shows"
+HIDDEN = (COMPILED, WRAPPED)
+"""Reasons for which a tape's operators cannot be run one by one."""
 
 _NODE = "CompiledFunctionBackward"
 """What autograd calls the one node of a compiled graph, whatever its backend."""

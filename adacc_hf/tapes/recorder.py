@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 from adacc_hf.compat import attention_of, cast_from, class_name
 from adacc_hf.tapes.data_reads import Read, deciding_tensors, judge, watched
 from adacc_hf.tapes.held_tensors import PLACES, held_tensors
-from adacc_hf.tapes.local_tensors import local_of, runs_on_parts
+from adacc_hf.tapes.hidden_code import WRAPPED
+from adacc_hf.tapes.local_tensors import local_of, runs_on_parts, wraps_others
 from adacc_hf.tapes.replay import view
 from adacc_hf.tapes.tape import (
     COLLECTIVES,
@@ -272,6 +273,8 @@ class Recorder(TorchDispatchMode):
         return key in self._current or key in self._externals
 
     def _make(self, tensor: torch.Tensor, operator: int, name: str) -> int:
+        if self.untrusted is None and wraps_others(tensor):
+            self.untrusted = WRAPPED
         return self._add(tensor, None, operator, name)
 
     def _next_version(self, tensor: torch.Tensor, operator: int, name: str) -> tuple[int, int]:

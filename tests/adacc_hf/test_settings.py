@@ -306,6 +306,41 @@ def test_adapters_on_a_4_bit_model(tiny_llama, padded_batch, assert_same_trainin
     assert not kept
 
 
+@pytest.mark.filterwarnings("ignore")  # what torchao and peft say of their versions is their own matter
+def test_adapters_on_an_int8_model_of_torchao(tiny_llama, padded_batch, assert_same_training):
+    """What its products save is the weight as floats: remade from codes and scales, of which the weight is made."""
+    peft, quantization = pytest.importorskip("peft"), pytest.importorskip("torchao.quantization")
+
+    def build():
+        model = tiny_llama(attention_dropout=0.0)
+        for block in model.model.layers:
+            quantization.quantize_(block.mlp, quantization.Int8WeightOnlyConfig())
+        torch.manual_seed(1)
+        return peft.get_peft_model(model, peft.LoraConfig(target_modules=["v_proj", "o_proj"], r=4)).train()
+
+    def loop(model):
+        for step in training([padded_batch(12, seed) for seed in range(2)])(model):
+            yield {name: tensor for name, tensor in step.items() if type(tensor) in (torch.Tensor, torch.nn.Parameter)}
+
+    profile = assert_same_training(build, padded_batch(12), loop, num_policies=1)
+    kept = [v.name for v in profile.kinds[0].activations if v.producer is not None and not v.recomputable]
+    assert not kept
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_float8_training_of_torchao(tiny_llama, padded_batch, assert_same_training):
+    """Its tensors consist of others, and few operators take them: torch's checkpoint takes over."""
+    float8 = pytest.importorskip("torchao.float8")
+
+    def build():
+        model, config = tiny_llama().to(torch.bfloat16), float8.Float8LinearConfig(emulate=True)
+        float8.convert_to_float8_training(model.model.layers, config=config)
+        return model
+
+    profile = assert_same_training(build, padded_batch(16), training([padded_batch(16, seed) for seed in range(2)]), 1)
+    assert all("consist of others" in kind.fallback for kind in profile.kinds)
+
+
 def test_accelerator_accumulate(tiny_gpt2, padded_batch, assert_same_training):
     from accelerate import Accelerator
 
