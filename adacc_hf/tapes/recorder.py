@@ -101,7 +101,7 @@ class Recorder(TorchDispatchMode):
             self._note_cached_cast(tensor)
         if key not in self._current:
             base, source = self._externals.get(key, (tensor, Source("unknown", ())))
-            self._add(base, source, None, str(source))
+            self._current[key] = self._add(base, source, None, str(source))  # detached, some have another storage
         if self.untrusted is None and (tensor.is_conj() or tensor.is_neg()):
             self.untrusted = "a tensor is conjugated or negated lazily, which its storage does not show"
         return TensorRef(self._current[key], geometry_of(tensor), tensor.dtype)

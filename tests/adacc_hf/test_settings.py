@@ -545,6 +545,55 @@ class TestWhatBlocksDo:
         assert made
         assert all(op.replayable for op in made)
 
+    def test_a_quantized_weight_may_be_saved_as_it_is(self, toy_model, toy_batch, assert_exact):
+        """As quanto does, whose weights get another storage when they are detached."""
+
+        def setup(block):
+            codes = torch.randint(-8, 8, (8, 8), dtype=torch.int8)
+            block.weight = torch.nn.Parameter(Quantized(codes, torch.tensor(0.1)), requires_grad=False)
+
+        def forward(block, hidden):
+            return hidden + block.down(QuantizedProduct.apply(block.up(hidden).tanh(), block.weight))
+
+        profile = assert_exact(toy_model(forward, setup=setup), toy_batch())
+        assert all(value.recomputable for value in profile.kinds[0].activations if value.producer is not None)
+
+
+class Quantized(torch.Tensor):
+    """A weight that is made of codes and their scale."""
+
+    @staticmethod
+    def __new__(cls, codes, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)
+
+    def __init__(self, codes, scale):
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts, _, size, stride):
+        return Quantized(**parts)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is not torch.ops.aten.detach.default:
+            raise NotImplementedError(f"{func} takes no Quantized")
+        return Quantized(args[0].codes, args[0].scale)
+
+
+class QuantizedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return x @ (weight.codes * weight.scale)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (weight,) = ctx.saved_tensors
+        return gradient @ (weight.codes * weight.scale).t(), None
+
 
 def calling(model, order):
     """`model` with its blocks called in `order`, which holds their indices."""
