@@ -37,7 +37,8 @@ class StatePaths:
         self._paths = [_split(name) for name, _ in block.named_parameters()]
         modules = dict(block.named_modules())
         self._registers = [vars(module)[name] for module in modules.values() for name in _REGISTERS]
-        self._children = [module._modules for module in modules.values()]
+        self._filled = [register for register in self._registers if register]  # most are empty, and counted only
+        self._children = [module._modules for module in modules.values() if module._modules]
         self._before = self._content()
         self.structure = hash(tuple((path, *_made_of(module)) for path, module in modules.items()))
         """The same for blocks of the same modules, with the same names and hooks."""
@@ -46,9 +47,9 @@ class StatePaths:
         """Whether the block still has the modules that it had, and these their parameters, buffers and hooks."""
         return self._content() == self._before
 
-    def _content(self) -> tuple[list[str | int], list[nn.Module | None]]:
-        names, modules = map(_KEYS, self._registers), map(_VALUES, self._children)
-        return list(chain.from_iterable(names)), list(chain.from_iterable(modules))
+    def _content(self) -> tuple[list[int], list[str | int], list[nn.Module | None]]:
+        names, modules = map(_KEYS, self._filled), map(_VALUES, self._children)
+        return list(map(len, self._registers)), list(chain.from_iterable(names)), list(chain.from_iterable(modules))
 
     def want_gradients(self, block: nn.Module) -> tuple[bool, ...]:
         return tuple(_owner(block, path)._parameters[name].requires_grad for path, name in self._paths)
