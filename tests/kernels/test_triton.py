@@ -143,6 +143,18 @@ def test_codes_scales_and_values_are_bit_equal(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(3, 2112), (3, 2100), (2, 5003)], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("outlier-raw")])
+def test_outliers_of_rows_longer_than_a_tile_are_bit_equal(
+    case: str, shape: tuple[int, ...], dtype: torch.dtype, device: str
+) -> None:
+    """Programs then begin in the middle of a row and touch two at most: rows of whole groups, and rows that are not."""
+    x = _tensor(shape, dtype, device)
+    _assert_equal(CASES[case](x), x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES)
 def test_extreme_values_are_bit_equal(case: str, device: str) -> None:
     values = [0.0, 1e-40, -3e38, 65504.0, -1e-30, 3.3e38, -0.0, 2.0**-100]
