@@ -223,6 +223,7 @@ def test_channel_sums_agree(dtype: torch.dtype, device: str) -> None:
 
 if not INTERPRETED:
 
+    @pytest.mark.timeout(900)  # all of the above, one program of a kernel after the other: a minute on an idle machine
     def test_kernels_equal_the_references_under_the_interpreter() -> None:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
         environment = {**os.environ, "TRITON_INTERPRET": "1"}
