@@ -150,6 +150,7 @@ class Installation:
         self.blocks = {name: BlockFunction(name, block, Plainly()) for name, block in blocks}
         self.functions: dict[str, BlockFunction | LaterCall] = {**self.blocks}
         """What carries the strategy of each call in a step, by its name; at first of one call of each block."""
+        self._calls_before = dict.fromkeys(self.blocks, 0)
         self._undo: list[tuple[nn.Module, str, Any]] = []
         self._wraps_forward = block_classes is not None
         for name, block in blocks:
@@ -182,7 +183,8 @@ class Installation:
 
     def begin_step(self) -> None:
         """Let the next call of each block be its first in a step."""
-        for function in self.blocks.values():
+        for name, function in self.blocks.items():
+            self._calls_before[name] = function.num_calls
             if function.later:
                 function.step.reset()
 
@@ -202,6 +204,15 @@ class Installation:
         if layerdrop_rates(self.model):
             return []
         return [name for name, function in self.blocks.items() if function.num_calls == 0]
+
+    def left_out(self) -> list[str]:
+        """Blocks that the last step did not call with gradients on, as text calls no vision tower.
+
+        With layerdrop, where chance decides, none.
+        """
+        if layerdrop_rates(self.model):
+            return []
+        return [name for name, function in self.blocks.items() if function.num_calls == self._calls_before[name]]
 
     def _install(self, function: BlockFunction, block: nn.Module) -> None:
         for inner in _inner_layers(block):  # checkpointed inside a block, they would be recomputed under any plan

@@ -29,6 +29,9 @@ FORMAT_VERSION = 2
 COMPILED_FORMAT = "adacc_hf.compiled_policy"
 """What the file of a policy for compiled graphs says it is; see `adacc_hf/partitioner/region.py`."""
 HEADS = ("plain", "chunked")
+IDLE_KIND = "idle"
+"""What stands for a tape's digest in the plan of a block that the profiled batch ran without gradients alone: there is
+nothing to decide. See `adacc_hf/profiling/idle_blocks.py`."""
 
 
 class Action(str, Enum):
@@ -136,6 +139,11 @@ class Policy:
         record = self.to_json()
         actions = {name: record[name] for name in ("head", "plans", "blocks")}
         return hashlib.sha256(json.dumps(actions, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def idle_blocks(self) -> set[str]:
+        """The blocks that the policy decides nothing about, since the profiled batch did not train them."""
+        return {name for name, index in self.blocks if self.plans[index].kind == IDLE_KIND}
 
     def action_counts(self) -> Counter[str]:
         """How many activations of all blocks get each action."""

@@ -236,7 +236,8 @@ class Profile:
     loss_peak_bytes: int
     """Most bytes live in the backward of the head and the loss, besides what blocks store."""
     tail_peak_bytes: int
-    """Most bytes live after the last block's backward (the embedding's gradient), when no block stores anything."""
+    """Most bytes live when no block stores anything: after the last block's backward (the embedding's gradient), and
+    before the first block's forward (a teacher's)."""
     available_bytes: int
     """Bytes that the device had for this process when it was profiled: live and free ones together."""
     step_ms: float

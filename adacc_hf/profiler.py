@@ -24,11 +24,12 @@ from adacc_hf.memory import batch_bytes, distinct_bytes
 from adacc_hf.profile import BlockProfile, Head, KindProfile, Profile
 from adacc_hf.profiling.fallback import fallback_backward
 from adacc_hf.profiling.gradient_hooks import without_gradient_hooks
+from adacc_hf.profiling.idle_blocks import RanBlocks, with_idle
 from adacc_hf.profiling.instruments import Instruments
 from adacc_hf.profiling.optimizer_memory import coming_state_bytes
 from adacc_hf.profiling.own_loss import ComputeLoss, WithLoss
 from adacc_hf.profiling.profile_store import ProfileStore
-from adacc_hf.profiling.step_memory import StepLayout, measure_forward, measure_step_layout
+from adacc_hf.profiling.step_memory import ForwardLayout, StepLayout, measure_forward, measure_step_layout
 from adacc_hf.profiling.stored_prices import StoringInstruments
 from adacc_hf.profiling.survey import Survey, recompute_outcome
 from adacc_hf.tapes.library import library_of_profiles
@@ -48,7 +49,7 @@ def profile_model(
 
     The model must be in train mode, and may be under autocast. It is left as it was: gradients, buffers and random
     generators too. A block that a step calls several times, since layers share their weights or the loss calls the
-    model again, is there once for each call.
+    model again, is there once for each call. One that runs without gradients alone has nothing to decide.
 
     Args:
         optimizer: if given, its state is static memory, and its step a moment of the training step.
@@ -132,22 +133,29 @@ def _profile(
     survey.record(model, batch, installation)
     heads.check_own()
     blocks = survey.blocks
-    _check_called([block.name for block in blocks], installation)
+    called = {block.name for block in blocks}
+    uncalled = {name: function.block for name, function in installation.blocks.items() if name not in called}
+    if not blocks:
+        raise UncalledBlocksError(describe_uncalled(installation, list(uncalled), "with this batch"))
     installation.expect(block.name for block in blocks)
     kinds = survey.kinds()
     watched = {block.kind: block.name for block in blocks}
     by_name = {block.name: kinds[block.kind] for block in blocks}
     shared = tuple(survey.sharing.records)
-    forward = measure_forward(
-        model,
-        batch,
-        installation,
-        by_name,
-        survey.replay_sources(),
-        shared,
-        {name: name in survey.before_rest for name in watched.values()},
-        instruments,
-    )
+    with RanBlocks(uncalled) as ran:
+        forward = measure_forward(
+            model,
+            batch,
+            installation,
+            by_name,
+            survey.replay_sources(),
+            shared,
+            {name: name in survey.before_rest for name in watched.values()},
+            instruments,
+        )
+    left_out = [name for name in uncalled if name not in ran.names]
+    if left_out:
+        raise UncalledBlocksError(describe_uncalled(installation, left_out, "with this batch"))
     kinds = survey.add_forwards([forward.events[watched[index]] for index in range(len(kinds))])
     watchers = survey.follow_full_recomputation(installation, watched)
     recomputed = {block.name: recompute_outcome(kinds[block.kind]) for block in blocks}
@@ -161,7 +169,7 @@ def _profile(
     held_bytes = sum(record.nbytes for record in shared if record.saved) + replay_bytes
     other = heads.other(model, batch, measure, instruments)
     device = next(model.parameters()).device
-    return Profile(
+    profile = Profile(
         model_class=type(installation.model).__name__,
         kinds=tuple(_with_backward(kind, watched[index], layout) for index, kind in enumerate(kinds)),
         blocks=tuple(
@@ -175,18 +183,21 @@ def _profile(
         outside_peak_bytes=static_bytes + layout.outside_peak_bytes,
         outside_held_bytes=min(replay_bytes, max(0, layout.outside_peak_bytes - forward.outside_peak_bytes)),
         loss_peak_bytes=static_bytes + layout.loss_peak_bytes,
-        tail_peak_bytes=static_bytes + layout.tail_peak_bytes,
+        tail_peak_bytes=static_bytes + max(layout.tail_peak_bytes, forward.first_peak_bytes),
         available_bytes=instruments.available_bytes(device, step.static_bytes),
         step_ms=instruments.step_ms(model, batch),
         device=str(device),
         optimizer_peak_bytes=step.optimizer_peak_bytes(layout),
         head=heads.own,
         head_ms=other.ms[heads.own] if other is not None else 0.0,
-        other_heads=(_chunked(other, [block.name for block in blocks], static_bytes, held_bytes),) if other else (),
+        other_heads=(
+            (_chunked(other, [block.name for block in blocks], forward, static_bytes, held_bytes),) if other else ()
+        ),
     )
+    return with_idle(profile, list(uncalled), installation)
 
 
-def _chunked(other: HeadLayout, blocks: list[str], static_bytes: int, held_bytes: int) -> Head:
+def _chunked(other: HeadLayout, blocks: list[str], forward: ForwardLayout, static_bytes: int, held_bytes: int) -> Head:
     """The record of the chunked head."""
     layout = other.layout
     return Head(
@@ -195,7 +206,7 @@ def _chunked(other: HeadLayout, blocks: list[str], static_bytes: int, held_bytes
         outside_stored_bytes=layout.outside_stored_bytes - held_bytes,
         outside_peak_bytes=static_bytes + layout.outside_peak_bytes,
         loss_peak_bytes=static_bytes + layout.loss_peak_bytes,
-        tail_peak_bytes=static_bytes + layout.tail_peak_bytes,
+        tail_peak_bytes=static_bytes + max(layout.tail_peak_bytes, forward.first_peak_bytes),
         backward_base_bytes=tuple(static_bytes + layout.bases[block] for block in blocks),
     )
 
@@ -218,13 +229,6 @@ def _check_trainable(model: nn.Module, batch: Mapping[str, Any]) -> None:
 def _check_not_below(name: str, value: int, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={value!r} must be an int of at least {least}")
-
-
-def _check_called(called: list[str], installation: Installation) -> None:
-    """Raise UncalledBlocksError unless the batch called every block."""
-    uncalled = [name for name in installation.blocks if name not in called]
-    if uncalled:
-        raise UncalledBlocksError(describe_uncalled(installation, uncalled, "with this batch"))
 
 
 def describe_uncalled(installation: Installation, uncalled: list[str], when: str) -> str:

@@ -128,7 +128,7 @@ def _timeline(profile: Profile, outcomes: Sequence[BlockOutcome]) -> list[tuple[
     points = [*forward, ("head and loss", outside + held), ("backward of head and loss", loss + stored)]
     for moments in reversed(backward):
         points += moments
-    points.append(("after the blocks", profile.tail_peak_bytes))
+    points.append(("before or after the blocks", profile.tail_peak_bytes))
     if profile.optimizer_peak_bytes:
         points.append(("optimizer", profile.optimizer_peak_bytes))
     return points

@@ -154,7 +154,8 @@ class AdaccCallback(TrainerCallback):
         if self._compiled is not None:
             self._compiled.step_begins(model, optimizer)
         if self._evolution is not None:
-            if self._evolution.wanted is not None:
+            is_wanted = self._evolution.wanted is not None or self._evolution.num_tries > 0
+            if is_wanted and not self._maker.catches_batches:
                 self._maker.catch_batches(model)
             self._evolution.step_begins(state.global_step + 1, model, optimizer)
 
@@ -164,7 +165,7 @@ class AdaccCallback(TrainerCallback):
         if self._handle is not None:
             self._handle.installation.begin_step()
         if self._waiting is not None:
-            self._waiting.begin_batch()
+            self._waiting.begin_step()
         self._meet(inputs)
         if self._waiting is not None:
             with self._maker.inner_steps:
@@ -254,6 +255,8 @@ class AdaccCallback(TrainerCallback):
             changed = self._evolution.step_ends(state.global_step)
             if self._evolution.wanted is not None and self._maker.catches_batches:
                 changed |= self._add_size(state.global_step, model, optimizer)
+            elif self._evolution.num_tries > 0 and self._maker.catches_batches:
+                changed |= self._add_blocks(state.global_step, model, optimizer)
             if changed:
                 self._show_policy()
             if len(self.history) > num_events and state.is_world_process_zero:
@@ -362,6 +365,32 @@ class AdaccCallback(TrainerCallback):
         self._note(step, "policy", **predictions(policy), reason=f"for batches of {describe(shapes)}")
         log.info("Adacc: for batches of %s: %s", describe(shapes), policy.summary())
         return True
+
+    def _add_blocks(self, step: int, model: Any, optimizer: Any) -> bool:
+        """Profile the step's batch and start over with its policy, if it trains all blocks that any batch does."""
+        if not self._evolution.can_start_over():
+            if self._evolution.num_tries == 0:
+                self._keep_blocks(step, "no batch trains them and all others")
+            return False
+        self._evolution.num_tries = 0
+        try:
+            with self._handle.taken_off():
+                profile, policy = self._maker.for_more_blocks(model, optimizer, self._evolution)
+        except RefusedSizeError as reason:
+            self._keep_blocks(step, str(reason))
+            return False
+        shapes = self._shapes if self.config.length_buckets else None
+        self._evolution.start_over(shapes, profile, policy)
+        self._note(step, "policy", **predictions(policy), reason="more blocks are trained than before")
+        log.info("Adacc: more blocks are trained than before: %s", policy.summary())
+        return True
+
+    def _keep_blocks(self, step: int, reason: str) -> None:
+        """Say why blocks that are trained by now stay under torch's checkpoint."""
+        reason = f"blocks that are trained by now stay under torch's checkpoint: {reason}"
+        log.warning("Adacc: %s", reason)
+        self._maker.drop_batches()
+        self._note(step, "memory", reason=reason)
 
     def _follow(self, args: TrainingArguments, model: Any, policy: Policy, policy_step: int) -> None:
         """Put `policy` in force; a policy that was given, or is known without its profile, stays as it is."""

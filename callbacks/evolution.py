@@ -4,7 +4,8 @@ NOTE [Timetable of a step]. All ranks do the same at the same step.
 1. Step begins: at a tracking step, the policies in force measure. At the next normal one, its memory is counted.
 2. Each micro-batch: the policy for its size is put in force. Out of memory: tighter policy, once more.
 3. Step ends: a) what was measured goes into the prices; b) what was solved `takeover_steps` steps ago is taken over; c)
-   if prices moved, the solver starts on a thread. Now and then a size that was seen often is profiled.
+   if prices moved, the solver starts on a thread. Now and then a size that was seen often is profiled, and once blocks
+   are trained that the profiled batch ran without gradients, all sizes are.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ PEAK_TOLERANCE = 0.01
 """A measured peak this far above the predicted one corrects the prices: allocators round, and the Trainer keeps a few
 small tensors that the profiler does not see."""
 
+MOST_TRIES = 64
+"""Steps that may bring a batch that calls all blocks together, once a block is trained that no policy has a plan for;
+with several ranks each is a collective."""
+
 RECORDED_STEPS = 2
 """First steps of a handle, whose calls are recorded: they take longer than those that follow, and more memory where no
 profile has recorded the model before."""
@@ -61,6 +66,9 @@ class Evolution:
         self.situations = Situations()
         self.wanted: BatchShapes | None = None
         """Sizes to be profiled with the next step's batch."""
+        self.num_tries = 0
+        """Steps that may still bring the batch to start over with: one that calls all blocks that any batch trains."""
+        self._has_tried = False
         self.last_shapes: BatchShapes = ()
         """Sizes of the last micro-batch."""
         self.tracking_ms = 0.0
@@ -92,6 +100,11 @@ class Evolution:
     def shown(self) -> Situation:
         """The situation of the last micro-batch; the first one if that ran under torch's checkpoint."""
         return self._current or self.situations.all[0]
+
+    @property
+    def idle_blocks(self) -> set[str]:
+        """Blocks that a policy decides nothing about, the same on all ranks."""
+        return set().union(*(situation.rectifier.policy.idle_blocks for situation in self.situations.all))
 
     def saved(self, history: list[dict[str, Any]]) -> Saved:
         """What a run needs to go on from here."""
@@ -141,6 +154,19 @@ class Evolution:
         self._pause, self._count_from = 0, self._num_steps + RECORDED_STEPS
         return situation
 
+    def start_over(self, shapes: BatchShapes | None, profile: Profile, policy: Policy) -> None:
+        """Follow `policy` alone: those for other sizes leave blocks out that it has plans for."""
+        self.cancel()
+        self.situations.all.clear()
+        self._has_tried = False
+        self.add(shapes, profile, policy)
+
+    def can_start_over(self) -> bool:
+        """Whether the last batch, on every rank, called all blocks that any batch has trained so far."""
+        self.num_tries -= 1
+        installation = self._handle.installation
+        return all(of_all_ranks(not set(installation.left_out()).difference(installation.uncalled())))
+
     def step_begins(self, step: int, model: nn.Module | None, optimizer: Any) -> None:
         """`step` is the number of the step that begins, counted from 1."""
         due = is_tracking_step(step - self.policy_step, self.config.tracking)
@@ -187,8 +213,10 @@ class Evolution:
         self._is_metering = False
         self._meter.close()
         changed |= self._take_over(step)
-        if self.config.length_buckets and (step - self.policy_step) % LOOK_STEPS == 0:
-            self._look_for_sizes()
+        if (step - self.policy_step) % LOOK_STEPS == 0:
+            if self.config.length_buckets:
+                self._look_for_sizes()
+            self._look_for_blocks()
         return changed
 
     def logged(self, logs: Mapping[str, float]) -> None:
@@ -375,6 +403,14 @@ class Evolution:
     def _look_for_sizes(self) -> None:
         if len(self.situations.all) < MAX_SITUATIONS:
             self.wanted = most_wanted(of_all_ranks(self.situations.unplanned()))
+
+    def _look_for_blocks(self) -> None:
+        """Want a batch to start over with, for once, if blocks are trained that a policy decides nothing about."""
+        idle = self.idle_blocks
+        if idle and not self._has_tried:
+            blocks = self._handle.installation.blocks
+            if any(of_all_ranks(any(blocks[name].num_calls for name in idle))):
+                self.num_tries, self._has_tried = MOST_TRIES, True
 
     def _ran_alone(self) -> bool:
         """Whether all of the last step ran under the present policy."""

@@ -44,7 +44,7 @@ PolicySource = Policy | str | Path | Callable[[Profile], Policy]
 
 
 class RefusedSizeError(Exception):
-    """Batches of a size get no policy of their own; the message says why."""
+    """Batches of a size, or that train more blocks, get no policy of their own; the message says why."""
 
 
 class PolicyMaker:
@@ -65,6 +65,12 @@ class PolicyMaker:
         """Keep the last batch from now on."""
         self._last_batch = LastBatch(model)
 
+    def drop_batches(self) -> None:
+        """Let go of the last batch; no more are kept. Harmless when none is."""
+        if self._last_batch is not None:
+            self._last_batch.remove()
+        self._last_batch = None
+
     @property
     def catches_batches(self) -> bool:
         return self._last_batch is not None
@@ -82,9 +88,7 @@ class PolicyMaker:
     def remove(self) -> None:
         """Take everything off the model and the optimizer. Harmless when called again."""
         self.optimizer.end()
-        if self._last_batch is not None:
-            self._last_batch.remove()
-        self._last_batch = None
+        self.drop_batches()
 
     def first(self, model: nn.Module, optimizer: Any) -> tuple[Profile, Policy, bool]:
         """(profile, policy, whether it is provisional) for the last batch.
@@ -132,12 +136,34 @@ class PolicyMaker:
         if found is None:
             return None
         shapes, priced = found
+        policy = self._solve_again(priced, evolution)
+        if policy.idle_blocks - evolution.idle_blocks:
+            raise RefusedSizeError("they train fewer blocks, and a policy is for all of them")
+        return shapes, priced, policy
+
+    def for_more_blocks(self, model: nn.Module, optimizer: Any, evolution: Evolution) -> tuple[Profile, Policy]:
+        """(profile, policy) for the step's batch, which trains blocks that no batch did that was profiled before.
+
+        Raises RefusedSizeError if there is no such policy.
+        """
+        batch, compute_loss = self._caught_batch()
+        try:
+            profile = self._profile(model, batch, optimizer, compute_loss)
+        except torch.OutOfMemoryError as error:
+            if is_sharded(model):  # as above
+                raise
+            raise RefusedSizeError("there is no memory to profile them in") from error
+        priced = with_missing(profile, evolution.missing_bytes)
+        return priced, self._solve_again(priced, evolution)
+
+    def _solve_again(self, priced: Profile, evolution: Evolution) -> Policy:
+        """The policy for a profile in the middle of a run, on all ranks."""
         try:
             policy = from_first_rank(lambda: self._solve(priced, evolution.memory_budget, evolution.guard.exact_blocks))
         except InfeasibleBudgetError as error:
             raise RefusedSizeError(str(error)) from error
         check_same_policy(policy)
-        return shapes, priced, policy
+        return policy
 
     def _caught_batch(self) -> tuple[dict[str, Any] | None, ComputeLoss | None]:
         """The last batch and what makes its loss, which are let go of; no more are kept."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from adacc_hf.blocks import Checkpointed, Installation
-from adacc_hf.compat import layerdrop_rates
 from adacc_hf.config import AdaccConfig
 from adacc_hf.head.head import ChunkedHead
+from adacc_hf.profiling.idle_blocks import RanBlocks
 
 
 class Waiting(Installation):
@@ -22,20 +22,22 @@ class Waiting(Installation):
             raise
         for function in self.blocks.values():
             function.strategy = Checkpointed()
-        self.begin_batch()
+        self._ran = RanBlocks({name: function.block for name, function in self.blocks.items()})
 
-    def begin_batch(self) -> None:
-        """Let the next call of each block be of a new batch."""
-        self._calls_before = {name: function.num_calls for name, function in self.blocks.items()}
+    def begin_step(self) -> None:
+        super().begin_step()
+        self._ran.names.clear()
 
     def left_out(self) -> list[str]:
-        """Blocks that the last batch did not call, as text calls no vision tower; with layerdrop chance decides."""
-        if layerdrop_rates(self.model):
-            return []
-        return [name for name, function in self.blocks.items() if function.num_calls == self._calls_before[name]]
+        """Blocks that the last batch did not run; those that it ran beside others' training have nothing to decide."""
+        untrained = super().left_out()
+        if len(untrained) == len(self.blocks):
+            return untrained
+        return [name for name in untrained if name not in self._ran.names]
 
     def remove(self) -> None:
         super().remove()
+        self._ran.remove()
         self._remove_head()
 
     def _remove_head(self) -> None:

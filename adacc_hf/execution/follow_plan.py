@@ -18,7 +18,7 @@ from adacc_hf.execution.checked_call import CheckedCall
 from adacc_hf.execution.choices import can_follow, least_memory, least_memory_choices
 from adacc_hf.execution.recording import Recording
 from adacc_hf.kernels.codecs import Codec, get_codec
-from adacc_hf.policy import RETAIN, Action, Choice, Plan
+from adacc_hf.policy import IDLE_KIND, RETAIN, Action, Choice, Plan
 from adacc_hf.tapes.call_inputs import fetch
 from adacc_hf.tapes.compiled import CompiledPlan
 from adacc_hf.tapes.known_shapes import MAX_SHAPES, Key, KnownShape, KnownShapes
@@ -61,7 +61,9 @@ class FollowPlan:
         self.name = name
         self.plan = plan
         self._is_plain = plan.is_plain
-        self._is_checkpointed = any(_is_checkpointed_on_all_ranks(shape.tape) for shape in (known or {}).values())
+        self._is_checkpointed = plan.kind == IDLE_KIND or any(
+            _is_checkpointed_on_all_ranks(shape.tape) for shape in (known or {}).values()
+        )
         self.library = library
         self.known = KnownShapes() if known is None else known
         """The block's shapes; all its plans share what is known of them."""

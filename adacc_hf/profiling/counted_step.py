@@ -19,7 +19,7 @@ from adacc_hf.profiling.instruments import Instruments
 from adacc_hf.profiling.step_memory import MarkCalls
 from adacc_hf.simulator import simulate
 
-FORWARD, AFTER, OPTIMIZER = "forward, head and loss", "after the blocks", "optimizer"
+FORWARD, AFTER, OPTIMIZER = "forward, head and loss", "before or after the blocks", "optimizer"
 """Moments of a step besides the blocks' backwards, which go by their calls' names."""
 
 

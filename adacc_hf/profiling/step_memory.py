@@ -182,6 +182,8 @@ class MarkCalls:
 class ForwardLayout:
     """The memory of a forward that stored nothing, in bytes relative to its start."""
 
+    first_peak_bytes: int
+    """The most that was live before the first block: in the forward of a teacher, say."""
     base: int
     """The most that was live when a block started."""
     outside_peak_bytes: int
@@ -231,10 +233,13 @@ def measure_forward(
     with collecting_no_garbage(), instruments.meter(next(model.parameters()).device) as meter:
         for name, function in installation.functions.items():
             function.strategy = WatchForward(name, kinds[name], meter, sources[name], held, shared, name == last)
+        meter.mark(("begin",))
         forward_loss(model, batch)
+    begin = next(i for i, point in enumerate(meter.points) if point.label[0] == "enter")
     end = next(i for i, point in enumerate(meter.points) if point.label == ("leave", -1, last))
     base = max(point.live_bytes for point in meter.points if point.label[0] == "enter")
     return ForwardLayout(
+        first_peak_bytes=max(point.max_bytes for point in meter.points[:begin]),
         base=base,
         outside_peak_bytes=max(point.max_bytes for point in meter.points[end:]),
         events={

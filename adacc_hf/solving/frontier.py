@@ -26,10 +26,14 @@ def frontiers(log: SolverLog, models: Sequence[KindModel]) -> list[list[Column]]
 
     They do not depend on the budget, which makes the policies for two budgets comparable. Shared tensors count as free.
     """
-    return [_frontier(_Relaxation(log, model), retain_all(model)) for model in models]
+    return [_frontier(log, model) for model in models]
 
 
-def _frontier(relaxation: _Relaxation, plain: Column) -> list[Column]:
+def _frontier(log: SolverLog, model: KindModel) -> list[Column]:
+    plain = retain_all(model)
+    if not plain.plan.choices:  # HiGHS has no status for a program without variables
+        return [plain]
+    relaxation = _Relaxation(log, model)
     least = relaxation.least_bytes()
     if least.nbytes >= plain.nbytes:
         return [plain]

@@ -113,7 +113,7 @@ def test_the_step_adds_up(kind, profile_of):
         "backward of head and loss": 1250 + 50 + 70,
         "backward h.1": 1000 + 50 + 50 + 70,
         "backward h.0": 1000 + 100 + 50,
-        "after the blocks": 1200,
+        "before or after the blocks": 1200,
     }
     assert (outcome.peak_label, outcome.peak_bytes) == ("head and loss", 1420)
 

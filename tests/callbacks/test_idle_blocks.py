@@ -1,0 +1,84 @@
+"""Training where some blocks run without gradients: a teacher beside its student, networks that train in turn."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+from transformers import TrainerCallback
+
+from adacc_hf import AdaccCallback
+from adacc_hf.callbacks import evolution
+
+PARTS = ("student", "teacher")
+TEACHER = {f"teacher.transformer.h.{index}" for index in range(2)}
+
+
+class Pair(torch.nn.Module):
+    """Two models of the same classes that learn from a text and from each other; `trained(step)` says which."""
+
+    def __init__(self, model, trained):
+        super().__init__()
+        self.student, self.teacher = model, copy.deepcopy(model)
+        self.trained, self.step = trained, 0
+
+    def forward(self, input_ids, labels):
+        outputs = {}
+        for part in PARTS:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and part in self.trained(self.step)):
+                outputs[part] = getattr(self, part)(input_ids, labels=labels)
+        student, teacher = outputs.values()
+        return {"loss": student.loss + teacher.loss + mse_loss(student.logits, teacher.logits)}
+
+
+class TellStep(TrainerCallback):
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        model.step = state.global_step + 1
+
+
+@pytest.fixture
+def assert_equal_to_plain(train, make_model, lossless):
+    """`assert_equal_to_plain(trained, max_steps)`: trains a `Pair` both ways and returns the callback."""
+
+    def compare(trained, max_steps, **settings):
+        callback, runs, states = AdaccCallback(**{**lossless, **settings}), [], []
+        for callbacks in ([], [callback]):
+            runs.append(train([TellStep(), *callbacks], model=Pair(make_model(), trained), max_steps=max_steps))
+            states.append(torch.get_rng_state())
+        runs[1].assert_equals(runs[0])
+        assert torch.equal(*states)
+        assert not any(module._forward_pre_hooks for module in runs[1].trainer.model.modules())
+        return callback
+
+    return compare
+
+
+def policy_steps(callback):
+    return [event["step"] for event in callback.history if event["event"] == "policy"]
+
+
+@pytest.mark.parametrize("budget", [0.5, "4MiB"])
+def test_a_policy_is_made_at_once_for_the_blocks_that_train(assert_equal_to_plain, budget):
+    callback = assert_equal_to_plain(lambda _: {"student"}, 6, memory_budget=budget)
+    assert policy_steps(callback) == [2]
+    assert callback.policy.idle_blocks == TEACHER
+    assert not callback.policy.is_plain
+    counted = [event for event in callback.history if "measured_peak_bytes" in event]
+    assert counted
+    assert not any(event["corrected"] for event in counted)
+
+
+def test_blocks_that_train_later_get_plans(assert_equal_to_plain, monkeypatch):
+    monkeypatch.setattr(evolution, "LOOK_STEPS", 3)
+    callback = assert_equal_to_plain(lambda step: PARTS if step > 6 else {"student"}, 12)
+    assert policy_steps(callback) == [2, 9]
+    assert not callback.policy.idle_blocks
+
+
+def test_blocks_that_never_train_together_stay_under_torchs_checkpoint(assert_equal_to_plain, monkeypatch, caplog):
+    monkeypatch.setattr(evolution, "LOOK_STEPS", 3)
+    monkeypatch.setattr(evolution, "MOST_TRIES", 2)
+    callback = assert_equal_to_plain(lambda step: {PARTS[step % 2]}, 12)
+    assert policy_steps(callback) == [2]
+    assert callback.policy.idle_blocks == TEACHER
+    assert "stay under torch's checkpoint: no batch trains them and all others" in caplog.text
