@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,8 @@ from transformers import PretrainedConfig, masking_utils
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
+
+from adacc_hf.random_states import PythonStates
 
 FLAG = "gradient_checkpointing"
 FUNCTION = "_gradient_checkpointing_func"
@@ -189,14 +191,17 @@ def no_packed_sequences() -> Iterator[None]:
 def checkpointed(fn: Callable[..., Any], *args: Any) -> Any:
     """`fn(*args)` under torch's checkpoint, whose hooks are off again even if `fn` raises.
 
-    Before torch 2.13 they stay on for as long as somebody holds the error.
+    Before torch 2.13 they stay on for as long as somebody holds the error. What `fn` draws from Python's and numpy's
+    generators it draws again in backward; torch sees to its own alone.
     """
     raised: list[BaseException] = []
     in_forward = True
+    before: PythonStates | None = PythonStates()
 
     def run(*args: Any) -> Any:
         if not in_forward:
-            return fn(*args)
+            with nullcontext() if before is None else before.back_for_a_while():
+                return fn(*args)
         try:
             return fn(*args)
         except BaseException as error:
@@ -205,6 +210,8 @@ def checkpointed(fn: Callable[..., Any], *args: Any) -> Any:
 
     result = checkpoint(run, *args, use_reentrant=False)
     in_forward = False
+    if not before.have_moved():
+        before = None  # 23 KiB for every block
     if raised:
         raise raised.pop()
     return result

@@ -14,6 +14,36 @@ import numpy
 import torch
 
 
+class PythonStates:
+    """The states of Python's and numpy's default generators now, of which torch keeps no account."""
+
+    def __init__(self) -> None:
+        self._python: Any = random.getstate()
+        self._numpy: Any = numpy.random.get_state()
+
+    def have_moved(self) -> bool:
+        """Whether somebody has drawn from one of them since."""
+        name, key, *rest = numpy.random.get_state()
+        before, key_before, *rest_before = self._numpy
+        is_same_numpy = (name, rest) == (before, rest_before) and numpy.array_equal(key, key_before)
+        return random.getstate() != self._python or not is_same_numpy
+
+    def restore(self) -> None:
+        """Put the generators into these states."""
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)
+
+    @contextmanager
+    def back_for_a_while(self) -> Iterator[None]:
+        """While open, what is drawn is what was drawn from these states on; afterwards the generators are as before."""
+        now = PythonStates()
+        self.restore()
+        try:
+            yield
+        finally:
+            now.restore()
+
+
 class RandomStates:
     """The states of all default generators now: the CPU's, those of the GPUs among `devices`, Python's and numpy's."""
 
@@ -21,16 +51,14 @@ class RandomStates:
         indices = {_index(device) for device in devices if device.type == "cuda"}
         self._cpu = torch.get_rng_state()
         self._cuda = {index: torch.cuda.get_rng_state(index) for index in sorted(indices)}
-        self._python: Any = random.getstate()
-        self._numpy: Any = numpy.random.get_state()
+        self._python = PythonStates()
 
     def restore(self) -> None:
         """Put the generators into these states."""
         torch.set_rng_state(self._cpu)
         for index, state in self._cuda.items():
             torch.cuda.set_rng_state(state, index)
-        random.setstate(self._python)
-        numpy.random.set_state(self._numpy)
+        self._python.restore()
 
 
 @contextmanager

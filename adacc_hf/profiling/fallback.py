@@ -58,8 +58,11 @@ def with_fallback_forward(kind: KindProfile, forward: Sequence[ForwardEvent]) ->
 
 
 def fallback_backward(kind: KindProfile, extra_bytes: int | None) -> tuple[BackwardEvent, ...]:
-    """The backward of `kind`, in which at most `extra_bytes` were live besides what it stored; None if it has none."""
-    if extra_bytes is None:
+    """The backward of `kind`, in which at most `extra_bytes` were live besides what it stored; None if it has none.
+
+    A block that had nothing to save when it was recorded has none either, whatever it did when it was measured.
+    """
+    if extra_bytes is None or not kind.slots:
         return ()
     besides = extra_bytes - kind.values[SAVED].nbytes
     return (

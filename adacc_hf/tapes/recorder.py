@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import starmap
 from typing import Any
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from adacc_hf.compat import attention_of, cast_from, class_name
+from adacc_hf.random_states import PythonStates
 from adacc_hf.tapes.data_reads import Read, deciding_tensors, judge, watched
 from adacc_hf.tapes.held_tensors import PLACES, held_tensors
 from adacc_hf.tapes.hidden_code import WRAPPED
@@ -37,6 +38,7 @@ _CONSTANT = torch.ops.aten.lift_fresh.default
 """What torch.tensor() puts its new tensor through."""
 MOVES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_"}
 """Operators that put another storage under a tensor."""
+DICE = "it draws from Python's or numpy's random generators, on which any of its operators may depend"
 
 
 class Recorder(TorchDispatchMode):
@@ -303,12 +305,18 @@ class Recorder(TorchDispatchMode):
     def _leave_module(self, *_: Any) -> None:
         self._modules.pop()
 
-    def watching_reads(self) -> AbstractContextManager[None]:
-        """While open, what the block turns into lists and arrays is noted: no operator tells of it.
+    @contextmanager
+    def watching_reads(self) -> Iterator[None]:
+        """While open, what the block turns into lists and arrays is noted, and what it draws from Python's generators.
 
-        What an operator of the user's own reads is its own affair: replay has it run again, and compares.
+        No operator tells of either. What an operator of the user's own reads is its own affair: replay has it run
+        again, and compares.
         """
-        return watched(lambda tensor, by: None if self._in_operator else self._read(tensor, by))
+        before = PythonStates()
+        with watched(lambda tensor, by: None if self._in_operator else self._read(tensor, by)):
+            yield
+        if before.have_moved():
+            self.untrusted = self.untrusted or DICE
 
     @contextmanager
     def naming_modules(self) -> Iterator[None]:

@@ -1,7 +1,9 @@
 """What is taken from Transformers and torch that a release may change."""
 
+import random
 from functools import partial
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import DynamicCache, StaticCache, TrainingArguments
 
 from adacc_hf import compat
+from adacc_hf.random_states import PythonStates
 
 
 def test_the_names_that_transformers_reads_are_there(tiny_gpt2):
@@ -104,6 +107,21 @@ def test_torchs_checkpoint_takes_its_hooks_off_when_the_function_raises():
         compat.checkpointed(fail, torch.ones(1, requires_grad=True))
     assert held.value is not None
     assert compat.outer_hooks() is None
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
+def test_a_checkpointed_function_throws_the_same_dice_in_backward(draw):
+    def skips(x):
+        drawn.append(draw())
+        return x.exp() if drawn[-1] < 0.5 else x.sin().exp()
+
+    drawn = []
+    x = torch.ones(1, requires_grad=True)
+    outputs = [compat.checkpointed(skips, x) for _ in range(12)]
+    state = PythonStates()
+    torch.autograd.grad(sum(outputs), x)
+    assert not state.have_moved()
+    assert sorted(drawn[:12]) == sorted(drawn[12:])
 
 
 def test_a_checkpointed_function_may_fail_in_backward():

@@ -1,6 +1,10 @@
 """Kinds that torch's checkpoint runs: the profile says what that stores and costs."""
 
+import random
+
+import numpy
 import pytest
+import torch
 
 from adacc_hf import AdaccConfig, InfeasibleBudgetError, Policy, Profile, apply_policy, profile_model, solve_policy
 from adacc_hf.memory import measure_step
@@ -87,3 +91,42 @@ def test_a_checkpoint_that_saves_nothing_is_not_chosen(toy_model, toy_batch):
 def test_a_profile_with_fallbacks_survives_the_disk(profile, tmp_path):
     profile.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == profile
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_block_that_skips_itself_by_chance_is_exact(toy_model, toy_batch, draw, seed):
+    """Whatever dice the profile's passes and the steps throw; a block that was skipped has no operators to price."""
+
+    def skips(block, hidden):
+        return hidden if draw() < 0.5 else hidden + block.down(block.up(hidden).tanh())
+
+    def losses_and_gradients():
+        random.seed(seed)
+        numpy.random.seed(seed)
+        found = []
+        for _ in range(4):
+            model.zero_grad()
+            loss = model(**batch).loss
+            loss.backward()
+            found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        return found, draw()
+
+    model, batch = toy_model(skips, num_blocks=4), toy_batch(64)
+    random.seed(seed)
+    numpy.random.seed(seed)
+    profile = profile_model(model, batch, CONFIG)
+    assert all("Python's or numpy's random generators" in kind.fallback for kind in profile.kinds)
+    plain, after = losses_and_gradients()
+    for policy in (Policy.uniform(profile, "recompute"), solve_policy(profile, 0.9), Policy.uniform(profile, "retain")):
+        with apply_policy(model, policy, CONFIG):
+            ours, our_after = losses_and_gradients()
+        assert our_after == after
+        assert len(ours) == len(plain)
+        assert all(map(torch.equal, ours, plain))
+
+
+def test_a_block_that_passes_on_what_it_is_given_has_nothing_to_decide(toy_model, toy_batch):
+    model, batch = toy_model(lambda block, hidden: hidden), toy_batch(4)
+    profile = profile_model(model, batch, CONFIG)
+    assert solve_policy(profile, "1GiB").is_plain
