@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import get_ident
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ _METHODS = ("tolist", "numpy")
 """Ways into Python that run no operator, so that no dispatch mode sees them."""
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
+Note = Callable[[torch.Tensor, str], None]
 Path = tuple[Any, ...]
 
 
@@ -50,36 +51,64 @@ def deciding_tensors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
     return [arg for arg in args if isinstance(arg, torch.Tensor)]
 
 
-@contextmanager
-def watched(note: Callable[[torch.Tensor, str], None]) -> Iterator[None]:
-    """While open, `note(tensor, method)` is called where this thread turns a tensor into lists or arrays.
+class _Watch:
+    """One patch of torch's tensors for all threads that watch at the same time, each what it reads itself.
 
     A torch function mode would see it too, and would have what torch.compile made of a block's parts made again.
     """
-    thread = get_ident()
 
-    def watching(method: str) -> Callable[..., Any]:
-        original = getattr(torch._C.TensorBase, method)
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._notes: dict[int, list[Note]] = {}
+        """By thread; the innermost comes last. Dynamo, when it is first used, keeps the methods that it finds: outside
+        they must find nothing here."""
+        self._before: dict[str, Any] = {}
+
+    def begin(self, note: Note) -> None:
+        with self._lock:
+            if not self._notes:
+                self._before = {method: torch.Tensor.__dict__.get(method) for method in _METHODS}
+                for method in _METHODS:
+                    setattr(torch.Tensor, method, self._watching(method))
+            self._notes.setdefault(get_ident(), []).append(note)
+
+    def end(self) -> None:
+        with self._lock:
+            notes = self._notes[get_ident()]
+            notes.pop()
+            if not notes:
+                del self._notes[get_ident()]
+            if self._notes:
+                return
+            for method, function in self._before.items():
+                if function is None:
+                    delattr(torch.Tensor, method)
+                else:
+                    setattr(torch.Tensor, method, function)
+
+    def _watching(self, method: str) -> Callable[..., Any]:
+        original = self._before[method] or getattr(torch._C.TensorBase, method)
 
         def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if note is not None and get_ident() == thread:
-                note(tensor, f"Tensor.{method}")
+            notes = self._notes.get(get_ident())
+            if notes:
+                notes[-1](tensor, f"Tensor.{method}")
             return original(tensor, *args, **kwargs)
 
         return call
 
-    before = {method: torch.Tensor.__dict__.get(method) for method in _METHODS}
-    for method in _METHODS:
-        setattr(torch.Tensor, method, watching(method))
+
+_WATCH = _Watch()
+
+
+@contextmanager
+def watched(note: Note) -> Iterator[None]:
+    """While open, `note(tensor, method)` is called where this thread turns a tensor into lists or arrays."""
+    _WATCH.begin(note)
     try:
         yield
     finally:
-        note = None  # dynamo, when it is first used, keeps the methods that it finds
-        for method, function in before.items():
-            if function is None:
-                delattr(torch.Tensor, method)
-            else:
-                setattr(torch.Tensor, method, function)
+        _WATCH.end()
 
 
 def judge(

@@ -1,5 +1,8 @@
 """Data that a block reads into Python: which is seen, which is a ground for a tape, and that calls are told apart."""
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
 import numpy as np
 import pytest
 import torch
@@ -42,6 +45,32 @@ def test_what_runs_no_operator_is_seen_too(read):
     with watched(lambda tensor, by: seen.append(by)):
         read(torch.tensor([2, 4]))
     assert len(seen) == 1
+    assert not {"tolist", "numpy"} & torch.Tensor.__dict__.keys()
+
+
+def test_threads_that_watch_at_once_see_their_own_reads():
+    """The one that began first ends first, in the midst of the other's watch."""
+    seen, turns = {"first": [], "second": []}, Barrier(2, timeout=30)
+
+    def watch(name, ends_first):
+        if not ends_first:
+            turns.wait()  # until the first one watches
+        with watched(lambda tensor, by: seen[name].append(tensor.item())):
+            if ends_first:
+                turns.wait()
+            turns.wait()
+            torch.tensor([len(name)]).tolist()
+            turns.wait()
+            if not ends_first:
+                turns.wait()  # until the first one watches no more
+                torch.tensor([0]).tolist()
+        if ends_first:
+            turns.wait()
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(watch, "first", True), threads.submit(watch, "second", False)]:
+            done.result()
+    assert seen == {"first": [5], "second": [6, 0]}
     assert not {"tolist", "numpy"} & torch.Tensor.__dict__.keys()
 
 
