@@ -253,27 +253,47 @@ def rivals(tensor: Tensor, with_compile: bool) -> Iterator[Contender]:
         compiled = (torch.compile(function, dynamic=False, fullgraph=True) for function in (encode, decode))
         yield Contender("torch.compile of the reference", *compiled, nbytes)
     if importlib.util.find_spec("bitsandbytes"):
-        yield from _bitsandbytes()
+        yield from _bitsandbytes(tensor)
 
 
-def _bitsandbytes() -> Iterator[Contender]:
-    from bitsandbytes import functional
+def _bitsandbytes(tensor: Tensor) -> Iterator[Contender]:
+    """What of bitsandbytes can compress `tensor`; of the rest it says why not.
+
+    A release may have no kernels for this GPU, or for CPUs, or not find the library that has them.
+    """
+    try:
+        from bitsandbytes import functional
+    except Exception as error:
+        _say_left_out("bitsandbytes", error)
+        return
 
     def nbytes(pair: tuple[Tensor, Any]) -> int:
         return pair[0].nbytes + pair[1].absmax.nbytes
 
-    yield Contender(
-        "bitsandbytes quantize_4bit nf4",
-        lambda x: functional.quantize_4bit(x, blocksize=64, quant_type="nf4"),
-        lambda pair: functional.dequantize_4bit(*pair),
-        nbytes,
-    )
-    yield Contender(
-        "bitsandbytes quantize_blockwise",
-        lambda x: functional.quantize_blockwise(x, blocksize=256),
-        lambda pair: functional.dequantize_blockwise(*pair),
-        nbytes,
-    )
+    for rival in (
+        Contender(
+            "bitsandbytes quantize_4bit nf4",
+            lambda x: functional.quantize_4bit(x, blocksize=64, quant_type="nf4"),
+            lambda pair: functional.dequantize_4bit(*pair),
+            nbytes,
+        ),
+        Contender(
+            "bitsandbytes quantize_blockwise",
+            lambda x: functional.quantize_blockwise(x, blocksize=256),
+            lambda pair: functional.dequantize_blockwise(*pair),
+            nbytes,
+        ),
+    ):
+        try:
+            rival.decode(rival.encode(tensor))
+        except Exception as error:
+            _say_left_out(rival.name, error)
+        else:
+            yield rival
+
+
+def _say_left_out(name: str, error: Exception) -> None:
+    print(f"{name} is left out: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

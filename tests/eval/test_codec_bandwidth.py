@@ -1,7 +1,10 @@
 """The benchmark: what it counts, what it refuses to time, and that it runs."""
 
 import json
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -36,6 +39,28 @@ def test_a_broken_codec_is_not_timed() -> None:
     broken = Contender("broken", lambda x: x, torch.zeros_like, lambda x: x.nbytes)
     with pytest.raises(RedGateError, match=r"broken is off by 1.000 of the tensor's norm: not timed"):
         time_contender(broken, torch.ones(8, 8), samples=1)
+
+
+def test_a_rival_that_cannot_run_here_is_left_out_in_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AttributeError("no such kernel")
+
+    functional = ModuleType("functional")
+    functional.quantize_4bit = fail
+    functional.quantize_blockwise = lambda x, blocksize: (x, None)
+    functional.dequantize_blockwise = lambda x, _: x
+    package = ModuleType("bitsandbytes")
+    package.functional, package.__spec__ = functional, ModuleSpec("bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", package)
+    monkeypatch.delitem(sys.modules, "bitsandbytes.functional", raising=False)  # where the import would look next
+    names = [rival.name for rival in codec_bandwidth.rivals(torch.ones(8, 64), with_compile=False)]
+    assert names == ["plain torch reference", "bitsandbytes quantize_blockwise"]
+    assert "bitsandbytes quantize_4bit nf4 is left out: AttributeError: no such kernel" in capsys.readouterr().err
+    del package.functional
+    assert len(list(codec_bandwidth.rivals(torch.ones(8, 64), with_compile=False))) == 1
+    assert "bitsandbytes is left out: ImportError" in capsys.readouterr().err
 
 
 def test_every_codec_and_rival_gets_a_row(
