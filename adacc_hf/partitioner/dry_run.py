@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
+from functools import cache
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -75,10 +76,16 @@ def most_live_bytes(code: Any, inputs: Sequence[GraphInput]) -> int | None:
     try:
         with torch.no_grad(), live:
             harmless(*([code.__self__] if isinstance(code, MethodType) else []), given)
-    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        log.debug("Adacc: compiled code cannot be run without data: %s", error)
+    except Exception as error:  # what the code calls is Inductor's own, and other for every device and release
+        _say_unknown(f"{type(error).__name__}: {error}")
         return None
     return live.most
+
+
+@cache
+def _say_unknown(reason: str) -> None:
+    """Say once per reason that the peak of compiled code is not known; it is asked for after every step."""
+    log.info("Adacc: compiled code cannot be run without data (%s): its peak stays that of the graph", reason)
 
 
 class _LiveBytes(TorchDispatchMode):

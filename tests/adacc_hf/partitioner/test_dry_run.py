@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from adacc_hf.memory import MemoryMeter
-from adacc_hf.partitioner import AdaccPartitioner
+from adacc_hf.partitioner import AdaccPartitioner, dry_run
 from adacc_hf.partitioner.dry_run import CUDA_BLOCK, GraphInput, graph_inputs, most_live_bytes
 from adacc_hf.partitioner.installed import InstalledPartitioner
 
@@ -71,8 +71,20 @@ def needs_data(args: list[Any]) -> Any:
     return x.sum().item()
 
 
-def test_what_needs_data_is_not_known() -> None:
-    assert most_live_bytes(_code(needs_data), _inputs(True)) is None
+def asks_the_device(args: list[Any]) -> Any:
+    raise KeyError("multi_processor_count")
+
+
+@pytest.mark.parametrize(("function", "reason"), [(needs_data, "meta tensors"), (asks_the_device, "KeyError: 'multi_")])
+def test_what_needs_data_is_not_known(
+    function: Callable[[list[Any]], Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="adacc_hf")
+    dry_run._say_unknown.cache_clear()
+    assert most_live_bytes(_code(function), _inputs(True)) is None
+    assert most_live_bytes(_code(function), _inputs(True)) is None
+    (record,) = caplog.records
+    assert reason in record.message
 
 
 def test_other_code_than_inductors_is_not_run() -> None:
