@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from adacc_hf.errors import PolicyMismatchError
-from adacc_hf.policy import Action, Choice, Plan, Policy
+from adacc_hf.policy import IDLE_KIND, Action, Choice, Plan, Policy
 from adacc_hf.profile import CodecOption, KindProfile, Profile, Value
 from adacc_hf.units import format_bytes
+
+IDLE = "nothing to decide: the profiled batch ran these blocks without gradients, so that they store nothing"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +126,9 @@ def explain_policy(policy: Policy, profile: Profile) -> str:
         ]
         widths = [max(len(line[column]) for line in cells) for column in range(4)]
         lines += ["", f"{kind.block_class}, {blocks}"]
+        if plan.kind == IDLE_KIND:
+            lines.append(f"  {IDLE}")
+            continue
         lines += [] if kind.fallback is None else [f"  fallback: {describe_fallback(kind)}"]
         lines += [_aligned(line, widths) for line in cells]
     return "\n".join(lines)

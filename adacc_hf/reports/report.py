@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adacc_hf.policy import RETAIN, Action, Plan, Policy
+from adacc_hf.policy import IDLE_KIND, RETAIN, Action, Plan, Policy
 from adacc_hf.profile import Profile
 from adacc_hf.reports.document import Figure, Heading, Paragraph, Part, Table, to_html, to_markdown
 from adacc_hf.reports.explain import (
+    IDLE,
     ActivationRow,
     activation_rows,
     check_belongs,
@@ -198,9 +199,12 @@ def _actions(profile: Profile, policy: Policy) -> list[Part]:
         ),
     ]
     for blocks, kind, plan in plan_groups(policy, profile):
+        parts.append(Heading(f"{kind.block_class}: {blocks}", level=3))
+        if plan.kind == IDLE_KIND:
+            parts.append(Paragraph(f"{IDLE.capitalize()}."))
+            continue
         rows = [_action_cells(row) for row in activation_rows(kind, plan)]
         parts += [
-            Heading(f"{kind.block_class}: {blocks}", level=3),
             *([] if kind.fallback is None else [Paragraph(f"Fallback: {describe_fallback(kind)}.")]),
             Table(ACTION_HEADERS, rows, ACTION_NUMBERS),
         ]

@@ -10,6 +10,8 @@ from transformers.modeling_outputs import CausalLMOutput
 from adacc_hf import AdaccConfig, Profile, apply_policy, profile_model, solve_policy
 from adacc_hf.errors import UncalledBlocksError
 from adacc_hf.profiling.idle_blocks import RanBlocks
+from adacc_hf.reports.explain import IDLE, explain_policy
+from adacc_hf.reports.report import write_report
 
 
 class WithTeacher(nn.Module):
@@ -50,6 +52,8 @@ def test_they_are_in_the_policy_without_actions(model, token_batch, budget, tmp_
     assert Profile.load(tmp_path / "profile.json") == profile
     policy = solve_policy(profile, budget, CONFIG)
     assert policy.idle_blocks == teacher
+    assert IDLE in explain_policy(policy, profile)
+    write_report(tmp_path / "report", policy=policy, profile=profile)
     plain = gradients(model, token_batch())
     with apply_policy(model, policy):
         ours = gradients(model, token_batch())
