@@ -338,8 +338,7 @@ class AdaccCallback(TrainerCallback):
         self._waiting = None
         self._follow(args, model, policy, state.global_step)
         if self._evolution is not None:
-            shapes = self._shapes if self.config.length_buckets else None
-            self._evolution.add(shapes, self.profile, policy, is_provisional)
+            self._evolution.add(self._profiled_shapes(), self.profile, policy, is_provisional)
         self._note(state.global_step, "policy", **predictions(policy))
         if state.is_world_process_zero:
             self._save(args, True)
@@ -379,11 +378,14 @@ class AdaccCallback(TrainerCallback):
         except RefusedSizeError as reason:
             self._keep_blocks(step, str(reason))
             return False
-        shapes = self._shapes if self.config.length_buckets else None
-        self._evolution.start_over(shapes, profile, policy)
+        self._evolution.start_over(self._profiled_shapes(), profile, policy)
         self._note(step, "policy", **predictions(policy), reason="more blocks are trained than before")
         log.info("Adacc: more blocks are trained than before: %s", policy.summary())
         return True
+
+    def _profiled_shapes(self) -> BatchShapes | None:
+        """The sizes of the batch that was just profiled: the first rank's, whose profile all ranks share."""
+        return from_first_rank(lambda: self._shapes) if self.config.length_buckets else None
 
     def _keep_blocks(self, step: int, reason: str) -> None:
         """Say why blocks that are trained by now stay under torch's checkpoint."""

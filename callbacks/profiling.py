@@ -13,7 +13,7 @@ from adacc_hf.callbacks.waiting import Waiting
 from adacc_hf.errors import UncalledBlocksError
 from adacc_hf.profile import Profile
 from adacc_hf.profiler import describe_uncalled
-from adacc_hf.ranks import is_sharded, of_all_ranks
+from adacc_hf.ranks import from_first_rank, is_sharded, of_all_ranks
 from adacc_hf.tracking.shapes import BatchShapes, bucket_of, describe, resized
 
 log = logging.getLogger(__name__)
@@ -60,4 +60,6 @@ def profile_at(
             *map(describe, (seen, wanted)),
             error,
         )
-    return (seen, profile(batch)) if all(of_all_ranks(bucket_of(seen) == bucket_of(wanted))) else None
+    if not all(of_all_ranks(bucket_of(seen) == bucket_of(wanted))):
+        return None
+    return from_first_rank(lambda: seen), profile(batch)

@@ -1,4 +1,5 @@
-"""Two gloo ranks whose data differ keep one policy while outliers move; this file is the script of each rank."""
+"""Two gloo ranks whose data differ keep the same policies, while outliers move and where one has longer batches; this
+file is the script of each rank."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import TrainerCallback
 
@@ -43,6 +45,17 @@ class NotePolicy(TrainerCallback):
         self.policies.append(str(self.adacc.policy))
 
 
+def longer_batches(toys: Any, folder: Path) -> list[dict[str, Any]]:
+    """What happens in a run whose first batches, of which the profile is made, are longer on rank 1."""
+    from test_evolution import InOrder, Lengths
+
+    adacc = AdaccCallback(**toys.LOSSLESS)
+    trainer = toys.tiny_trainer(folder, [adacc], trainer_class=InOrder, max_steps=22)
+    trainer.train_dataset = Lengths([16, 32] * 4 + [32, 32] * 18)
+    trainer.train()
+    return adacc.history
+
+
 def run_rank(folder: Path) -> None:
     import conftest as toys  # a script's own folder is where it imports from
 
@@ -54,6 +67,7 @@ def run_rank(folder: Path) -> None:
     found = {
         "policies": noted.policies,
         "history": [{k: v for k, v in e.items() if "_ms" not in k and "measured" not in k} for e in adacc.history],
+        "longer": longer_batches(toys, folder / "longer"),
     }
     toys.leave_what_was_found(folder, found)
 
@@ -66,6 +80,13 @@ def test_ranks_with_different_data_keep_the_same_policy_at_every_step(run_two_ra
     assert len(changes) >= 3, "outliers move at every step"
     assert len(set(one["policies"])) > len(changes), "a policy before there is one, the first one, and the changed ones"
     assert max(max(e["num_outliers"].values()) for e in one["history"] if e["event"] == "tracking") >= 3
+    # Rank 1's first batches are larger than the one that all ranks' first policy was made for.
+    assert one["longer"] == other["longer"]
+    policies, counted = ([e for e in one["longer"] if e["event"] == event] for event in ("policy", "memory"))
+    assert [event["step"] for event in policies] == [2, 19]
+    assert policies[1]["reason"] == "for batches of input_ids 4x32, labels 4x32"
+    assert [event["step"] for event in counted] == [22], "until then no step ran under a policy on all ranks"
+    assert counted[0]["measured_peak_bytes"] == pytest.approx(counted[0]["peak_bytes"], rel=0.01)
 
 
 if __name__ == "__main__":
