@@ -22,6 +22,7 @@ from adacc_hf.callbacks.checkpoint_files import (
 )
 from adacc_hf.callbacks.evolution import Evolution
 from adacc_hf.callbacks.mistakes import (
+    refuse_context_parallel,
     refuse_data_parallel,
     refuse_second_callback,
     refuse_second_run,
@@ -122,6 +123,7 @@ class AdaccCallback(TrainerCallback):
         try:
             if self._guard is not None:
                 refuse_second_callback(self, trainer)
+                refuse_context_parallel(trainer)
             self._begin(args, state, model)
         except BaseException:
             self.detach()

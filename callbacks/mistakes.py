@@ -20,6 +20,17 @@ def refuse_data_parallel(args: TrainingArguments) -> None:
         )
 
 
+def refuse_context_parallel(trainer: Trainer) -> None:
+    """Raise ValueError where ranks have parts of one sequence and attend in a ring."""
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    if parallelism is not None and parallelism.cp_enabled:
+        raise ValueError(
+            f"cp_size={parallelism.cp_size}: in ring attention each rank runs other operators, and one policy cannot "
+            f"fit them all; set cp_size=1 in ParallelismConfig and give AdaccCallback a memory_budget, or train "
+            f"without AdaccCallback"
+        )
+
+
 def refuse_second_run(callback: TrainerCallback, guard: TrainerGuard | None) -> None:
     """Raise RuntimeError if `callback`, whose present run has `guard`, is asked to begin one of another Trainer."""
     found = calling_trainer(callback)

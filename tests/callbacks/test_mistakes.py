@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from accelerate import Accelerator, ParallelismConfig
 from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback
@@ -66,3 +67,18 @@ def test_a_resumed_run_with_other_batches_gets_a_policy_for_them(train, lossless
     train([callback], resume=str(tmp_path / "run" / "checkpoint-3"), max_steps=22, per_device_train_batch_size=8)
     reasons = [event.get("reason") for event in callback.history if event["event"] == "policy"]
     assert reasons == [None, None, "for batches of input_ids 8x32, labels 8x32"]
+
+
+class ShareSequences(TrainerCallback):
+    """Leaves the Trainer as if ranks shared each sequence, once it has prepared its model."""
+
+    def __init__(self, monkeypatch):
+        self.monkeypatch = monkeypatch
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.monkeypatch.setattr(Accelerator, "parallelism_config", ParallelismConfig(cp_size=2))
+
+
+def test_ranks_that_share_a_sequence_are_refused(train, lossless, monkeypatch):
+    with pytest.raises(ValueError, match=r"cp_size=2: in ring attention each rank runs .*; set cp_size=1"):
+        train([ShareSequences(monkeypatch), AdaccCallback(**lossless)])
