@@ -29,7 +29,7 @@ from adacc_hf.profiling.instruments import Instruments
 from adacc_hf.profiling.optimizer_memory import coming_state_bytes
 from adacc_hf.profiling.own_loss import ComputeLoss, WithLoss
 from adacc_hf.profiling.profile_store import ProfileStore
-from adacc_hf.profiling.step_memory import ForwardLayout, StepLayout, measure_forward, measure_step_layout
+from adacc_hf.profiling.step_memory import ForwardLayout, NoSync, StepLayout, measure_forward, measure_step_layout
 from adacc_hf.profiling.stored_prices import StoringInstruments
 from adacc_hf.profiling.survey import Survey, recompute_outcome
 from adacc_hf.tapes.library import library_of_profiles
@@ -44,6 +44,7 @@ def profile_model(
     gradient_accumulation_steps: int = 1,
     optimizer_step_bytes: int = 0,
     compute_loss: ComputeLoss | None = None,
+    no_sync: NoSync | None = None,
 ) -> Profile:
     """Profile the blocks of `model` on `batch`, the keyword arguments of its forward, labels included.
 
@@ -56,6 +57,8 @@ def profile_model(
         optimizer_step_bytes: what clipping and the optimizer's step take for a while (`measure_optimizer_step`).
         gradient_accumulation_steps: micro-batches per step; all of them are on the device, and the later ones find the
             gradients of the first.
+        no_sync: what all of them but the last run in, if it puts off the exchange of gradients (the `no_sync` of FSDP):
+            until then a rank holds them whole.
         compute_loss: for a model that makes no loss of its own, `compute_loss(model, batch)` calls it and returns the
             loss to train on. `batch` is whatever that needs. It is called some 8 times.
         instruments: what takes the readings, by default from real runs; prices are then kept in the database that
@@ -79,6 +82,7 @@ def profile_model(
         optimizer_bytes=None if optimizer is None else optimizer_step_bytes,
         optimizer=optimizer,
         accumulates=gradient_accumulation_steps > 1,
+        no_sync=no_sync,
     )
     with _left_as_it_was(model, instruments), without_layerdrop(model):
         installation = Installation(model, config.block_classes)
@@ -104,10 +108,11 @@ class _Step:
     """What clipping and the optimizer take for a while; None without an optimizer."""
     optimizer: torch.optim.Optimizer | None
     accumulates: bool
+    no_sync: NoSync | None
 
     def live_bytes(self, layout: StepLayout) -> int:
         """What is live before the micro-batch that `layout` measured."""
-        return self._between_steps_bytes(layout) + (layout.gradient_bytes if self.accumulates else 0)
+        return self._between_steps_bytes(layout) + (layout.earlier_bytes if self.accumulates else 0)
 
     def optimizer_peak_bytes(self, layout: StepLayout) -> int:
         """Most bytes live once all gradients are there; 0 without an optimizer."""
@@ -160,7 +165,15 @@ def _profile(
     watchers = survey.follow_full_recomputation(installation, watched)
     recomputed = {block.name: recompute_outcome(kinds[block.kind]) for block in blocks}
     measure = partial(
-        measure_step_layout, model, batch, installation, watchers, recomputed, instruments, step.accumulates
+        measure_step_layout,
+        model,
+        batch,
+        installation,
+        watchers,
+        recomputed,
+        instruments,
+        step.accumulates,
+        step.no_sync,
     )
     layout = measure()
     survey.learn_orders(layout.events)

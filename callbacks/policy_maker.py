@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from torch import nn
 from transformers import Trainer
 
@@ -24,6 +26,7 @@ from adacc_hf.profile import Profile
 from adacc_hf.profiler import profile_model
 from adacc_hf.profiling.counted_step import with_missing
 from adacc_hf.profiling.own_loss import ComputeLoss
+from adacc_hf.profiling.step_memory import NoSync
 from adacc_hf.ranks import (
     all_or_none,
     check_same_policy,
@@ -202,10 +205,21 @@ class PolicyMaker:
                     gradient_accumulation_steps=self._num_micro,
                     optimizer_step_bytes=self.optimizer.nbytes,
                     compute_loss=compute_loss,
+                    no_sync=self._no_sync(model),
                 )
             return common_profile(profile)
         finally:
             model.train(was_training)
+
+    def _no_sync(self, model: nn.Module) -> NoSync | None:
+        """What the Trainer runs the micro-batches before a step's last one in, where ranks hold parts of gradients."""
+        if self._trainer is None or not is_sharded(model):
+            return None
+        accelerator = self._trainer.accelerator
+        syncs_each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        if syncs_each or accelerator.distributed_type == DistributedType.DEEPSPEED:
+            return None
+        return partial(accelerator.no_sync, model=model)
 
     def _is_provisional(self, profile: Profile) -> bool:
         if self._given is not None or not any(of_all_ranks(self.inner_steps.were_seen)):

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from adacc_hf.simulator import BlockOutcome
 from adacc_hf.tapes.call_inputs import find_external
 from adacc_hf.tapes.local_tensors import local_of
 from adacc_hf.tapes.tape import Source
+
+NoSync = Callable[[], AbstractContextManager[Any]]
+"""What the micro-batches before a step's last one run in, so that ranks exchange gradients once."""
 
 
 class TrackedTensor:
@@ -205,6 +209,8 @@ class StepLayout:
     tail_peak_bytes: int
     gradient_bytes: int
     """All gradients, once backward is over."""
+    earlier_bytes: int
+    """What earlier micro-batches of the step left: as much, or more where ranks have not exchanged it yet."""
     trained: tuple[nn.Parameter, ...]
     """The parameters that got one."""
     events: dict[str, tuple[BackwardEvent, ...]]
@@ -279,19 +285,28 @@ def measure_step_layout(
     recomputed: Mapping[str, BlockOutcome],
     instruments: Instruments,
     accumulates: bool = False,
+    no_sync: NoSync | None = None,
 ) -> StepLayout:
     """Run one forward and backward under the strategies that are installed and take its memory apart.
 
     `recomputed` is what each block keeps under full recomputation. With `accumulates` it is a later
-    micro-batch: an earlier one has left its gradients, which are live before it.
+    micro-batch: an earlier one has left its gradients, which are live before it. That one runs in `no_sync()`.
     """
+    device = next(model.parameters()).device
     installation.begin_step()
-    if accumulates:
+    earlier_bytes = None
+    if accumulates and no_sync is None:
         instruments.backward(forward_loss(model, batch))
+        installation.begin_step()
+    elif accumulates:
+        with instruments.meter(device) as meter, no_sync():
+            instruments.backward(forward_loss(model, batch))
+            meter.mark(("end",))
+        earlier_bytes = meter.points[-1].live_bytes
         installation.begin_step()
     functions = installation.functions
     strategies = {name: function.strategy for name, function in functions.items()}
-    with collecting_no_garbage(), instruments.meter(next(model.parameters()).device) as meter:
+    with collecting_no_garbage(), instruments.meter(device) as meter:
         for index, (name, function) in enumerate(functions.items()):
             function.strategy = MarkCalls(name, strategies[name], meter, instruments, is_first=index == 0)
         for watcher in watchers:
@@ -312,7 +327,8 @@ def measure_step_layout(
     held = {name: outcome.held_bytes for name, outcome in recomputed.items()}
     stored |= {watcher.name: watcher.stored_bytes for watcher in watchers}
     held |= {watcher.name: watcher.stored_bytes - watcher.cached_bytes for watcher in watchers}
-    return _Reading(meter.points, list(functions), watchers, stored, held).layout(loss_bytes, gradient_bytes, trained)
+    layout = _Reading(meter.points, list(functions), watchers, stored, held).layout(loss_bytes, gradient_bytes, trained)
+    return layout if earlier_bytes is None else replace(layout, earlier_bytes=earlier_bytes)
 
 
 @dataclass
@@ -340,6 +356,7 @@ class _Reading:
             loss_peak_bytes=self._peak(("loss",), "backward") - all_stored,
             tail_peak_bytes=self._peak(("tail", self.names[0]), None),
             gradient_bytes=gradient_bytes,
+            earlier_bytes=gradient_bytes,
             trained=trained,
             events={watcher.name: self._events(watcher, bases[watcher.name]) for watcher in self.watchers},
             peaks={name: self._backward_peak(name) - bases[name] - self._stored_up_to(name) for name in backwards},
