@@ -26,8 +26,9 @@ class AdaccConfig:
     the device when it profiles, less `memory_margin`. If plain training keeps to the budget, nothing is done.
     """
     memory_margin: float = 0.05
-    """Fraction of what the device has for this process that "auto" leaves free, for rounding and fragments of the
-    allocator; 0 uses it all."""
+    """Fraction of what the device has for this process that "auto" leaves free, for rounding and all that no profile
+    sees. On a GPU another 10 % go to fragments of torch's allocator (`memory.FRAGMENTS`), unless it was told to avoid
+    them: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."""
     actions: tuple[str, ...] = ("retain", "compress", "recompute")
     """The actions the solver may choose from. Without "compress" training is bit-equal to plain training; dropout masks
     may be stored as bits in any case, which loses nothing."""

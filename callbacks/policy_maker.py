@@ -21,6 +21,7 @@ from adacc_hf.callbacks.profiling import profile_at
 from adacc_hf.callbacks.trainer_figures import keep_figures
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError, UncalledBlocksError
+from adacc_hf.memory import FRAGMENTS, segments_expand
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
 from adacc_hf.profiler import profile_model
@@ -42,6 +43,11 @@ from adacc_hf.tracking.repricing import without_lossy
 from adacc_hf.tracking.shapes import BatchShapes, batch_shapes, describe, is_alike
 
 log = logging.getLogger(__name__)
+
+FRAGMENTS_HINT = (
+    f'memory_budget="auto" leaves {FRAGMENTS:.0%} of the GPU to fragments of its memory; set '
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before training to use them"
+)
 
 PolicySource = Policy | str | Path | Callable[[Profile], Policy]
 
@@ -106,6 +112,8 @@ class PolicyMaker:
                 "not called by keyword arguments"
             )
         profile = self._profile_or_explain(model, batch, optimizer, compute_loss)
+        if self._config.memory_budget == "auto" and profile.device.startswith("cuda") and not segments_expand():
+            log.info("Adacc: %s", FRAGMENTS_HINT)
         is_provisional = self._is_provisional(profile)
         policy = from_first_rank(lambda: self._first_policy(profile, is_provisional))
         check_same_policy(policy)

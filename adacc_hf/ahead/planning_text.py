@@ -11,8 +11,8 @@ from adacc_hf.units import format_bytes
 ASSUMPTIONS = (
     "Times are roofline times of one forward and backward on one device: max(operations / peak, bytes / bandwidth) + "
     "launch; communication, the optimizer's step and data loading are left out.",
-    "Peaks are of live tensor bytes; temporaries inside an operator, the allocator's fragments and the CUDA context "
-    "come on top, for which the margin is.",
+    "Peaks are of live tensor bytes; operators' temporaries, the CUDA context and fragments of an allocator with "
+    "expandable segments come on top, for which the margin is. Other segments' fragments take some 10 % more.",
     f"Sequences are looked for in steps of {LENGTH_STEP} tokens.",
     "Full recomputation keeps one input per block and runs the block's forward again; adacc is the solved policy.",
     "Replay is taken to be exact for torch's own operators that draw no random numbers.",

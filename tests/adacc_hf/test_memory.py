@@ -228,12 +228,19 @@ def test_what_a_profile_and_a_measured_step_stand_on_has_workspaces_in_it(monkey
     assert asked == [CPU, CPU]
 
 
-@pytest.mark.parametrize(("share", "nbytes"), [(1.0, 130), (0.13, 130), (0.1, 100)])
-def test_a_gpu_has_what_is_free_and_what_our_allocator_holds_within_its_share(monkeypatch, share, nbytes):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30)
+@pytest.mark.parametrize(("share", "nbytes"), [(1.0, 1300), (0.13, 1300), (0.1, 1000)])
+@pytest.mark.parametrize(
+    ("backend", "is_expandable", "kept"), [("native", True, 1), ("native", False, 0.9), ("cudaMallocAsync", False, 1)]
+)
+def test_a_gpu_has_what_is_free_and_ours_within_its_share_but_for_fragments(
+    monkeypatch, share, nbytes, backend, is_expandable, kept
+):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 10000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
-    assert available_bytes(torch.device("cuda", 0), static_bytes=7) == nbytes
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": is_expandable}])
+    assert available_bytes(torch.device("cuda", 0), static_bytes=7) == pytest.approx(nbytes * kept, abs=1)
 
 
 def test_a_cpu_has_what_is_free_and_what_is_live(monkeypatch):

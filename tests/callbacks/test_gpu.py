@@ -5,6 +5,7 @@ import torch
 from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback
+from adacc_hf.memory import segments_expand
 
 pytestmark = pytest.mark.gpu
 
@@ -55,3 +56,9 @@ def test_training_is_as_plain_and_keeps_to_the_predicted_peak(train, lossless, a
     assert losses == pytest.approx(plain, rel=1e-4)
     assert "recompute" in callback.policy.summary()
     assert max(peaks[-2:]) == pytest.approx(callback.policy.predicted_peak_bytes, rel=TOLERANCE)
+
+
+def test_a_budget_that_leaves_room_for_fragments_says_how_to_use_it(train, caplog):
+    with caplog.at_level("INFO"):
+        train(AdaccCallback())
+    assert ("expandable_segments:True" in caplog.text) == (not segments_expand())

@@ -8,32 +8,24 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/Generator.h>
 
-#include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <mutex>
-#include <unordered_map>
+
+#include "caching_allocator.h"
 
 namespace {
 
 constexpr auto kCUDA = c10::DeviceType::CUDA;
-constexpr size_t kBlockBytes = 512;         // what CUDA's allocator rounds a request up to
-constexpr size_t kSegmentBytes = 2u << 20;  // what it asks the driver for, for small blocks
 constexpr size_t kTotalBytes = 16ull << 30;
 
 const c10::Device kDevice(kCUDA, 0);
 
-size_t rounded(size_t bytes, size_t unit) {
-  return (bytes + unit - 1) / unit * unit;
-}
-
-struct CountingAllocator final : c10::Allocator {
+struct DeviceAllocator final : c10::Allocator {
   std::mutex mutex;
-  std::unordered_map<void*, size_t> blocks;
-  size_t live = 0, peak = 0, reserved = 0, peak_reserved = 0, limit = kTotalBytes, num_ooms = 0;
+  emulated_cuda::CachingAllocator blocks{kTotalBytes};
 
   c10::DataPtr allocate(size_t bytes) override {
-    void* data = bytes ? take(rounded(bytes, kBlockBytes)) : nullptr;
+    void* data = bytes ? take(bytes) : nullptr;
     return {data, data, &give_back, kDevice};
   }
 
@@ -47,39 +39,31 @@ struct CountingAllocator final : c10::Allocator {
 
   void* take(size_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex);
-    if (live + bytes > limit) {
-      num_ooms++;
+    void* data = blocks.take(bytes);
+    if (data == nullptr) {
+      blocks.count_out_of_memory();
       TORCH_CHECK_WITH(
-          OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", bytes, " bytes; ", live, " of ", limit,
-          " bytes are allocated (emulated device)");
+          OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", bytes, " bytes; ",
+          blocks.figures().reserved, " of ", blocks.figures().limit, " bytes are reserved (emulated device)");
     }
-    void* data = nullptr;
-    TORCH_CHECK(posix_memalign(&data, kBlockBytes, bytes) == 0, "the host has no ", bytes, " bytes");
-    blocks[data] = bytes;
-    live += bytes;
-    peak = std::max(peak, live);
-    reserved = std::max(reserved, rounded(live, kSegmentBytes));
-    peak_reserved = std::max(peak_reserved, reserved);
     return data;
   }
 
   static void give_back(void* data);
 };
 
-CountingAllocator& allocator() {
-  static auto* one = new CountingAllocator();
+DeviceAllocator& allocator() {
+  static auto* one = new DeviceAllocator();
   return *one;
 }
 
-void CountingAllocator::give_back(void* data) {
+void DeviceAllocator::give_back(void* data) {
   if (data == nullptr) {
     return;
   }
   auto& self = allocator();
   const std::lock_guard<std::mutex> lock(self.mutex);
-  self.live -= self.blocks.at(data);
-  self.blocks.erase(data);
-  std::free(data);
+  self.blocks.give_back(data);
 }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -196,32 +180,35 @@ PyObject* emulated_cuda_generator() {
   return THPGenerator_initDefaultGenerator(default_generator());
 }
 
-// live, peak, reserved, peak reserved, limit, total, out-of-memory errors
-void emulated_cuda_memory(uint64_t* figures) {
+// live, peak, requested, peak requested, reserved, peak reserved, limit, total, out-of-memory errors
+void emulated_cuda_memory(emulated_cuda::Figures* figures) {
   auto& self = allocator();
   const std::lock_guard<std::mutex> lock(self.mutex);
-  const uint64_t all[] = {
-      self.live, self.peak, self.reserved, self.peak_reserved, self.limit, kTotalBytes, self.num_ooms};
-  std::copy(std::begin(all), std::end(all), figures);
+  *figures = self.blocks.figures();
 }
 
 void emulated_cuda_reset_peak() {
   auto& self = allocator();
   const std::lock_guard<std::mutex> lock(self.mutex);
-  self.peak = self.live;
-  self.peak_reserved = self.reserved;
+  self.blocks.reset_peaks();
 }
 
 void emulated_cuda_empty_cache() {
   auto& self = allocator();
   const std::lock_guard<std::mutex> lock(self.mutex);
-  self.reserved = rounded(self.live, kSegmentBytes);
+  self.blocks.empty_cache();
 }
 
 void emulated_cuda_set_limit(uint64_t bytes) {
   auto& self = allocator();
   const std::lock_guard<std::mutex> lock(self.mutex);
-  self.limit = bytes;
+  self.blocks.set_limit(bytes);
+}
+
+void emulated_cuda_shrink(uint64_t times) {
+  auto& self = allocator();
+  const std::lock_guard<std::mutex> lock(self.mutex);
+  self.blocks.shrink(times);
 }
 
 }

@@ -1,9 +1,9 @@
 """A CUDA device without a GPU, for a torch that was built without CUDA: importing this, before torch, puts it in place.
 
 Tensors say that they are on `cuda:0`, torch takes its CUDA decisions (autocast, dropout, fused attention, a backward
-thread of the device's own), memory is counted in blocks of 512 bytes, and random numbers come from a seed and an
-offset. It is no GPU: operators are the CPU's, with the CPU's bits, nothing is asynchronous, no time means anything,
-temporaries inside operators are not counted, blocks are never larger than asked for, and there is one stream.
+thread of the device's own), memory is cut into blocks as by its caching allocator, and random numbers come from a seed
+and an offset. It is no GPU: operators are the CPU's, with the CPU's bits, nothing is asynchronous, no time means
+anything, temporaries inside operators are not counted, and there is one stream.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ if "torch" in sys.modules:
     raise RuntimeError("import emulated_cuda before torch, which looks for a GPU only once")
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-FIGURES = ("live", "peak", "reserved", "peak_reserved", "limit", "total", "num_ooms")
+FIGURES = (
+    "live", "peak", "requested", "peak_requested", "reserved", "peak_reserved", "limit", "total", "num_ooms"
+)  # fmt: skip
 
 
 def _library(name: str) -> ctypes.PyDLL:
@@ -39,7 +41,9 @@ def _library(name: str) -> ctypes.PyDLL:
     libraries = ("-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10")
     search = (f"-L{folder / 'lib'}", f"-Wl,-rpath,{folder / 'lib'}", "-Wl,--no-as-needed")
     flags = ("-std=c++20", "-O1", "-fPIC", "-shared", *(f"-I{one}" for one in includes), *search, *libraries)
-    return ctypes.PyDLL(str(build(Path(__file__).with_name(name), flags, [version("torch")])))
+    source = Path(__file__).with_name(name)
+    headers = [header.read_text() for header in sorted(source.parent.glob("*.h"))]
+    return ctypes.PyDLL(str(build(source, flags, [version("torch"), *headers])))
 
 
 _device = _library("device.cpp")
@@ -118,9 +122,18 @@ def set_limit(num_bytes: int) -> None:
     _device.emulated_cuda_set_limit(ctypes.c_uint64(num_bytes))
 
 
+def shrink_segments(times: int) -> None:
+    """Let memory fall apart as that of a model `times` as large does; to be called before anything is allocated."""
+    _device.emulated_cuda_shrink(ctypes.c_uint64(times))
+
+
 def _memory_stats(device: int) -> dict[str, Any]:
     now = memory()
-    counts = {"allocated_bytes": (now.live, now.peak), "reserved_bytes": (now.reserved, now.peak_reserved)}
+    counts = {
+        "allocated_bytes": (now.live, now.peak),
+        "requested_bytes": (now.requested, now.peak_requested),
+        "reserved_bytes": (now.reserved, now.peak_reserved),
+    }
     stats: dict[str, Any] = {"num_ooms": now.num_ooms, "num_alloc_retries": 0}
     return stats | {name: {"all": {"current": live, "peak": peak}} for name, (live, peak) in counts.items()}
 
@@ -167,6 +180,8 @@ _IN_C: dict[str, Any] = {
     "_cuda_sleep": lambda cycles: None,
     "_cuda_emptyCache": lambda *args: _device.emulated_cuda_empty_cache(),
     "_cuda_memoryStats": _memory_stats,
+    "_cuda_memorySnapshot": lambda *args: {"segments": [{"device": 0, "is_expandable": False}]},
+    "_cuda_getAllocatorBackend": lambda: "native",
     "_cuda_resetPeakMemoryStats": lambda device: _device.emulated_cuda_reset_peak(),
     "_cuda_resetAccumulatedMemoryStats": lambda device: None,
     "_cuda_setMemoryFraction": lambda fraction, device: set_limit(int(fraction * memory().total)),
