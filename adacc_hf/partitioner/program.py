@@ -6,7 +6,7 @@ Unlike the executor, a graph can hand over any value, not only what autograd wou
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from adacc_hf.partitioner.segments import Segments, cut_into_segments
@@ -59,8 +59,12 @@ def graph_model(
         for value in kind.values
     }
     runnable = frozenset(operator.index for operator in kind.operators if operator.replayable)
-    model = KindModel(whole=kind, kind=kind, menus=menus, runnable=runnable)
-    return GraphModel(model, cut_into_segments(kind, held_bytes), tuple(held_bytes))
+    segments = cut_into_segments(kind, held_bytes)
+    # What lives across a boundary is never remade: whatever needs it has it stored.
+    values = tuple(replace(v, recomputable=v.recomputable and v.index not in segments.boundary) for v in kind.values)
+    cut = replace(kind, values=values)
+    model = KindModel(whole=cut, kind=cut, menus=menus, runnable=runnable)
+    return GraphModel(model, segments, tuple(held_bytes))
 
 
 class _GraphProgram:
@@ -70,8 +74,6 @@ class _GraphProgram:
         self._graph = graph
         self.program = Program()
         self.block = BlockVariables(self.program, graph.model)
-        for value in graph.segments.boundary:
-            self.program.constrain(self._stored(value), low=1.0)
 
     def bound(self, cap_bytes: int, *, of_peak: bool) -> None:
         """Allow at most `cap_bytes` to be stored; with `of_peak` to be live while any segment is remade."""
@@ -111,9 +113,6 @@ class _GraphProgram:
             if of_value[record.index] == segment and record.producer in self.block.run
         ]
         return stored + remade
-
-    def _stored(self, value: int) -> list[tuple[int, float]]:
-        return [(self.block.store[value, option], 1.0) for option in range(len(self._graph.model.menus[value]))]
 
 
 def least_time(graph: GraphModel, cap_bytes: int, log: SolverLog, *, of_peak: bool) -> GraphChoice | None:

@@ -12,22 +12,26 @@ from adacc_hf.solving.program import SolverLog
 BLOCK = (100, 100, 100, 1)
 
 
-def _value(index: int, nbytes: int) -> Value:
+def _value(index: int, nbytes: int, is_read: bool) -> Value:
     return Value(
         index=index, name="", shape=(nbytes,), encoded_shape=(nbytes,), dtype="uint8", nbytes=nbytes,
-        producer=index - 1 if index else None, saved=True, activation=True, shared=None, recomputable=index > 0,
+        producer=index - 1 if index else None, saved=is_read, activation=True, shared=None, recomputable=index > 0,
         role="other",
     )  # fmt: skip
 
 
-def _chain(sizes: list[int], run_ms: float, keep_ms: float) -> GraphModel:
-    """Operators one after the other, each reading what the last one made; value 0 is given."""
+def _chain(sizes: list[int], run_ms: float, keep_ms: float, is_read: list[bool] | None = None) -> GraphModel:
+    """Operators one after the other, each reading what the last one made; value 0 is given.
+
+    Backward reads what `is_read` says of what they make, or all.
+    """
+    read = [True, *(is_read or [True] * len(sizes))]
     operators = tuple(
         Operator(index=j, name="", module="", inputs=(j,), outputs=(j + 1,), ms=run_ms, replayable=True)
         for j in range(len(sizes))
     )
     kind = KindProfile(
-        digest="", block_class="", values=tuple(_value(j, nbytes) for j, nbytes in enumerate([8, *sizes])),
+        digest="", block_class="", values=tuple(map(_value, range(len(read)), [8, *sizes], read)),
         operators=operators, slots=(), forward=(), backward=(), forward_ms=0.0,
     )  # fmt: skip
     return graph_model(kind, dict.fromkeys(range(len(sizes) + 1), keep_ms), {}, [8, *sizes])
@@ -42,6 +46,15 @@ def test_what_lives_across_a_boundary_is_stored_at_any_price(blocks: int) -> Non
     assert graph.segments.boundary
     assert choice.stored.keys() == {0, *graph.segments.boundary}
     assert choice.peak_bytes == 8 + sum(BLOCK) + blocks - 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 4096), st.booleans()), min_size=2, max_size=8))
+def test_what_is_named_as_the_least_is_enough(made: list[tuple[int, bool]]) -> None:
+    """Of values that backward reads or does not: nothing is stored across a boundary that nobody reads."""
+    graph = _chain([nbytes for nbytes, _ in made], 1.0, 0.0, [is_read for _, is_read in made])
+    for of_peak in (False, True):
+        least = least_bytes(graph, SolverLog(), of_peak=of_peak)
+        assert least_time(graph, least.peak_bytes if of_peak else least.nbytes, SolverLog(), of_peak=of_peak)
 
 
 def test_the_least_bytes_are_those_of_boundaries() -> None:
