@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
@@ -22,14 +20,15 @@ def keep_products_apart(backward: fx.GraphModule) -> None:
     graph = backward.graph
     gradients = {node for node in graph.find_nodes(op="output")[0].args[0] if isinstance(node, fx.Node)}
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
-        if node in gradients and not node.kwargs and any(map(_is_product, node.args)):
+        are_tensors = not node.kwargs and all(isinstance(argument, fx.Node) for argument in node.args)
+        if node in gradients and are_tensors and any(map(_is_product, node.args)):
             _subtract_instead(graph, node)
     graph.lint()
     backward.recompile()
 
 
-def _is_product(argument: Any) -> bool:
-    return isinstance(argument, fx.Node) and root_of(argument).target is aten.mm.default
+def _is_product(argument: fx.Node) -> bool:
+    return root_of(argument).target is aten.mm.default
 
 
 def _subtract_instead(graph: fx.Graph, node: fx.Node) -> None:
