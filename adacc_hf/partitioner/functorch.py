@@ -18,8 +18,8 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 __all__ = [
     "NodeInfo", "classify", "code_of", "compile_number", "extract", "graph_calls", "graph_number", "held_inputs",
-    "hint", "is_getitem", "is_random", "min_cut_rematerialization_partition", "must_be_saved", "op_types",
-    "plain_saved", "prepare", "size_node",
+    "hint", "is_getitem", "is_random", "min_cut_rematerialization_partition", "must_be_saved", "must_run_in_forward",
+    "op_types", "plain_saved", "prepare", "size_node",
 ]  # fmt: skip
 
 op_types = cache(partitioners.get_default_op_list)
@@ -89,12 +89,36 @@ def prepare(module: fx.GraphModule) -> str | None:
     module.recompile()
     if torch._functorch.config.cse:
         module.graph = fx_graph_cse(module.graph)
+    _copy_what_forward_writes_to(module.graph)
     if partitioners.has_recomputable_ops(module):
         return "it has regions under torch.utils.checkpoint"
     partitioners.force_save_collectives(module)
     partitioners.force_save_effectful_ops(module)
     partitioners.force_save_bw_mutation_src(module)
     return None
+
+
+def _copy_what_forward_writes_to(graph: fx.Graph) -> None:
+    """Let what reads an input that forward writes to at its end read a copy, which can be handed over, never remade.
+
+    In backward the input holds what was written; torch's own partitioner reads it there all the same.
+    """
+    for write in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        written = write.args[0]
+        if written.op != "placeholder" or write.meta.get("partitioner_tag") == "must_be_in_backward":
+            continue
+        readers = [user for user in written.users if user is not write and user.op != "output"]
+        if not readers:
+            continue
+        with graph.inserting_before(min(readers)):
+            copied = graph.call_function(torch.ops.aten.clone.default, (written,))
+        example = written.meta["val"]
+        with example.fake_mode:
+            copied.meta["val"] = example.clone()
+        copied.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+        copied.meta["partitioner_tag"] = "is_forward"
+        for reader in readers:
+            reader.replace_input_with(written, copied)
 
 
 def classify(module: fx.GraphModule, static_inputs: Sequence[int], num_fwd_outputs: int) -> NodeInfo:
@@ -163,6 +187,11 @@ def _argument(node: fx.Node, name: str) -> Any:
 
 def must_be_saved(node: fx.Node) -> bool:
     return node.meta.get("recompute") is torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+
+
+def must_run_in_forward(node: fx.Node) -> bool:
+    """Whether forward makes what a node makes even if only backward reads it."""
+    return must_be_saved(node) and node.meta.get("partitioner_tag") == "is_forward"
 
 
 def is_getitem(node: fx.Node) -> bool:

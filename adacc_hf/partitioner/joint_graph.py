@@ -13,7 +13,15 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from adacc_hf.partitioner.functorch import NodeInfo, hint, is_getitem, is_random, must_be_saved, op_types
+from adacc_hf.partitioner.functorch import (
+    NodeInfo,
+    hint,
+    is_getitem,
+    is_random,
+    must_be_saved,
+    must_run_in_forward,
+    op_types,
+)
 from adacc_hf.profile import KindProfile, Operator, Value
 
 
@@ -111,9 +119,11 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _forward_nodes(module: fx.GraphModule, info: NodeInfo) -> dict[fx.Node, None]:
-    """What forward runs, in order, and what its operators make for backward alone: fused attention's sums and seeds."""
+    """What forward runs, in order, and what it must make for backward alone: fused attention's sums and seeds."""
     made = {node: node.args[0] if is_getitem(node) else node for node in module.graph.nodes if node.op != "output"}
-    return dict.fromkeys(node for node, maker in made.items() if info.is_required_fw(maker))
+    return dict.fromkeys(
+        node for node, maker in made.items() if info.is_required_fw(maker) or must_run_in_forward(maker)
+    )
 
 
 def _is_value(node: fx.Node) -> bool:

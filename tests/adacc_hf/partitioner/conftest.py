@@ -53,6 +53,7 @@ class Step:
 
 
 TrainStep = Callable[[Any], Step]
+TrainFunction = Callable[..., list[Tensor]]
 
 
 @pytest.fixture
@@ -92,5 +93,28 @@ def train_step(fresh_dynamo: None) -> TrainStep:
         loss = torch.compile(model, backend=backend, dynamic=dynamic)(x).square().mean()
         loss.backward()
         return Step(loss.detach(), [p.grad for p in model.parameters()], *graphs)
+
+    return train
+
+
+@pytest.fixture
+def train_function(fresh_dynamo: None) -> TrainFunction:
+    """Gradients of a function's mean square, its graphs cut by the partitioner it is given and run as they are."""
+
+    def train(
+        partition: Any, function: Callable[..., Tensor], inputs: list[Tensor], dynamic: bool | None = None
+    ) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        backend = aot_autograd(
+            fw_compiler=lambda graph, _: make_boxed_func(graph),
+            partition_fn=partition,
+            decompositions=select_decomp_table(),
+            keep_inference_input_mutations=True,  # as Inductor has it: inputs are written to inside the graph
+        )
+        compiled = function if partition is None else torch.compile(function, backend=backend, dynamic=dynamic)
+        leaves = [one.clone().requires_grad_(one.is_floating_point() or one.is_complex()) for one in inputs]
+        compiled(*leaves).square().mean().backward()
+        return [leaf.grad for leaf in leaves if leaf.requires_grad]
 
     return train
