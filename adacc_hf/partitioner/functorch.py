@@ -17,9 +17,10 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 __all__ = [
-    "NodeInfo", "classify", "code_of", "compile_number", "extract", "graph_calls", "graph_number", "held_inputs",
-    "hint", "is_getitem", "is_random", "min_cut_rematerialization_partition", "must_be_saved", "must_run_in_forward",
-    "op_types", "plain_saved", "prepare", "size_node",
+    "NodeInfo", "classify", "code_of", "compile_number", "extract", "graph_calls", "graph_number",
+    "has_unknown_sizes", "held_inputs", "hint", "is_getitem", "is_random", "is_view", "makes_sizes",
+    "min_cut_rematerialization_partition", "must_be_saved", "must_run_in_forward", "op_types", "plain_saved",
+    "prepare", "size_node",
 ]  # fmt: skip
 
 op_types = cache(partitioners.get_default_op_list)
@@ -196,3 +197,19 @@ def must_run_in_forward(node: fx.Node) -> bool:
 
 def is_getitem(node: fx.Node) -> bool:
     return node.target is operator.getitem
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node shows the storage of its first input: torch's partitioner has a list, and schemas say it too."""
+    target: Any = node.target
+    return op_types().is_view(node) or (isinstance(target, torch._ops.OpOverload) and target.is_view)
+
+
+def has_unknown_sizes(tensor: torch.Tensor) -> bool:
+    """Whether the sizes of a tensor depend on data, so that nothing can be asked about them before it is there."""
+    return bool(symbolic_shapes.free_unbacked_symbols(tensor))
+
+
+def makes_sizes(node: fx.Node) -> bool:
+    """Whether a node makes sizes that are known only once it has run: run again, it would make other symbols."""
+    return bool(node.meta.get("unbacked_bindings"))

@@ -11,7 +11,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from adacc_hf.config import AdaccConfig
 from adacc_hf.kernels.codecs import Codec, get_codec
-from adacc_hf.partitioner.functorch import op_types
+from adacc_hf.partitioner.functorch import has_unknown_sizes, is_view, op_types
 from adacc_hf.partitioner.fused_cost import device_speed
 from adacc_hf.partitioner.joint_graph import JointGraph, nbytes_of
 from adacc_hf.partitioner.rewrite import memory_order
@@ -35,12 +35,15 @@ CALLS_MS = 0.02
 
 
 def codec_options(joint: JointGraph, value: int, config: AdaccConfig, spoiled: Set[int]) -> tuple[CodecOption, ...]:
-    """The codecs for one value; for those in `spoiled` lossless ones only, for casts of parameters none (rule R4)."""
+    """The codecs for one value; for those in `spoiled` lossless ones only, for casts of parameters none (rule R4).
+
+    None either for what has as many elements as the data says: a codec's groups are laid out before that is known.
+    """
     node = joint.nodes[value]
     tensor = node.meta["val"]
     size = tuple(joint.kind.values[value].shape[d] for d in memory_order(tensor))
     record = joint.kind.values[value]
-    if record.nbytes < config.min_compress_bytes or record.role == "parameter":
+    if record.nbytes < config.min_compress_bytes or record.role == "parameter" or has_unknown_sizes(tensor):
         return ()
     # Outliers are separated along a dimension that is the same in every call.
     is_fixed = bool(size) and isinstance(size[-1], int)
@@ -74,7 +77,7 @@ def _role(node: fx.Node) -> str:
 
 def is_attention_bias(node: fx.Node) -> bool:
     """Whether fused attention adds a value, or a view of it, to its scores: a mask, whose -inf no scale takes."""
-    views = [user for user in node.users if op_types().is_view(user)]
+    views = [user for user in node.users if is_view(user)]
     is_added = any(attention_bias(user.target, user.args, user.kwargs) is node for user in node.users)
     return is_added or any(map(is_attention_bias, views))
 
@@ -83,7 +86,7 @@ def _readers(node: fx.Node) -> list[fx.Node]:
     """Users of a node, and of its views."""
     found = []
     for user in node.users:
-        found += _readers(user) if op_types().is_view(user) else [user]
+        found += _readers(user) if is_view(user) else [user]
     return found
 
 
@@ -94,7 +97,7 @@ def _is_softmax(node: fx.Node) -> bool:
         return True
     if packet is aten.div and getattr(getattr(node.args[0], "target", None), "overloadpacket", None) is aten.exp:
         return True
-    if op_types().is_view(node):
+    if is_view(node):
         return _is_softmax(node.args[0])
     return packet in _MASKING and any(_is_softmax(read) for read in node.all_input_nodes if _are_alike(read, node))
 

@@ -18,6 +18,8 @@ from adacc_hf.partitioner.functorch import (
     hint,
     is_getitem,
     is_random,
+    is_view,
+    makes_sizes,
     must_be_saved,
     must_run_in_forward,
     op_types,
@@ -72,7 +74,7 @@ def read_joint_graph(module: fx.GraphModule, info: NodeInfo, held: Iterable[fx.N
         for read in node.all_input_nodes
         if read in forward
     }
-    operators = [n for n in forward if n.op == "call_function" and not _is_view(n) and not is_getitem(n)]
+    operators = [n for n in forward if n.op == "call_function" and not is_view(n) and not is_getitem(n)]
     makers = {node: number for number, node in enumerate(operators)}
     own = _made_of_parameters(nodes, set(info.static_lifetime_input_nodes))
     values = tuple(_value(number, node, makers, node in wanted, node in own) for number, node in enumerate(nodes))
@@ -92,7 +94,7 @@ def read_joint_graph(module: fx.GraphModule, info: NodeInfo, held: Iterable[fx.N
 
 def root_of(node: fx.Node) -> fx.Node:
     """The node whose storage `node` shows."""
-    while _is_view(node) or (is_getitem(node) and _is_view(node.args[0])):
+    while is_view(node) or (is_getitem(node) and is_view(node.args[0])):
         node = node.all_input_nodes[0]
     return node
 
@@ -110,12 +112,8 @@ def is_held(node: fx.Node) -> bool:
     pending, readers = [node], []
     while pending:
         for user in pending.pop().users:
-            (pending if _is_view(user) else readers).append(user)
+            (pending if is_view(user) else readers).append(user)
     return any(user.op != "output" and not op_types().is_fusible(user) for user in readers)
-
-
-def _is_view(node: fx.Node) -> bool:
-    return node.op == "call_function" and op_types().is_view(node)
 
 
 def _forward_nodes(module: fx.GraphModule, info: NodeInfo) -> dict[fx.Node, None]:
@@ -127,9 +125,8 @@ def _forward_nodes(module: fx.GraphModule, info: NodeInfo) -> dict[fx.Node, None
 
 
 def _is_value(node: fx.Node) -> bool:
-    if not isinstance(node.meta.get("val"), torch.Tensor) or _is_view(node) or root_of(node) is not node:
-        return False
-    return node.op == "call_function" or (node.op == "placeholder" and node.meta["val"].is_floating_point())
+    is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
+    return is_tensor and node.op in ("call_function", "placeholder") and root_of(node) is node
 
 
 def _made_of_parameters(nodes: list[fx.Node], static: set[fx.Node]) -> set[fx.Node]:
@@ -183,10 +180,13 @@ def _operator(index: int, node: fx.Node, values: dict[fx.Node, int]) -> Operator
 
 
 def _is_replayable(node: fx.Node) -> bool:
-    """Whether running a node again gives the same: it draws nothing, changes nothing and comes from torch itself."""
+    """Whether running a node again gives the same: it draws nothing, changes nothing and comes from torch itself.
+
+    What makes sizes would make other ones.
+    """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
         return False
-    if is_random(node) or target._schema.is_mutable:
+    if is_random(node) or makes_sizes(node) or target._schema.is_mutable:
         return False
     return not any(must_be_saved(made) for made in (node, *node.users) if made is node or is_getitem(made))

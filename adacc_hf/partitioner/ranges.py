@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from adacc_hf.partitioner.functorch import hint, is_getitem, op_types
+from adacc_hf.partitioner.functorch import hint, is_getitem, is_view, op_types
 from adacc_hf.partitioner.joint_graph import JointGraph
 from adacc_hf.profiling.pricing import is_summary
 
@@ -57,7 +57,7 @@ def _exponents(graph: fx.Graph) -> set[fx.Node]:
 
 def _is_elementwise(read: fx.Node, user: fx.Node) -> bool:
     """Whether a user is a view of what it reads, or makes an element or more of each element."""
-    if op_types().is_view(user):
+    if is_view(user):
         return True
     tensors = [node.meta.get("val") for node in (read, user)]
     if not op_types().is_fusible(user) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):

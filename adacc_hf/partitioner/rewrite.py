@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from adacc_hf.kernels.codecs import Codec
-from adacc_hf.partitioner.functorch import size_node
+from adacc_hf.partitioner.functorch import hint, size_node
 
 
 def compress_saved(
@@ -44,7 +44,7 @@ def compress_saved(
 
 def memory_order(tensor: Tensor) -> list[int]:
     """The dimensions of a tensor from the outermost in memory to the innermost."""
-    return sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), d))
+    return sorted(range(tensor.dim()), key=lambda d: (-hint(tensor.stride(d)), d))
 
 
 def _is_coded(node: Any, codecs: Mapping[str, Codec]) -> bool:

@@ -207,6 +207,54 @@ def test_backward_reads_what_an_input_held_before_forward_wrote_to_it(train_func
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(gradients, expected, strict=True))
 
 
+def _rows_above_zero(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    hidden = x @ weight
+    rows = (hidden.sum(-1) > 0).nonzero().squeeze(-1)
+    picked = hidden[rows]
+    return hidden.index_add(0, rows, picked.sin() * picked)
+
+
+def _given_complex_numbers(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(x * x.abs()).flatten(1) @ weight
+
+
+@pytest.mark.parametrize("function", [_rows_above_zero, _given_complex_numbers])
+@pytest.mark.parametrize("actions", [LOSSLESS, ("retain", "compress", "recompute")], ids=["lossless", "all"])
+def test_graphs_that_torch_can_cut_can_be_cut(train_function: Any, function: Any, actions: tuple[str, ...]) -> None:
+    is_complex = function is _given_complex_numbers
+    inputs = [torch.randn(8, 8, dtype=torch.complex64) if is_complex else torch.randn(8, 16), torch.randn(16, 16)]
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        plain = train_function(min_cut_rematerialization_partition, function, inputs)
+        for budget in (0.01, 0.5, 0.9):
+            partitioner = _partitioner(budget, actions=actions, codecs=("int8",))
+            gradients = train_function(partitioner, function, inputs)
+            if actions == LOSSLESS:
+                assert all(map(torch.equal, gradients, plain))
+            assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_a_view_is_never_stored_for_what_it_shows(train_function: Any) -> None:
+    """It would hold all of that."""
+
+    def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        wide, narrow, rest = (x @ weight).split_with_sizes([8, 4, 4], dim=-1)
+        return (narrow * rest).exp() * wide.unfold(1, 4, 4).prod(1)
+
+    handed_over: list[fx.Node] = []
+
+    def partition(*args: Any, **kwargs: Any) -> Any:
+        graphs = partitioner(*args, **kwargs)
+        handed_over.extend(graphs[0].graph.find_nodes(op="output")[0].args[0][kwargs["num_fwd_outputs"] :])
+        return graphs
+
+    for budget in (0.3, 0.6, 0.9):
+        partitioner = _partitioner(budget, actions=LOSSLESS)
+        train_function(partition, function, [torch.randn(8, 16), torch.randn(16, 16)])
+        assert partitioner.policy.regions[0].stored
+    makers = [node.args[0] if "getitem" in node.name else node for node in handed_over]
+    assert not any(getattr(maker.target, "is_view", False) for maker in makers)
+
+
 def test_caches_tell_settings_apart() -> None:
     assert _partitioner(0.5).uuid() == _partitioner(0.5).uuid()
     assert _partitioner(0.5).uuid() != _partitioner(0.4).uuid()
