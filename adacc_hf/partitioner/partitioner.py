@@ -23,7 +23,7 @@ from adacc_hf.partitioner.dry_run import GraphInput, graph_inputs
 from adacc_hf.partitioner.fused_cost import OperatorTimes, keep_ms
 from adacc_hf.partitioner.graph_codecs import codec_options
 from adacc_hf.partitioner.graph_tensors import graph_tensors
-from adacc_hf.partitioner.joint_graph import JointGraph, is_held, nbytes_of, read_joint_graph
+from adacc_hf.partitioner.joint_graph import JointGraph, is_held, nbytes_of, read_joint_graph, root_of
 from adacc_hf.partitioner.live_bytes import most_live_bytes
 from adacc_hf.partitioner.plan_store import PlanStore
 from adacc_hf.partitioner.products import keep_products_apart
@@ -118,13 +118,14 @@ class AdaccPartitioner(CustomPartitionerFn):
         joint = read_joint_graph(gm, info, held)
         saved = functorch.plain_saved(gm, info)
         plain = {joint.value_of(node) for node in saved} - {None}
-        plain_bytes = sum(nbytes_of(joint.nodes[value]) for value in plain)
+        # Torch may have forward make what backward alone reads, which is no value of ours.
+        plain_bytes = sum(nbytes_of(root) for root in {root_of(node) for node in saved} - {*held})
         plan = replace(plan, plain_bytes=plain_bytes, stored_bytes=plain_bytes, peak_bytes=plain_bytes)
-        known = self._known.get(plan.digest) or self._from_store(plan.digest)
+        known = self._known.get(plan.digest) or self._from_store(plan)
         if known is None:
             plan = self._decide(joint, plan, plain, joint.values_behind(saved))
             if self._store is not None:
-                self._store.save(self.uuid(), plan)
+                self._store.save(self._decider(plan), plan)
         else:
             plan = replace(known, region=plan.region, calls=None, code_bytes=None)
         if plan.reason:
@@ -145,8 +146,12 @@ class AdaccPartitioner(CustomPartitionerFn):
         """One given the same that has decided nothing yet: Inductor's cache pickles all settings for its key."""
         return type(self), (self.config, self._given)
 
-    def _from_store(self, digest: str) -> RegionPlan | None:
-        return None if self._store is None else self._store.load(self.uuid(), digest)
+    def _from_store(self, plan: RegionPlan) -> RegionPlan | None:
+        return None if self._store is None else self._store.load(self._decider(plan), plan.digest)
+
+    def _decider(self, plan: RegionPlan) -> str:
+        """What tells stored plans of one graph apart; where its sizes are dynamic, those of the example decide too."""
+        return f"{self.uuid()} {plan.plain_bytes}"
 
     def _decide(self, joint: JointGraph, plan: RegionPlan, plain: Set[int], behind: Set[int]) -> RegionPlan:
         """`plan` with what the solver chooses, or the reason for not asking it.
@@ -154,17 +159,18 @@ class AdaccPartitioner(CustomPartitionerFn):
         `plain` is what torch would save, `behind` that and what the rest of it is made of, which backward alone has.
         """
         allowed_bytes = self.policy.allowed_bytes(plan.plain_bytes)
+        tensors = tuple(
+            replace(t, action=Action.RETAIN.value, stored_bytes=t.nbytes) for t in graph_tensors(joint, plain, {}, {})
+        )
         if allowed_bytes is not None and allowed_bytes >= plan.plain_bytes:
-            tensors = tuple(
-                replace(t, action=Action.RETAIN.value, stored_bytes=t.nbytes)
-                for t in graph_tensors(joint, plain, {}, {})
-            )
             return replace(plan, tensors=tensors, reason="everything fits")
         graph = self._graph(joint)
         if allowed_bytes is None:
             choice = least_bytes(graph, SolverLog(), of_peak=self._of_peak)
         else:
             choice = self._solve(graph, plan, allowed_bytes)
+        if (choice.peak_bytes if self._of_peak else choice.nbytes) >= plan.plain_bytes:
+            return replace(plan, tensors=tensors, reason="nothing takes less")
         return replace(
             plan,
             stored_bytes=choice.nbytes,
@@ -225,12 +231,13 @@ class AdaccPartitioner(CustomPartitionerFn):
             return choice
         choice = least_bytes(graph, solving, of_peak=self._of_peak)
         if self.policy.budget_bytes is not None:
+            needed_bytes = min(choice.peak_bytes, plan.plain_bytes)
             raise InfeasibleBudgetError(
                 f"memory_budget={self.config.memory_budget!r} is what each compiled region may hold for its backward, "
-                f"and region {plan.region} needs at least {format_bytes(choice.peak_bytes)} with "
+                f"and region {plan.region} needs at least {format_bytes(needed_bytes)} with "
                 f"actions={self.config.actions!r} (torch.compile would give it {format_bytes(plan.plain_bytes)}): give "
                 f"at least that, allow more actions, or take a smaller batch",
-                choice.peak_bytes,
+                needed_bytes,
             )
         log.warning(
             "Adacc: a share of %r of the memory allows %s in a compiled region that torch.compile would give %s, and "
@@ -239,7 +246,7 @@ class AdaccPartitioner(CustomPartitionerFn):
             format_bytes(allowed_bytes),
             format_bytes(plan.plain_bytes),
             self.config.actions,
-            format_bytes(choice.nbytes),
+            format_bytes(min(choice.nbytes, plan.plain_bytes)),
         )
         return choice
 

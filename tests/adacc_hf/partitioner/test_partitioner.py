@@ -15,6 +15,7 @@ from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.partitioner import AdaccPartitioner, CompiledPolicy
 from adacc_hf.partitioner.functorch import is_random
+from adacc_hf.partitioner.plan_store import PlanStore
 from adacc_hf.policy import RETAIN, Action
 
 LOSSLESS = ("retain", "recompute")
@@ -253,6 +254,34 @@ def test_a_view_is_never_stored_for_what_it_shows(train_function: Any) -> None:
         assert partitioner.policy.regions[0].stored
     makers = [node.args[0] if "getitem" in node.name else node for node in handed_over]
     assert not any(getattr(maker.target, "is_view", False) for maker in makers)
+
+
+def test_a_region_is_left_alone_where_nothing_takes_less(train_function: Any) -> None:
+    inputs = [torch.randn(8, 16), torch.randn(16, 16)]
+    partitioner = _partitioner(0.5, actions=("retain",))
+    train_function(partitioner, _gelu, inputs)
+    (region,) = partitioner.policy.regions
+    assert region.reason == "nothing takes less"
+    assert region.stored_bytes == region.plain_bytes
+    with pytest.raises(BackendCompilerFailed) as failed:
+        train_function(_partitioner(1, actions=("retain",)), _gelu, inputs)
+    assert failed.value.inner_exception.smallest_budget_bytes <= region.plain_bytes
+
+
+def test_a_stored_plan_is_for_the_sizes_of_the_example(train_function: Any, tmp_path: Path) -> None:
+    """Its bytes are, and so is whether it keeps to a budget in bytes."""
+    regions = []
+    for batch in (8, 32, 8):
+        partitioner = AdaccPartitioner(AdaccConfig(memory_budget=0.5, actions=LOSSLESS), store=PlanStore(tmp_path))
+        train_function(partitioner, _gelu, [torch.randn(batch, 16), torch.randn(16, 16)], dynamic=True)
+        regions += partitioner.policy.regions
+    assert regions[1].digest == regions[0].digest
+    assert regions[1].plain_bytes > regions[0].plain_bytes
+    assert regions[2] == regions[0]
+
+
+def _gelu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x @ weight) @ weight
 
 
 def test_caches_tell_settings_apart() -> None:
