@@ -93,6 +93,8 @@ def prepare(module: fx.GraphModule) -> str | None:
     _copy_what_forward_writes_to(module.graph)
     if partitioners.has_recomputable_ops(module):
         return "it has regions under torch.utils.checkpoint"
+    if module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
+        return "it has nested regions, which hand over parameters among the rest"
     partitioners.force_save_collectives(module)
     partitioners.force_save_effectful_ops(module)
     partitioners.force_save_bw_mutation_src(module)

@@ -113,6 +113,8 @@ class AdaccPartitioner(CustomPartitionerFn):
         elsewhere = {node.name for node in held}
         if refusal is None and not info.required_bw_nodes:
             refusal = "it has no backward"
+        if refusal is None and not joint_inputs:
+            refusal = "it is nested in another, which does not say which of its inputs are parameters"
         if refusal is not None:
             return self._plainly(gm, joint_inputs, kwargs, replace(plan, reason=refusal), elsewhere)
         joint = read_joint_graph(gm, info, held)

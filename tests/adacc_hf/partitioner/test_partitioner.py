@@ -284,6 +284,20 @@ def _gelu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.gelu(x @ weight) @ weight
 
 
+def test_a_region_inside_another_is_left_alone(train_function: Any) -> None:
+    """It is not told which of its inputs are parameters."""
+    inner = torch.compiler.nested_compile_region(_gelu)
+    function = lambda x, weight: inner(inner(x, weight), weight)  # noqa: E731
+    inputs = [torch.randn(8, 16), torch.randn(16, 16)]
+    plain = train_function(min_cut_rematerialization_partition, function, inputs)
+    partitioner = _partitioner(0.3)
+    gradients = train_function(partitioner, function, inputs)
+    assert all(map(torch.equal, gradients, plain))
+    inside, outside = (region.reason for region in partitioner.policy.regions)
+    assert "nested in another" in inside
+    assert "has nested regions" in outside
+
+
 def test_caches_tell_settings_apart() -> None:
     assert _partitioner(0.5).uuid() == _partitioner(0.5).uuid()
     assert _partitioner(0.5).uuid() != _partitioner(0.4).uuid()
