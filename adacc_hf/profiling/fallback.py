@@ -14,7 +14,7 @@ import torch
 
 from adacc_hf.profile import BackwardEvent, ForwardEvent, KindProfile, Operator, Value
 from adacc_hf.profiling.sharing import RecordedBlock, Sharing
-from adacc_hf.tapes.local_tensors import local_of
+from adacc_hf.tapes.local_tensors import storage_of
 
 SAVED = 0
 """The index of all that the block saves."""
@@ -23,7 +23,7 @@ SAVED = 0
 def fallback_kind(block: RecordedBlock, sharing: Sharing, forward_ms: float) -> KindProfile:
     """The kind of `block`, its memory still to be measured."""
     arguments = [
-        _value(index, "an argument of the block", local_of(tensor).untyped_storage().nbytes(), sharing.index_of(tensor))
+        _value(index, "an argument of the block", storage_of(tensor).nbytes(), sharing.index_of(tensor))
         for index, tensor in enumerate(block.given.values(), start=SAVED + 1)
     ]
     generator = [_value(len(arguments) + 1, "the random generator's state", _generator_bytes(block), None)]

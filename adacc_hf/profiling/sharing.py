@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from adacc_hf.profile import Shared
 from adacc_hf.tapes.known_shapes import KnownShapes
-from adacc_hf.tapes.local_tensors import local_of
+from adacc_hf.tapes.local_tensors import storage_of
 from adacc_hf.tapes.tape import Source, Tape
 
 
@@ -97,7 +97,7 @@ class Sharing:
                 if address in self._kept:
                     self._index[address] = self._index_of_kept()
                 elif len(readers[address]) > 1 or address in outside or address in state or address in batch:
-                    nbytes = 0 if address in state or address in batch else local_of(tensor).untyped_storage().nbytes()
+                    nbytes = 0 if address in state or address in batch else storage_of(tensor).nbytes()
                     self._add(address, Shared(name=f"{block.name} input", nbytes=nbytes, saved=address in saved))
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
@@ -135,4 +135,4 @@ class Sharing:
 
 def address_of(tensor: torch.Tensor) -> int:
     """What tells storages apart as long as they live."""
-    return local_of(tensor).untyped_storage()._cdata
+    return storage_of(tensor)._cdata

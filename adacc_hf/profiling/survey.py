@@ -33,7 +33,7 @@ from adacc_hf.simulator import BlockOutcome, run_block
 from adacc_hf.tapes.hidden_code import HIDDEN
 from adacc_hf.tapes.known_shapes import Key, KnownShape, KnownShapes
 from adacc_hf.tapes.library import TapeLibrary
-from adacc_hf.tapes.local_tensors import local_of
+from adacc_hf.tapes.local_tensors import storage_of
 from adacc_hf.tapes.recorder import Recorder, argument_tensors
 from adacc_hf.tapes.tape import Source, Tape
 
@@ -166,7 +166,7 @@ class Survey:
         return tensor.detach()
 
     def _note_outside(self, tensor: torch.Tensor) -> None:
-        storage = local_of(tensor).untyped_storage()
+        storage = storage_of(tensor)
         if storage._cdata not in self._outside:
             self._outside[storage._cdata] = StorageWeakRef(storage)
 

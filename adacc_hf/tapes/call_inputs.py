@@ -13,7 +13,7 @@ from torch import nn
 
 from adacc_hf.tapes.data_reads import data_of
 from adacc_hf.tapes.held_tensors import find_held
-from adacc_hf.tapes.local_tensors import local_of
+from adacc_hf.tapes.local_tensors import local_of, storage_of
 from adacc_hf.tapes.recorder import argument_tensors
 from adacc_hf.tapes.tape import Source, has_storage
 
@@ -66,11 +66,11 @@ def call_key(block: nn.Module, paths: StatePaths, args: Args, kwargs: Kwargs) ->
     tensors = []
     device_type = "cpu"
     for path, tensor in argument_tensors(args, kwargs):
-        alias = storages.setdefault(local_of(tensor).untyped_storage()._cdata, len(storages))
+        alias = storages.setdefault(storage_of(tensor)._cdata, len(storages))
         device_type = tensor.device.type
-        tensors.append(
-            (path, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad, alias)
-        )
+        is_strided = tensor.layout is torch.strided
+        place = (tensor.stride(), tensor.storage_offset()) if is_strided else tensor.layout
+        tensors.append((path, tensor.shape, place, tensor.dtype, tensor.requires_grad, alias))
     autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
     plain = [_plain(value) for value in args]
     plain += [_plain(value) for name, value in kwargs.items() if name not in _INERT]

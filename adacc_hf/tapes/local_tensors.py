@@ -7,10 +7,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from adacc_hf.tapes.replay import copy_with_storage
+
+_INDICES = {
+    torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
+    torch.sparse_bsr: (Tensor.crow_indices, Tensor.col_indices),
+    torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices),
+    torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices),
+    torch.sparse_coo: (Tensor._indices,),
+}
+"""What tells where the elements of a sparse tensor are."""
 
 
 def runs_on_parts(kind: type) -> bool:
@@ -45,10 +55,18 @@ def whole(local: Tensor, spec: Any) -> Tensor:
 def parts_with_memory(tensor: Tensor) -> list[Tensor]:
     """The plain tensors whose memory `tensor` takes on this rank: of a quantized weight (torchao) codes and scales."""
     local = local_of(tensor)
+    if local.layout in _INDICES:
+        return [_elements(local), *(indices(local) for indices in _INDICES[local.layout])]
     if not wraps_others(local):
         return [local]
     names, _ = local.__tensor_flatten__()
     return [part for name in names for part in parts_with_memory(getattr(local, name))]
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """The storage of a tensor's part on this rank; of a tensor that has none (sparse, nested) that of its elements."""
+    local = local_of(tensor)
+    return (local if local.layout is torch.strided else _elements(local)).untyped_storage()
 
 
 def wraps_others(tensor: Tensor) -> bool:
@@ -59,6 +77,10 @@ def wraps_others(tensor: Tensor) -> bool:
 def copied(tensor: Tensor) -> Tensor:
     """`tensor` on a copy of its storage."""
     return whole(copy_with_storage(local_of(tensor)), spec_of(tensor))
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
 
 
 def _is_plain(tensor: Tensor) -> bool:

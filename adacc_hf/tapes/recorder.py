@@ -18,8 +18,8 @@ from adacc_hf.random_states import PythonStates
 from adacc_hf.tapes.data_reads import Read, deciding_tensors, judge, watched
 from adacc_hf.tapes.held_tensors import PLACES, held_tensors
 from adacc_hf.tapes.hidden_code import WRAPPED
-from adacc_hf.tapes.local_tensors import local_of, runs_on_parts, wraps_others
-from adacc_hf.tapes.replay import view
+from adacc_hf.tapes.local_tensors import local_of, runs_on_parts, storage_of, wraps_others
+from adacc_hf.tapes.replay import share_elements, view
 from adacc_hf.tapes.tape import (
     COLLECTIVES,
     Source,
@@ -78,7 +78,7 @@ class Recorder(TorchDispatchMode):
         """By storage."""
         for path, tensor in argument_tensors(args, kwargs):
             self._expect(tensor, Source("argument", path))
-            self._arguments.setdefault(local_of(tensor).untyped_storage()._cdata, []).append((path, tensor))
+            self._arguments.setdefault(storage_of(tensor)._cdata, []).append((path, tensor))
         self._is_fake = any(map(_is_fake, block.parameters()))
         self._parameters = {id(parameter): name for name, parameter in block.named_parameters()}
         for name, parameter in block.named_parameters(remove_duplicate=False):
@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):
     def refer(self, tensor: torch.Tensor) -> TensorRef:
         """The reference to `tensor` in the state it is in now."""
         if not has_storage(tensor):
-            self.untrusted = self.untrusted or "a tensor is sparse, so that no storage shows what it holds"
+            self.untrusted = self.untrusted or "a tensor is sparse or quantized, so that no storage shows what it holds"
             tensor = self._stand_in
         key = tensor.untyped_storage()._cdata
         if key not in self._current and key not in self._externals:

@@ -251,8 +251,8 @@ def map_tensors(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a view of one storage, as sparse ones are not."""
-    return tensor.layout is torch.strided
+    """Whether a tensor is a view of one storage that shows all of it: sparse ones are not, nor those with scales."""
+    return tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:

@@ -163,6 +163,31 @@ def test_an_input_that_autograd_gives_a_gradient_is_there_anyway(toy_model, toy_
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")  # torch says that its sparse tensors may change yet
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sparse_arguments_are_left_to_torchs_checkpoint(toy_model, toy_batch, assert_exact, layout):
+    """As a graph's adjacency is given to every layer."""
+    adjacency = torch.eye(6).to_sparse(layout=layout)
+
+    def forward(block, hidden, adjacency):
+        return hidden + block.down(torch.stack([adjacency @ x for x in block.up(hidden)]).tanh())
+
+    model = toy_model(forward, kwargs_of=lambda x: {"adjacency": adjacency})
+    profile = assert_exact(model, toy_batch(), num_policies=1)
+    assert all("sparse" in kind.fallback for kind in profile.kinds)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # deprecated, and still there
+def test_quantized_tensors_are_left_to_torchs_checkpoint(toy_model, toy_batch, assert_exact):
+    def forward(block, hidden):
+        x = block.up(hidden)
+        rounded = torch.quantize_per_tensor(x.detach(), 0.05, 128, torch.quint8).dequantize()
+        return hidden + block.down((x + (rounded - x).detach()).tanh())
+
+    profile = assert_exact(toy_model(forward), toy_batch(), num_policies=1)
+    assert all("quantized" in kind.fallback for kind in profile.kinds)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")  # torch says that its sparse tensors may change yet
 def test_sparse_tensors_are_left_to_torchs_checkpoint(toy_model, toy_batch, run_steps, assert_same_steps):
     def forward(block, hidden):
         weight = torch.sparse_coo_tensor(torch.tensor([[0, 3], [1, 2]]), block.few, (8, 8), check_invariants=False)

@@ -13,7 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from adacc_hf.memory import distinct_bytes
-from adacc_hf.tapes.local_tensors import arrived, copied, local_of, runs_on_parts, spec_of, whole
+from adacc_hf.tapes.local_tensors import (
+    arrived,
+    copied,
+    local_of,
+    parts_with_memory,
+    runs_on_parts,
+    spec_of,
+    storage_of,
+    whole,
+)
 from adacc_hf.tapes.recorder import Recorder
 
 
@@ -62,6 +71,16 @@ def test_what_is_on_its_way_is_waited_for() -> None:
 def test_memory_is_that_of_the_part(mesh: DeviceMesh) -> None:
     tensor = distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)])
     assert distinct_bytes([tensor, local_of(tensor), torch.zeros(3)]) == 96 + 12
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")  # torch says that its sparse tensors may change yet
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_memory_of_a_sparse_tensor_is_that_of_its_elements_and_indices(layout) -> None:
+    tensor = torch.eye(6).to_sparse(layout=layout)
+    assert sorted(part.nbytes for part in parts_with_memory(tensor)) == sorted(
+        [6 * 4, *([2 * 6 * 8] if layout is torch.sparse_coo else [6 * 8, 7 * 8])]
+    )
+    assert storage_of(tensor)._cdata == storage_of(tensor)._cdata != storage_of(torch.ones(6))._cdata
 
 
 class Reduced(nn.Module):
