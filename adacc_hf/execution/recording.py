@@ -11,10 +11,10 @@ from torch import nn
 
 from adacc_hf.execution.call import Call, changed_in_place
 from adacc_hf.kernels.codecs import Codec
-from adacc_hf.tapes.call_inputs import fetch
 from adacc_hf.tapes.compiled import CompiledPlan
 from adacc_hf.tapes.hidden_code import COMPILED, runs_compiled_code
 from adacc_hf.tapes.recorder import Drawing, Recorder
+from adacc_hf.tapes.tape import Source
 
 
 class Packed:
@@ -41,6 +41,7 @@ class Recording:
         self.block = block
         self.recorder = Recorder(block, args, kwargs, drawing)
         self._arguments = (args, kwargs)
+        self._parameters = dict(block.named_parameters(remove_duplicate=False))
         self._packed: list[Packed] = []
         self._call: Call | None = None
 
@@ -54,7 +55,8 @@ class Recording:
 
     def hand_over(self, compiled: CompiledPlan, codecs: dict[int, Codec]) -> list[int]:
         """Store what the plan stores and let go of the rest; returns the list that the order of unpacks goes into."""
-        self._call = Call(compiled, self.name, codecs, fetch(compiled.externals, self.block, *self._arguments))
+        externals = [(value, self._external(value, source)) for value, source in compiled.externals]
+        self._call = Call(compiled, self.name, codecs, externals)
         self._call.seen = []
         for packed in self._packed:
             _, tensor, version = packed.content
@@ -82,10 +84,12 @@ class Recording:
         self._arguments = ((), {})
         self._packed = []
 
+        self._parameters = {}
     def _pack(self, tensor: torch.Tensor) -> Packed:
         packed = Packed(self.recorder.save(tensor), tensor)
-        self._packed.append(packed)
-        return packed
+    def _external(self, value: int, source: Source) -> torch.Tensor:
+        """What was at `source` when the call began: the block may have put something else there since."""
+        return self._parameters[source.path[0]] if source.place == "parameter" else self.recorder.bases[value]
 
     def _unpack(self, packed: Packed) -> torch.Tensor:
         if self._call is not None:

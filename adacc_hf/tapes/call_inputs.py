@@ -111,7 +111,7 @@ def fetch(
 
 
 def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor:
-    """The tensor at `source` in this call of `block`, detached if it is an argument or hangs on something.
+    """The tensor at `source` in this call of `block`, detached unless it is a parameter.
 
     What hangs on something may be gone: None, then.
     """
@@ -121,7 +121,7 @@ def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) 
         path, name = _split(source.path[0])
         owner = _owner(block, path)
         if source.place == "buffer":
-            return owner._buffers[name]
+            return owner._buffers[name].detach()  # `buffer.data = ...` leaves this one as it is
         parameter = owner._parameters[name]
         return find_held(parameter, source.path[1:]) if source.place == "attached" else parameter
     return _argument(source.path, args, kwargs).detach()
