@@ -12,7 +12,7 @@ from torch import nn
 from adacc_hf.execution.call import Call, changed_in_place
 from adacc_hf.kernels.codecs import Codec
 from adacc_hf.tapes.compiled import CompiledPlan
-from adacc_hf.tapes.hidden_code import COMPILED, runs_compiled_code
+from adacc_hf.tapes.hidden_code import CHANGED_UNSEEN, COMPILED, runs_compiled_code
 from adacc_hf.tapes.recorder import Drawing, Recorder
 from adacc_hf.tapes.tape import Source
 
@@ -51,6 +51,8 @@ class Recording:
             result = fn(*self._arguments[0])
         if runs_compiled_code(result, self._arguments):
             self.recorder.untrusted = COMPILED
+        elif any(map(self._was_changed_unseen, self._packed)):
+            self.recorder.untrusted = self.recorder.untrusted or CHANGED_UNSEEN
         return result
 
     def hand_over(self, compiled: CompiledPlan, codecs: dict[int, Codec]) -> list[int]:
@@ -82,14 +84,25 @@ class Recording:
         """Let go of everything but what the packed objects own."""
         self.recorder = None
         self._arguments = ((), {})
+        self._parameters = {}
         self._packed = []
 
-        self._parameters = {}
-    def _pack(self, tensor: torch.Tensor) -> Packed:
-        packed = Packed(self.recorder.save(tensor), tensor)
     def _external(self, value: int, source: Source) -> torch.Tensor:
         """What was at `source` when the call began: the block may have put something else there since."""
         return self._parameters[source.path[0]] if source.place == "parameter" else self.recorder.bases[value]
+
+    def _was_changed_unseen(self, packed: Packed) -> bool:
+        """Whether the block changed a saved tensor of its own where autograd does not see it, as through `.data`.
+
+        Backward reads it as it is then, which is neither what was saved nor what a replay would make.
+        """
+        slot, tensor, version = packed.content
+        return tensor._version == version and self.recorder.was_written_later(self.recorder.slots[slot])
+
+    def _pack(self, tensor: torch.Tensor) -> Packed:
+        packed = Packed(self.recorder.save(tensor), tensor)
+        self._packed.append(packed)
+        return packed
 
     def _unpack(self, packed: Packed) -> torch.Tensor:
         if self._call is not None:

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 COMPILED = "a part of it runs as code that torch.compile made, whose operators no record shows"
 
 WRAPPED = "it makes tensors that consist of others (float8 training), which no storage shows"
+CHANGED_UNSEEN = "it changes in place, behind autograd's back (`.data`), what it saved for backward"
 HIDDEN = (COMPILED, WRAPPED)
 """Reasons for which a tape's operators cannot be run one by one."""
 

@@ -65,6 +65,8 @@ class Recorder(TorchDispatchMode):
         """Where each value's storage is."""
         self.operators: list[TapeOperator] = []
         self.slots: list[TensorRef] = []
+        self._written: dict[int, TensorRef] = {}
+        """For each version that an operator made of the one before, what of that it wrote to."""
         self.untrusted: str | None = None
         self.reads: list[Read] = []
         self._in_operator = False
@@ -117,6 +119,15 @@ class Recorder(TorchDispatchMode):
         """Note that autograd saves `tensor`; return the slot's index."""
         self.slots.append(self.refer(local_of(tensor)))
         return len(self.slots) - 1
+
+    def was_written_later(self, ref: TensorRef) -> bool:
+        """Whether `ref`, of a storage that the block made, has elements that the block changed in place afterwards."""
+        record = self.values[ref.value]
+        if not record.overwritten or record.source is not None:
+            return False
+        storage = self._storages[ref.value]
+        later = [written for new, written in self._written.items() if new > ref.value]
+        return any(self._storages[w.value] == storage and share_elements(ref, w) for w in later)
 
     def tape(self) -> Tape:
         """The record of all that ran. Call it after the block has returned."""
@@ -283,7 +294,9 @@ class Recorder(TorchDispatchMode):
         """Give the storage that `tensor` views a new version; its base stays as it was."""
         old = self.refer(tensor).value
         self.values[old].overwritten = True
-        return old, self._add(view(tensor.detach(), self.values[old].ref), None, operator, name)
+        new = self._add(view(tensor.detach(), self.values[old].ref), None, operator, name)
+        self._written[new] = TensorRef(old, geometry_of(tensor), tensor.dtype)
+        return old, new
 
     def _add(self, tensor: torch.Tensor, source: Source | None, producer: int | None, name: str) -> int:
         index = len(self.values)

@@ -24,6 +24,19 @@ def view(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:
     return torch.empty(0, dtype=ref.dtype, device=base.device).set_(base.untyped_storage(), offset, size, stride)
 
 
+def share_elements(left: TensorRef, right: TensorRef) -> bool:
+    """Whether two views of one storage have elements in common; those of other sizes are taken to."""
+    if left.dtype.itemsize != right.dtype.itemsize:
+        return True
+    ends = [
+        offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        for size, stride, offset in (left.geometry, right.geometry)
+    ]
+    taken = torch.zeros(max(*ends, 0), dtype=torch.bool)
+    taken.as_strided(*left.geometry).fill_(True)
+    return bool(taken.as_strided(*right.geometry).any())
+
+
 def copy_with_storage(base: torch.Tensor) -> torch.Tensor:
     """A tensor like `base` on a copy of its whole storage."""
     storage = base.untyped_storage().clone()

@@ -201,6 +201,37 @@ def test_what_hangs_on_a_parameter_is_looked_up_at_each_call(
     assert_same_steps(found, run_steps(model, batch))
 
 
+def add_recurrent_cells(block):
+    block.lstm, block.gru = nn.LSTM(8, 8, batch_first=True), nn.GRU(8, 8, batch_first=True)
+
+
+def runs_recurrent_cells(block, hidden):
+    return hidden + block.down(block.gru(block.lstm(block.up(hidden))[0])[0].tanh())
+
+
+def test_recurrent_cells_train_exactly(toy_model, toy_batch, assert_exact):
+    """LSTM runs another kernel without gradients. GRU saves parts of tensors and overwrites the others, so that replay
+    starts from versions that are retained and cannot be had again."""
+    profile = assert_exact(toy_model(runs_recurrent_cells, setup=add_recurrent_cells), toy_batch(), num_policies=4)
+    values = {value.name: value for value in profile.kinds[0].activations if value.producer is not None}
+    assert not values["lstm:mkldnn_rnn_layer"].recomputable
+    assert any(value.recomputable for name, value in values.items() if name.startswith("gru"))
+
+
+def writes_unseen(block, hidden):
+    x = block.up(hidden)
+    y = x.tanh()
+    z = x * y
+    y.data.mul_(0.5)
+    return hidden + block.down(z) * x.sigmoid()
+
+
+def test_what_autograd_does_not_see_changed_is_left_to_torch(toy_model, toy_batch, assert_exact):
+    """Backward reads the tanh as it is then. A replay would make it as it was, without which the product is another."""
+    profile = assert_exact(toy_model(writes_unseen), toy_batch())
+    assert "behind autograd's back" in profile.kinds[0].fallback
+
+
 def counts_in_hiding(block, hidden):
     return hidden + block.down((scale_and_write(block.up(hidden), block.count) + block.count).tanh())
 
