@@ -59,9 +59,9 @@ class Schedule:
 
     __slots__ = ("order", "programs")
 
-    def __init__(self, tape: Tape, store: Store, order: tuple[int, ...]) -> None:
+    def __init__(self, tape: Tape, store: Store, order: tuple[int, ...], given_back: frozenset[int]) -> None:
         self.order = order
-        self.programs: list[Program] = schedule(tape, store, order)
+        self.programs: list[Program] = schedule(tape, store, order, given_back)
 
 
 class CompiledPlan:
@@ -93,11 +93,12 @@ class CompiledPlan:
         self.externals = self._externals()
         """(value, source) of the inputs, parameters and buffers that a call must hold for replay."""
         self._held = [place for place, (_, source) in enumerate(self.externals) if source.place in PLACES]
-        self.schedule = Schedule(self._merged, self.store, tape.order or tuple(reversed(range(self.num_slots))))
+        self._given_back = frozenset(slot.value for slot in self.slots if slot.needs is None)
+        self.follow(tape.order or tuple(reversed(range(self.num_slots))))
 
     def follow(self, order: tuple[int, ...]) -> None:
         """Prepare for backward asking for slots in `order`; calls under way keep theirs."""
-        self.schedule = Schedule(self._merged, self.store, order)
+        self.schedule = Schedule(self._merged, self.store, order, self._given_back)
 
     def has_all(self, externals: list[tuple[int, torch.Tensor | None]]) -> bool:
         """Whether what hangs on parameters and modules is there in this call, and is as it was when recorded."""

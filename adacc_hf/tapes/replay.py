@@ -177,16 +177,16 @@ def closure(tape: Tape, value: int, at_hand: Callable[[int], bool]) -> tuple[lis
     return sorted(operators), list(leaves)
 
 
-def schedule(tape: Tape, store: Store, order: Sequence[int]) -> list[Program]:
+def schedule(tape: Tape, store: Store, order: Sequence[int], given_back: Collection[int] = ()) -> list[Program]:
     """The program of each unpack, if slots are asked for in `order`.
 
     Each operator runs at most once, at the first unpack that needs it; what a later unpack needs is kept, and every
-    value goes with its last use.
+    value goes with its last use. Slots of the values `given_back` run none: autograd gets back the very tensor.
     """
     made: set[int] = set()
     runs = []
-    for slot in order:
-        runs.append(missing_operators(tape, store, tape.slots[slot].value, made))
+    for value in (tape.slots[slot].value for slot in order):
+        runs.append([] if value in given_back else missing_operators(tape, store, value, made))
         made.update(value for operator in runs[-1] for value in tape.operators[operator].made())
     uses = _last_uses(tape, order, runs)
     values = [tape.slots[slot].value for slot in order]
@@ -256,7 +256,8 @@ def verify(tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
 
     `bases` are the recorded tensors, by value. A value that came out otherwise is replaced by the original, if that is
     still there, so that what follows from it is judged by itself; otherwise what follows from it is not recomputable.
-    Versions that were overwritten cannot be compared; they count as far as what follows from them does.
+    Versions that were overwritten cannot be compared but where autograd saved them; else they count as far as what
+    follows from them does.
     """
     environment: Environment = [None] * len(tape.values)
     for value in tape.values:
@@ -279,13 +280,26 @@ def _verify_operator(
     ready = operator.may_run_again and all(environment[value] is not None for value in operator.inputs())
     if ready:
         ready = _runs_without_hidden_writes(tape, operator, environment)
+    # With gradients off LSTM on a CPU leaves out what its backward reads, and runs another kernel.
+    ready = ready and all(environment[made] is not None for made in operator.made())
     for made in operator.made():
-        if ready and (tape.values[made].overwritten or _same_bits(environment[made], bases[made])):
+        if ready and _came_out_alike(tape, made, environment[made], bases[made]):
             good.add(made)
             if tape.values[made].is_encodable:  # all of its storage was compared: two of it are not needed any more
                 environment[made] = bases[made]
         else:
             environment[made] = None if tape.values[made].overwritten else bases[made]
+
+
+def _came_out_alike(tape: Tape, value: int, replayed: torch.Tensor, recorded: torch.Tensor) -> bool:
+    """Whether a value is what it was, as far as that can be told: of a version that is gone what autograd saved of it.
+
+    Fused cells (GRU's) save parts of a tensor of which they then overwrite the others.
+    """
+    if not tape.values[value].overwritten:
+        return _same_bits(replayed, recorded)
+    saved = [slot for slot in tape.slots if slot.value == value]
+    return all(_same_bits(view(replayed, slot), view(recorded, slot)) for slot in saved)
 
 
 def _runs_without_hidden_writes(tape: Tape, operator: TapeOperator, environment: Environment) -> bool:
