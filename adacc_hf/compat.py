@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
+from adacc_hf.module_states import ModuleStates
 from adacc_hf.random_states import PythonStates
 
 FLAG = "gradient_checkpointing"
@@ -192,15 +193,21 @@ def checkpointed(fn: Callable[..., Any], *args: Any) -> Any:
     """`fn(*args)` under torch's checkpoint, whose hooks are off again even if `fn` raises.
 
     Before torch 2.13 they stay on for as long as somebody holds the error. What `fn` draws from Python's and numpy's
-    generators it draws again in backward; torch sees to its own alone.
+    generators it draws again in backward, where its block is in the states that it was in, so that buffers and counters
+    change once per call; torch sees to its own generators alone.
     """
     raised: list[BaseException] = []
     in_forward = True
     before: PythonStates | None = PythonStates()
+    block = block_of(fn)
+    states: ModuleStates | None = ModuleStates(() if block is None else block.modules())
 
     def run(*args: Any) -> Any:
         if not in_forward:
-            with nullcontext() if before is None else before.back_for_a_while():
+            with ExitStack() as stack:
+                for earlier in (before, states):
+                    if earlier is not None:
+                        stack.enter_context(earlier.back_for_a_while())
                 return fn(*args)
         try:
             return fn(*args)
@@ -212,6 +219,8 @@ def checkpointed(fn: Callable[..., Any], *args: Any) -> Any:
     in_forward = False
     if not before.have_moved():
         before = None  # 23 KiB for every block
+    if not states.keep_changed():
+        states = None
     if raised:
         raise raised.pop()
     return result

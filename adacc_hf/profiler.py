@@ -21,6 +21,7 @@ from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import UncalledBlocksError
 from adacc_hf.head.survey import HeadLayout, HeadSurvey
 from adacc_hf.memory import batch_bytes, distinct_bytes
+from adacc_hf.module_states import ModuleStates
 from adacc_hf.profile import BlockProfile, Head, KindProfile, Profile
 from adacc_hf.profiling.fallback import fallback_backward
 from adacc_hf.profiling.gradient_hooks import without_gradient_hooks
@@ -257,9 +258,10 @@ def describe_uncalled(installation: Installation, uncalled: list[str], when: str
 
 @contextmanager
 def _left_as_it_was(model: nn.Module, instruments: Instruments) -> Iterator[None]:
-    """Put gradients, buffers and random generators back as they were; no gradient reaches who waits for it."""
+    """Put gradients, generators and what modules hold back as they were; no gradient reaches who waits for it."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    states = ModuleStates(model.modules())
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_inference()]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
@@ -272,3 +274,5 @@ def _left_as_it_was(model: nn.Module, instruments: Instruments) -> Iterator[None
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
+            if states.keep_changed():
+                states.restore()

@@ -1,0 +1,71 @@
+"""What modules hold besides their weights and change as they are called: buffers, counters, generators of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+_SCALARS = (bool, int, float, str)
+
+
+class ModuleStates:
+    """The states of `modules` now: their buffers, and the plain values, tensors and generators in their attributes.
+
+    What is in containers and objects there is left alone, and so is a tensor that is made, or made anew in another
+    size, as tables are once they are needed.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        holders = [holder for module in modules for holder in (vars(module), module._buffers)]
+        held = [(holder, name, value) for holder in holders for name, value in holder.items()]
+        self._values = [each for each in held if type(each[2]) in _SCALARS or _is_plain(each[2])]
+        tensors = {id(value): value for _, _, value in held if _is_plain(value)}
+        self._contents = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
+        generators = {id(value): value for _, _, value in held if isinstance(value, torch.Generator)}
+        self._states = [(generator, generator.get_state()) for generator in generators.values()]
+
+    def keep_changed(self) -> bool:
+        """Forget what is now as it was then; returns whether anything is left."""
+        self._values = [each for each in self._values if each[0].get(each[1]) is not each[2]]
+        self._contents = [each for each in self._contents if not torch.equal(*each)]
+        self._states = [each for each in self._states if not torch.equal(each[0].get_state(), each[1])]
+        return bool(self._values or self._contents or self._states)
+
+    def restore(self) -> None:
+        """Put the modules into these states."""
+        for holder, name, value in self._values:
+            if _stands_for(value, holder.get(name)):
+                holder[name] = value
+        for tensor, content in self._contents:
+            tensor.data.copy_(content)  # which autograd need not know: it comes between no forward and its backward
+        for generator, state in self._states:
+            generator.set_state(state)
+
+    @contextmanager
+    def back_for_a_while(self) -> Iterator[None]:
+        """While open, the modules are in these states; afterwards they are as before."""
+        now = ModuleStates(())
+        now._values = [(holder, name, holder.get(name)) for holder, name, _ in self._values]
+        now._contents = [(tensor, tensor.detach().clone()) for tensor, _ in self._contents]
+        now._states = [(generator, generator.get_state()) for generator, _ in self._states]
+        self.restore()
+        try:
+            yield
+        finally:
+            now.restore()
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether `value` is a tensor whose elements can be compared and copied here."""
+    return type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
+
+
+def _stands_for(before: Any, now: Any) -> bool:
+    """Whether `now` is what became of `before`, as a number or a tensor of one size does step by step."""
+    if isinstance(before, torch.Tensor):
+        return _is_plain(now) and (now.shape, now.dtype) == (before.shape, before.dtype)
+    return type(now) is type(before)
