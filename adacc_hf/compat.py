@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
-from adacc_hf.module_states import ModuleStates
+from adacc_hf.module_states import states_before
 from adacc_hf.random_states import PythonStates
 
 FLAG = "gradient_checkpointing"
@@ -199,15 +199,12 @@ def checkpointed(fn: Callable[..., Any], *args: Any) -> Any:
     raised: list[BaseException] = []
     in_forward = True
     before: PythonStates | None = PythonStates()
-    block = block_of(fn)
-    states: ModuleStates | None = ModuleStates(() if block is None else block.modules())
 
     def run(*args: Any) -> Any:
         if not in_forward:
             with ExitStack() as stack:
-                for earlier in (before, states):
-                    if earlier is not None:
-                        stack.enter_context(earlier.back_for_a_while())
+                for earlier in (*filter(None, [before]), *changed):
+                    stack.enter_context(earlier.back_for_a_while())
                 return fn(*args)
         try:
             return fn(*args)
@@ -215,12 +212,11 @@ def checkpointed(fn: Callable[..., Any], *args: Any) -> Any:
             raised.append(error)
             return None
 
-    result = checkpoint(run, *args, use_reentrant=False)
+    with states_before(block_of(fn)) as changed:
+        result = checkpoint(run, *args, use_reentrant=False)
     in_forward = False
     if not before.have_moved():
         before = None  # 23 KiB for every block
-    if not states.keep_changed():
-        states = None
     if raised:
         raise raised.pop()
     return result

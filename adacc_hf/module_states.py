@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+
+LOOKS = 2
+"""Calls of a block that must change nothing before it is looked at no more: a look copies its buffers, and waits."""
 
 _SCALARS = (bool, int, float, str)
 
@@ -27,6 +31,11 @@ class ModuleStates:
         self._contents = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
         generators = {id(value): value for _, _, value in held if isinstance(value, torch.Generator)}
         self._states = [(generator, generator.get_state()) for generator in generators.values()]
+
+    def without(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of `tensors` whose elements are no part of these states."""
+        held = {id(tensor) for tensor, _ in self._contents}
+        return [tensor for tensor in tensors if id(tensor) not in held]
 
     def keep_changed(self) -> bool:
         """Forget what is now as it was then; returns whether anything is left."""
@@ -69,3 +78,24 @@ def _stands_for(before: Any, now: Any) -> bool:
     if isinstance(before, torch.Tensor):
         return _is_plain(now) and (now.shape, now.dtype) == (before.shape, before.dtype)
     return type(now) is type(before)
+
+
+_num_still: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""Calls in a row in which a block changed nothing, `LOOKS` at the most."""
+
+
+@contextmanager
+def states_before(block: nn.Module | None) -> Iterator[list[ModuleStates]]:
+    """A list that has, once this is left, the states before of what a call of `block` changed; empty if it is nothing.
+
+    Nothing is looked for in a block whose first calls changed nothing: what only later ones change is not noticed.
+    """
+    changed: list[ModuleStates] = []
+    if block is None or _num_still.get(block, 0) >= LOOKS:
+        yield changed
+        return
+    states = ModuleStates(block.modules())
+    yield changed
+    if states.keep_changed():
+        changed.append(states)
+    _num_still[block] = 0 if changed else _num_still.get(block, 0) + 1

@@ -261,7 +261,8 @@ def _left_as_it_was(model: nn.Module, instruments: Instruments) -> Iterator[None
     """Put gradients, generators and what modules hold back as they were; no gradient reaches who waits for it."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     states = ModuleStates(model.modules())
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_inference()]
+    others = states.without(buffer for buffer in model.buffers() if not buffer.is_inference())
+    buffers = [(buffer, buffer.detach().clone()) for buffer in others]
     for parameter, _ in gradients:
         parameter.grad = None
     try:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.module_states import ModuleStates
+from adacc_hf.module_states import LOOKS, ModuleStates, states_before
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
@@ -68,3 +68,15 @@ def test_nothing_is_kept_of_what_did_not_change():
     module = nn.BatchNorm1d(6)
     module(torch.randn(2, 6))
     assert not ModuleStates(module.modules()).keep_changed()
+
+
+def test_a_block_that_changes_nothing_is_soon_looked_at_no_more(monkeypatch):
+    looks = []
+    monkeypatch.setattr("adacc_hf.module_states.ModuleStates", lambda modules: looks.append(1) or ModuleStates(modules))
+    still, moving = nn.Linear(3, 3), nn.BatchNorm1d(3)
+    for _ in range(LOOKS + 2):
+        for block in (still, moving):
+            with states_before(block) as changed:
+                block(torch.randn(4, 3))
+            assert len(changed) == (block is moving)
+    assert len(looks) == LOOKS + LOOKS + 2
