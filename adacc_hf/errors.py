@@ -56,7 +56,3 @@ class RankFailedError(AdaccError):
 
 class FakeDeviceError(AdaccError, RuntimeError):
     """Tensors without memory cannot be made here for a device."""
-
-
-class NoEffectWarning(UserWarning):
-    """A setting that changes nothing in this run."""

@@ -111,10 +111,12 @@ class AdaccPartitioner(CustomPartitionerFn):
         info = functorch.classify(gm, kwargs.get("static_lifetime_input_indices") or (), num_outputs)
         held = functorch.held_inputs(gm, info, num_outputs)
         elsewhere = {node.name for node in held}
-        if refusal is None and not info.required_bw_nodes:
-            refusal = "it has no backward"
         if refusal is None and not joint_inputs:
             refusal = "it is nested in another, which does not say which of its inputs are parameters"
+        if not info.required_bw_nodes:
+            refusal = "it has no backward"
+        elif refusal is not None:
+            log.warning("Adacc: a compiled region is left to torch.compile and keeps to no budget: %s", refusal)
         if refusal is not None:
             return self._plainly(gm, joint_inputs, kwargs, replace(plan, reason=refusal), elsewhere)
         joint = read_joint_graph(gm, info, held)

@@ -284,7 +284,7 @@ def _gelu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.gelu(x @ weight) @ weight
 
 
-def test_a_region_inside_another_is_left_alone(train_function: Any) -> None:
+def test_a_region_inside_another_is_left_alone(train_function: Any, caplog: pytest.LogCaptureFixture) -> None:
     """It is not told which of its inputs are parameters."""
     inner = torch.compiler.nested_compile_region(_gelu)
     function = lambda x, weight: inner(inner(x, weight), weight)  # noqa: E731
@@ -296,6 +296,7 @@ def test_a_region_inside_another_is_left_alone(train_function: Any) -> None:
     inside, outside = (region.reason for region in partitioner.policy.regions)
     assert "nested in another" in inside
     assert "has nested regions" in outside
+    assert "keeps to no budget: it has nested regions" in caplog.text
 
 
 def test_caches_tell_settings_apart() -> None:
