@@ -128,6 +128,11 @@ class Rectifier:
         """Peak of the policy in force at today's prices."""
         return current_policy(self.profile, self.policy).predicted_peak_bytes
 
+    def is_over_budget(self, peak_bytes: int) -> bool:
+        """Whether the budget bounds the peak of a step, and one of `peak_bytes` is above it."""
+        budget = Budget.resolve(self.memory_budget, self.profile, self.config)
+        return budget.of_peak and peak_bytes > budget.nbytes
+
     def add_memory(self, extra_bytes: int) -> None:
         """Price a step that was measured to need `extra_bytes` more than predicted."""
         self.profile = with_more_memory(self.profile, extra_bytes)

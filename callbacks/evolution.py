@@ -41,8 +41,8 @@ LOOK_STEPS = 16
 """Steps between two looks at which batch sizes have no policy; with several ranks each look is a collective."""
 
 PEAK_TOLERANCE = 0.01
-"""A measured peak this far above the predicted one corrects the prices: allocators round, and the Trainer keeps a few
-small tensors that the profiler does not see."""
+"""A measured peak this far above the predicted one corrects the prices even if it keeps to the budget. Below that are
+what allocators round, and a few small tensors of the Trainer's that the profiler does not see."""
 
 MOST_TRIES = 64
 """Steps that may bring a batch that calls all blocks together, once a block is trained that no policy has a plan for;
@@ -347,7 +347,9 @@ class Evolution:
     def _compare_peak(self, step: int, situation: Situation, peak: int) -> None:
         predicted = situation.rectifier.predicted_peak_bytes()
         situation.measured_peak_bytes, situation.must_count = peak, False
-        above = peak > predicted * (1 + PEAK_TOLERANCE)
+        above = peak > predicted * (1 + PEAK_TOLERANCE) or (
+            peak > predicted and situation.rectifier.is_over_budget(peak)
+        )
         self._note(step, "memory", measured_peak_bytes=peak, peak_bytes=predicted, corrected=above)
         if above:
             situation.rectifier.add_memory(peak - predicted)

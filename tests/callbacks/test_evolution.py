@@ -459,8 +459,9 @@ def test_a_long_history_is_not_written_at_every_event(make_trainer, tmp_path, mo
     assert json.loads((tmp_path / "run" / HISTORY_FILE).read_text()) == callback.history
 
 
-def test_the_measured_peak_corrects_a_prediction_that_was_too_low(make_trainer, monkeypatch):
-    """As if the profiler had missed a quarter of a megabyte in every phase of the step."""
+@pytest.mark.parametrize("missed", [2**18, 2**14], ids=["much", "within-the-tolerance"])
+def test_the_measured_peak_corrects_a_prediction_that_was_too_low(make_trainer, monkeypatch, missed):
+    """As if the profiler had missed so many bytes in every phase of the step."""
     from adacc_hf.tracking.repricing import with_more_memory
 
     original = maker_module.profile_model
@@ -469,13 +470,13 @@ def test_the_measured_peak_corrects_a_prediction_that_was_too_low(make_trainer, 
     honest = events(probe, "memory")[0]
     assert not honest["corrected"]
     assert honest["measured_peak_bytes"] == pytest.approx(honest["peak_bytes"], rel=0.01)
-    monkeypatch.setattr(maker_module, "profile_model", lambda *a, **k: with_more_memory(original(*a, **k), -(2**18)))
-    budget = honest["peak_bytes"] - 2**18
+    monkeypatch.setattr(maker_module, "profile_model", lambda *a, **k: with_more_memory(original(*a, **k), -missed))
+    budget = honest["peak_bytes"] - missed
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=budget)
     make_trainer([callback], max_steps=8).train()
     memory = events(callback, "memory")
     assert memory[0]["corrected"]
-    assert memory[0]["measured_peak_bytes"] - memory[0]["peak_bytes"] == pytest.approx(2**18, rel=0.1)
+    assert memory[0]["measured_peak_bytes"] - memory[0]["peak_bytes"] == pytest.approx(missed, rel=0.2)
     (change, *_) = events(callback, "change")
     assert change["reason"].startswith("more memory: the old actions would need ")
     # A normal step under the new policy shows that it keeps to the budget, as predicted.
