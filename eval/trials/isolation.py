@@ -26,6 +26,10 @@ from adacc_hf.errors import AdaccError, InfeasibleBudgetError
 
 Figures = dict[str, Any]
 
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+"""How a GPU's memory is given out in measurements, unless the user says otherwise: methods are to be compared by what
+they need, not by how their blocks happen to fall apart (`adacc_hf.memory.FRAGMENTS`)."""
+
 
 class Status(str, Enum):
     """How a measurement ended."""
@@ -95,6 +99,7 @@ def run_isolated(function: Callable[..., Figures], arguments: Figures, timeout_s
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            env={**ALLOCATOR, **os.environ},
         ) as process:
             try:
                 _, errors = process.communicate(order, timeout=timeout_s)

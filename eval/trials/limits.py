@@ -40,5 +40,5 @@ def limit_bytes(arguments: argparse.Namespace) -> int:
 
 
 def budget_bytes(limit: int, device: str) -> int:
-    """The budget for Adacc under a limit: on a GPU less the margin that "auto" leaves for the allocator's rounding."""
+    """The budget for Adacc under a limit: on a GPU less the margin of "auto", whose segments expand in measurements."""
     return limit if device == "cpu" else int(limit * (1.0 - AdaccConfig().memory_margin))

@@ -61,6 +61,18 @@ def test_it_runs_in_another_process(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert figures["pid"] != os.getpid()
 
 
+@pytest.mark.parametrize("given", [None, "backend:cudaMallocAsync"])
+def test_a_gpu_gives_memory_out_as_the_user_says_or_without_fragments(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str | None
+) -> None:
+    name = "PYTORCH_CUDA_ALLOC_CONF"
+    monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(name, given)
+    act = worker(monkeypatch, tmp_path, f"return {{'found': os.environ['{name}']}}")
+    assert run_isolated(act, {})["found"] == (given or "expandable_segments:True")
+
+
 def test_a_process_that_dies_leaves_its_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     act = worker(monkeypatch, tmp_path, "os.kill(os.getpid(), 9)")
     figures = run_isolated(act, {}, 120)
