@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -24,7 +24,10 @@ __all__ = [
 ]  # fmt: skip
 
 op_types = cache(partitioners.get_default_op_list)
-_number_of = getattr(symbolic_shapes, "optimization_hint", None) or symbolic_shapes.size_hint  # called so before 2.12
+if hasattr(symbolic_shapes, "optimization_hint"):
+    _number_of = symbolic_shapes.optimization_hint
+else:  # before torch 2.12, whose partitioner takes that number for sizes that depend on data
+    _number_of = partial(symbolic_shapes.size_hint, fallback=4096)
 
 
 def hint(size: int | torch.SymInt) -> int:
