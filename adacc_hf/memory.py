@@ -21,10 +21,9 @@ from adacc_hf.tapes.local_tensors import parts_with_memory
 _MARK = "adacc_hf.memory.mark"
 
 FRAGMENTS = 0.1
-"""Share of a GPU that is lost between the blocks of torch's caching allocator, unless its segments expand. Of 62 runs
-of GPT-2 and LLaMA (2 to 32 GB; plain, checkpointed, any policy), replayed on a model of that allocator, 61 fitted in
-1.17 times their peak of live bytes, which is what this leaves with `AdaccConfig.memory_margin`, and all in 1.18. With
-expandable segments 1.05 did from 8 GB on. tests/emulated_cuda/fragments.py trains so."""
+"""Share of a GPU that is set aside for what is lost between the blocks of torch's caching allocator, unless its
+segments expand. tests/emulated_cuda/fragments.py trains to the brim of such a device, where
+`AdaccConfig.memory_margin` alone does not do; no GPU was asked yet."""
 
 
 @dataclass(frozen=True, slots=True)
