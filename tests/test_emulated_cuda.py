@@ -33,9 +33,8 @@ def test_the_tests_for_gpus_pass_on_an_emulated_device() -> None:
 
 @pytest.mark.timeout(600)
 def test_auto_leaves_room_for_the_fragments_of_the_allocator() -> None:
-    """Policies that fill the device but for `memory_margin` run out of memory; with `FRAGMENTS` one in twelve may.
-
-    Which policies they are depends on the prices that were measured.
+    """Policies that fill the device but for `memory_margin` run out of memory; with `FRAGMENTS` one in twelve may:
+    how blocks fall apart is torch's affair.
     """
     command = [sys.executable, ROOT / "tests/emulated_cuda", ROOT / "tests/emulated_cuda/fragments.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
