@@ -1,8 +1,9 @@
 """Which values of a graph a lossy codec would spoil, as far as the graph shows: there is no data to look at yet.
 
 A mask's infinities, or the large numbers that stand for them, take up the whole scale of the group they are in, and
-what is added to them keeps them. Sums and norms have few elements, each of which decides about a whole row. And what
-an exponential reads is off by a factor where it is off by a term: logits, logarithms of probabilities, scores.
+what is added to them keeps them. Sums and norms have few elements, each of which decides about a whole row. What an
+exponential reads is off by a factor where it is off by a term: logits, logarithms of probabilities, scores. And a small
+element that comes back as 0 makes infinite what is divided by it.
 """
 
 from __future__ import annotations
@@ -22,14 +23,20 @@ BOUNDED = {aten.exp, aten.sigmoid, aten.tanh, aten.erf, aten._softmax, aten.reci
 """Their results are of ordinary size whatever they read."""
 GROWING = {aten.exp, aten.exp2, aten.expm1, aten.cos, aten.sin, aten._softmax, aten._log_softmax, aten.logsumexp}
 """Of these the error of what they read is no longer a relative one."""
+INVERTING = {aten.log, aten.log2, aten.log10, aten.reciprocal, aten.rsqrt}
+"""Of 0 they make an infinity."""
+ZERO_TO_ZERO = {aten.mul, aten.neg, aten.abs, aten.clone, aten.sqrt, aten.relu, aten.clamp_max, aten.minimum, aten.pow}
+ZERO_TO_ZERO |= {aten.div, torch.ops.prims.convert_element_type}
+"""They make an element 0 of an element that is 0."""
 
 
 def spoiled_by_codecs(joint: JointGraph) -> frozenset[int]:
-    """Values that must be kept or remade, never compressed with loss: masks, what holds one, statistics, exponents."""
+    """Values that must be kept or remade, never compressed with loss: masks, what holds one, statistics, exponents,
+    divisors."""
     graph = joint.nodes[0].graph if joint.nodes else fx.Graph()
     huge: set[fx.Node] = set()
     ordinary: set[fx.Node] = set()
-    exponents = _exponents(graph)
+    precise = _exponents(graph) | _divisors(graph)
     for node in graph.nodes:
         if _is_huge(node, huge):
             huge.add(node)
@@ -38,7 +45,7 @@ def spoiled_by_codecs(joint: JointGraph) -> frozenset[int]:
     return frozenset(
         index
         for index, node in enumerate(joint.nodes)
-        if node in huge or node in exponents or node not in ordinary or _is_statistic(node)
+        if node in huge or node in precise or node not in ordinary or _is_statistic(node)
     )
 
 
@@ -53,6 +60,25 @@ def _exponents(graph: fx.Graph) -> set[fx.Node]:
             if packet in GROWING or passes_on:
                 found.add(node)
     return found
+
+
+def _divisors(graph: fx.Graph) -> set[fx.Node]:
+    """What something is divided by, and what that is made of element by element."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        for user in node.users:
+            packet = getattr(user.target, "overloadpacket", None)
+            passes_on = user in found and (packet in ZERO_TO_ZERO or is_view(user))
+            if passes_on or _is_inverted_by(user, node):
+                found.add(node)
+    return found
+
+
+def _is_inverted_by(user: fx.Node, node: fx.Node) -> bool:
+    packet = getattr(user.target, "overloadpacket", None)
+    if packet is aten.pow and user.args[0] is node:
+        return not (isinstance(user.args[1], (int, float)) and user.args[1] >= 0)
+    return packet in INVERTING or (packet is aten.div and user.args[1] is node)
 
 
 def _is_elementwise(read: fx.Node, user: fx.Node) -> bool:

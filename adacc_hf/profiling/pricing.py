@@ -15,6 +15,7 @@ from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.kernels.outlier_int4 import count_outliers
 from adacc_hf.memory import MemoryMeter
 from adacc_hf.profile import CodecOption
+from adacc_hf.profiling.divisors import divisors
 from adacc_hf.profiling.timing import Bottleneck, Timing, bottleneck, median_ms, time_of
 from adacc_hf.tapes.compiled import encode_view
 from adacc_hf.tapes.recorder import MOVES_STORAGE, is_freed
@@ -216,7 +217,7 @@ def candidates(tape: Tape, value: int, config: AdaccConfig) -> list[str]:
         return ["bitmask"]
     if "compress" not in config.actions or _is_summary(tape, value) or _is_exponent(tape, value):
         return []
-    if _is_attention_bias(tape, value):
+    if _is_attention_bias(tape, value) or value in divisors(tape):
         return []
     if config.codecs is None:
         # With a bound on errors, what INT4 is too coarse for may still do with INT8.

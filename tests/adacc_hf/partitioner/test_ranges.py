@@ -100,6 +100,30 @@ def test_logits_and_what_a_loss_takes_the_exponential_of_are_spoiled(fresh_dynam
     assert "tanh" in _targets(joint, set(range(len(joint.nodes))) - spoiled)
 
 
+@pytest.mark.parametrize(
+    ("function", "divisor"),
+    [
+        (torch.log, "exp"),
+        (torch.sqrt, "sqrt"),
+        (lambda x: x.mean() / x, "exp"),
+        (lambda x: x**0.5, "exp"),
+        (lambda x: (x * x).clamp(max=1e3).log(), "exp"),
+    ],
+    ids=["log", "sqrt", "div", "root", "made of it"],
+)
+def test_what_backward_divides_by_is_spoiled(fresh_dynamo: None, function: Any, divisor: str) -> None:
+    """INT4 makes a small element 0 beside large ones, and a gradient infinite."""
+
+    class Divided(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return function(super().forward(x).exp()) * x.tanh()
+
+    joint = _joint_graph(Divided(16, 16), torch.randn(64, 16, requires_grad=True))
+    spoiled = spoiled_by_codecs(joint)
+    assert divisor in _targets(joint, spoiled)
+    assert "tanh" in _targets(joint, set(range(len(joint.nodes))) - spoiled)
+
+
 def test_activations_and_attention_weights_are_not(joint: JointGraph) -> None:
     allowed = set(range(len(joint.nodes))) - spoiled_by_codecs(joint)
     assert {"addmm", "tanh", "exp", "div"} <= _targets(joint, allowed)

@@ -124,6 +124,29 @@ def test_what_backward_takes_an_exponential_or_an_angle_of_is_never_compressed(t
     assert any("sigmoid" in value.name and value.codecs for value in activations)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.log,
+        torch.sqrt,
+        lambda x: x.mean() / x,
+        lambda x: x**0.5,
+        lambda x: x**-1.0,
+        lambda x: torch.addcdiv(x, x.mean(), x),
+        lambda x: (x * x).clamp(max=1e3).log(),
+    ],
+    ids=["log", "sqrt", "div", "root", "inverse", "addcdiv", "made of it"],
+)
+def test_no_gradient_is_divided_by_what_a_codec_made_zero(toy_model, toy_batch, function):
+    """INT4 makes a small element 0 beside large ones."""
+    model = toy_model(lambda block, hidden: hidden + function((3 * block.up(hidden)).exp()) * block.down(hidden))
+    profile = profile_model(model, toy_batch(), AdaccConfig(min_compress_bytes=0, codecs=("token_int4",)))
+    assert any(value.codecs for value in profile.kinds[0].activations)
+    with apply_policy(model, Policy.random(profile, 0, ("compress",)), CONFIG):
+        model(**toy_batch()).loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
 def test_what_attention_adds_to_its_scores_is_never_compressed(tiny_llama, token_batch):
     """A padded batch's mask has -inf in it: a group's scale would be infinite, and each gradient none."""
     model, batch = tiny_llama(), token_batch()
