@@ -19,7 +19,7 @@ from torch.autograd.function import BackwardCFunction
 
 from adacc_hf.errors import TapeMismatchError
 from adacc_hf.execution.current_node import current_node
-from adacc_hf.tapes.local_tensors import arrived, copied, local_of, spec_of, whole
+from adacc_hf.tapes.local_tensors import arrived, copied, is_plain, local_of, spec_of, whole
 from adacc_hf.tapes.replay import Program, copy_with_storage, view
 
 if TYPE_CHECKING:
@@ -83,13 +83,16 @@ class Call:
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Take the next tensor that autograd saves."""
-        tensor = arrived(tensor)
         slot = self._slot
         self._slot = slot + 1
         if slot >= self.plan.num_slots:
             raise TapeMismatchError(self._describe(slot, tensor, "no such slot"))
         expected = self.plan.slots[slot]
-        local = local_of(tensor)
+        if is_plain(tensor):  # as nearly all are: thirty saved tensors in each block pass through here
+            local = tensor
+        else:
+            tensor = arrived(tensor)
+            local = local_of(tensor)
         if (
             local.shape != expected.size
             or local.dtype is not expected.dtype
@@ -101,7 +104,8 @@ class Call:
             self._store(expected.value, tensor)
         if expected.needs is None:
             return slot, tensor.detach(), tensor._version, None
-        return slot, [self._cells[value] for value in expected.needs], None, spec_of(tensor)
+        cells = self._cells
+        return slot, [cells[value] for value in expected.needs], None, None if local is tensor else spec_of(tensor)
 
     def finish(self) -> None:
         """End the forward: from now on only the packed objects own what is stored."""

@@ -4,6 +4,7 @@ R12)."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import cache
 from itertools import chain
 from operator import methodcaller
 from typing import Any
@@ -34,8 +35,9 @@ class StatePaths:
     """
 
     def __init__(self, block: nn.Module) -> None:
-        self._paths = [_split(name) for name, _ in block.named_parameters()]
         modules = dict(block.named_modules())
+        registers = [module._parameters for module in modules.values()]
+        self._parameters = [(each, name) for each in registers for name, given in each.items() if given is not None]
         self._registers = [vars(module)[name] for module in modules.values() for name in _REGISTERS]
         self._filled = [register for register in self._registers if register]  # most are empty, and counted only
         self._children = [module._modules for module in modules.values() if module._modules]
@@ -51,11 +53,12 @@ class StatePaths:
         names, modules = map(_KEYS, self._filled), map(_VALUES, self._children)
         return list(map(len, self._registers)), list(chain.from_iterable(names)), list(chain.from_iterable(modules))
 
-    def want_gradients(self, block: nn.Module) -> tuple[bool, ...]:
-        return tuple(_owner(block, path)._parameters[name].requires_grad for path, name in self._paths)
+    def want_gradients(self) -> tuple[bool, ...]:
+        """Which parameters want gradients, while these paths are current."""
+        return tuple([register[name].requires_grad for register, name in self._parameters])
 
 
-def call_key(block: nn.Module, paths: StatePaths, args: Args, kwargs: Kwargs) -> Any:
+def call_key(paths: StatePaths, args: Args, kwargs: Kwargs) -> Any:
     """What the operators of a call depend on, as far as it can be told without running it (rule R8).
 
     Shapes, strides, dtypes, offsets and gradients of the tensor arguments, which of them share a storage, numbers and
@@ -74,7 +77,7 @@ def call_key(block: nn.Module, paths: StatePaths, args: Args, kwargs: Kwargs) ->
     autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
     plain = [_plain(value) for value in args]
     plain += [_plain(value) for name, value in kwargs.items() if name not in _INERT]
-    return tuple(tensors), tuple(plain), autocast, paths.structure, paths.want_gradients(block)
+    return tuple(tensors), tuple(plain), autocast, paths.structure, paths.want_gradients()
 
 
 def _made_of(module: nn.Module) -> tuple[Any, ...]:
@@ -151,6 +154,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
+@cache
 def _split(name: str) -> tuple[tuple[str, ...], str]:
     """("mlp.c_fc.weight") -> (("mlp", "c_fc"), "weight")."""
     *path, last = name.split(".")

@@ -62,7 +62,7 @@ class KnownShapes(dict[Key, KnownShape]):
             if self.state is not None:
                 self.state.look_again()
         data = tuple(data_at(path, args, kwargs) for path in self._reads)
-        return Key(call_key(block, self._paths, args, kwargs), data, self._state_of(block))
+        return Key(call_key(self._paths, args, kwargs), data, self._state_of(block))
 
     def is_strange(self, key: Key) -> bool:
         """Whether a call comes at a known shape with data that was never seen there.

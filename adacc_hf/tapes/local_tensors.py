@@ -30,17 +30,17 @@ def runs_on_parts(kind: type) -> bool:
 
 def local_of(tensor: Tensor) -> Tensor:
     """The part that this rank has, once it has arrived; a plain tensor itself."""
-    return tensor if _is_plain(tensor) else arrived(getattr(tensor, "_local_tensor", tensor))
+    return tensor if is_plain(tensor) else arrived(getattr(tensor, "_local_tensor", tensor))
 
 
 def arrived(tensor: Tensor) -> Tensor:
     """What has come, of a tensor that is on its way from other ranks; any other tensor itself."""
-    return tensor if _is_plain(tensor) or not hasattr(tensor, "trigger_wait") else tensor.trigger_wait()
+    return tensor if is_plain(tensor) or not hasattr(tensor, "trigger_wait") else tensor.trigger_wait()
 
 
 def spec_of(tensor: Tensor) -> Any:
     """What makes a DTensor of this rank's part of it; None for a plain tensor."""
-    return None if _is_plain(tensor) else getattr(tensor, "_spec", None)
+    return None if is_plain(tensor) else getattr(tensor, "_spec", None)
 
 
 def whole(local: Tensor, spec: Any) -> Tensor:
@@ -71,7 +71,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
 
 def wraps_others(tensor: Tensor) -> bool:
     """Whether `tensor` has no memory of its own but other tensors that it is made of."""
-    return not _is_plain(tensor) and is_traceable_wrapper_subclass(tensor)
+    return not is_plain(tensor) and is_traceable_wrapper_subclass(tensor)
 
 
 def copied(tensor: Tensor) -> Tensor:
@@ -83,5 +83,6 @@ def _elements(tensor: Tensor) -> Tensor:
     return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
+    """Whether `tensor` is nothing but a tensor."""
     return type(tensor) is Tensor or type(tensor) is nn.Parameter

@@ -28,6 +28,8 @@ RESTLESS_AFTER = 4
 
 _SCALARS = frozenset({bool, int, float, str})
 _MUTABLE = frozenset({dict, list, set})
+_REGISTERS = frozenset(vars(nn.Module())) - {"training"}
+"""What torch itself holds on a module: its children, parameters and hooks are looked at elsewhere."""
 
 
 class PythonState:
@@ -95,10 +97,12 @@ class PythonState:
         self._content: dict[str, str] = {}
         self._seen = _Seen()
         for path, values in _holders(self._block):
-            names = [name for name in values if _is_plain(values[name]) and _join(path, name) not in self._ignored]
+            is_module = "_modules" in values
+            names = [name for name in values if not is_module or name not in _REGISTERS]
+            names = [name for name in names if _is_plain(values[name]) and _join(path, name) not in self._ignored]
             self._content |= {_join(path, name): repr(values[name]) for name in names}
             # A configuration may name a thousand labels, which nobody changes one by one.
-            self._seen.add(values, names, with_elements="_modules" in values)
+            self._seen.add(values, names, with_elements=is_module)
 
 
 class _Seen:
