@@ -9,7 +9,8 @@ NOTE [Rules of the executor]. Code and tests say "rule R3".
 R1  Exact: without a lossy codec, loss and every gradient are bit-equal to plain training, dropout included.
 R2  A restored tensor has the dtype, size, stride and storage offset of the saved one.
 R3  One storage, one payload, however many operators save it.
-R4  Parameters and casts of parameters are never compressed. A cast may be recomputed.
+R4  Parameters and casts of parameters are never compressed. A cast may be recomputed. What backward divides by is never
+    compressed with loss.
 R5  Random operators are never replayed: their result is retained or stored losslessly. Of dropout only the mask
     is random.
 R6  An in-place operator makes a new version of a storage; replay never changes a version that something else needs.
@@ -28,6 +29,7 @@ R12 Inputs, parameters, buffers and what else hangs on the block are looked up a
     any other way cannot be replayed from.
 R13 Operators that other ranks take part in are never replayed, so that no rank waits for one whose plan differs: their
     result is retained or compressed. Where torch's checkpoint must run such a block, it does so under every plan.
+R14 Indices that follow from what is stored with loss (an expert's tokens, an order of rows) are never replayed.
 """
 
 from __future__ import annotations

@@ -319,7 +319,7 @@ def _uniform_plan(kind: KindProfile, action: Action, codec: str | None) -> Plan:
 
 
 def _random_plan(kind: KindProfile, generator: random.Random, allowed: Sequence[Action], lossless: bool) -> Plan:
-    choices = []
+    choices, coded = {}, set()
     for value in kind.activations:
         options = [option for option in value.codecs if option.lossless or not lossless]
         menu = [RETAIN] if Action.RETAIN in allowed else []
@@ -327,5 +327,8 @@ def _random_plan(kind: KindProfile, generator: random.Random, allowed: Sequence[
             menu.append(RECOMPUTE)
         if Action.COMPRESS in allowed:
             menu += [Choice.compress(option) for option in options]
-        choices.append((value.index, generator.choice(menu) if menu else RETAIN))
-    return Plan(kind=kind.digest, choices=tuple(choices))
+        choices[value.index] = generator.choice(menu) if menu else RETAIN
+        if choices[value.index] in [Choice.compress(option) for option in options if not option.lossless]:
+            coded.add(value.index)
+    kept = [value for value in kind.decided(coded) if choices.get(value) == RECOMPUTE]
+    return Plan(kind=kind.digest, choices=tuple((choices | dict.fromkeys(kept, RETAIN)).items()))

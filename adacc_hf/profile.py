@@ -5,13 +5,14 @@ It is what the solver and the simulator read. `profile_model` makes it (paper, s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from adacc_hf.decisions import decided
 from adacc_hf.errors import AdaccError
 from adacc_hf.files import fields_of, read_json, write_json
 
@@ -69,6 +70,11 @@ class Value:
     equal_to: int | None = None
     """An earlier activation with the same bits, made by the same operator from the same input. RECOMPUTE takes this
     value from there."""
+
+    @property
+    def is_index(self) -> bool:
+        """Whether it holds whole numbers; those of a byte are codes or truths."""
+        return self.dtype.lstrip("u") in ("int16", "int32", "int64")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +153,15 @@ class KindProfile:
     def equal(self) -> dict[int, int]:
         """Values that repeat an earlier activation, mapped to it."""
         return {value.index: value.equal_to for value in self.values if value.equal_to is not None}
+
+    def decided(self, coded: Collection[int]) -> frozenset[int]:
+        """Values that no replay may make where those in `coded` are stored with loss (`adacc_hf.decisions`)."""
+        return decided(
+            ((operator.inputs, operator.outputs) for operator in self.operators),
+            lambda value: self.values[value].is_index,
+            coded,
+            {value.index for value in self.values if value.shared is not None or (value.activation and value.saved)},
+        )
 
     def merged(self, equal: Mapping[int, int]) -> KindProfile:
         """The kind in which `equal[v]` stands for `v` wherever an operator reads it or a slot holds it."""

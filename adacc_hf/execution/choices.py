@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
-from adacc_hf.kernels.codecs import get_codec
+from adacc_hf.decisions import decided
+from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.policy import RECOMPUTE, RETAIN, Action, Choice
 from adacc_hf.tapes.tape import Tape
 
@@ -14,9 +17,30 @@ def can_follow(choice: Choice, tape: Tape, value: int) -> bool:
     if choice.action is Action.RECOMPUTE:
         return value in tape.recomputable
     if choice.action is Action.COMPRESS:
-        record, codec = tape.values[value], get_codec(choice.codec, **dict(choice.options))
+        record, codec = tape.values[value], _codec(choice)
         return record.is_encodable and codec.supports(record.ref.geometry[0], record.ref.dtype)
     return True
+
+
+def unfit(choices: Mapping[int, Choice], tape: Tape) -> list[int]:
+    """Values whose choice cannot be carried out on `tape`, or would make other indices than forward had."""
+    coded = [v for v, c in choices.items() if c.action is Action.COMPRESS and not _codec(c).lossless]
+    kept = decided(
+        ((operator.inputs(), operator.made()) for operator in tape.operators),
+        lambda value: _is_index(tape.values[value].ref.dtype),
+        coded,
+        set(tape.saved_values()),
+    )
+    return [v for v, c in choices.items() if not can_follow(c, tape, v) or (c == RECOMPUTE and v in kept)]
+
+
+def _codec(choice: Choice) -> Codec:
+    return get_codec(choice.codec, **dict(choice.options))
+
+
+def _is_index(dtype: torch.dtype) -> bool:
+    """As `Value.is_index`."""
+    return not (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
 
 
 def least_memory_choices(tape: Tape) -> dict[int, Choice]:

@@ -15,7 +15,7 @@ from adacc_hf.blocks import Checkpointed
 from adacc_hf.errors import PolicyMismatchError, TapeMismatchError
 from adacc_hf.execution.call import Call
 from adacc_hf.execution.checked_call import CheckedCall
-from adacc_hf.execution.choices import can_follow, least_memory, least_memory_choices
+from adacc_hf.execution.choices import can_follow, least_memory, least_memory_choices, unfit
 from adacc_hf.execution.recording import Recording
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.policy import IDLE_KIND, RETAIN, Action, Choice, Plan
@@ -291,13 +291,13 @@ class FollowPlan:
                 )
             return self._careful_choices(tape)
         choices = dict(self.plan.choices)
-        unfit = [value for value, choice in choices.items() if not can_follow(choice, tape, value)]
-        if unfit:
-            names = ", ".join(tape.values[value].name for value in unfit)
+        retained = unfit(choices, tape)
+        if retained:
+            names = ", ".join(tape.values[value].name for value in retained)
             log.warning(
                 "Adacc: block %s retains %s: it can be neither replayed nor encoded as planned", self.name, names
             )
-        return choices | dict.fromkeys(unfit, RETAIN)
+        return choices | dict.fromkeys(retained, RETAIN)
 
     def _choices_by_value(self, tape: Tape, same: dict[int, int]) -> dict[int, Choice]:
         """The plan's choices for a call of the planned operators of which autograd saves other results.
@@ -308,7 +308,8 @@ class FollowPlan:
         inputs = [value.index for value in tape.values if tape.is_block_input(value.index) and value.index in planned]
         made = [value for value in tape.saved_values() if tape.values[value].source is None]
         follow = {v: v in planned and can_follow(planned[v], tape, v) for v in [*inputs, *made]}
-        return {v: planned[v] if followed else least_memory(tape, v) for v, followed in follow.items()}
+        choices = {v: planned[v] if followed else least_memory(tape, v) for v, followed in follow.items()}
+        return choices | dict.fromkeys(unfit(choices, tape), RETAIN)
 
     def _careful_choices(self, tape: Tape) -> dict[int, Choice]:
         """Least memory for a call with other operators than the profiled one: a batch of one, say, or no padding."""

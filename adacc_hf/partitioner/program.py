@@ -52,7 +52,7 @@ def graph_model(
         value.index: (
             Store(RETAIN, value.nbytes, keep_ms[value.index]),
             *(
-                Store(Choice.compress(option), option.nbytes, option.encode_ms + option.decode_ms)
+                Store(Choice.compress(option), option.nbytes, option.encode_ms + option.decode_ms, option.lossless)
                 for option in codecs.get(value.index, ())
             ),
         )
@@ -63,7 +63,9 @@ def graph_model(
     # What lives across a boundary is never remade: whatever needs it has it stored.
     values = tuple(replace(v, recomputable=v.recomputable and v.index not in segments.boundary) for v in kind.values)
     cut = replace(kind, values=values)
-    model = KindModel(whole=cut, kind=cut, menus=menus, runnable=runnable)
+    lossy = {value for value, menu in menus.items() if any(not store.is_lossless for store in menu)}
+    kept = replace(cut, values=tuple(replace(value, saved=True) for value in values)).decided(lossy)
+    model = KindModel(whole=cut, kind=cut, menus=menus, runnable=runnable, decided=kept)
     return GraphModel(model, segments, tuple(held_bytes))
 
 

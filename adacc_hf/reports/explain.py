@@ -29,6 +29,8 @@ class ActivationRow:
     both, though they run once."""
     twin: str | None = None
     """The label of the activation that it repeats, and is taken from where it is recomputed."""
+    is_decided: bool = False
+    """Whether it is an index that follows from what the plan stores with loss."""
 
     @property
     def reason(self) -> str:
@@ -43,6 +45,8 @@ class ActivationRow:
         return "; ".join([self._codec_price(self.option), self._replay_price(), *others])
 
     def _replay_price(self) -> str:
+        if self.is_decided:
+            return "recompute: might be another index, as it follows from what is stored with loss"
         if self.replay_ms is None:
             return "recompute: not possible"
         same = "" if self.twin is None else f", taken from {self.twin}"
@@ -57,14 +61,17 @@ def activation_rows(kind: KindProfile, plan: Plan) -> list[ActivationRow]:
     """One row per activation of `kind`, in the order in which the block makes them."""
     choices = dict(plan.choices)
     labels = dict(zip((value.index for value in kind.activations), activation_labels(kind), strict=True))
+    options = {value.index: _chosen_option(value, choices[value.index]) for value in kind.activations}
+    decided = kind.decided([v for v, option in options.items() if option is not None and not option.lossless])
     return [
         ActivationRow(
             value=value,
             label=labels[value.index],
             choice=choices[value.index],
-            option=_chosen_option(value, choices[value.index]),
+            option=options[value.index],
             replay_ms=_replay_ms(kind, choices, value),
             twin=labels.get(value.equal_to),
+            is_decided=value.index in decided,
         )
         for value in kind.activations
     ]

@@ -7,7 +7,7 @@ For a block of one kind, all variables binary:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ class Store:
     nbytes: int
     ms: float
     """Encode and decode time; 0 for the tensor itself."""
+    is_lossless: bool = True
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class KindModel:
     """The ways to store each activation, RETAIN first."""
     runnable: frozenset[int]
     """Operators that can be replayed: their inputs can all be stored or remade."""
+    decided: frozenset[int] = frozenset()
+    """Indices that a codec's error could make others, which are stored if they are needed."""
 
     @cached_property
     def total_ms(self) -> float:
@@ -52,7 +55,8 @@ class KindModel:
     def remake(self, value: int) -> int | None:
         """The operator whose replay makes `value`, or None if none may."""
         record = self.kind.values[value]
-        return record.producer if record.recomputable and record.producer in self.runnable else None
+        may_be = record.recomputable and value not in self.decided
+        return record.producer if may_be and record.producer in self.runnable else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,20 +79,22 @@ def build_model(kind: KindProfile, config: AdaccConfig) -> KindModel:
     menus = {
         value.index: (Store(RETAIN, value.nbytes, 0.0), *_codec_stores(value, config)) for value in kind.activations
     }
+    lossy = {value for value, menu in menus.items() if any(not store.is_lossless for store in menu)}
+    kept = kind.decided(lossy)
     runnable: set[int] = set()
     if Action.RECOMPUTE in config.parsed_actions:
         for operator in kind.operators:
-            available = (_is_available(kind.values[value], menus, runnable) for value in operator.inputs)
+            available = (_is_available(kind.values[value], menus, runnable, kept) for value in operator.inputs)
             if operator.replayable and all(available):
                 runnable.add(operator.index)
-    return KindModel(whole, kind, menus, frozenset(runnable))
+    return KindModel(whole, kind, menus, frozenset(runnable), kept)
 
 
 def _codec_stores(value: Value, config: AdaccConfig) -> list[Store]:
     """The codecs that `config` allows for `value`: lossless ones always, since they change nothing."""
     lossy = Action.COMPRESS in config.parsed_actions
     return [
-        Store(Choice.compress(option), option.nbytes, option.encode_ms + option.decode_ms)
+        Store(Choice.compress(option), option.nbytes, option.encode_ms + option.decode_ms, option.lossless)
         for option in value.codecs
         if (option.lossless or (lossy and (config.codecs is None or option.codec in config.codecs)))
         and (config.max_error is None or option.error <= config.max_error)
@@ -96,9 +102,10 @@ def _codec_stores(value: Value, config: AdaccConfig) -> list[Store]:
     ]
 
 
-def _is_available(value: Value, menus: Mapping[int, Any], runnable: set[int]) -> bool:
+def _is_available(value: Value, menus: Mapping[int, Any], runnable: set[int], kept: Collection[int]) -> bool:
     """Whether a replayed operator can read `value`, given the operators before it that can be replayed."""
-    return value.shared is not None or value.index in menus or (value.recomputable and value.producer in runnable)
+    can_be_remade = value.recomputable and value.producer in runnable and value.index not in kept
+    return value.shared is not None or value.index in menus or can_be_remade
 
 
 def price(model: KindModel, choices: Mapping[int, Choice]) -> Column:

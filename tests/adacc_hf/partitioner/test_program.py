@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from adacc_hf.partitioner.program import GraphModel, graph_model, keeping, least_bytes, least_time
-from adacc_hf.profile import KindProfile, Operator, Value
+from adacc_hf.profile import CodecOption, KindProfile, Operator, Value
 from adacc_hf.solving.program import SolverLog
 
 BLOCK = (100, 100, 100, 1)
@@ -77,3 +80,13 @@ def test_what_torch_would_keep_has_a_price_too() -> None:
     assert keeping(graph, {0, 1, 2, 3, 4}).ms == 5.0
     choice = keeping(graph, {0, 2})
     assert (choice.ms, choice.nbytes) == (2 * 1.0 + 3 * 2.0, 108)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("float32", {0}), ("int64", {0, 1})])
+def test_indices_are_not_made_anew_from_what_was_coded(dtype: str, expected: set[int]) -> None:
+    """Numbers come back nearly the same; an order of rows that were nearly equal may be another one."""
+    lossy = CodecOption(codec="int8", options=(), nbytes=4, encode_ms=0.0, decode_ms=0.0, error=0.01, lossless=False)
+    chain = _chain([4], run_ms=0.0, keep_ms=1.0).model.kind
+    values = tuple(replace(value, dtype=of) for value, of in zip(chain.values, ("float32", dtype), strict=True))
+    graph = graph_model(replace(chain, values=values), {0: 1.0, 1: 1.0}, {0: (lossy,)}, [8, 4])
+    assert least_time(graph, 100, SolverLog(), of_peak=False).stored.keys() == expected

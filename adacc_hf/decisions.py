@@ -1,0 +1,32 @@
+"""Indices that follow from numbers: which expert a token goes to, in which order rows are sorted.
+
+A replay that reads numbers from a lossy codec may decide otherwise than forward did, where two were nearly equal: rows
+that forward saved in one order would meet gradients in another. So no replay makes such indices, unless all that they
+follow from is exact. Truths (a comparison's result) are remade: where they come out otherwise, a number was near the
+threshold, and what they choose between is near too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+
+def decided(
+    operators: Iterable[tuple[Sequence[int], Sequence[int]]],
+    is_index: Callable[[int], bool],
+    coded: Collection[int],
+    stored: Collection[int],
+) -> frozenset[int]:
+    """Values that no replay may make where those in `coded` are stored with loss.
+
+    `operators` are, in order, the values that each reads and makes; `is_index` tells whether a value holds
+    indices. What is made of an index that is not `stored` cannot be remade either (rule R14).
+    """
+    inexact, found = set(coded), set()
+    for inputs, made in operators:
+        if any(value in found and value not in stored for value in inputs):
+            found.update(made)
+        elif not inexact.isdisjoint(inputs):
+            found.update(filter(is_index, made))
+            inexact.update(value for value in made if not is_index(value))
+    return frozenset(found)
