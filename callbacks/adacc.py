@@ -34,7 +34,7 @@ from adacc_hf.callbacks.profiling import is_ready
 from adacc_hf.callbacks.step_retry import run_with_retry
 from adacc_hf.callbacks.torch_compile import begin_compiled_run, is_compiled
 from adacc_hf.callbacks.trainer_guard import TrainerGuard
-from adacc_hf.callbacks.training_log import add_to_log, is_training_log
+from adacc_hf.callbacks.training_log import OwnLogs, add_to_log, is_training_log
 from adacc_hf.callbacks.waiting import Waiting
 from adacc_hf.config import AdaccConfig
 from adacc_hf.executor import PolicyHandle
@@ -101,6 +101,7 @@ class AdaccCallback(TrainerCallback):
         self._maker: PolicyMaker | None = None
         self._shapes: BatchShapes | None = None
         self._guard: TrainerGuard | None = None
+        self._own_logs = OwnLogs(None)
         self._compiled: CompiledRun | None = None
         self._evolution: Evolution | None = None
         self._num_steps = self._num_saved = 0
@@ -116,6 +117,7 @@ class AdaccCallback(TrainerCallback):
         self._num_steps = self._num_saved = 0
         self._guard = TrainerGuard.around_caller(self, on_failure=self.detach)
         trainer = None if self._guard is None else self._guard.trainer
+        self._own_logs = OwnLogs(trainer)
         self._maker = PolicyMaker(self.config, self._given, args.gradient_accumulation_steps, trainer)
         if self._guard is not None:
             self._guard.wrap("training_step", self._training_step)
@@ -281,11 +283,12 @@ class AdaccCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
+        is_own = self._own_logs.has_another()
         if self._compiled is not None and is_training_log(logs):
             add_to_log(logs, state, self._compiled.metrics())
         if self.policy is None or not is_training_log(logs):
             return
-        if self._evolution is not None:
+        if self._evolution is not None and is_own:
             self._evolution.logged(logs)
         add_to_log(logs, state, metrics(self.policy, self.profile, self._evolution))
 
@@ -309,6 +312,7 @@ class AdaccCallback(TrainerCallback):
             self._guard.leave(self)
         self._handle = self._waiting = self._maker = self._guard = self._compiled = None
         self._evolution = self._shapes = None
+        self._own_logs = OwnLogs(None)
 
     def _checkpoint(self, args: TrainingArguments) -> str | None:
         """The folder that training resumes from."""

@@ -220,7 +220,7 @@ class Evolution:
         return changed
 
     def logged(self, logs: Mapping[str, float]) -> None:
-        """Look at what the Trainer logs; a check of all kinds follows in the next step if it is suspicious."""
+        """Look at what all ranks log; a check of all kinds follows in the next step if it is suspicious."""
         self.guard.logged(logs, any(situation.rectifier.has_work() for situation in self.situations.all))
 
     def tighten(self, step: int) -> str | None:

@@ -1,7 +1,7 @@
 """What a Trainer counts while it computes losses: figures that it logs later.
 
 A profile calls `compute_loss` some times more than training does. Trainers of preferences and rewards gather their
-metrics there, which must be those of training alone.
+metrics there, and users log theirs, which must be those of training alone.
 """
 
 from __future__ import annotations
@@ -16,13 +16,23 @@ from transformers import Trainer
 
 @contextmanager
 def keep_figures(trainer: Trainer | None) -> Iterator[None]:
-    """While open the attributes of `trainer` may change; then they are as before, and what dicts and lists held too."""
-    put_back = _keeping(vars(trainer)) if trainer is not None else None
+    """While open the attributes of `trainer` may change; then they are as before, and what dicts and lists held too.
+
+    Until then nothing is logged either.
+    """
+    if trainer is None:
+        yield
+        return
+    put_back = _keeping_dict(vars(trainer))
+    trainer.log = _log_nothing
     try:
         yield
     finally:
-        if put_back is not None:
-            put_back()
+        put_back()
+
+
+def _log_nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands for `Trainer.log`."""
 
 
 def _keeping(found: Any) -> Callable[[], None] | None:

@@ -15,6 +15,16 @@ from adacc_hf.callbacks.checkpoint_files import POLICY_FILE
 NUM_STEPS = 6
 
 
+class LogsAlone(Trainer):
+    """Logs a loss of its own on the first rank."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        if self.is_world_process_zero():
+            self.log({"train_loss": loss.item()})
+        return loss
+
+
 def train(toys: Any, callbacks: list[Any], folder: Path, resume: str | None = None, **settings: Any) -> Trainer:
     saving = {"save_strategy": "steps", "save_steps": 3}
     trainer = toys.tiny_trainer(
@@ -33,6 +43,7 @@ def compare(toys: Any, folder: Path, **settings: Any) -> dict[str, Any]:
     return {
         "ddp": type(adacc.model_wrapped).__name__,
         "losses": [toys.Run(run, run.state.log_history).losses for run in (plain, adacc, resumed)],
+        "num_logs": [len(run.state.log_history) for run in (plain, adacc)],
         "equal": [_same_parameters(plain.model, run.model) for run in (adacc, resumed)],
         "recomputed": callback.policy.action_counts()["recompute"],
         "policies": [str(callback.policy), str(resumed_callback.policy)],
@@ -58,6 +69,7 @@ def run_rank(folder: Path) -> None:
     found = {
         "plain": compare(toys, folder / "plain"),
         "accumulation": compare(toys, folder / "accumulation", gradient_accumulation_steps=2),
+        "logging": compare(toys, folder / "logging", trainer_class=LogsAlone),
     }
     toys.leave_what_was_found(folder, found)
 
@@ -71,6 +83,7 @@ def test_lossless_training_is_bit_equal_to_plain_ddp(run_two_ranks, tmp_path):
             assert found["ddp"] == "DistributedDataParallel"
             assert found["equal"] == [True, True]
             assert found["recomputed"] > 0
+            assert found["num_logs"][0] == found["num_logs"][1]
             assert found["policies"][0] == found["policies"][1]
             assert found["events"] == [[[2, "policy"]], [[2, "policy"], [3, "policy"]]]
         losses = ranks[0][name]["losses"]

@@ -39,6 +39,15 @@ def test_what_was_taken_out_is_back():
     assert trainer.num_tokens == 7
 
 
+def test_nothing_is_logged_in_between():
+    logged = []
+    trainer = SimpleNamespace(log=logged.append)
+    with keep_figures(trainer):
+        trainer.log({"loss": 1.0})
+    trainer.log({"loss": 2.0})
+    assert logged == [{"loss": 2.0}]
+
+
 def test_without_a_trainer_there_is_nothing_to_keep():
     with keep_figures(None):
         pass

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from adacc_hf.callbacks.training_log import add_to_log, is_training_log
+from adacc_hf.callbacks.training_log import OwnLogs, add_to_log, is_training_log
 
 
 def test_logs_of_training_are_told_from_those_of_evaluation():
@@ -24,3 +24,14 @@ def test_an_empty_history_is_no_error():
     logs = {"loss": 1.0}
     add_to_log(logs, SimpleNamespace(log_history=[]), {"a/b": 5.0})
     assert logs["a/b"] == 5.0
+
+
+def test_the_trainers_own_logs_are_those_before_which_it_notes_the_step():
+    trainer = SimpleNamespace(_globalstep_last_logged=0)
+    own = OwnLogs(trainer)
+    found = []
+    for step in (0, 1, 1, 3, 3):
+        trainer._globalstep_last_logged = step
+        found.append(own.has_another())
+    assert found == [False, True, False, True, False]
+    assert OwnLogs(None).has_another()
