@@ -101,6 +101,8 @@ class LazyLogits(Tensor):
     rows: Tensor
     make: Callable[[], Tensor]
     made: Tensor | None
+    is_handed_on: bool = False
+    """Whether an autograd function returned it, which all gradients of it must pass: no loss can do without them."""
 
     @staticmethod
     def of(call: HeadCall) -> LazyLogits:
@@ -126,8 +128,15 @@ class LazyLogits(Tensor):
         """The real tensor, made at the first call."""
         if self.made is None:
             with torch.enable_grad():
-                self.made = self.make()
+                self.made = _Values.apply(self.make(), self) if self.is_handed_on else self.make()
         return self.made
+
+    def handed_on(self) -> LazyLogits:
+        """The same logits for an autograd function to return."""
+        lazy = Tensor._make_wrapper_subclass(LazyLogits, self.shape, dtype=self.dtype, device=self.device)
+        lazy.call, lazy.rows, lazy.make, lazy.made = self.call, self.rows, lambda: self.whole().detach(), None
+        lazy.is_handed_on = True
+        return lazy
 
     def derive(self, function: Callable[[Tensor], Tensor], rows: Tensor, dtype: torch.dtype) -> LazyLogits:
         """`function` of these logits, as lazy as they are, for a function that takes them row by row."""
@@ -150,7 +159,8 @@ class LazyLogits(Tensor):
                     f"{func.__name__} on the logits of a chunked head: they have no gradient of their own, since the "
                     f'loss does without them; set AdaccConfig(head="plain")'
                 )
-            result = _LAZY.get(func, _never)(first, *args[1:], **kwargs)
+            known = _LAZY if not first.is_handed_on else {Tensor.clone: _clone}
+            result = known.get(func, _never)(first, *args[1:], **kwargs)
             if result is not NotImplemented:
                 return result
         return func(*tree_map(_real, args), **tree_map(_real, kwargs))
@@ -176,7 +186,8 @@ class _Stand(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:  # DDP hands on outputs that nobody read
-            return (None, None, None, *(None for _ in ctx.sources))
+            _let_go(ctx)
+            return (None,) * len(ctx.needs_input_grad)
         # The graph from the sources to the logits is made anew, of copies without history: rows may have come from the
         # weight itself, where it is the embedding's too, and autograd would follow it back through the whole model.
         sources = [_real(source).detach().requires_grad_(source.requires_grad) for source in ctx.sources]
@@ -184,7 +195,27 @@ class _Stand(torch.autograd.Function):
             whole = ctx.remake(*sources)
         wanted = [source for source in sources if source.requires_grad]
         found = iter(torch.autograd.grad(whole, wanted, gradient))
+        _let_go(ctx)
         return (None, None, None, *(next(found) if source.requires_grad else None for source in sources))
+
+
+def _let_go(ctx: Any) -> None:
+    """Free what a stand-in is made from as autograd frees saved tensors, which lazy logits must not be: saved, they
+    would be shown to hooks, and made."""
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        ctx.remake, ctx.sources = None, ()
+
+
+class _Values(torch.autograd.Function):
+    """The values of logits, in the place that their stand-in has in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, lazy: LazyLogits) -> Tensor:
+        return values.clone()  # what is returned may be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
 
 
 def _real(leaf: Any) -> Any:
@@ -224,6 +255,11 @@ def _float(lazy: LazyLogits, **kwargs: Any) -> Any:
 
 def _contiguous(lazy: LazyLogits, **kwargs: Any) -> Any:
     return NotImplemented if kwargs else lazy
+
+
+def _clone(lazy: LazyLogits, **kwargs: Any) -> Any:
+    """What DDP hands on, of each output that its autograd function is given, if it looks for unused parameters."""
+    return NotImplemented if kwargs or torch.is_grad_enabled() else lazy.handed_on()
 
 
 def _reshape(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
@@ -271,6 +307,7 @@ _LAZY: dict[Any, Callable[..., Any]] = {
     Tensor.float: _float,
     Tensor.to: _cast,
     Tensor.contiguous: _contiguous,
+    Tensor.clone: _clone,
     Tensor.view: _reshape,
     Tensor.reshape: _reshape,
     Tensor.__getitem__: _index,

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -228,7 +229,8 @@ def test_a_hook_of_deepspeed_hears_of_the_gradients_that_there_are(lazy, leaves,
 
 
 class PassOn(torch.autograd.Function):
-    """Hands on what it is given, below Python, and the gradients that come back, as DDP does with a model's outputs."""
+    """Hands on what it is given, below Python, as DDP does with a model's outputs, and minus the gradients that come
+    back."""
 
     @staticmethod
     def forward(ctx, *tensors):
@@ -237,25 +239,35 @@ class PassOn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        return gradients
+        return tuple(None if gradient is None else -gradient for gradient in gradients)
 
 
 @pytest.mark.parametrize("reads_logits", [False, True], ids=["loss", "loss-and-logits"])
 def test_outputs_may_be_handed_on_where_the_weight_is_the_embeddings_too(target, reads_logits):
     weight = torch.randn(11, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
+    counts = Counts()
+
     def train(logits_of):
+        embedded = F.embedding(target.clamp(min=0), weight)
         # A norm keeps what its backward needs, and loses it after one backward.
-        rows = F.layer_norm(F.embedding(target.clamp(min=0), weight), (8,))
+        rows = F.layer_norm(embedded, (8,))
         logits = logits_of(rows)
         loss = F.cross_entropy(logits.view(-1, 11), target.view(-1))
         loss, logits = PassOn.apply(loss, logits)
-        (loss + logits.square().mean() if reads_logits else loss).backward()
+        total = loss + logits.square().mean() if reads_logits else loss
+        kept = weakref.ref(rows)
+        embedded.register_hook(lambda _: gone.append(kept() is None))
+        del rows, logits
+        total.backward()
         gradient, weight.grad = weight.grad, None
         return loss, gradient
 
-    loss, gradient = train(lambda rows: LazyLogits.of(HeadCall(rows, weight, None, torch.float32, Counts())))
+    gone = []
+    loss, gradient = train(lambda rows: LazyLogits.of(HeadCall(rows, weight, None, torch.float32, counts)))
+    assert (counts.wholes > 0) == reads_logits
     plain_loss, plain_gradient = train(lambda rows: F.linear(rows, weight))
+    assert gone == [True, True]
     # Sums over chunks are taken in another order.
     torch.testing.assert_close(loss, plain_loss)
     torch.testing.assert_close(gradient, plain_gradient)
