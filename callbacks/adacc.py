@@ -62,7 +62,7 @@ class AdaccCallback(TrainerCallback):
     every block, is profiled, a policy is solved and followed. As training goes on the policy follows the data: see
     `callbacks/evolution.py`. With `torch_compile=True` the decisions are made inside the compiled graphs: see
     `callbacks/compiled_run.py`. A checkpoint carries all of it, and a run that resumes with the same `memory_budget`
-    goes on with it. When training ends, or fails, the model is as it was.
+    on as many ranks goes on with it. When training ends, or fails, the model is as it was.
 
     `policy` overrides the solver: a Policy, a file, or a function of the profile. Nothing ever changes such a policy;
     a Policy or a file is followed from the first step, and goes before a checkpoint's. Fields of `AdaccConfig` may be

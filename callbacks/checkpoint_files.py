@@ -13,6 +13,7 @@ from adacc_hf.errors import AdaccError
 from adacc_hf.files import read_json, write_json
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
+from adacc_hf.ranks import num_ranks
 from adacc_hf.tracking.shapes import BatchShapes, shapes_from_json, shapes_to_json
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,8 @@ class Saved:
     exact_blocks: list[str] = field(default_factory=list)
     """Blocks for which lossy compression was switched off."""
     tracking_ms: float = 0.0
+    num_ranks: int = field(default_factory=num_ranks)
+    """Ranks of the run: among more of them each holds less of what is divided."""
 
 
 def save_files(folder: str | Path, policy: Policy, profile: Profile | None, number: int = 1) -> None:
@@ -99,6 +102,7 @@ def save_in_checkpoint(args: TrainingArguments, state: TrainerState, saved: Save
         "suspicion": saved.suspicion,
         "exact_blocks": saved.exact_blocks,
         "tracking_ms": saved.tracking_ms,
+        "num_ranks": saved.num_ranks,
         "situations": [
             {
                 "shapes": shapes_to_json(s.shapes),
@@ -114,7 +118,8 @@ def save_in_checkpoint(args: TrainingArguments, state: TrainerState, saved: Save
 
 
 def load_from_checkpoint(folder: str | Path, memory_budget: str | float | int) -> Saved | None:
-    """What the run that wrote the checkpoint `folder` had; None if it had no policy, or one for another budget.
+    """What the run that wrote the checkpoint `folder` had; None if it had no policy, or one for another budget or
+    another number of ranks.
 
     Raises PolicyMismatchError or AdaccError for a damaged file.
     """
@@ -132,6 +137,9 @@ def load_from_checkpoint(folder: str | Path, memory_budget: str | float | int) -
     if earlier != memory_budget:
         log.info("Adacc: %s was solved for memory_budget=%r, not %r: solving anew", folder, earlier, memory_budget)
         return None
+    if saved.num_ranks != num_ranks():
+        log.info("Adacc: %s was written by %d ranks, not %d: profiling anew", folder, saved.num_ranks, num_ranks())
+        return None
     return saved
 
 
@@ -147,6 +155,7 @@ def _load(folder: Path) -> Saved:
         ]
         names = ("policy_step", "memory_budget", "tightened", "history", "losses", "exact_blocks", "tracking_ms")
         fields = {name: record[name] for name in names} | {"suspicion": record.get("suspicion")}
+        fields["num_ranks"] = record.get("num_ranks", num_ranks())  # older checkpoints do not tell
         return Saved(situations=situations, **fields)
     except (KeyError, TypeError, ValueError) as error:
         raise AdaccError(f"{folder / STATE_FILE} is damaged ({type(error).__name__}: {error})") from error

@@ -115,6 +115,18 @@ def test_a_resumed_run_with_another_budget_profiles_anew(train, checkpoint, loss
     assert dict(callback.policy.facts)["memory_budget"] == 0.7
 
 
+def test_a_run_resumed_on_another_number_of_ranks_profiles_anew(train, checkpoint, lossless, profilings):
+    """Each of more ranks holds less of a model that they divide."""
+    record = json.loads((checkpoint / STATE_FILE).read_text())
+    assert record["num_ranks"] == 1
+    (checkpoint / STATE_FILE).write_text(json.dumps({**record, "num_ranks": 2}))
+    profilings.clear()
+    callback = AdaccCallback(**lossless)
+    train([callback], resume=str(checkpoint), **SAVING)
+    assert profilings
+    assert [event["step"] for event in callback.history if event["event"] == "policy"] == [5]
+
+
 def test_a_given_policy_goes_before_the_checkpoint_s(train, checkpoint, profilings):
     given = Policy.uniform(Profile.load(checkpoint / PROFILE_FILE), "retain")
     callback = AdaccCallback(policy=given)
