@@ -55,17 +55,20 @@ class AdaccPartitioner(CustomPartitionerFn):
         config: AdaccConfig | None = None,
         given: CompiledPolicy | None = None,
         store: PlanStore | None = None,
+        example_sizes: tuple[int, ...] = (),
         **overrides: Any,
     ) -> None:
         """`given` has plans to follow, and the share of regions that it has none for; else the budget is that.
 
-        What was decided in earlier runs is taken from `store`, and what is decided is put there.
+        What was decided in earlier runs is taken from `store`, and what is decided is put there. `example_sizes` are
+        those of the dynamic sizes of the one region that this is for, where a cache of cut graphs is on.
         """
         self.config = (config or AdaccConfig(memory_budget=0.5)).with_overrides(**overrides)
         self._given = _nothing_yet(self.config) if given is None else given
         self.policy = replace(self._given, regions=())
         self._of_peak = not isinstance(self.config.memory_budget, float)
         self._store = store
+        self._example_sizes = example_sizes
         self._known = {plan.digest: plan for plan in self._given.regions}
         self._graphs: list[_Graph] = []
         """For each plan of `policy` its graph."""
@@ -143,12 +146,16 @@ class AdaccPartitioner(CustomPartitionerFn):
         return forward, backward
 
     def uuid(self) -> str:
-        """What tells compile caches one partitioner from another: its source, its settings, and what it was given."""
-        return f"adacc_hf {_source_digest()} {self.config!r} {self._given!r}"
+        """What tells compile caches one partitioner from another: its source, its settings, and what it was given.
+
+        A cache of cut graphs takes one for all sizes that its guards allow, and a cut keeps to its budget at those of
+        its example.
+        """
+        return f"adacc_hf {_source_digest()} {self.config!r} {self._given!r} {self._example_sizes!r}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """One given the same that has decided nothing yet: Inductor's cache pickles all settings for its key."""
-        return type(self), (self.config, self._given)
+        return type(self), (self.config, self._given, None, self._example_sizes)
 
     def _from_store(self, plan: RegionPlan) -> RegionPlan | None:
         return None if self._store is None else self._store.load(self._decider(plan), plan.digest)

@@ -1,10 +1,11 @@
 """torch.compile with our backend, through Inductor to machine code."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 
@@ -55,6 +56,42 @@ def test_a_model_trains_under_the_backend_and_its_code_is_found_again() -> None:
     assert (counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]) == (2, 0)
     assert all(map(torch.equal, first, again))
     assert all(map(torch.equal, first, partitioned_again))
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What Inductor is asked for each time; it compiles nothing."""
+    from torch._inductor import compile_fx
+
+    asked: list[dict[str, Any]] = []
+
+    def compile_nothing(module: fx.GraphModule, inputs: Any, config_patches: dict[str, Any]) -> fx.GraphModule:
+        asked.append(config_patches)
+        return module
+
+    monkeypatch.setattr(compile_fx, "compile_fx", compile_nothing)
+    return asked
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_cache_does_not_bring_back_a_cut_for_other_sizes(settings: list[dict[str, Any]]) -> None:
+    for batch in (8, 32, 8):
+        torch._dynamo.reset()
+        torch.compile(nn.Linear(4, 4), backend=adacc, dynamic=True)(torch.randn(batch, 4))
+    small, large, again = (one["custom_partitioner_fn"].uuid() for one in settings)
+    assert small == again != large
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(
+    "asked",
+    [{"mode": "max-autotune-no-cudagraphs"}, {"options": {"memory_budget": 0.5, "max_autotune": True}}],
+    ids=str,
+)
+def test_inductor_gets_its_own_settings(settings: list[dict[str, Any]], asked: dict[str, Any]) -> None:
+    torch.compile(nn.Linear(4, 4), backend=adacc, **asked)(torch.randn(2, 4))
+    assert settings[0]["max_autotune"] is True
+    assert settings[0]["custom_partitioner_fn"].config.memory_budget == 0.5
 
 
 def test_unknown_options_are_named() -> None:
