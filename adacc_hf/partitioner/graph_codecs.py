@@ -50,7 +50,8 @@ def codec_options(joint: JointGraph, value: int, config: AdaccConfig, spoiled: S
     num_outliers = assumed_outliers(size[-1], config, config.compiled_outliers) if is_fixed else 0
     codecs = [make_codec(name, config, num_outliers) for name in _names(joint, value, config)]
     codecs = [codec for codec in codecs if codec.lossless or value not in spoiled]
-    return tuple(_option(codec, node, size) for codec in codecs if codec.supports(size, tensor.dtype))
+    options = [_option(codec, node, size) for codec in codecs if codec.supports(size, tensor.dtype)]
+    return tuple(option for option in options if config.max_error is None or option.error <= config.max_error)
 
 
 def _names(joint: JointGraph, value: int, config: AdaccConfig) -> list[str]:
@@ -59,8 +60,10 @@ def _names(joint: JointGraph, value: int, config: AdaccConfig) -> list[str]:
         return ["bitmask"]
     if "compress" not in config.actions or not node.meta["val"].is_floating_point() or is_attention_bias(node):
         return []
-    names = config.codecs if config.codecs is not None else [CODEC_OF_ROLE[_role(node)]]
-    return [name for name in names if name != "bitmask"]
+    if config.codecs is not None:
+        return [name for name in config.codecs if name != "bitmask"]
+    # With a bound on errors, what INT4 is too coarse for may still do with INT8.
+    return list(dict.fromkeys([CODEC_OF_ROLE[_role(node)], *(["int8"] if config.max_error is not None else [])]))
 
 
 def _role(node: fx.Node) -> str:
@@ -126,15 +129,16 @@ def _option(codec: Codec, node: fx.Node, size: tuple[int, ...]) -> CodecOption:
         nbytes=payload_bytes,
         encode_ms=speed.moving_ms(payload_bytes) + arithmetic_ms + fixed_ms + reread_ms,
         decode_ms=speed.moving_ms(payload_bytes + (nbytes if is_written else 0)) + arithmetic_ms / 4,
-        error=0.0 if codec.lossless else _typical_error(codec.name, codec.options["group_size"]),
+        error=0.0 if codec.lossless else _typical_error(codec.name, codec.options.get("group_size")),
         lossless=codec.lossless,
     )
 
 
 @cache
-def _typical_error(name: str, group_size: int) -> float:
-    """Round-trip error on normal noise: a graph is partitioned before there is data."""
+def _typical_error(name: str, group_size: int | None) -> float:
+    """Round-trip error on normal noise, since a graph is partitioned before there is data; None for a codec without
+    groups."""
     with no_dispatch():
         noise = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
-        codec = get_codec(name, group_size=group_size)
+        codec = get_codec(name, **({} if group_size is None else {"group_size": group_size}))
         return relative_error(noise, codec.decode(codec.encode(noise)))

@@ -177,7 +177,7 @@ class AdaccPartitioner(CustomPartitionerFn):
             return replace(plan, tensors=tensors, reason="everything fits")
         graph = self._graph(joint)
         if allowed_bytes is None:
-            choice = least_bytes(graph, SolverLog(), of_peak=self._of_peak)
+            choice = least_bytes(graph, self._limits(), of_peak=self._of_peak)
         else:
             choice = self._solve(graph, plan, allowed_bytes)
         if (choice.peak_bytes if self._of_peak else choice.nbytes) >= plan.plain_bytes:
@@ -231,12 +231,15 @@ class AdaccPartitioner(CustomPartitionerFn):
         held_bytes = [nbytes_of(node) if is_held(node) else 0 for node in joint.nodes]
         return graph_model(replace(joint.kind, operators=operators), store_ms, codecs, held_bytes)
 
+    def _limits(self) -> SolverLog:
+        return SolverLog(gap=self.config.solver_gap, seconds=self.config.solver_seconds)
+
     def _solve(self, graph: GraphModel, plan: RegionPlan, allowed_bytes: int) -> GraphChoice:
         """The fastest choice within `allowed_bytes`; the smallest one, with a warning, where a share allows too little.
 
         A region knows nothing of the others: the one of the loss, say, saves little in all and can spare none of it.
         """
-        solving = SolverLog()
+        solving = self._limits()
         choice = least_time(graph, allowed_bytes, solving, of_peak=self._of_peak)
         if choice is not None:
             return choice

@@ -13,6 +13,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError
+from adacc_hf.kernels.codecs import list_codecs
 from adacc_hf.partitioner import AdaccPartitioner, CompiledPolicy
 from adacc_hf.partitioner.functorch import is_random
 from adacc_hf.partitioner.plan_store import PlanStore
@@ -71,6 +72,28 @@ def test_codecs_change_gradients_little_and_results_not_at_all(train_step: Any) 
     difference = sum(((a - b) ** 2).sum() for a, b in zip(step.gradients, plain.gradients, strict=True)) ** 0.5
     # INT4 in groups of 64 is off by 0.1 on normal noise, and each gradient takes in a few such tensors.
     assert 0 < difference < 0.3 * sum((g**2).sum() for g in plain.gradients) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("max_error", "codecs"),
+    [(None, {"outlier_int4", "channel_int4", "asymmetric_int4"}), (0.05, {"int8"}), (0.0, set())],
+    ids=["any", "small", "none"],
+)
+def test_codecs_keep_to_the_largest_error(train_step: Any, max_error: float | None, codecs: set[str]) -> None:
+    partitioner = _partitioner(0.5, actions=("retain", "compress"), max_error=max_error)
+    train_step(partitioner, dropout=0.0)
+    found = {choice.codec for _, choice in partitioner.policy.regions[0].stored if choice.codec is not None}
+    assert found <= codecs
+    assert bool(found) == bool(codecs)
+
+
+@pytest.mark.parametrize("codec", sorted(set(list_codecs()) - {"bitmask"}))
+def test_every_codec_can_be_asked_for(train_step: Any, codec: str) -> None:
+    partitioner = _partitioner(0.5, actions=("retain", "compress"), codecs=(codec,))
+    step = train_step(partitioner, dropout=0.0)
+    (region,) = partitioner.policy.regions
+    assert codec in {choice.codec for _, choice in region.stored}
+    assert _bytes(step.saved()) == region.stored_bytes
 
 
 @pytest.mark.parametrize(("share", "outliers", "number"), [(0.01, True, 1), (0.01, False, 0), (0.0, True, 0)])
