@@ -192,14 +192,16 @@ def test_regions_that_can_store_less_make_up_for_those_that_cannot(regions) -> N
     assert one.shares == [1300 / 3000], "settled"
 
 
-def test_regions_take_the_least_if_no_share_is_fair(regions) -> None:
+def test_what_cannot_keep_to_a_fair_share_has_the_others_store_less_again(regions) -> None:
     one = regions(0.5, [(1000, 100, 1), (1000, 480, 1), (900, 800, 1)])
     one.step()
     # 650 are left for the first two, and the second cannot keep to its part of them.
     assert one.shares == [0.325]
+    assert one.run.metrics() == {}, "nothing is known of regions that are not compiled yet"
     one.step()
-    assert one.shares == [0.325, None]
-    assert one.step().stored_bytes == 1380
+    assert one.shares == [0.325, 0.17]
+    assert one.step().stored_bytes == 1450
+    assert one.run.metrics()["adacc/stored_gib"] == 1450 / 2**30
 
 
 def test_a_fraction_that_the_regions_cannot_keep_to_is_refused(regions) -> None:
