@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ class CompiledRun:
     @property
     def policy(self) -> CompiledPolicy:
         """The regions that were compiled so far."""
-        return self._installed.partitioner.policy
+        settled_for = self._config.memory_budget if self._is_settled else None
+        return replace(self._installed.partitioner.policy, settled_for=settled_for)
 
     def step_begins(self, model: Any, optimizer: Any) -> None:
         self._meter.begin()

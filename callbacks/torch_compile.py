@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ from adacc_hf.ranks import from_first_rank
 
 if TYPE_CHECKING:
     from adacc_hf.callbacks.compiled_run import CompiledRun
+
+log = logging.getLogger(__name__)
 
 COMPILED_FILE = "adacc_compiled.json"
 
@@ -41,6 +44,8 @@ def begin_compiled_run(
 ) -> tuple[CompiledRun, list[dict[str, Any]]]:
     """A run under the policy file `given`, or the one in `checkpoint`, or one that is still to be found; its history.
 
+    A checkpoint's is followed if it was found for the same budget, and all that is needed for it was measured.
+
     Raises ValueError for a policy of runs without torch_compile.
     """
     from adacc_hf.callbacks.compiled_run import CompiledRun
@@ -56,7 +61,13 @@ def begin_compiled_run(
         kept = None if checkpoint is None else Path(checkpoint) / COMPILED_FILE
         if given is not None or kept is None or not kept.is_file():
             return None if given is None else CompiledPolicy.load(given), []
-        return CompiledPolicy.load(kept), read_json(kept.with_name(HISTORY_FILE), AdaccError, "history")
+        policy, history = CompiledPolicy.load(kept), read_json(kept.with_name(HISTORY_FILE), AdaccError, "history")
+        if policy.settled_for != config.memory_budget:
+            log.info(
+                "Adacc: %s is settled for %r, not %r: deciding anew", kept, policy.settled_for, config.memory_budget
+            )
+            policy = None
+        return policy, history
 
     # The first rank decides, also where the others do not see its files: all ranks must measure peaks, or none.
     policy, history = from_first_rank(load)

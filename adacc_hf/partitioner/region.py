@@ -86,6 +86,8 @@ class CompiledPolicy:
     """Fraction of plain bytes that each region was allowed; None: the least possible, or `budget_bytes`."""
     budget_bytes: int | None = None
     """What each region was allowed to hold for its backward, where that was given in bytes."""
+    settled_for: str | float | int | None = None
+    """The `memory_budget` of a run whose steps keep to it under this policy; None while that is being found out."""
     regions: tuple[RegionPlan, ...] = ()
 
     def allowed_bytes(self, plain_bytes: int) -> int | None:
@@ -143,7 +145,8 @@ class CompiledPolicy:
         """Write the policy as JSON, atomically."""
         regions = [plan.to_json() for plan in self.regions]
         header = {"format": COMPILED_FORMAT, "version": FORMAT_VERSION}
-        write_json(path, {**header, "share": self.share, "budget_bytes": self.budget_bytes, "regions": regions})
+        made_for = {name: getattr(self, name) for name in ("share", "budget_bytes", "settled_for")}
+        write_json(path, {**header, **made_for, "regions": regions})
 
     @classmethod
     def load(cls, path: str | Path) -> CompiledPolicy:
@@ -153,7 +156,10 @@ class CompiledPolicy:
             if (record["format"], record["version"]) != (COMPILED_FORMAT, FORMAT_VERSION):
                 raise ValueError(f"format {record['format']!r}, version {record['version']!r}")
             regions = tuple(RegionPlan.from_json(region) for region in record["regions"])
-            return cls(share=record["share"], budget_bytes=record["budget_bytes"], regions=regions)
+            settled_for = record.get("settled_for")  # not in files of earlier versions
+            return cls(
+                share=record["share"], budget_bytes=record["budget_bytes"], settled_for=settled_for, regions=regions
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise PolicyMismatchError(
                 f"{path} is not a whole compiled policy of version {FORMAT_VERSION} ({type(error).__name__}: {error}): "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from adacc_hf import AdaccCallback, InfeasibleBudgetError, Policy
 from adacc_hf.callbacks import compiled_run
 from adacc_hf.callbacks.checkpoint_files import HISTORY_FILE
 from adacc_hf.callbacks.compiled_run import CompiledRun
-from adacc_hf.callbacks.torch_compile import COMPILED_FILE
+from adacc_hf.callbacks.torch_compile import COMPILED_FILE, begin_compiled_run
 from adacc_hf.compat import switch_checkpointing
 from adacc_hf.config import AdaccConfig
 from adacc_hf.partitioner import CompiledPolicy, RegionPlan
@@ -50,7 +51,7 @@ def test_a_compiled_run_keeps_to_its_share_and_trains_as_plainly(make_model, tra
     assert sum(event["stored_bytes"] for event in events[-len(policy.in_force) :]) == policy.stored_bytes
     assert run.logs[-1]["adacc/stored_gib"] == policy.stored_bytes / 2**30
 
-    resumed = AdaccCallback(memory_budget=0.9, actions=("retain", "recompute"))
+    resumed = AdaccCallback(**SETTINGS)
     train(
         [resumed],
         resume=str(tmp_path / "run" / "checkpoint-2"),
@@ -64,6 +65,22 @@ def test_a_compiled_run_keeps_to_its_share_and_trains_as_plainly(make_model, tra
     assert {plan.digest: plan.stored for plan in resumed.compiled_policy.regions} == {
         plan.digest: plan.stored for plan in policy.in_force
     }
+
+
+@pytest.mark.parametrize(
+    ("settled_for", "asked", "share"),
+    [(0.7, 0.7, 0.4), ("1GiB", "1GiB", 0.4), (0.7, 0.5, 0.5), ("1GiB", 0.5, 0.5), (None, "1GiB", None)],
+)
+def test_a_checkpoint_is_followed_if_it_is_settled_for_the_budget(
+    tmp_path: Path, settled_for: object, asked: object, share: float | None
+) -> None:
+    CompiledPolicy(share=0.4, settled_for=settled_for).save(tmp_path / COMPILED_FILE)
+    (tmp_path / HISTORY_FILE).write_text('[{"step": 1, "event": "change"}]')
+    run, history = begin_compiled_run(AdaccConfig(memory_budget=asked), torch.nn.Linear(1, 1), print, None, tmp_path)
+    run.remove()
+    assert [event["step"] for event in history] == [1]
+    assert run.policy.share == share
+    assert run.policy.settled_for == (asked if asked == settled_for else None)
 
 
 class Bench:
