@@ -54,6 +54,7 @@ class CompiledRun:
         self._is_settled = given is not None
         self._is_measured = False
         self._num_steps = self._num_noted = self._num_rounds = 0
+        self._is_reached = False
         self._least: int | None = None
         """Modelled peak of the regions that take least."""
         self._meter = StepMeter()
@@ -89,7 +90,11 @@ class CompiledRun:
             self._installed.count_calls(loss)
 
     def step_ends(self, step: int, model: Any) -> None:
-        """Note what was compiled; settle the share by what was measured."""
+        """Note what was compiled; settle the share by what was measured.
+
+        Raises RuntimeError if the first step compiled nothing that could be decided about.
+        """
+        self._check_reached()
         self._num_steps += 1
         self._meter.backward_is_over()
         self._installed.look_at_code()
@@ -125,6 +130,16 @@ class CompiledRun:
         self._meter.close()
         self._installed.remove()
         self._undo_checkpointing()
+
+    def _check_reached(self) -> None:
+        self._is_reached = self._is_reached or bool(self.policy.regions)
+        if not self._is_reached:
+            raise RuntimeError(
+                "no compiled graph reached Adacc in the first step: the model was given to the Trainer compiled, with "
+                "a backend that has a partitioner of its own (such as 'adacc', which keeps to its own options) or "
+                "none, or torch.compile is switched off (TORCH_COMPILE_DISABLE); give the Trainer the model as it is, "
+                "or train without AdaccCallback"
+            )
 
     def _share_fairly(self, step: int) -> None:
         """If the regions of the first step store too much together, let those that can store less do so."""

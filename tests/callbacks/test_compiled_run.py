@@ -241,6 +241,13 @@ def test_a_policy_for_the_executor_is_refused(make_trainer) -> None:
         make_trainer([AdaccCallback(policy=policy)], torch_compile=True).train()
 
 
+def test_a_model_that_is_compiled_by_other_means_is_refused(make_model, make_trainer) -> None:
+    model = make_model(n_layer=1)
+    model.compile(backend="eager")
+    with pytest.raises(RuntimeError, match="no compiled graph reached Adacc in the first step"):
+        make_trainer([AdaccCallback(**SETTINGS)], torch_compile=True, model=model).train()
+
+
 def test_a_partitioner_of_the_users_own_is_not_replaced(make_trainer) -> None:
     inductor.custom_partitioner_fn = print
     with pytest.raises(ValueError, match="two cannot cut one graph"):
