@@ -204,7 +204,7 @@ class AdaccCallback(TrainerCallback):
         result = compute(model, inputs, *args, **kwargs)
         maker.loss_is_made(result)
         if self._compiled is not None:
-            self._compiled.loss_is_made(result)
+            self._compiled.loss_is_made(result, inputs)
         return result
 
     def _tighten(self) -> str | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from adacc_hf.callbacks.checkpoint_files import save_history
 from adacc_hf.callbacks.step_meter import StepMeter
@@ -55,6 +56,8 @@ class CompiledRun:
         self._is_measured = False
         self._num_steps = self._num_noted = self._num_rounds = 0
         self._is_reached = False
+        self._num_elements = self._most_elements = 0
+        """Of the largest micro-batch of this step, and of all measured ones."""
         self._least: int | None = None
         """Modelled peak of the regions that take least."""
         self._meter = StepMeter()
@@ -78,16 +81,19 @@ class CompiledRun:
 
     def step_begins(self, model: Any, optimizer: Any) -> None:
         self._meter.begin()
+        self._num_elements = 0
         # The step that compiles is no measure, and the first one allocates the optimizer's state.
         is_late = self._num_steps >= max(1, self._config.profile_steps - 1)
         self._is_measured = is_late and not (self._is_settled or self._is_fraction)
         if self._is_measured:
             self._meter.count_memory(model, optimizer)
 
-    def loss_is_made(self, loss: Any) -> None:
-        """`loss` is what the forward of a micro-batch gave, before its backward."""
+    def loss_is_made(self, loss: Any, inputs: Any) -> None:
+        """`loss` is what the forward gave of the micro-batch `inputs`, before its backward."""
         if isinstance(loss, torch.Tensor):
             self._installed.count_calls(loss)
+            tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+            self._num_elements = max(self._num_elements, sum(tensor.numel() for tensor in tensors))
 
     def step_ends(self, step: int, model: Any) -> None:
         """Note what was compiled; settle the share by what was measured.
@@ -164,10 +170,13 @@ class CompiledRun:
 
     def _settle(self, step: int, device: torch.device) -> None:
         """Set the share by the measured peak of a whole step."""
-        figures = of_all_ranks((self._meter.peak_bytes, self.policy.peak_bytes, self.policy.plain_bytes))
-        if any(peak is None for peak, _, _ in figures):
+        policy = self.policy
+        figures = of_all_ranks((self._meter.peak_bytes, policy.peak_bytes, policy.plain_bytes, self._num_elements))
+        if any(peak is None for peak, *_ in figures):
             return
-        peak_bytes, modelled, plain = max(figures)
+        peak_bytes, modelled, plain, num_elements = max(figures)
+        is_smaller = num_elements < self._most_elements
+        self._most_elements = max(self._most_elements, num_elements)
         self.peak_bytes = peak_bytes
         budget_bytes = self._budget_bytes(device)
         if self._least is None:
@@ -182,7 +191,8 @@ class CompiledRun:
         else:
             self._note(step, "memory", measured_peak_bytes=peak_bytes, budget_bytes=budget_bytes)
         left = budget_bytes - peak_bytes
-        fits = left >= 0 and (left <= SLACK * budget_bytes or modelled >= plain)
+        # What a small batch leaves is not there for larger ones, by whose peak the share was set.
+        fits = left >= 0 and (left <= SLACK * budget_bytes or modelled >= plain or is_smaller)
         self._num_rounds += 1
         if fits or (left >= 0 and self._num_rounds > MAX_ROUNDS):
             self._is_settled = True

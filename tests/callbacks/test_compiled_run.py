@@ -93,14 +93,14 @@ class Bench:
         note = lambda step, event, **figures: self.events.append({"event": event, **figures})  # noqa: E731
         self.run = CompiledRun(AdaccConfig(memory_budget=budget), torch.nn.Linear(1, 1), note)
 
-    def step(self, error: int = 0) -> None:
+    def step(self, error: int = 0, size: int = 1) -> None:
         partitioner = self.run._installed.partitioner
         share = partitioner.policy.share
         taken = self._least if share is None else max(self._least, int(share * self._plain))
         partitioner._note(
             RegionPlan(digest="", region="0", plain_bytes=self._plain, stored_bytes=taken, peak_bytes=taken)
         )
-        self.run._is_measured = True
+        self.run._is_measured, self.run._num_elements = True, size
         self.run._meter.peak_bytes = 1000 + taken + error
         self.run.step_ends(1, torch.nn.Linear(1, 1))
 
@@ -147,6 +147,15 @@ def test_a_peak_far_below_the_budget_gives_the_regions_more(bench) -> None:
     one.step(error=-200)
     assert one.changes == [0.5, 0.7]
     assert one.run.peak_bytes == 1500
+
+
+def test_what_a_small_batch_leaves_is_kept_for_larger_ones(bench) -> None:
+    one = bench(1500)
+    one.step(error=-300, size=1)
+    one.step(error=0, size=2)
+    one.step(error=-200, size=1)
+    # The second is 300 too high; what the third leaves changes nothing.
+    assert one.changes == [0.8, 0.49]
 
 
 def test_a_budget_for_everything_leaves_graphs_as_they_are(bench) -> None:
