@@ -32,6 +32,7 @@ from adacc_hf.partitioner.ranges import spoiled_by_codecs
 from adacc_hf.partitioner.region import CompiledPolicy, RegionPlan, graph_digest, plan_for
 from adacc_hf.partitioner.rewrite import compress_saved
 from adacc_hf.policy import Action, Choice
+from adacc_hf.profiling.stored_prices import device_name
 from adacc_hf.solving.program import SolverLog
 from adacc_hf.units import format_bytes, parse_bytes
 
@@ -128,11 +129,11 @@ class AdaccPartitioner(CustomPartitionerFn):
         # Torch may have forward make what backward alone reads, which is no value of ours.
         plain_bytes = sum(nbytes_of(root) for root in {root_of(node) for node in saved} - {*held})
         plan = replace(plan, plain_bytes=plain_bytes, stored_bytes=plain_bytes, peak_bytes=plain_bytes)
-        known = self._known.get(plan.digest) or self._from_store(plan)
+        known = self._known.get(plan.digest) or self._from_store(plan, joint)
         if known is None:
             plan = self._decide(joint, plan, plain, joint.values_behind(saved))
             if self._store is not None:
-                self._store.save(self._decider(plan), plan)
+                self._store.save(self._decider(plan, joint), plan)
         else:
             plan = replace(known, region=plan.region, calls=None, code_bytes=None)
         if plan.reason:
@@ -157,12 +158,16 @@ class AdaccPartitioner(CustomPartitionerFn):
         """One given the same that has decided nothing yet: Inductor's cache pickles all settings for its key."""
         return type(self), (self.config, self._given, None, self._example_sizes)
 
-    def _from_store(self, plan: RegionPlan) -> RegionPlan | None:
-        return None if self._store is None else self._store.load(self._decider(plan), plan.digest)
+    def _from_store(self, plan: RegionPlan, joint: JointGraph) -> RegionPlan | None:
+        return None if self._store is None else self._store.load(self._decider(plan, joint), plan.digest)
 
-    def _decider(self, plan: RegionPlan) -> str:
-        """What tells stored plans of one graph apart; where its sizes are dynamic, those of the example decide too."""
-        return f"{self.uuid()} {plan.plain_bytes}"
+    def _decider(self, plan: RegionPlan, joint: JointGraph) -> str:
+        """What tells stored plans of one graph apart: prices differ from device to device.
+
+        Where its sizes are dynamic, those of the example decide too.
+        """
+        devices = {device_name(node.meta["val"].device) for node in joint.nodes}
+        return f"{self.uuid()} {plan.plain_bytes} {sorted(devices)}"
 
     def _decide(self, joint: JointGraph, plan: RegionPlan, plain: Set[int], behind: Set[int]) -> RegionPlan:
         """`plan` with what the solver chooses, or the reason for not asking it.

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch._inductor import config as inductor
 
-from adacc_hf.partitioner import AdaccPartitioner, RegionPlan
+from adacc_hf.partitioner import AdaccPartitioner, RegionPlan, partitioner
 from adacc_hf.partitioner.fused_cost import OperatorTimes
 from adacc_hf.partitioner.plan_store import PlanStore
 
@@ -41,3 +41,12 @@ def test_a_second_run_decides_alike_whatever_operators_cost_then(
     assert first.stored
     monkeypatch.setattr(OperatorTimes, "replay_ms", lambda times, node: pytest.fail("priced again"))
     assert run() == first
+
+
+def test_another_device_decides_by_its_own_prices(
+    train_step: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "other", "other"):
+        monkeypatch.setattr(partitioner, "device_name", lambda device, name=name: name)
+        train_step(AdaccPartitioner(store=PlanStore(tmp_path), memory_budget=0.8))
+    assert len(list(tmp_path.iterdir())) == 2
