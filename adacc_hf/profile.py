@@ -76,6 +76,11 @@ class Value:
         """Whether it holds whole numbers; those of a byte are codes or truths."""
         return self.dtype.lstrip("u") in ("int16", "int32", "int64")
 
+    @property
+    def is_statistic(self) -> bool:
+        """Whether it holds one number for each row."""
+        return self.shape[-1:] == (1,)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
@@ -159,6 +164,7 @@ class KindProfile:
         return decided(
             ((operator.inputs, operator.outputs) for operator in self.operators),
             lambda value: self.values[value].is_index,
+            lambda value: self.values[value].is_statistic,
             coded,
             {value.index for value in self.values if value.shared is not None or (value.activation and value.saved)},
         )

@@ -30,7 +30,7 @@ class ActivationRow:
     twin: str | None = None
     """The label of the activation that it repeats, and is taken from where it is recomputed."""
     is_decided: bool = False
-    """Whether it is an index that follows from what the plan stores with loss."""
+    """Whether it is an index or a statistic that follows from what the plan stores with loss."""
 
     @property
     def reason(self) -> str:
@@ -46,7 +46,7 @@ class ActivationRow:
 
     def _replay_price(self) -> str:
         if self.is_decided:
-            return "recompute: might be another index, as it follows from what is stored with loss"
+            return "recompute: not from what is stored with loss"
         if self.replay_ms is None:
             return "recompute: not possible"
         same = "" if self.twin is None else f", taken from {self.twin}"

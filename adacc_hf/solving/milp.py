@@ -44,7 +44,7 @@ class KindModel:
     runnable: frozenset[int]
     """Operators that can be replayed: their inputs can all be stored or remade."""
     decided: frozenset[int] = frozenset()
-    """Indices that a codec's error could make others, which are stored if they are needed."""
+    """What follows from what may be stored with loss, and is stored itself if it is needed (`adacc_hf.decisions`)."""
 
     @cached_property
     def total_ms(self) -> float:
