@@ -180,7 +180,7 @@ class FollowPlan:
         result = recording.run(fn)
         tape = self.library.verified(recording.recorder)
         self._is_checkpointed = _is_checkpointed_on_all_ranks(tape)
-        self.library.remember(tape, given)
+        self.library.remember(tape, given, self.name)
         entry = self._entry(KnownShape(tape, varies=self._is_restless(key, tape)))
         self._remember(key, entry)
         if entry.compiled is not None and not entry.compiled.is_plain:
@@ -192,7 +192,7 @@ class FollowPlan:
         """How the block probably runs at a shape where it never ran, if another one of its kind did."""
         if self._was_surprising or any(known.shape == key.shape for known in self.known):
             return None
-        tape = self.library.expected(self.plan.kind, given)
+        tape = self.library.expected(self.plan.kind, given, self.name)
         return None if tape is None else self._entry(KnownShape(tape))
 
     def _end_expected_call(

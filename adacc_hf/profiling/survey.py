@@ -124,7 +124,7 @@ class Survey:
         outliers = self.instruments.outliers(tape, recorder.bases, self.config)
         if tape.digest not in self._prices:
             self._prices[tape.digest] = self._price(tape, recorder.bases, outliers, run_again)
-        self.library.remember(tape, key.given_to(recording.block))
+        self.library.remember(tape, key.given_to(recording.block), recording.name)
         known.add(key, KnownShape(tape, num_calls=2))
         inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
         outputs = {} if tape.untrusted else _saved_outputs(recorder, tape, result)

@@ -32,7 +32,8 @@ class TapeLibrary:
         self._verify = verify
         self._tapes: WeakValueDictionary[str, Tape] = WeakValueDictionary()
         self._compiled: WeakValueDictionary[Any, CompiledPlan] = WeakValueDictionary()
-        self._of_calls: WeakValueDictionary[tuple[str, Hashable], Tape] = WeakValueDictionary()
+        self._of_calls: WeakValueDictionary[tuple[str, Hashable, str | None], Tape] = WeakValueDictionary()
+        """By structure, what was given, and the block; None: whichever ran last."""
         self._kept: dict[str, Tape] = {}
         """What was taken from other libraries, by digest."""
         self._orders: dict[str, tuple[int, ...]] = {}
@@ -59,17 +60,24 @@ class TapeLibrary:
             if kind.fallback is None:
                 self._expect_order(kind.digest, unpack_order(kind.backward))
 
-    def remember(self, tape: Tape, given: Hashable) -> None:
-        """Note that a block that was `given` that ran as `tape` says."""
-        self._of_calls[_structure(tape.kind), given] = tape
+    def remember(self, tape: Tape, given: Hashable, block: str) -> None:
+        """Note that `block`, given that, ran as `tape` says."""
+        for name in (block, None):
+            self._of_calls[_structure(tape.kind), given, name] = tape
 
     def forget(self, kind: str, given: Hashable) -> None:
-        """A block with a plan for `kind` that was `given` that ran otherwise: expect nothing any more."""
-        self._of_calls.pop((_structure(kind), given), None)
+        """A block with a plan for `kind` that was `given` that ran otherwise: expect nothing of any more."""
+        for key in list(self._of_calls):
+            if key[:2] == (_structure(kind), given):
+                self._of_calls.pop(key, None)
 
-    def expected(self, kind: str, given: Hashable) -> Tape | None:
-        """What a block with a plan for `kind` probably runs when it is `given` that: what another such block ran."""
-        return self._of_calls.get((_structure(kind), given))
+    def expected(self, kind: str, given: Hashable, block: str) -> Tape | None:
+        """What `block`, with a plan for `kind`, probably runs when it is `given` that.
+
+        What it ran before, in a profile, else what another such block ran: numbers may differ from layer to layer.
+        """
+        known = (self._of_calls.get((_structure(kind), given, name)) for name in (block, None))
+        return next((tape for tape in known if tape is not None), None)
 
     def take(self, other: TapeLibrary) -> None:
         """Know and keep what `other` knows."""

@@ -164,6 +164,22 @@ def test_blocks_whose_weights_share_a_storage_are_told_apart(tiny_gpt2, token_ba
     assert second <= steady + RECORDERS_OWN < alone < plain
 
 
+def test_layers_with_numbers_of_their_own_run_as_when_profiled(toy_model, toy_batch):
+    """A scale that grows with depth, as differential attention has: one kind, another tape for each layer."""
+    scales = iter((0.5, 0.6, 0.7, 0.8))
+    model = toy_model(
+        lambda block, hidden: hidden + block.down((block.up(hidden) * block.scale).tanh()),
+        num_blocks=4,
+        setup=lambda block: setattr(block, "scale", next(scales)),
+    )
+    batch = toy_batch(64)
+    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    with apply_policy(model, policy) as handle:
+        *first, steady = peaks(model, batch)
+    assert not any(strategy._was_surprising for strategy in handle.plans.strategies.values())
+    assert max(first) <= steady + RECORDERS_OWN
+
+
 def test_one_surprise_is_enough(toy_model, toy_batch, run_steps, recorded):
     """A block that runs otherwise than expected keeps all that it saves; others are recorded, and keep what they
     should."""
