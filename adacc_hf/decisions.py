@@ -1,9 +1,9 @@
-"""What replay must not make anew from numbers that a lossy codec changed: indices, and statistics of rows.
+"""Indices that follow from numbers: which expert a token goes to, in which order rows are sorted.
 
-Indices (which expert a token goes to, in which order rows are sorted) come out otherwise where two numbers were nearly
-equal: rows that forward saved in one order would meet gradients in another. A row's statistic (a norm's deviation)
-scales all of its gradient, and is out of all proportion if a codec left next to nothing of the row. Truths (a
-comparison's result) may be remade: where they come out otherwise, what they choose between is near.
+A replay that reads numbers from a lossy codec may decide otherwise than forward did, where two were nearly equal: rows
+that forward saved in one order would meet gradients in another. So no replay makes such indices, unless all that they
+follow from is exact. Truths (a comparison's result) are remade: where they come out otherwise, a number was near the
+threshold, and what they choose between is near too.
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 def decided(
     operators: Iterable[tuple[Sequence[int], Sequence[int]]],
     is_index: Callable[[int], bool],
-    is_statistic: Callable[[int], bool],
     coded: Collection[int],
     stored: Collection[int],
 ) -> frozenset[int]:
     """Values that no replay may make where those in `coded` are stored with loss.
 
-    `operators` are, in order, the values that each reads and makes. What is made of an index that is not `stored`
-    cannot be remade either; a statistic that is not is a step on the way to numbers like any other.
+    `operators` are, in order, the values that each reads and makes; `is_index` tells whether a value holds
+    indices. What is made of an index that is not `stored` cannot be remade either (rule R14).
     """
     inexact, found = set(coded), set()
     for inputs, made in operators:
         if any(value in found and value not in stored for value in inputs):
             found.update(made)
         elif not inexact.isdisjoint(inputs):
-            kept = {value for value in made if is_index(value) or (value in stored and is_statistic(value))}
-            found |= kept
-            inexact.update(value for value in made if value not in kept)
+            found.update(filter(is_index, made))
+            inexact.update(value for value in made if not is_index(value))
     return frozenset(found)

@@ -29,8 +29,8 @@ R12 Inputs, parameters, buffers and what else hangs on the block are looked up a
     any other way cannot be replayed from.
 R13 Operators that other ranks take part in are never replayed, so that no rank waits for one whose plan differs: their
     result is retained or compressed. Where torch's checkpoint must run such a block, it does so under every plan.
-R14 Indices that follow from what is stored with loss (an expert's tokens, an order of rows) are never replayed, nor
-    statistics of its rows (a norm's).
+R14 Indices that follow from what is stored with loss (an expert's tokens, an order of rows) are never replayed. Nor are
+    statistics of its rows (a norm's): they are stored beside it.
 """
 
 from __future__ import annotations

@@ -164,10 +164,35 @@ class KindProfile:
         return decided(
             ((operator.inputs, operator.outputs) for operator in self.operators),
             lambda value: self.values[value].is_index,
-            lambda value: self.values[value].is_statistic,
             coded,
             {value.index for value in self.values if value.shared is not None or (value.activation and value.saved)},
         )
+
+    @cached_property
+    def statistics(self) -> dict[int, frozenset[int]]:
+        """Activations with one number for each row, and the activations that these are remade from.
+
+        A row of which a codec leaves next to nothing has a deviation out of all proportion, and one number scales all
+        of its gradient. So what is stored with loss has its statistics stored beside it. Where the rows are remade
+        themselves, statistics of the same rows suit them better.
+        """
+        return {v.index: self._made_from(v) for v in self.activations if v.saved and v.is_statistic}
+
+    def _made_from(self, value: Value) -> frozenset[int]:
+        found: set[int] = set()
+        pending, seen = [value], {value.index}
+        while pending:
+            producer = pending.pop().producer
+            reads = [] if producer is None else [self.values[read] for read in self.operators[producer].inputs]
+            new = [read for read in reads if read.index not in seen]
+            seen.update(read.index for read in new)
+            found.update(read.index for read in new if read.activation)
+            pending += [read for read in new if not read.activation]
+        return frozenset(found)
+
+    def statistics_of(self, coded: Collection[int]) -> frozenset[int]:
+        """Statistics that must be stored where the values in `coded` are stored with loss."""
+        return frozenset(value for value, rows in self.statistics.items() if not rows.isdisjoint(coded))
 
     def merged(self, equal: Mapping[int, int]) -> KindProfile:
         """The kind in which `equal[v]` stands for `v` wherever an operator reads it or a slot holds it."""

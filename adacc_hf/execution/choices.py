@@ -23,12 +23,11 @@ def can_follow(choice: Choice, tape: Tape, value: int) -> bool:
 
 
 def unfit(choices: Mapping[int, Choice], tape: Tape) -> list[int]:
-    """Values whose choice cannot be carried out on `tape`, or would make anew what a codec decides about."""
+    """Values whose choice cannot be carried out on `tape`, or would make other indices than forward had."""
     coded = [v for v, c in choices.items() if c.action is Action.COMPRESS and not _codec(c).lossless]
     kept = decided(
         ((operator.inputs(), operator.made()) for operator in tape.operators),
         lambda value: _is_index(tape.values[value].ref.dtype),
-        lambda value: tape.values[value].ref.geometry[0][-1:] == (1,),  # as `Value.is_statistic`
         coded,
         set(tape.saved_values()),
     )

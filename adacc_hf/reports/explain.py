@@ -62,7 +62,8 @@ def activation_rows(kind: KindProfile, plan: Plan) -> list[ActivationRow]:
     choices = dict(plan.choices)
     labels = dict(zip((value.index for value in kind.activations), activation_labels(kind), strict=True))
     options = {value.index: _chosen_option(value, choices[value.index]) for value in kind.activations}
-    decided = kind.decided([v for v, option in options.items() if option is not None and not option.lossless])
+    coded = [value for value, option in options.items() if option is not None and not option.lossless]
+    decided = kind.decided(coded) | kind.statistics_of(coded)
     return [
         ActivationRow(
             value=value,

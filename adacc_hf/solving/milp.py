@@ -44,7 +44,7 @@ class KindModel:
     runnable: frozenset[int]
     """Operators that can be replayed: their inputs can all be stored or remade."""
     decided: frozenset[int] = frozenset()
-    """What follows from what may be stored with loss, and is stored itself if it is needed (`adacc_hf.decisions`)."""
+    """Indices that a codec's error could make others, which are stored if they are needed."""
 
     @cached_property
     def total_ms(self) -> float:
@@ -57,6 +57,10 @@ class KindModel:
         record = self.kind.values[value]
         may_be = record.recomputable and value not in self.decided
         return record.producer if may_be and record.producer in self.runnable else None
+
+    def is_lossy(self, value: int, choice: Choice) -> bool:
+        """Whether `choice` stores the value with loss."""
+        return any(store.choice == choice and not store.is_lossless for store in self.menus.get(value, ()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,9 +116,12 @@ def price(model: KindModel, choices: Mapping[int, Choice]) -> Column:
     """The plan with these choices; what nobody reads is neither replayed nor stored.
 
     A block input that autograd does not save costs bytes only if a replay reads it. Activations that repeat another
-    are recomputed.
+    are recomputed. Statistics of what is stored with loss are retained.
     """
     choices = {v.index: choices[v.index] if v.index in model.menus else RECOMPUTE for v in model.whole.activations}
+    for statistic, rows in model.kind.statistics.items():
+        if choices[statistic] == RECOMPUTE and any(model.is_lossy(row, choices[row]) for row in rows):
+            choices[statistic] = RETAIN
     values = model.kind.values
     pending = [value.index for value in model.kind.activations if value.saved and choices[value.index] == RECOMPUTE]
     read: set[int] = set()
@@ -167,6 +174,12 @@ class BlockVariables:
         for j, run in self.run.items():
             for value in self._unsaved_inputs(j):
                 program.constrain([*self._stored(value), *self._remade(value), (run, -1.0)], low=0.0)
+        # [Statistics] those of rows that are stored with loss are stored.
+        for statistic, rows in self.model.kind.statistics.items():
+            for row in rows if self._remade(statistic) else ():
+                lossy = [(self.store[row, o], -1.0) for o, s in enumerate(self.model.menus[row]) if not s.is_lossless]
+                if lossy:
+                    program.constrain([*self._stored(statistic), *lossy], low=0.0)
 
     def _stored(self, value: int) -> list[tuple[int, float]]:
         return [(self.store[value, option], 1.0) for option in range(len(self.model.menus.get(value, ())))]

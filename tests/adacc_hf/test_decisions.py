@@ -9,9 +9,10 @@ from torch import nn
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.decisions import decided
-from adacc_hf.policy import RECOMPUTE, Action
+from adacc_hf.policy import RECOMPUTE, RETAIN, Action
 from adacc_hf.reports.explain import explain_policy
 from adacc_hf.solver import least_policy
+from adacc_hf.solving.milp import build_model, price
 
 CONFIG = AdaccConfig(min_compress_bytes=0, codecs=("token_int4",))
 
@@ -23,13 +24,11 @@ CONFIG = AdaccConfig(min_compress_bytes=0, codecs=("token_int4",))
         pytest.param([((0,), (12,)), ((12,), (13,)), ((13, 1), (2,))], {12}, {12}, id="what follows from a stored one"),
         pytest.param([((0,), (12,)), ((12,), (13,)), ((13, 1), (2,))], set(), {12, 13, 2}, id="nowhere stored"),
         pytest.param([((0,), (2,)), ((1,), (12,)), ((11,), (13,))], {12}, set(), id="of exact numbers"),
-        pytest.param([((0,), (1, 20)), ((20,), (21,)), ((1, 21), (2,))], {21}, {21}, id="a statistic that is stored"),
     ],
 )
 def test_an_index_is_decided_by_numbers_that_may_come_out_otherwise(operators, stored, expected):
-    """Value 0 is stored with loss; those from 10 on are indices, those from 20 on statistics."""
-    found = decided(operators, lambda value: 10 <= value < 20, lambda value: value >= 20, {0}, stored)
-    assert found == expected
+    """Value 0 is stored with loss; those from 10 on are indices."""
+    assert decided(operators, lambda value: value >= 10, {0}, stored) == expected
 
 
 def rows_in_order(block, hidden):
@@ -100,22 +99,44 @@ def test_lossless_policies_may_remake_them(sorting):
         assert torch.equal(gradients(model, batch), plain)
 
 
-def test_a_row_of_which_a_codec_leaves_nothing_has_a_gradient_of_its_size(toy_model, toy_batch):
-    """A norm with an epsilon like BERT's, on a row that is small beside the others in its group of codes."""
+@pytest.fixture
+def norming(toy_model, toy_batch):
+    """(model, batch, its profile, its gradients): a norm with an epsilon like BERT's, and a row that is small beside
+    the others in its group of codes."""
 
     def forward(block, hidden):
         small = hidden * torch.tensor([1.0, 1, 1e-3, 1, 1, 1]).unsqueeze(-1)
-        return hidden + block.down(block.norm(block.up(small)))
+        return hidden + block.down(block.norm(small))
 
-    def setup(block):
-        block.norm = nn.LayerNorm(8, eps=1e-12)
-        block.up.bias = None
+    model = toy_model(forward, setup=lambda block: setattr(block, "norm", nn.LayerNorm(8, eps=1e-12)))
+    batch = toy_batch(8)
+    profile = profile_model(model, batch, AdaccConfig(min_compress_bytes=0, codecs=("int8",)))
+    return model, batch, profile, gradients(model, batch)
 
-    model, batch = toy_model(forward, setup=setup), toy_batch(8)
+
+@pytest.mark.parametrize("seed", ["least", *range(8)])
+def test_a_row_of_which_a_codec_leaves_nothing_has_a_gradient_of_its_size(norming, seed):
+    """It comes back as zeros, whose deviation is an epsilon."""
+    model, batch, profile, plain = norming
     config = AdaccConfig(min_compress_bytes=0, codecs=("int8",))
-    profile = profile_model(model, batch, config)
-    plain = gradients(model, batch)
-    for seed in range(4):
-        with apply_policy(model, Policy.random(profile, seed, ("compress", "recompute")), config):
-            # The small row comes back as zeros, and its share of the gradient is missing.
-            assert (gradients(model, batch) - plain).norm() < 2 * plain.norm()
+    solved = seed == "least"
+    policy = least_policy(profile, config) if solved else Policy.random(profile, seed, ("compress", "recompute"))
+    with apply_policy(model, policy, config):
+        # The small row's share of the gradient is missing.
+        assert (gradients(model, batch) - plain).norm() < 2 * plain.norm()
+
+
+def test_the_statistics_of_coded_rows_are_stored(norming):
+    """Whatever way a policy is found; those of rows that are remade are remade with them."""
+    *_, profile, _ = norming
+    kind = profile.kinds[0]
+    ((first, rows), (second, same)) = kind.statistics.items()
+    assert rows == same
+    (row,) = rows
+    model = build_model(kind, AdaccConfig(min_compress_bytes=0, codecs=("int8",)))
+    (lossy,) = [store.choice for store in model.menus[row] if not store.is_lossless]
+    recomputed = dict(Policy.uniform(profile, Action.RECOMPUTE).plans[0].choices)
+    kept = dict(price(model, recomputed | {row: lossy}).plan.choices)
+    assert (kept[first], kept[second]) == (RETAIN, RETAIN)
+    remade = dict(price(model, recomputed).plan.choices)
+    assert (remade[first], remade[second]) == (RECOMPUTE, RECOMPUTE)
