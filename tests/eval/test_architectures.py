@@ -1,4 +1,4 @@
-"""Every architecture keeps the three promises, and docs/SUPPORT.md lists what this table has.
+"""Every architecture keeps the four promises, and docs/SUPPORT.md lists what this table has.
 
 By default a fast subset runs, one of each family. `ADACC_ALL_ARCHITECTURES=1 pytest tests/eval/test_architectures.py`
 runs them all (some minutes).
@@ -18,6 +18,7 @@ from adacc_hf.eval import architectures as architectures_module
 from adacc_hf.eval.architectures import Verdict, check, main, same_bits, support_table
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.execution.call import Call
+from adacc_hf.profile import KindProfile
 from adacc_hf.tapes.recorder import Recorder
 
 SUPPORT = Path(__file__).parents[2] / "docs" / "SUPPORT.md"
@@ -47,7 +48,7 @@ def quiet():
 
 
 def promises(verdict: Verdict) -> dict[str, str]:
-    return {name: verdict.row()[name] for name in ("lossless", "compressed", "stored bytes")}
+    return {name: verdict.row()[name] for name in ("lossless", "compressed", "stored bytes", "mixed")}
 
 
 @pytest.mark.usefixtures("quiet")
@@ -80,7 +81,7 @@ def test_the_page_lists_the_table():
 
 
 def test_at_least_44_are_green_on_the_page():
-    promised = ("lossless", "compressed", "stored bytes")
+    promised = ("lossless", "compressed", "stored bytes", "mixed")
     green = [name for name, row in documented_rows().items() if {row[key] for key in promised} == {"yes"}]
     assert len(green) >= 44
 
@@ -140,6 +141,10 @@ class TestTheCheckCanFail:
         monkeypatch.setattr(architectures_module, "measure_step", one_byte_more)
         assert check(TABLE["gpt2"]).row()["stored bytes"] == "NO"
 
+    def test_a_norm_of_what_a_codec_left_breaks_mixed(self, monkeypatch):
+        monkeypatch.setattr(KindProfile, "statistics", {})
+        assert check(TABLE["vit_mae"]).row()["mixed"] == "NO"
+
 
 def _store_doubled(store):
     def doubled(self, value, tensor):
@@ -176,10 +181,11 @@ def test_the_head_counts_the_kept_promises():
         lossless=True,
         compressed=True,
         stored=True,
+        mixed=True,
     )
     noted, all_under_checkpoint = replace(kept, notes=("why",)), replace(kept, compressed=None, notes=("why",))
     page = support_table([kept, noted, all_under_checkpoint, replace(kept, stored=False)])
-    assert "\n2 of 4 architectures keep all three promises" in page
+    assert "\n2 of 4 architectures keep all four promises" in page
     assert "In 1 of them torch's checkpoint runs\nsome" in page
 
 
