@@ -12,7 +12,7 @@ from itertools import accumulate
 from adacc_hf.partitioner.segments import Segments, cut_into_segments
 from adacc_hf.policy import RETAIN, Choice
 from adacc_hf.profile import CodecOption, KindProfile
-from adacc_hf.solving.milp import BlockVariables, KindModel, Store
+from adacc_hf.solving.milp import BlockVariables, KindModel, Store, lossy_values
 from adacc_hf.solving.program import Program, Solver, SolverLog, Terms
 
 
@@ -63,8 +63,8 @@ def graph_model(
     # What lives across a boundary is never remade: whatever needs it has it stored.
     values = tuple(replace(v, recomputable=v.recomputable and v.index not in segments.boundary) for v in kind.values)
     cut = replace(kind, values=values)
-    lossy = {value for value, menu in menus.items() if any(not store.is_lossless for store in menu)}
-    kept = replace(cut, values=tuple(replace(value, saved=True) for value in values)).decided(lossy)
+    # A graph can hand over any index, not only what backward reads.
+    kept = replace(cut, values=tuple(replace(value, saved=True) for value in values)).decided(lossy_values(menus))
     model = KindModel(whole=cut, kind=cut, menus=menus, runnable=runnable, decided=kept)
     return GraphModel(model, segments, tuple(held_bytes))
 

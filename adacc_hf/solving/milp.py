@@ -60,7 +60,9 @@ class KindModel:
 
     def is_lossy(self, value: int, choice: Choice) -> bool:
         """Whether `choice` stores the value with loss."""
-        return any(store.choice == choice and not store.is_lossless for store in self.menus.get(value, ()))
+        if choice.action is not Action.COMPRESS:
+            return False
+        return any(store.choice == choice and not store.is_lossless for store in self.menus[value])
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,8 +85,7 @@ def build_model(kind: KindProfile, config: AdaccConfig) -> KindModel:
     menus = {
         value.index: (Store(RETAIN, value.nbytes, 0.0), *_codec_stores(value, config)) for value in kind.activations
     }
-    lossy = {value for value, menu in menus.items() if any(not store.is_lossless for store in menu)}
-    kept = kind.decided(lossy)
+    kept = kind.decided(lossy_values(menus))
     runnable: set[int] = set()
     if Action.RECOMPUTE in config.parsed_actions:
         for operator in kind.operators:
@@ -92,6 +93,11 @@ def build_model(kind: KindProfile, config: AdaccConfig) -> KindModel:
             if operator.replayable and all(available):
                 runnable.add(operator.index)
     return KindModel(whole, kind, menus, frozenset(runnable), kept)
+
+
+def lossy_values(menus: Mapping[int, Sequence[Store]]) -> set[int]:
+    """The values that may be stored with loss."""
+    return {value for value, menu in menus.items() if any(not store.is_lossless for store in menu)}
 
 
 def _codec_stores(value: Value, config: AdaccConfig) -> list[Store]:
@@ -119,9 +125,8 @@ def price(model: KindModel, choices: Mapping[int, Choice]) -> Column:
     are recomputed. Statistics of what is stored with loss are retained.
     """
     choices = {v.index: choices[v.index] if v.index in model.menus else RECOMPUTE for v in model.whole.activations}
-    for statistic, rows in model.kind.statistics.items():
-        if choices[statistic] == RECOMPUTE and any(model.is_lossy(row, choices[row]) for row in rows):
-            choices[statistic] = RETAIN
+    coded = [value for value, choice in choices.items() if model.is_lossy(value, choice)]
+    choices |= {value: RETAIN for value in model.kind.statistics_of(coded) if choices[value] == RECOMPUTE}
     values = model.kind.values
     pending = [value.index for value in model.kind.activations if value.saved and choices[value.index] == RECOMPUTE]
     read: set[int] = set()
