@@ -132,9 +132,26 @@ class PolicySearch:
             trail = descent(self.oracle, self.models, columns, start)
             found += filter(fits, trail)
             if not found:
-                bound = least_bound(self.profile, columns)
-                raise infeasible_peak(self.profile, self.config, budget, trail[-1], bound)
+                least = self._least_peak(columns, trail[-1])
+                if not fits(least):
+                    bound = least_bound(self.profile, columns)
+                    raise infeasible_peak(self.profile, self.config, budget, least, bound)
+                found = [least]
         return found
+
+    def _least_peak(self, columns: Sequence[Sequence[Column]], policy: list[Column]) -> list[Column]:
+        """`policy`, or what has a lower peak of all that is looked at if that of `policy` is the budget; and so on."""
+        while True:
+            nbytes = self.oracle.peak_bytes(policy)
+
+            def fits(other: list[Column], nbytes: int = nbytes) -> bool:
+                return self.oracle.peak_bytes(other) <= nbytes
+
+            others = self._chained(columns, Budget(nbytes, nbytes, of_peak=True), fits, math.inf, with_one_plans=True)
+            least = min([policy, *others, *self._greedy(fits, math.inf)], key=self.oracle.peak_bytes)
+            if self.oracle.peak_bytes(least) == nbytes:
+                return policy
+            policy = least
 
     def _reachable(self, columns: Sequence[Sequence[Column]]) -> Budget:
         """A budget that some policy made of frontier plans keeps to; quick to find, and not the least."""
