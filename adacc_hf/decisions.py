@@ -1,9 +1,14 @@
-"""Indices that follow from numbers: which expert a token goes to, in which order rows are sorted.
+"""What no replay may make from numbers that a lossy codec changed: indices, and statistics of rows.
 
-A replay that reads numbers from a lossy codec may decide otherwise than forward did, where two were nearly equal: rows
-that forward saved in one order would meet gradients in another. So no replay makes such indices, unless all that they
-follow from is exact. Truths (a comparison's result) are remade: where they come out otherwise, a number was near the
-threshold, and what they choose between is near too.
+Indices follow from numbers: which expert a token goes to, in which order rows are sorted. A replay that reads numbers
+from a lossy codec may decide otherwise than forward did, where two were nearly equal: rows that forward saved in one
+order would meet gradients in another. So no replay makes such indices, unless all that they follow from is exact.
+Truths (a comparison's result) are remade: where they come out otherwise, a number was near the threshold, and what they
+choose between is near too.
+
+A statistic is one number for each row, such as a norm's deviation. A row of which a codec leaves next to nothing has a
+deviation out of all proportion, and that one number scales all of its gradient. So where rows are stored with loss
+their statistics are stored too. Where rows are remade themselves, statistics of the same rows suit them better.
 """
 
 from __future__ import annotations
@@ -29,4 +34,21 @@ def decided(
         elif not inexact.isdisjoint(inputs):
             found.update(filter(is_index, made))
             inexact.update(value for value in made if not is_index(value))
+    return frozenset(found)
+
+
+def made_from(
+    value: int, reads: Callable[[int], Iterable[int]], is_activation: Callable[[int], bool]
+) -> frozenset[int]:
+    """The activations that a replay starts from to make `value`: of a statistic, its rows.
+
+    `reads` gives the values that the operator reads that makes one.
+    """
+    found: set[int] = set()
+    pending, seen = [value], {value}
+    while pending:
+        new = [read for read in reads(pending.pop()) if read not in seen]
+        seen.update(new)
+        found.update(filter(is_activation, new))
+        pending += [read for read in new if not is_activation(read)]
     return frozenset(found)

@@ -12,7 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from adacc_hf.decisions import decided
+from adacc_hf.decisions import decided, made_from
 from adacc_hf.errors import AdaccError
 from adacc_hf.files import fields_of, read_json, write_json
 
@@ -170,28 +170,16 @@ class KindProfile:
 
     @cached_property
     def statistics(self) -> dict[int, frozenset[int]]:
-        """Activations with one number for each row, and the activations that these are remade from.
+        """Saved activations with one number for each row, and the activations that these are remade from."""
+        statistics = [value.index for value in self.activations if value.saved and value.is_statistic]
+        return {value: made_from(value, self._reads, lambda v: self.values[v].activation) for value in statistics}
 
-        A row of which a codec leaves next to nothing has a deviation out of all proportion, and one number scales all
-        of its gradient. So what is stored with loss has its statistics stored beside it. Where the rows are remade
-        themselves, statistics of the same rows suit them better.
-        """
-        return {v.index: self._made_from(v) for v in self.activations if v.saved and v.is_statistic}
-
-    def _made_from(self, value: Value) -> frozenset[int]:
-        found: set[int] = set()
-        pending, seen = [value], {value.index}
-        while pending:
-            producer = pending.pop().producer
-            reads = [] if producer is None else [self.values[read] for read in self.operators[producer].inputs]
-            new = [read for read in reads if read.index not in seen]
-            seen.update(read.index for read in new)
-            found.update(read.index for read in new if read.activation)
-            pending += [read for read in new if not read.activation]
-        return frozenset(found)
+    def _reads(self, value: int) -> tuple[int, ...]:
+        producer = self.values[value].producer
+        return () if producer is None else self.operators[producer].inputs
 
     def statistics_of(self, coded: Collection[int]) -> frozenset[int]:
-        """Statistics that must be stored where the values in `coded` are stored with loss."""
+        """Statistics that no replay may make where those in `coded` are stored with loss (`adacc_hf.decisions`)."""
         return frozenset(value for value, rows in self.statistics.items() if not rows.isdisjoint(coded))
 
     def merged(self, equal: Mapping[int, int]) -> KindProfile:

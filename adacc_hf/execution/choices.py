@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
-from adacc_hf.decisions import decided
+from adacc_hf.decisions import decided, made_from
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.policy import RECOMPUTE, RETAIN, Action, Choice
 from adacc_hf.tapes.tape import Tape
@@ -23,15 +23,32 @@ def can_follow(choice: Choice, tape: Tape, value: int) -> bool:
 
 
 def unfit(choices: Mapping[int, Choice], tape: Tape) -> list[int]:
-    """Values whose choice cannot be carried out on `tape`, or would make other indices than forward had."""
-    coded = [v for v, c in choices.items() if c.action is Action.COMPRESS and not _codec(c).lossless]
+    """Values whose choice cannot be carried out on `tape`, or would make what no replay may (`adacc_hf.decisions`)."""
+    coded = {v for v, c in choices.items() if c.action is Action.COMPRESS and not _codec(c).lossless}
     kept = decided(
         ((operator.inputs(), operator.made()) for operator in tape.operators),
         lambda value: _is_index(tape.values[value].ref.dtype),
         coded,
         set(tape.saved_values()),
     )
-    return [v for v, c in choices.items() if not can_follow(c, tape, v) or (c == RECOMPUTE and v in kept)]
+
+    def is_unfit(value: int, choice: Choice) -> bool:
+        if not can_follow(choice, tape, value):
+            return True
+        return choice == RECOMPUTE and (value in kept or _is_statistic_of(coded, value, choices, tape))
+
+    return [value for value, choice in choices.items() if is_unfit(value, choice)]
+
+
+def _is_statistic_of(coded: Collection[int], value: int, choices: Collection[int], tape: Tape) -> bool:
+    """Whether a value has one number for each row, and a replay would make it from rows in `coded`."""
+
+    def reads(made: int) -> list[int]:
+        producer = tape.values[made].producer
+        return [] if producer is None else tape.operators[producer].inputs()
+
+    is_statistic = tape.values[value].ref.geometry[0][-1:] == (1,)
+    return is_statistic and not made_from(value, reads, choices.__contains__).isdisjoint(coded)
 
 
 def _codec(choice: Choice) -> Codec:

@@ -295,7 +295,10 @@ class FollowPlan:
         if retained:
             names = ", ".join(tape.values[value].name for value in retained)
             log.warning(
-                "Adacc: block %s retains %s: it can be neither replayed nor encoded as planned", self.name, names
+                "Adacc: block %s retains %s: no replay or codec can do what was planned, "
+                "or a replay would read what is stored with loss",
+                self.name,
+                names,
             )
         return choices | dict.fromkeys(retained, RETAIN)
 

@@ -140,3 +140,14 @@ def test_the_statistics_of_coded_rows_are_stored(norming):
     assert (kept[first], kept[second]) == (RETAIN, RETAIN)
     remade = dict(price(model, recomputed).plan.choices)
     assert (remade[first], remade[second]) == (RECOMPUTE, RECOMPUTE)
+
+
+def test_the_executor_stores_them_whatever_a_policy_says(norming, caplog):
+    model, batch, profile, plain = norming
+    policy = Policy.uniform(profile, Action.COMPRESS)
+    statistics = dict.fromkeys(profile.kinds[0].statistics, RECOMPUTE)
+    plans = tuple(replace(plan, choices=tuple((dict(plan.choices) | statistics).items())) for plan in policy.plans)
+    config = AdaccConfig(min_compress_bytes=0, codecs=("int8",))
+    with apply_policy(model, replace(policy, plans=plans), config), caplog.at_level(logging.WARNING):
+        assert (gradients(model, batch) - plain).norm() < 2 * plain.norm()
+    assert "layers.0 retains norm:native_layer_norm" in caplog.text
