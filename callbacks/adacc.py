@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adacc_hf.callbacks.checkpoint_files import (
-    POLICY_FILE,
-    PROFILE_FILE,
     Saved,
     SavedSituation,
     load_from_checkpoint,
@@ -41,6 +39,7 @@ from adacc_hf.executor import PolicyHandle
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
 from adacc_hf.ranks import from_first_rank
+from adacc_hf.run_files import POLICY_FILE, PROFILE_FILE
 from adacc_hf.tracking.shapes import BatchShapes, batch_shapes, describe
 
 if TYPE_CHECKING:

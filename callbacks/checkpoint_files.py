@@ -14,16 +14,11 @@ from adacc_hf.files import read_json, write_json
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
 from adacc_hf.ranks import num_ranks
+from adacc_hf.run_files import HISTORY_FILE, POLICY_FILE, PRICES_FILE, PROFILE_FILE, SEARCHED_FILE, STATE_FILE
 from adacc_hf.tracking.shapes import BatchShapes, shapes_from_json, shapes_to_json
 
 log = logging.getLogger(__name__)
 
-POLICY_FILE = "adacc_policy.json"
-PROFILE_FILE = "adacc_profile.json"
-PRICES_FILE = "adacc_prices.json"
-SEARCHED_FILE = "adacc_searched_prices.json"
-STATE_FILE = "adacc_state.json"
-HISTORY_FILE = "adacc_history.json"
 STATE_VERSION = 1
 
 

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from adacc_hf.callbacks.checkpoint_files import save_history
 from adacc_hf.callbacks.step_meter import StepMeter
-from adacc_hf.callbacks.torch_compile import COMPILED_FILE
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.memory import available_bytes
@@ -21,6 +20,7 @@ from adacc_hf.partitioner import AdaccPartitioner, CompiledPolicy
 from adacc_hf.partitioner.installed import InstalledPartitioner
 from adacc_hf.partitioner.plan_store import PlanStore
 from adacc_hf.ranks import of_all_ranks
+from adacc_hf.run_files import COMPILED_FILE
 from adacc_hf.units import format_bytes, parse_bytes
 
 log = logging.getLogger(__name__)

@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer, TrainingArguments
 
-from adacc_hf.callbacks.checkpoint_files import HISTORY_FILE
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import AdaccError
 from adacc_hf.files import read_json
 from adacc_hf.ranks import from_first_rank
+from adacc_hf.run_files import COMPILED_FILE, HISTORY_FILE
 
 if TYPE_CHECKING:
     from adacc_hf.callbacks.compiled_run import CompiledRun
 
 log = logging.getLogger(__name__)
-
-COMPILED_FILE = "adacc_compiled.json"
 
 
 def is_compiled(args: TrainingArguments, trainer: Trainer | None) -> bool:

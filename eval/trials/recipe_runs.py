@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import adacc_hf
-from adacc_hf.callbacks.adacc import POLICY_FILE
 from adacc_hf.errors import AdaccError
 from adacc_hf.eval.records.ledger import RecordError
 from adacc_hf.files import read_json
 from adacc_hf.policy import Policy
+from adacc_hf.run_files import POLICY_FILE
 
 
 class TrainingFailedError(AdaccError):

@@ -12,9 +12,11 @@ import pytest
 
 from adacc_hf import __version__
 from adacc_hf.cli import main
+from adacc_hf.files import write_json
 from adacc_hf.kernels.codecs import list_codecs
 from adacc_hf.policy import Policy
 from adacc_hf.reports import plots
+from adacc_hf.run_files import COMPILED_FILE, HISTORY_FILE, POLICY_FILE, PROFILE_FILE
 
 
 @pytest.fixture
@@ -55,7 +57,30 @@ def test_report_writes_into_the_folder(files, tmp_path: Path, capsys) -> None:
 
 
 def test_report_names_the_profile_that_is_missing(files, tmp_path: Path, capsys) -> None:
+    Path(files[1]).unlink()
     assert "name it by --profile" in refused(["report", files[0], "--output", str(tmp_path / "out")], capsys)
+
+
+def test_a_runs_folder_stands_for_its_files(tmp_path: Path, gpt2_like_profile, capsys) -> None:
+    profile = gpt2_like_profile(num_blocks=2)
+    policy = Policy.uniform(profile, "recompute")
+    run = tmp_path / "run"
+    policy.save(run / POLICY_FILE)
+    profile.save(run / PROFILE_FILE)
+    tracked = {"step": 4, "event": "tracking", "error": 0.1, "gradient_error": 0.01}
+    write_json(run / HISTORY_FILE, [tracked])
+    assert main(["explain", str(run)]) == 0
+    assert "ms for 48.00 MiB; outlier_int4: " in capsys.readouterr().out  # reasons, which come from the profile
+    assert main(["report", str(run)]) == 0
+    assert capsys.readouterr().out == f"wrote {run / 'report.md'}\n"
+    assert "timeline.png" in (run / "report.md").read_text()  # which the history alone can give
+    assert main(["report", str(run), "--output", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "report.md").read_text() == (run / "report.md").read_text()
+
+
+def test_a_folder_without_a_policy_is_one_line(tmp_path: Path, capsys) -> None:
+    for command in ("explain", "report"):
+        assert f"has neither {POLICY_FILE} nor {COMPILED_FILE}" in refused([command, str(tmp_path)], capsys)
 
 
 def test_codecs_lists_every_codec(capsys) -> None:
@@ -71,7 +96,7 @@ def test_version(capsys) -> None:
     assert capsys.readouterr().out == f"adacc_hf {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["explain"], ["nonsense"], ["report", "policy.json"]])
+@pytest.mark.parametrize("arguments", [[], ["explain"], ["nonsense"], ["report"]])
 def test_wrong_usage_exits_with_2(arguments: list[str], capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(arguments)

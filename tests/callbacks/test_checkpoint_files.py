@@ -12,10 +12,6 @@ import pytest
 import adacc_hf.callbacks.policy_maker as maker_module
 from adacc_hf import AdaccCallback, AdaccConfig, AdaccError, Policy, PolicyMismatchError, Profile
 from adacc_hf.callbacks.checkpoint_files import (
-    HISTORY_FILE,
-    POLICY_FILE,
-    PROFILE_FILE,
-    STATE_FILE,
     Saved,
     SavedSituation,
     load_from_checkpoint,
@@ -24,6 +20,7 @@ from adacc_hf.callbacks.checkpoint_files import (
 )
 from adacc_hf.callbacks.situations import Situation
 from adacc_hf.rectifier import Rectifier
+from adacc_hf.run_files import HISTORY_FILE, POLICY_FILE, PROFILE_FILE, STATE_FILE
 from adacc_hf.tracking.repricing import with_more_memory
 
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}

@@ -15,10 +15,10 @@ import adacc_hf.callbacks.policy_maker as maker_module
 import adacc_hf.kernels.outlier_int4 as outlier_int4
 import adacc_hf.rectifier as rectifier_module
 from adacc_hf import AdaccCallback, Policy
-from adacc_hf.callbacks.checkpoint_files import HISTORY_FILE
 from adacc_hf.callbacks.step_meter import StepMeter
 from adacc_hf.execution.follow_plan import FollowPlan
 from adacc_hf.memory import MemoryMeter, count_static_bytes
+from adacc_hf.run_files import HISTORY_FILE
 from adacc_hf.tracking.judging import Rectification
 
 COMPRESS = {"actions": ("retain", "compress"), "min_compress_bytes": 4096, "memory_budget": 0.45}

@@ -1,0 +1,10 @@
+"""The files that a run leaves in its folder and in each checkpoint."""
+
+POLICY_FILE = "adacc_policy.json"
+PROFILE_FILE = "adacc_profile.json"
+PRICES_FILE = "adacc_prices.json"
+SEARCHED_FILE = "adacc_searched_prices.json"
+STATE_FILE = "adacc_state.json"
+HISTORY_FILE = "adacc_history.json"
+COMPILED_FILE = "adacc_compiled.json"
+"""The policy of a run with `torch_compile=True`."""
