@@ -557,3 +557,17 @@ def assert_exact(run_steps, assert_same_steps):
         return profile
 
     return check
+
+
+@pytest.fixture
+def tight_profile():
+    """One block whose least peak is that of a policy which only the search for a larger budget looks at."""
+    tape = TapeBuilder()
+    start = tape.value("input", 4, codecs=(codec("int8", 1, 0.0, 0.0),))
+    rotary, mask = tape.value("rotary", 4, shared=0), tape.value("mask", 4, shared=1)
+    (out,) = tape.operator("op", [start, mask], [("out", 24)], 1 / 8, save=[-1])
+    tape.values[out]["codecs"] = (codec("int8", 1, 0.0, 1 / 8),)
+    tape.operator("last", [start, rotary], [("last", 4)], 0.0, save=[start, rotary], replayable=False)
+    shared = [Shared(name="rotary", nbytes=12, saved=True), Shared(name="mask", nbytes=20, saved=False)]
+    kind = replace(tape.kind(extra_bytes=4, forward_extra_bytes=4), held=(1,))
+    return make_profile([kind], [0], shared, outside_held_bytes=2)

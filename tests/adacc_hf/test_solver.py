@@ -255,3 +255,11 @@ def test_no_budget_below_the_least_peak_is_met(profiles, data):
     with pytest.raises(InfeasibleBudgetError) as error:
         solve_policy(profile, least.predicted_peak_bytes - 1)
     assert error.value.smallest_budget_bytes == least.predicted_peak_bytes
+
+
+def test_the_least_peak_is_that_of_all_policies_that_any_budget_finds(tight_profile):
+    least = least_policy(tight_profile).predicted_peak_bytes
+    assert solve_policy(tight_profile, least).predicted_peak_bytes == least
+    with pytest.raises(InfeasibleBudgetError) as error:
+        solve_policy(tight_profile, least - 1)
+    assert error.value.smallest_budget_bytes == least
