@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,7 +20,7 @@ from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.policy import IDLE_KIND, RETAIN, Action, Choice, Plan
 from adacc_hf.tapes.call_inputs import fetch
 from adacc_hf.tapes.compiled import CompiledPlan
-from adacc_hf.tapes.known_shapes import MAX_SHAPES, Key, KnownShape, KnownShapes
+from adacc_hf.tapes.known_shapes import Key, KnownShape, KnownShapes
 from adacc_hf.tapes.library import TapeLibrary
 from adacc_hf.tapes.tape import Tape
 
@@ -69,7 +68,8 @@ class FollowPlan:
         """The block's shapes; all its plans share what is known of them."""
         self._earlier = earlier
         """What the block ran under before, kept until its first call so that a plan of the same actions shares it."""
-        self.entries: OrderedDict[Key, Entry] = OrderedDict()
+        self.known.followers.add(self)
+        self.entries: dict[Key, Entry] = {}
         self._was_surprising = False
         """Whether the block ran otherwise than another one of its kind."""
         self.wrap_codec: Callable[[int, Codec], Codec] | None = None
@@ -99,7 +99,7 @@ class FollowPlan:
             return self._run_untaped(any(t.has_collectives for t in self.tapes.values()), block, fn, args, kwargs)
         if entry is None:
             return self._first_call(key, block, fn, args, kwargs)
-        self.entries.move_to_end(key)
+        self.known.move_to_end(key)
         if entry.compiled is None:
             return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)
         entry.known.num_calls += 1
@@ -208,9 +208,10 @@ class FollowPlan:
 
     def _remember(self, key: Key, entry: Entry) -> None:
         self.entries[self.known.add(key, entry.known)] = entry
-        if len(self.entries) > MAX_SHAPES:
-            oldest, _ = self.entries.popitem(last=False)
-            self.known.pop(oldest, None)
+
+    def forget(self, key: Key) -> None:
+        """Let go of a shape that the block remembers no more."""
+        self.entries.pop(key, None)
 
     def _is_restless(self, key: Key, tape: Tape) -> bool:
         """Whether the block is given other Python values again and again, and runs other operators with each."""

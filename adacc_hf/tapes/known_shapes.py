@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 from torch import nn
 
@@ -13,8 +14,9 @@ from adacc_hf.tapes.call_inputs import Args, Kwargs, StatePaths, call_key, data_
 from adacc_hf.tapes.python_state import FIRST_STATE, PythonState
 from adacc_hf.tapes.tape import Tape
 
-MAX_SHAPES = 64
-"""Shapes a block remembers; the least recently used one goes. A tape is some 100 KiB of Python objects."""
+MAX_SHAPES = 512
+"""Shapes a block remembers; the least recently used one goes. A tape and a plan on it are some 130 KiB of Python
+objects, and to record a shape anew takes as long as some ten steps: texts have hundreds of lengths."""
 
 
 class Key(NamedTuple):
@@ -41,8 +43,15 @@ class KnownShape:
     """Whether a call was seen that ran other operators than the tape's."""
 
 
-class KnownShapes(dict[Key, KnownShape]):
-    """What a block's calls have shown. All plans of a block share it."""
+class Follower(Protocol):
+    """What keeps something of its own for each shape, as a plan does."""
+
+    def forget(self, key: Key) -> None:
+        """Let go of what is kept for `key`, if anything is."""
+
+
+class KnownShapes(OrderedDict[Key, KnownShape]):
+    """What a block's calls have shown, the latest last. All plans of a block share it, and forget what it forgets."""
 
     def __init__(self, watches_state: bool = True) -> None:
         super().__init__()
@@ -54,6 +63,7 @@ class KnownShapes(dict[Key, KnownShape]):
         self._paths: StatePaths | None = None
         self._strange: OrderedDict[Key, None] = OrderedDict()
         """Calls of known shapes that were given other data, once each."""
+        self.followers: WeakSet[Follower] = WeakSet()
 
     def key(self, block: nn.Module, args: Args, kwargs: Kwargs) -> Key:
         """The key of a call that is about to run; to be asked once per call."""
@@ -84,10 +94,18 @@ class KnownShapes(dict[Key, KnownShape]):
         if new:
             self._reads = (*self._reads, *new)
             # What was recorded before does not tell data apart that may matter there too.
-            self.clear()
+            self._forget(list(self))
             key = key._replace(data=(*key.data, *(reads[path] for path in new)))
         self[key] = known
+        self.move_to_end(key)
+        self._forget(list(self)[:-MAX_SHAPES])
         return key
+
+    def _forget(self, keys: list[Key]) -> None:
+        for key in keys:
+            del self[key]
+            for follower in self.followers:
+                follower.forget(key)
 
     def _state_of(self, block: nn.Module) -> int:
         """The number of the state that `block` is in; always the first one where states are not watched."""

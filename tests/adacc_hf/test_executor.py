@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.errors import PolicyMismatchError, TapeMismatchError
-from adacc_hf.execution import follow_plan
 from adacc_hf.policy import RECOMPUTE, Action, Choice
+from adacc_hf.tapes import known_shapes
 from adacc_hf.tapes.checking import CheckingRecorder
 from adacc_hf.tapes.compiled import CompiledPlan
 from adacc_hf.tapes.recorder import Recorder
@@ -100,7 +100,7 @@ def test_padding_may_come_and_go(gpt2, batch, recomputing, run_steps, assert_sam
 
 
 def test_forgotten_shapes_leave_nothing(gpt2, token_batch, recomputing, run_steps, assert_same_steps, monkeypatch):
-    monkeypatch.setattr(follow_plan, "MAX_SHAPES", 3)
+    monkeypatch.setattr(known_shapes, "MAX_SHAPES", 3)
     batches = [token_batch(2, tokens) for tokens in (5, 6, 7, 8, 9)]
     plain = [run_steps(gpt2, each, num_steps=1) for each in batches]
     with apply_policy(gpt2, recomputing) as handle:
@@ -111,8 +111,25 @@ def test_forgotten_shapes_leave_nothing(gpt2, token_batch, recomputing, run_step
         assert len(handle.library._tapes) == len(handle.library._compiled) == 3
 
 
+def test_all_plans_forget_what_the_block_forgets(gpt2, token_batch, recomputing, gpt2_profile, run_steps, monkeypatch):
+    """A run has one for each size of batch and one to record under, and changes between them."""
+    monkeypatch.setattr(known_shapes, "MAX_SHAPES", 3)
+    with apply_policy(gpt2, recomputing) as handle:
+        others = handle.prepare(Policy.random(gpt2_profile, 7, ACTIONS, lossless=True), handle.plans)
+        both = (handle.plans, others)
+        for tokens in range(5, 13):
+            for plans in both:  # the second finds the shape known
+                handle.follow(plans)
+                run_steps(gpt2, token_batch(2, tokens), num_steps=1)
+        for name in handle.installation.functions:
+            strategies = [plans.strategies[name] for plans in both]
+            assert [len(strategy.entries) for strategy in strategies] == [3, 3]
+            assert all(strategy.entries.keys() == strategy.known.keys() for strategy in strategies)
+        assert len(handle.library._tapes) == 3
+
+
 def test_the_least_recently_used_shape_is_forgotten(gpt2, token_batch, recomputing, run_steps, monkeypatch):
-    monkeypatch.setattr(follow_plan, "MAX_SHAPES", 2)
+    monkeypatch.setattr(known_shapes, "MAX_SHAPES", 2)
     with apply_policy(gpt2, recomputing) as handle:
         for tokens in (5, 6, 5, 7):
             run_steps(gpt2, token_batch(2, tokens), num_steps=1)
