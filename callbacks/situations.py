@@ -7,18 +7,26 @@ was seen often enough to be profiled.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from adacc_hf.callbacks.checkpoint_files import SavedSituation
 from adacc_hf.callbacks.step_times import StepTimes
 from adacc_hf.executor import BlockPlans
 from adacc_hf.rectifier import Rectifier
+from adacc_hf.tapes.known_shapes import MAX_SHAPES
 from adacc_hf.tracking.shapes import BatchShapes, bucket_of, fits_in, num_elements, smallest_around
+
+T = TypeVar("T")
 
 ENOUGH = 8
 """Batches of a bucket without a policy of its own that are worth a profile, which takes as long as 20 to 60 steps."""
 MAX_SITUATIONS = 8
-"""Policies per run; each keeps its tapes, some 100 KiB per block."""
+"""Policies per run; each keeps its tapes, some 130 KiB for each size and kind of block."""
+MAX_UNPLANNED = 256
+"""Buckets without a policy of their own that are counted; the one that was not seen for longest goes. Sounds and images
+of any size may have a new one in every batch, and all ranks tell each other of them."""
 
 
 @dataclass(slots=True)
@@ -91,11 +99,11 @@ class Situations:
 
     def __init__(self) -> None:
         self.all: list[Situation] = []
-        self._num_calls: dict[BatchShapes, int] = {}
-        """Batches that ran under any policy."""
+        self._has_run: OrderedDict[BatchShapes, None] = OrderedDict()
+        """Sizes that ran under any policy, the latest last: as many as blocks remember."""
         self._recorded: set[BatchShapes] = set()
         """The sizes that profiles have recorded; and that of the first policy, whose first steps tracking must see."""
-        self._unplanned: dict[BatchShapes, _Unplanned] = {}
+        self._unplanned: OrderedDict[BatchShapes, _Unplanned] = OrderedDict()
         self._refused: set[BatchShapes] = set()
 
     def add(self, situation: Situation, is_profiled: bool) -> None:
@@ -123,8 +131,8 @@ class Situations:
 
     def plans_for(self, situation: Situation, shapes: BatchShapes) -> BlockPlans:
         """What a batch of `shapes` runs under in `situation`; asked once per batch."""
-        seen = self._num_calls[shapes] = self._num_calls.get(shapes, 0) + 1
-        is_recorded = situation.recording is None or seen > 1 or shapes in self._recorded
+        is_recorded = situation.recording is None or shapes in self._has_run or shapes in self._recorded
+        _note_latest(self._has_run, shapes, None, MAX_SHAPES)
         return situation.plans if is_recorded else situation.recording
 
     def refuse(self, shapes: BatchShapes) -> None:
@@ -135,13 +143,22 @@ class Situations:
     def _see(self, bucket: BatchShapes, shapes: BatchShapes) -> None:
         if bucket in self._refused:
             return
-        known = self._unplanned.setdefault(bucket, _Unplanned(shapes))
+        known = self._unplanned.get(bucket) or _Unplanned(shapes)
+        _note_latest(self._unplanned, bucket, known, MAX_UNPLANNED)
         known.shapes = smallest_around(known.shapes, shapes)
         known.num_seen += 1
 
     def unplanned(self) -> dict[BatchShapes, tuple[BatchShapes, int]]:
         """Per bucket without a policy of its own: the sizes that were seen, and how often."""
         return {bucket: (seen.shapes, seen.num_seen) for bucket, seen in self._unplanned.items()}
+
+
+def _note_latest(noted: OrderedDict[BatchShapes, T], shapes: BatchShapes, value: T, most: int) -> None:
+    """Put `shapes` last, and forget the first if there are more than `most`."""
+    noted[shapes] = value
+    noted.move_to_end(shapes)
+    if len(noted) > most:
+        noted.popitem(last=False)
 
 
 def most_wanted(seen: list[dict[BatchShapes, tuple[BatchShapes, int]]]) -> BatchShapes | None:
