@@ -7,8 +7,10 @@ block is in, and each state has tapes of its own.
 
 from __future__ import annotations
 
-from collections import Counter
+import hashlib
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
+from itertools import count
 from operator import is_
 from typing import Any
 
@@ -25,6 +27,9 @@ SHORT = 16
 """Calls in a state below which it was too short to be worth a tape: to record and verify takes as long as some ten."""
 RESTLESS_AFTER = 4
 """Such states, one after the other, after which the block is left to torch's checkpoint, which needs no tape."""
+MAX_STATES = 512
+"""States a block remembers the numbers of; the least recently entered one goes, and is a new one when it comes again.
+Blocks remember as many shapes."""
 
 _SCALARS = frozenset({bool, int, float, str})
 _MUTABLE = frozenset({dict, list, set})
@@ -39,8 +44,10 @@ class PythonState:
         self._block = block
         self._ignored: set[str] = set()
         self._look()
-        self._numbers = {_key(self._content): FIRST_STATE}
-        self._number = FIRST_STATE
+        self._unused = count(FIRST_STATE)
+        self._numbers: OrderedDict[bytes, int] = OrderedDict()
+        """Of the states that it was in last, by digest: of the oldest no tape is left."""
+        self._number = self._number_of(_digest(self._content))
         self._num_calls = 0
         self._is_new = self._follows_short_one = False
         self._num_short = 0
@@ -80,18 +87,26 @@ class PythonState:
         if inert:
             self._ignored |= inert
             self._look()
-            self._numbers[_key(self._content)] = self._number
+            self._numbers[_digest(self._content)] = self._number
 
     def _enter(self) -> None:
         before = self._content
         self._look()
         self.changed = tuple(path for path in before | self._content if before.get(path) != self._content.get(path))
-        key = _key(self._content)
-        if key not in self._numbers:
-            self._numbers[key] = 1 + max(self._numbers.values())
+        digest = _digest(self._content)
+        if digest not in self._numbers:
             self._is_new, self._follows_short_one = True, self._num_calls < SHORT
             self._num_calls = 0
-        self._number = self._numbers[key]
+        self._number = self._number_of(digest)
+
+    def _number_of(self, digest: bytes) -> int:
+        """The number of a state, which is the latest now."""
+        number = self._numbers.get(digest)
+        self._numbers[digest] = next(self._unused) if number is None else number
+        self._numbers.move_to_end(digest)
+        if len(self._numbers) > MAX_STATES:
+            self._numbers.popitem(last=False)
+        return self._numbers[digest]
 
     def _look(self) -> None:
         self._content: dict[str, str] = {}
@@ -152,8 +167,9 @@ def _is_plain(value: Any) -> bool:
     return all(type(element) in _SCALARS for element in elements)
 
 
-def _key(content: dict[str, str]) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted(content.items()))
+def _digest(content: dict[str, str]) -> bytes:
+    """What tells contents apart: they are some 17 KiB, and a rate may move a thousand times in a run."""
+    return hashlib.sha256(repr(sorted(content.items())).encode()).digest()
 
 
 def _join(path: str, name: str) -> str:

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.tapes import python_state
 from adacc_hf.tapes.python_state import INERT_AFTER, RESTLESS_AFTER, SHORT, PythonState
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -209,3 +210,15 @@ def test_a_value_with_an_effect_now_and_then_is_still_looked_at(block):
         block[0].p = 1 / (step + 2)
         assert state.number() == step + 1
         state.learn(same_operators=step > 0)
+
+
+def test_states_of_long_ago_are_forgotten(block, monkeypatch):
+    """Such as those of a rate that moves every few hundred steps; no tape is kept for them either."""
+    monkeypatch.setattr(python_state, "MAX_STATES", 4)
+    state, numbers = PythonState(block), []
+    for number in [*range(2, 10), 9, 8, 2]:
+        block[0].p = 1 / number
+        numbers.append(state.number())
+    assert numbers == [1, 2, 3, 4, 5, 6, 7, 8, 8, 7, 9]
+    assert len(state._numbers) == 4
+    assert all(len(key) < 64 for key in state._numbers)
