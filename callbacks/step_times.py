@@ -23,8 +23,8 @@ class StepTimes:
         """Normal steps under the present plans."""
         self._latest: deque[float] = deque(maxlen=COMPARED)
         """Normal steps under any plans: another policy moves a step's time by far less than tracking does."""
-        self._waiting: list[float] = []
-        """Steps that could not be compared so far."""
+        self._num_waiting, self._waiting_ms = 0, 0.0
+        """Steps that could not be compared so far, and the time of all of them: none ever is where all are tracked."""
 
     @property
     def median_ms(self) -> float | None:
@@ -46,12 +46,13 @@ class StepTimes:
 
         Below 0 if it was faster by chance: of many steps these are as many as were slower by chance.
         """
-        self._waiting.append(ms)
+        self._num_waiting += 1
+        self._waiting_ms += ms
         return self._extra_ms()
 
     def _extra_ms(self) -> float:
-        if len(self._latest) < ENOUGH or not self._waiting:
+        if len(self._latest) < ENOUGH or not self._num_waiting:
             return 0.0
-        normal_ms = statistics.median(self._latest)
-        waited, self._waiting = self._waiting, []
-        return sum(ms - normal_ms for ms in waited)
+        extra_ms = self._waiting_ms - self._num_waiting * statistics.median(self._latest)
+        self._num_waiting, self._waiting_ms = 0, 0.0
+        return extra_ms

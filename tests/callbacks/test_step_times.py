@@ -43,3 +43,11 @@ def test_steps_are_compared_with_those_around_them():
             times.add_normal(ms)
         told.append(times.add_other(ms + 7.0))
     assert told == [7.0, 7.0]
+
+
+def test_steps_that_are_never_compared_are_not_kept():
+    """A run that tracks at every step has no normal ones."""
+    times = StepTimes()
+    assert [times.add_other(10.0) for _ in range(100)] == [0.0] * 100
+    assert not any(len(kept) for kept in vars(times).values() if not isinstance(kept, (int, float)))
+    assert [times.add_normal(8.0) for _ in range(ENOUGH)] == [0.0] * (ENOUGH - 1) + [200.0]
