@@ -56,7 +56,8 @@ class AdaccConfig:
     of that time. False measures them anew; they are kept in the database either way."""
     tracking: str | int = "exponential"
     """When outliers are looked at again (paper, section 3.4): "exponential" at 1, 2, 4, ... steps after the policy was
-    set, an int at every so many steps, "off" never."""
+    set, an int at every so many steps, "off" never. Each time adds some KiB to the run's history, which every
+    checkpoint has: an int is for short runs, or a large one for long ones."""
     tracked_modules: tuple[str, ...] | None = None
     """Patterns (fnmatch) of module paths inside a block whose activations are tracked; None tracks every activation
     that keeps outliers."""
