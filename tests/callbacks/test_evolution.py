@@ -15,10 +15,12 @@ import adacc_hf.callbacks.policy_maker as maker_module
 import adacc_hf.kernels.outlier_int4 as outlier_int4
 import adacc_hf.rectifier as rectifier_module
 from adacc_hf import AdaccCallback, Policy
+from adacc_hf.callbacks import situations as situations_module
 from adacc_hf.callbacks.step_meter import StepMeter
 from adacc_hf.execution.follow_plan import FollowPlan
 from adacc_hf.memory import MemoryMeter, count_static_bytes
 from adacc_hf.run_files import HISTORY_FILE
+from adacc_hf.tapes import known_shapes
 from adacc_hf.tracking.judging import Rectification
 
 COMPRESS = {"actions": ("retain", "compress"), "min_compress_bytes": 4096, "memory_budget": 0.45}
@@ -131,7 +133,12 @@ def test_the_memory_of_steps_with_several_sizes_is_counted_and_tried_ever_less_o
     assert first["measured_peak_bytes"] == pytest.approx(first["peak_bytes"], rel=0.01)
 
 
-def test_lossless_training_with_other_lengths_is_bit_equal_to_plain(make_trainer, lossless, tmp_path):
+@pytest.mark.parametrize("remembered", [known_shapes.MAX_SHAPES, 2], ids=["all-remembered", "two-remembered"])
+def test_lossless_training_with_other_lengths_is_bit_equal_to_plain(
+    make_trainer, lossless, tmp_path, monkeypatch, remembered
+):
+    for module in (known_shapes, situations_module):
+        monkeypatch.setattr(module, "MAX_SHAPES", remembered)
     lengths = [16] * 4 + [32] * 20 + [9, 16, 32]
     plain = run_lengths(make_trainer, lengths, [], output_dir=str(tmp_path / "plain"))
     adacc = run_lengths(make_trainer, lengths, [AdaccCallback(**lossless)])
