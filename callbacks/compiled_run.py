@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.memory import available_bytes
 from adacc_hf.partitioner import AdaccPartitioner, CompiledPolicy
 from adacc_hf.partitioner.installed import InstalledPartitioner
+from adacc_hf.partitioner.partitioner import GRAPH_SETTINGS
 from adacc_hf.partitioner.plan_store import PlanStore
 from adacc_hf.ranks import of_all_ranks
 from adacc_hf.run_files import COMPILED_FILE
@@ -31,6 +32,8 @@ SLACK = 0.03
 """Part of the budget that may be left unused before the regions are compiled again for more."""
 MARGIN = 0.01
 """Part of the regions' bytes that a share is lowered by beyond what was measured to be too much."""
+RUN_SETTINGS = (*GRAPH_SETTINGS, "memory_margin", "profile_steps")
+"""The fields of `AdaccConfig` that a compiled run goes by."""
 
 
 class CompiledRun:
@@ -52,6 +55,7 @@ class CompiledRun:
         self._config = config
         self._note = note
         self._is_fraction = isinstance(config.memory_budget, float)
+        _warn_of_idle_settings(config)
         self._is_settled = given is not None
         self._is_measured = False
         self._num_steps = self._num_noted = self._num_rounds = 0
@@ -221,6 +225,17 @@ class CompiledRun:
             available = min(of_all_ranks(available_bytes(device, self._meter.static_bytes)))
             return int(available * (1 - self._config.memory_margin))
         return parse_bytes(budget, "memory_budget") if isinstance(budget, str) else budget
+
+
+def _warn_of_idle_settings(config: AdaccConfig) -> None:
+    """Name the settings that were given and have no effect in compiled graphs."""
+    idle = [f.name for f in fields(config) if f.name not in RUN_SETTINGS and getattr(config, f.name) != f.default]
+    if idle:
+        log.warning(
+            "Adacc: %s: no effect with torch.compile on, whose graphs are cut by %s",
+            ", ".join(f"{name}={getattr(config, name)!r}" for name in idle),
+            ", ".join(RUN_SETTINGS),
+        )
 
 
 def _fair_share(policy: CompiledPolicy, budget: float) -> float | None:

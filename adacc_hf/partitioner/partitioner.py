@@ -38,6 +38,12 @@ from adacc_hf.units import format_bytes, parse_bytes
 
 log = logging.getLogger(__name__)
 
+GRAPH_SETTINGS = (
+    "memory_budget", "actions", "codecs", "outliers", "compiled_outliers", "zscore_threshold", "group_size",
+    "min_compress_bytes", "max_error", "solver_gap", "solver_seconds",
+)  # fmt: skip
+"""The fields of `AdaccConfig` that a graph is cut by; the others are about blocks, profiles and tracking."""
+
 
 class AdaccPartitioner(CustomPartitionerFn):
     """Keeps, codes or recomputes every forward value of a region, within `memory_budget`.

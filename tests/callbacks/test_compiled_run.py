@@ -239,6 +239,12 @@ def test_a_fraction_that_the_regions_cannot_keep_to_is_refused(regions) -> None:
     assert error.value.smallest_budget_bytes == 1600
 
 
+def test_settings_without_effect_in_graphs_are_named(caplog) -> None:
+    config = AdaccConfig(memory_budget=0.5, head="chunked", block_classes=("GPT2Block",), profile_steps=3)
+    CompiledRun(config, torch.nn.Linear(1, 1), lambda *args, **kwargs: None).remove()
+    assert "Adacc: head='chunked', block_classes=('GPT2Block',): no effect with torch.compile on" in caplog.text
+
+
 def test_other_ways_of_compiling_are_refused(make_trainer) -> None:
     with pytest.raises(ValueError, match="torch_compile_backend='eager'"):
         make_trainer([AdaccCallback(**SETTINGS)], torch_compile=True, torch_compile_backend="eager").train()

@@ -94,6 +94,15 @@ def test_inductor_gets_its_own_settings(settings: list[dict[str, Any]], asked: d
     assert settings[0]["custom_partitioner_fn"].config.memory_budget == 0.5
 
 
-def test_unknown_options_are_named() -> None:
-    with pytest.raises(ValueError, match=r"options=\['budget'\] are unknown to backend 'adacc': choose from memory_b"):
-        adacc(torch.fx.symbolic_trace(nn.Linear(2, 2)), [torch.ones(1, 2)], options={"budget": 0.5})
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": 0.5}, r"options=\['budget'\] have no meaning for backend 'adacc': choose from memory_b"),
+        ({"memory_budget": 0.5, "head": "chunked"}, r"options=\['head'\] have no meaning for backend 'adacc'"),
+        ([1], r"options=\[1\] is a list, not a dict: write options="),
+    ],
+    ids=["unknown", "not-of-graphs", "no-dict"],
+)
+def test_options_that_mean_nothing_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        adacc(torch.fx.symbolic_trace(nn.Linear(2, 2)), [torch.ones(1, 2)], options=options)

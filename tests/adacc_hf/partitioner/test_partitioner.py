@@ -1,9 +1,9 @@
 """Partitioned graphs: exact without a lossy codec, within the budget, and of the bytes that were promised."""
 
 import logging
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.kernels.codecs import list_codecs
 from adacc_hf.partitioner import AdaccPartitioner, CompiledPolicy
 from adacc_hf.partitioner.functorch import is_random
+from adacc_hf.partitioner.partitioner import GRAPH_SETTINGS
 from adacc_hf.partitioner.plan_store import PlanStore
 from adacc_hf.policy import RETAIN, Action
 
@@ -320,6 +321,25 @@ def test_a_region_inside_another_is_left_alone(train_function: Any, caplog: pyte
     assert "nested in another" in inside
     assert "has nested regions" in outside
     assert "keeps to no budget: it has nested regions" in caplog.text
+
+
+class _Watched(AdaccConfig):
+    """Settings that note which of them are looked at."""
+
+    looked_at: ClassVar[set[str]] = set()
+
+    def __getattribute__(self, name: str) -> Any:
+        _Watched.looked_at.add(name)
+        return super().__getattribute__(name)
+
+
+def test_graphs_are_cut_by_the_settings_that_options_may_have(train_step: Any) -> None:
+    settings = {"actions": ("retain", "compress"), "codecs": ("int8", "outlier_int4"), "min_compress_bytes": 0}
+    partitioner = AdaccPartitioner(_Watched(memory_budget=0.5, compiled_outliers=0.01, **settings))
+    _Watched.looked_at.clear()  # of them all a copy was made, and of the budget the policy
+    train_step(partitioner)
+    names = {field.name for field in fields(AdaccConfig)}
+    assert _Watched.looked_at & names == {*GRAPH_SETTINGS} - {"memory_budget"}
 
 
 def test_caches_tell_settings_apart() -> None:
