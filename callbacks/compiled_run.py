@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -64,6 +64,8 @@ class CompiledRun:
         """Of the largest micro-batch of this step, and of all measured ones."""
         self._least: int | None = None
         """Modelled peak of the regions that take least."""
+        self._next: _Change | None = None
+        """What the next step begins with, if there is one."""
         self._meter = StepMeter()
         self.peak_bytes: int | None = None
         """Measured over a whole step, the optimizer's part included; the last one that was counted."""
@@ -80,10 +82,12 @@ class CompiledRun:
     @property
     def policy(self) -> CompiledPolicy:
         """The regions that were compiled so far."""
-        settled_for = self._config.memory_budget if self._is_settled else None
+        settled_for = self._config.memory_budget if self._is_settled and self._next is None else None
         return replace(self._installed.partitioner.policy, settled_for=settled_for)
 
     def step_begins(self, model: Any, optimizer: Any) -> None:
+        if self._next is not None:
+            self._compile_again(self._next)
         self._meter.begin()
         self._num_elements = 0
         # The step that compiles is no measure, and the first one allocates the optimizer's state.
@@ -120,12 +124,10 @@ class CompiledRun:
             self._settle(step, next(model.parameters()).device)
 
     def metrics(self) -> dict[str, float]:
-        figures = {}
-        if self.policy.regions:  # none when a step ended with all to be compiled again
-            figures["adacc/stored_gib"] = self.policy.stored_bytes / 2**30
-            figures["adacc/overhead_ms"] = self.policy.overhead_ms
-        if self.policy.plain_bytes:
-            figures["adacc/compression_rate"] = self.policy.stored_bytes / self.policy.plain_bytes
+        policy = self.policy
+        figures = {"adacc/stored_gib": policy.stored_bytes / 2**30, "adacc/overhead_ms": policy.overhead_ms}
+        if policy.plain_bytes:
+            figures["adacc/compression_rate"] = policy.stored_bytes / policy.plain_bytes
         if self.peak_bytes is not None:
             figures["adacc/measured_peak_gib"] = self.peak_bytes / 2**30
         return figures
@@ -170,7 +172,7 @@ class CompiledRun:
         self._num_rounds += 1
         # The least possible takes far more time than a fair share; batches of another size have another one.
         share = share if self._num_rounds <= MAX_ROUNDS else None
-        self._compile_again(step, share, reason="some regions cannot keep to their share")
+        self._next = _Change(step, share, "some regions cannot keep to their share")
 
     def _settle(self, step: int, device: torch.device) -> None:
         """Set the share by the measured peak of a whole step."""
@@ -207,10 +209,11 @@ class CompiledRun:
         # Regions together take less than their share: most are not at their own peak when the step is at its.
         share, taken = (1.0, plain) if self.policy.share is None else (self.policy.share, modelled)
         reason = f"a measured peak of {format_bytes(peak_bytes)}"
-        self._compile_again(step, None if is_last else min(1.0, share * allowed / max(taken, 1)), reason)
+        self._next = _Change(step, None if is_last else min(1.0, share * allowed / max(taken, 1)), reason)
 
-    def _compile_again(self, step: int, share: float | None, reason: str) -> None:
-        """Compile all regions again, each with `share` of its bytes; None: the least."""
+    def _compile_again(self, change: _Change) -> None:
+        """Compile all regions again, each with the changed share of its bytes."""
+        step, share, reason = change
         allowed = "as little as can be" if share is None else format_bytes(int(share * self.policy.plain_bytes))
         plain = format_bytes(self.policy.plain_bytes)
         log.info("Adacc: step %d: %s; the regions, %s in all, are compiled again for %s", step, reason, plain, allowed)
@@ -218,6 +221,7 @@ class CompiledRun:
         self._installed.partitioner.start_over(share)
         self._installed.compile_again()
         self._num_steps = self._num_noted = 0
+        self._next = None
 
     def _budget_bytes(self, device: torch.device) -> int:
         budget = self._config.memory_budget
@@ -225,6 +229,15 @@ class CompiledRun:
             available = min(of_all_ranks(available_bytes(device, self._meter.static_bytes)))
             return int(available * (1 - self._config.memory_margin))
         return parse_bytes(budget, "memory_budget") if isinstance(budget, str) else budget
+
+
+class _Change(NamedTuple):
+    """What a step showed to be needed; regions are compiled for it when the next one begins, if there is one."""
+
+    step: int
+    share: float | None
+    """None: the least possible."""
+    reason: str
 
 
 def _warn_of_idle_settings(config: AdaccConfig) -> None:

@@ -94,6 +94,8 @@ class Bench:
         self.run = CompiledRun(AdaccConfig(memory_budget=budget), torch.nn.Linear(1, 1), note)
 
     def step(self, error: int = 0, size: int = 1) -> None:
+        self.run.step_begins(torch.nn.Linear(1, 1), None)
+        self.run._meter.close()
         partitioner = self.run._installed.partitioner
         share = partitioner.policy.share
         taken = self._least if share is None else max(self._least, int(share * self._plain))
@@ -181,6 +183,7 @@ class Regions:
         self.run = CompiledRun(AdaccConfig(memory_budget=budget), torch.nn.Linear(1, 1), note)
 
     def step(self) -> CompiledPolicy:
+        self.run.step_begins(torch.nn.Linear(1, 1), None)
         partitioner = self.run._installed.partitioner
         share = partitioner.policy.share
         plans = [
@@ -211,31 +214,39 @@ def regions():
 
 def test_regions_that_can_store_less_make_up_for_those_that_cannot(regions) -> None:
     one = regions(0.5, [(1000, 100, 3), (400, 400, 1)])
-    one.step()
+    for _ in range(3):
+        policy = one.step()
     # Of 1700 the second takes 400, which leaves 1300 for three calls of the first.
     assert one.shares == [1300 / 3000]
-    assert one.step().stored_bytes <= 1700
-    assert one.shares == [1300 / 3000], "settled"
+    assert policy.stored_bytes <= 1700
 
 
 def test_what_cannot_keep_to_a_fair_share_has_the_others_store_less_again(regions) -> None:
     one = regions(0.5, [(1000, 100, 1), (1000, 480, 1), (900, 800, 1)])
     one.step()
+    one.step()
     # 650 are left for the first two, and the second cannot keep to its part of them.
     assert one.shares == [0.325]
-    assert one.run.metrics() == {}, "nothing is known of regions that are not compiled yet"
-    one.step()
-    assert one.shares == [0.325, 0.17]
     assert one.step().stored_bytes == 1450
+    assert one.shares == [0.325, 0.17]
     assert one.run.metrics()["adacc/stored_gib"] == 1450 / 2**30
+
+
+def test_the_last_step_leaves_the_policy_that_it_ran_under(regions) -> None:
+    one = regions(0.5, [(1000, 100, 3), (400, 400, 1)])
+    ran_under = one.step()
+    assert one.run.policy == ran_under
+    assert one.run.policy.settled_for is None
+    assert one.shares == []
+    assert one.run.metrics()["adacc/stored_gib"] == ran_under.stored_bytes / 2**30
 
 
 def test_a_fraction_that_the_regions_cannot_keep_to_is_refused(regions) -> None:
     one = regions(0.3, [(1000, 400, 3), (400, 400, 1)])
     one.step()
-    assert one.shares == [None]
     with pytest.raises(InfeasibleBudgetError, match=r"memory_budget=0.3 allows 1020 B of .* at least 0.471") as error:
         one.step()
+    assert one.shares == [None]
     assert error.value.smallest_budget_bytes == 1600
 
 
