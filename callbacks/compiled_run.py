@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -166,7 +167,8 @@ class CompiledRun:
                 f"memory_budget={budget!r} allows {format_bytes(int(budget * plain_bytes))} of the "
                 f"{format_bytes(plain_bytes)} that torch.compile stores, and the least possible with "
                 f"actions={self._config.actions!r} is {format_bytes(stored_bytes)}: give at least "
-                f"{stored_bytes / plain_bytes:.3f}, allow more actions, or compile the model with fewer graph breaks",
+                f"{math.ceil(1000 * stored_bytes / plain_bytes) / 1000:.3f}, allow more actions, or compile the model "
+                f"with fewer graph breaks",
                 stored_bytes,
             )
         self._num_rounds += 1
