@@ -61,6 +61,10 @@ class CompiledRun:
         self._is_measured = False
         self._num_steps = self._num_noted = self._num_rounds = 0
         self._is_reached = False
+        self._is_called = True
+        """Whether the last forward called a compiled graph, as far as it is known."""
+        self._is_warned = False
+        """Whether it was said that a forward called none."""
         self._num_elements = self._most_elements = 0
         """Of the largest micro-batch of this step, and of all measured ones."""
         self._least: int | None = None
@@ -101,6 +105,7 @@ class CompiledRun:
         """`loss` is what the forward gave of the micro-batch `inputs`, before its backward."""
         if isinstance(loss, torch.Tensor):
             self._installed.count_calls(loss)
+            self._note_whether_called(loss)
             tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
             self._num_elements = max(self._num_elements, sum(tensor.numel() for tensor in tensors))
 
@@ -125,10 +130,12 @@ class CompiledRun:
             self._settle(step, next(model.parameters()).device)
 
     def metrics(self) -> dict[str, float]:
-        policy = self.policy
-        figures = {"adacc/stored_gib": policy.stored_bytes / 2**30, "adacc/overhead_ms": policy.overhead_ms}
-        if policy.plain_bytes:
-            figures["adacc/compression_rate"] = policy.stored_bytes / policy.plain_bytes
+        figures = {}
+        if self._is_called:
+            figures["adacc/stored_gib"] = self.policy.stored_bytes / 2**30
+            figures["adacc/overhead_ms"] = self.policy.overhead_ms
+        if self._is_called and self.policy.plain_bytes:
+            figures["adacc/compression_rate"] = self.policy.stored_bytes / self.policy.plain_bytes
         if self.peak_bytes is not None:
             figures["adacc/measured_peak_gib"] = self.peak_bytes / 2**30
         return figures
@@ -150,9 +157,22 @@ class CompiledRun:
             raise RuntimeError(
                 "no compiled graph reached Adacc in the first step: the model was given to the Trainer compiled, with "
                 "a backend that has a partitioner of its own (such as 'adacc', which keeps to its own options) or "
-                "none, or torch.compile is switched off (TORCH_COMPILE_DISABLE); give the Trainer the model as it is, "
-                "or train without AdaccCallback"
+                "none, or torch.compile is switched off (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE, "
+                "torch.compiler.set_stance); give the Trainer the model as it is and let torch compile it, or train "
+                "without AdaccCallback"
             )
+
+    def _note_whether_called(self, loss: torch.Tensor) -> None:
+        """Warn once if a forward called none of the graphs that there are: torch then runs the model as it is."""
+        self._is_called = loss.grad_fn is None or self._installed.partitioner.is_called(loss)
+        if self._is_reached and not (self._is_called or self._is_warned):
+            log.warning(
+                "Adacc: a forward ran without compiled graphs, and so do others like it, which keep to no budget: "
+                "torch.compiler.set_stance asked for that, or torch._dynamo.config.recompile_limit=%d was reached "
+                "(torch warned of it): raise that, or train with batches of fewer sizes",
+                torch._dynamo.config.recompile_limit,
+            )
+            self._is_warned = True
 
     def _share_fairly(self, step: int) -> None:
         """If the regions of the first step store too much together, let those that can store less do so."""

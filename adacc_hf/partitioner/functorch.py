@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -48,12 +48,12 @@ def graph_number() -> int | None:
     return int(names[0].partition("_")[0]) if names else None
 
 
-def graph_calls(result: torch.Tensor) -> list[tuple[int, type]]:
+def graph_calls(result: torch.Tensor) -> Iterator[tuple[int, type]]:
     """The number of each compiled graph that was called on the way to `result`, once for each call, and its function.
 
-    Each call is one node for autograd.
+    Each call is one node for autograd. The last calls come first.
     """
-    pending, seen, found = [result.grad_fn], set(), []
+    pending, seen = [result.grad_fn], set()
     while pending:
         node = pending.pop()
         if node is None or node in seen:
@@ -62,9 +62,8 @@ def graph_calls(result: torch.Tensor) -> list[tuple[int, type]]:
         function = getattr(node, "_forward_cls", None)
         number = getattr(function, "_aot_id", None)
         if number is not None:
-            found.append((number, function))
+            yield number, function
         pending += [before for before, _ in node.next_functions]
-    return found
 
 
 def code_of(function: type | None, name: Literal["compiled_fw", "compiled_bw"]) -> Callable[..., Any] | None:

@@ -96,13 +96,18 @@ class AdaccPartitioner(CustomPartitionerFn):
 
     def count_calls(self, loss: Tensor) -> None:
         """Note how often the forward that made `loss` called each region."""
-        calls = functorch.graph_calls(loss)
+        calls = list(functorch.graph_calls(loss))
         counts = Counter(number for number, _ in calls)
         functions = dict(calls)
         for graph in self._graphs:
             if graph.number in functions:
                 graph.function = weakref.ref(functions[graph.number])
         self._update(lambda plan, graph: replace(plan, calls=0 if graph.number is None else counts[graph.number]))
+
+    def is_called(self, loss: Tensor) -> bool:
+        """Whether the forward that made `loss` called any region; True where torch has no number to know one by."""
+        numbers = {graph.number for graph in self._graphs}
+        return None in numbers or any(number in numbers for number, _ in functorch.graph_calls(loss))
 
     def look_at_code(self) -> None:
         """Note what the code of each region has live, once calls were counted and backward has run."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch._inductor import config as inductor
+from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback, InfeasibleBudgetError, Policy
 from adacc_hf.callbacks import compiled_run
@@ -249,6 +250,25 @@ def test_a_fraction_that_the_regions_cannot_keep_to_is_refused(regions) -> None:
         one.step()
     assert one.shares == [None]
     assert error.value.smallest_budget_bytes == 1603
+
+
+class RunEagerly(TrainerCallback):
+    """Lets torch run the model as it is from the third step on."""
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        if state.global_step == 2:
+            torch.compiler.set_stance("force_eager")
+
+
+@pytest.mark.usefixtures("as_graphs")
+def test_steps_without_compiled_graphs_are_reported(make_model, train, caplog) -> None:
+    try:
+        callbacks = [AdaccCallback(**SETTINGS), RunEagerly()]
+        run = train(callbacks, torch_compile=True, max_steps=4, model=make_model(n_layer=1))
+    finally:
+        torch.compiler.set_stance("default")
+    assert caplog.text.count("Adacc: a forward ran without compiled graphs") == 1
+    assert ["adacc/stored_gib" in log for log in run.logs[:4]] == [True, True, False, False]
 
 
 def test_settings_without_effect_in_graphs_are_named(caplog) -> None:
