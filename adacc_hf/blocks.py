@@ -94,7 +94,8 @@ class BlockFunction:
             raise CompiledBlockError(
                 f"block {self.name} runs inside a module that torch.compile compiles, where no operator can be seen: "
                 f"compile what stands beside the blocks or inside them only (torch_compile=False in "
-                f"TrainingArguments), or compile the whole model with backend='adacc' and without adacc_hf around it"
+                f"TrainingArguments), or compile the whole model: by torch_compile=True with AdaccCallback, or with "
+                f"backend='adacc' and without adacc_hf around it"
             )
         self.num_calls += 1
         if outer_hooks() is not None and not getattr(self.strategy, "expects_outer_hooks", False):
