@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -252,6 +253,22 @@ def test_a_fraction_that_the_regions_cannot_keep_to_is_refused(regions) -> None:
     assert error.value.smallest_budget_bytes == 1603
 
 
+@pytest.mark.usefixtures("as_graphs")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft 0.21 with Transformers 5.23
+def test_adapters_train_as_plainly_over_several_micro_batches(make_model, train) -> None:
+    peft = pytest.importorskip("peft")
+
+    def run(callbacks: list[AdaccCallback]) -> Any:
+        settings = {"torch_compile": True, "max_steps": 2, "gradient_accumulation_steps": 2}
+        adapters = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["c_attn"], fan_in_fan_out=True)
+        return train(callbacks, model=peft.get_peft_model(make_model(n_layer=1), adapters), **settings)
+
+    callback = AdaccCallback(**{**SETTINGS, "memory_budget": 0.7})
+    run([callback]).assert_equals(run([]))
+    policy = callback.compiled_policy
+    assert 0 < policy.stored_bytes <= 0.7 * policy.plain_bytes
+
+
 class RunEagerly(TrainerCallback):
     """Lets torch run the model as it is from the third step on."""
 
@@ -263,7 +280,7 @@ class RunEagerly(TrainerCallback):
 @pytest.mark.usefixtures("as_graphs")
 def test_steps_without_compiled_graphs_are_reported(make_model, train, caplog) -> None:
     try:
-        callbacks = [AdaccCallback(**SETTINGS), RunEagerly()]
+        callbacks = [AdaccCallback(**{**SETTINGS, "memory_budget": 0.7}), RunEagerly()]
         run = train(callbacks, torch_compile=True, max_steps=4, model=make_model(n_layer=1))
     finally:
         torch.compiler.set_stance("default")
