@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any
@@ -28,16 +28,15 @@ from adacc_hf.head.lazy_logits import LossCall
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.memory import MemoryMeter, count_static_bytes, forward_loss
 from adacc_hf.profile import CodecOption
-from adacc_hf.profiling.instruments import Instruments
-from adacc_hf.profiling.pricing import (
+from adacc_hf.profiling.codec_options import (
     OUTLIER_SHARE,
-    Prices,
     assumed_outliers,
     candidates,
     make_codec,
     relative_error,
-    storable,
 )
+from adacc_hf.profiling.instruments import Instruments
+from adacc_hf.profiling.pricing import Prices
 from adacc_hf.random_states import random_states_kept
 from adacc_hf.tapes.compiled import encode_view
 from adacc_hf.tapes.recorder import Drawing
@@ -80,12 +79,16 @@ class FakeInstruments(Instruments):
         return obtainable(tape, good, tape.saved_values())
 
     def outliers(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
-        wanted = [value for value in tape.saved_values() if "outlier_int4" in candidates(tape, value, config)]
+        names = candidates(tape, config)
+        wanted = [value for value in tape.saved_values() if "outlier_int4" in names.get(value, ())]
         channels = {value: encode_view(tape, value).geometry[0][-1] for value in wanted}
         return {value: assumed_outliers(number, config, self.outlier_share) for value, number in channels.items()}
 
     def price(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig, outliers: dict[int, int]) -> Prices:
-        codecs = {value: self._codecs(tape, value, config, outliers.get(value, 0)) for value in storable(tape)}
+        codecs = {
+            value: self._options(tape, value, [make_codec(name, config, outliers.get(value, 0)) for name in names])
+            for value, names in candidates(tape, config).items()
+        }
         times = [self._operator_ms(operator, bases) for operator in tape.operators]
         workspaces = [NUMBER_BYTES if _reads_number(operator) else 0 for operator in tape.operators]
         return Prices(times, workspaces, codecs)
@@ -95,11 +98,10 @@ class FakeInstruments(Instruments):
         results = [bases[value] for value in operator.made()]
         return operator_ms(self.device, operator.target, args, kwargs, results)
 
-    def _codecs(self, tape: Tape, value: int, config: AdaccConfig, num_outliers: int) -> tuple[CodecOption, ...]:
+    def _options(self, tape: Tape, value: int, codecs: Sequence[Codec]) -> tuple[CodecOption, ...]:
         shape, dtype = encode_view(tape, value).geometry[0], tape.values[value].ref.dtype
-        codecs = [make_codec(name, config, num_outliers) for name in candidates(tape, value, config)]
-        codecs = [codec for codec in codecs if codec.supports(shape, dtype) and _accepts(codec, tape, value)]
-        return tuple(self._option(codec, shape, dtype) for codec in codecs)
+        suited = [codec for codec in codecs if codec.supports(shape, dtype) and _accepts(codec, tape, value)]
+        return tuple(self._option(codec, shape, dtype) for codec in suited)
 
     def _option(self, codec: Codec, shape: tuple[int, ...], dtype: torch.dtype) -> CodecOption:
         nbytes = codec.predicted_bytes(shape, dtype)

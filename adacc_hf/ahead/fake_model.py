@@ -25,7 +25,7 @@ from adacc_hf.errors import AdaccError
 from adacc_hf.head.chunked_loss import at_most_chunks
 from adacc_hf.profile import Profile
 from adacc_hf.profiler import profile_model
-from adacc_hf.profiling.pricing import OUTLIER_SHARE
+from adacc_hf.profiling.codec_options import OUTLIER_SHARE
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ from adacc_hf.partitioner.fused_cost import device_speed
 from adacc_hf.partitioner.joint_graph import JointGraph, nbytes_of
 from adacc_hf.partitioner.rewrite import memory_order
 from adacc_hf.profile import CodecOption
-from adacc_hf.profiling.pricing import CODEC_OF_ROLE, assumed_outliers, attention_bias, make_codec, relative_error
+from adacc_hf.profiling.codec_options import assumed_outliers, make_codec, relative_error
+from adacc_hf.profiling.roles import codecs_of_role
+from adacc_hf.profiling.spoiled import attention_bias
 
 aten = torch.ops.aten
 _MASKING = {aten.where, aten.mul, aten.div, aten.clone, torch.ops.prims.convert_element_type}
@@ -62,8 +64,7 @@ def _names(joint: JointGraph, value: int, config: AdaccConfig) -> list[str]:
         return []
     if config.codecs is not None:
         return [name for name in config.codecs if name != "bitmask"]
-    # With a bound on errors, what INT4 is too coarse for may still do with INT8.
-    return list(dict.fromkeys([CODEC_OF_ROLE[_role(node)], *(["int8"] if config.max_error is not None else [])]))
+    return codecs_of_role(_role(node), config)
 
 
 def _role(node: fx.Node) -> str:

@@ -13,7 +13,7 @@ from torch import fx
 
 from adacc_hf.partitioner.functorch import hint, is_getitem, is_view, op_types
 from adacc_hf.partitioner.joint_graph import JointGraph
-from adacc_hf.profiling.pricing import is_summary
+from adacc_hf.profiling.spoiled import is_summary
 
 HUGE = 1e4
 """Numbers from here on are no activations: masks hold -10000, the least number of their dtype, or -inf."""

@@ -23,7 +23,8 @@ from adacc_hf.memory import (
     forward_loss,
     static_bytes,
 )
-from adacc_hf.profiling.pricing import Prices, outliers_in, price_call, price_tape
+from adacc_hf.profiling.codec_options import outliers_in
+from adacc_hf.profiling.pricing import Prices, price_call, price_tape
 from adacc_hf.profiling.timing import seconds_of
 from adacc_hf.random_states import random_states_kept
 from adacc_hf.tapes.recorder import Drawing

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from adacc_hf.config import AdaccConfig
 from adacc_hf.profile import KindProfile, Operator, Value
-from adacc_hf.profiling.pricing import Prices, role_of, storable, with_outliers
+from adacc_hf.profiling.codec_options import storable, with_outliers
+from adacc_hf.profiling.pricing import Prices
+from adacc_hf.profiling.roles import role_of
 from adacc_hf.profiling.sharing import RecordedBlock, Sharing
 from adacc_hf.tapes.compiled import encode_view
 from adacc_hf.tapes.replay import obtainable

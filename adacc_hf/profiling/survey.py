@@ -25,7 +25,8 @@ from adacc_hf.profile import BackwardEvent, ForwardEvent, KindProfile, unpack_or
 from adacc_hf.profiling.fallback import fallback_kind, with_fallback_forward
 from adacc_hf.profiling.instruments import Instruments
 from adacc_hf.profiling.kinds import KindBuilder
-from adacc_hf.profiling.pricing import Prices, is_parameter_cast
+from adacc_hf.profiling.pricing import Prices
+from adacc_hf.profiling.roles import is_parameter_cast
 from adacc_hf.profiling.sharing import RecordedBlock, Sharing, address_of
 from adacc_hf.profiling.step_memory import WatchSlots
 from adacc_hf.ranks import all_or_none, is_sharded

@@ -100,6 +100,11 @@ class TapeOperator:
         return str(self.target)
 
     @property
+    def short_name(self) -> str:
+        """What it does, whichever overload of it does so, in place or not: "softmax" of aten::_softmax.out."""
+        return self.target._opname.strip("_")
+
+    @property
     def is_collective(self) -> bool:
         """Whether other ranks take part in it."""
         return self.target.namespace in COLLECTIVES

@@ -24,7 +24,7 @@ from transformers import (
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.memory import MemoryMeter, MemoryPoint
-from adacc_hf.profiling import pricing
+from adacc_hf.profiling import codec_options, pricing
 from adacc_hf.profiling.instruments import Instruments
 from adacc_hf.profiling.timing import time_of
 
@@ -173,7 +173,8 @@ class WithoutBytes(Instruments):
 def quick_prices():
     """Random policies look at no price either."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pricing, "time_of", partial(time_of, repeats=1))
+        for module in (pricing, codec_options):
+            patch.setattr(module, "time_of", partial(time_of, repeats=1))
         yield
 
 

@@ -1,0 +1,121 @@
+"""The codecs that each activation of a tape may be compressed with, priced on its recorded tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from adacc_hf.config import AdaccConfig
+from adacc_hf.kernels.codecs import Codec, get_codec
+from adacc_hf.kernels.outlier_int4 import count_outliers
+from adacc_hf.profile import CodecOption
+from adacc_hf.profiling.roles import codecs_of_role, role_of
+from adacc_hf.profiling.spoiled import spoiled_by_codecs
+from adacc_hf.profiling.timing import Bottleneck, time_of
+from adacc_hf.tapes.compiled import encode_view
+from adacc_hf.tapes.replay import view
+from adacc_hf.tapes.tape import Tape
+
+OUTLIER_SHARE = 0.01
+"""Share of the channels that are taken to be outliers where there is no data to count them in."""
+
+
+def storable(tape: Tape) -> list[int]:
+    """Values that a policy may act on: what the block saves and made, and its inputs; none if it runs as a whole."""
+    if tape.untrusted is not None:
+        return []
+    saved = [v for v in tape.saved_values() if tape.values[v].source is None]
+    inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
+    return sorted({*saved, *inputs})
+
+
+def candidates(tape: Tape, config: AdaccConfig) -> dict[int, list[str]]:
+    """Names of the codecs that each of the `storable` values may be compressed with."""
+    spoiled = spoiled_by_codecs(tape)
+    return {value: _codec_names(tape, value, config, value in spoiled) for value in storable(tape)}
+
+
+def _codec_names(tape: Tape, value: int, config: AdaccConfig, is_spoiled: bool) -> list[str]:
+    record, role = tape.values[value], role_of(tape, value)
+    if record.nbytes < config.min_compress_bytes or not record.is_encodable or role == "parameter":
+        return []
+    if role == "mask" and config.codecs is None:
+        return ["bitmask"]
+    if "compress" not in config.actions or is_spoiled:
+        return []
+    if config.codecs is None:
+        return codecs_of_role(role, config)
+    return [name for name in config.codecs if (name == "bitmask") == (role == "mask")]
+
+
+def outliers_in(tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
+    """Outlier channels (paper, equation 1) of each activation that would be compressed with `outlier_int4`."""
+    if not config.outliers:
+        return {}
+    names = candidates(tape, config)
+    wanted = [value for value in tape.saved_values() if "outlier_int4" in names.get(value, ())]
+    return {v: count_outliers(view(bases[v], encode_view(tape, v)), config.zscore_threshold) for v in wanted}
+
+
+def make_codec(name: str, config: AdaccConfig, num_outliers: int) -> Codec:
+    """The codec `name` with the options that `config` sets for it."""
+    if name == "outlier_int4":
+        return get_codec(
+            name, group_size=config.group_size, num_outliers=num_outliers, zscore_threshold=config.zscore_threshold
+        )
+    if name in ("asymmetric_int4", "int8"):
+        return get_codec(name, group_size=config.group_size)
+    return get_codec(name)
+
+
+def assumed_outliers(channels: int, config: AdaccConfig, share: float = OUTLIER_SHARE) -> int:
+    """Outliers among `channels` where there is no data to count them in."""
+    return math.ceil(share * channels) if config.outliers else 0
+
+
+def codec_options(
+    tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, outliers: Mapping[int, int], scarce: Bottleneck
+) -> dict[int, tuple[CodecOption, ...]]:
+    """The codecs for each of the `storable` values, priced on its recorded tensor in the time that is scarce."""
+    found = {}
+    for value, names in candidates(tape, config).items():
+        tensor = view(bases[value], encode_view(tape, value))
+        codecs = [make_codec(name, config, outliers.get(value, 0)) for name in names]
+        suited = [c for c in codecs if c.supports(tuple(tensor.shape), tensor.dtype) and c.accepts(tensor)]
+        found[value] = tuple(_price(codec, tensor, scarce) for codec in suited)
+    return found
+
+
+def with_outliers(
+    options: tuple[CodecOption, ...], tape: Tape, value: int, config: AdaccConfig, num_outliers: int
+) -> tuple[CodecOption, ...]:
+    """`options` with the outlier codec keeping `num_outliers` channels, as many as the neediest block of a kind has."""
+    size, ref = encode_view(tape, value).geometry[0], tape.values[value].ref
+    codecs = [make_codec(option.codec, config, num_outliers) for option in options]
+    return tuple(
+        replace(option, options=tuple(sorted(codec.options.items())), nbytes=codec.predicted_bytes(size, ref.dtype))
+        for option, codec in zip(options, codecs, strict=True)
+    )
+
+
+def _price(codec: Codec, tensor: torch.Tensor, scarce: Bottleneck) -> CodecOption:
+    codec.fit(tensor)
+    payload = codec.encode(tensor)
+    return CodecOption(
+        codec=codec.name,
+        options=tuple(sorted(codec.options.items())),
+        nbytes=codec.predicted_bytes(tuple(tensor.shape), tensor.dtype),
+        encode_ms=getattr(time_of(lambda: codec.encode(tensor), tensor.device), scarce),
+        decode_ms=getattr(time_of(lambda: codec.decode(payload), tensor.device), scarce),
+        error=0.0 if codec.lossless else relative_error(tensor, codec.decode(payload)),
+        lossless=codec.lossless,
+    )
+
+
+def relative_error(original: torch.Tensor, decoded: torch.Tensor) -> float:
+    """L2 norm of the difference over that of the original, in double precision; 0 for an all-zero original."""
+    norm = original.double().norm()
+    return float((decoded.double() - original.double()).norm() / norm) if norm > 0 else 0.0
