@@ -199,6 +199,11 @@ def must_run_in_forward(node: fx.Node) -> bool:
     return must_be_saved(node) and node.meta.get("partitioner_tag") == "is_forward"
 
 
+def short_name(node: fx.Node) -> str:
+    """What an operator does, whichever overload of it does so, as tapes have it; "" for what is no operator."""
+    return getattr(node.target, "_opname", "").strip("_")
+
+
 def is_getitem(node: fx.Node) -> bool:
     return node.target is operator.getitem
 

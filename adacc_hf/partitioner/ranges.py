@@ -11,23 +11,19 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from adacc_hf.partitioner.functorch import hint, is_getitem, is_view, op_types
+from adacc_hf.partitioner.functorch import hint, is_getitem, is_view, op_types, short_name
 from adacc_hf.partitioner.joint_graph import JointGraph
-from adacc_hf.profiling.spoiled import is_summary
+from adacc_hf.profiling.spoiled import ZERO_TO_ZERO, is_summary
 
 HUGE = 1e4
 """Numbers from here on are no activations: masks hold -10000, the least number of their dtype, or -inf."""
 
-aten = torch.ops.aten
-BOUNDED = {aten.exp, aten.sigmoid, aten.tanh, aten.erf, aten._softmax, aten.reciprocal, aten.cos, aten.sin}
+BOUNDED = {"exp", "sigmoid", "tanh", "erf", "softmax", "reciprocal", "cos", "sin"}
 """Their results are of ordinary size whatever they read."""
-GROWING = {aten.exp, aten.exp2, aten.expm1, aten.cos, aten.sin, aten._softmax, aten._log_softmax, aten.logsumexp}
+GROWING = {"exp", "exp2", "expm1", "cos", "sin", "softmax", "log_softmax", "logsumexp"}
 """Of these the error of what they read is no longer a relative one."""
-INVERTING = {aten.log, aten.log2, aten.log10, aten.reciprocal, aten.rsqrt}
-"""Of 0 they make an infinity."""
-ZERO_TO_ZERO = {aten.mul, aten.neg, aten.abs, aten.clone, aten.sqrt, aten.relu, aten.clamp_max, aten.minimum, aten.pow}
-ZERO_TO_ZERO |= {aten.div, torch.ops.prims.convert_element_type}
-"""They make an element 0 of an element that is 0."""
+INVERTING = {"log", "log2", "log10", "reciprocal", "rsqrt"}
+"""Of 0 they make an infinity. A graph has backward in it: what that divides by stands there (unlike on a tape)."""
 
 
 def spoiled_by_codecs(joint: JointGraph) -> frozenset[int]:
@@ -55,9 +51,8 @@ def _exponents(graph: fx.Graph) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         for user in node.users:
-            packet = getattr(user.target, "overloadpacket", None)
-            passes_on = user in found and packet not in BOUNDED and _is_elementwise(node, user)
-            if packet in GROWING or passes_on:
+            passes_on = user in found and short_name(user) not in BOUNDED and _is_elementwise(node, user)
+            if short_name(user) in GROWING or passes_on:
                 found.add(node)
     return found
 
@@ -67,18 +62,17 @@ def _divisors(graph: fx.Graph) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         for user in node.users:
-            packet = getattr(user.target, "overloadpacket", None)
-            passes_on = user in found and (packet in ZERO_TO_ZERO or is_view(user))
+            passes_on = user in found and (short_name(user) in ZERO_TO_ZERO or is_view(user))
             if passes_on or _is_inverted_by(user, node):
                 found.add(node)
     return found
 
 
 def _is_inverted_by(user: fx.Node, node: fx.Node) -> bool:
-    packet = getattr(user.target, "overloadpacket", None)
-    if packet is aten.pow and user.args[0] is node:
+    name = short_name(user)
+    if name == "pow" and user.args[0] is node:
         return not (isinstance(user.args[1], (int, float)) and user.args[1] >= 0)
-    return packet in INVERTING or (packet is aten.div and user.args[1] is node)
+    return name in INVERTING or (name == "div" and user.args[1] is node)
 
 
 def _is_elementwise(read: fx.Node, user: fx.Node) -> bool:
@@ -93,7 +87,7 @@ def _is_elementwise(read: fx.Node, user: fx.Node) -> bool:
 
 def _is_huge(node: fx.Node, huge: set[fx.Node]) -> bool:
     """Whether a value may hold a mask's numbers: it is made with one, or of what holds one."""
-    if getattr(node.target, "overloadpacket", None) in BOUNDED or _is_truth(node):
+    if short_name(node) in BOUNDED or _is_truth(node):
         return False
     numbers = [argument for argument in (*node.args, *node.kwargs.values()) if isinstance(argument, float)]
     if _is_float(node) and any(not abs(number) < HUGE for number in numbers):  # so that nan is huge

@@ -25,8 +25,9 @@ _WHOLE = ("log", "log2", "log10", "log1p", "logit", "asin", "acos", "atanh", "ac
 DIVISORS: Mapping[str, int | None] = {"div": 1, "xlogy": 1, "addcdiv": 2} | dict.fromkeys(_WHOLE)
 """Operators whose gradient has a divisor of what they read or give, by the place of the argument that it is made of;
 None: of any of it."""
-ZERO_TO_ZERO = frozenset(("mul", "div", "to_copy", "clone", "neg", "abs", "relu", "clamp", "clamp_max", "pow", "sqrt"))
-"""Operators that make an element 0 of an element that is 0."""
+ZERO_TO_ZERO = frozenset({"mul", "div", "neg", "abs", "relu", "pow", "sqrt", "clamp", "clamp_max", "minimum"})
+ZERO_TO_ZERO |= {"clone", "to_copy", "convert_element_type"}
+"""Operators that make an element 0 of an element that is 0, on tapes and in compiled graphs."""
 
 
 def spoiled_by_codecs(tape: Tape) -> set[int]:
