@@ -28,9 +28,9 @@ from adacc_hf.partitioner.live_bytes import most_live_bytes
 from adacc_hf.partitioner.plan_store import PlanStore
 from adacc_hf.partitioner.products import keep_products_apart
 from adacc_hf.partitioner.program import GraphChoice, GraphModel, graph_model, keeping, least_bytes, least_time
-from adacc_hf.partitioner.ranges import spoiled_by_codecs
 from adacc_hf.partitioner.region import CompiledPolicy, RegionPlan, graph_digest, plan_for
 from adacc_hf.partitioner.rewrite import compress_saved
+from adacc_hf.partitioner.spoiled import spoiled_by_codecs
 from adacc_hf.policy import Action, Choice
 from adacc_hf.profiling.stored_prices import device_name
 from adacc_hf.solving.program import SolverLog

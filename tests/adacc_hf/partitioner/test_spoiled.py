@@ -12,7 +12,7 @@ from torch._inductor.decomposition import select_decomp_table
 
 from adacc_hf.partitioner import functorch
 from adacc_hf.partitioner.joint_graph import JointGraph, read_joint_graph
-from adacc_hf.partitioner.ranges import spoiled_by_codecs
+from adacc_hf.partitioner.spoiled import spoiled_by_codecs
 
 
 class Masked(nn.Module):
