@@ -113,7 +113,7 @@ class _Step:
 
     def live_bytes(self, layout: StepLayout) -> int:
         """What is live before the micro-batch that `layout` measured."""
-        return self._between_steps_bytes(layout) + (layout.earlier_bytes if self.accumulates else 0)
+        return self._between_steps_bytes(layout) + layout.earlier_bytes
 
     def optimizer_peak_bytes(self, layout: StepLayout) -> int:
         """Most bytes live once all gradients are there; 0 without an optimizer."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -210,7 +210,7 @@ class StepLayout:
     gradient_bytes: int
     """All gradients, once backward is over."""
     earlier_bytes: int
-    """What earlier micro-batches of the step left: as much, or more where ranks have not exchanged it yet."""
+    """What an earlier micro-batch left, 0 without one: its gradients, or more where ranks have yet to exchange them."""
     trained: tuple[nn.Parameter, ...]
     """The parameters that got one."""
     events: dict[str, tuple[BackwardEvent, ...]]
@@ -290,16 +290,13 @@ def measure_step_layout(
     """Run one forward and backward under the strategies that are installed and take its memory apart.
 
     `recomputed` is what each block keeps under full recomputation. With `accumulates` it is a later
-    micro-batch: an earlier one has left its gradients, which are live before it. That one runs in `no_sync()`.
+    micro-batch: an earlier one, run in `no_sync()` if that is given, has left its gradients, which are live before it.
     """
     device = next(model.parameters()).device
     installation.begin_step()
-    earlier_bytes = None
-    if accumulates and no_sync is None:
-        instruments.backward(forward_loss(model, batch))
-        installation.begin_step()
-    elif accumulates:
-        with instruments.meter(device) as meter, no_sync():
+    earlier_bytes = 0
+    if accumulates:
+        with collecting_no_garbage(), instruments.meter(device) as meter, (no_sync or nullcontext)():
             instruments.backward(forward_loss(model, batch))
             meter.mark(("end",))
         earlier_bytes = meter.points[-1].live_bytes
@@ -327,8 +324,8 @@ def measure_step_layout(
     held = {name: outcome.held_bytes for name, outcome in recomputed.items()}
     stored |= {watcher.name: watcher.stored_bytes for watcher in watchers}
     held |= {watcher.name: watcher.stored_bytes - watcher.cached_bytes for watcher in watchers}
-    layout = _Reading(meter.points, list(functions), watchers, stored, held).layout(loss_bytes, gradient_bytes, trained)
-    return layout if earlier_bytes is None else replace(layout, earlier_bytes=earlier_bytes)
+    reading = _Reading(meter.points, list(functions), watchers, stored, held)
+    return reading.layout(loss_bytes, gradient_bytes, earlier_bytes, trained)
 
 
 @dataclass
@@ -342,7 +339,9 @@ class _Reading:
     held: dict[str, int]
     """What of it forward does not hold anyway until the whole forward ends."""
 
-    def layout(self, loss_bytes: int, gradient_bytes: int, trained: tuple[nn.Parameter, ...]) -> StepLayout:
+    def layout(
+        self, loss_bytes: int, gradient_bytes: int, earlier_bytes: int, trained: tuple[nn.Parameter, ...]
+    ) -> StepLayout:
         bases = dict.fromkeys(self.names, 0)  # a frozen block has no backward, and nothing of it is live in one
         backwards = {point.label[1]: point.live_bytes for point in self._all("backward")}
         bases |= {name: live - self._stored_up_to(name) for name, live in backwards.items()}
@@ -356,7 +355,7 @@ class _Reading:
             loss_peak_bytes=self._peak(("loss",), "backward") - all_stored,
             tail_peak_bytes=self._peak(("tail", self.names[0]), None),
             gradient_bytes=gradient_bytes,
-            earlier_bytes=gradient_bytes,
+            earlier_bytes=earlier_bytes,
             trained=trained,
             events={watcher.name: self._events(watcher, bases[watcher.name]) for watcher in self.watchers},
             peaks={name: self._backward_peak(name) - bases[name] - self._stored_up_to(name) for name in backwards},
