@@ -238,16 +238,6 @@ class Head:
     """Of each block in forward order."""
     outside_held_bytes: int = 0
 
-    def with_more_memory(self, extra_bytes: int) -> Head:
-        """The head with so much more live at every moment."""
-        return replace(
-            self,
-            outside_peak_bytes=self.outside_peak_bytes + extra_bytes,
-            loss_peak_bytes=self.loss_peak_bytes + extra_bytes,
-            tail_peak_bytes=self.tail_peak_bytes + extra_bytes,
-            backward_base_bytes=tuple(base + extra_bytes for base in self.backward_base_bytes),
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:

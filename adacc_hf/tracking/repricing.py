@@ -56,16 +56,7 @@ def _lossless(kind: KindProfile) -> KindProfile:
 
 def with_more_memory(profile: Profile, extra_bytes: int) -> Profile:
     """`profile` with `extra_bytes` more live from forward to the end of backward: what a measured peak has shown."""
-    blocks = tuple(replace(b, backward_base_bytes=b.backward_base_bytes + extra_bytes) for b in profile.blocks)
-    return replace(
-        profile,
-        blocks=blocks,
-        forward_base_bytes=profile.forward_base_bytes + extra_bytes,
-        outside_peak_bytes=profile.outside_peak_bytes + extra_bytes,
-        loss_peak_bytes=profile.loss_peak_bytes + extra_bytes,
-        tail_peak_bytes=profile.tail_peak_bytes + extra_bytes,
-        other_heads=tuple(head.with_more_memory(extra_bytes) for head in profile.other_heads),
-    )
+    return profile.with_more_live(extra_bytes, [extra_bytes] * len(profile.blocks), extra_bytes)
 
 
 def repriced_choice(kind: KindProfile, value: int, choice: Choice) -> Choice:
