@@ -35,7 +35,7 @@ R14 Indices that follow from what is stored with loss (an expert's tokens, an or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -48,7 +48,6 @@ from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import ChunkedHeadError, PolicyMismatchError
 from adacc_hf.execution.follow_plan import FollowPlan
 from adacc_hf.head.head import ChunkedHead
-from adacc_hf.kernels.codecs import Codec
 from adacc_hf.policy import Action, Policy
 from adacc_hf.tapes.library import TapeLibrary, library_of_profiles
 
@@ -126,10 +125,6 @@ class PolicyHandle:
                 raise PolicyMismatchError(f"the policy has a chunked head, and {error}") from error
         if self._head is not None:
             self._head.is_on = is_on
-
-    def wrap_codecs(self, block: str, wrap: Callable[[int, Codec], Codec] | None) -> None:
-        """Put `wrap(value, codec)` in place of the codecs of `block`; None takes it away again."""
-        self.plans.strategies[block].wrap_codec = wrap
 
     @contextmanager
     def taken_off(self) -> Iterator[None]:

@@ -95,11 +95,6 @@ class Rectifier:
         lossy = [any(not c.lossless for c in _codecs(plan).values()) for plan in self.policy.plans]
         return [name for name, plan in self.policy.blocks if lossy[plan]]
 
-    def lossy_kinds(self) -> list[int]:
-        """Kinds of block of which some block compresses with loss."""
-        lossy = set(self.lossy_blocks())
-        return sorted({block.kind for block in self.profile.blocks if block.name in lossy})
-
     def start_tracking(self, plans: BlockPlans, every_kind: bool = False) -> None:
         """Have the next forward measure; with `every_kind` the gradient of a block of every lossy kind."""
         self._plans, self._findings = plans, Findings()

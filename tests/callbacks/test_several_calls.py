@@ -11,7 +11,6 @@ from adacc_hf import AdaccCallback, Policy
 
 QUIET = {"tracking": "off", "guard": False, "min_compress_bytes": 0}
 PAIRS = {"remove_unused_columns": False, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
-CALLS = ("", "#2")
 NUM_MICRO, BATCH_BYTES = 2, 2 * 8 * 32 * 8
 """Micro-batches of a step, and both columns of one."""
 

@@ -138,10 +138,11 @@ def test_one_storage_is_encoded_once(toy_model, toy_batch):
     counts = {}
     with apply_policy(model, Policy.uniform(profile, "compress")) as handle:
         model(**batch).loss.backward()
-        (entry,) = handle.plans.strategies["layers.0"].entries.values()
-        handle.wrap_codecs("layers.0", lambda value, codec: CountingCodec(codec, value, counts))
+        strategy = handle.plans.strategies["layers.0"]
+        (entry,) = strategy.entries.values()
+        strategy.wrap_codec = lambda value, codec: CountingCodec(codec, value, counts)
         model(**batch).loss.backward()
-        handle.wrap_codecs("layers.0", None)
+        strategy.wrap_codec = None
         before, schedule = dict(counts), entry.compiled.schedule
         model(**batch).loss.backward()
     assert counts == before
