@@ -39,9 +39,10 @@ from adacc_hf.profiling.instruments import Instruments
 from adacc_hf.profiling.pricing import Prices
 from adacc_hf.random_states import random_states_kept
 from adacc_hf.tapes.compiled import encode_view
-from adacc_hf.tapes.recorder import Drawing
-from adacc_hf.tapes.replay import obtainable, view
+from adacc_hf.tapes.drawing import Drawing
+from adacc_hf.tapes.replay import view
 from adacc_hf.tapes.tape import Tape, TapeOperator, TensorRef, map_tensors
+from adacc_hf.tapes.verification import obtainable
 
 NUMBER_BYTES = 16
 """A Python number among a pointwise operator's arguments is a tensor while it runs, in 8 bytes, and cast to the others'

@@ -12,8 +12,9 @@ from torch import nn
 from adacc_hf.execution.call import Call, changed_in_place
 from adacc_hf.kernels.codecs import Codec
 from adacc_hf.tapes.compiled import CompiledPlan
+from adacc_hf.tapes.drawing import Drawing
 from adacc_hf.tapes.hidden_code import CHANGED_UNSEEN, COMPILED, runs_compiled_code
-from adacc_hf.tapes.recorder import Drawing, Recorder
+from adacc_hf.tapes.recorder import Recorder
 from adacc_hf.tapes.tape import Source
 
 

@@ -27,9 +27,9 @@ from adacc_hf.profiling.codec_options import outliers_in
 from adacc_hf.profiling.pricing import Prices, price_call, price_tape
 from adacc_hf.profiling.timing import seconds_of
 from adacc_hf.random_states import random_states_kept
-from adacc_hf.tapes.recorder import Drawing
-from adacc_hf.tapes.replay import verify
+from adacc_hf.tapes.drawing import Drawing
 from adacc_hf.tapes.tape import Tape
+from adacc_hf.tapes.verification import verify
 
 
 class Instruments:

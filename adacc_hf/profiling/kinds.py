@@ -11,7 +11,7 @@ from adacc_hf.profiling.pricing import Prices
 from adacc_hf.profiling.roles import role_of
 from adacc_hf.profiling.sharing import RecordedBlock, Sharing
 from adacc_hf.tapes.compiled import encode_view
-from adacc_hf.tapes.replay import obtainable
+from adacc_hf.tapes.verification import obtainable
 
 
 class KindBuilder:

@@ -31,11 +31,12 @@ from adacc_hf.profiling.sharing import RecordedBlock, Sharing, address_of
 from adacc_hf.profiling.step_memory import WatchSlots
 from adacc_hf.ranks import all_or_none, is_sharded
 from adacc_hf.simulator import BlockOutcome, run_block
+from adacc_hf.tapes.call_inputs import argument_tensors
 from adacc_hf.tapes.hidden_code import HIDDEN
 from adacc_hf.tapes.known_shapes import Key, KnownShape, KnownShapes
 from adacc_hf.tapes.library import TapeLibrary
 from adacc_hf.tapes.local_tensors import storage_of
-from adacc_hf.tapes.recorder import Recorder, argument_tensors
+from adacc_hf.tapes.recorder import Recorder
 from adacc_hf.tapes.tape import Source, Tape
 
 

@@ -3,7 +3,7 @@ R12)."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import cache
 from itertools import chain
 from operator import methodcaller
@@ -15,7 +15,6 @@ from torch import nn
 from adacc_hf.tapes.data_reads import data_of
 from adacc_hf.tapes.held_tensors import find_held
 from adacc_hf.tapes.local_tensors import local_of, storage_of
-from adacc_hf.tapes.recorder import argument_tensors
 from adacc_hf.tapes.tape import Source, has_storage
 
 Args = tuple[Any, ...]
@@ -26,6 +25,25 @@ _INERT = frozenset({"num_items_in_batch"})
 _REGISTERS = ("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks")
 """Where a module has what decides which operators it runs."""
 _KEYS, _VALUES = methodcaller("keys"), methodcaller("values")
+
+
+def argument_tensors(args: Args, kwargs: Kwargs) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """(path, tensor) of every tensor among the arguments of a call, containers searched."""
+    for position, argument in enumerate(args):
+        yield from _leaves((position,), argument)
+    for name, argument in kwargs.items():
+        yield from _leaves((name,), argument)
+
+
+def _leaves(path: tuple[Any, ...], tree: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, (tuple, list)):
+        for index, item in enumerate(tree):
+            yield from _leaves((*path, index), item)
+    elif isinstance(tree, dict):
+        for key, item in tree.items():
+            yield from _leaves((*path, key), item)
 
 
 class StatePaths:

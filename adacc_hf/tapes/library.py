@@ -16,8 +16,8 @@ from adacc_hf.profile import KindProfile, unpack_order
 from adacc_hf.tapes.compiled import CompiledPlan
 from adacc_hf.tapes.equal_values import equal_values
 from adacc_hf.tapes.recorder import Recorder
-from adacc_hf.tapes.replay import verify
 from adacc_hf.tapes.tape import Tape
+from adacc_hf.tapes.verification import verify
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from adacc_hf.compat import attention_of, cast_from, class_name
 from adacc_hf.random_states import PythonStates
+from adacc_hf.tapes.call_inputs import argument_tensors
 from adacc_hf.tapes.data_reads import Read, deciding_tensors, judge, watched
+from adacc_hf.tapes.drawing import Drawing
 from adacc_hf.tapes.held_tensors import PLACES, held_tensors
 from adacc_hf.tapes.hidden_code import WRAPPED
 from adacc_hf.tapes.local_tensors import local_of, runs_on_parts, storage_of, wraps_others
@@ -352,25 +354,6 @@ def _is_compiled(name: str, module: nn.Module) -> bool:
     return name.rpartition(".")[2] == "_orig_mod" or module._compiled_call_impl is not None
 
 
-def argument_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    """(path, tensor) of every tensor among the arguments of a call, containers searched."""
-    for position, argument in enumerate(args):
-        yield from _leaves((position,), argument)
-    for name, argument in kwargs.items():
-        yield from _leaves((name,), argument)
-
-
-def _leaves(path: tuple[Any, ...], tree: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    if isinstance(tree, torch.Tensor):
-        yield path, tree
-    elif isinstance(tree, (tuple, list)):
-        for index, item in enumerate(tree):
-            yield from _leaves((*path, index), item)
-    elif isinstance(tree, dict):
-        for key, item in tree.items():
-            yield from _leaves((*path, key), item)
-
-
 def is_freed(base: torch.Tensor, value: TapeValue) -> bool:
     """Whether the memory of a recorded tensor was taken away."""
     return base.untyped_storage().nbytes() < value.nbytes
@@ -400,34 +383,3 @@ def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             if isinstance(tensor, torch.Tensor):
                 written.setdefault(tensor.untyped_storage()._cdata, tensor)
     return list(written.values())
-
-
-class Drawing:
-    """Finds out whether one operator draws random numbers, by the state of the generator before and after.
-
-    The tag alone says too much: fused attention carries it, and draws only with dropout. Operators from outside torch
-    may lack it.
-    """
-
-    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves = tree_leaves((args, kwargs))
-        self._own_generator = any(isinstance(leaf, torch.Generator) for leaf in leaves)
-        devices = [leaf for leaf in leaves if isinstance(leaf, torch.device)]  # one that is asked for comes first
-        devices += [leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self._device = devices[0] if devices else torch.device("cpu")
-        may_draw = torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten"
-        self._before = self._state() if may_draw else None
-
-    def happened(self) -> bool:
-        return self._own_generator or (self._before is not None and self._has_moved())
-
-    def _has_moved(self) -> bool:
-        return self._state() != self._before
-
-    def _state(self) -> bytes | tuple[int, int]:
-        """The default generator's state; reading it does not synchronise, and no tensor of it stays."""
-        if self._device.type == "cuda":
-            index = torch.cuda.current_device() if self._device.index is None else self._device.index
-            generator = torch.cuda.default_generators[index]
-            return generator.initial_seed(), generator.get_offset()
-        return torch._C.TensorBase.numpy(torch.get_rng_state()).tobytes()  # blocks' own calls of .numpy() are watched

@@ -1,9 +1,8 @@
-"""Replaying operators of a tape: one step, a schedule of steps over a block's backward, and its verification (rule
-R7)."""
+"""Replaying operators of a tape: one step, and a schedule of steps over a block's backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -249,109 +248,3 @@ def _step(tape: Tape, store: Store, number: int, moment: tuple[int, int], uses: 
     touched = dict.fromkeys([*operator.inputs(), *operator.made()])
     step.frees = tuple(v for v in touched if v not in store.persistent and uses[v] == moment)
     return step
-
-
-def verify(tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
-    """Replay the whole tape and return the values that came out bit for bit as recorded (rule R7).
-
-    `bases` are the recorded tensors, by value. A value that came out otherwise is replaced by the original, if that is
-    still there, so that what follows from it is judged by itself; otherwise what follows from it is not recomputable.
-    Versions that were overwritten cannot be compared but where autograd saved them; else they count as far as what
-    follows from them does.
-    """
-    environment: Environment = [None] * len(tape.values)
-    for value in tape.values:
-        if value.source is not None and value.source.place != "unknown" and not value.overwritten:
-            environment[value.index] = bases[value.index]
-    good: set[int] = set()
-    last_reader = {value.index: max(tape.consumers(value.index), default=-1) for value in tape.values}
-    for operator in tape.operators:
-        _verify_operator(tape, operator, bases, environment, good)
-        for value in [*operator.inputs(), *operator.made()]:
-            if last_reader[value] <= operator.index:
-                environment[value] = None
-    return obtainable(tape, good, tape.saved_values())
-
-
-def _verify_operator(
-    tape: Tape, operator: TapeOperator, bases: list[torch.Tensor], environment: Environment, good: set[int]
-) -> None:
-    """Replay one operator, compare what it makes, and leave in `environment` what later operators may read."""
-    ready = operator.may_run_again and all(environment[value] is not None for value in operator.inputs())
-    if ready:
-        ready = _runs_without_hidden_writes(tape, operator, environment)
-    # With gradients off LSTM on a CPU leaves out what its backward reads, and runs another kernel.
-    ready = ready and all(environment[made] is not None for made in operator.made())
-    for made in operator.made():
-        if ready and _came_out_alike(tape, made, environment[made], bases[made]):
-            good.add(made)
-            if tape.values[made].is_encodable:  # all of its storage was compared: two of it are not needed any more
-                environment[made] = bases[made]
-        else:
-            environment[made] = None if tape.values[made].overwritten else bases[made]
-
-
-def _came_out_alike(tape: Tape, value: int, replayed: torch.Tensor, recorded: torch.Tensor) -> bool:
-    """Whether a value is what it was, as far as that can be told: of a version that is gone what autograd saved of it.
-
-    Fused cells (GRU's) save parts of a tensor of which they then overwrite the others.
-    """
-    if not tape.values[value].overwritten:
-        return _same_bits(replayed, recorded)
-    saved = [slot for slot in tape.slots if slot.value == value]
-    return all(_same_bits(view(replayed, slot), view(recorded, slot)) for slot in saved)
-
-
-def _runs_without_hidden_writes(tape: Tape, operator: TapeOperator, environment: Environment) -> bool:
-    """Replay one operator; returns whether it left alone what its schema does not declare as written.
-
-    Of torch's own operators only those of batch normalisation write undeclared, into buffers. Operators from elsewhere
-    may lie about anything. What may be written is copied first, so that a liar does no harm.
-    """
-    declared = {old for old, _ in operator.mutations}
-    inputs = [value for value in operator.inputs() if value not in declared]
-    if operator.target.namespace == "aten":
-        inputs = [value for value in inputs if _is_buffer(tape, value)]
-    originals = {value: environment[value] for value in inputs}
-    for value, original in originals.items():
-        environment[value] = copy_with_storage(original)
-    Step(operator, tape).run(environment)
-    honest = all(_same_bits(environment[value], original) for value, original in originals.items())
-    for value, original in originals.items():
-        environment[value] = original
-    return honest
-
-
-def _is_buffer(tape: Tape, value: int) -> bool:
-    source = tape.values[value].source
-    return source is not None and source.place == "buffer"
-
-
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if left.dtype is not right.dtype or left.shape != right.shape or left.stride() != right.stride():
-        return False
-    if left.numel() == 0:
-        return True
-    return torch.equal(_bits(left), _bits(right))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def obtainable(tape: Tape, good: Collection[int], stored: Iterable[int]) -> frozenset[int]:
-    """Values among `good` whose inputs can all be had: from outside, out of `stored`, or by replay."""
-    saved = set(stored)
-    recomputable: set[int] = set()
-    for operator in tape.operators:
-        available = all(_obtainable(tape, value, saved, recomputable) for value in operator.inputs())
-        if available and operator.may_run_again:
-            recomputable.update(value for value in operator.made() if value in good)
-    return frozenset(recomputable)
-
-
-def _obtainable(tape: Tape, value: int, saved: set[int], recomputable: set[int]) -> bool:
-    record = tape.values[value]
-    if record.source is not None:
-        return record.source.place != "unknown" and not record.overwritten
-    return (value in saved and not record.overwritten) or value in recomputable

@@ -6,22 +6,19 @@ from torch import nn
 
 from adacc_hf.policy import RECOMPUTE, RETAIN, Action, Choice
 from adacc_hf.tapes.compiled import CompiledPlan, encode_view
-from adacc_hf.tapes.recorder import Recorder
-from adacc_hf.tapes.replay import verify, view
+from adacc_hf.tapes.replay import view
+from adacc_hf.tapes.verification import verify
 
 INT8 = Choice(action=Action.COMPRESS, codec="int8")
 
 
 @pytest.fixture
-def tape():
+def tape(record_call):
     """hidden -> up -> tanh -> exp -> transposed product; saved: hidden, tanh, exp and two parameters."""
     torch.manual_seed(0)
     block = nn.Linear(8, 8)
     hidden = torch.randn(3, 8, requires_grad=True)
-    recorder = Recorder(block, (hidden,), {})
-    with torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda slot: None), recorder:
-        block(hidden).tanh().exp() * 2
-    tape = recorder.tape()
+    tape, recorder = record_call(lambda block, hidden: block(hidden).tanh().exp() * 2, block, hidden)
     tape.recomputable = verify(tape, recorder.bases)
     return tape
 
@@ -78,14 +75,10 @@ def test_the_first_guess_of_the_order_is_the_reverse(tape):
     assert before.order == tuple(reversed(range(len(tape.slots))))  # a backward under way keeps its own
 
 
-def test_codecs_see_dimensions_in_the_order_of_memory():
+def test_codecs_see_dimensions_in_the_order_of_memory(record_call):
     """A transposed attention output is encoded as it lies, without a copy."""
-    block = nn.Identity()
     base = torch.randn(2, 3, 4)
-    recorder = Recorder(block, (base.permute(2, 0, 1),), {})
-    with recorder:
-        base.permute(2, 0, 1) + 1
-    tape = recorder.tape()
+    tape, _ = record_call(lambda _, x: x + 1, nn.Identity(), base.permute(2, 0, 1))
     value = next(value for value in tape.values if value.source is not None)
     assert value.ref.geometry == ((4, 2, 3), (1, 12, 4), 0)
     ref = encode_view(tape, value.index)

@@ -11,19 +11,15 @@ from hypothesis import strategies as st
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.tapes.data_reads import MAX_READ_BYTES, data_of, deciding_tensors, watched
-from adacc_hf.tapes.recorder import Recorder
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 aten = torch.ops.aten
 
 
-def recorded(forward, *args, **kwargs):
-    block = torch.nn.Linear(4, 4)
-    recorder = Recorder(block, args, kwargs)
-    hooks = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda slot: None)
-    with recorder.watching_reads(), hooks, recorder:
-        forward(block, *args, **kwargs)
-    return recorder.tape()
+@pytest.fixture
+def tape_of(record_call):
+    """`tape_of(forward, *args)`: the tape of `forward(block, *args)`."""
+    return lambda forward, *args: record_call(forward, torch.nn.Linear(4, 4), *args)[0]
 
 
 def x():
@@ -108,15 +104,15 @@ def split_at(block, hidden, lengths):
         pytest.param(lambda block, hidden, n: hidden * n.max().item(), torch.tensor([3]), id="item"),
     ],
 )
-def test_what_follows_from_small_whole_arguments_is_known(forward, argument):
-    tape = recorded(forward, x(), argument)
+def test_what_follows_from_small_whole_arguments_is_known(tape_of, forward, argument):
+    tape = tape_of(forward, x(), argument)
     assert tape.untrusted is None
     assert tape.reads == {(1,): data_of(argument)}
 
 
-def test_numbers_that_the_block_makes_of_numbers_are_no_data():
+def test_numbers_that_the_block_makes_of_numbers_are_no_data(tape_of):
     """DeBERTa takes the root of a width, and Gemma 3n a quantile of a share, from tensors of one number."""
-    tape = recorded(lambda block, hidden: hidden * torch.tensor(6.0).sqrt().item() + torch.tensor([2.0]), x())
+    tape = tape_of(lambda block, hidden: hidden * torch.tensor(6.0).sqrt().item() + torch.tensor([2.0]), x())
     assert tape.untrusted is None
     assert tape.reads == {}
     assert not [value for value in tape.values if value.source is not None and value.source.place == "unknown"]
@@ -132,8 +128,8 @@ def test_numbers_that_the_block_makes_of_numbers_are_no_data():
         pytest.param(lambda block, hidden, ints: ints.add_(1).tolist(), id="changed"),
     ],
 )
-def test_what_follows_from_anything_else_is_no_ground(forward):
-    tape = recorded(forward, x(), torch.tensor([2, 4]))
+def test_what_follows_from_anything_else_is_no_ground(tape_of, forward):
+    tape = tape_of(forward, x(), torch.tensor([2, 4]))
     assert "Tensor.tolist reads data into Python" in tape.untrusted
     assert tape.reads == {}
 
@@ -152,10 +148,10 @@ def test_data_is_what_an_argument_views():
     assert data_of(rows[0]) == rows[0].clone().numpy().tobytes()
 
 
-def test_arguments_on_one_storage_are_told_apart_together():
+def test_arguments_on_one_storage_are_told_apart_together(tape_of):
     """A storage has one place on the tape; either of its views may have been read."""
     ends = torch.tensor([0, 2, 6])
-    tape = recorded(lambda block, hidden, first, rest: rest.tolist(), x(), ends[:1], ends[1:])
+    tape = tape_of(lambda block, hidden, first, rest: rest.tolist(), x(), ends[:1], ends[1:])
     assert tape.reads == {(1,): data_of(ends[:1]), (2,): data_of(ends[1:])}
 
 

@@ -9,19 +9,15 @@ from adacc_hf.memory import measure_step
 from adacc_hf.policy import RECOMPUTE, RETAIN
 from adacc_hf.tapes.compiled import CompiledPlan
 from adacc_hf.tapes.equal_values import equal_values, merged
-from adacc_hf.tapes.recorder import Recorder
-from adacc_hf.tapes.replay import verify
+from adacc_hf.tapes.verification import verify
 
 
 @pytest.fixture
-def record():
-    """`record(forward, x)`: the verified tape of `forward(x)`, and its recorder."""
+def record(record_call):
+    """`record(forward, x)`: the verified tape of `forward(x)`."""
 
     def run(forward, x):
-        recorder = Recorder(nn.Identity(), (x,), {})
-        with torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda slot: None), recorder:
-            forward(x)
-        tape = recorder.tape()
+        tape, recorder = record_call(lambda _, x: forward(x), nn.Identity(), x)
         with torch.no_grad():
             tape.recomputable = verify(tape, recorder.bases)
         tape.equal = equal_values(tape, tape.recomputable)

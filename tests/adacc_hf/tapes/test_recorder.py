@@ -4,8 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from adacc_hf.tapes.recorder import Drawing, Recorder, argument_tensors
-
 
 class Block(nn.Module):
     def __init__(self):
@@ -15,14 +13,10 @@ class Block(nn.Module):
         self.table = torch.ones(4)
 
 
-def record(forward, *args, block=None, **kwargs):
-    """(tape, recorder) of `forward(block, *args, **kwargs)`."""
-    block = block or Block()
-    recorder = Recorder(block, args, kwargs)
-    hooks = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda slot: None)
-    with recorder.naming_modules(), hooks, recorder:
-        forward(block, *args, **kwargs)
-    return recorder.tape(), recorder
+@pytest.fixture
+def record(record_call):
+    """`record(forward, *args, block=None, **kwargs)`: (tape, recorder) of `forward(block, *args, **kwargs)`."""
+    return lambda forward, *args, block=None, **kwargs: record_call(forward, block or Block(), *args, **kwargs)
 
 
 @pytest.fixture
@@ -34,7 +28,7 @@ def names(tape):
     return [operator.name.removeprefix("aten.").split(".")[0] for operator in tape.operators]
 
 
-def test_views_need_no_operators(x):
+def test_views_need_no_operators(record, x):
     tape, _ = record(lambda block, x: x.transpose(0, 1)[1:].unsqueeze(0).expand(5, -1, -1, -1).detach().exp(), x)
     assert names(tape) == ["exp"]
     (argument,) = tape.operators[0].args
@@ -42,7 +36,7 @@ def test_views_need_no_operators(x):
     assert argument.geometry == ((5, 2, 2, 4), (0, 4, 12, 1), 4)
 
 
-def test_slots_follow_autograd_and_know_their_views(x):
+def test_slots_follow_autograd_and_know_their_views(record, x):
     tape, recorder = record(lambda block, x: block.inner(x).sum(), x)
     assert [tape.values[slot.value].name for slot in tape.slots] == [
         "argument 0",
@@ -55,13 +49,13 @@ def test_slots_follow_autograd_and_know_their_views(x):
         assert recorder.bases[slot.value].untyped_storage().nbytes() == tape.values[slot.value].nbytes
 
 
-def test_operators_are_named_by_their_submodule(x):
+def test_operators_are_named_by_their_submodule(record, x):
     tape, _ = record(lambda block, x: block.inner(x).exp(), x)
     assert [operator.module for operator in tape.operators] == ["inner.0", "inner.1", ""]
     assert tape.values[-1].name == "block:exp"
 
 
-def test_naming_leaves_no_hooks(x):
+def test_naming_leaves_no_hooks(record, x):
     block = Block()
     record(lambda block, x: block.inner(x), x, block=block)
     with pytest.raises(ZeroDivisionError):
@@ -69,7 +63,7 @@ def test_naming_leaves_no_hooks(x):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in block.modules())
 
 
-def test_mutations_make_versions(x):
+def test_mutations_make_versions(record, x):
     def forward(block, x):
         y = x * 2
         y.add_(1.0)
@@ -88,7 +82,7 @@ def test_mutations_make_versions(x):
     assert recorder.bases[first] is not None
 
 
-def test_results_given_by_out_are_mutations(x):
+def test_results_given_by_out_are_mutations(record, x):
     def forward(block, x):
         y = torch.empty(2, 3, 4)
         torch.exp(x.detach(), out=y)
@@ -100,7 +94,7 @@ def test_results_given_by_out_are_mutations(x):
     assert not tape.operators[1].outputs
 
 
-def test_sources_say_where_a_value_is_found(x):
+def test_sources_say_where_a_value_is_found(record, x):
     mask = torch.ones(4)
     closed_over = torch.ones(4)
 
@@ -120,21 +114,14 @@ def test_sources_say_where_a_value_is_found(x):
     assert not tape.is_module_state(found["unknown"])
 
 
-def test_one_storage_given_twice_is_one_value(x):
+def test_one_storage_given_twice_is_one_value(record, x):
     tape, _ = record(lambda block, a, b: a * b, x, x.transpose(0, 1).transpose(0, 1))
     left, right = tape.operators[0].args
     assert left.value == right.value
 
 
-def test_argument_tensors_are_found_in_containers():
-    a, b, c = torch.zeros(1), torch.zeros(2), torch.zeros(3)
-    found = list(argument_tensors((a, [1, (b,)]), {"k": {"m": c}, "n": None}))
-    assert [path for path, _ in found] == [(0,), (1, 1, 0), ("k", "m")]
-    assert [tensor.numel() for _, tensor in found] == [1, 2, 3]
-
-
 @pytest.mark.parametrize("p", [0.1, 1.0])
-def test_dropout_is_a_draw_and_a_product(x, p):
+def test_dropout_is_a_draw_and_a_product(record, x, p):
     """Rule R5; native_dropout is what a CUDA device runs."""
     tape, recorder = record(lambda block, x: torch.native_dropout(x, p, True)[0] * 2, x)
     assert names(tape) == ["native_dropout", "native_dropout_backward", "mul"]
@@ -149,7 +136,7 @@ def test_dropout_is_a_draw_and_a_product(x, p):
     assert torch.equal(replayed, recorder.bases[result])
 
 
-def test_random_operators_are_told_by_the_generator(x):
+def test_random_operators_are_told_by_the_generator(record, x):
     def forward(block, x):
         y = nn.functional.dropout(x, 0.5)
         z = nn.functional.dropout(x, 0.5, training=False)
@@ -163,7 +150,7 @@ def test_random_operators_are_told_by_the_generator(x):
     ]
 
 
-def test_fused_attention_without_dropout_is_not_random():
+def test_fused_attention_without_dropout_is_not_random(record):
     q = torch.randn(1, 2, 8, 4, requires_grad=True)
     tape, _ = record(lambda block, q: nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True), q)
     assert any("attention" in name for name in names(tape))
@@ -184,13 +171,13 @@ def test_fused_attention_without_dropout_is_not_random():
         ),
     ],
 )
-def test_what_makes_a_tape_untrusted(x, forward, reason):
+def test_what_makes_a_tape_untrusted(record, x, forward, reason):
     tape, _ = record(forward, x)
     assert tape.untrusted is not None
     assert any(part in tape.untrusted for part in reason.split("|"))
 
 
-def test_indices_that_are_given_are_trusted(x):
+def test_indices_that_are_given_are_trusted(record, x):
     """Looking a table up reads no data into Python."""
     index = torch.tensor([0, 1])
     tape, _ = record(
@@ -199,27 +186,7 @@ def test_indices_that_are_given_are_trusted(x):
     assert tape.untrusted is None
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
-def test_a_draw_that_reads_no_tensor_is_looked_for_on_the_device_it_names(monkeypatch, device):
-    class Generator:
-        offset = 0
-
-        def initial_seed(self):
-            return 1
-
-        def get_offset(self):
-            return self.offset
-
-    generator = Generator()
-    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    drawings = [Drawing(torch.ops.aten.rand.default, ([4],), {"device": torch.device(device)}) for _ in range(2)]
-    assert not drawings[0].happened()
-    generator.offset += 4
-    assert drawings[1].happened()
-
-
-def test_a_cast_from_autocasts_cache_is_an_operator_of_every_call(x):
+def test_a_cast_from_autocasts_cache_is_an_operator_of_every_call(record, x):
     """A later call finds the cast of the weight in the cache; its tape has it made anew, so that it can be replayed."""
     block = Block()
     with torch.autocast("cpu", dtype=torch.bfloat16):
