@@ -16,7 +16,7 @@ from adacc_hf.memory import MemoryMeter, MemoryPoint
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
 from adacc_hf.profiling.instruments import Instruments
-from adacc_hf.profiling.step_memory import MarkCalls
+from adacc_hf.profiling.watching import MarkCalls
 from adacc_hf.simulator import simulate
 
 FORWARD, AFTER, OPTIMIZER = "forward, head and loss", "before or after the blocks", "optimizer"

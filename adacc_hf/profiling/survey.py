@@ -28,7 +28,7 @@ from adacc_hf.profiling.kinds import KindBuilder
 from adacc_hf.profiling.pricing import Prices
 from adacc_hf.profiling.roles import is_parameter_cast
 from adacc_hf.profiling.sharing import RecordedBlock, Sharing, address_of
-from adacc_hf.profiling.step_memory import WatchSlots
+from adacc_hf.profiling.watching import WatchSlots
 from adacc_hf.ranks import all_or_none, is_sharded
 from adacc_hf.simulator import BlockOutcome, run_block
 from adacc_hf.tapes.call_inputs import argument_tensors

@@ -1,6 +1,5 @@
 """The measured step taken apart: events of a block's forward and backward, and what lives besides."""
 
-import weakref
 from itertools import pairwise
 
 import pytest
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.memory import measure_step
-from adacc_hf.profiling.step_memory import TrackedTensor
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
@@ -95,18 +93,3 @@ def test_casts_in_autocasts_cache_are_told(tiny_gpt2, token_batch):
 
 def test_no_cache_without_autocast(gpt2_profile):
     assert not any(value.cached for kind in gpt2_profile.kinds for value in kind.activations)
-
-
-def test_a_tracked_tensor_dies_before_it_says_so():
-    seen = []
-
-    def mark(label):
-        seen.append((label, tracked_storage() is None))
-
-    tensor = torch.zeros(3)
-    tracked_storage = weakref.ref(tensor)
-    tracked = TrackedTensor(4, tensor, None, mark)
-    del tensor
-    assert tracked.tensor is not None
-    del tracked
-    assert seen == [(("release", 4), True)]
