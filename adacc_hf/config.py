@@ -26,9 +26,9 @@ class AdaccConfig:
     the device when it profiles, less `memory_margin`. If plain training keeps to the budget, nothing is done.
     """
     memory_margin: float = 0.05
-    """Fraction of what the device has for this process that "auto" leaves free, for rounding and all that no profile
-    sees. On a GPU another 10 % go to fragments of torch's allocator (`memory.FRAGMENTS`), unless it was told to avoid
-    them: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."""
+    """Fraction, 0 to 0.9, of what the device has for this process that "auto" leaves free, for rounding and all that no
+    profile sees. On a GPU another 10 % go to fragments of torch's allocator (`memory.FRAGMENTS`), unless it was told to
+    avoid them: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."""
     actions: tuple[str, ...] = ("retain", "compress", "recompute")
     """The actions the solver may choose from. Without "compress" training is bit-equal to plain training; dropout masks
     may be stored as bits in any case, which loses nothing."""
@@ -37,26 +37,27 @@ class AdaccConfig:
     outliers: bool = True
     """Whether outlier channels are kept raw; False is the paper's "Adacc w/o outlier"."""
     compiled_outliers: float = 0.0
-    """Share of the channels that are kept raw in compiled graphs, where shapes are fixed before there is data. Each
-    step chooses them anew, which takes two more readings of an activation; 0.01 is what `adacc plan` reckons with."""
+    """Share of the channels, 0 to 0.5, that are kept raw in compiled graphs, where shapes are fixed before there is
+    data. Each step chooses them anew, which takes two more readings of an activation; 0.01 is what `adacc plan` reckons
+    with."""
     zscore_threshold: float = 3.0
     """Channels whose absolute sum lies this many standard deviations above the mean are outliers (equation 1). Large
-    values find none, 0 takes every channel above the mean."""
+    values, up to 1e6, find none; 0 takes every channel above the mean."""
     group_size: int = 64
     """Elements that share one scale in group-wise codecs, a power of two from 16 to 1024; small groups are more exact
     and larger in bytes."""
     min_compress_bytes: int = 64 * 1024
-    """Activations below this size are never compressed: a launch costs more than they hold."""
+    """Activations below this size, 0 to 2^40, are never compressed: a launch costs more than they hold."""
     profile_steps: int = 2
-    """Training steps run under full recomputation before the policy is set; the batch of the last one is profiled. At
-    least 2 with an absolute budget, since the first optimizer step allocates the optimizer's state."""
+    """Training steps, 1 to 1000, run under full recomputation before the policy is set; the batch of the last one is
+    profiled. An absolute budget wants at least 2, since the first optimizer step allocates the optimizer's state."""
     reuse_prices: bool = False
     """Whether prices of operators and codecs are taken from the database that `adacc profiles` shows, where one is
     there for the very same tape, shapes, dtypes, device, versions and settings. Codec errors are then those of the data
     of that time. False measures them anew; they are kept in the database either way."""
     tracking: str | int = "exponential"
     """When outliers are looked at again (paper, section 3.4): "exponential" at 1, 2, 4, ... steps after the policy was
-    set, an int at every so many steps, "off" never. Each time adds some KiB to the run's history, which every
+    set, an int from 1 at every so many steps, "off" never. Each time adds some KiB to the run's history, which every
     checkpoint has: an int is for short runs, or a large one for long ones."""
     tracked_modules: tuple[str, ...] | None = None
     """Patterns (fnmatch) of module paths inside a block whose activations are tracked; None tracks every activation
@@ -70,28 +71,28 @@ class AdaccConfig:
     max_error: float | None = None
     """Largest relative L2 round-trip error that a compressed activation may have, and largest relative error of a
     sampled block's gradient. What tracking steps find above it is promoted: to INT8, or not compressed at all. None
-    does not bound it, 0 allows lossless codecs only."""
+    does not bound it, 0 allows lossless codecs only; up to 1e6."""
     solver_gap: float = 0.0
-    """Part of the overhead by which a solution of an integer program may miss the best one; 0 asks for a proof, 0.05
-    stops at five percent. `Policy.facts` has as "gap" what any policy within the budget could still gain on the one
-    found, and as "status" whether that is within this: "optimal", else "feasible"."""
+    """Part of the overhead, 0 to 1, by which a solution of an integer program may miss the best one; 0 asks for a
+    proof, 0.05 stops at five percent. `Policy.facts` has as "gap" what any policy within the budget could still gain on
+    the one found, and as "status" whether that is within this: "optimal", else "feasible"."""
     solver_seconds: float = 60.0
-    """Longest that one integer program may run. A program that ends at this limit makes the policy depend on the
-    machine's load; it takes 10 to 30 ms as a rule."""
+    """Longest that one integer program may run, 0.001 to 86400 seconds. A program that ends at this limit makes the
+    policy depend on the machine's load; it takes 10 to 30 ms as a rule."""
     guard: bool = True
     """Whether tracking steps measure what compression costs in accuracy, and loss spikes are looked into. A kind of
     block whose sampled gradient has a relative error above 0.5 is not compressed with loss any more."""
     guard_blocks: int = 1
-    """Blocks per tracking step whose gradient is compared with an uncompressed backward, in turn; each costs two
-    forwards and backwards of one block. Under a budget in bytes only blocks whose input and gradient can be held within
-    it take turns. 0 compares none."""
+    """Blocks per tracking step, 0 to 1000, whose gradient is compared with an uncompressed backward, in turn; each
+    costs two forwards and backwards of one block. Under a budget in bytes only blocks whose input and gradient can be
+    held within it take turns. 0 compares none."""
     loss_spike: float = 2.0
-    """A logged loss above this many times the median of the last 16, and outside their noise, is a spike. Compression
-    is switched off for the kinds of block whose gradients it spoils then. Close to 1 every bad batch is one; 1e6 sees
-    only non-finite ones."""
+    """A logged loss above this many times (1 to 1e6) the median of the last 16, and outside their noise, is a spike.
+    Compression is switched off for the kinds of block whose gradients it spoils then. Close to 1 every bad batch is
+    one; 1e6 sees only non-finite ones."""
     takeover_steps: int = 1
-    """Optimizer steps between a tracking step and the taking over of what was solved from it. 0 waits for the solver at
-    once; large values train longer under the old policy."""
+    """Optimizer steps, 0 to 1000, between a tracking step and the taking over of what was solved from it. 0 waits for
+    the solver at once; large values train longer under the old policy."""
     length_buckets: bool = True
     """Whether batches of other sizes get policies of their own, one per power of two of batch size and length. False
     follows the first policy at every size, whatever memory that takes."""
@@ -120,7 +121,7 @@ class AdaccConfig:
             raise ValueError(f'head={self.head!r} is unknown: choose from "auto", "plain" and "chunked"')
         if self.max_error is not None:
             _check_range("max_error", self.max_error, 0.0, 1e6)
-        for name in ("reuse_prices", "guard", "length_buckets", "retry_out_of_memory"):
+        for name in ("outliers", "reuse_prices", "guard", "length_buckets", "retry_out_of_memory"):
             _check_flag(name, getattr(self, name))
         _check_integer("guard_blocks", self.guard_blocks, 0, 1000)
         _check_range("loss_spike", self.loss_spike, 1.0, 1e6)

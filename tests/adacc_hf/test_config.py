@@ -39,6 +39,7 @@ def test_other_budgets_are_refused(budget):
         ("actions", ("recompute",), "must contain 'retain'"),
         ("actions", "retain", r"actions='retain' must be a tuple of names: write \('retain',\)"),
         ("codecs", ("zip",), r"codecs=\['zip'\] are unknown: choose from .*int8"),
+        ("outliers", "no", "outliers='no' must be True or False"),
         ("zscore_threshold", -1, "zscore_threshold=-1 is outside"),
         ("group_size", 63, "group_size=63 is no power of two: choose 16, 32, 64"),
         ("group_size", 0, r"group_size=0 is not an int in \[16, 1024\]"),
