@@ -31,11 +31,11 @@ def add_parser(commands: Any) -> None:
         help="fp32 and bf16 hold everything in that dtype; -amp is float32 with autocast (default bf16-amp)",
     )
     parser.add_argument("--attn", choices=("sdpa", "eager"), default="sdpa", help="attention (default sdpa)")
-    parser.add_argument("--optimizer", default="adamw", help="adamw (fused), adamw_foreach, adamw_8bit, lion, ...")
-    parser.add_argument("--device", default="h100", help=f"one of {', '.join(NAMES)} (default h100)")
     parser.add_argument(
-        "--budget", help="memory per device, such as 20GiB; left out, the device's less 5 percent for the allocator"
+        "--optimizer", default="adamw", help="adamw (fused), adamw_foreach, adamw_8bit, lion, ... (default adamw)"
     )
+    parser.add_argument("--device", default="h100", help=f"one of {', '.join(NAMES)} (default h100)")
+    parser.add_argument("--budget", help="memory per device, such as 20GiB (default: the device's less 5 percent)")
     shared = parser.add_mutually_exclusive_group()
     shared.add_argument("--ddp", type=int, metavar="N", help="data parallel on N devices")
     shared.add_argument("--fsdp", type=int, metavar="N", help="fully sharded on N devices")
@@ -43,7 +43,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--peft", choices=("lora",), help="train adapters only")
     parser.add_argument("--profile", type=Path, help="price with this saved profile instead of a trace and a roofline")
     parser.add_argument("--trace", choices=("cuda", "cpu"), help="whose operators to trace (default: the device's)")
-    parser.add_argument("--outlier-share", type=float, default=0.01, help="channels taken as outliers (default 0.01)")
+    parser.add_argument(
+        "--outlier-share",
+        type=float,
+        default=0.01,
+        help="share of the channels taken as outliers, 0 to 1 (default 0.01)",
+    )
     parser.add_argument("--no-largest", action="store_true", help="do not look for the largest batch and sequence")
     parser.add_argument("--json", action="store_true", help="print one JSON record")
     parser.add_argument("--html", type=Path, metavar="DIR", help="also write the report into this folder")

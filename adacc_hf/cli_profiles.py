@@ -12,7 +12,9 @@ from adacc_hf.units import format_bytes
 def add_parser(commands: Any) -> None:
     """Add `profiles` to the commands of `adacc`."""
     parser = commands.add_parser(
-        "profiles", help="list, show or clear the prices that profiling keeps", description=f"File: ${VARIABLE}."
+        "profiles",
+        help="list, show or clear the prices that profiling keeps",
+        description=f"File: {default_path()}; ${VARIABLE} names another.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("list", help="one line per profiled tape, the newest first").set_defaults(run=_list)
