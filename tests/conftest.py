@@ -4,6 +4,7 @@ import os
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 # How long an example takes is the machine's affair, and no property of ours.
@@ -17,3 +18,13 @@ os.environ["ADACC_HF_PROFILES"] = str(Path(_folder.name) / "profiles.sqlite3")
 
 def pytest_unconfigure() -> None:
     _folder.cleanup()
+
+
+@pytest.fixture(scope="session")
+def peak_of():
+    """`peak_of(policy)`: what the measured peak of a step on the CPU must be equal to.
+
+    Most steps are met to the byte. The rest are scalars, in tensors of 8 bytes each, that operators hold for a while or
+    that the Trainer keeps: 248 bytes were the most.
+    """
+    return lambda policy: pytest.approx(policy.predicted_peak_bytes, abs=512)

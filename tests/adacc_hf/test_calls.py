@@ -144,6 +144,11 @@ def test_random_lossless_policies_train_exactly(case, run_steps, assert_same_ste
         assert_same_steps(run_steps(case.step, case.batch), case.plain)
 
 
+def assert_peak_is_bounded(peak_bytes, policy):
+    """Those of the bi-encoder are predicted up to 1.9 % too high; none is too low, but for a few scalars of 8 bytes."""
+    assert 0.97 * policy.predicted_peak_bytes <= peak_bytes <= policy.predicted_peak_bytes + 512
+
+
 @pytest.mark.parametrize("policy", ["retain", "recompute", 0, 1])
 def test_stored_bytes_and_peak_are_as_predicted(case, run_steps, policy):
     made = Policy.uniform(case.profile, policy) if isinstance(policy, str) else case.random(policy)
@@ -151,8 +156,7 @@ def test_stored_bytes_and_peak_are_as_predicted(case, run_steps, policy):
         run_steps(case.step, case.batch, num_steps=2)
         measured = measure_step(case.step, case.batch)
     assert measured.stored_bytes == made.predicted_stored_bytes
-    # As in test_memory.py; scalars of 8 bytes that operators hold as tensors come and go.
-    assert measured.peak_bytes == pytest.approx(made.predicted_peak_bytes, rel=0.03)
+    assert_peak_is_bounded(measured.peak_bytes, made)
 
 
 @pytest.mark.parametrize("policy", ["retain", "recompute", 0, 1, 2])
@@ -164,7 +168,7 @@ def test_calls_that_share_casts_are_exact_and_stored_as_predicted(cast_case, run
         with torch.autocast("cpu", dtype=case.autocast):
             measured = measure_step(case.step, case.batch)
     assert measured.stored_bytes == made.predicted_stored_bytes
-    assert measured.peak_bytes == pytest.approx(made.predicted_peak_bytes, rel=0.03)  # as above
+    assert_peak_is_bounded(measured.peak_bytes, made)
 
 
 def test_what_a_later_call_reads_of_autocasts_cache_can_be_replayed_from(cast_case):

@@ -43,7 +43,7 @@ def batch(token_batch):
 
 
 @pytest.fixture(scope="module")
-def assert_promises_kept(run_steps, assert_same_steps):
+def assert_promises_kept(run_steps, assert_same_steps, peak_of):
     """`assert_promises_kept(model, batch)`: under a few lossless policies; returns the profile."""
 
     def check(model, batch):
@@ -55,8 +55,7 @@ def assert_promises_kept(run_steps, assert_same_steps):
                 assert_same_steps(run_steps(model, batch), plain)
                 measured = measure_step(model, batch)
             assert measured.stored_bytes == policy.predicted_stored_bytes
-            # As in test_memory.py; these peaks are met within a few hundred bytes.
-            assert measured.peak_bytes == pytest.approx(policy.predicted_peak_bytes, rel=0.03)
+            assert measured.peak_bytes == peak_of(policy)
         return profile
 
     return check

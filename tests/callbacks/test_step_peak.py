@@ -21,15 +21,14 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_trainers_step_keeps_to_the_predicted_peak(make_trainer, make_model, measure_step_peak, name):
+def test_the_trainers_step_keeps_to_the_predicted_peak(make_trainer, make_model, measure_step_peak, peak_of, name):
     callback = AdaccCallback(memory_budget=0.5, **QUIET)
     measured = measure_step_peak(5)
     model = make_model(vocab_size=600)
     make_trainer([callback, measured], model=model, per_device_train_batch_size=BATCH_SIZE, **SETTINGS[name]).train()
     num_micro = SETTINGS[name].get("gradient_accumulation_steps", 1)
     peak = measured.peak_bytes + num_micro * BATCH_BYTES
-    # Of about 8 MB: scalars that the Trainer keeps, a random state, and autocast's cache as in test_memory.py.
-    assert peak == pytest.approx(callback.policy.predicted_peak_bytes, rel=0.03)
+    assert peak == peak_of(callback.policy)
 
 
 @pytest.fixture

@@ -126,7 +126,7 @@ class KeepsItsInput(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("policy", ["retain", "recompute", 0, 1, 2])
-def test_what_an_autograd_function_holds_is_not_recomputed(toy_model, toy_batch, run_steps, policy):
+def test_what_an_autograd_function_holds_is_not_recomputed(toy_model, toy_batch, run_steps, peak_of, policy):
     """Nothing would be saved by it: the bytes are there in any case."""
 
     def forward(block, hidden):
@@ -143,11 +143,11 @@ def test_what_an_autograd_function_holds_is_not_recomputed(toy_model, toy_batch,
         run_steps(model, batch, num_steps=2)
         measured = measure_step(model, batch)
     assert measured.stored_bytes == made.predicted_stored_bytes
-    assert measured.peak_bytes == pytest.approx(made.predicted_peak_bytes, rel=0.03)  # as in test_memory.py
+    assert measured.peak_bytes == peak_of(made)
 
 
 @pytest.mark.parametrize("policy", ["retain", "recompute", "compress"])
-def test_an_input_that_autograd_gives_a_gradient_is_there_anyway(toy_model, toy_batch, run_steps, policy):
+def test_an_input_that_autograd_gives_a_gradient_is_there_anyway(toy_model, toy_batch, run_steps, peak_of, policy):
     """`enable_input_require_grads` makes a leaf of the first block's input."""
     model, batch = toy_model(lambda block, hidden: hidden + block.down(block.up(hidden).tanh())), toy_batch(16)
     model.inlet.requires_grad_(False)
@@ -159,7 +159,7 @@ def test_an_input_that_autograd_gives_a_gradient_is_there_anyway(toy_model, toy_
         run_steps(model, batch, num_steps=2)
         measured = measure_step(model, batch)
     assert measured.stored_bytes == made.predicted_stored_bytes
-    assert measured.peak_bytes == pytest.approx(made.predicted_peak_bytes, rel=0.03)  # as above
+    assert measured.peak_bytes == peak_of(made)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")  # torch says that its sparse tensors may change yet
