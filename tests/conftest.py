@@ -21,6 +21,20 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(scope="session")
+def one_thread():
+    """Sums of floats are made in one order: with several threads torch may split them otherwise from run to run.
+
+    Models as small as those of tests are no faster with two threads either.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
 def peak_of():
     """`peak_of(policy)`: what the measured peak of a step on the CPU must be equal to.
 

@@ -364,17 +364,6 @@ def profiles():
 
 
 @pytest.fixture(scope="session")
-def one_thread():
-    """Sums of floats are made in one order: with several threads torch may split them otherwise from run to run."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
 def tiny_gpt2(one_thread):
     """`tiny_gpt2(attention="sdpa", layers=2, width=32, **config)`: a GPT-2 in train mode, the same at each call.
 

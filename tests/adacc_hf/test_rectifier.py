@@ -19,17 +19,10 @@ from adacc_hf.tracking.judging import ERROR_MARGIN, MIN_GAIN, Rectification
 NORM = "GPT2Block.ln_2:native_layer_norm"
 """The input of c_fc, where outliers are planted by the norm's bias."""
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 COMPRESS = AdaccConfig(actions=("retain", "compress"), min_compress_bytes=4096, memory_budget=0.45)
 """Compresses everything of the tiny model but the norms' statistics."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """The model is too small for two threads to help: on a busy machine they only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -98,12 +98,8 @@ def as_graphs() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """The model is too small for two threads to help: on a busy machine they only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _one_thread(one_thread: None) -> None:
+    """All of these tests train small models."""
 
 
 @pytest.fixture(scope="session")
