@@ -55,8 +55,7 @@ def outliers_in(tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig) 
     """Outlier channels (paper, equation 1) of each activation that would be compressed with `outlier_int4`."""
     if not config.outliers:
         return {}
-    names = candidates(tape, config)
-    wanted = [value for value in tape.saved_values() if "outlier_int4" in names.get(value, ())]
+    wanted = [value for value, names in candidates(tape, config).items() if "outlier_int4" in names]
     return {v: count_outliers(view(bases[v], encode_view(tape, v)), config.zscore_threshold) for v in wanted}
 
 

@@ -34,7 +34,6 @@ def test_small_activations_are_never_compressed(tiny_gpt2, token_batch):
 
 def test_outlier_channels_of_the_neediest_block_are_kept(toy_model, toy_batch):
     """Blocks of one kind share a plan, so its codec keeps as many channels as any of them needs."""
-
     model, batch = toy_model(lambda block, hidden: block.down(block.up(hidden).tanh()), num_blocks=2), toy_batch(64)
     config = AdaccConfig(min_compress_bytes=0, zscore_threshold=1.5)
     options = {}
@@ -50,6 +49,18 @@ def test_outlier_channels_of_the_neediest_block_are_kept(toy_model, toy_batch):
     profile = profile_model(model, batch, config)
     tanh = next(value for value in profile.kinds[0].activations if value.name.endswith("tanh"))
     assert dict(tanh.codecs[0].options)["num_outliers"] >= max(1, options[True])
+
+
+def test_outlier_channels_of_a_block_input_are_kept(toy_model, toy_batch):
+    """One that autograd does not save, too: replay may start from it."""
+    model = toy_model(lambda block, hidden: hidden + block.down((2 * hidden).tanh()), num_blocks=2)
+    with torch.no_grad():
+        model.layers[0].down.weight[3].fill_(100.0)
+    config = AdaccConfig(min_compress_bytes=0, codecs=("outlier_int4",), zscore_threshold=2.0)
+    (kind,) = profile_model(model, toy_batch(64), config).kinds
+    start = kind.activations[0]
+    assert not start.saved
+    assert dict(start.codecs[0].options)["num_outliers"] == 1
 
 
 def test_options_come_from_the_settings():
