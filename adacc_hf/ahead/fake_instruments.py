@@ -34,6 +34,7 @@ from adacc_hf.profiling.codec_options import (
     candidates,
     make_codec,
     relative_error,
+    with_outlier_codec,
 )
 from adacc_hf.profiling.instruments import Instruments
 from adacc_hf.profiling.pricing import Prices
@@ -80,9 +81,7 @@ class FakeInstruments(Instruments):
         return obtainable(tape, good, tape.saved_values())
 
     def outliers(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
-        names = candidates(tape, config)
-        wanted = [value for value in tape.saved_values() if "outlier_int4" in names.get(value, ())]
-        channels = {value: encode_view(tape, value).geometry[0][-1] for value in wanted}
+        channels = {v: encode_view(tape, v).geometry[0][-1] for v in with_outlier_codec(tape, config)}
         return {value: assumed_outliers(number, config, self.outlier_share) for value, number in channels.items()}
 
     def price(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig, outliers: dict[int, int]) -> Prices:

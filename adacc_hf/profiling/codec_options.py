@@ -55,8 +55,13 @@ def outliers_in(tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig) 
     """Outlier channels (paper, equation 1) of each activation that would be compressed with `outlier_int4`."""
     if not config.outliers:
         return {}
-    wanted = [value for value, names in candidates(tape, config).items() if "outlier_int4" in names]
+    wanted = with_outlier_codec(tape, config)
     return {v: count_outliers(view(bases[v], encode_view(tape, v)), config.zscore_threshold) for v in wanted}
+
+
+def with_outlier_codec(tape: Tape, config: AdaccConfig) -> list[int]:
+    """Activations that may be compressed with `outlier_int4`."""
+    return [value for value, names in candidates(tape, config).items() if "outlier_int4" in names]
 
 
 def make_codec(name: str, config: AdaccConfig, num_outliers: int) -> Codec:
