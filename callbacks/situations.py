@@ -25,8 +25,8 @@ ENOUGH = 8
 MAX_SITUATIONS = 8
 """Policies per run; each keeps its tapes, some 130 KiB for each size and kind of block."""
 MAX_UNPLANNED = 256
-"""Buckets without a policy of their own that are counted; the one that was not seen for longest goes. Sounds and images
-of any size may have a new one in every batch, and all ranks tell each other of them."""
+"""Buckets without a policy of their own that are counted; the one that was not seen for longest goes. Batches of any
+tensors may have a new one each, and all ranks tell each other of them."""
 
 
 @dataclass(slots=True)

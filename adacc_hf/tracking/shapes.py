@@ -16,9 +16,6 @@ class TensorShape:
 
     name: str
     size: tuple[int, ...]
-    num_free: int
-    """How many leading dimensions may differ from batch to batch: samples, and the length of ids and masks [B, T], and
-    of what has a number for each of them."""
 
 
 BatchShapes = tuple[TensorShape, ...]
@@ -27,23 +24,21 @@ BatchShapes = tuple[TensorShape, ...]
 def batch_shapes(batch: Mapping[str, Any]) -> BatchShapes:
     """The shapes of the tensors in `batch` that have any dimension, by name."""
     tensors = {name: t for name, t in sorted(batch.items()) if isinstance(t, torch.Tensor) and t.dim() > 0}
-    texts = {t.shape for t in tensors.values() if t.dim() == 2 and not t.is_floating_point()}
-    return tuple(TensorShape(name, tuple(t.shape), 2 if t.shape in texts else 1) for name, t in tensors.items())
+    return tuple(TensorShape(name, tuple(t.shape)) for name, t in tensors.items())
 
 
 def bucket_of(shapes: BatchShapes) -> BatchShapes:
-    """`shapes` with samples and lengths rounded up to powers of two: what one policy is made for."""
-    return tuple(replace(s, size=(*map(_power_of_two, s.size[: s.num_free]), *s.size[s.num_free :])) for s in shapes)
+    """`shapes` with every dimension rounded up to a power of two: what one policy is made for.
+
+    Samples, the length of a text or a sound and the sides of an image differ from batch to batch; widths of features do
+    not, and need not be told from these.
+    """
+    return tuple(replace(shape, size=tuple(map(_power_of_two, shape.size))) for shape in shapes)
 
 
 def is_alike(shapes: BatchShapes, other: BatchShapes) -> bool:
-    """Whether batches of these shapes hold the same tensors but for samples and lengths."""
-    return len(shapes) == len(other) and all(
-        mine.name == theirs.name
-        and mine.num_free == theirs.num_free
-        and mine.size[mine.num_free :] == theirs.size[theirs.num_free :]
-        for mine, theirs in zip(shapes, other, strict=True)
-    )
+    """Whether batches of these shapes hold the same tensors but for their sizes."""
+    return [(mine.name, len(mine.size)) for mine in shapes] == [(theirs.name, len(theirs.size)) for theirs in other]
 
 
 def fits_in(shapes: BatchShapes, other: BatchShapes) -> bool:
@@ -81,7 +76,7 @@ def resized(batch: Mapping[str, Any], before: BatchShapes, after: BatchShapes) -
     mapping = {
         old: new
         for s, t in zip(before, after, strict=True)
-        for old, new in zip(s.size[: s.num_free], t.size[: t.num_free], strict=True)
+        for old, new in zip(s.size[:2], t.size[:2], strict=True)  # samples, and the length of a text
     }
     return {name: _resized(value, sizes.get(name), mapping) for name, value in batch.items()}
 
@@ -101,11 +96,12 @@ def describe(shapes: BatchShapes) -> str:
 
 
 def shapes_to_json(shapes: BatchShapes | None) -> list[Any] | None:
-    return None if shapes is None else [[shape.name, list(shape.size), shape.num_free] for shape in shapes]
+    return None if shapes is None else [[shape.name, list(shape.size)] for shape in shapes]
 
 
 def shapes_from_json(record: list[Any] | None) -> BatchShapes | None:
-    return None if record is None else tuple(TensorShape(n, tuple(size), free) for n, size, free in record)
+    # Older checkpoints have a third entry.
+    return None if record is None else tuple(TensorShape(name, tuple(size)) for name, size, *_ in record)
 
 
 def _power_of_two(n: int) -> int:

@@ -13,12 +13,12 @@ from adacc_hf.tracking.shapes import TensorShape
 
 
 def ids(length, samples=2):
-    return (TensorShape("input_ids", (samples, length), 2),)
+    return (TensorShape("input_ids", (samples, length)),)
 
 
-def sound(length):
-    """Raw sound: its length is no number of tokens, and has no bucket."""
-    return (TensorShape("input_values", (2, length), 1),)
+def parts(count):
+    """A batch of so many parts that each of them has a name of its own: no two have a bucket in common."""
+    return (TensorShape(f"part_{count}", (2,)),)
 
 
 @pytest.fixture
@@ -50,9 +50,9 @@ def test_situations_remember_as_many_sizes_as_blocks_do():
 
 def test_sizes_that_never_come_again_are_not_remembered_for_ever(profiled):
     for length in range(5000):
-        assert profiled.choose(sound(1000 + length)) is None
+        assert profiled.choose(parts(1000 + length)) is None
     assert len(profiled.unplanned()) == MAX_UNPLANNED
     assert most_wanted([profiled.unplanned()]) is None
     for length in range(ENOUGH * 100):
-        profiled.choose(sound(length % 100))
+        profiled.choose(parts(length % 100))
     assert most_wanted([profiled.unplanned()]) is not None

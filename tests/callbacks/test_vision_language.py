@@ -1,4 +1,4 @@
-"""Training models that see: frozen towers, images of several sizes, and batches without any."""
+"""Training models that see or hear: frozen towers, images and sounds of several sizes, and batches without any."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from transformers import Trainer
 from adacc_hf import AdaccCallback
 from adacc_hf.callbacks import profiling
 from adacc_hf.callbacks.profiling import profile_at
+from adacc_hf.callbacks.situations import Situations
 from adacc_hf.errors import UncalledBlocksError
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.eval.zoo.language import IMAGE_TOKEN, PATCH_VALUES
@@ -120,6 +121,23 @@ def test_images_of_other_sizes_are_exact_and_get_policies_of_their_own(assert_eq
     reasons = [event.get("reason", "") for event in callback.history if event["event"] == "policy"]
     assert len(reasons) == 2
     assert "pixel_values" in reasons[1]
+
+
+def test_sounds_of_other_lengths_follow_the_policy_for_the_longest(assert_equal_to_plain, monkeypatch):
+    """Its batches have no mask: nothing says that they are sounds."""
+    chosen = []
+    choose = Situations.choose
+
+    def noted(self, shapes):
+        chosen.append(choose(self, shapes))
+        return chosen[-1]
+
+    monkeypatch.setattr(Situations, "choose", noted)
+    longest = TABLE["wav2vec2"].make_batch(0)
+    sounds = [longest, longest] + [{**longest, "input_values": longest["input_values"][:, :-n]} for n in (1, 30, 7, 60)]
+    callback = assert_equal_to_plain(TABLE["wav2vec2"].build, sounds)
+    assert len(chosen) == len(sounds) - 2
+    assert all(situation.rectifier.policy == callback.policy for situation in chosen)
 
 
 def test_the_policy_waits_for_a_batch_that_calls_every_block(assert_equal_to_plain):

@@ -1,8 +1,18 @@
-"""Sizes of batches: which dimensions are free to differ, and batches made to another size."""
+"""Sizes of batches: which are alike, and batches made to another size."""
 
+import pytest
 import torch
 
-from adacc_hf.tracking.shapes import batch_shapes, fits_in, is_alike, resized
+from adacc_hf.tracking.shapes import (
+    TensorShape,
+    batch_shapes,
+    bucket_of,
+    fits_in,
+    is_alike,
+    resized,
+    shapes_from_json,
+    shapes_to_json,
+)
 
 
 def rollouts(samples, prompt, completion):
@@ -12,15 +22,45 @@ def rollouts(samples, prompt, completion):
     return tokens | {"old_logps": torch.zeros(samples, completion), "advantages": torch.zeros(samples), "beta": 0.1}
 
 
-def test_samples_and_lengths_are_free_also_of_numbers_for_each_token():
-    free = {shape.name: shape.num_free for shape in batch_shapes(rollouts(4, 6, 9))}
-    assert free == {"advantages": 1, "completion_ids": 2, "old_logps": 2, "prompt_ids": 2}
-    assert is_alike(batch_shapes(rollouts(4, 6, 9)), batch_shapes(rollouts(2, 5, 3)))
+def sounds(length):
+    """A batch of Wav2Vec2, whose feature extractor makes no mask."""
+    return {"input_values": torch.zeros(2, length), "labels": torch.ones(2, 7, dtype=torch.long)}
 
 
-def test_the_width_of_features_is_not_free():
-    before, after = ({"input_ids": torch.ones(2, 8, dtype=torch.long), "x": torch.ones(2, n)} for n in (5, 6))
-    assert not is_alike(batch_shapes(before), batch_shapes(after))
+def images(height, width):
+    return {"pixel_values": torch.zeros(2, 3, height, width), "pixel_mask": torch.ones(2, height, width)}
+
+
+@pytest.mark.parametrize(
+    ("small", "large"),
+    [
+        pytest.param(rollouts(2, 5, 6), rollouts(4, 6, 7), id="texts"),
+        pytest.param(sounds(600), sounds(640), id="sounds"),
+        pytest.param(images(20, 30), images(32, 30), id="images"),
+    ],
+)
+def test_sizes_differ_from_batch_to_batch(small, large):
+    small, large = batch_shapes(small), batch_shapes(large)
+    assert is_alike(small, large)
+    assert fits_in(small, large)
+    assert not fits_in(large, small)
+
+
+def test_one_policy_is_for_sizes_up_to_a_power_of_two():
+    assert bucket_of(batch_shapes(sounds(513))) == bucket_of(batch_shapes(sounds(1024)))
+    assert bucket_of(batch_shapes(sounds(512))) != bucket_of(batch_shapes(sounds(513)))
+
+
+def test_other_tensors_make_another_sort_of_batch():
+    ids = torch.ones(2, 8, dtype=torch.long)
+    for other in ({"input_ids": ids, "attention_mask": ids}, {"inputs": ids}, {"input_ids": ids.unsqueeze(-1)}):
+        assert not is_alike(batch_shapes({"input_ids": ids}), batch_shapes(other))
+
+
+def test_sizes_go_into_a_checkpoint_and_back():
+    shapes = batch_shapes(images(20, 30))
+    assert shapes_from_json(shapes_to_json(shapes)) == shapes
+    assert shapes_from_json([["input_ids", [2, 8], 2]]) == (TensorShape("input_ids", (2, 8)),)  # as it once was
 
 
 def test_a_batch_made_to_another_size():
