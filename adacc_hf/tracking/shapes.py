@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -28,17 +28,32 @@ def batch_shapes(batch: Mapping[str, Any]) -> BatchShapes:
 
 
 def bucket_of(shapes: BatchShapes) -> BatchShapes:
-    """`shapes` with every dimension rounded up to a power of two: what one policy is made for.
+    """`shapes` with samples and lengths rounded up to powers of two: what one policy is made for.
 
-    Samples, the length of a text or a sound and the sides of an image differ from batch to batch; widths of features do
-    not, and need not be told from these.
+    The sides of images are rounded too, and widths of features, which do not differ from batch to batch.
     """
-    return tuple(replace(shape, size=tuple(map(_power_of_two, shape.size))) for shape in shapes)
+    return tuple(replace(shape, size=tuple(_rounded(shape.size))) for shape in shapes)
+
+
+def _rounded(size: tuple[int, ...]) -> Iterator[int]:
+    fixed = _fixed(size)
+    return (n if dim == fixed else _power_of_two(n) for dim, n in enumerate(size))
+
+
+def _fixed(size: tuple[int, ...]) -> int | None:
+    """The dimension that tells one sort of batch from another: how many images [B, N, C, H, W] a text has, of which its
+    words tell too, or how many channels an image [B, C, H, W] has."""
+    return 1 if len(size) > 3 else None
 
 
 def is_alike(shapes: BatchShapes, other: BatchShapes) -> bool:
-    """Whether batches of these shapes hold the same tensors but for their sizes."""
-    return [(mine.name, len(mine.size)) for mine in shapes] == [(theirs.name, len(theirs.size)) for theirs in other]
+    """Whether batches of these shapes hold the same tensors but for samples, lengths and sides."""
+    return [_sort_of(shape) for shape in shapes] == [_sort_of(shape) for shape in other]
+
+
+def _sort_of(shape: TensorShape) -> tuple[str, int, int | None]:
+    fixed = _fixed(shape.size)
+    return shape.name, len(shape.size), None if fixed is None else shape.size[fixed]
 
 
 def fits_in(shapes: BatchShapes, other: BatchShapes) -> bool:

@@ -51,6 +51,13 @@ def test_one_policy_is_for_sizes_up_to_a_power_of_two():
     assert bucket_of(batch_shapes(sounds(512))) != bucket_of(batch_shapes(sounds(513)))
 
 
+def test_images_are_as_many_as_a_text_says():
+    one, two = (batch_shapes({"pixel_values": torch.zeros(2, n, 3, 8, 8)}) for n in (1, 2))
+    assert not is_alike(one, two)
+    three, four = (batch_shapes({"pixel_values": torch.zeros(2, n, 3, 8, 8)}) for n in (3, 4))
+    assert bucket_of(three) != bucket_of(four)
+
+
 def test_other_tensors_make_another_sort_of_batch():
     ids = torch.ones(2, 8, dtype=torch.long)
     for other in ({"input_ids": ids, "attention_mask": ids}, {"inputs": ids}, {"input_ids": ids.unsqueeze(-1)}):
