@@ -43,9 +43,9 @@ def unfit(choices: Mapping[int, Choice], tape: Tape) -> list[int]:
 def _is_statistic_of(coded: Collection[int], value: int, choices: Collection[int], tape: Tape) -> bool:
     """Whether a value has one number for each row, and a replay would make it from rows in `coded`."""
 
-    def reads(made: int) -> list[int]:
+    def reads(made: int) -> tuple[int, ...]:
         producer = tape.values[made].producer
-        return [] if producer is None else tape.operators[producer].inputs()
+        return () if producer is None else tape.operators[producer].inputs()
 
     is_statistic = tape.values[value].ref.geometry[0][-1:] == (1,)
     return is_statistic and not made_from(value, reads, choices.__contains__).isdisjoint(coded)

@@ -71,12 +71,10 @@ class CheckingRecorder(Recorder):
             self._leave()
         return self.tape()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_paused:
-            return func(*args, **(kwargs or {}))
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+            return func(*args, **kwargs)
+        result = super()._dispatch(func, types, args, kwargs)
         self._compare()
         return result
 
@@ -85,14 +83,14 @@ class CheckingRecorder(Recorder):
         if (func._schema.is_mutable or func.namespace == "c10d") and not self.has_left:
             index = len(self.operators)
             expected = self._tape.operators[index] if index < len(self._tape.operators) else None
-            if expected is None or (func, repr((args, kwargs))) != (expected.target, _arguments(expected)):
+            if expected is None or (func, repr((args, kwargs))) != (expected.target, expected.arguments()):
                 self._leave()
 
     def _compare(self) -> None:
         """Compare what was noted since the last time."""
-        if self.has_left:
-            return
         values, operators = len(self.values), len(self.operators)
+        if self.has_left or (values, operators) == (self._num_values, self._num_operators):
+            return
         fit = values <= len(self._tape.values) and operators <= len(self._tape.operators)
         fit = fit and all(map(_same_value, self.values[self._num_values :], self._tape.values[self._num_values :]))
         known = self._tape.operators[self._num_operators :]
@@ -125,9 +123,5 @@ def _same_operator(operator: TapeOperator, expected: TapeOperator) -> bool:
         operator.target == expected.target
         and (operator.outputs, operator.mutations, operator.random)
         == (expected.outputs, expected.mutations, expected.random)
-        and _arguments(operator) == _arguments(expected)
+        and operator.arguments() == expected.arguments()
     )
-
-
-def _arguments(operator: TapeOperator) -> str:
-    return repr((operator.args, operator.kwargs))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+
+from adacc_hf.tapes.tape import leaves
 
 
 class Drawing:
@@ -16,13 +17,15 @@ class Drawing:
     """
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves = tree_leaves((args, kwargs))
-        self._own_generator = any(isinstance(leaf, torch.Generator) for leaf in leaves)
-        devices = [leaf for leaf in leaves if isinstance(leaf, torch.device)]  # one that is asked for comes first
-        devices += [leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self._device = devices[0] if devices else torch.device("cpu")
-        may_draw = torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten"
-        self._before = self._state() if may_draw else None
+        given = leaves(args, kwargs)
+        self._own_generator = any(isinstance(leaf, torch.Generator) for leaf in given)
+        self._device = torch.device("cpu")
+        self._before: bytes | tuple[int, int] | None = None
+        if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
+            devices = [leaf for leaf in given if isinstance(leaf, torch.device)]  # one that is asked for comes first
+            devices += [leaf.device for leaf in given if isinstance(leaf, torch.Tensor)]
+            self._device = devices[0] if devices else self._device
+            self._before = self._state()
 
     def happened(self) -> bool:
         return self._own_generator or (self._before is not None and self._has_moved())

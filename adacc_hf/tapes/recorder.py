@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from adacc_hf.compat import attention_of, cast_from, class_name
 from adacc_hf.random_states import PythonStates
@@ -31,6 +30,7 @@ from adacc_hf.tapes.tape import (
     TensorRef,
     geometry_of,
     has_storage,
+    leaves,
     map_tensors,
     tensor_refs,
 )
@@ -160,10 +160,14 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        return self._dispatch(func, types, args, kwargs or {})
+
+    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operator and note it. Torch puts a wrapper of its own around each class's `__torch_dispatch__`."""
         if any(map(runs_on_parts, types)):
             return NotImplemented  # what it runs on the parts comes here next
-        if func in _NO_OPERATORS or not all(map(self._has_memory, tree_leaves((args, kwargs)))):
+        given = leaves(args, kwargs)
+        if func in _NO_OPERATORS or not all(map(self._has_memory, given)):
             return func(*args, **kwargs)
         if func is _CONSTANT and self._is_new_number(args[0]):
             return self._note_number(func(*args, **kwargs))
@@ -180,7 +184,7 @@ class Recorder(TorchDispatchMode):
             self._in_operator = False
         drew = drawing.happened()
         self._check_trust(func, args)
-        if all(has_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)):
+        if all(has_storage(leaf) for leaf in given if isinstance(leaf, torch.Tensor)):
             written = _written_tensors(func, args, kwargs)
             self._note(func, recorded_args, recorded_kwargs, written, result, drew)
         return result
@@ -360,7 +364,7 @@ def is_freed(base: torch.Tensor, value: TapeValue) -> bool:
 
 
 def _local_leaves(result: Any) -> list[Any]:
-    return [local_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves(result)]
+    return [local_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves(result)]
 
 
 def _is_fake(tensor: torch.Tensor) -> bool:
@@ -374,12 +378,14 @@ def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     Those of torch.distributed declare nothing: any of theirs may be.
     """
     written: dict[int, torch.Tensor] = {}
+    if not func._schema.is_mutable and func.namespace != "c10d":
+        return []
     for position, argument in enumerate(func._schema.arguments):
         is_declared = argument.alias_info is not None and argument.alias_info.is_write
         if not is_declared and func.namespace != "c10d":
             continue
         given = args[position] if position < len(args) else kwargs.get(argument.name)
-        for tensor in tree_leaves(given):
+        for tensor in leaves(given):
             if isinstance(tensor, torch.Tensor):
                 written.setdefault(tensor.untyped_storage()._cdata, tensor)
     return list(written.values())

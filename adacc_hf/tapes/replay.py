@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from adacc_hf.tapes.tape import Geometry, Tape, TapeOperator, TensorRef, map_tensors
+from adacc_hf.tapes.tape import Geometry, Tape, TapeOperator, TensorRef, leaves, map_tensors, tensor_refs
 
 Environment = list["torch.Tensor | None"]
 """The base tensor of every value that is at hand, by value index."""
@@ -89,9 +88,9 @@ class Step:
             environment[old] = copy_with_storage(environment[old])
         result = self._call(environment)
         if self.outputs:
-            leaves = (result,) if isinstance(result, torch.Tensor) else tree_leaves(result)
+            made = (result,) if isinstance(result, torch.Tensor) else leaves(result)
             for position, value in self.outputs:
-                environment[value] = leaves[position]
+                environment[value] = made[position]
         for old, new in self.mutations:
             environment[new] = environment[old]
         for old, tensor in zip(self.copies, untouched, strict=True):
@@ -118,9 +117,7 @@ class Step:
 
 
 def _holds_tensor(tree: Any) -> bool:
-    return any(
-        isinstance(leaf, TensorRef) for leaf in tree_leaves(tree, is_leaf=lambda item: isinstance(item, TensorRef))
-    )
+    return next(tensor_refs(tree), None) is not None
 
 
 SOON = 4

@@ -8,7 +8,7 @@ recorded once can be replayed at any later call with the same shapes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -26,13 +26,17 @@ COLLECTIVES = frozenset(
 """Namespaces of operators that other ranks take part in."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class TensorRef:
     """A tensor of the recorded call: a value and the way it is viewed."""
 
     value: int
     geometry: Geometry
     dtype: torch.dtype
+
+    def __repr__(self) -> str:
+        """As a dataclass has it, which digests are made of, at a third of the time."""
+        return f"TensorRef(value={self.value!r}, geometry={self.geometry!r}, dtype={self.dtype!r})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,8 @@ class TapeOperator:
     random: bool
     """Whether it drew random numbers; never replayed (rule R5)."""
     module: str
+    _inputs: tuple[int, ...] | None = field(default=None, init=False, repr=False, compare=False)
+    _arguments: str | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -114,9 +120,17 @@ class TapeOperator:
         """Whether replay may run it: it drew no random numbers, and no other rank took part in it (rules R5, R13)."""
         return not self.random and not self.is_collective
 
-    def inputs(self) -> list[int]:
+    def inputs(self) -> tuple[int, ...]:
         """Values it reads, each once, in the order of its arguments."""
-        return list(dict.fromkeys(ref.value for ref in tensor_refs((self.args, self.kwargs))))
+        if self._inputs is None:
+            self._inputs = tuple(dict.fromkeys(ref.value for ref in tensor_refs((self.args, self.kwargs))))
+        return self._inputs
+
+    def arguments(self) -> str:
+        """Its arguments as they count in a tape's digest."""
+        if self._arguments is None:
+            self._arguments = repr((self.args, self.kwargs))
+        return self._arguments
 
     def made(self) -> list[int]:
         """Values it makes: fresh storages and new versions."""
@@ -224,7 +238,7 @@ class Tape:
         return same if all(source == found for source, found in sources) else None
 
     def _wiring(self) -> list[Any]:
-        operators = [(op.name, op.inputs(), op.outputs, op.mutations, op.random) for op in self.operators]
+        operators = [(op.name, list(op.inputs()), op.outputs, op.mutations, op.random) for op in self.operators]
         sources = [str(value.source) for value in self.values if value.source is not None]
         return [operators, sources, [slot.value for slot in self.slots]]
 
@@ -239,6 +253,24 @@ def tensor_refs(tree: Any) -> Iterator[TensorRef]:
     elif isinstance(tree, dict):
         for item in tree.values():
             yield from tensor_refs(item)
+
+
+def leaves(*trees: Any) -> list[Any]:
+    """What nested tuples, lists and dicts hold, in order; all that operators take and give. Torch's `tree_leaves` takes
+    many times as long, and this is asked for at each operator of a recorded call."""
+    found: list[Any] = []
+    _collect(trees, found)
+    return found
+
+
+def _collect(trees: Iterable[Any], found: list[Any]) -> None:
+    for tree in trees:
+        if isinstance(tree, (tuple, list)):
+            _collect(tree, found)
+        elif isinstance(tree, dict):
+            _collect(tree.values(), found)
+        else:
+            found.append(tree)
 
 
 def map_tensors(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:

@@ -102,7 +102,7 @@ def test_what_other_ranks_take_part_in_is_a_new_version_that_never_runs_again(me
     assert [operator.may_run_again for operator in tape.operators] == [True, False, True]
     doubled, summed = tape.operators[0].made() + tape.operators[1].made()
     assert tape.values[doubled].overwritten
-    assert tape.operators[2].inputs() == [summed]
+    assert tape.operators[2].inputs() == (summed,)
     assert tape.has_collectives
 
 
