@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from adacc_hf.tapes.recorder import Recorder
+from adacc_hf.tapes.recorder import Recorder, may_write
 from adacc_hf.tapes.tape import Source, Tape, TapeOperator, TapeValue
 
 
@@ -80,7 +80,7 @@ class CheckingRecorder(Recorder):
 
     def _before_it_runs(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._compare()
-        if (func._schema.is_mutable or func.namespace == "c10d") and not self.has_left:
+        if may_write(func) and not self.has_left:
             index = len(self.operators)
             expected = self._tape.operators[index] if index < len(self._tape.operators) else None
             if expected is None or (func, repr((args, kwargs))) != (expected.target, expected.arguments()):

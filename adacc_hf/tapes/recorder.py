@@ -163,7 +163,8 @@ class Recorder(TorchDispatchMode):
         return self._dispatch(func, types, args, kwargs or {})
 
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operator and note it. Torch puts a wrapper of its own around each class's `__torch_dispatch__`."""
+        """Run one operator and note it. Subclasses add to this: torch wraps each `__torch_dispatch__` in code of its
+        own, which takes time at every operator."""
         if any(map(runs_on_parts, types)):
             return NotImplemented  # what it runs on the parts comes here next
         given = leaves(args, kwargs)
@@ -372,15 +373,16 @@ def _is_fake(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "fake_mode")
 
 
-def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Tensor arguments that the operator's schema declares as written, one per storage.
+def may_write(func: Any) -> bool:
+    """Whether an operator may write its arguments, as its schema declares. Those of torch.distributed declare nothing:
+    any of theirs may be written."""
+    return func._schema.is_mutable or func.namespace == "c10d"
 
-    Those of torch.distributed declare nothing: any of theirs may be.
-    """
+
+def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Tensor arguments that the operator may write, one per storage."""
     written: dict[int, torch.Tensor] = {}
-    if not func._schema.is_mutable and func.namespace != "c10d":
-        return []
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(func._schema.arguments if may_write(func) else ()):
         is_declared = argument.alias_info is not None and argument.alias_info.is_write
         if not is_declared and func.namespace != "c10d":
             continue

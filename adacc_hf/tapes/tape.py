@@ -35,7 +35,7 @@ class TensorRef:
     dtype: torch.dtype
 
     def __repr__(self) -> str:
-        """As a dataclass has it, which digests are made of, at a third of the time."""
+        """As a dataclass has it, which digests are made of, without its guard against references to itself."""
         return f"TensorRef(value={self.value!r}, geometry={self.geometry!r}, dtype={self.dtype!r})"
 
 
@@ -245,19 +245,14 @@ class Tape:
 
 def tensor_refs(tree: Any) -> Iterator[TensorRef]:
     """The tensor references in nested tuples, lists and dicts."""
-    if isinstance(tree, TensorRef):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from tensor_refs(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from tensor_refs(item)
+    return (leaf for leaf in leaves(tree) if isinstance(leaf, TensorRef))
 
 
 def leaves(*trees: Any) -> list[Any]:
-    """What nested tuples, lists and dicts hold, in order; all that operators take and give. Torch's `tree_leaves` takes
-    many times as long, and this is asked for at each operator of a recorded call."""
+    """What nested tuples, lists and dicts hold, in order; all that operators take and give.
+
+    It is asked for at each operator of a recorded call: torch's `tree_leaves` looks up each container in a registry.
+    """
     found: list[Any] = []
     _collect(trees, found)
     return found
