@@ -37,6 +37,11 @@ def decided(
     return frozenset(found)
 
 
+def is_statistic(size: Sequence[int]) -> bool:
+    """Whether a value of this size has one number for each row."""
+    return tuple(size[-1:]) == (1,)
+
+
 def made_from(
     value: int, reads: Callable[[int], Iterable[int]], is_activation: Callable[[int], bool]
 ) -> frozenset[int]:

@@ -12,7 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from adacc_hf.decisions import decided, made_from
+from adacc_hf.decisions import decided, is_statistic, made_from
 from adacc_hf.errors import AdaccError
 from adacc_hf.files import fields_of, read_json, write_json
 
@@ -79,7 +79,7 @@ class Value:
     @property
     def is_statistic(self) -> bool:
         """Whether it holds one number for each row."""
-        return self.shape[-1:] == (1,)
+        return is_statistic(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)

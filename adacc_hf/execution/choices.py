@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from adacc_hf.decisions import decided, made_from
+from adacc_hf.decisions import decided, is_statistic, made_from
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.policy import RECOMPUTE, RETAIN, Action, Choice
 from adacc_hf.tapes.tape import Tape
@@ -47,8 +47,9 @@ def _is_statistic_of(coded: Collection[int], value: int, choices: Collection[int
         producer = tape.values[made].producer
         return () if producer is None else tape.operators[producer].inputs()
 
-    is_statistic = tape.values[value].ref.geometry[0][-1:] == (1,)
-    return is_statistic and not made_from(value, reads, choices.__contains__).isdisjoint(coded)
+    if not is_statistic(tape.values[value].ref.geometry[0]):
+        return False
+    return not made_from(value, reads, choices.__contains__).isdisjoint(coded)
 
 
 def _codec(choice: Choice) -> Codec:

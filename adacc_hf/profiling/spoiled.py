@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from adacc_hf.decisions import is_statistic
 from adacc_hf.tapes.tape import Tape, TapeOperator, TensorRef, tensor_refs
 
 SUMMARY_RATIO = 8
@@ -49,7 +50,7 @@ def is_summary(size: Sequence[int], source: Sequence[int]) -> bool:
 
     What a product or an index leaves of its operand has as many dimensions, however few its columns or rows.
     """
-    if tuple(size[-1:]) == (1,):
+    if is_statistic(size):
         return True
     return len(size) < len(source) and math.prod(size) * SUMMARY_RATIO <= math.prod(source)
 
