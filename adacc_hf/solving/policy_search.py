@@ -111,12 +111,7 @@ class PolicySearch:
         if self.oracle.peak_bytes(self.plain) <= budget.nbytes:
             return [self.plain]
         columns = self.kinds.frontiers
-        limit = self._limit_bytes(budget)
-
-        def fits(policy: list[Column]) -> bool:
-            # The sum first, which takes no simulation of plans that are far too large.
-            return sum(c.nbytes for c in policy) <= limit and self.oracle.peak_bytes(policy) <= budget.nbytes
-
+        fits = self._fits_peak(budget)
         found = list(self._chained(columns, budget, fits, rival_ms, with_one_plans=True))
         if found:
             found += self._greedy(fits, self._least_rank(found, rival_ms))
@@ -143,15 +138,23 @@ class PolicySearch:
         """`policy`, or what has a lower peak of all that is looked at if that of `policy` is the budget; and so on."""
         while True:
             nbytes = self.oracle.peak_bytes(policy)
-
-            def fits(other: list[Column], nbytes: int = nbytes) -> bool:
-                return self.oracle.peak_bytes(other) <= nbytes
-
-            others = self._chained(columns, Budget(nbytes, nbytes, of_peak=True), fits, math.inf, with_one_plans=True)
+            budget = Budget(nbytes, nbytes, of_peak=True)
+            fits = self._fits_peak(budget)
+            others = self._chained(columns, budget, fits, math.inf, with_one_plans=True)
             least = min([policy, *others, *self._greedy(fits, math.inf)], key=self.oracle.peak_bytes)
             if self.oracle.peak_bytes(least) == nbytes:
                 return policy
             policy = least
+
+    def _fits_peak(self, budget: Budget) -> Fits:
+        """Whether a policy's peak keeps to the budget."""
+        limit = self._limit_bytes(budget)
+
+        def fits(policy: list[Column]) -> bool:
+            # The sum first, which takes no simulation of plans that are far too large.
+            return sum(c.nbytes for c in policy) <= limit and self.oracle.peak_bytes(policy) <= budget.nbytes
+
+        return fits
 
     def _reachable(self, columns: Sequence[Sequence[Column]]) -> Budget:
         """A budget that some policy made of frontier plans keeps to; quick to find, and not the least."""
