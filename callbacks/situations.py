@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from adacc_hf.callbacks.checkpoint_files import SavedSituation
 from adacc_hf.callbacks.step_times import StepTimes
 from adacc_hf.executor import BlockPlans
+from adacc_hf.latest import note_latest
 from adacc_hf.rectifier import Rectifier
 from adacc_hf.tapes.known_shapes import MAX_SHAPES
 from adacc_hf.tracking.shapes import BatchShapes, bucket_of, fits_in, num_elements, smallest_around
-
-T = TypeVar("T")
 
 ENOUGH = 8
 """Batches of a bucket without a policy of its own that are worth a profile, which takes as long as 20 to 60 steps."""
@@ -132,7 +130,7 @@ class Situations:
     def plans_for(self, situation: Situation, shapes: BatchShapes) -> BlockPlans:
         """What a batch of `shapes` runs under in `situation`; asked once per batch."""
         is_recorded = situation.recording is None or shapes in self._has_run or shapes in self._recorded
-        _note_latest(self._has_run, shapes, None, MAX_SHAPES)
+        note_latest(self._has_run, shapes, None, MAX_SHAPES)
         return situation.plans if is_recorded else situation.recording
 
     def refuse(self, shapes: BatchShapes) -> None:
@@ -144,21 +142,13 @@ class Situations:
         if bucket in self._refused:
             return
         known = self._unplanned.get(bucket) or _Unplanned(shapes)
-        _note_latest(self._unplanned, bucket, known, MAX_UNPLANNED)
+        note_latest(self._unplanned, bucket, known, MAX_UNPLANNED)
         known.shapes = smallest_around(known.shapes, shapes)
         known.num_seen += 1
 
     def unplanned(self) -> dict[BatchShapes, tuple[BatchShapes, int]]:
         """Per bucket without a policy of its own: the sizes that were seen, and how often."""
         return {bucket: (seen.shapes, seen.num_seen) for bucket, seen in self._unplanned.items()}
-
-
-def _note_latest(noted: OrderedDict[BatchShapes, T], shapes: BatchShapes, value: T, most: int) -> None:
-    """Put `shapes` last, and forget the first if there are more than `most`."""
-    noted[shapes] = value
-    noted.move_to_end(shapes)
-    if len(noted) > most:
-        noted.popitem(last=False)
 
 
 def most_wanted(seen: list[dict[BatchShapes, tuple[BatchShapes, int]]]) -> BatchShapes | None:

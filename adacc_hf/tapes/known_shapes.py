@@ -10,6 +10,7 @@ from weakref import WeakSet
 
 from torch import nn
 
+from adacc_hf.latest import note_latest
 from adacc_hf.tapes.call_inputs import Args, Kwargs, StatePaths, call_key, data_at, state_layout
 from adacc_hf.tapes.python_state import FIRST_STATE, PythonState
 from adacc_hf.tapes.tape import Tape
@@ -82,9 +83,7 @@ class KnownShapes(OrderedDict[Key, KnownShape]):
         known_data = {known.data for known in self if known.shape == key.shape}
         if not known_data or key.data in known_data or key in self._strange:
             return False
-        self._strange[key] = None
-        if len(self._strange) > MAX_SHAPES:
-            self._strange.popitem(last=False)
+        note_latest(self._strange, key, None, MAX_SHAPES)
         return True
 
     def add(self, key: Key, known: KnownShape) -> Key:

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from adacc_hf.compat import PretrainedConfig
+from adacc_hf.latest import note_latest
 
 FIRST_STATE = 0
 """The number of the state in which a block was seen first."""
@@ -102,11 +103,9 @@ class PythonState:
     def _number_of(self, digest: bytes) -> int:
         """The number of a state, which is the latest now."""
         number = self._numbers.get(digest)
-        self._numbers[digest] = next(self._unused) if number is None else number
-        self._numbers.move_to_end(digest)
-        if len(self._numbers) > MAX_STATES:
-            self._numbers.popitem(last=False)
-        return self._numbers[digest]
+        number = next(self._unused) if number is None else number
+        note_latest(self._numbers, digest, number, MAX_STATES)
+        return number
 
     def _look(self) -> None:
         self._content: dict[str, str] = {}
