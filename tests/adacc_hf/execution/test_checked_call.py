@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.errors import PolicyMismatchError
 from adacc_hf.executor import PolicyHandle
-from adacc_hf.memory import MemoryMeter
+from adacc_hf.memory import MemoryMeter, collecting_no_garbage
 from adacc_hf.solver import least_policy
 from adacc_hf.tapes.library import library_of_profiles
 
@@ -105,7 +105,7 @@ def peaks(model, batch, num_steps=4):
     found = []
     for _ in range(num_steps):
         model.zero_grad(set_to_none=True)
-        with MemoryMeter.for_device(torch.device("cpu")) as meter:
+        with collecting_no_garbage(), MemoryMeter.for_device(torch.device("cpu")) as meter:
             model(**batch).loss.backward()
         found.append(meter.peak_bytes)
     return found
