@@ -1,4 +1,5 @@
-"""What no replay may make from numbers that a lossy codec changed: indices, and statistics of rows.
+"""What no replay may make from numbers that a lossy codec changed: indices, statistics of rows, and what would be far
+off.
 
 Indices follow from numbers: which expert a token goes to, in which order rows are sorted. A replay that reads numbers
 from a lossy codec may decide otherwise than forward did, where two were nearly equal: rows that forward saved in one
@@ -9,11 +10,17 @@ choose between is near too.
 A statistic is one number for each row, such as a norm's deviation. A row of which a codec leaves next to nothing has a
 deviation out of all proportion, and that one number scales all of its gradient. So where rows are stored with loss
 their statistics are stored too. Where rows are remade themselves, statistics of the same rows suit them better.
+
+What else comes out far off is found by measuring, when a block is profiled (`profiling/gradient_probe.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+
+SPOILED_ERROR = 0.5
+"""Relative error from which compression is held to spoil a gradient, a block's or an operator's. INT4 leaves about 0.1
+(0.15 under eager attention); at 0.5 the noise is half as long as the gradient."""
 
 
 def decided(
@@ -56,4 +63,15 @@ def made_from(
         seen.update(new)
         found.update(filter(is_activation, new))
         pending += [read for read in new if not is_activation(read)]
+    return frozenset(found)
+
+
+def upstream(value: int, reads: Callable[[int], Iterable[int]], is_activation: Callable[[int], bool]) -> frozenset[int]:
+    """All activations that `value` is made from, near or far."""
+    found: set[int] = set()
+    pending = [value]
+    while pending:
+        new = made_from(pending.pop(), reads, is_activation) - found
+        found |= new
+        pending += new
     return frozenset(found)

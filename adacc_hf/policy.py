@@ -330,5 +330,5 @@ def _random_plan(kind: KindProfile, generator: random.Random, allowed: Sequence[
         choices[value.index] = generator.choice(menu) if menu else RETAIN
         if choices[value.index] in [Choice.compress(option) for option in options if not option.lossless]:
             coded.add(value.index)
-    kept = [v for v in kind.decided(coded) | kind.statistics_of(coded) if choices.get(v) == RECOMPUTE]
+    kept = [v for v in kind.decided(coded) | kind.fragile_beside(coded) if choices.get(v) == RECOMPUTE]
     return Plan(kind=kind.digest, choices=tuple((choices | dict.fromkeys(kept, RETAIN)).items()))

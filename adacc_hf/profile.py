@@ -12,7 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from adacc_hf.decisions import decided, is_statistic, made_from
+from adacc_hf.decisions import SPOILED_ERROR, decided, is_statistic, made_from, upstream
 from adacc_hf.errors import AdaccError
 from adacc_hf.files import fields_of, read_json, write_json
 
@@ -70,6 +70,9 @@ class Value:
     equal_to: int | None = None
     """An earlier activation with the same bits, made by the same operator from the same input. RECOMPUTE takes this
     value from there."""
+    replay_error: float = 0.0
+    """Largest relative error that it makes in the gradient of an operator to remake it from what codecs left of other
+    activations; 0 where that was not measured."""
 
     @property
     def is_index(self) -> bool:
@@ -80,6 +83,11 @@ class Value:
     def is_statistic(self) -> bool:
         """Whether it holds one number for each row."""
         return is_statistic(self.shape)
+
+    @property
+    def is_far_remade(self) -> bool:
+        """Whether it comes out too far off where replay starts from what codecs left."""
+        return self.replay_error > SPOILED_ERROR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,18 +177,24 @@ class KindProfile:
         )
 
     @cached_property
-    def statistics(self) -> dict[int, frozenset[int]]:
-        """Saved activations with one number for each row, and the activations that these are remade from."""
-        statistics = [value.index for value in self.activations if value.saved and value.is_statistic]
-        return {value: made_from(value, self._reads, lambda v: self.values[v].activation) for value in statistics}
+    def fragile(self) -> dict[int, frozenset[int]]:
+        """Saved activations that no replay may make where any of these others is stored with loss: those with one
+        number for each row, and what comes out too far off (`adacc_hf.decisions`)."""
+        saved = [value for value in self.activations if value.saved]
+        far = {v.index: upstream(v.index, self._reads, self._is_activation) for v in saved if v.is_far_remade}
+        rows = {v.index: made_from(v.index, self._reads, self._is_activation) for v in saved if v.is_statistic}
+        return rows | far
 
     def _reads(self, value: int) -> tuple[int, ...]:
         producer = self.values[value].producer
         return () if producer is None else self.operators[producer].inputs
 
-    def statistics_of(self, coded: Collection[int]) -> frozenset[int]:
-        """Statistics that no replay may make where those in `coded` are stored with loss (`adacc_hf.decisions`)."""
-        return frozenset(value for value, rows in self.statistics.items() if not rows.isdisjoint(coded))
+    def _is_activation(self, value: int) -> bool:
+        return self.values[value].activation
+
+    def fragile_beside(self, coded: Collection[int]) -> frozenset[int]:
+        """Activations that no replay may make where those in `coded` are stored with loss."""
+        return frozenset(value for value, others in self.fragile.items() if not others.isdisjoint(coded))
 
     def merged(self, equal: Mapping[int, int]) -> KindProfile:
         """The kind in which `equal[v]` stands for `v` wherever an operator reads it or a slot holds it."""

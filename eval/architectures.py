@@ -344,8 +344,7 @@ some of the blocks (see notes). No architecture has code of its own.
   tensors go through the same codecs; "-" where every block fell back.
 - **stored bytes**: what forward leaves behind is what the policy predicted, byte for byte.
 - **mixed**: under random policies that compress and recompute the gradient is off by at most {factor:g} times what it
-  is with everything compressed, and {excess:.0%}; "-" where no lossy codec was used. Gemma 4 does not scale its scores,
-  so that what codecs change in queries and keys decides about its softmax.
+  is with everything compressed, and {excess:.0%}; "-" where no lossy codec was used.
 - **blocks**: calls of blocks in one step, each with a plan of its own; albert calls one layer again and again.
 - **notes**: blocks that cannot be replayed, and why: which operators they run depends on what they compute (how many
   tokens an expert gets). Such a block retains everything or runs under torch's checkpoint, as the policy says. What

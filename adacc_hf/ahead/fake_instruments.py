@@ -36,6 +36,7 @@ from adacc_hf.profiling.codec_options import (
     relative_error,
     with_outlier_codec,
 )
+from adacc_hf.profiling.gradient_probe import GradientErrors
 from adacc_hf.profiling.instruments import Instruments
 from adacc_hf.profiling.pricing import Prices
 from adacc_hf.random_states import random_states_kept
@@ -92,6 +93,11 @@ class FakeInstruments(Instruments):
         times = [self._operator_ms(operator, bases) for operator in tape.operators]
         workspaces = [NUMBER_BYTES if _reads_number(operator) else 0 for operator in tape.operators]
         return Prices(times, workspaces, codecs)
+
+    def gradient_errors(
+        self, tape: Tape, bases: list[torch.Tensor], prices: Prices, config: AdaccConfig
+    ) -> GradientErrors:
+        return GradientErrors()
 
     def _operator_ms(self, operator: TapeOperator, bases: list[torch.Tensor]) -> float:
         args, kwargs = map_tensors((operator.args, operator.kwargs), TensorRef, lambda ref: view(bases[ref.value], ref))

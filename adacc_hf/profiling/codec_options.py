@@ -19,6 +19,8 @@ from adacc_hf.tapes.compiled import encode_view
 from adacc_hf.tapes.replay import view
 from adacc_hf.tapes.tape import Tape
 
+FINER = "int8"
+"""The codec for what that of its role is too coarse for."""
 OUTLIER_SHARE = 0.01
 """Share of the channels that are taken to be outliers where there is no data to count them in."""
 
@@ -90,6 +92,18 @@ def codec_options(
         codecs = [make_codec(name, config, outliers.get(value, 0)) for name in names]
         suited = [c for c in codecs if c.supports(tuple(tensor.shape), tensor.dtype) and c.accepts(tensor)]
         found[value] = tuple(_price(codec, tensor, scarce) for codec in suited)
+    return found
+
+
+def finer_options(
+    tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, values: Sequence[int], scarce: Bottleneck
+) -> dict[int, tuple[CodecOption, ...]]:
+    """FINER, priced for those of `values` that it suits, where the settings leave the choice of codecs to us."""
+    found = {}
+    for value in values if config.codecs is None else ():
+        tensor, codec = view(bases[value], encode_view(tape, value)), make_codec(FINER, config, 0)
+        if codec.supports(tuple(tensor.shape), tensor.dtype):
+            found[value] = (_price(codec, tensor, scarce),)
     return found
 
 

@@ -24,7 +24,8 @@ from adacc_hf.memory import (
     static_bytes,
 )
 from adacc_hf.profiling.codec_options import outliers_in
-from adacc_hf.profiling.pricing import Prices, price_call, price_tape
+from adacc_hf.profiling.gradient_probe import GradientErrors
+from adacc_hf.profiling.pricing import Prices, errors_of, price_call, price_tape
 from adacc_hf.profiling.timing import seconds_of
 from adacc_hf.random_states import random_states_kept
 from adacc_hf.tapes.drawing import Drawing
@@ -49,6 +50,12 @@ class Instruments:
     def price(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig, outliers: dict[int, int]) -> Prices:
         """The time of each operator of `tape`, and the codecs of each activation with theirs."""
         return price_tape(tape, bases, config, outliers)
+
+    def gradient_errors(
+        self, tape: Tape, bases: list[torch.Tensor], prices: Prices, config: AdaccConfig
+    ) -> GradientErrors:
+        """What codecs and replay do to the gradients of a block; `prices` get a finer codec where none is near."""
+        return errors_of(tape, bases, prices, config)
 
     def price_call(self, run: Callable[[], object], device: torch.device) -> Prices:
         """The time of a call that runs more than its tape shows; `run` makes it again."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from adacc_hf.config import AdaccConfig
-from adacc_hf.profile import KindProfile, Operator, Value
+from adacc_hf.decisions import SPOILED_ERROR
+from adacc_hf.profile import CodecOption, KindProfile, Operator, Value
 from adacc_hf.profiling.codec_options import storable, with_outliers
 from adacc_hf.profiling.pricing import Prices
 from adacc_hf.profiling.roles import role_of
 from adacc_hf.profiling.sharing import RecordedBlock, Sharing
 from adacc_hf.tapes.compiled import encode_view
 from adacc_hf.tapes.verification import obtainable
+
+log = logging.getLogger(__name__)
 
 
 class KindBuilder:
@@ -38,6 +42,7 @@ class KindBuilder:
         """What it may also not store; an output, a cast or anything else that others hold costs nothing more."""
         self.recomputable = obtainable(self.tape, self.tape.recomputable, self.saved) - kept
         self.outliers = {value: max(block.outliers.get(value, 0) for block in group) for value in prices.codecs}
+        self.errors = [block.errors for block in group]
 
     def build(self) -> KindProfile:
         """The profile."""
@@ -58,7 +63,7 @@ class KindBuilder:
 
     def _value(self, index: int) -> Value:
         tape, record = self.tape, self.tape.values[index]
-        codecs = self.prices.codecs.get(index, ()) if index in self.optional else ()
+        codecs = self._codecs(index) if index in self.optional else ()
         return Value(
             index=index,
             name=record.name,
@@ -75,7 +80,25 @@ class KindBuilder:
             role=role_of(tape, index),
             codecs=with_outliers(codecs, tape, index, self.config, self.outliers[index]) if codecs else (),
             equal_to=self._equal_to(index),
+            replay_error=max(errors.replay.get(index, 0.0) for errors in self.errors),
         )
+
+    def _codecs(self, index: int) -> tuple[CodecOption, ...]:
+        """Those that are near enough for the gradients of all blocks."""
+        near = []
+        for option in self.prices.codecs.get(index, ()):
+            error = max(errors.codecs.get((index, option.codec), 0.0) for errors in self.errors)
+            if error <= SPOILED_ERROR:
+                near.append(option)
+            else:
+                log.info(
+                    "Adacc: %s: %s is not compressed with %s, which would put a gradient off by %.2g of it",
+                    self.tape.block_class,
+                    self.tape.values[index].name,
+                    option.codec,
+                    error,
+                )
+        return tuple(near)
 
     def _equal_to(self, index: int) -> int | None:
         """The activation that stands for this value, as `CompiledPlan` has it."""

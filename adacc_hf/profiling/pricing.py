@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from adacc_hf.config import AdaccConfig
+from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.memory import MemoryMeter
 from adacc_hf.profile import CodecOption
-from adacc_hf.profiling.codec_options import codec_options
-from adacc_hf.profiling.timing import Timing, bottleneck, median_ms, time_of
+from adacc_hf.profiling.codec_options import FINER, codec_options, finer_options
+from adacc_hf.profiling.gradient_probe import GradientErrors, gradient_errors, is_near
+from adacc_hf.profiling.timing import Bottleneck, Timing, bottleneck, median_ms, time_of
 from adacc_hf.tapes.recorder import MOVES_STORAGE, is_freed
 from adacc_hf.tapes.replay import Environment, Step
 from adacc_hf.tapes.tape import Tape
@@ -26,6 +28,8 @@ class Prices:
     operator_bytes: list[int]
     """What a run of each operator takes besides its results: temporaries, and Python numbers made tensors."""
     codecs: dict[int, tuple[CodecOption, ...]] = field(default_factory=dict)
+    scarce: Bottleneck = "device_ms"
+    """What a step waits for."""
 
 
 def price_tape(tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, outliers: dict[int, int]) -> Prices:
@@ -35,7 +39,38 @@ def price_tape(tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, o
         scarce = bottleneck(timings)
         codecs = codec_options(tape, bases, config, outliers, scarce)
         times = [getattr(timing, scarce) for timing in timings]
-        return Prices(times, operator_workspaces(tape, bases), codecs)
+        return Prices(times, operator_workspaces(tape, bases), codecs, scarce)
+
+
+def errors_of(tape: Tape, bases: Sequence[torch.Tensor], prices: Prices, config: AdaccConfig) -> GradientErrors:
+    """What codecs and replay do to the gradients of one block whose tape has these `prices`.
+
+    Where no codec is near enough, a finer one is priced too.
+    """
+    if not any(_lossy(prices.codecs).values()):
+        return GradientErrors()
+    with torch.no_grad(), torch.autocast(bases[0].device.type, enabled=False):
+        errors = gradient_errors(tape, bases, _lossy(prices.codecs))
+        missing = [value for value, some in _lossy(prices.codecs).items() if _needs_finer(errors, value, some)]
+        finer = finer_options(tape, bases, config, missing, prices.scarce)
+        if finer:
+            prices.codecs |= {value: (*prices.codecs[value], *options) for value, options in finer.items()}
+            errors = gradient_errors(tape, bases, _lossy(prices.codecs))
+        return errors
+
+
+def _lossy(options: Mapping[int, Sequence[CodecOption]]) -> dict[int, list[Codec]]:
+    """The codecs that lose something, the coarsest first."""
+    found = {}
+    for value, some in options.items():
+        lossy = sorted((option for option in some if not option.lossless), key=lambda option: option.nbytes)
+        found[value] = [get_codec(option.codec, **dict(option.options)) for option in lossy]
+    return found
+
+
+def _needs_finer(errors: GradientErrors, value: int, codecs: Sequence[Codec]) -> bool:
+    names = [codec.name for codec in codecs]
+    return bool(names) and FINER not in names and not any(is_near(errors.codecs, value, name) for name in names)
 
 
 def price_call(run: Callable[[], object], device: torch.device) -> Prices:

@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from adacc_hf.profile import Shared
+from adacc_hf.profiling.gradient_probe import GradientErrors
 from adacc_hf.tapes.known_shapes import KnownShapes
 from adacc_hf.tapes.local_tensors import storage_of
 from adacc_hf.tapes.tape import Source, Tape
@@ -37,6 +38,7 @@ class RecordedBlock:
     made: dict[int, StorageWeakRef]
     """Saved values that the block made and did not give away."""
     outliers: dict[int, int]
+    errors: GradientErrors
     follows_on: bool = False
     """Whether it is given what the call before it returned."""
     dead: frozenset[int] = frozenset()

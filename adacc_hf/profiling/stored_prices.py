@@ -8,7 +8,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -18,9 +18,13 @@ from adacc_hf.profile import codec_option_from_json
 from adacc_hf.profiling.instruments import Instruments
 from adacc_hf.profiling.pricing import Prices
 from adacc_hf.profiling.profile_store import Key, ProfileStore, ProfileStoreError
+from adacc_hf.profiling.timing import Bottleneck
 from adacc_hf.tapes.tape import Tape
 
 log = logging.getLogger(__name__)
+
+CONTENTS = 2
+"""Goes up with each change of what is kept, so that older prices are not taken for whole."""
 
 
 class StoringInstruments(Instruments):
@@ -77,7 +81,7 @@ def price_key(tape: Tape, device: torch.device, config: AdaccConfig, outliers: M
         config.min_compress_bytes,
         config.max_error is not None,
         sorted(outliers.items()),
-        __version__,
+        (__version__, CONTENTS),
     )
     return Key(
         tape=tape.digest,
@@ -105,6 +109,7 @@ def prices_to_json(prices: Prices, tape: Tape) -> dict[str, Any]:
             }
             for value, options in prices.codecs.items()
         ],
+        "scarce": prices.scarce,
     }
 
 
@@ -118,7 +123,10 @@ def prices_from_json(record: dict[str, Any], tape: Tape) -> Prices:
         for activation in record["activations"]
     }
     workspaces = [int(operator["workspace_bytes"]) for operator in record["operators"]]
-    return Prices(times, workspaces, codecs)
+    scarce = record["scarce"]
+    if scarce not in get_args(Bottleneck):
+        raise ValueError(f"scarce is {scarce!r}")
+    return Prices(times, workspaces, codecs, scarce)
 
 
 def device_name(device: torch.device) -> str:

@@ -126,6 +126,7 @@ class Survey:
         outliers = self.instruments.outliers(tape, recorder.bases, self.config)
         if tape.digest not in self._prices:
             self._prices[tape.digest] = self._price(tape, recorder.bases, outliers, run_again)
+        errors = self.instruments.gradient_errors(tape, recorder.bases, self._prices[tape.digest], self.config)
         self.library.remember(tape, key.given_to(recording.block), recording.name)
         known.add(key, KnownShape(tape, num_calls=2))
         inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
@@ -143,6 +144,7 @@ class Survey:
                 made=_made_references(recorder, tape, outputs.keys() | casts.keys()),
                 packed=recording.discard(),
                 outliers=outliers,
+                errors=errors,
                 follows_on=not {*map(address_of, self._returned)}.isdisjoint(map(address_of, given.values())),
             )
         )

@@ -63,7 +63,7 @@ def activation_rows(kind: KindProfile, plan: Plan) -> list[ActivationRow]:
     labels = dict(zip((value.index for value in kind.activations), activation_labels(kind), strict=True))
     options = {value.index: _chosen_option(value, choices[value.index]) for value in kind.activations}
     coded = [value for value, option in options.items() if option is not None and not option.lossless]
-    decided = kind.decided(coded) | kind.statistics_of(coded)
+    decided = kind.decided(coded) | kind.fragile_beside(coded)
     return [
         ActivationRow(
             value=value,

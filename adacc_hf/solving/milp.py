@@ -122,11 +122,11 @@ def price(model: KindModel, choices: Mapping[int, Choice]) -> Column:
     """The plan with these choices; what nobody reads is neither replayed nor stored.
 
     A block input that autograd does not save costs bytes only if a replay reads it. Activations that repeat another
-    are recomputed. Statistics of what is stored with loss are retained.
+    are recomputed. What no replay may make beside what is stored with loss is retained.
     """
     choices = {v.index: choices[v.index] if v.index in model.menus else RECOMPUTE for v in model.whole.activations}
     coded = [value for value, choice in choices.items() if model.is_lossy(value, choice)]
-    choices |= {value: RETAIN for value in model.kind.statistics_of(coded) if choices[value] == RECOMPUTE}
+    choices |= {value: RETAIN for value in model.kind.fragile_beside(coded) if choices[value] == RECOMPUTE}
     values = model.kind.values
     pending = [value.index for value in model.kind.activations if value.saved and choices[value.index] == RECOMPUTE]
     read: set[int] = set()
@@ -179,12 +179,14 @@ class BlockVariables:
         for j, run in self.run.items():
             for value in self._unsaved_inputs(j):
                 program.constrain([*self._stored(value), *self._remade(value), (run, -1.0)], low=0.0)
-        # [Statistics] those of rows that are stored with loss are stored.
-        for statistic, rows in self.model.kind.statistics.items():
-            for row in rows if self._remade(statistic) else ():
-                lossy = [(self.store[row, o], -1.0) for o, s in enumerate(self.model.menus[row]) if not s.is_lossless]
+        # [Fragile] what no replay may make where another one is stored with loss is stored then.
+        for value, others in self.model.kind.fragile.items():
+            for other in others if self._remade(value) else ():
+                lossy = [
+                    (self.store[other, o], -1.0) for o, s in enumerate(self.model.menus[other]) if not s.is_lossless
+                ]
                 if lossy:
-                    program.constrain([*self._stored(statistic), *lossy], low=0.0)
+                    program.constrain([*self._stored(value), *lossy], low=0.0)
 
     def _stored(self, value: int) -> list[tuple[int, float]]:
         return [(self.store[value, option], 1.0) for option in range(len(self.model.menus.get(value, ())))]

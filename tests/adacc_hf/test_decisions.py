@@ -10,6 +10,8 @@ from torch import nn
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.decisions import decided
 from adacc_hf.policy import RECOMPUTE, RETAIN, Action
+from adacc_hf.profiling.gradient_probe import GradientErrors
+from adacc_hf.profiling.instruments import Instruments
 from adacc_hf.reports.explain import explain_policy
 from adacc_hf.solver import least_policy
 from adacc_hf.solving.milp import build_model, price
@@ -99,6 +101,13 @@ def test_lossless_policies_may_remake_them(sorting):
         assert torch.equal(gradients(model, batch), plain)
 
 
+class NothingMeasured(Instruments):
+    """Leaves it to rules what no replay may make; by what it measures the codec of these rows would not be offered."""
+
+    def gradient_errors(self, *_):
+        return GradientErrors()
+
+
 @pytest.fixture
 def norming(toy_model, toy_batch):
     """(model, batch, its profile, its gradients): a norm with an epsilon like BERT's, and a row that is small beside
@@ -110,7 +119,8 @@ def norming(toy_model, toy_batch):
 
     model = toy_model(forward, setup=lambda block: setattr(block, "norm", nn.LayerNorm(8, eps=1e-12)))
     batch = toy_batch(8)
-    profile = profile_model(model, batch, AdaccConfig(min_compress_bytes=0, codecs=("int8",)))
+    config = AdaccConfig(min_compress_bytes=0, codecs=("int8",))
+    profile = profile_model(model, batch, config, instruments=NothingMeasured())
     return model, batch, profile, gradients(model, batch)
 
 
@@ -130,7 +140,7 @@ def test_the_statistics_of_coded_rows_are_stored(norming):
     """Whatever way a policy is found; those of rows that are remade are remade with them."""
     *_, profile, _ = norming
     kind = profile.kinds[0]
-    ((first, rows), (second, same)) = kind.statistics.items()
+    ((first, rows), (second, same)) = kind.fragile.items()
     assert rows == same
     (row,) = rows
     model = build_model(kind, AdaccConfig(min_compress_bytes=0, codecs=("int8",)))
@@ -145,7 +155,7 @@ def test_the_statistics_of_coded_rows_are_stored(norming):
 def test_the_executor_stores_them_whatever_a_policy_says(norming, caplog):
     model, batch, profile, plain = norming
     policy = Policy.uniform(profile, Action.COMPRESS)
-    statistics = dict.fromkeys(profile.kinds[0].statistics, RECOMPUTE)
+    statistics = dict.fromkeys(profile.kinds[0].fragile, RECOMPUTE)
     plans = tuple(replace(plan, choices=tuple((dict(plan.choices) | statistics).items())) for plan in policy.plans)
     config = AdaccConfig(min_compress_bytes=0, codecs=("int8",))
     with apply_policy(model, replace(policy, plans=plans), config), caplog.at_level(logging.WARNING):

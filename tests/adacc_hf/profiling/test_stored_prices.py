@@ -67,10 +67,11 @@ def test_a_broken_file_never_loses_a_run(store, measured, tiny_gpt2, token_batch
     assert "adacc profiles clear" in record.message
 
 
-def test_damaged_prices_are_measured_anew(store, measured, tiny_gpt2, token_batch, caplog):
+@pytest.mark.parametrize("damage", [{"operators": [{"name": "one"}], "activations": []}, {"scarce": "memory"}])
+def test_damaged_prices_are_measured_anew(store, measured, tiny_gpt2, token_batch, caplog, damage):
     profile_model(tiny_gpt2(), token_batch(), CONFIG)
     (row,) = store.list()
-    store.put(row.key, row.block_class, {"operators": [{"name": "one"}], "activations": []})
+    store.put(row.key, row.block_class, row.prices | damage)
     with caplog.at_level(logging.WARNING):
         profile_model(tiny_gpt2(), token_batch(), REUSE)
     assert len(measured) == 2
