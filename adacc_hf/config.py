@@ -70,8 +70,8 @@ class AdaccConfig:
     never makes them."""
     max_error: float | None = None
     """Largest relative L2 round-trip error that a compressed activation may have, and largest relative error of a
-    sampled block's gradient. What tracking steps find above it is promoted: to INT8, or not compressed at all. None
-    does not bound it, 0 allows lossless codecs only; up to 1e6."""
+    sampled block's gradient. What tracking steps find above it, or to spoil a gradient by that much, is promoted: to
+    INT8, or not compressed at all. None does not bound it, 0 allows lossless codecs only; up to 1e6."""
     solver_gap: float = 0.0
     """Part of the overhead, 0 to 1, by which a solution of an integer program may miss the best one; 0 asks for a
     proof, 0.05 stops at five percent. `Policy.facts` has as "gap" what any policy within the budget could still gain on
@@ -80,16 +80,18 @@ class AdaccConfig:
     """Longest that one integer program may run, 0.001 to 86400 seconds. A program that ends at this limit makes the
     policy depend on the machine's load; it takes 10 to 30 ms as a rule."""
     guard: bool = True
-    """Whether tracking steps measure what compression costs in accuracy, and loss spikes are looked into. A kind of
-    block whose sampled gradient has a relative error above 0.5 is not compressed with loss any more."""
+    """Whether tracking steps measure what compression costs in accuracy, and loss spikes are looked into. Where a
+    sampled block's gradient has a relative error above 0.5, the codecs that make it so are found, as few as will do,
+    and are not used any more for these activations in all blocks of the kind."""
     guard_blocks: int = 1
     """Blocks per tracking step, 0 to 1000, whose gradient is compared with an uncompressed backward, in turn; each
-    costs two forwards and backwards of one block. Under a budget in bytes only blocks whose input and gradient can be
-    held within it take turns. 0 compares none."""
+    costs two forwards and backwards of one block, and for a gradient above its bound up to two more for each activation
+    that is compressed. Under a budget in bytes only blocks whose input and gradient can be held within it take turns. 0
+    compares none."""
     loss_spike: float = 2.0
     """A logged loss above this many times (1 to 1e6) the median of the last 16, and outside their noise, is a spike.
-    Compression is switched off for the kinds of block whose gradients it spoils then. Close to 1 every bad batch is
-    one; 1e6 sees only non-finite ones."""
+    Codecs that spoil the gradient of any kind of block then are switched off, as under `guard`. Close to 1 every bad
+    batch is one; 1e6 sees only non-finite ones."""
     takeover_steps: int = 1
     """Optimizer steps, 0 to 1000, between a tracking step and the taking over of what was solved from it. 0 waits for
     the solver at once; large values train longer under the old policy."""

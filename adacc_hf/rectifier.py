@@ -8,7 +8,7 @@ thread while training goes on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,10 +19,12 @@ from adacc_hf.ranks import from_first_rank, of_all_ranks
 from adacc_hf.solver import Budget, solve_policy
 from adacc_hf.tracking.accuracy import BlockSample, GradientError
 from adacc_hf.tracking.background import Background
-from adacc_hf.tracking.judging import Rectification, bound_of, current_policy, judged, over_bound, with_margin
-from adacc_hf.tracking.repricing import with_errors, with_more_memory, with_outliers, without_lossy
+from adacc_hf.tracking.culprits import fewest
+from adacc_hf.tracking.judging import Rectification, current_policy, gradient_bound, judged, over_bound, with_margin
+from adacc_hf.tracking.repricing import with_errors, with_more_memory, with_outliers, without_codecs
 from adacc_hf.tracking.sampling import peaks_with_samples
-from adacc_hf.tracking.tracking import Findings, Key, MeasuringCodec, Observation, full_name, is_tracked
+from adacc_hf.tracking.switched_off import SwitchedOff, in_all_blocks, lossy_options, options_of
+from adacc_hf.tracking.tracking import Findings, MeasuringCodec, Observation, OptionKey, full_name, is_tracked
 
 if TYPE_CHECKING:
     from adacc_hf.executor import BlockPlans
@@ -41,6 +43,8 @@ class Tracking:
     """Relative L2 round-trip error of each compressed activation."""
     gradients: dict[int, GradientError]
     """What compression cost the gradient of sampled blocks, by kind."""
+    spoiling: frozenset[OptionKey]
+    """What of it made that too much: these codecs are not used any more."""
     reason: str
     """Why the policy must be solved again, or why not."""
     needs_solving: bool
@@ -66,8 +70,8 @@ class Rectifier:
         """The prices for which the solver ran last."""
         self.config = config
         self.memory_budget = config.memory_budget if memory_budget is None else memory_budget
-        self.exact_blocks: frozenset[str] = frozenset()
-        """Blocks that are not compressed with loss any more."""
+        self.switched_off: frozenset[SwitchedOff] = frozenset()
+        """Codecs that are not used any more, since they spoiled gradients."""
         self._plans: BlockPlans | None = None
         self._findings = Findings()
         self._samples: dict[str, BlockSample] = {}
@@ -107,8 +111,8 @@ class Rectifier:
     def finish_tracking(self) -> Tracking:
         """Stop measuring, and put what was found on any rank into the prices."""
         self._stop_measuring()
-        gradients, promoted = self._compare()
-        observation = Observation.merged(of_all_ranks(self._findings.read(gradients, promoted)))
+        gradients, spoiling = self._compare()
+        observation = Observation.merged(of_all_ranks(self._findings.read(gradients, spoiling)))
         self.cancel_tracking()
         return self._reprice(observation)
 
@@ -132,9 +136,9 @@ class Rectifier:
         """Price a step that was measured to need `extra_bytes` more than predicted."""
         self.profile = with_more_memory(self.profile, extra_bytes)
 
-    def stop_compressing(self, blocks: Iterable[str]) -> None:
-        """From the next solving on, no lossy codec for the kinds of `blocks`."""
-        self.exact_blocks |= frozenset(blocks)
+    def switch_off(self, codecs: Iterable[SwitchedOff]) -> None:
+        """From the next solving on, none of `codecs`."""
+        self.switched_off |= frozenset(codecs)
 
     def solve_for(self, profile: Profile) -> Policy:
         """The policy for the prices of `profile`, today's from now on; on all ranks what the first one solves.
@@ -175,7 +179,7 @@ class Rectifier:
         return self.policy
 
     def _to_solve(self) -> Profile:
-        return without_lossy(self.profile, self.exact_blocks)
+        return without_codecs(self.profile, self.switched_off)
 
     def _measuring(self, kind_index: int) -> Callable[[int, Codec], MeasuringCodec]:
         values = self.profile.kinds[kind_index].values
@@ -209,39 +213,58 @@ class Rectifier:
             log.info("Adacc: gradients of %d blocks are compared, for more the budget has no room", num)
         return [names[(self.num_tracked * num + place) % len(names)] for place in range(num)]
 
-    def _compare(self) -> tuple[dict[int, GradientError], frozenset[Key]]:
-        """Gradient errors by kind, and what must not be compressed any more for them to keep to the bound."""
+    def _compare(self) -> tuple[dict[int, GradientError], frozenset[OptionKey]]:
+        """Gradient errors by kind, and the codecs that must not be used any more for them to keep to the bound.
+
+        All ranks search together, as they may have to: a block that exchanges something runs on all of them or none.
+        """
+        bound = gradient_bound(self.config)
         kinds = {block.name: block.kind for block in self.profile.blocks}
         found: dict[int, list[GradientError]] = {}
-        promoted: set[Key] = set()
+        spoiling: set[OptionKey] = set()
         for name, sample in self._samples.items():
             error = sample.compare()
             if error is not None:
                 found.setdefault(kinds[name], []).append(error)
-                promoted |= {(kinds[name], value) for value in self._to_bypass(name, kinds[name], sample, error)}
-        return {kind: GradientError.worst(errors) for kind, errors in found.items()}, frozenset(promoted)
+            if any(of_all_ranks(error is not None and error.error > bound)):
+                spoiling |= self._spoiling(name, kinds[name], sample, was_compared=error is not None)
+            sample.close()  # one exact gradient at a time
+        return {kind: GradientError.worst(errors) for kind, errors in found.items()}, frozenset(spoiling)
 
-    def _to_bypass(self, name: str, kind: int, sample: BlockSample, error: GradientError | None) -> set[int]:
-        """The fewest activations, worst first, without whose compression the gradient keeps to `max_error`."""
-        bypassed: set[int] = set()
-        bound = bound_of(self.config)
-        lossy = [v for v, codec in _codecs(self.policy.plan_of(name)).items() if not codec.lossless]
-        errors = {v: float(self._findings.errors.get((kind, v), 0.0)) for v in lossy}
-        for value in sorted(lossy, key=lambda v: -errors[v]):
-            if bound is None or error is None or error.error <= bound:
-                break
-            bypassed.add(value)
-            error = sample.compare(frozenset(bypassed))
-        return bypassed
+    def _spoiling(self, name: str, kind: int, sample: BlockSample, was_compared: bool) -> frozenset[OptionKey]:
+        """The codecs of the block `name` without which its gradient keeps to the bound: all where that cannot be found.
+
+        Those that are switched off already, and in force until another policy is, are taken for granted.
+        """
+        bound = gradient_bound(self.config)
+        lossy = {value: codec.name for value, codec in _codecs(self.policy.plan_of(name)).items() if not codec.lossless}
+        gone = options_of(self.profile, self.switched_off)
+        known = frozenset(value for value, codec in lossy.items() if (kind, value, codec) in gone)
+
+        def error_without(values: frozenset[int]) -> float | None:
+            found = sample.compare(known | values)
+            without_gradient = None if was_compared else 0.0  # a rank that never had one agrees with the others
+            errors = of_all_ranks(without_gradient if found is None else found.error)
+            return None if None in errors else max(errors)
+
+        before = error_without(frozenset()) if known else None
+        is_explained = before is not None and before <= bound
+        values = known if is_explained else fewest(lossy.keys() - known, bound, error_without)
+        if values is None:
+            log.warning(
+                "Adacc: what spoils the gradient of %s cannot be told: lossy compression ends for all blocks like it",
+                name,
+            )
+            return lossy_options(self.profile, [name])
+        return frozenset((kind, value, lossy[value]) for value in known | values)
 
     def _reprice(self, found: Observation) -> Tracking:
         before = self.profile
         repriced = with_outliers(before, found.num_outliers)
         channels_moved = repriced != before
-        spoiled = {key: found.gradients[key[0]].error for key in found.promoted}
-        repriced = with_errors(repriced, found.option_errors)
-        self.profile = with_errors(repriced, _of_choices(self.policy, repriced, spoiled))
-        over = over_bound(self.profile, self.policy, self.config)
+        self.profile = with_errors(repriced, found.option_errors)
+        self.switch_off(in_all_blocks(before, found.spoiling))
+        over = over_bound(self._to_solve(), self.policy, self.config)
         if channels_moved:
             reason = "the number of outliers changed"
         elif over:
@@ -252,6 +275,7 @@ class Rectifier:
             num_outliers={full_name(before, key): count for key, count in found.num_outliers.items()},
             errors={full_name(before, key): error for key, error in found.errors.items()},
             gradients=found.gradients,
+            spoiling=found.spoiling,
             reason=reason,
             needs_solving=channels_moved or bool(over),
         )
@@ -263,13 +287,3 @@ def _codecs(plan: Plan) -> dict[int, Codec]:
         for value, choice in plan.choices
         if choice.action is Action.COMPRESS
     }
-
-
-def _of_choices(policy: Policy, profile: Profile, errors: Mapping[Key, float]) -> dict[tuple[int, int, str], float]:
-    """`errors` by activation as those of the codecs that `policy` gives these activations."""
-    found = {}
-    for block in profile.blocks:
-        for value, choice in policy.plan_of(block.name).choices:
-            if choice.codec is not None and (block.kind, value) in errors:
-                found[block.kind, value, choice.codec] = errors[block.kind, value]
-    return found

@@ -16,6 +16,7 @@ from adacc_hf.profile import Profile
 from adacc_hf.ranks import num_ranks
 from adacc_hf.run_files import HISTORY_FILE, POLICY_FILE, PRICES_FILE, PROFILE_FILE, SEARCHED_FILE, STATE_FILE
 from adacc_hf.tracking.shapes import BatchShapes, shapes_from_json, shapes_to_json
+from adacc_hf.tracking.switched_off import SwitchedOff, in_all_blocks, lossy_options
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +58,8 @@ class Saved:
     losses: list[float] = field(default_factory=list)
     suspicion: str | None = None
     """What the run was to look into in its next step."""
-    exact_blocks: list[str] = field(default_factory=list)
-    """Blocks for which lossy compression was switched off."""
+    switched_off: list[SwitchedOff] = field(default_factory=list)
+    """Codecs that are not used any more, since they spoiled gradients."""
     tracking_ms: float = 0.0
     num_ranks: int = field(default_factory=num_ranks)
     """Ranks of the run: among more of them each holds less of what is divided."""
@@ -95,7 +96,7 @@ def save_in_checkpoint(args: TrainingArguments, state: TrainerState, saved: Save
         "history": saved.history,
         "losses": saved.losses,
         "suspicion": saved.suspicion,
-        "exact_blocks": saved.exact_blocks,
+        "switched_off": [list(codec) for codec in saved.switched_off],
         "tracking_ms": saved.tracking_ms,
         "num_ranks": saved.num_ranks,
         "situations": [
@@ -148,8 +149,9 @@ def _load(folder: Path) -> Saved:
         situations = [
             _load_situation(folder, number, fields) for number, fields in enumerate(record["situations"], start=1)
         ]
-        names = ("policy_step", "memory_budget", "tightened", "history", "losses", "exact_blocks", "tracking_ms")
+        names = ("policy_step", "memory_budget", "tightened", "history", "losses", "tracking_ms")
         fields = {name: record[name] for name in names} | {"suspicion": record.get("suspicion")}
+        fields["switched_off"] = _switched_off(record, situations)
         fields["num_ranks"] = record.get("num_ranks", num_ranks())  # older checkpoints do not tell
         return Saved(situations=situations, **fields)
     except (KeyError, TypeError, ValueError) as error:
@@ -171,6 +173,15 @@ def _load_situation(folder: Path, number: int, fields: dict[str, Any]) -> SavedS
         searched=searched,
         is_provisional=fields.get("is_provisional", False),
     )
+
+
+def _switched_off(record: dict[str, Any], situations: list[SavedSituation]) -> list[SwitchedOff]:
+    if "switched_off" in record:
+        return [(block, activation, codec) for block, activation, codec in record["switched_off"]]
+    # Older checkpoints name blocks whose kinds were not compressed with loss at all.
+    profiles = [situation.profile for situation in situations if situation.profile is not None]
+    blocks = record["exact_blocks"]
+    return sorted(set().union(*(in_all_blocks(profile, lossy_options(profile, blocks)) for profile in profiles)))
 
 
 def _numbered(name: str, number: int) -> str:

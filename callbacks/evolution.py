@@ -117,7 +117,7 @@ class Evolution:
             history=history,
             losses=self.guard.losses,
             suspicion=self.guard.suspicion,
-            exact_blocks=sorted(self.guard.exact_blocks),
+            switched_off=sorted(self.guard.switched_off),
             tracking_ms=self.tracking_ms,
         )
 
@@ -125,7 +125,7 @@ class Evolution:
         """Go on where the run stood that wrote `saved`; what its solver had begun is begun anew."""
         self.tracking_ms = saved.tracking_ms
         self.memory_budget = self.config.memory_budget if saved.tightened is None else saved.tightened
-        self.guard = LossGuard(self.config, saved.losses, saved.exact_blocks)
+        self.guard = LossGuard(self.config, saved.losses, saved.switched_off)
         self.guard.suspicion = saved.suspicion
         for record in reversed(saved.situations):
             shapes = record.shapes if self.config.length_buckets else None
@@ -148,7 +148,7 @@ class Evolution:
         situation = Situation(shapes, rectifier, plans, is_provisional=is_provisional)
         if shapes is not None:
             situation.recording = self._handle.prepare_recording(profile, plans)
-        situation.rectifier.stop_compressing(self.guard.exact_blocks)
+        situation.rectifier.switch_off(self.guard.switched_off)
         self.situations.add(situation, is_profiled)
         self._put_in_force(situation, plans)
         self._pause, self._count_from = 0, self._num_steps + RECORDED_STEPS
@@ -286,10 +286,11 @@ class Evolution:
             situation.gradient_error = max((g.error for g in found.gradients.values()), default=None)
             self._note(step, "tracking", **tracking_figures(situation, found))
             must_solve[id(situation)] = found.needs_solving
+            self.guard.switched_off |= situation.rectifier.switched_off
             doubt = suspicion or self.guard.doubt(found)
             is_spoiled |= doubt is not None and self._judge(step, situation, doubt, found)
         for situation in self.situations.all:
-            situation.rectifier.stop_compressing(self.guard.exact_blocks)
+            situation.rectifier.switch_off(self.guard.switched_off)
             if is_spoiled or must_solve.get(id(situation)):
                 self._solve_from(step, situation)
 

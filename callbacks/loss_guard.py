@@ -1,7 +1,7 @@
-"""Suspicious losses, and the blocks whose gradients compression turns out to spoil.
+"""Suspicious losses, and the codecs that turn out to spoil gradients.
 
 A gradient is spoiled if its relative error is above SPOILED_ERROR. It is looked for in a block of every kind in the
-step after a suspicious loss, and in the sampled blocks of every tracking step.
+step after a suspicious loss, and in the sampled blocks of every tracking step. What spoils it is not used any more.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from adacc_hf.profile import Profile
 from adacc_hf.ranks import of_all_ranks
 from adacc_hf.rectifier import Tracking
 from adacc_hf.tracking.loss_watch import SPOILED_ERROR, LossWatch
+from adacc_hf.tracking.switched_off import SwitchedOff
+from adacc_hf.tracking.tracking import full_name
 
 log = logging.getLogger(__name__)
 
@@ -21,11 +23,13 @@ log = logging.getLogger(__name__)
 class LossGuard:
     """Asks for a check of all kinds of block after a suspicious loss, and judges what it found."""
 
-    def __init__(self, config: AdaccConfig, losses: Iterable[float] = (), exact_blocks: Iterable[str] = ()) -> None:
+    def __init__(
+        self, config: AdaccConfig, losses: Iterable[float] = (), switched_off: Iterable[SwitchedOff] = ()
+    ) -> None:
         self.suspicion: str | None = None
         """What is to be looked into in the next step."""
-        self.exact_blocks = frozenset(exact_blocks)
-        """Blocks whose gradients compression has spoiled: lossless from then on, at every size of batch."""
+        self.switched_off = frozenset(switched_off)
+        """Codecs that have spoiled gradients: not used from then on, at any size of batch."""
         self._is_on = config.guard
         self._watch = LossWatch(config.loss_spike, losses)
 
@@ -48,11 +52,11 @@ class LossGuard:
         return None if worst <= SPOILED_ERROR else "a tracking step found a spoiled gradient"
 
     def judge(self, suspicion: str, profile: Profile, found: Tracking) -> tuple[bool, str]:
-        """Whether compression spoils the gradient of any kind of block, which is then exact, and the verdict."""
+        """Whether compression spoils the gradient of any kind of block, by codecs that end then, and the verdict."""
         errors = {kind: gradient.error for kind, gradient in found.gradients.items()}
         spoiled = {kind: error for kind, error in errors.items() if not error <= SPOILED_ERROR}
         if spoiled:
-            return True, self._switch_off(suspicion, profile, spoiled)
+            return True, self._switched_off(suspicion, profile, found, spoiled)
         if errors:
             verdict = f"compression is not the cause: gradients are exact to {max(errors.values()):.3g}"
             log.info("Adacc: %s; %s", suspicion, verdict)
@@ -61,13 +65,13 @@ class LossGuard:
             log.warning("Adacc: %s; %s", suspicion, verdict)
         return False, verdict
 
-    def _switch_off(self, suspicion: str, profile: Profile, spoiled: Mapping[int, float]) -> str:
-        self.exact_blocks |= {block.name for block in profile.blocks if block.kind in spoiled}
-        names = ", ".join(profile.kinds[kind].block_class for kind in spoiled)
+    def _switched_off(self, suspicion: str, profile: Profile, found: Tracking, spoiled: Mapping[int, float]) -> str:
+        culprits = sorted(key for key in found.spoiling if key[0] in spoiled)
+        names = ", ".join(f"{full_name(profile, (kind, value))} ({codec})" for kind, value, codec in culprits)
         log.warning(
-            "Adacc: %s, and compression spoils the gradients of %s (relative error %.3g): it is switched off for them",
+            "Adacc: %s, and compression spoils gradients (relative error %.3g) by %s: it is switched off for them",
             suspicion,
-            names,
             max(spoiled.values()),
+            names,
         )
         return f"lossy compression is switched off for {names}"

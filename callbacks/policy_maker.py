@@ -39,8 +39,9 @@ from adacc_hf.ranks import (
 )
 from adacc_hf.solver import least_policy, solve_policy
 from adacc_hf.solving.budget import Budget
-from adacc_hf.tracking.repricing import without_lossy
+from adacc_hf.tracking.repricing import without_codecs
 from adacc_hf.tracking.shapes import BatchShapes, batch_shapes, describe, is_alike
+from adacc_hf.tracking.switched_off import SwitchedOff
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +171,7 @@ class PolicyMaker:
     def _solve_again(self, priced: Profile, evolution: Evolution) -> Policy:
         """The policy for a profile in the middle of a run, on all ranks."""
         try:
-            policy = from_first_rank(lambda: self._solve(priced, evolution.memory_budget, evolution.guard.exact_blocks))
+            policy = from_first_rank(lambda: self._solve(priced, evolution.memory_budget, evolution.guard.switched_off))
         except InfeasibleBudgetError as error:
             raise RefusedSizeError(str(error)) from error
         check_same_policy(policy)
@@ -238,7 +239,7 @@ class PolicyMaker:
         policy = self._solve(profile, self._config.memory_budget)  # raises if even the least is too much
         return least_policy(profile, self._config) if is_provisional else policy
 
-    def _solve(self, profile: Profile, budget: float | int | str, exact_blocks: Collection[str] = ()) -> Policy:
+    def _solve(self, profile: Profile, budget: float | int | str, switched_off: Collection[SwitchedOff] = ()) -> Policy:
         if callable(self._given):
             return self._given(profile)
-        return solve_policy(without_lossy(profile, exact_blocks), budget, self._config)
+        return solve_policy(without_codecs(profile, switched_off), budget, self._config)

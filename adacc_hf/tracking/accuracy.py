@@ -125,6 +125,8 @@ class BlockSample:
     def __init__(self, plan: FollowPlan) -> None:
         self.plan = plan
         self._seen: _Seen | None = None
+        self._exact: list[Tensor | None] | None = None
+        """The exact gradient, once something was compared with it."""
         plan.observer = self
 
     def run(
@@ -140,7 +142,7 @@ class BlockSample:
 
     def close(self) -> None:
         """Stop watching and let go of what was kept."""
-        self.plan.observer = self._seen = None
+        self.plan.observer = self._seen = self._exact = None
 
     def compare(self, bypassed: frozenset[int] = frozenset()) -> GradientError | None:
         """The gradient's error with the activations `bypassed` kept uncompressed.
@@ -153,7 +155,8 @@ class BlockSample:
             return None
         self.plan.wrap_codec = lambda value, codec: Uncompressed() if value in bypassed else codec
         try:
-            exact = _gradient(seen, lambda args: seen.fn(*args))
+            if self._exact is None:
+                self._exact = _gradient(seen, lambda args: seen.fn(*args))
             other = _gradient(seen, lambda args: self.plan.run_again(seen.block, seen.fn, args, seen.kwargs))
         except torch.OutOfMemoryError:
             log.warning(
@@ -164,7 +167,7 @@ class BlockSample:
             return None
         finally:
             self.plan.wrap_codec = None
-        return GradientError.between(exact, other)
+        return GradientError.between(self._exact, other)
 
 
 def _seen_call(block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Seen:

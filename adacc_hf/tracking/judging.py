@@ -11,6 +11,7 @@ from adacc_hf.policy import Policy
 from adacc_hf.profile import CodecOption, KindProfile
 from adacc_hf.solver import solve_policy
 from adacc_hf.solving.budget import Budget
+from adacc_hf.tracking.loss_watch import SPOILED_ERROR
 from adacc_hf.tracking.repricing import repriced_choice
 from adacc_hf.tracking.tracking import full_name
 
@@ -111,6 +112,12 @@ def with_margin(config: AdaccConfig) -> AdaccConfig:
 def bound_of(config: AdaccConfig) -> float | None:
     """Largest error that a new policy may have; None if there is no bound."""
     return None if config.max_error is None else config.max_error * (1 - ERROR_MARGIN)
+
+
+def gradient_bound(config: AdaccConfig) -> float:
+    """Largest error that a sampled block's gradient may have."""
+    bound = bound_of(config)
+    return SPOILED_ERROR if bound is None else min(bound, SPOILED_ERROR)
 
 
 def freed_bytes(before: Profile, after: Profile, config: AdaccConfig) -> int:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from adacc_hf.kernels.codecs import get_codec
+from adacc_hf.tracking.switched_off import SwitchedOff, options_of
 from adacc_hf.tracking.tracking import OUTLIER_CODEC, Key, OptionKey
 
 if TYPE_CHECKING:
@@ -42,16 +43,16 @@ def with_errors(profile: Profile, errors: Mapping[OptionKey, float]) -> Profile:
     return _with_options(profile, reprice)
 
 
-def without_lossy(profile: Profile, blocks: Collection[str]) -> Profile:
-    """`profile` with lossless codecs alone for the kinds of `blocks`."""
-    exact = {block.kind for block in profile.blocks if block.name in blocks}
-    kinds = tuple(_lossless(kind) if index in exact else kind for index, kind in enumerate(profile.kinds))
-    return replace(profile, kinds=kinds) if exact else profile
+def without_codecs(profile: Profile, switched_off: Collection[SwitchedOff]) -> Profile:
+    """`profile` without the codecs that are `switched_off`."""
+    gone = options_of(profile, switched_off)
+    if not gone:
+        return profile
 
+    def left(key: Key, value: Value) -> tuple[CodecOption, ...]:
+        return tuple(option for option in value.codecs if (*key, option.codec) not in gone)
 
-def _lossless(kind: KindProfile) -> KindProfile:
-    values = tuple(replace(v, codecs=tuple(o for o in v.codecs if o.lossless)) for v in kind.values)
-    return replace(kind, values=values)
+    return _with_codecs(profile, left)
 
 
 def with_more_memory(profile: Profile, extra_bytes: int) -> Profile:
@@ -67,14 +68,17 @@ def repriced_choice(kind: KindProfile, value: int, choice: Choice) -> Choice:
 
 
 def _with_options(profile: Profile, reprice: Callable[[Key, Value, CodecOption], CodecOption]) -> Profile:
-    def repriced(kind_index: int, value: Value) -> Value:
+    return _with_codecs(profile, lambda key, value: tuple(reprice(key, value, option) for option in value.codecs))
+
+
+def _with_codecs(profile: Profile, codecs_of: Callable[[Key, Value], tuple[CodecOption, ...]]) -> Profile:
+    def changed(kind_index: int, value: Value) -> Value:
         if not value.codecs:
             return value
-        key = (kind_index, value.index)
-        return replace(value, codecs=tuple(reprice(key, value, option) for option in value.codecs))
+        return replace(value, codecs=codecs_of((kind_index, value.index), value))
 
     kinds = tuple(
-        replace(kind, values=tuple(repriced(index, value) for value in kind.values))
+        replace(kind, values=tuple(changed(index, value) for value in kind.values))
         for index, kind in enumerate(profile.kinds)
     )
     return replace(profile, kinds=kinds)

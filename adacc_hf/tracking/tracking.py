@@ -52,8 +52,8 @@ class Observation:
     """The same for the codecs to choose from; under `max_error` with as many raw channels as were found."""
     gradients: dict[int, GradientError]
     """The worst error of a sampled block's gradient, by kind."""
-    promoted: frozenset[Key]
-    """Activations that must not be compressed as they were, for the gradient's error to keep to its bound."""
+    spoiling: frozenset[OptionKey]
+    """Codecs that must not be used as they were, for the gradient's error to keep to its bound."""
 
     @classmethod
     def merged(cls, observations: Sequence[Observation]) -> Observation:
@@ -67,7 +67,7 @@ class Observation:
             errors=_most(observation.errors for observation in observations),
             option_errors=_most(observation.option_errors for observation in observations),
             gradients={kind: GradientError.worst(errors) for kind, errors in sorted(gradients.items())},
-            promoted=frozenset().union(*(observation.promoted for observation in observations)),
+            spoiling=frozenset().union(*(observation.spoiling for observation in observations)),
         )
 
 
@@ -96,14 +96,14 @@ class Findings:
     def add_option_error(self, key: OptionKey, error: Tensor) -> None:
         _raise_to(self.option_errors, key, error)
 
-    def read(self, gradients: dict[int, GradientError], promoted: frozenset[Key]) -> Observation:
+    def read(self, gradients: dict[int, GradientError], spoiling: frozenset[OptionKey]) -> Observation:
         """Synchronises with the device."""
         return Observation(
             num_outliers=dict(self.num_outliers),
             errors={key: float(error) for key, error in self.errors.items()},
             option_errors={key: float(error) for key, error in self.option_errors.items()},
             gradients=gradients,
-            promoted=promoted,
+            spoiling=spoiling,
         )
 
 

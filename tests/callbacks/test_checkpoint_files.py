@@ -22,6 +22,7 @@ from adacc_hf.callbacks.situations import Situation
 from adacc_hf.rectifier import Rectifier
 from adacc_hf.run_files import HISTORY_FILE, POLICY_FILE, PROFILE_FILE, STATE_FILE
 from adacc_hf.tracking.repricing import with_more_memory
+from adacc_hf.tracking.switched_off import in_all_blocks, lossy_options
 
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
 
@@ -138,6 +139,24 @@ def test_a_resumed_run_goes_on_tracking(train, checkpoint, tmp_path):
     callback = AdaccCallback(**compress)
     train([callback], resume=f"{folder}/checkpoint-3", output_dir=folder, **SAVING)
     assert "tracking" in {event["event"] for event in callback.history}
+
+
+def test_what_was_switched_off_comes_back(train, tmp_path):
+    """An older checkpoint names blocks whose kinds were not to be compressed with loss at all."""
+    train([AdaccCallback(memory_budget=0.6, min_compress_bytes=0)], **SAVING)
+    checkpoint = tmp_path / "run" / "checkpoint-3"
+    profile = Profile.load(checkpoint / PROFILE_FILE)
+    everything = in_all_blocks(profile, lossy_options(profile, ["transformer.h.1"]))
+    assert {block for block, _, _ in everything} == {"transformer.h.0", "transformer.h.1"}
+    record = json.loads((checkpoint / STATE_FILE).read_text())
+    assert record.pop("switched_off") == []
+    (checkpoint / STATE_FILE).write_text(json.dumps(record | {"exact_blocks": ["transformer.h.1"]}))
+    saved = load_from_checkpoint(checkpoint, 0.6)
+    assert set(saved.switched_off) == everything
+    (tmp_path / "checkpoint-7").mkdir()
+    where = SimpleNamespace(output_dir=tmp_path), SimpleNamespace(global_step=7)
+    save_in_checkpoint(*where, saved)
+    assert load_from_checkpoint(tmp_path / "checkpoint-7", 0.6).switched_off == saved.switched_off
 
 
 def test_the_prices_that_the_solver_saw_last_come_back(tmp_path, checkpoint):

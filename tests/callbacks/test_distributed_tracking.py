@@ -1,17 +1,22 @@
-"""Two gloo ranks whose data differ keep the same policies, while outliers move and where one has longer batches; this
-file is the script of each rank."""
+"""Two gloo ranks whose data differ keep the same policies: while outliers move, where one has longer batches, and where
+gradients of one are spoiled. This file is the script of each rank."""
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from transformers import TrainerCallback
 
-from adacc_hf import AdaccCallback
+import adacc_hf.callbacks.policy_maker as maker_module
+import adacc_hf.tracking.judging as judging_module
+from adacc_hf import AdaccCallback, Policy
 
 NUM_STEPS = 8
 COMPRESS = {
@@ -56,6 +61,21 @@ def longer_batches(toys: Any, folder: Path) -> list[dict[str, Any]]:
     return adacc.history
 
 
+def spoiled_gradients(toys: Any, folder: Path) -> list[dict[str, Any]]:
+    """What happens in a run in which rank 1 alone finds a spoiled gradient, and the policy that it ends with."""
+    sharpen = toys.Sharpen(20.0 if os.environ["RANK"] == "1" else 1.0)
+    adacc = AdaccCallback(**{**COMPRESS, "memory_budget": 0.9, "tracking": 4})
+    model = toys.tiny_model(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    with ExitStack() as stack:
+        for module in (maker_module, judging_module):  # not the solver, whose choice depends on the prices of the day
+            compress = mock.patch.object(
+                module, "solve_policy", lambda profile, *_: Policy.uniform(profile, "compress")
+            )
+            stack.enter_context(compress)
+        toys.tiny_trainer(folder, [adacc, sharpen], model=model, max_steps=NUM_STEPS).train()
+    return [{k: v for k, v in e.items() if k in ("step", "verdict")} for e in adacc.history] + [str(adacc.policy)]
+
+
 def run_rank(folder: Path) -> None:
     import conftest as toys  # a script's own folder is where it imports from
 
@@ -68,6 +88,7 @@ def run_rank(folder: Path) -> None:
         "policies": noted.policies,
         "history": [{k: v for k, v in e.items() if "_ms" not in k and "measured" not in k} for e in adacc.history],
         "longer": longer_batches(toys, folder / "longer"),
+        "spoiled": spoiled_gradients(toys, folder / "spoiled"),
     }
     toys.leave_what_was_found(folder, found)
 
@@ -80,6 +101,10 @@ def test_ranks_with_different_data_keep_the_same_policy_at_every_step(run_two_ra
     assert len(changes) >= 3, "outliers move at every step"
     assert len(set(one["policies"])) > len(changes), "a policy before there is one, the first one, and the changed ones"
     assert max(max(e["num_outliers"].values()) for e in one["history"] if e["event"] == "tracking") >= 3
+    assert one["spoiled"] == other["spoiled"]
+    (guard,) = (event for event in one["spoiled"] if "verdict" in event)
+    assert guard["step"] == 6
+    assert guard["verdict"].startswith("lossy compression is switched off for GPT2Block.attn.c_attn:addmm#8")
     # Rank 1's first batches are larger than the one that all ranks' first policy was made for.
     assert one["longer"] == other["longer"]
     policies, counted = ([e for e in one["longer"] if e["event"] == event] for event in ("policy", "memory"))

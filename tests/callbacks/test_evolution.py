@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from itertools import chain
 from typing import ClassVar
 
 import pytest
@@ -377,10 +379,40 @@ def test_a_spike_switches_compression_off_only_where_it_spoils_gradients(make_tr
     (guard,) = events(callback, "guard")
     assert guard["step"] == 10, "the spike of step 9 is looked into in the next step"
     assert "times the median" in guard["reason"]
-    lossy = any(c.codec not in (None, "bitmask") for plan in callback.policy.plans for _, c in plan.choices)
-    assert lossy == (not spoiled)
+    codecs = Counter(choice.codec for plan in callback.policy.plans for _, choice in plan.choices)
+    assert codecs["channel_int4"], "it decodes as ever"
+    healthy = Counter(choice.codec for plan in compress_first(callback.profile).plans for _, choice in plan.choices)
+    named = guard["verdict"].count("(outlier_int4)")
+    assert named == healthy["outlier_int4"] - codecs["outlier_int4"]
+    assert (named > 0) == spoiled
     assert ("switched off for GPT2Block" in guard["verdict"]) == spoiled
     assert any("it is switched off for them" in message for message in caplog.messages) == spoiled
+
+
+@pytest.mark.parametrize("step", [4, 20], ids=["before-it-has-a-policy", "after"])
+def test_a_codec_that_is_switched_off_is_so_at_every_size(make_trainer, make_model, sharpen, monkeypatch, step):
+    """Batches of 16 tokens have a policy of their own from step 19 or 24 on; those of 32 have a spoiled gradient."""
+    lengths = [32] * 2 + [16, 32] * 12
+    for module in ("callbacks.policy_maker", "tracking.judging"):
+        monkeypatch.setattr(f"adacc_hf.{module}.solve_policy", compress_first)
+    policies = {}
+
+    class Note(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if callback._evolution is not None:
+                policies[state.global_step] = [s.rectifier.policy for s in callback._evolution.situations.all]
+
+    settings = {"memory_budget": 0.9, "min_compress_bytes": 1024, "tracking": step}
+    callback = AdaccCallback(**{**COMPRESS, **settings})
+    model = make_model(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    run_lengths(make_trainer, lengths, [callback, sharpen(20.0, step), Note()], model=model)
+    (guard,) = events(callback, "guard")
+    assert "attn.c_attn:addmm" in guard["verdict"]
+    assert len(policies[len(lengths) - 1]) == 2
+    for policy in chain.from_iterable(found for after, found in policies.items() if after > guard["step"]):
+        codecs = Counter(choice.codec for plan in policy.plans for _, choice in plan.choices)
+        assert not codecs["channel_int4"]
+        assert codecs["outlier_int4"]
 
 
 def test_a_spike_before_a_checkpoint_is_looked_into_by_the_run_that_resumes(make_trainer, monkeypatch, tmp_path):

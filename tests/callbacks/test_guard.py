@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ import adacc_hf.callbacks.policy_maker as maker_module
 import adacc_hf.tracking.judging as judging_module
 from adacc_hf import AdaccCallback, Policy
 from adacc_hf.callbacks.train_methods import method_callbacks
+from adacc_hf.policy import RECOMPUTE
+from adacc_hf.tracking.loss_watch import SPOILED_ERROR
 
 NUM_TOKENS = 97
 HUGE = 1.0
@@ -73,14 +76,64 @@ def test_training_that_naive_quantization_breaks_goes_on_as_plain(train_with_hug
     assert math.isfinite(naive[0])
     guarded = AdaccCallback(min_compress_bytes=1024, memory_budget=1.0)
     adacc = train_with_huge_outliers([guarded], 960)
-    (event,) = [event for event in guarded.history if event["event"] == "guard"]
-    assert "switched off for GPT2Block" in event["verdict"]
+    switches = [event for event in guarded.history if event["event"] == "guard"]
+    assert switches
+    assert all("switched off for GPT2Block" in event["verdict"] for event in switches)
+    assert lossy_names(guarded), "what spoils no gradient stays compressed"
     assert statistics.fmean(losses_of(adacc)[-5:]) < 0.75, "ln 2 is 0.69"
-    # From the switch on every step is plain training's, bit for bit. Where that ends is no measure: the spoiled steps
-    # before it set another course, by which five seeds ended from 0.5 % below to 2.5 % above plain training.
-    after = next(step for step in range(80, 960, 80) if step > event["step"])
+    # From the last switch on compression costs nothing that counts beside plain training from there: with four seeds it
+    # ended from 0.6 % below to 0.9 % above. Where that ends is no measure: the spoiled steps before it set another
+    # course, by which five seeds ended from 0.5 % below to 2.5 % above plain training.
+    after = next(step for step in range(80, 960, 80) if step > switches[-1]["step"])
     checkpoint = f"{adacc.args.output_dir}/checkpoint-{after}"
-    assert losses_of(train_with_huge_outliers([], 960, resume=checkpoint)) == losses_of(adacc)
+    resumed = losses_of(train_with_huge_outliers([], 960, resume=checkpoint))
+    assert statistics.fmean(losses_of(adacc)[-5:]) < 1.03 * statistics.fmean(resumed[-5:])
+
+
+def lossy_names(callback):
+    """The activations that the run's last policy compresses with loss."""
+    kind = callback.profile.kinds[0]
+    lossless = {option.codec for value in kind.values for option in value.codecs if option.lossless}
+    choices = [item for plan in callback.policy.plans for item in plan.choices]
+    return {f"GPT2Block.{kind.values[v].name}#{v}" for v, choice in choices if choice.codec not in (None, *lossless)}
+
+
+def compress_all_but_softmax(profile, *_):
+    """Everything is compressed but attention's softmax, which is made again of queries and keys."""
+    softmax = {value.index for value in profile.kinds[0].values if value.role == "softmax"}
+    plans = [
+        replace(plan, choices=tuple((v, RECOMPUTE if v in softmax else choice) for v, choice in plan.choices))
+        for plan in Policy.uniform(profile, "compress").plans * len(profile.blocks)
+    ]
+    return Policy.build(profile, plans)
+
+
+@pytest.mark.parametrize(
+    ("attention", "factor", "culprits"),
+    [("sdpa", 20.0, ["attn.c_attn:addmm"]), ("eager", 40.0, ["attn:clone", "attn:clone"])],
+    ids=["sdpa", "eager"],
+)
+def test_sharp_attention_ends_the_codecs_of_queries_and_keys_alone(
+    make_trainer, make_model, sharpen, monkeypatch, attention, factor, culprits
+):
+    """Of fused attention the backward makes the softmax again; the profile, taken before, could not know."""
+    for module in (maker_module, judging_module):  # not the solver, whose choice depends on the prices of the day
+        monkeypatch.setattr(module, "solve_policy", compress_all_but_softmax)
+    before = AdaccCallback(min_compress_bytes=1024, memory_budget=1.0)
+    after = AdaccCallback(min_compress_bytes=1024, memory_budget=1.0)
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    for callbacks in ([before], [after, sharpen(factor)]):
+        model = make_model(attn_implementation=attention, **dropout)
+        make_trainer(callbacks, model=model, max_steps=10).train()
+    (guard,) = [event for event in after.history if event["event"] == "guard"]
+    found = {event["step"]: event["gradient_error"] for event in after.history if event["event"] == "tracking"}
+    assert guard["step"] == 6
+    assert list(found) == [3, 4, 6, 10]
+    assert [step for step, error in found.items() if error > SPOILED_ERROR] == [6]
+    ended = sorted(lossy_names(before) - lossy_names(after))
+    assert [name.partition("GPT2Block.")[2].partition("#")[0] for name in ended] == culprits
+    assert lossy_names(after) < lossy_names(before)
+    assert all(f"{name} (channel_int4)" in guard["verdict"] for name in ended)
 
 
 def test_errors_above_the_bound_are_not_seen_again(make_trainer, monkeypatch):
