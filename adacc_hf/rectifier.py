@@ -77,6 +77,8 @@ class Rectifier:
         self._samples: dict[str, BlockSample] = {}
         self.num_tracked = 0
         """Tracking steps so far; the blocks whose gradients are compared go on from there."""
+        self._spoiled: list[str] = []
+        """The blocks whose gradients were found spoiled last."""
         self.solver_ms = 0.0
         """What the solver computed for the last `take_over`, 0 on ranks that only hear of it."""
         self._solving: Background[Rectification] | None = None
@@ -113,6 +115,9 @@ class Rectifier:
         self._stop_measuring()
         gradients, spoiling = self._compare()
         observation = Observation.merged(of_all_ranks(self._findings.read(gradients, spoiling)))
+        kinds = {kind for kind, _, _ in observation.spoiling}
+        spoiled = [block.name for block in self.profile.blocks if block.name in self._samples and block.kind in kinds]
+        self._spoiled = spoiled or self._spoiled
         self.cancel_tracking()
         return self._reprice(observation)
 
@@ -196,14 +201,16 @@ class Rectifier:
             strategy.wrap_codec = None
 
     def _sampled(self, every_kind: bool) -> list[str]:
-        """Blocks whose gradients are compared: some in turn, or the first lossy one of every kind.
+        """Blocks whose gradients are compared: some in turn, or a lossy one of every kind.
 
-        In turn those for which the budget has room. After a suspicious loss the first ones, which take least, even so.
+        In turn those for which the budget has room. Of every kind, room or not, the one that was found spoiled last, or
+        the first one, which takes least.
         """
         names = self.lossy_blocks()
         if every_kind:
             kinds = {block.name: block.kind for block in self.profile.blocks}
-            return list({kinds[name]: name for name in reversed(names)}.values())
+            suspects = [name for name in self._spoiled if name in names]
+            return list({kinds[name]: name for name in reversed([*suspects, *names])}.values())
         budget = Budget.resolve(self.memory_budget, self.profile, self.config)
         if budget.of_peak:
             peaks = peaks_with_samples(self.profile, current_policy(self.profile, self.policy))

@@ -60,6 +60,8 @@ class Saved:
     """What the run was to look into in its next step."""
     switched_off: list[SwitchedOff] = field(default_factory=list)
     """Codecs that are not used any more, since they spoiled gradients."""
+    is_unproven: bool = False
+    """Whether a policy without some of them was still to come."""
     tracking_ms: float = 0.0
     num_ranks: int = field(default_factory=num_ranks)
     """Ranks of the run: among more of them each holds less of what is divided."""
@@ -97,6 +99,7 @@ def save_in_checkpoint(args: TrainingArguments, state: TrainerState, saved: Save
         "losses": saved.losses,
         "suspicion": saved.suspicion,
         "switched_off": [list(codec) for codec in saved.switched_off],
+        "is_unproven": saved.is_unproven,
         "tracking_ms": saved.tracking_ms,
         "num_ranks": saved.num_ranks,
         "situations": [
@@ -151,7 +154,7 @@ def _load(folder: Path) -> Saved:
         ]
         names = ("policy_step", "memory_budget", "tightened", "history", "losses", "tracking_ms")
         fields = {name: record[name] for name in names} | {"suspicion": record.get("suspicion")}
-        fields["switched_off"] = _switched_off(record, situations)
+        fields |= {"switched_off": _switched_off(record, situations), "is_unproven": record.get("is_unproven", False)}
         fields["num_ranks"] = record.get("num_ranks", num_ranks())  # older checkpoints do not tell
         return Saved(situations=situations, **fields)
     except (KeyError, TypeError, ValueError) as error:

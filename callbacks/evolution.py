@@ -118,6 +118,7 @@ class Evolution:
             losses=self.guard.losses,
             suspicion=self.guard.suspicion,
             switched_off=sorted(self.guard.switched_off),
+            is_unproven=self.guard.is_unproven,
             tracking_ms=self.tracking_ms,
         )
 
@@ -126,7 +127,7 @@ class Evolution:
         self.tracking_ms = saved.tracking_ms
         self.memory_budget = self.config.memory_budget if saved.tightened is None else saved.tightened
         self.guard = LossGuard(self.config, saved.losses, saved.switched_off)
-        self.guard.suspicion = saved.suspicion
+        self.guard.suspicion, self.guard.is_unproven = saved.suspicion, saved.is_unproven
         for record in reversed(saved.situations):
             shapes = record.shapes if self.config.length_buckets else None
             self.add(shapes, record.profile, record.policy, is_profiled=False).go_on(record)
@@ -239,7 +240,7 @@ class Evolution:
             return f"no policy needs that much less: {error}"
         self.memory_budget = budget
         situation.due, situation.must_solve = None, False
-        self._follow(situation, policy)
+        self._follow(step, situation, policy)
         self._note(step, "memory", reason=f"out of memory: from now on memory_budget={budget}", **predictions(policy))
         return None
 
@@ -257,12 +258,14 @@ class Evolution:
         self._handle.follow(plans)
         self._current, self._plans = situation, plans
 
-    def _follow(self, situation: Situation, policy: Policy) -> None:
+    def _follow(self, step: int, situation: Situation, policy: Policy) -> None:
         situation.plans = self._handle.prepare(policy, situation.plans)
         if situation.recording is not None and situation.recording.policy.head != policy.head:
             situation.recording = self._handle.prepare_recording(situation.rectifier.profile, situation.plans)
         situation.times.start_over()
         situation.is_fresh = True
+        if self.guard.policy_changed():
+            self.policy_step = step  # tracked as closely as the first one
         if situation is self._current:
             self._put_in_force(situation, situation.plans)
 
@@ -276,7 +279,7 @@ class Evolution:
 
     def _finish_tracking(self, step: int) -> None:
         self._is_tracking = False
-        suspicion, self.guard.suspicion = self.guard.suspicion, None
+        suspicion = self.guard.taken_suspicion()
         must_solve, is_spoiled = {}, False
         for situation in self.situations.all:
             if not situation.rectifier.is_tracking:
@@ -400,7 +403,7 @@ class Evolution:
         text = f"{actions} actions, {channels} sets of channels"
         figures = predictions(policy) | {"moved": text, "waited_ms": waited_ms}
         self._note(step, "change", reason=reason, **figures, **step_times(situation))
-        self._follow(situation, policy)
+        self._follow(step, situation, policy)
         log.info("Adacc: policy changed at step %d (%s): %s", step, reason, policy.summary())
 
     def _look_for_sizes(self) -> None:

@@ -1,7 +1,9 @@
 """Suspicious losses, and the codecs that turn out to spoil gradients.
 
 A gradient is spoiled if its relative error is above SPOILED_ERROR. It is looked for in a block of every kind in the
-step after a suspicious loss, and in the sampled blocks of every tracking step. What spoils it is not used any more.
+step after a suspicious loss, and in the sampled blocks of every tracking step. What spoils it is not used any more, and
+once another policy is in force, its first step shows whether that was all: a policy may remake what must be exact from
+what is compressed.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from adacc_hf.tracking.tracking import full_name
 
 log = logging.getLogger(__name__)
 
+PROOF = "codecs that spoiled gradients were switched off"
+"""Why gradients are looked at although nothing is suspicious."""
+
 
 class LossGuard:
     """Asks for a check of all kinds of block after a suspicious loss, and judges what it found."""
@@ -30,6 +35,8 @@ class LossGuard:
         """What is to be looked into in the next step."""
         self.switched_off = frozenset(switched_off)
         """Codecs that have spoiled gradients: not used from then on, at any size of batch."""
+        self.is_unproven = False
+        """Whether a policy without them is still to come."""
         self._is_on = config.guard
         self._watch = LossWatch(config.loss_spike, losses)
 
@@ -45,6 +52,18 @@ class LossGuard:
         found = next((reason for reason in of_all_ranks(mine) if reason is not None), None)
         if is_lossy:
             self.suspicion = found
+
+    def policy_changed(self) -> bool:
+        """Whether codecs were switched off for it: the next step shows then whether gradients are well without them."""
+        if not self.is_unproven:
+            return False
+        self.suspicion, self.is_unproven = self.suspicion or PROOF, False
+        return True
+
+    def taken_suspicion(self) -> str | None:
+        """What was to be looked into and now is; None if that is only whether gradients are well."""
+        suspicion, self.suspicion = self.suspicion, None
+        return None if suspicion == PROOF else suspicion
 
     def doubt(self, found: Tracking) -> str | None:
         """What a tracking step found that needs no suspicious loss to be acted on."""
@@ -66,6 +85,7 @@ class LossGuard:
         return False, verdict
 
     def _switched_off(self, suspicion: str, profile: Profile, found: Tracking, spoiled: Mapping[int, float]) -> str:
+        self.is_unproven = True
         culprits = sorted(key for key in found.spoiling if key[0] in spoiled)
         names = ", ".join(f"{full_name(profile, (kind, value))} ({codec})" for kind, value, codec in culprits)
         log.warning(

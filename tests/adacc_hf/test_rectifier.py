@@ -412,6 +412,15 @@ def test_a_spoiled_gradient_ends_the_codec_that_spoils_it_and_no_other(model, ba
     assert not later.spoiling
 
 
+def test_the_block_that_was_found_spoiled_is_looked_at_again(model, batch):
+    session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
+    assert session.rectifier._sampled(every_kind=True) == ["transformer.h.0"]
+    model.transformer.h[1].attn.c_attn.weight.data[:, :128] *= 20.0
+    assert not session.observe().spoiling
+    assert session.observe().spoiling
+    assert session.rectifier._sampled(every_kind=True) == ["transformer.h.1"]
+
+
 def test_the_exact_gradient_is_made_once_for_a_search_and_is_gone_after_it(model, batch, monkeypatch):
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0, guard_blocks=2), policy=compress_all)
     sharpen(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -150,13 +151,15 @@ def test_what_was_switched_off_comes_back(train, tmp_path):
     assert {block for block, _, _ in everything} == {"transformer.h.0", "transformer.h.1"}
     record = json.loads((checkpoint / STATE_FILE).read_text())
     assert record.pop("switched_off") == []
+    assert record.pop("is_unproven") is False
     (checkpoint / STATE_FILE).write_text(json.dumps(record | {"exact_blocks": ["transformer.h.1"]}))
     saved = load_from_checkpoint(checkpoint, 0.6)
-    assert set(saved.switched_off) == everything
+    assert (set(saved.switched_off), saved.is_unproven) == (everything, False)
     (tmp_path / "checkpoint-7").mkdir()
     where = SimpleNamespace(output_dir=tmp_path), SimpleNamespace(global_step=7)
-    save_in_checkpoint(*where, saved)
-    assert load_from_checkpoint(tmp_path / "checkpoint-7", 0.6).switched_off == saved.switched_off
+    save_in_checkpoint(*where, replace(saved, is_unproven=True))
+    again = load_from_checkpoint(tmp_path / "checkpoint-7", 0.6)
+    assert (set(again.switched_off), again.is_unproven) == (everything, True)
 
 
 def test_the_prices_that_the_solver_saw_last_come_back(tmp_path, checkpoint):

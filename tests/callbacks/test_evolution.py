@@ -24,6 +24,7 @@ from adacc_hf.memory import MemoryMeter, count_static_bytes
 from adacc_hf.run_files import HISTORY_FILE
 from adacc_hf.tapes import known_shapes
 from adacc_hf.tracking.judging import Rectification
+from adacc_hf.tracking.loss_watch import SPOILED_ERROR
 
 COMPRESS = {"actions": ("retain", "compress"), "min_compress_bytes": 4096, "memory_budget": 0.45}
 
@@ -385,6 +386,7 @@ def test_a_spike_switches_compression_off_only_where_it_spoils_gradients(make_tr
     named = guard["verdict"].count("(outlier_int4)")
     assert named == healthy["outlier_int4"] - codecs["outlier_int4"]
     assert (named > 0) == spoiled
+    assert all(event["gradient_error"] <= SPOILED_ERROR for event in events(callback, "tracking")[-1:])
     assert ("switched off for GPT2Block" in guard["verdict"]) == spoiled
     assert any("it is switched off for them" in message for message in caplog.messages) == spoiled
 

@@ -128,12 +128,49 @@ def test_sharp_attention_ends_the_codecs_of_queries_and_keys_alone(
     (guard,) = [event for event in after.history if event["event"] == "guard"]
     found = {event["step"]: event["gradient_error"] for event in after.history if event["event"] == "tracking"}
     assert guard["step"] == 6
-    assert list(found) == [3, 4, 6, 10]
+    assert list(found) == [3, 4, 6, 8, 9], "the step after the switch shows that this was all, and tracking starts over"
     assert [step for step, error in found.items() if error > SPOILED_ERROR] == [6]
     ended = sorted(lossy_names(before) - lossy_names(after))
     assert [name.partition("GPT2Block.")[2].partition("#")[0] for name in ended] == culprits
     assert lossy_names(after) < lossy_names(before)
     assert all(f"{name} (channel_int4)" in guard["verdict"] for name in ended)
+
+
+def remake_what_is_not_compressed(profile, *_):
+    """Everything is compressed; queries, keys and values are remade where they may not be."""
+    kind = profile.kinds[0]
+    remade = {value.index for value in kind.values if value.role == "qkv" and not value.codecs}
+    plans = [
+        replace(plan, choices=tuple((v, RECOMPUTE if v in remade else choice) for v, choice in plan.choices))
+        for plan in Policy.uniform(profile, "compress").plans * len(profile.blocks)
+    ]
+    return Policy.build(profile, plans)
+
+
+def test_what_is_remade_from_what_is_compressed_is_found_in_the_step_after_the_switch(
+    make_trainer, make_model, sharpen, monkeypatch, tmp_path
+):
+    """Whether or not the run is resumed in between; the next tracking step would be the 11th."""
+    for module in (maker_module, judging_module):
+        monkeypatch.setattr(module, "solve_policy", remake_what_is_not_compressed)
+    found = []
+    for checkpoint in (None, "checkpoint-6", "checkpoint-7"):
+        callback = AdaccCallback(min_compress_bytes=1024, memory_budget=1.0, tracking=4)
+        model = make_model(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+        trainer = make_trainer(
+            [callback, sharpen(20.0)], model=model, max_steps=10, save_strategy="steps", save_steps=1
+        )
+        trainer.train(resume_from_checkpoint=checkpoint and str(tmp_path / "run" / checkpoint))
+        found.append([event for event in callback.history if event["event"] in ("guard", "change")])
+    (spoiled, switched, again, switched_again), *resumed = found
+    assert [event["step"] for event in found[0]] == [6, 7, 8, 9]
+    assert "switched off for GPT2Block.attn.c_attn:addmm#8 (channel_int4)" in spoiled["verdict"]
+    assert "GPT2Block.ln_1:native_layer_norm#3 (outlier_int4)" in again["verdict"]
+    assert switched["reason"].startswith("must not be compressed as before: GPT2Block.attn.c_attn:addmm#8")
+    assert switched_again["reason"] == "must not be compressed as before: GPT2Block.ln_1:native_layer_norm#3"
+    for events in resumed:
+        assert [(event["step"], event["event"]) for event in events] == [(e["step"], e["event"]) for e in found[0]]
+        assert [event.get("verdict") for event in events] == [event.get("verdict") for event in found[0]]
 
 
 def test_errors_above_the_bound_are_not_seen_again(make_trainer, monkeypatch):
