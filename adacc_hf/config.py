@@ -81,7 +81,7 @@ class AdaccConfig:
     policy depend on the machine's load; it takes 10 to 30 ms as a rule."""
     guard: bool = True
     """Whether tracking steps measure what compression costs in accuracy, and loss spikes are looked into. Where a
-    sampled block's gradient has a relative error above 0.5, the codecs that make it so are found, as few as will do,
+    sampled block's gradient has a relative error above 0.25, the codecs that make it so are found, as few as will do,
     and are not used any more for these activations in all blocks of the kind."""
     guard_blocks: int = 1
     """Blocks per tracking step, 0 to 1000, whose gradient is compared with an uncompressed backward, in turn; each

@@ -20,7 +20,14 @@ from adacc_hf.solver import Budget, solve_policy
 from adacc_hf.tracking.accuracy import BlockSample, GradientError
 from adacc_hf.tracking.background import Background
 from adacc_hf.tracking.culprits import fewest
-from adacc_hf.tracking.judging import Rectification, current_policy, gradient_bound, judged, over_bound, with_margin
+from adacc_hf.tracking.judging import (
+    Rectification,
+    current_policy,
+    gradient_bound,
+    judged,
+    over_bound,
+    with_margin,
+)
 from adacc_hf.tracking.repricing import with_errors, with_more_memory, with_outliers, without_codecs
 from adacc_hf.tracking.sampling import peaks_with_samples
 from adacc_hf.tracking.switched_off import SwitchedOff, in_all_blocks, lossy_options, options_of
@@ -239,7 +246,7 @@ class Rectifier:
         return {kind: GradientError.worst(errors) for kind, errors in found.items()}, frozenset(spoiling)
 
     def _spoiling(self, name: str, kind: int, sample: BlockSample, was_compared: bool) -> frozenset[OptionKey]:
-        """The codecs of the block `name` without which its gradient keeps to the bound: all where that cannot be found.
+        """The codecs of the block `name` without which its gradient is mended: all where that cannot be found.
 
         Those that are switched off already, and in force until another policy is, are taken for granted.
         """

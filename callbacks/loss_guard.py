@@ -12,10 +12,11 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from adacc_hf.config import AdaccConfig
+from adacc_hf.decisions import SPOILED_ERROR
 from adacc_hf.profile import Profile
 from adacc_hf.ranks import of_all_ranks
 from adacc_hf.rectifier import Tracking
-from adacc_hf.tracking.loss_watch import SPOILED_ERROR, LossWatch
+from adacc_hf.tracking.loss_watch import LossWatch
 from adacc_hf.tracking.switched_off import SwitchedOff
 from adacc_hf.tracking.tracking import full_name
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from adacc_hf.config import AdaccConfig
+from adacc_hf.decisions import SPOILED_ERROR
 from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.policy import Policy
 from adacc_hf.profile import CodecOption, KindProfile
 from adacc_hf.solver import solve_policy
 from adacc_hf.solving.budget import Budget
-from adacc_hf.tracking.loss_watch import SPOILED_ERROR
 from adacc_hf.tracking.repricing import repriced_choice
 from adacc_hf.tracking.tracking import full_name
 

@@ -16,10 +16,6 @@ NOISE = 4.0
 """Median distances from the median within which no loss is a spike: losses around zero, as in reinforcement learning,
 are often many times their median. Of normal noise one in 300 lies above."""
 
-SPOILED_ERROR = 0.5
-"""Relative error from which compression is held to spoil a block's gradient. INT4 leaves about 0.1 (0.15 under eager
-attention); at 0.5 the noise is half as long as the gradient."""
-
 
 class LossWatch:
     """Finds spikes and non-finite values among logged figures."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,10 +13,11 @@ import adacc_hf.tracking.accuracy as accuracy_module
 import adacc_hf.tracking.judging as judging_module
 import adacc_hf.tracking.tracking as tracking_module
 from adacc_hf import Action, AdaccConfig, InfeasibleBudgetError, Policy, apply_policy, profile_model, solve_policy
+from adacc_hf.decisions import SPOILED_ERROR
 from adacc_hf.policy import RETAIN
 from adacc_hf.rectifier import Rectifier
+from adacc_hf.tracking.accuracy import GradientError
 from adacc_hf.tracking.judging import ERROR_MARGIN, MIN_GAIN, Rectification, gradient_bound
-from adacc_hf.tracking.loss_watch import SPOILED_ERROR
 from adacc_hf.tracking.switched_off import in_all_blocks, lossy_options
 
 NORM = "GPT2Block.ln_2:native_layer_norm"
@@ -410,6 +412,27 @@ def test_a_spoiled_gradient_ends_the_codec_that_spoils_it_and_no_other(model, ba
     assert later.gradients[0].error < SPOILED_ERROR
     assert later.errors.keys() == {name for name in found.errors if not name.startswith(f"GPT2Block.{QKV}#")}
     assert not later.spoiling
+
+
+class Offs:
+    """A sample whose gradient's error is made up of what each activation adds."""
+
+    def __init__(self, offs):
+        self.offs = offs
+
+    def compare(self, bypassed=frozenset()):
+        squares = (off**2 for value, off in self.offs.items() if value not in bypassed)
+        return GradientError(error=math.sqrt(sum(squares)), cosine=1.0)
+
+
+@pytest.mark.parametrize(("max_error", "expected"), [(None, 2), (0.4, 2), (0.1, 3)], ids=str)
+def test_a_spoiled_gradient_is_not_left_just_below_what_spoils_it(model, batch, max_error, expected):
+    """Without any one of the first two it would be 0.48 off, and blocks add up."""
+    session = Session(model, batch, replace(COMPRESS, memory_budget=1.0, max_error=max_error), policy=compress_all)
+    lossy = [value for value, choice in session.policy.plans[0].choices if choice.codec is not None]
+    offs = dict.fromkeys(lossy, 0.01) | dict(zip(lossy, [0.45, 0.45, 0.15], strict=False))
+    found = session.rectifier._spoiling("transformer.h.0", 0, Offs(offs), was_compared=True)
+    assert {value for _, value, _ in found} == set(lossy[:expected])
 
 
 def test_the_block_that_was_found_spoiled_is_looked_at_again(model, batch):

@@ -19,12 +19,12 @@ import adacc_hf.rectifier as rectifier_module
 from adacc_hf import AdaccCallback, Policy
 from adacc_hf.callbacks import situations as situations_module
 from adacc_hf.callbacks.step_meter import StepMeter
+from adacc_hf.decisions import SPOILED_ERROR
 from adacc_hf.execution.follow_plan import FollowPlan
 from adacc_hf.memory import MemoryMeter, count_static_bytes
 from adacc_hf.run_files import HISTORY_FILE
 from adacc_hf.tapes import known_shapes
 from adacc_hf.tracking.judging import Rectification
-from adacc_hf.tracking.loss_watch import SPOILED_ERROR
 
 COMPRESS = {"actions": ("retain", "compress"), "min_compress_bytes": 4096, "memory_budget": 0.45}
 
