@@ -215,7 +215,7 @@ class PolicySearch:
         with_one_plans: bool = False,
     ) -> list[list[Column]]:
         """The fastest policy of the chain that fits, and what fits of the policies between it and the one before; of
-        those with one plan per kind too, if asked for."""
+        those with one plan per kind too, if asked for, and these alone if nothing of the chain fits."""
         before = self.plain
         for policy in self._chain(columns):
             if fits(policy):
@@ -226,7 +226,8 @@ class PolicySearch:
                         found += self._one_plans(policy, before, budget, fits, self._least_rank(found, rival_ms))
                 return found
             before = policy
-        return []
+        # The last of the chain stores least, and whatever its peak, one plan per kind may have a lower one.
+        return list(self._one_plans(before, before, budget, fits, rival_ms)) if with_one_plans else []
 
     def _chain(self, columns: Sequence[Sequence[Column]]) -> Iterator[list[Column]]:
         return chain([block.kind for block in self.profile.blocks], columns)

@@ -560,3 +560,13 @@ def tight_profile():
     shared = [Shared(name="rotary", nbytes=12, saved=True), Shared(name="mask", nbytes=20, saved=False)]
     kind = replace(tape.kind(extra_bytes=4, forward_extra_bytes=4), held=(1,))
     return make_profile([kind], [0], shared, outside_held_bytes=2)
+
+
+@pytest.fixture
+def wide_profile():
+    """Two blocks that replay, where all of it is replayed, with more live at a time than any other plan takes."""
+    tape = TapeBuilder()
+    start = tape.value("input", 4)
+    hidden, _ = tape.operator("first", [start], [("hidden", 84), ("left", 80)], 7 / 8, save=[-1])
+    tape.operator("second", [hidden], [("wide", 64), ("right", 12)], 1 / 8, save=[-1])
+    return make_profile([tape.kind(extra_bytes=4, forward_extra_bytes=4)], [0, 0], gradient_bytes=45)

@@ -110,3 +110,11 @@ def test_the_solver_is_never_slower_than_one_plan_per_kind(profiles, data):
             continue
         fitting = [other.predicted_overhead_ms for other in one_plan if other.predicted_peak_bytes <= budget]
         assert policy.predicted_overhead_ms <= min(fitting, default=float("inf")) + MS_ROUNDING
+
+
+def test_one_plan_per_kind_is_tried_where_no_mixture_fits(wide_profile):
+    """The least of the mixtures replays all, which has more live at a time than one plan between that and plain has."""
+    *_, middle, least = sorted(one_plan_policies(wide_profile, AdaccConfig()), key=lambda p: p.predicted_overhead_ms)
+    assert middle.predicted_peak_bytes < least.predicted_peak_bytes
+    policy = solve_policy(wide_profile, middle.predicted_peak_bytes)
+    assert policy.predicted_overhead_ms == middle.predicted_overhead_ms
