@@ -73,6 +73,8 @@ class Value:
     replay_error: float = 0.0
     """Largest relative error that it makes in the gradient of an operator to remake it from what codecs left of other
     activations; 0 where that was not measured."""
+    too_coarse: tuple[tuple[str, float], ...] = ()
+    """Codecs that are left out, and the relative error that each would make in the gradient of an operator."""
 
     @property
     def is_index(self) -> bool:
@@ -454,7 +456,7 @@ def _kind_from_json(record: dict[str, Any]) -> KindProfile:
 def _value_from_json(record: dict[str, Any]) -> Value:
     codecs = tuple(codec_option_from_json(option) for option in record["codecs"])
     shapes = {name: tuple(record[name]) for name in ("shape", "encoded_shape")}
-    return Value(**{**record, **shapes, "codecs": codecs})
+    return Value(**{**record, **shapes, "codecs": codecs, "too_coarse": _pairs(record.get("too_coarse", ()))})
 
 
 def codec_option_from_json(record: dict[str, Any]) -> CodecOption:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from adacc_hf.config import AdaccConfig
 from adacc_hf.decisions import SPOILED_ERROR
-from adacc_hf.profile import CodecOption, KindProfile, Operator, Value
+from adacc_hf.profile import KindProfile, Operator, Value
 from adacc_hf.profiling.codec_options import storable, with_outliers
 from adacc_hf.profiling.pricing import Prices
 from adacc_hf.profiling.roles import role_of
 from adacc_hf.profiling.sharing import RecordedBlock, Sharing
 from adacc_hf.tapes.compiled import encode_view
 from adacc_hf.tapes.verification import obtainable
-
-log = logging.getLogger(__name__)
 
 
 class KindBuilder:
@@ -63,7 +60,9 @@ class KindBuilder:
 
     def _value(self, index: int) -> Value:
         tape, record = self.tape, self.tape.values[index]
-        codecs = self._codecs(index) if index in self.optional else ()
+        options = self.prices.codecs.get(index, ()) if index in self.optional else ()
+        errors = {option.codec: self._gradient_error(index, option.codec) for option in options}
+        codecs = tuple(option for option in options if errors[option.codec] <= SPOILED_ERROR)
         return Value(
             index=index,
             name=record.name,
@@ -81,24 +80,12 @@ class KindBuilder:
             codecs=with_outliers(codecs, tape, index, self.config, self.outliers[index]) if codecs else (),
             equal_to=self._equal_to(index),
             replay_error=max(errors.replay.get(index, 0.0) for errors in self.errors),
+            too_coarse=tuple((codec, error) for codec, error in errors.items() if error > SPOILED_ERROR),
         )
 
-    def _codecs(self, index: int) -> tuple[CodecOption, ...]:
-        """Those that are near enough for the gradients of all blocks."""
-        near = []
-        for option in self.prices.codecs.get(index, ()):
-            error = max(errors.codecs.get((index, option.codec), 0.0) for errors in self.errors)
-            if error <= SPOILED_ERROR:
-                near.append(option)
-            else:
-                log.info(
-                    "Adacc: %s: %s is not compressed with %s, which would put a gradient off by %.2g of it",
-                    self.tape.block_class,
-                    self.tape.values[index].name,
-                    option.codec,
-                    error,
-                )
-        return tuple(near)
+    def _gradient_error(self, index: int, codec: str) -> float:
+        """The largest that it makes in any block of the kind."""
+        return max(errors.codecs.get((index, codec), 0.0) for errors in self.errors)
 
     def _equal_to(self, index: int) -> int | None:
         """The activation that stands for this value, as `CompiledPlan` has it."""

@@ -30,16 +30,15 @@ class ActivationRow:
     twin: str | None = None
     """The label of the activation that it repeats, and is taken from where it is recomputed."""
     is_decided: bool = False
-    """Whether it is an index or a statistic that follows from what the plan stores with loss."""
+    """Whether it follows from what the plan stores with loss, and no replay may make it of that."""
 
     @property
     def reason(self) -> str:
         """The chosen action with its cost and the bytes that it frees, then the other possible ones."""
-        if self.choice.action is Action.RETAIN:
-            return "; ".join(
-                ["retain: frees nothing", self._replay_price(), *map(self._codec_price, self.value.codecs)]
-            )
         others = [self._codec_price(option) for option in self.value.codecs if option != self.option]
+        others += [f"{codec}: no, a gradient would be {error:.0%} off" for codec, error in self.value.too_coarse]
+        if self.choice.action is Action.RETAIN:
+            return "; ".join(["retain: frees nothing", self._replay_price(), *others])
         if self.option is None:
             return "; ".join([self._replay_price(), *others])
         return "; ".join([self._codec_price(self.option), self._replay_price(), *others])

@@ -1,12 +1,11 @@
 """What codecs and replay do to the gradients of single operators, and what becomes of it."""
 
-import logging
-
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from adacc_hf import Action, AdaccConfig, Policy, apply_policy, profile_model, solve_policy
+from adacc_hf import Action, AdaccConfig, Policy, Profile, apply_policy, profile_model, solve_policy
+from adacc_hf.decisions import SPOILED_ERROR
 from adacc_hf.kernels.codecs import get_codec
 from adacc_hf.policy import RECOMPUTE
 from adacc_hf.profiling.gradient_probe import GradientErrors
@@ -97,14 +96,17 @@ def unmeasured(model, batch):
     return profile_model(model, batch, CONFIG, instruments=NothingMeasured())
 
 
-def test_sharp_fused_attention_takes_its_queries_and_keys_in_int8(sharp_gpt2, token_batch, caplog):
+def test_sharp_fused_attention_takes_its_queries_and_keys_in_int8(sharp_gpt2, token_batch, tmp_path):
     """Although it is sharp in a block that no price was taken of."""
     model, batch = sharp_gpt2(), token_batch(4, 32)
     before = error_under(model, batch, Policy.uniform(unmeasured(model, batch), Action.COMPRESS))
-    with caplog.at_level(logging.INFO):
-        profile = profile_model(model, batch, CONFIG)
+    profile = profile_model(model, batch, CONFIG)
     assert codecs_of(profile, "attn.c_attn:addmm") == ["int8"]
-    assert "attn.c_attn:addmm is not compressed with channel_int4" in caplog.text
+    ((codec, error),) = next(v for v in profile.kinds[0].values if v.name == "attn.c_attn:addmm").too_coarse
+    assert codec == "channel_int4"
+    assert error > SPOILED_ERROR
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
     # INT4 leaves about 0.1 of the rest.
     assert error_under(model, batch, Policy.uniform(profile, Action.COMPRESS)) < 0.2 < 0.4 < before
 

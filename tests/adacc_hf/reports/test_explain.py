@@ -21,6 +21,7 @@ def kind(tape_builder, make_codec):
     (c,) = tape.operator("op_c", [b], [("c", 8 * MIB)], 4.0, save=[-1], replayable=False)
     for value, error in ((b, 0.1), (c, 0.0)):
         tape.values[value]["codecs"] = (make_codec("outlier_int4", 2 * MIB, 0.25, 0.125, error),)
+    tape.values[a]["too_coarse"] = (("channel_int4", 0.4),)
     return tape.kind()
 
 
@@ -41,7 +42,7 @@ def test_reason_puts_the_chosen_action_first(kind) -> None:
     rows = activation_rows(kind, plan_of(kind, RETAIN, RETAIN, RECOMPUTE, compressed))
     assert [row.reason for row in rows] == [
         "retain: frees nothing; recompute: not possible",
-        "retain: frees nothing; recompute: 1.00 ms for 8.00 MiB",
+        "retain: frees nothing; recompute: 1.00 ms for 8.00 MiB; channel_int4: no, a gradient would be 40% off",
         "recompute: 2.00 ms for 8.00 MiB; outlier_int4: 0.38 ms for 6.00 MiB, error 0.1",
         "outlier_int4: 0.38 ms for 6.00 MiB, error 0; recompute: not possible",
     ]
