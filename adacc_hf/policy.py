@@ -296,12 +296,20 @@ def _checked_blocks(record: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def _check_priced(profile: Profile, codec: str) -> None:
-    priced = sorted({option.codec for kind in profile.kinds for value in kind.values for option in value.codecs})
-    if codec not in priced:
+    values = [value for kind in profile.kinds for value in kind.values]
+    priced = sorted({option.codec for value in values for option in value.codecs})
+    if codec in priced:
+        return
+    names = ", ".join(priced) or "none"
+    if any(codec in dict(value.too_coarse) for value in values):
         raise ValueError(
-            f"codec={codec!r} was not priced in this profile, which has {', '.join(priced) or 'none'}: "
-            f"profile again with AdaccConfig(codecs=({codec!r},))"
+            f"codec={codec!r} would spoil gradients wherever it was tried, so that this profile has {names}: choose "
+            f"one of these"
         )
+    raise ValueError(
+        f"codec={codec!r} was not priced in this profile, which has {names}: profile again with "
+        f"AdaccConfig(codecs=({codec!r},))"
+    )
 
 
 def _uniform_plan(kind: KindProfile, action: Action, codec: str | None) -> Plan:

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -46,6 +47,10 @@ def test_uniform_takes_one_codec_where_asked(profile):
     assert {choice.codec for _, choice in policy.plans[0].choices} == {None, "int8"}
     with pytest.raises(ValueError, match=r"codec='zip' was not priced in this profile, which has .*int8"):
         Policy.uniform(profile, "compress", "zip")
+    (kind,) = profile.kinds
+    coarse = replace(kind.values[0], too_coarse=(("zip", 0.3),))
+    with pytest.raises(ValueError, match=r"'zip' would spoil gradients wherever it was tried, .* has .*int8"):
+        Policy.uniform(replace(profile, kinds=(replace(kind, values=(coarse, *kind.values[1:])),)), "compress", "zip")
 
 
 def test_random_is_reproducible_and_uses_the_actions_it_may(profile):
