@@ -184,8 +184,9 @@ class KindProfile:
         number for each row, and what comes out too far off (`adacc_hf.decisions`)."""
         saved = [value for value in self.activations if value.saved]
         far = {v.index: upstream(v.index, self._reads, self._is_activation) for v in saved if v.is_far_remade}
+        # Where a statistic's rows are remade from further up, it is remade with them: it suits them better.
         rows = {v.index: made_from(v.index, self._reads, self._is_activation) for v in saved if v.is_statistic}
-        return rows | far
+        return far | rows
 
     def _reads(self, value: int) -> tuple[int, ...]:
         producer = self.values[value].producer
