@@ -20,7 +20,6 @@ import torch
 
 from adacc_hf.decisions import SPOILED_ERROR
 from adacc_hf.kernels.codecs import Codec
-from adacc_hf.profiling.codec_options import relative_error
 from adacc_hf.tapes.compiled import encode_view
 from adacc_hf.tapes.recorder import is_freed
 from adacc_hf.tapes.replay import Environment, Step, view
@@ -68,14 +67,21 @@ def _errors_of(tape: Tape, bases: Sequence[torch.Tensor], codecs: Mapping[int, S
     for operator in tape.operators:
         remaking.run(operator)
         candidates = [value for value in (*operator.inputs(), *operator.made()) if remaking.has_stand_in(value)]
-        backward = _backward_of(operator, tape, bases) if candidates else None
-        for value in candidates if backward is not None else ():
-            for name, decoded in remaking.decoded(value):
-                _raise_to(found.codecs, (value, name), backward.error(value, decoded))
-            if value in remaking.remade:
-                _raise_to(found.replay, value, backward.error(value, remaking.remade[value]))
+        if candidates:
+            _try(_backward_of(operator, tape, bases), candidates, remaking, found)
         remaking.end(operator)
     return found
+
+
+def _try(
+    backward: _Backward | _Product | None, values: Sequence[int], remaking: _Remaking, found: GradientErrors
+) -> None:
+    """Note what `backward` makes of all that may stand in for `values`."""
+    for value in values if backward is not None else ():
+        for name, decoded in remaking.decoded(value):
+            _raise_to(found.codecs, (value, name), backward.error(value, decoded))
+        if value in remaking.remade:
+            _raise_to(found.replay, value, backward.error(value, remaking.remade[value]))
 
 
 def _raise_to(errors: dict, key: object, error: float) -> None:
@@ -180,7 +186,7 @@ class _Product:
 
     def error(self, value: int, base: torch.Tensor) -> float:
         """The relative L2 error of the gradient of the other factor with `base` in place of `value`."""
-        return relative_error(self._factors[value], base) if value in self._factors else 0.0
+        return _relative_error([self._factors[value]], [base]) if value in self._factors else 0.0
 
 
 class _Backward:
@@ -231,11 +237,7 @@ class _Backward:
             return math.inf
         finally:
             self._instead.clear()
-        difference = [other - exact for other, exact in zip(others, self._exact, strict=True)]
-        exact, off = _norm(self._exact), _norm(difference)
-        if exact == 0 or not math.isfinite(exact):
-            return 0.0
-        return off / exact if math.isfinite(off) else math.inf
+        return _relative_error(self._exact, others)
 
     def _gradients(self) -> list[torch.Tensor]:
         found = torch.autograd.grad(self._outputs, self._inputs, self._weights, retain_graph=True, allow_unused=True)
@@ -253,5 +255,15 @@ def _noise(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         yield torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
 
 
+def _relative_error(exact: Sequence[torch.Tensor], others: Iterable[torch.Tensor]) -> float:
+    """The L2 norm of all differences over that of all of `exact`; 0 where that is zero or not finite itself."""
+    differences = (other - tensor for other, tensor in zip(others, exact, strict=True))  # one at a time is live
+    norm, off = _norm(exact), _norm(differences)
+    if norm == 0 or not math.isfinite(norm):
+        return 0.0
+    return off / norm if math.isfinite(off) else math.inf
+
+
 def _norm(tensors: Iterable[torch.Tensor]) -> float:
-    return math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in tensors))
+    """In single precision, which copies no single ones and is more than enough for a bound."""
+    return math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) for tensor in tensors))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import adacc_hf.profiling.pricing as pricing_module
 from adacc_hf import Action, AdaccConfig, Policy, Profile, apply_policy, profile_model, solve_policy
 from adacc_hf.decisions import SPOILED_ERROR
 from adacc_hf.kernels.codecs import get_codec
@@ -145,6 +146,16 @@ def test_other_attention_is_left_as_it_is(tiny_gpt2, token_batch, codecs):
     profile = profile_model(tiny_gpt2("sdpa"), token_batch(4, 32), CONFIG.with_overrides(codecs=codecs))
     assert "channel_int4" in {option.codec for value in profile.kinds[0].activations for option in value.codecs}
     assert not any(value.replay_error > 0.25 for value in profile.kinds[0].activations if not value.is_statistic)
+
+
+def test_where_memory_runs_out_nothing_is_tried(sharp_gpt2, token_batch, caplog, monkeypatch):
+    def fail(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(pricing_module, "gradient_errors", fail)
+    profile = profile_model(sharp_gpt2(), token_batch(4, 32), CONFIG)
+    assert codecs_of(profile, "attn.c_attn:addmm") == ["channel_int4"]
+    assert "no memory to try codecs on the gradients of GPT2Block" in caplog.text
 
 
 def test_a_codec_of_the_settings_that_is_too_coarse_has_no_other_in_its_place(sharp_gpt2, token_batch):
