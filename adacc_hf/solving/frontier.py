@@ -1,14 +1,16 @@
 """The plans worth mixing: for each kind, those that are cheapest at some price of memory, from RETAIN everything on.
 
 At a price of w ms per byte the best plan minimises ms + w * bytes; over all w these plans are the corners of the lower
-convex hull of (bytes, ms). At a fixed price the program's linear relaxation is integral (it is a closure problem), so
-a corner is one run of the simplex method from the last corner's basis.
+convex hull of (bytes, ms). At a fixed price the program's linear relaxation is integral but for what no replay may make
+beside what is stored with loss (the rest is a closure problem), so a corner is one run of the simplex method from the
+last corner's basis as a rule, and an integer program where that ends between plans.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import pairwise
 
 from adacc_hf.solving.milp import BlockVariables, Column, KindModel, retain_all
@@ -17,6 +19,8 @@ from adacc_hf.solving.program import Program, Solver, SolverLog
 TOLERANCE = 1e-6
 """How far below the line between its neighbours a corner must lie, as a part of their difference; far above what HiGHS
 may leave of an optimum."""
+INTEGRALITY = 1e-4
+"""How far from an integer a variable may be: far above what HiGHS allows itself, and far below a half."""
 SCALE = 1e3
 """What the costs of one run add up to at most: its tolerance of 1e-9 is absolute."""
 
@@ -33,33 +37,35 @@ def _frontier(log: SolverLog, model: KindModel) -> list[Column]:
     plain = retain_all(model)
     if not plain.plan.choices:  # HiGHS has no status for a program without variables
         return [plain]
-    relaxation = _Relaxation(log, model)
-    least = relaxation.least_bytes()
+    program = _PricedMemory(log, model)
+    least = program.least_bytes()
     if least.nbytes >= plain.nbytes:
         return [plain]
-    return [plain, *_corners(relaxation, plain, least), least]
+    return [plain, *_corners(program, plain, least), least]
 
 
-def _corners(relaxation: _Relaxation, left: Column, right: Column) -> list[Column]:
+def _corners(program: _PricedMemory, left: Column, right: Column) -> list[Column]:
     """The corners strictly between two plans of the hull, bytes falling."""
     if right.ms <= left.ms:
         return []
-    corner = relaxation.cheapest(_slope(left, right))
+    corner = program.cheapest(_slope(left, right))
     if not _is_below(corner, left, right):
         return []
-    return [*_corners(relaxation, left, corner), corner, *_corners(relaxation, corner, right)]
+    return [*_corners(program, left, corner), corner, *_corners(program, corner, right)]
 
 
-class _Relaxation:
-    """The linear relaxation of one block's program, whose vertices are plans."""
+class _PricedMemory:
+    """One block's program at any price of memory."""
 
     def __init__(self, log: SolverLog, model: KindModel) -> None:
         program = Program()
+        self.log = log
+        self.program = program
         self.block = BlockVariables(program, model)
         self.whole_ms = model.total_ms or 1.0
         self.whole_bytes = retain_all(model).nbytes or 1
         self.limit = program.constrain(self.block.terms_bytes(1 / self.whole_bytes))
-        self.solver = Solver(program, log, integer=False)
+        self.relaxation = Solver(program, log, integer=False)
 
     def cheapest(self, price: float) -> Column:
         """The plan with the least ms + price * bytes."""
@@ -70,15 +76,25 @@ class _Relaxation:
         """The plan that stores least, and of those the fastest."""
         column = self._solved(self.block.terms_bytes(SCALE / self.whole_bytes))
         # A face of an integral polytope is integral.
-        self.solver.bound(self.limit, high=column.nbytes / self.whole_bytes)
-        fastest = self._solved(self.block.terms_ms(SCALE / self.whole_ms))
-        self.solver.bound(self.limit)
+        fastest = self._solved(self.block.terms_ms(SCALE / self.whole_ms), column.nbytes / self.whole_bytes)
         return min(column, fastest, key=lambda c: (c.nbytes, c.ms))
 
-    def _solved(self, costs: list[tuple[int, float]]) -> Column:
-        solution = self.solver.minimize(costs)
-        assert solution is not None, "all RETAIN is always a solution"
+    def _solved(self, costs: list[tuple[int, float]], limit: float = math.inf) -> Column:
+        solution = self._solution(self.relaxation, costs, limit)
+        if any(INTEGRALITY < value < 1 - INTEGRALITY for value in solution):
+            solution = self._solution(self.integer, costs, limit)
         return self.block.column(solution)
+
+    @cached_property
+    def integer(self) -> Solver:
+        return Solver(self.program, self.log, integer=True)
+
+    def _solution(self, solver: Solver, costs: list[tuple[int, float]], limit: float) -> Sequence[float]:
+        solver.bound(self.limit, high=limit)
+        solution = solver.minimize(costs)
+        solver.bound(self.limit)
+        assert solution is not None, "all RETAIN is always a solution"
+        return solution
 
 
 def least_ms(num_blocks: Sequence[int], columns: Sequence[Sequence[Column]], limit_bytes: int) -> float:

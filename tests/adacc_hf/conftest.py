@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from adacc_hf.execution.checked_call import CheckedCall
 from adacc_hf.execution.recording import Recording
+from adacc_hf.policy import RECOMPUTE, RETAIN, Choice, Plan
 from adacc_hf.profile import (
     BackwardEvent,
     BlockProfile,
@@ -337,6 +339,8 @@ def random_kinds(draw, digest="tape"):
             codec(name, draw(st.integers(1, nbytes)), draw(eighths), draw(eighths), error)
             for name, error in (("int8", 0.01), ("int4", 0.1))[: draw(st.integers(1, 2))]
         )
+    for value in draw(st.lists(st.sampled_from(saved), max_size=2, unique=True)) if saved else []:
+        tape.values[value]["replay_error"] = 1.0
     return tape.kind(digest, extra_bytes=draw(sizes), forward_extra_bytes=draw(sizes))
 
 
@@ -355,6 +359,22 @@ def random_profiles(draw, num_kinds=1, max_blocks=1):
         gradient_bytes=draw(st.integers(0, 50)),
         outside_held_bytes=draw(st.integers(0, 20)) if any(kind.held for kind in kinds) else 0,
     )
+
+
+def every_plan_of(kind):
+    menus = [[RETAIN, RECOMPUTE, *(Choice.compress(option) for option in v.codecs)] for v in kind.activations]
+    for menu in itertools.product(*menus):
+        choices = {value.index: choice for value, choice in zip(kind.activations, menu, strict=True)}
+        lossy = [v.index for v in kind.activations for o in v.codecs if o.error and choices[v.index].codec == o.codec]
+        if not any(choices[value] == RECOMPUTE for value in kind.fragile_beside(lossy)):
+            yield Plan(kind=kind.digest, choices=tuple(choices.items()))
+
+
+@pytest.fixture(scope="session")
+def every_plan():
+    """`every_plan(kind)`: all plans that remake nothing of coded values that no replay may make of them; of some the
+    simulator says that they cannot be carried out."""
+    return every_plan_of
 
 
 @pytest.fixture(scope="session")

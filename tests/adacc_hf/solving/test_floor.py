@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from dataclasses import replace
 
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError
-from adacc_hf.policy import RECOMPUTE, RETAIN, Choice, Plan
 from adacc_hf.simulator import simulate
 from adacc_hf.solver import solve_policy
 from adacc_hf.solving.floor import descent, least_bound
@@ -26,12 +24,10 @@ SOLVING = settings(
 )
 
 
-def every_peak(profile):
+def every_peak(every_plan, profile):
     """The peak of every policy of a profile with one block."""
     (kind,) = profile.kinds
-    menus = [[RETAIN, RECOMPUTE, *(Choice.compress(option) for option in v.codecs)] for v in kind.activations]
-    for choices in itertools.product(*menus):
-        plan = Plan(kind=kind.digest, choices=tuple(zip((v.index for v in kind.activations), choices, strict=True)))
+    for plan in every_plan(kind):
         try:
             yield simulate(profile, [plan]).peak_bytes
         except ValueError:
@@ -40,7 +36,7 @@ def every_peak(profile):
 
 @SOLVING
 @given(data=st.data())
-def test_the_least_peak_lies_between_the_bound_and_the_frontier_s(profiles, data):
+def test_the_least_peak_lies_between_the_bound_and_the_frontier_s(profiles, every_plan, data):
     profile = data.draw(profiles())
     models = [build_model(kind, AdaccConfig()) for kind in profile.kinds]
     columns = frontiers(SolverLog(), models)
@@ -48,7 +44,7 @@ def test_the_least_peak_lies_between_the_bound_and_the_frontier_s(profiles, data
     trail = [oracle.peak_bytes(policy) for policy in descent(oracle, models, columns, oracle.least_peak(columns))]
     assert trail == sorted(set(trail), reverse=True)
     assert trail[0] == oracle.peak_bytes(oracle.least_peak(columns))
-    assert least_bound(profile, columns) <= min(every_peak(profile)) <= trail[-1]
+    assert least_bound(profile, columns) <= min(every_peak(every_plan, profile)) <= trail[-1]
 
 
 def test_a_floor_that_is_proven_says_nothing_of_a_bound(gpt2_like_profile):

@@ -1,6 +1,5 @@
 """The frontier against the convex hull of all plans, and the chain of policies that it makes."""
 
-import itertools
 from itertools import pairwise
 
 import pytest
@@ -8,7 +7,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from adacc_hf.config import AdaccConfig
-from adacc_hf.policy import RECOMPUTE, RETAIN, Choice, Plan
 from adacc_hf.simulator import run_block
 from adacc_hf.solving.frontier import chain, frontiers
 from adacc_hf.solving.milp import build_model
@@ -19,11 +17,9 @@ SOLVING = settings(
 )
 
 
-def every_point(kind):
+def every_point(every_plan, kind):
     """(bytes, ms) of every plan that can be carried out, by the simulator."""
-    menus = [[RETAIN, RECOMPUTE, *(Choice.compress(option) for option in v.codecs)] for v in kind.activations]
-    for choices in itertools.product(*menus):
-        plan = Plan(kind=kind.digest, choices=tuple(zip((v.index for v in kind.activations), choices, strict=True)))
+    for plan in every_plan(kind):
         try:
             outcome = run_block(kind, plan)
         except ValueError:
@@ -43,10 +39,10 @@ def on_line(columns, nbytes):
 
 @SOLVING
 @given(data=st.data())
-def test_no_plan_is_better_than_the_frontier(profiles, data):
+def test_no_plan_is_better_than_the_frontier(profiles, every_plan, data):
     kind = data.draw(profiles()).kinds[0]
     (columns,) = frontiers(SolverLog(), [build_model(kind, AdaccConfig())])
-    points = list(every_point(kind))
+    points = list(every_point(every_plan, kind))
     assert min(nbytes for nbytes, _ in points) == columns[-1].nbytes
     for nbytes, ms in points:
         # 1e-6 of the times, of the order of 10 ms here, is what the frontier may leave (frontier.TOLERANCE).
@@ -106,3 +102,17 @@ def test_a_kind_with_nothing_to_choose_has_one_plan(tape_builder):
     tape.operator("rand", [tape.value("input", 8)], [("mask", 8)], ms=1.0, save=[-1], replayable=False)
     (columns,) = frontiers(SolverLog(), [build_model(tape.kind(), AdaccConfig())])
     assert [column.plan.is_plain for column in columns] == [True]
+
+
+def test_what_the_relaxation_divides_is_decided_by_an_integer_program(tape_builder, make_codec, every_plan):
+    """Half of the input coded and half of it whole would let half of a value be remade that a coded one forbids."""
+    tape = tape_builder()
+    start = tape.value("input", 12, codecs=(make_codec("int4", 4, 0.0, 0.0),))
+    (fragile,) = tape.operator("first", [start], [("fragile", 4)], 1.0, save=[-1])
+    tape.operator("second", [start], [("other", 8)], 1.0, save=[-1])
+    tape.values[fragile]["replay_error"] = 1.0
+    kind = tape.kind()
+    (columns,) = frontiers(SolverLog(), [build_model(kind, AdaccConfig())])
+    points = list(every_point(every_plan, kind))
+    assert columns[-1].nbytes == min(nbytes for nbytes, _ in points) == 8
+    assert all(ms >= on_line(columns, nbytes) - 1e-9 for nbytes, ms in points)

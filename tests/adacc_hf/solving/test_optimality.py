@@ -11,7 +11,7 @@ from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.eval.trials.greedy import solve_greedy
 from adacc_hf.eval.trials.one_policy import one_plan_policies
-from adacc_hf.policy import RECOMPUTE, RETAIN, Choice, Plan, Policy
+from adacc_hf.policy import Policy
 from adacc_hf.simulator import run_block, step_peak_bytes
 from adacc_hf.solver import solve_policy
 
@@ -24,9 +24,9 @@ MS_ROUNDING = 1e-9
 
 @SOLVING
 @given(data=st.data())
-def test_no_policy_of_two_blocks_is_faster_than_the_gap_allows(profiles, data):
+def test_no_policy_of_two_blocks_is_faster_than_the_gap_allows(profiles, every_plan, data):
     profile = data.draw(profiles(num_kinds=data.draw(st.integers(1, 2)), max_blocks=2))
-    outcomes = [every_outcome(profile.kind_of(block)) for block in profile.blocks]
+    outcomes = [every_outcome(every_plan, profile.kind_of(block)) for block in profile.blocks]
     part = data.draw(st.integers(1, 19)) / 20
     plain_bytes = Policy.uniform(profile, "retain").predicted_peak_bytes
     for budget in (part, int(part * plain_bytes)):
@@ -47,12 +47,10 @@ def test_no_policy_of_two_blocks_is_faster_than_the_gap_allows(profiles, data):
             assert policy.predicted_overhead_ms <= best_ms + 1e-4
 
 
-def every_outcome(kind):
+def every_outcome(every_plan, kind):
     """The outcomes of plans that can be carried out, without those that another beats in all that decides."""
-    menus = [[RETAIN, RECOMPUTE, *(Choice.compress(option) for option in v.codecs)] for v in kind.activations]
     best: dict[tuple[int, int, int, int, frozenset[int]], object] = {}
-    for choices in itertools.product(*menus):
-        plan = Plan(kind=kind.digest, choices=tuple(zip((v.index for v in kind.activations), choices, strict=True)))
+    for plan in every_plan(kind):
         try:
             outcome = run_block(kind, plan)
         except ValueError:
