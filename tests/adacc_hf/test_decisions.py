@@ -161,3 +161,16 @@ def test_the_executor_stores_them_whatever_a_policy_says(norming, caplog):
     with apply_policy(model, replace(policy, plans=plans), config), caplog.at_level(logging.WARNING):
         assert (gradients(model, batch) - plain).norm() < 2 * plain.norm()
     assert "layers.0 retains norm:native_layer_norm" in caplog.text
+
+
+def test_a_statistic_is_stored_beside_its_own_rows_alone_however_far_off_it_would_be(tape_builder):
+    """Where these are remade from further up, an exact one does not suit them."""
+    tape = tape_builder()
+    start = tape.value("input", 16)
+    (rows,) = tape.operator("product", [start], [("rows", 16)], 1.0, save=[-1])
+    (deviation,) = tape.operator("norm", [rows], [("deviation", 4)], 1.0, save=[-1])
+    (scaled,) = tape.operator("scale", [rows, deviation], [("scaled", 16)], 1.0, save=[-1])
+    tape.values[deviation] |= {"shape": (4, 1), "replay_error": 1.0}
+    tape.values[scaled]["replay_error"] = 1.0
+    fragile = tape.kind().fragile
+    assert fragile == {deviation: frozenset({rows}), scaled: frozenset({start, rows, deviation})}
