@@ -135,16 +135,16 @@ class PolicySearch:
         return found
 
     def _least_peak(self, columns: Sequence[Sequence[Column]], policy: list[Column]) -> list[Column]:
-        """`policy`, or what has a lower peak of all that is looked at if that of `policy` is the budget; and so on."""
+        """`policy`, or what is found for a budget of one byte less than its peak; and so on."""
         while True:
-            nbytes = self.oracle.peak_bytes(policy)
+            nbytes = self.oracle.peak_bytes(policy) - 1
             budget = Budget(nbytes, nbytes, of_peak=True)
             fits = self._fits_peak(budget)
             others = self._chained(columns, budget, fits, math.inf, with_one_plans=True)
-            least = min([policy, *others, *self._greedy(fits, math.inf)], key=self.oracle.peak_bytes)
-            if self.oracle.peak_bytes(least) == nbytes:
+            others += self._greedy(fits, math.inf)
+            if not others:
                 return policy
-            policy = least
+            policy = min(others, key=self.oracle.peak_bytes)
 
     def _fits_peak(self, budget: Budget) -> Fits:
         """Whether a policy's peak keeps to the budget."""
