@@ -20,8 +20,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 SPOILED_ERROR = 0.25
 """Relative error from which compression is held to spoil a gradient, a block's or an operator's. INT4 leaves about 0.1
-(0.15 under eager attention). Errors grow from block to block: with 0.3 to 0.45 in each of four blocks the whole
-gradient was off by more than twice its size."""
+(0.15 under eager attention). Errors grow from block to block, so that a whole gradient may be off by far more than that
+of any block."""
 
 
 def decided(

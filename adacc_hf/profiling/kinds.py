@@ -62,7 +62,8 @@ class KindBuilder:
         tape, record = self.tape, self.tape.values[index]
         options = self.prices.codecs.get(index, ()) if index in self.optional else ()
         errors = {option.codec: self._gradient_error(index, option.codec) for option in options}
-        codecs = tuple(option for option in options if errors[option.codec] <= SPOILED_ERROR)
+        too_coarse = {codec: error for codec, error in errors.items() if error > SPOILED_ERROR}
+        codecs = tuple(option for option in options if option.codec not in too_coarse)
         return Value(
             index=index,
             name=record.name,
@@ -80,7 +81,7 @@ class KindBuilder:
             codecs=with_outliers(codecs, tape, index, self.config, self.outliers[index]) if codecs else (),
             equal_to=self._equal_to(index),
             replay_error=max(errors.replay.get(index, 0.0) for errors in self.errors),
-            too_coarse=tuple((codec, error) for codec, error in errors.items() if error > SPOILED_ERROR),
+            too_coarse=tuple(too_coarse.items()),
         )
 
     def _gradient_error(self, index: int, codec: str) -> float:

@@ -48,30 +48,27 @@ def price_tape(tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, o
 def errors_of(tape: Tape, bases: Sequence[torch.Tensor], prices: Prices, config: AdaccConfig) -> GradientErrors:
     """What codecs and replay do to the gradients of one block whose tape has these `prices`.
 
-    Where no codec is near enough, a finer one is priced too. It takes up to twice the memory of what the block saves:
-    none is there where that is not, and a warning says so.
+    Where no codec is near enough, a finer one is priced too. It takes memory beside what was recorded: none is measured
+    where that is not there, and a warning says so.
     """
-    if not any(_lossy(prices.codecs).values()):
+    codecs = _lossy(prices.codecs)
+    if not any(codecs.values()):
         return GradientErrors()
     try:
         with torch.no_grad(), torch.autocast(bases[0].device.type, enabled=False):
-            return _errors_of(tape, bases, prices, config)
+            errors = gradient_errors(tape, bases, codecs)
+            missing = [value for value, some in codecs.items() if _needs_finer(errors, value, some)]
+            finer = finer_options(tape, bases, config, missing, prices.scarce)
+            if not finer:
+                return errors
+            prices.codecs |= {value: (*prices.codecs[value], *options) for value, options in finer.items()}
+            return gradient_errors(tape, bases, _lossy(prices.codecs))
     except torch.OutOfMemoryError:
         log.warning(
             "Adacc: no memory to try codecs on the gradients of %s: only tracking steps will tell if one spoils them",
             tape.block_class,
         )
         return GradientErrors()
-
-
-def _errors_of(tape: Tape, bases: Sequence[torch.Tensor], prices: Prices, config: AdaccConfig) -> GradientErrors:
-    errors = gradient_errors(tape, bases, _lossy(prices.codecs))
-    missing = [value for value, some in _lossy(prices.codecs).items() if _needs_finer(errors, value, some)]
-    finer = finer_options(tape, bases, config, missing, prices.scarce)
-    if not finer:
-        return errors
-    prices.codecs |= {value: (*prices.codecs[value], *options) for value, options in finer.items()}
-    return gradient_errors(tape, bases, _lossy(prices.codecs))
 
 
 def _lossy(options: Mapping[int, Sequence[CodecOption]]) -> dict[int, list[Codec]]:

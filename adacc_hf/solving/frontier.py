@@ -75,7 +75,6 @@ class _PricedMemory:
     def least_bytes(self) -> Column:
         """The plan that stores least, and of those the fastest."""
         column = self._solved(self.block.terms_bytes(SCALE / self.whole_bytes))
-        # A face of an integral polytope is integral.
         fastest = self._solved(self.block.terms_ms(SCALE / self.whole_ms), column.nbytes / self.whole_bytes)
         return min(column, fastest, key=lambda c: (c.nbytes, c.ms))
 

@@ -1,7 +1,7 @@
 """What spoils a gradient: the fewest activations without whose compression it keeps to its bound.
 
 Round trips do not tell. Queries and keys come back as exact as anything else, and where backward makes attention's
-softmax of them again, the gradient may be off by twice its length.
+softmax of them again, the gradient may be off by more than its length.
 """
 
 from __future__ import annotations
