@@ -23,6 +23,8 @@ from adacc_hf.profile import (
     Shared,
     Value,
 )
+from adacc_hf.profiling.gradient_probe import GradientErrors
+from adacc_hf.profiling.instruments import Instruments
 
 
 @pytest.fixture
@@ -590,3 +592,16 @@ def wide_profile():
     hidden, _ = tape.operator("first", [start], [("hidden", 84), ("left", 80)], 7 / 8, save=[-1])
     tape.operator("second", [hidden], [("wide", 64), ("right", 12)], 1 / 8, save=[-1])
     return make_profile([tape.kind(extra_bytes=4, forward_extra_bytes=4)], [0, 0], gradient_bytes=45)
+
+
+class Untried(Instruments):
+    """Tries no codec on gradients."""
+
+    def gradient_errors(self, *_):
+        return GradientErrors()
+
+
+@pytest.fixture
+def untried():
+    """Instruments for a profile that leaves out no codec."""
+    return Untried()

@@ -10,8 +10,6 @@ from torch import nn
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.decisions import decided
 from adacc_hf.policy import RECOMPUTE, RETAIN, Action
-from adacc_hf.profiling.gradient_probe import GradientErrors
-from adacc_hf.profiling.instruments import Instruments
 from adacc_hf.reports.explain import explain_policy
 from adacc_hf.solver import least_policy
 from adacc_hf.solving.milp import build_model, price
@@ -101,15 +99,8 @@ def test_lossless_policies_may_remake_them(sorting):
         assert torch.equal(gradients(model, batch), plain)
 
 
-class NothingMeasured(Instruments):
-    """Leaves it to rules what no replay may make; by what it measures the codec of these rows would not be offered."""
-
-    def gradient_errors(self, *_):
-        return GradientErrors()
-
-
 @pytest.fixture
-def norming(toy_model, toy_batch):
+def norming(toy_model, toy_batch, untried):
     """(model, batch, its profile, its gradients): a norm with an epsilon like BERT's, and a row that is small beside
     the others in its group of codes."""
 
@@ -120,7 +111,8 @@ def norming(toy_model, toy_batch):
     model = toy_model(forward, setup=lambda block: setattr(block, "norm", nn.LayerNorm(8, eps=1e-12)))
     batch = toy_batch(8)
     config = AdaccConfig(min_compress_bytes=0, codecs=("int8",))
-    profile = profile_model(model, batch, config, instruments=NothingMeasured())
+    # It is left to rules what no replay may make: the codec of these rows would not be offered.
+    profile = profile_model(model, batch, config, instruments=untried)
     return model, batch, profile, gradients(model, batch)
 
 

@@ -9,7 +9,6 @@ from adacc_hf import Action, AdaccConfig, Policy, Profile, apply_policy, profile
 from adacc_hf.decisions import SPOILED_ERROR
 from adacc_hf.kernels.codecs import get_codec
 from adacc_hf.policy import RECOMPUTE
-from adacc_hf.profiling.gradient_probe import GradientErrors
 from adacc_hf.profiling.instruments import Instruments
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,11 +27,6 @@ class Kept(Instruments):
             (tape, [base.clone() for base in bases], super().gradient_errors(tape, bases, prices, config))
         )
         return self.found[-1][2]
-
-
-class NothingMeasured(Instruments):
-    def gradient_errors(self, *_):
-        return GradientErrors()
 
 
 def sharpen(model, block, factor):
@@ -93,14 +87,12 @@ def test_the_error_is_that_of_the_operators_backward(toy_model, toy_batch):
     assert errors.codecs[value, "token_int4"] == pytest.approx(float(max(of_tanh, of_product)), rel=1e-4)
 
 
-def unmeasured(model, batch):
-    return profile_model(model, batch, CONFIG, instruments=NothingMeasured())
-
-
-def test_sharp_fused_attention_takes_its_queries_and_keys_in_int8(sharp_gpt2, token_batch, tmp_path):
+def test_sharp_fused_attention_takes_its_queries_and_keys_in_int8(sharp_gpt2, token_batch, untried, tmp_path):
     """Although it is sharp in a block that no price was taken of."""
     model, batch = sharp_gpt2(), token_batch(4, 32)
-    before = error_under(model, batch, Policy.uniform(unmeasured(model, batch), Action.COMPRESS))
+    before = error_under(
+        model, batch, Policy.uniform(profile_model(model, batch, CONFIG, instruments=untried), Action.COMPRESS)
+    )
     profile = profile_model(model, batch, CONFIG)
     assert codecs_of(profile, "attn.c_attn:addmm") == ["int8"]
     ((codec, error),) = next(v for v in profile.kinds[0].values if v.name == "attn.c_attn:addmm").too_coarse
