@@ -16,7 +16,7 @@ from adacc_hf.decisions import SPOILED_ERROR, decided, is_statistic, made_from, 
 from adacc_hf.errors import AdaccError
 from adacc_hf.files import fields_of, read_json, write_json
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +224,8 @@ class BlockProfile:
     """The block's module path; of a second call in the step "path#2", and so on."""
     kind: int
     """Index into `Profile.kinds`."""
+    forward_base_bytes: int
+    """Bytes live when this block's forward starts, besides what earlier blocks store; its own input is counted."""
     backward_base_bytes: int
     """Bytes live when this block's backward starts, besides what blocks stored: parameters, gradients so far, what the
     rest of the model stores, the gradient that flows in, shared tensors that are saved or `held`."""
@@ -269,8 +271,6 @@ class Profile:
     static_bytes: int
     """Bytes live before a forward: parameters, buffers, optimizer state, the step's batches, and, with gradient
     accumulation, the gradients that earlier micro-batches left."""
-    forward_base_bytes: int
-    """Most bytes live when a block's forward starts, besides what earlier blocks store; its own input is counted."""
     outside_peak_bytes: int
     """Most bytes live in the forward of the head and the loss, besides what blocks store. Casts that autocast caches
     are there whether blocks store them or not."""
@@ -347,9 +347,9 @@ class Profile:
         return replace(
             self,
             blocks=tuple(
-                replace(block, backward_base_bytes=base) for block, base in zip(self.blocks, bases, strict=True)
+                replace(block, forward_base_bytes=block.forward_base_bytes + forward, backward_base_bytes=base)
+                for block, base in zip(self.blocks, bases, strict=True)
             ),
-            forward_base_bytes=self.forward_base_bytes + forward,
             outside_peak_bytes=self.outside_peak_bytes + forward,
             loss_peak_bytes=self.loss_peak_bytes + forward,
             tail_peak_bytes=self.tail_peak_bytes + after,

@@ -187,13 +187,17 @@ def _profile(
         model_class=type(installation.model).__name__,
         kinds=tuple(_with_backward(kind, watched[index], layout) for index, kind in enumerate(kinds)),
         blocks=tuple(
-            BlockProfile(name=block.name, kind=block.kind, backward_base_bytes=static_bytes + layout.bases[block.name])
+            BlockProfile(
+                name=block.name,
+                kind=block.kind,
+                forward_base_bytes=static_bytes + forward.bases[block.name],
+                backward_base_bytes=static_bytes + layout.bases[block.name],
+            )
             for block in blocks
         ),
         shared=shared,
         outside_stored_bytes=layout.outside_stored_bytes - held_bytes,
         static_bytes=static_bytes,
-        forward_base_bytes=static_bytes + forward.base,
         outside_peak_bytes=static_bytes + layout.outside_peak_bytes,
         outside_held_bytes=min(replay_bytes, max(0, layout.outside_peak_bytes - forward.outside_peak_bytes)),
         loss_peak_bytes=static_bytes + layout.loss_peak_bytes,

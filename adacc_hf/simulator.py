@@ -54,7 +54,8 @@ class BlockOutcome:
     """Shared tensors that its replay reads."""
     overhead_ms: float
     forward_moments: tuple[int, ...]
-    """Bytes live at each moment of its forward besides `Profile.forward_base_bytes` and earlier blocks' stores."""
+    """Bytes live at each moment of its forward besides `BlockProfile.forward_base_bytes` and earlier blocks'
+    stores."""
     moments: tuple[int, ...]
     """Bytes live at each moment of its backward, besides `BlockProfile.backward_base_bytes` and what earlier blocks
     stored."""
@@ -99,7 +100,7 @@ def step_peak_bytes(profile: Profile, outcomes: Sequence[BlockOutcome]) -> int:
     stored = held = 0
     read: frozenset[int] = frozenset()
     for index, (block, outcome) in enumerate(zip(profile.blocks, outcomes, strict=True)):
-        peaks.append(profile.forward_base_bytes + held + outcome.forward_working_bytes)
+        peaks.append(block.forward_base_bytes + held + outcome.forward_working_bytes)
         read |= outcome.shared
         if outcome.moments:
             base = block.backward_base_bytes - profile.unread_bytes(index, read)
@@ -117,7 +118,7 @@ def _timeline(profile: Profile, outcomes: Sequence[BlockOutcome]) -> list[tuple[
     forward: list[tuple[str, int]] = []
     backward: list[list[tuple[str, int]]] = []
     for index, (block, outcome) in enumerate(zip(profile.blocks, outcomes, strict=True)):
-        base = profile.forward_base_bytes + held
+        base = block.forward_base_bytes + held
         forward += [(f"forward {block.name}", base + live) for live in outcome.forward_moments]
         read |= outcome.shared
         base = block.backward_base_bytes - profile.unread_bytes(index, read) + stored

@@ -38,9 +38,16 @@ class Thinning:
         assert kept == [block.name for block in self.blocks if block.name not in self.dropped]
         own = self._bases(dict(zip(kept, [block.backward_base_bytes for block in thin.blocks], strict=True)))
         kinds = self._kinds({block.name: block.kind for block in thin.blocks})
-        held = self.missing_bytes + sum(_cached_bytes(thin, kinds[name]) for name in self.dropped)
+        cached = {name: _cached_bytes(thin, kinds[name]) for name in self.dropped}
+        held = self.missing_bytes + sum(cached.values())
+        forward = self._forward_bases({block.name: block.forward_base_bytes for block in thin.blocks}, cached)
         blocks = [
-            BlockProfile(name=block.name, kind=kinds[block.name], backward_base_bytes=own.of_block[block.name])
+            BlockProfile(
+                name=block.name,
+                kind=kinds[block.name],
+                forward_base_bytes=forward[block.name],
+                backward_base_bytes=own.of_block[block.name],
+            )
             for block in self.blocks
         ]
         heads = [
@@ -50,7 +57,6 @@ class Thinning:
             thin,
             blocks=tuple(blocks),
             static_bytes=thin.static_bytes + self.missing_bytes,
-            forward_base_bytes=thin.forward_base_bytes + held,
             outside_peak_bytes=thin.outside_peak_bytes + held,
             loss_peak_bytes=thin.loss_peak_bytes + self.missing_bytes,
             tail_peak_bytes=thin.tail_peak_bytes + own.added_at_end,
@@ -69,6 +75,22 @@ class Thinning:
     def _kinds(self, kinds: dict[str, int]) -> dict[str, int]:
         """The kind of every block; one that is left out is of the kind of its run."""
         return {block.name: kinds.get(block.name, kinds[run[-1].name]) for run in _runs(self.blocks) for block in run}
+
+    def _forward_bases(self, bases: dict[str, int], cached: dict[str, int]) -> dict[str, int]:
+        """What is live when each block's forward starts, from the same of the blocks that are kept, and from what
+        autocast keeps of each one that is left out."""
+        found: dict[str, int] = {}
+        added = self.missing_bytes
+        for run in _runs(self.blocks):
+            dropped = [block.name for block in run if block.name in self.dropped]
+            kept = [block.name for block in run[len(dropped) :]]
+            of_each = cached[dropped[0]] if dropped else 0
+            for position, block in enumerate(run):
+                # The model may hold what its first block is given: from the second one on that is live besides.
+                like = max(position - len(dropped), min(position, 1))
+                found[block.name] = bases[kept[like]] + added + (position - like) * of_each
+            added += len(dropped) * of_each
+        return found
 
     def _bases(self, bases: dict[str, int]) -> _Bases:
         """What is live when each block's backward starts, from the same of the blocks that are kept."""

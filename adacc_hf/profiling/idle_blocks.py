@@ -59,7 +59,7 @@ def with_idle(profile: Profile, idle: Sequence[str], installation: Installation)
         blocks=(
             *profile.blocks,
             *(
-                BlockProfile(name=name, kind=kinds[classes[name]], backward_base_bytes=base)
+                BlockProfile(name=name, kind=kinds[classes[name]], forward_base_bytes=base, backward_base_bytes=base)
                 for name, base in zip(idle, bases, strict=True)
             ),
         ),

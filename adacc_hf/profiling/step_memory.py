@@ -34,8 +34,8 @@ class ForwardLayout:
 
     first_peak_bytes: int
     """The most that was live before the first block: in the forward of a teacher, say."""
-    base: int
-    """The most that was live when a block started."""
+    bases: dict[str, int]
+    """What was live when each block started."""
     outside_peak_bytes: int
     """The most that was live after the last block, where no replay held shared inputs any more."""
     events: dict[str, tuple[ForwardEvent, ...]]
@@ -89,37 +89,33 @@ def measure_forward(
         forward_loss(model, batch)
     begin = next(i for i, point in enumerate(meter.points) if point.label[0] == "enter")
     end = next(i for i, point in enumerate(meter.points) if point.label == ("leave", -1, last))
-    base = max(point.live_bytes for point in meter.points if point.label[0] == "enter")
+    bases = {point.label[2]: point.live_bytes for point in meter.points if point.label[0] == "enter"}
     return ForwardLayout(
         first_peak_bytes=max(point.max_bytes for point in meter.points[:begin]),
-        base=base,
+        bases=bases,
         outside_peak_bytes=max(point.max_bytes for point in meter.points[end:]),
-        events={
-            name: _forward_events(meter.points, name) + (_events_after(meter.points, name, base) if owns else ())
-            for name, owns in watched.items()
-        },
+        events={name: _forward_events(meter.points, name, owns) for name, owns in watched.items()},
     )
 
 
-def _forward_events(points: Sequence[MemoryPoint], name: str) -> tuple[ForwardEvent, ...]:
-    begin = next(i for i, point in enumerate(points) if point.label == ("enter", -1, name))
-    end = next(i for i, point in enumerate(points) if point.label == ("leave", -1, name))
+def _forward_events(points: Sequence[MemoryPoint], name: str, owns: bool) -> tuple[ForwardEvent, ...]:
+    """The forward of a call, up to the next one's if it owns what the rest of the model does until then.
+
+    Where another call's value dies meanwhile, that is only one more moment.
+    """
+    begin, leave = (
+        next(i for i, point in enumerate(points) if point.label == (moment, -1, name)) for moment in ("enter", "leave")
+    )
+    end = next(i for i, point in enumerate(points) if i > leave and point.label[0] == "enter") if owns else leave
     floor = points[begin].live_bytes
+    stretch = [(point, point.label[2] == name) for point in points[begin:end]]
     return tuple(
-        ForwardEvent(value=point.label[1], death=point.label[0] == "death", extra_bytes=point.max_bytes - floor)
-        for point in points[begin:end]
-        if point.label[2] == name
-    )
-
-
-def _events_after(points: Sequence[MemoryPoint], name: str, base: int) -> tuple[ForwardEvent, ...]:
-    """What happens between a call and the next one, which begins with `base` bytes live."""
-    begin = next(i for i, point in enumerate(points) if point.label == ("leave", -1, name))
-    end = next(i for i, point in enumerate(points) if i > begin and point.label[0] == "enter")
-    return tuple(
-        ForwardEvent(value=point.label[1] if is_death else -1, death=is_death, extra_bytes=point.max_bytes - base)
-        for point in points[begin:end]
-        for is_death in [point.label[0] == "death" and point.label[2] == name]
+        ForwardEvent(
+            value=point.label[1] if is_own else -1,
+            death=is_own and point.label[0] == "death",
+            extra_bytes=point.max_bytes - floor,
+        )
+        for point, is_own in stretch
     )
 
 

@@ -91,7 +91,7 @@ def least_bound(profile: Profile, frontiers: Sequence[Sequence[Column]]) -> int:
     stored = held = 0
     for index, block in enumerate(profile.blocks):
         kind = profile.kind_of(block)
-        bounds.append(profile.forward_base_bytes + held + max((e.extra_bytes for e in kind.forward), default=0))
+        bounds.append(block.forward_base_bytes + held + max((e.extra_bytes for e in kind.forward), default=0))
         if kind.backward:
             unread = profile.unread_bytes(index, frozenset())
             bounds.append(block.backward_base_bytes - unread + stored + handed_bytes(kind))

@@ -118,10 +118,11 @@ class PeakOracle:
 
     def _own_peak(self, index: int, outcome: BlockOutcome, before: _Before) -> int:
         """Peak in the forward and backward of the `index`-th block after `before`."""
-        forward = self.profile.forward_base_bytes + before.held + outcome.forward_working_bytes
+        block = self.profile.blocks[index]
+        forward = block.forward_base_bytes + before.held + outcome.forward_working_bytes
         if not outcome.moments:
             return forward
-        base = self.profile.blocks[index].backward_base_bytes + before.stored
+        base = block.backward_base_bytes + before.stored
         unread = self.profile.unread_bytes(index, before.read | outcome.shared)
         return max(forward, base - unread + outcome.working_bytes)
 

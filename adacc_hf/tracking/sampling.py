@@ -47,7 +47,7 @@ class _Peaks:
         self.forward: list[int] = []
         self.backward: list[int] = []
         for index, (block, outcome) in enumerate(zip(profile.blocks, outcomes, strict=True)):
-            self.forward.append(profile.forward_base_bytes + held + outcome.forward_working_bytes)
+            self.forward.append(block.forward_base_bytes + held + outcome.forward_working_bytes)
             read |= outcome.shared
             base = block.backward_base_bytes - profile.unread_bytes(index, read)
             self.backward.append(base + stored + outcome.working_bytes)

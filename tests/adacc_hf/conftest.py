@@ -144,17 +144,22 @@ def make_profile(kinds, layout, shared=(), **memory):
     """A profile whose i-th block is of kind `layout[i]`."""
     gradient_bytes = memory.pop("gradient_bytes", 0)
     base = memory.setdefault("static_bytes", 1000)
+    forward_base = memory.pop("forward_base_bytes", base + 100)
     return Profile(
         **{
             "model_class": "Toy",
             "kinds": tuple(kinds),
             "blocks": tuple(
-                BlockProfile(name=f"h.{i}", kind=kind, backward_base_bytes=base + gradient_bytes * (len(layout) - i))
+                BlockProfile(
+                    name=f"h.{i}",
+                    kind=kind,
+                    forward_base_bytes=forward_base,
+                    backward_base_bytes=base + gradient_bytes * (len(layout) - i),
+                )
                 for i, kind in enumerate(layout)
             ),
             "shared": tuple(shared),
             "outside_stored_bytes": 100,
-            "forward_base_bytes": base + 100,
             "outside_peak_bytes": base + 300,
             "loss_peak_bytes": base + 250,
             "tail_peak_bytes": base + 200,

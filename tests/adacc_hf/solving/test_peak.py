@@ -53,9 +53,11 @@ def test_the_arranged_order_is_the_best_order(gpt2_like_profile):
 
     # No head: otherwise the peak is there, whatever the order. Gradients are there from the start, as they are when
     # they accumulate: otherwise the base of the first blocks is higher.
-    profile = replace(gpt2_like_profile(num_blocks=5), outside_peak_bytes=0, loss_peak_bytes=0, forward_base_bytes=0)
+    profile = replace(gpt2_like_profile(num_blocks=5), outside_peak_bytes=0, loss_peak_bytes=0)
     base = profile.blocks[0].backward_base_bytes
-    profile = replace(profile, blocks=tuple(replace(b, backward_base_bytes=base) for b in profile.blocks))
+    profile = replace(
+        profile, blocks=tuple(replace(b, forward_base_bytes=0, backward_base_bytes=base) for b in profile.blocks)
+    )
     columns = frontiers_of(profile)[0]
     oracle = PeakOracle(profile)
     policy = [columns[i] for i in (0, 3, len(columns) - 1, 0, 5)]
