@@ -16,7 +16,7 @@ from adacc_hf.partitioner.fused_cost import device_speed
 from adacc_hf.partitioner.joint_graph import JointGraph, nbytes_of
 from adacc_hf.partitioner.rewrite import memory_order
 from adacc_hf.profile import CodecOption
-from adacc_hf.profiling.codec_options import assumed_outliers, make_codec, relative_error
+from adacc_hf.profiling.codec_options import FINER, assumed_outliers, make_codec, relative_error
 from adacc_hf.profiling.roles import codecs_of_role
 from adacc_hf.profiling.spoiled import attention_bias
 
@@ -36,8 +36,12 @@ CALLS_MS = 0.02
 """Time to call the kernels that encoding and decoding take beyond those of their neighbours, four at 5 us."""
 
 
-def codec_options(joint: JointGraph, value: int, config: AdaccConfig, spoiled: Set[int]) -> tuple[CodecOption, ...]:
+def codec_options(
+    joint: JointGraph, value: int, config: AdaccConfig, spoiled: Set[int], fine: Set[int]
+) -> tuple[CodecOption, ...]:
     """The codecs for one value; for those in `spoiled` lossless ones only, for casts of parameters none (rule R4).
+
+    Those in `fine` are given FINER, unless the settings name codecs.
 
     None either for what has as many elements as the data says: a codec's groups are laid out before that is known.
     """
@@ -50,7 +54,10 @@ def codec_options(joint: JointGraph, value: int, config: AdaccConfig, spoiled: S
     # Outliers are separated along a dimension that is the same in every call.
     is_fixed = bool(size) and isinstance(size[-1], int)
     num_outliers = assumed_outliers(size[-1], config, config.compiled_outliers) if is_fixed else 0
-    codecs = [make_codec(name, config, num_outliers) for name in _names(joint, value, config)]
+    names = _names(joint, value, config)
+    if value in fine and config.codecs is None:
+        names = [name if get_codec(name).lossless else FINER for name in names]
+    codecs = [make_codec(name, config, num_outliers) for name in names]
     codecs = [codec for codec in codecs if codec.lossless or value not in spoiled]
     options = [_option(codec, node, size) for codec in codecs if codec.supports(size, tensor.dtype)]
     return tuple(option for option in options if config.max_error is None or option.error <= config.max_error)

@@ -30,6 +30,7 @@ from adacc_hf.partitioner.products import keep_products_apart
 from adacc_hf.partitioner.program import GraphChoice, GraphModel, graph_model, keeping, least_bytes, least_time
 from adacc_hf.partitioner.region import CompiledPolicy, RegionPlan, graph_digest, plan_for
 from adacc_hf.partitioner.rewrite import compress_saved
+from adacc_hf.partitioner.sensitive import sensitive_values
 from adacc_hf.partitioner.spoiled import spoiled_by_codecs
 from adacc_hf.policy import Action, Choice
 from adacc_hf.profiling.stored_prices import device_name
@@ -242,10 +243,12 @@ class AdaccPartitioner(CustomPartitionerFn):
             for operator, ms in zip(joint.kind.operators, times, strict=True)
         )
         store_ms = {index: keep_ms(node) for index, node in enumerate(joint.nodes)}
-        spoiled = spoiled_by_codecs(joint)
-        codecs = {index: codec_options(joint, index, self.config, spoiled) for index in range(len(joint.nodes))}
+        spoiled, sensitive = spoiled_by_codecs(joint), sensitive_values(joint)
+        indices = range(len(joint.nodes))
+        codecs = {index: codec_options(joint, index, self.config, spoiled, sensitive.fine) for index in indices}
         held_bytes = [nbytes_of(node) if is_held(node) else 0 for node in joint.nodes]
-        return graph_model(replace(joint.kind, operators=operators), store_ms, codecs, held_bytes)
+        kind = replace(joint.kind, operators=operators)
+        return graph_model(kind, store_ms, codecs, held_bytes, sensitive.precise)
 
     def _limits(self) -> SolverLog:
         return SolverLog(gap=self.config.solver_gap, seconds=self.config.solver_seconds)

@@ -12,6 +12,7 @@ from itertools import accumulate
 from adacc_hf.partitioner.segments import Segments, cut_into_segments
 from adacc_hf.policy import RETAIN, Choice
 from adacc_hf.profile import CodecOption, KindProfile
+from adacc_hf.profiling.codec_options import FINER
 from adacc_hf.solving.milp import BlockVariables, KindModel, Store, lossy_values
 from adacc_hf.solving.program import Program, Solver, SolverLog, Terms
 
@@ -39,6 +40,13 @@ class GraphModel:
     segments: Segments
     held_bytes: tuple[int, ...]
     """What each value takes while its segment is remade."""
+    precise: Set[int] = frozenset()
+    """Values that are remade of nothing that a coarse codec left."""
+
+    def is_coarse(self, value: int, option: int) -> bool:
+        """Whether that way to store a value leaves less of it than FINER would."""
+        store = self.model.menus[value][option]
+        return not store.is_lossless and store.choice.codec != FINER
 
 
 def graph_model(
@@ -46,6 +54,7 @@ def graph_model(
     keep_ms: Mapping[int, float],
     codecs: Mapping[int, tuple[CodecOption, ...]],
     held_bytes: Sequence[int],
+    precise: Set[int] = frozenset(),
 ) -> GraphModel:
     """The choices there are: keep each value, for the time that takes, code it, or run its operator again."""
     menus = {
@@ -66,7 +75,7 @@ def graph_model(
     # A graph can hand over any index, not only what backward reads.
     kept = replace(cut, values=tuple(replace(value, saved=True) for value in values)).decided(lossy_values(menus))
     model = KindModel(whole=cut, kind=cut, menus=menus, runnable=runnable, decided=kept)
-    return GraphModel(model, segments, tuple(held_bytes))
+    return GraphModel(model, segments, tuple(held_bytes), precise)
 
 
 class _GraphProgram:
@@ -76,6 +85,7 @@ class _GraphProgram:
         self._graph = graph
         self.program = Program()
         self.block = BlockVariables(self.program, graph.model)
+        self._keep_precise()
 
     def bound(self, cap_bytes: int, *, of_peak: bool) -> None:
         """Allow at most `cap_bytes` to be stored; with `of_peak` to be live while any segment is remade."""
@@ -83,6 +93,44 @@ class _GraphProgram:
         self.program.constrain(self.block.terms_bytes(1 / 1024), high=high)
         for segment in range(self._graph.segments.count if of_peak else 0):
             self.program.constrain(self.segment_bytes(segment), high=high)
+
+    def _keep_precise(self) -> None:
+        """[Precise] no replay that starts at what a coarse codec left ends in a precise value.
+
+        `coarse[v]` is 1 where v, as replays read it, comes from such a codec: that stores v, or what v is remade from.
+        """
+        model = self._graph.model
+        coarse: dict[int, int] = {}
+        for value in sorted(self._upstream(self._graph.precise)):
+            options = {
+                self.block.store[value, o]: self._graph.is_coarse(value, o) for o in range(len(model.menus[value]))
+            }
+            fine = [(variable, 1.0) for variable, is_coarse in options.items() if not is_coarse]
+            stored = [(variable, -1.0) for variable, is_coarse in options.items() if is_coarse]
+            reads = [coarse[read] for read in self._remade_from(value) if read in coarse]
+            own: list[tuple[int, float]] = []
+            if value not in self._graph.precise and (stored or reads):
+                coarse[value] = self.program.variable()
+                own = [(coarse[value], 1.0)]
+                self.program.constrain([*own, *stored], low=0.0)
+            for read in reads:
+                run = self.block.run[model.remake(value)]
+                self.program.constrain([*own, *fine, (read, -1.0), (run, -1.0)], low=-1.0)
+
+    def _upstream(self, values: Iterable[int]) -> set[int]:
+        """Those values and all that they may be remade from."""
+        found: set[int] = set()
+        pending = list(values)
+        while pending:
+            value = pending.pop()
+            if value not in found:
+                found.add(value)
+                pending += self._remade_from(value)
+        return found
+
+    def _remade_from(self, value: int) -> tuple[int, ...]:
+        operator = self._graph.model.remake(value)
+        return () if operator is None else self._graph.model.kind.operators[operator].inputs
 
     def peak(self) -> int:
         """A variable, in whole KiB, that is no less than what is live while any segment is remade."""

@@ -8,6 +8,8 @@ element that comes back as 0 makes infinite what is divided by it.
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import torch
 from torch import fx
 
@@ -32,7 +34,7 @@ def spoiled_by_codecs(joint: JointGraph) -> frozenset[int]:
     graph = joint.nodes[0].graph if joint.nodes else fx.Graph()
     huge: set[fx.Node] = set()
     ordinary: set[fx.Node] = set()
-    precise = _exponents(graph) | _divisors(graph)
+    precise = exponents(graph) | _divisors(graph)
     for node in graph.nodes:
         if _is_huge(node, huge):
             huge.add(node)
@@ -45,14 +47,19 @@ def spoiled_by_codecs(joint: JointGraph) -> frozenset[int]:
     )
 
 
-def _exponents(graph: fx.Graph) -> set[fx.Node]:
-    """What is read, element by element, by something that makes errors grow; across a product or a sum they average
-    out, and a bounded function keeps them small."""
-    found: set[fx.Node] = set()
+def exponents(graph: fx.Graph) -> set[fx.Node]:
+    """What is read, element by element, by something that makes errors grow."""
+    read = {node for node in graph.nodes if any(short_name(user) in GROWING for user in node.users)}
+    return elementwise_sources(graph, read)
+
+
+def elementwise_sources(graph: fx.Graph, nodes: Set[fx.Node]) -> set[fx.Node]:
+    """Those nodes and all that they are made of element by element; across a product or a sum errors average out, and a
+    bounded function keeps them small."""
+    found = set(nodes)
     for node in reversed(graph.nodes):
         for user in node.users:
-            passes_on = user in found and short_name(user) not in BOUNDED and _is_elementwise(node, user)
-            if short_name(user) in GROWING or passes_on:
+            if user in found and short_name(user) not in BOUNDED and _is_elementwise(node, user):
                 found.add(node)
     return found
 
@@ -76,8 +83,8 @@ def _is_inverted_by(user: fx.Node, node: fx.Node) -> bool:
 
 
 def _is_elementwise(read: fx.Node, user: fx.Node) -> bool:
-    """Whether a user is a view of what it reads, or makes an element or more of each element."""
-    if is_view(user):
+    """Whether a user is a view of what it reads, or a part, or makes an element or more of each element."""
+    if is_view(user) or is_getitem(user):
         return True
     tensors = [node.meta.get("val") for node in (read, user)]
     if not op_types().is_fusible(user) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):

@@ -69,11 +69,20 @@ def _attention_biases(tape: Tape) -> set[int]:
 
 def attention_bias(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What an operator that is fused attention adds to its scores; None for other operators, and where it adds none."""
-    schema = getattr(target, "_schema", None)
-    if schema is None or "attention" not in schema.name:
-        return None
-    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs)
+    given = attention_arguments(target, args, kwargs)
     return next((given[name] for name in _BIAS if given.get(name) is not None), None)
+
+
+def attention_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments by name of an operator that is fused attention, or its backward; none of another one."""
+    schema = getattr(target, "_schema", None)
+    if schema is not None and any(name in schema.name for name in ("attention", "attn")):
+        names = [argument.name for argument in schema.arguments]
+    elif getattr(target, "__name__", "").startswith("flex_attention"):
+        names = ["query", "key", "value"]
+    else:
+        return {}
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
 def _divisors(tape: Tape) -> set[int]:

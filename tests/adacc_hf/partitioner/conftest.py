@@ -10,13 +10,22 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
+
+from adacc_hf.partitioner import functorch
+from adacc_hf.partitioner.joint_graph import JointGraph, read_joint_graph
 
 
 class Attention(nn.Module):
-    """Layer norm, attention with dropout, a gated product: what the blocks of transformers are made of."""
+    """Layer norm, attention with dropout, a gated product: what the blocks of transformers are made of.
 
-    def __init__(self, width: int = 32, heads: int = 4, dropout: float = 0.1, is_fused: bool = False) -> None:
+    Scores are `sharpness` squared times as large as at random.
+    """
+
+    def __init__(
+        self, width: int = 32, heads: int = 4, dropout: float = 0.1, is_fused: bool = False, sharpness: float = 1.0
+    ) -> None:
         super().__init__()
         self.is_fused = is_fused
         self.norm = nn.LayerNorm(width)
@@ -24,6 +33,8 @@ class Attention(nn.Module):
         self.up, self.gate, self.down = (nn.Linear(width, width) for _ in range(3))
         self.dropout = nn.Dropout(dropout)
         self.heads = heads
+        with torch.no_grad():
+            self.qkv.weight[: 2 * width] *= sharpness
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
@@ -75,6 +86,7 @@ def train_step(fresh_dynamo: None) -> TrainStep:
         dynamic: bool = False,
         device: str = "cpu",
         is_fused: bool = False,
+        sharpness: float = 1.0,
     ) -> Step:
         torch._dynamo.reset()
         graphs: list[fx.GraphModule] = []
@@ -84,7 +96,7 @@ def train_step(fresh_dynamo: None) -> TrainStep:
             return make_boxed_func(graph)
 
         torch.manual_seed(0)
-        blocks = (Attention(dropout=dropout, is_fused=is_fused) for _ in range(2))
+        blocks = (Attention(dropout=dropout, is_fused=is_fused, sharpness=sharpness) for _ in range(2))
         model = nn.Sequential(*blocks).to(device, dtype)
         x = torch.randn(4, 16, 32, dtype=dtype).to(device)
         backend = aot_autograd(
@@ -95,6 +107,44 @@ def train_step(fresh_dynamo: None) -> TrainStep:
         return Step(loss.detach(), [p.grad for p in model.parameters()], *graphs)
 
     return train
+
+
+@pytest.fixture
+def joint_graph_of(fresh_dynamo: None) -> Callable[..., JointGraph]:
+    """`joint_graph_of(module, *inputs)`: the graph of its forward and of the backward of its sum."""
+
+    def read(module: nn.Module, *inputs: Tensor) -> JointGraph:
+        found: list[JointGraph] = []
+
+        def partition(module: Any, inputs: Any, **kwargs: Any) -> Any:
+            num_outputs = kwargs["num_fwd_outputs"]
+            info = functorch.classify(module, kwargs.get("static_lifetime_input_indices") or (), num_outputs)
+            held = functorch.held_inputs(module, info, num_outputs)
+            found.append(read_joint_graph(module, info, held))
+            return min_cut_rematerialization_partition(module, inputs, **kwargs)
+
+        def keep(module: fx.GraphModule, _: Any) -> Any:
+            return make_boxed_func(module)
+
+        decompositions = select_decomp_table()
+        backend = aot_autograd(
+            fw_compiler=keep, bw_compiler=keep, partition_fn=partition, decompositions=decompositions
+        )
+        torch.compile(module, backend=backend)(*inputs).sum().backward()
+        return found[0]
+
+    return read
+
+
+@pytest.fixture
+def attention_graph(joint_graph_of: Callable[..., JointGraph]) -> Callable[..., JointGraph]:
+    """`attention_graph(is_fused)`: that of one small block without dropout."""
+
+    def read(is_fused: bool) -> JointGraph:
+        block = Attention(dropout=0.0, is_fused=is_fused)
+        return joint_graph_of(block, torch.randn(2, 8, 32, requires_grad=True))
+
+    return read
 
 
 @pytest.fixture

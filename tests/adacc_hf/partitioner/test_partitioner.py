@@ -12,6 +12,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from adacc_hf.config import AdaccConfig
+from adacc_hf.decisions import SPOILED_ERROR
 from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.kernels.codecs import list_codecs
 from adacc_hf.partitioner import AdaccPartitioner, CompiledPolicy
@@ -73,6 +74,21 @@ def test_codecs_change_gradients_little_and_results_not_at_all(train_step: Any) 
     difference = sum(((a - b) ** 2).sum() for a, b in zip(step.gradients, plain.gradients, strict=True)) ** 0.5
     # INT4 in groups of 64 is off by 0.1 on normal noise, and each gradient takes in a few such tensors.
     assert 0 < difference < 0.3 * sum((g**2).sum() for g in plain.gradients) ** 0.5
+
+
+@pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "step by step"])
+@pytest.mark.parametrize("actions", [("retain", "compress"), ("retain", "compress", "recompute")])
+def test_gradients_of_sharp_attention_come_through_codecs(
+    train_step: Any, is_fused: bool, actions: tuple[str, ...]
+) -> None:
+    """Four bits of queries and keys, stored or read by a replay, leave nothing of them where sums of fused attention
+    are those of the exact ones."""
+    options = {"dropout": 0.0, "is_fused": is_fused, "sharpness": 6.0}
+    partitioner = _partitioner(0.01, actions=actions)
+    plain, step = train_step(min_cut_rematerialization_partition, **options), train_step(partitioner, **options)
+    assert any(choice.action is Action.COMPRESS for _, choice in partitioner.policy.regions[0].stored)
+    difference = sum(((a - b) ** 2).sum() for a, b in zip(step.gradients, plain.gradients, strict=True)) ** 0.5
+    assert difference < SPOILED_ERROR * sum((g**2).sum() for g in plain.gradients) ** 0.5
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from adacc_hf.partitioner.program import GraphModel, graph_model, keeping, least_bytes, least_time
 from adacc_hf.profile import CodecOption, KindProfile, Operator, Value
+from adacc_hf.solving.milp import Store
 from adacc_hf.solving.program import SolverLog
 
 BLOCK = (100, 100, 100, 1)
@@ -101,3 +104,99 @@ def test_statistics_are_stored_beside_rows_that_were_coded(shape: tuple[int, ...
     choice = least_time(graph, 100, SolverLog(), of_peak=False)
     assert choice.stored[0].codec == "int8"
     assert choice.stored.keys() == expected
+
+
+@st.composite
+def _random_graphs(draw: st.DrawFn) -> GraphModel:
+    """Operators that read one or two of the values before them; any value may be coarse, fine, precise or none."""
+    made = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.floats(0.0, 4.0)), min_size=2, max_size=4))
+    operators = tuple(
+        Operator(
+            index=j, name="", module="", inputs=tuple({a % (j + 1), b % (j + 1)}), outputs=(j + 1,), ms=ms,
+            replayable=True,
+        )
+        for j, (a, b, ms) in enumerate(made)
+    )  # fmt: skip
+    chain = _chain([1024] * len(made), 1.0, 0.0, draw(st.lists(st.booleans(), min_size=len(made), max_size=len(made))))
+    indices = range(len(made) + 1)
+    precise = frozenset(draw(st.sets(st.sampled_from(indices))))
+    names = ["outlier_int4", "int8"]
+    codecs = {
+        value: tuple(
+            CodecOption(codec=name, options=(), nbytes=nbytes, encode_ms=0.1, decode_ms=0.1, error=0.1, lossless=False)
+            for name, nbytes in zip(names, (128, 256), strict=True)
+            if draw(st.booleans()) and (name == "int8" or value not in precise)
+        )
+        for value in indices
+    }
+    kind = replace(chain.model.kind, operators=operators)
+    return graph_model(kind, dict.fromkeys(indices, 0.05), codecs, [8, *[1024] * len(made)], precise)
+
+
+@dataclass
+class _Replayed:
+    """What a graph's backward reads where `stored` is handed over."""
+
+    graph: GraphModel
+    stored: Mapping[int, Store]
+
+    def __post_init__(self) -> None:
+        pending = [value.index for value in self.graph.model.kind.values if value.saved]
+        self.read: set[int] = set()
+        while pending:
+            value = pending.pop()
+            self.read.add(value)
+            pending += () if value in self.stored else self._sources(value)
+
+    def _sources(self, value: int) -> tuple[int, ...]:
+        producer = self.graph.model.kind.values[value].producer
+        return () if producer is None else self.graph.model.kind.operators[producer].inputs
+
+    @property
+    def is_allowed(self) -> bool:
+        values = self.graph.model.kind.values
+        remade = self.read - self.stored.keys()
+        can_be = all(values[value].recomputable and values[value].producer is not None for value in remade)
+        return can_be and not any(self._is_coarse(value) for value in self.read & self.graph.precise)
+
+    def _is_coarse(self, value: int) -> bool:
+        """Whether what is read for a value comes from a coarse codec."""
+        if value in self.stored:
+            return self.stored[value].choice.codec == "outlier_int4"
+        return any(map(self._is_coarse, self._sources(value)))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(store.nbytes for value, store in self.stored.items() if value in self.read)
+
+    @property
+    def ms(self) -> float:
+        runs = [self.graph.model.kind.operators[value - 1].ms for value in self.read - self.stored.keys()]
+        return sum(store.ms for value, store in self.stored.items() if value in self.read) + sum(runs)
+
+
+@given(_random_graphs(), st.integers(0, 4096))
+def test_no_choice_that_is_precise_where_it_must_be_takes_less(graph: GraphModel, more_bytes: int) -> None:
+    least = least_bytes(graph, SolverLog(), of_peak=False)
+    choice = least_time(graph, least.nbytes + more_bytes, SolverLog(), of_peak=False)
+    menus = [(None, *menu) for menu in graph.model.menus.values()]
+    every = (_Replayed(graph, {v: s for v, s in enumerate(stores) if s}) for stores in itertools.product(*menus))
+    allowed = [replayed for replayed in every if replayed.is_allowed]
+    assert least.nbytes == min(replayed.nbytes for replayed in allowed)
+    within = [replayed.ms for replayed in allowed if replayed.nbytes <= least.nbytes + more_bytes]
+    assert choice.ms == pytest.approx(min(within))
+    taken = {v: next(s for s in graph.model.menus[v] if s.choice == how) for v, how in choice.stored.items()}
+    assert _Replayed(graph, taken).is_allowed
+
+
+@pytest.mark.parametrize(("precise", "codec"), [(set(), "outlier_int4"), ({1}, "int8")])
+def test_a_finer_codec_is_taken_where_a_replay_has_to_be_precise(precise: set[int], codec: str) -> None:
+    options = {
+        0: tuple(
+            CodecOption(codec=name, options=(), nbytes=nbytes, encode_ms=0.0, decode_ms=0.0, error=0.1, lossless=False)
+            for name, nbytes in (("outlier_int4", 1), ("int8", 2))
+        )
+    }
+    chain = _chain([4], run_ms=0.0, keep_ms=1.0).model.kind
+    graph = graph_model(chain, {0: 1.0, 1: 1.0}, options, [8, 4], precise)
+    assert least_bytes(graph, SolverLog(), of_peak=False).stored[0].codec == codec

@@ -5,13 +5,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 
-from adacc_hf.partitioner import functorch
-from adacc_hf.partitioner.joint_graph import JointGraph, read_joint_graph
+from adacc_hf.partitioner.joint_graph import JointGraph
 from adacc_hf.partitioner.spoiled import spoiled_by_codecs
 
 
@@ -43,25 +38,9 @@ class Classifier(nn.Module):
 
 
 @pytest.fixture
-def joint(fresh_dynamo: None) -> JointGraph:
+def joint(joint_graph_of: Any) -> JointGraph:
     torch.manual_seed(0)
-    return _joint_graph(Masked(), torch.randn(2, 8, 16, requires_grad=True), torch.ones(2, 1, 8, dtype=torch.int64))
-
-
-def _joint_graph(module: nn.Module, *inputs: torch.Tensor) -> JointGraph:
-    found: list[JointGraph] = []
-
-    def partition(module: Any, inputs: Any, **kwargs: Any) -> Any:
-        info = functorch.classify(module, kwargs.get("static_lifetime_input_indices") or (), kwargs["num_fwd_outputs"])
-        held = functorch.held_inputs(module, info, kwargs["num_fwd_outputs"])
-        found.append(read_joint_graph(module, info, held))
-        return min_cut_rematerialization_partition(module, inputs, **kwargs)
-
-    keep = lambda module, _: make_boxed_func(module)  # noqa: E731
-    decompositions = select_decomp_table()
-    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition, decompositions=decompositions)
-    torch.compile(module, backend=backend)(*inputs).sum().backward()
-    return found[0]
+    return joint_graph_of(Masked(), torch.randn(2, 8, 16, requires_grad=True), torch.ones(2, 1, 8, dtype=torch.int64))
 
 
 def _targets(joint: JointGraph, values: set[int]) -> set[str]:
@@ -92,9 +71,9 @@ def test_scores_are_spoiled_before_softmax_and_not_after(joint: JointGraph) -> N
     assert by_target["exp"] not in spoiled
 
 
-def test_logits_and_what_a_loss_takes_the_exponential_of_are_spoiled(fresh_dynamo: None) -> None:
+def test_logits_and_what_a_loss_takes_the_exponential_of_are_spoiled(joint_graph_of: Any) -> None:
     """An INT4 logarithm of a probability is off by 1 or more where most are -20: the gradient by a factor."""
-    joint = _joint_graph(Classifier(), torch.randn(64, 16, requires_grad=True), torch.zeros(64, dtype=torch.int64))
+    joint = joint_graph_of(Classifier(), torch.randn(64, 16, requires_grad=True), torch.zeros(64, dtype=torch.int64))
     spoiled = spoiled_by_codecs(joint)
     assert {"addmm", "sub"} <= _targets(joint, spoiled)
     assert "tanh" in _targets(joint, set(range(len(joint.nodes))) - spoiled)
@@ -111,14 +90,14 @@ def test_logits_and_what_a_loss_takes_the_exponential_of_are_spoiled(fresh_dynam
     ],
     ids=["log", "sqrt", "div", "root", "made of it"],
 )
-def test_what_backward_divides_by_is_spoiled(fresh_dynamo: None, function: Any, divisor: str) -> None:
+def test_what_backward_divides_by_is_spoiled(joint_graph_of: Any, function: Any, divisor: str) -> None:
     """INT4 makes a small element 0 beside large ones, and a gradient infinite."""
 
     class Divided(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return function(super().forward(x).exp()) * x.tanh()
 
-    joint = _joint_graph(Divided(16, 16), torch.randn(64, 16, requires_grad=True))
+    joint = joint_graph_of(Divided(16, 16), torch.randn(64, 16, requires_grad=True))
     spoiled = spoiled_by_codecs(joint)
     assert divisor in _targets(joint, spoiled)
     assert "tanh" in _targets(joint, set(range(len(joint.nodes))) - spoiled)
