@@ -126,9 +126,12 @@ def _compiled_policy(path: Path) -> CompiledPolicy | None:
 
 
 def _profile_beside(policy: Path) -> Path | None:
-    """The profile that a run left beside a policy file, the one with newer prices first; None if there is none."""
-    beside = [policy.with_name(policy.name.replace("policy", part)) for part in ("prices", "profile")]
-    return next((path for path in beside if path != policy and path.is_file()), None)
+    """The profile that a run left beside a policy file; None if there is none.
+
+    A checkpoint has newer prices too, which may have no codec for as many raw channels as the policy keeps.
+    """
+    beside = policy.with_name(policy.name.replace("policy", "profile"))
+    return beside if beside != policy and beside.is_file() else None
 
 
 def _history(path: Path, is_asked_for: bool) -> Sequence[dict[str, Any]]:

@@ -16,7 +16,9 @@ from adacc_hf.files import write_json
 from adacc_hf.kernels.codecs import list_codecs
 from adacc_hf.policy import Policy
 from adacc_hf.reports import plots
-from adacc_hf.run_files import COMPILED_FILE, HISTORY_FILE, POLICY_FILE, PROFILE_FILE
+from adacc_hf.run_files import COMPILED_FILE, HISTORY_FILE, POLICY_FILE, PRICES_FILE, PROFILE_FILE
+from adacc_hf.tracking.repricing import without_codecs
+from adacc_hf.tracking.switched_off import in_all_blocks, lossy_options
 
 
 @pytest.fixture
@@ -76,6 +78,19 @@ def test_a_runs_folder_stands_for_its_files(tmp_path: Path, gpt2_like_profile, c
     assert "timeline.png" in (run / "report.md").read_text()  # which the history alone can give
     assert main(["report", str(run), "--output", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "report.md").read_text() == (run / "report.md").read_text()
+
+
+def test_a_checkpoints_policy_is_explained_by_what_it_was_solved_from(
+    tmp_path: Path, gpt2_like_profile, capsys
+) -> None:
+    """Not by the prices of the day, which may lack its codecs."""
+    profile = gpt2_like_profile(num_blocks=2)
+    Policy.uniform(profile, "compress").save(tmp_path / POLICY_FILE)
+    profile.save(tmp_path / PROFILE_FILE)
+    lossy = lossy_options(profile, [block.name for block in profile.blocks])
+    without_codecs(profile, in_all_blocks(profile, lossy)).save(tmp_path / PRICES_FILE)
+    assert main(["explain", str(tmp_path)]) == 0
+    assert "compress(outlier_int4)" in capsys.readouterr().out
 
 
 def test_a_folder_without_a_policy_is_one_line(tmp_path: Path, capsys) -> None:
