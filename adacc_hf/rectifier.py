@@ -28,7 +28,7 @@ from adacc_hf.tracking.judging import (
     over_bound,
     with_margin,
 )
-from adacc_hf.tracking.repricing import with_errors, with_more_memory, with_outliers, without_codecs
+from adacc_hf.tracking.repricing import with_errors, with_finer, with_more_memory, with_outliers, without_codecs
 from adacc_hf.tracking.sampling import peaks_with_samples
 from adacc_hf.tracking.switched_off import SwitchedOff, in_all_blocks, lossy_options, options_of
 from adacc_hf.tracking.tracking import Findings, MeasuringCodec, Observation, OptionKey, full_name, is_tracked
@@ -149,18 +149,19 @@ class Rectifier:
         self.profile = with_more_memory(self.profile, extra_bytes)
 
     def switch_off(self, codecs: Iterable[SwitchedOff]) -> None:
-        """From the next solving on, none of `codecs`."""
+        """From the next solving on, none of `codecs`, and perhaps a finer one in place of each."""
         self.switched_off |= frozenset(codecs)
+        self.profile = with_finer(self.profile, self.switched_off, self.config)
 
     def solve_for(self, profile: Profile) -> Policy:
         """The policy for the prices of `profile`, today's from now on; on all ranks what the first one solves.
 
         It is the policy from now on. Raises InfeasibleBudgetError, and leaves the policy as it is.
         """
-        self.profile = profile
+        self.profile = with_finer(profile, self.switched_off, self.config)
         budget, config = self.memory_budget, with_margin(self.config)
         self.policy = from_first_rank(lambda: solve_policy(self._to_solve(), budget, config))
-        self.priced = self.searched = profile
+        self.priced = self.searched = self.profile
         return self.policy
 
     def start_solving(self) -> None:

@@ -39,7 +39,7 @@ from adacc_hf.ranks import (
 )
 from adacc_hf.solver import least_policy, solve_policy
 from adacc_hf.solving.budget import Budget
-from adacc_hf.tracking.repricing import without_codecs
+from adacc_hf.tracking.repricing import with_finer, without_codecs
 from adacc_hf.tracking.shapes import BatchShapes, batch_shapes, describe, is_alike
 from adacc_hf.tracking.switched_off import SwitchedOff
 
@@ -134,7 +134,7 @@ class PolicyMaker:
             return None
 
         def profile(given: dict[str, Any]) -> Profile:
-            return with_missing(self._profile(model, given, optimizer, compute_loss), evolution.missing_bytes)
+            return self._as_measured(self._profile(model, given, optimizer, compute_loss), evolution)
 
         try:
             found = profile_at(wanted, batch, seen, model, profile)
@@ -165,8 +165,13 @@ class PolicyMaker:
             if is_sharded(model):  # as above
                 raise
             raise RefusedSizeError("there is no memory to profile them in") from error
-        priced = with_missing(profile, evolution.missing_bytes)
+        priced = self._as_measured(profile, evolution)
         return priced, self._solve_again(priced, evolution)
+
+    def _as_measured(self, profile: Profile, evolution: Evolution) -> Profile:
+        """`profile` with what the run has shown so far: the bytes that no profile counts, and codecs that are off."""
+        priced = with_missing(profile, evolution.missing_bytes)
+        return with_finer(priced, evolution.guard.switched_off, self._config)
 
     def _solve_again(self, priced: Profile, evolution: Evolution) -> Policy:
         """The policy for a profile in the middle of a run, on all ranks."""

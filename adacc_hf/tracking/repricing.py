@@ -7,12 +7,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from adacc_hf.kernels.codecs import get_codec
+from adacc_hf.profiling.codec_options import FINER, make_codec
 from adacc_hf.tracking.switched_off import SwitchedOff, options_of
 from adacc_hf.tracking.tracking import OUTLIER_CODEC, Key, OptionKey
 
 if TYPE_CHECKING:
+    from adacc_hf.config import AdaccConfig
     from adacc_hf.policy import Choice
     from adacc_hf.profile import CodecOption, KindProfile, Profile, Value
+
+
+FINER_STEPS = 16
+"""FINER's steps to one of INT4's: four more bits."""
 
 
 def with_outliers(profile: Profile, counts: Mapping[Key, int]) -> Profile:
@@ -53,6 +59,36 @@ def without_codecs(profile: Profile, switched_off: Collection[SwitchedOff]) -> P
         return tuple(option for option in value.codecs if (*key, option.codec) not in gone)
 
     return _with_codecs(profile, left)
+
+
+def with_finer(profile: Profile, switched_off: Collection[SwitchedOff], config: AdaccConfig) -> Profile:
+    """`profile` with FINER beside what is `switched_off`, where the settings leave the choice of codecs to us.
+
+    It is priced like that until it is used: it reads the same, and writes twice as much.
+    """
+    gone = options_of(profile, switched_off) if config.codecs is None else frozenset()
+    if not gone:
+        return profile
+
+    def offered(key: Key, value: Value) -> tuple[CodecOption, ...]:
+        off = [option for option in value.codecs if (*key, option.codec) in gone]
+        is_known = any(option.codec == FINER for option in value.codecs)
+        return (*value.codecs, *(_finer(value, option, config) for option in off[:1] if not is_known))
+
+    return _with_codecs(profile, offered)
+
+
+def _finer(value: Value, option: CodecOption, config: AdaccConfig) -> CodecOption:
+    import torch
+
+    codec = make_codec(FINER, config, 0)
+    return replace(
+        option,
+        codec=codec.name,
+        options=tuple(sorted(codec.options.items())),
+        nbytes=codec.predicted_bytes(value.encoded_shape, getattr(torch, value.dtype)),
+        error=option.error / FINER_STEPS,
+    )
 
 
 def with_more_memory(profile: Profile, extra_bytes: int) -> Profile:

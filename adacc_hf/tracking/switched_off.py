@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from adacc_hf.calls import call_name
+from adacc_hf.profiling.codec_options import FINER
 from adacc_hf.tracking.tracking import OptionKey
 
 if TYPE_CHECKING:
@@ -46,13 +47,14 @@ def options_of(profile: Profile, switched_off: Collection[SwitchedOff]) -> froze
 
 
 def lossy_options(profile: Profile, blocks: Collection[str]) -> frozenset[OptionKey]:
-    """All options of the kinds of `blocks` that lose something."""
+    """All options of the kinds of `blocks` that lose something, and the finer ones that would be offered for them."""
     return frozenset(
-        (index, value.index, option.codec)
+        (index, value.index, codec)
         for index in {block.kind for block in profile.blocks if block.name in blocks}
         for value in profile.kinds[index].values
         for option in value.codecs
         if not option.lossless
+        for codec in (option.codec, FINER)
     )
 
 

@@ -406,12 +406,31 @@ def test_a_spoiled_gradient_ends_the_codec_that_spoils_it_and_no_other(model, ba
     assert rectified.reason.startswith(f"must not be compressed as before: GPT2Block.{QKV}#")
     # The solver need not compress at all within this budget. What may not be, it cannot.
     everything = compress_all(session.rectifier._to_solve())
+    assert [plan.choice(value).codec for plan in everything.plans] == ["int8"]
     session.handle.replace(everything)
     session.rectifier.policy = everything
     later = session.observe()
     assert later.gradients[0].error < SPOILED_ERROR
-    assert later.errors.keys() == {name for name in found.errors if not name.startswith(f"GPT2Block.{QKV}#")}
+    assert later.errors.keys() == found.errors.keys()
     assert not later.spoiling
+
+
+def test_no_codec_that_was_not_named_takes_the_place_of_one_that_spoils_a_gradient(model, batch):
+    config = replace(COMPRESS, memory_budget=1.0, codecs=("channel_int4",))
+    session = Session(model, batch, config, policy=compress_all)
+    sharpen(model)
+    ((_, value, _),) = session.observe().spoiling
+    assert not session.rectifier._to_solve().kinds[0].values[value].codecs
+
+
+def test_a_finer_codec_that_spoils_a_gradient_too_ends_as_well(model, batch):
+    session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
+    for codec in ("channel_int4", "int8"):
+        offered = session.rectifier._to_solve().kinds[0]
+        (value,) = (value.index for value in offered.activations if value.name == QKV)
+        assert [option.codec for option in offered.values[value].codecs] == [codec]
+        session.rectifier.switch_off(in_all_blocks(session.rectifier.profile, [(0, value, codec)]))
+    assert not session.rectifier._to_solve().kinds[0].values[value].codecs
 
 
 class Offs:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from adacc_hf import AdaccConfig, profile_model
-from adacc_hf.tracking.repricing import without_codecs
+from adacc_hf.tracking.repricing import with_finer, without_codecs
 from adacc_hf.tracking.switched_off import in_all_blocks, lossy_options, options_of
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -51,3 +54,27 @@ def test_all_lossy_options_are_those_of_the_kinds_of_some_blocks(profiles):
     assert all(option.lossless for kind in left.kinds for value in kind.values for option in value.codecs)
     assert any(value.codecs for value in left.kinds[0].values), "dropout's masks lose nothing"
     assert lossy_options(profile, ["elsewhere"]) == frozenset()
+
+
+def test_a_finer_codec_stands_in_at_every_size_and_not_twice(profiles):
+    switched_off = in_all_blocks(profiles[0], {(0, clones(profiles[0])[0].index, "channel_int4")})
+    for profile in profiles:
+        offered = with_finer(profile, switched_off, CONFIG)
+        (before, *others), (value, *rest) = clones(profile), clones(offered)
+        int4, int8 = value.codecs
+        assert (int4,) == before.codecs
+        assert (int8.codec, int8.lossless) == ("int8", False)
+        # A byte for each element, and a scale for each group.
+        assert math.prod(value.shape) < int8.nbytes < value.nbytes
+        assert int8.error < int4.error
+        assert others == rest
+        assert with_finer(offered, switched_off, CONFIG) == offered
+        assert with_finer(profile, switched_off, replace(CONFIG, codecs=("channel_int4",))) == profile
+        assert with_finer(profile, (), CONFIG) is profile
+
+
+def test_nothing_stands_in_where_all_that_is_lossy_ends(profiles):
+    profile = profiles[0]
+    switched_off = in_all_blocks(profile, lossy_options(profile, ["transformer.h.0"]))
+    left = without_codecs(with_finer(profile, switched_off, CONFIG), switched_off)
+    assert all(option.lossless for kind in left.kinds for value in kind.values for option in value.codecs)
