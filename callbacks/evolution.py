@@ -378,9 +378,10 @@ class Evolution:
             situation.due = None
             # Waiting is part of this step's work; what the solver computed before was taken from training's core.
             self.tracking_ms += max(0.0, situation.rectifier.solver_ms - waited_ms)
+            if NOTHING_FITS in found.reason:
+                log.warning("Adacc: step %d: %s", step, found.reason)
             if found.policy is None:
                 if found.reason.startswith(NOTHING_FITS):
-                    log.warning("Adacc: step %d: %s; the policy stays as it is", step, found.reason)
                     self._note(step, "memory", reason=found.reason)
             else:
                 changed = True

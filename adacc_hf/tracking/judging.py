@@ -69,7 +69,13 @@ def judged(
     try:
         candidate = _solved(profile, memory_budget, with_margin(config))
     except InfeasibleBudgetError as error:
-        return Rectification(policy=None, reason=f"{NOTHING_FITS}: {error}", searched=True)
+        if not over or not isinstance(memory_budget, float):
+            return Rectification(policy=None, reason=f"{NOTHING_FITS}, the policy stays: {error}", searched=True)
+        # Beyond a fraction there is memory, perhaps. Beyond the error there is no training.
+        least = solve_policy(profile, error.smallest_budget_bytes / profile.plain_stored_bytes, with_margin(config))
+        return _rectified(
+            policy, least, f"{reason}; {NOTHING_FITS}, what stores least is taken: {error}", searched=True
+        )
     if reason is None:
         gain, now_ms = current.predicted_overhead_ms - candidate.predicted_overhead_ms, current.predicted_overhead_ms
         if gain <= MIN_GAIN * now_ms:

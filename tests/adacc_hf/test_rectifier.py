@@ -204,8 +204,31 @@ def test_a_budget_that_nothing_fits_any_more_keeps_the_policy(model, batch, monk
     plant(model, [5])
     _, found = session.track()
     assert found.policy is None
-    assert found.reason == "no policy fits any more: too small"
+    assert found.reason == "no policy fits any more, the policy stays: too small"
     assert session.rectifier.policy is session.policy
+
+
+@pytest.mark.parametrize("is_fraction", [True, False], ids=["fraction", "bytes"])
+def test_a_fraction_gives_way_where_only_spoiled_gradients_keep_to_it(model, batch, is_fraction):
+    """Bytes may be all that there are."""
+    config = replace(COMPRESS, codecs=("channel_int4",))
+    session = Session(model, batch, replace(config, memory_budget=1.0), policy=compress_all)
+    least, plain = session.policy.predicted_stored_bytes, session.profile.plain_stored_bytes
+    sharpen(model)
+    assert session.observe().spoiling
+    session.rectifier.memory_budget = least / plain if is_fraction else session.policy.predicted_peak_bytes
+    session.rectifier.start_solving()
+    found = session.rectifier.take_over()
+    if is_fraction:
+        assert found.policy.predicted_stored_bytes > least
+        assert f"; no policy fits any more, what stores least is taken: memory_budget={least / plain}" in found.reason
+        session.handle.replace(found.policy)
+        again, then = session.track()
+        assert again.gradients[0].error < SPOILED_ERROR
+        assert then.policy is None
+    else:
+        assert found.policy is None
+        assert found.reason.startswith("no policy fits any more, the policy stays: memory_budget=")
 
 
 @pytest.mark.parametrize(
