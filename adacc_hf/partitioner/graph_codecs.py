@@ -41,9 +41,8 @@ def codec_options(
 ) -> tuple[CodecOption, ...]:
     """The codecs for one value; for those in `spoiled` lossless ones only, for casts of parameters none (rule R4).
 
-    Those in `fine` are given FINER, unless the settings name codecs.
-
     None either for what has as many elements as the data says: a codec's groups are laid out before that is known.
+    Values in `fine` take FINER unless the settings name codecs.
     """
     node = joint.nodes[value]
     tensor = node.meta["val"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -71,24 +71,26 @@ def with_finer(profile: Profile, switched_off: Collection[SwitchedOff], config: 
         return profile
 
     def offered(key: Key, value: Value) -> tuple[CodecOption, ...]:
-        off = [option for option in value.codecs if (*key, option.codec) in gone]
+        off = next((option for option in value.codecs if (*key, option.codec) in gone), None)
         is_known = any(option.codec == FINER for option in value.codecs)
-        return (*value.codecs, *(_finer(value, option, config) for option in off[:1] if not is_known))
+        return value.codecs if off is None or is_known else (*value.codecs, *_finer(value, off, config))
 
     return _with_codecs(profile, offered)
 
 
-def _finer(value: Value, option: CodecOption, config: AdaccConfig) -> CodecOption:
+def _finer(value: Value, option: CodecOption, config: AdaccConfig) -> Iterator[CodecOption]:
+    """FINER at the price of `option`, if it suits the value."""
     import torch
 
-    codec = make_codec(FINER, config, 0)
-    return replace(
-        option,
-        codec=codec.name,
-        options=tuple(sorted(codec.options.items())),
-        nbytes=codec.predicted_bytes(value.encoded_shape, getattr(torch, value.dtype)),
-        error=option.error / FINER_STEPS,
-    )
+    codec, dtype = make_codec(FINER, config, 0), getattr(torch, value.dtype)
+    if codec.supports(value.encoded_shape, dtype):
+        yield replace(
+            option,
+            codec=codec.name,
+            options=tuple(sorted(codec.options.items())),
+            nbytes=codec.predicted_bytes(value.encoded_shape, dtype),
+            error=option.error / FINER_STEPS,
+        )
 
 
 def with_more_memory(profile: Profile, extra_bytes: int) -> Profile:
