@@ -158,8 +158,8 @@ def test_what_is_remade_from_what_is_compressed_is_found_in_the_step_after_the_s
         monkeypatch.setattr(module, "solve_policy", remake_what_is_not_compressed)
     found = []
     for checkpoint in (None, "checkpoint-6", "checkpoint-7"):
-        codecs = ("channel_int4",)
-        callback = AdaccCallback(min_compress_bytes=1024, memory_budget=1.0, tracking=4, codecs=codecs)
+        settings = {"memory_budget": 1.0, "tracking": 4, "codecs": ("channel_int4",)}
+        callback = AdaccCallback(min_compress_bytes=1024, **settings)
         model = make_model(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
         trainer = make_trainer(
             [callback, sharpen(20.0)], model=model, max_steps=10, save_strategy="steps", save_steps=1

@@ -21,6 +21,18 @@ class Rectified(nn.Module):
         return self.down(self.up(x.tanh()).relu())
 
 
+class Parted(nn.Module):
+    """Queries, keys and values are parts of one product, as GPT-2's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(x).split(16, dim=-1)
+        return nn.functional.scaled_dot_product_attention(query[:, None], key[:, None], value[:, None])
+
+
 def _names(joint: JointGraph, values: frozenset[int]) -> set[str]:
     return {joint.nodes[value].name for value in values}
 
@@ -33,6 +45,11 @@ def test_what_fused_attention_multiplies_and_gives_is_sensitive(attention_graph:
     (result, _) = (node.name for node in joint.nodes if "attention" in str(node.args))
     assert len(products) > 3
     assert _names(joint, sensitive.fine) == _names(joint, sensitive.precise) == {products[0], result}
+
+
+def test_parts_are_followed_to_the_whole(joint_graph_of: Any) -> None:
+    joint = joint_graph_of(Parted(), torch.randn(2, 8, 16, requires_grad=True))
+    assert "addmm" in _names(joint, sensitive_values(joint).fine & sensitive_values(joint).precise)
 
 
 def test_what_softmax_reads_is_remade_of_nothing_coarse(attention_graph: Any) -> None:
