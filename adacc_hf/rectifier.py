@@ -158,10 +158,10 @@ class Rectifier:
 
         It is the policy from now on. Raises InfeasibleBudgetError, and leaves the policy as it is.
         """
-        self.profile = with_finer(profile, self.switched_off, self.config)
+        self.profile = profile
         budget, config = self.memory_budget, with_margin(self.config)
         self.policy = from_first_rank(lambda: solve_policy(self._to_solve(), budget, config))
-        self.priced = self.searched = self.profile
+        self.priced = self.searched = profile
         return self.policy
 
     def start_solving(self) -> None:
