@@ -62,6 +62,12 @@ def as_flat(tensor: Tensor, keep_rows: bool = False) -> Tensor:
     return tensor.contiguous().view(-1)
 
 
+def as_matrix(tensor: Tensor) -> Tensor:
+    """[R, C] contiguous, in the order of `as_flat` with keep_rows: a view where that is possible."""
+    shape = rows_and_columns(tensor.shape)
+    return tensor.view(shape) if tensor.is_contiguous() else as_flat(tensor, keep_rows=True).view(shape)
+
+
 def restore(fill: Callable[[Tensor], None], payload: Payload, keep_rows: bool = False) -> Tensor:
     """A fresh tensor of the payload's layout, whose elements `fill` writes into the flat [N] tensor it is given.
 

@@ -20,10 +20,19 @@ WARP_THREADS = 64 if torch.version.hip else 32
 # Triton's interpreter cuts float32 to bfloat16, where GPUs round.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
+ALIGNMENT = 16  # bytes
+MOST_RUNNERS = 4096
+REMEMBERS_KERNELS = torch.version.hip is None  # for AMD's GPUs a kernel depends on the size of each storage too
+_NUMBERS = frozenset({int, float, bool, type(None)})
+
 
 # A seed of 1 must stay an argument, not become a constant of the kernel. So must the number of outliers, which changes
 # as training goes on: compiling a kernel takes as long as some steps.
 jit = triton.jit(do_not_specialize=["seed", "num_outliers"])
+
+
+_runners: dict[tuple[Any, ...], Callable[..., None]] = {}
+"""Kernels that were launched, by all that Triton would look at to find them again: see `launch`."""
 
 
 def launch(
@@ -35,12 +44,34 @@ def launch(
     thread_elements: int = THREAD_ELEMENTS,
     **constants: Any,
 ) -> None:
-    """Start `kernel(x, *arguments, **constants)` on x's device; nothing if the grid is empty. tile: its elements."""
+    """Start `kernel(x, *arguments, **constants)` on x's device; nothing if the grid is empty. tile: its elements.
+
+    What was launched once is launched again without Triton's look at every argument, which takes longer than a GPU does
+    to encode 16 MiB. A kernel was compiled for the dtypes, the numbers and the constants that are its key, and for
+    addresses that are multiples of 16: tensors at others take Triton's own way.
+    """
     if 0 in grid:
         return
+    key: list[Any] = [kernel.fn, grid, tile, thread_elements, x.get_device(), x.dtype, *constants.values()]
+    addresses = x.data_ptr()
+    for argument in arguments:
+        if type(argument) in _NUMBERS:
+            key.append(argument)
+        else:
+            key.append(argument.dtype)
+            addresses |= argument.data_ptr()
+    is_aligned = addresses % ALIGNMENT == 0
     with torch.cuda.device_of(x):
+        runner = _runners.get(tuple(key)) if is_aligned else None
+        if runner is not None:
+            runner(x, *arguments, *constants.values())
+            return
         warps = num_warps(tile, thread_elements)
-        kernel[grid](x, *arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+        compiled = kernel[grid](x, *arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+        if compiled is not None and is_aligned and REMEMBERS_KERNELS:  # Triton's interpreter compiles nothing
+            if len(_runners) >= MOST_RUNNERS:
+                _runners.clear()
+            _runners[tuple(key)] = compiled[(*grid, 1, 1)[:3]]
 
 
 def num_warps(tile: int, thread_elements: int, warp_threads: int = WARP_THREADS) -> int:
@@ -53,7 +84,15 @@ def groups_per_program(group_size: int, tile: int = TILE_ELEMENTS) -> int:
     return max(1, tile // group_size)
 
 
-cdiv: Callable[[int, int], int] = triton.cdiv
+# Triton's own two may stand in a kernel too, and take ten times as long.
+def cdiv(number: int, divisor: int) -> int:
+    """The quotient, rounded up."""
+    return -(-number // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    """The least power of two that is no less than `number`."""
+    return 1 << (number - 1).bit_length()
 
 
 @triton.jit

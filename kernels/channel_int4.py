@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adacc_hf.kernels import _cpu, _symmetric
-from adacc_hf.kernels._layout import as_flat, restore, rows_and_columns
+from adacc_hf.kernels._layout import as_matrix, restore, rows_and_columns
 from adacc_hf.kernels.codecs import Codec, Payload, register
 
 BITS = 4
@@ -55,7 +55,7 @@ class ChannelInt4(Codec):
     @torch.no_grad()
     def encode(self, tensor: Tensor) -> Payload:
         self._require(tensor)
-        x_RC = as_flat(tensor, keep_rows=True).view(rows_and_columns(tuple(tensor.shape)))
+        x_RC = as_matrix(tensor)
         settings = (self.group_size, self._factor, self.rounding, self.seed)
         if x_RC.is_cuda:
             from adacc_hf.kernels import channel_int4_triton

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from adacc_hf.kernels import _cpu, _symmetric
-from adacc_hf.kernels._layout import as_flat, restore, rows_and_columns
+from adacc_hf.kernels._layout import as_matrix, restore, rows_and_columns
 from adacc_hf.kernels.codecs import Codec, Payload, register
 
 BITS = 4
@@ -39,12 +39,12 @@ SUMMED_ELEMENTS = 2**16
 @torch.no_grad()
 def channel_sums(tensor: Tensor) -> Tensor:
     """float32 [C]: the sum of magnitudes of every channel, S_h in the paper's eq. 1."""
-    rows, columns = rows_and_columns(tuple(tensor.shape))
-    x_RC = as_flat(tensor, keep_rows=True).view(rows, columns)
+    x_RC = as_matrix(tensor)
     if x_RC.is_cuda:
         from adacc_hf.kernels import outlier_int4_triton
 
         return outlier_int4_triton.channel_sums(x_RC)
+    columns = x_RC.shape[1]
     sums_C = x_RC.new_zeros(columns, dtype=torch.float32)
     for part_RC in x_RC.split(max(1, SUMMED_ELEMENTS // max(1, columns))):
         sums_C += part_RC.abs().sum(0, dtype=torch.float32)
@@ -158,7 +158,7 @@ class OutlierInt4(Codec):
     def encode(self, tensor: Tensor) -> Payload:
         self._require(tensor)
         outliers = self._fitted(tensor)
-        x_RC = as_flat(tensor, keep_rows=True).view(rows_and_columns(tuple(tensor.shape)))
+        x_RC = as_matrix(tensor)
         settings = (self.group_size, self._factor, self.rounding, self.seed)
         if x_RC.is_cuda:
             from adacc_hf.kernels import outlier_int4_triton

@@ -19,6 +19,7 @@ from adacc_hf.kernels._triton import (
     inverse_of,
     jit,
     launch,
+    next_power_of_2,
     peak_keys,
     rounded_to,
     rounding_offset,
@@ -294,6 +295,6 @@ def _outlier_constants(raw: tuple[Tensor, ...], channels: int, tile: int, group_
     constants = {"PADDED_OUTLIERS": 0, "TILE_ROWS": 0, "ROW_OF_GROUPS": channels % group_size == 0}
     if raw:
         padded = min(max(len(raw[1]), LEAST_PADDED), channels)
-        constants["PADDED_OUTLIERS"] = triton.next_power_of_2(padded)
-        constants["TILE_ROWS"] = triton.next_power_of_2((tile * group_size - 1) // channels + 2)
+        constants["PADDED_OUTLIERS"] = next_power_of_2(padded)
+        constants["TILE_ROWS"] = next_power_of_2((tile * group_size - 1) // channels + 2)
     return constants

@@ -18,6 +18,7 @@ from adacc_hf.kernels._triton import (
     inverse_of,
     jit,
     launch,
+    next_power_of_2,
     peak_keys,
     rounded_to,
     rounding_offset,
@@ -166,7 +167,7 @@ def encode(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[Tenso
     peaks = x_RC.new_empty(2 * pairs, dtype=_symmetric.peak_dtype(x_RC.dtype))
     whole = columns <= MAX_BLOCK
     # Chunks are small because the long kernel keeps two of them: blocks of 8192 spilled registers on sm_100.
-    block = triton.next_power_of_2(columns) if whole else TILE_ELEMENTS
+    block = next_power_of_2(columns) if whole else TILE_ELEMENTS
     tile = max(1, TILE_ELEMENTS // block)
     # A constant, because the interpreter of Triton 3.6 cannot loop up to an argument.
     chunks = {} if whole else {"CHUNKS": cdiv(columns, block)}
@@ -182,7 +183,7 @@ def decode(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> None:
     """Fill a contiguous matrix from the tensors of `encode`."""
     rows, columns = out_RC.shape
     pairs = codes.shape[0]
-    block = min(triton.next_power_of_2(columns), TILE_ELEMENTS)
+    block = min(next_power_of_2(columns), TILE_ELEMENTS)
     tile = TILE_ELEMENTS // block
     grid = (cdiv(pairs, tile), cdiv(columns, block))
     launch(_decode_kernel, grid, out_RC, codes, peaks, rows, columns, pairs, factor, T=tile, BLOCK=block)

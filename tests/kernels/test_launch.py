@@ -1,0 +1,186 @@
+"""Launching again what was launched before: the device gets what Triton's own launcher would give it.
+
+The driver here compiles for an H100, and notes launches in place of making them.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from adacc_hf.kernels.outlier_int4 import choose_outliers
+
+pytest.importorskip("triton", reason="Triton is not installed: nothing can be launched")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("TRITON_INTERPRET=1 replaces the launcher", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from adacc_hf.kernels import (
+    _triton,
+    asymmetric_int4_triton,
+    bitmask_triton,
+    channel_int4_triton,
+    int8_triton,
+    outlier_int4_triton,
+    token_int4_triton,
+)
+
+DEVICE = 77  # Triton keeps what it compiled for each device: no other test may meet what is loaded here
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class NotingDriver:
+    """As much of a driver as launching needs."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self.utils = self
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        """A launcher for one compiled kernel. Constants are no part of a launch: they are compiled in."""
+        names = source.fn.arg_names
+        given = [name for name in names if source.signature[name] != "constexpr"]
+
+        def start(*arguments: Any) -> None:
+            grid, stream, by_name = arguments[:3], arguments[3], dict(zip(names, arguments[9:], strict=True))
+            self.launches.append((metadata.hash, grid, stream, [_told_apart(by_name[name]) for name in given]))
+
+        return start
+
+    def load_binary(self, *_: Any) -> tuple[int, ...]:
+        return 0, 0, 0, 0, 1024
+
+    def get_device_properties(self, _: int) -> dict[str, int]:
+        return {"max_shared_mem": 232448}
+
+    def get_current_device(self) -> int:
+        return DEVICE
+
+    def get_current_stream(self, _: int) -> int:
+        return 5
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def _told_apart(argument: Any) -> Any:
+    """A number as it is; of a tensor what matters here: outputs are new ones each time."""
+    return (argument.dtype, argument.shape) if isinstance(argument, Tensor) else argument
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[NotingDriver]:
+    driver = NotingDriver()
+    triton.runtime.driver.set_active(driver)
+    yield driver
+    triton.runtime.driver.set_active(None)  # found when it is next asked for, if there is one
+
+
+@pytest.fixture
+def runs_of_triton(driver: NotingDriver, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that are launched by Triton's own launcher, by name. Nothing was launched before."""
+    names: list[str] = []
+    run = JITFunction.run
+
+    def noted(self: JITFunction, *arguments: Any, **options: Any) -> Any:
+        names.append(self.__name__)
+        return run(self, *arguments, **options)
+
+    monkeypatch.setattr(JITFunction, "run", noted)
+    monkeypatch.setattr(_triton, "_runners", {})
+    driver.launches.clear()
+    return names
+
+
+def _outlier_int4(x: Tensor, num_outliers: int) -> None:
+    outliers = choose_outliers(x.abs().sum(0, dtype=torch.float32), num_outliers, 64, x.element_size())
+    chosen = (outliers.indices, outliers.keep) if num_outliers else (None, None)
+    outlier_int4_triton.decode(x, -1 / 8, *outlier_int4_triton.encode(x, *chosen, 64, -1 / 8, "nearest", 0))
+
+
+def _asymmetric_int4(x: Tensor) -> None:
+    tensors = asymmetric_int4_triton.encode(x.view(-1), 64, 1 / 15, 0.0, "nearest", 0)
+    asymmetric_int4_triton.decode(x.view(-1), *tensors, 1 / 15, 0.0)
+
+
+def _bitmask(x: Tensor) -> None:
+    patterns = x.view(-1).view({4: torch.int32, 2: torch.int16}[x.element_size()])
+    bitmask_triton.decode(patterns, *bitmask_triton.encode(patterns, with_pattern=x.element_size() == 4))
+
+
+def _channel_int4(x: Tensor) -> None:
+    channel_int4_triton.decode(x, *channel_int4_triton.encode(x, 64, -1 / 8, "nearest", 0), -1 / 8)
+
+
+def _int8(x: Tensor) -> None:
+    int8_triton.decode(x.view(-1), *int8_triton.encode(x.view(-1), 64, 1 / 127, "nearest", 0), 1 / 127)
+
+
+def _token_int4(x: Tensor) -> None:
+    token_int4_triton.decode(x, *token_int4_triton.encode(x, 1 / 8, "nearest", 0), 1 / 8)
+
+
+ROUND_TRIPS: dict[str, Callable[[Tensor], None]] = {
+    "asymmetric_int4": _asymmetric_int4,
+    "bitmask": _bitmask,
+    "channel_int4": _channel_int4,
+    "int8": _int8,
+    "outlier_int4": lambda x: _outlier_int4(x, 0),
+    "outlier_int4-raw": lambda x: _outlier_int4(x, 3),
+    "token_int4": _token_int4,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+def test_a_second_launch_gives_the_device_what_the_first_gave_without_asking_triton(
+    name: str, dtype: torch.dtype, driver: NotingDriver, runs_of_triton: list[str]
+) -> None:
+    x = torch.ones(96, 128, dtype=dtype)
+    ROUND_TRIPS[name](x)
+    first, asked = driver.launches.copy(), len(runs_of_triton)
+    ROUND_TRIPS[name](x)
+    assert driver.launches == [*first, *first]
+    assert len(first) == asked == len(runs_of_triton) == 2
+
+
+tensors = st.tuples(
+    st.sampled_from([1, 8, 15, 16, 17, 64, 1024]), st.sampled_from([1, 16, 24]), st.sampled_from(DTYPES)
+)
+
+
+@given(st.lists(st.tuples(tensors, st.sampled_from([0, 1, 8])), min_size=2, max_size=5))
+@settings(max_examples=30, deadline=None)
+def test_any_tensors_after_each_other_get_the_kernels_that_triton_would_choose(
+    driver: NotingDriver, calls: list[tuple[tuple[int, int, torch.dtype], int]]
+) -> None:
+    """Triton compiles kernels for addresses and numbers that are multiples of 16, and for numbers that are 1."""
+    driver.launches.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        for kept in (_triton._runners, None):
+            _triton._runners.clear()
+            for (rows, columns, dtype), offset in calls * 2:
+                if kept is None:
+                    patch.setattr(_triton, "_runners", {})
+                whole = torch.ones(rows * columns + offset, dtype=dtype)
+                ROUND_TRIPS["outlier_int4"](whole[offset:].view(rows, columns))
+    half = len(driver.launches) // 2
+    assert driver.launches[:half] == driver.launches[half:]
+
+
+def test_no_more_kernels_are_remembered_than_there_is_room_for(
+    driver: NotingDriver, runs_of_triton: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_triton, "MOST_RUNNERS", 3)
+    for rows in (16, 32, 48, 64):
+        ROUND_TRIPS["int8"](torch.ones(rows, 64))
+        assert len(_triton._runners) <= 3
+    assert len(driver.launches) == 8
