@@ -16,7 +16,7 @@ from torch import Tensor
 
 from adacc_hf.kernels import _cpu, _symmetric
 from adacc_hf.kernels._layout import as_flat, restore
-from adacc_hf.kernels.codecs import Codec, Payload, register
+from adacc_hf.kernels.codecs import Codec, Payload, register, without_gradients
 
 # Factor from half the range to half the scale, and the code of the offset.
 SCALE_FACTORS = {"range15": 1 / 15, "paper": 1 / 16}
@@ -67,7 +67,7 @@ class AsymmetricInt4(Codec):
         groups = _symmetric.even_groups(prod(shape), self.group_size)
         return groups * self.group_size // 2 + groups * (dtype.itemsize + _symmetric.PEAK_BYTES)
 
-    @torch.no_grad()
+    @without_gradients
     def encode(self, tensor: Tensor) -> Payload:
         self._require(tensor)
         flat_N = as_flat(tensor)
@@ -82,7 +82,7 @@ class AsymmetricInt4(Codec):
             tensors = self.encode_traceable(flat_N)
         return Payload(tensors, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
-    @torch.no_grad()
+    @without_gradients
     def decode(self, payload: Payload) -> Tensor:
         formula = (SCALE_FACTORS[self.scale], OFFSET_CODES[self.scale])
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adacc_hf.kernels import _cpu, _symmetric
 from adacc_hf.kernels._layout import as_flat, restore
-from adacc_hf.kernels.codecs import Codec, Payload, register
+from adacc_hf.kernels.codecs import Codec, Payload, register, without_gradients
 
 # Integers of an element's width; bool has one, so that its patterns are 0 and 1.
 PATTERN_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -70,7 +70,7 @@ class Bitmask(Codec):
     def predicted_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         return -(-prod(shape) // 8) + (0 if dtype == torch.bool else dtype.itemsize)
 
-    @torch.no_grad()
+    @without_gradients
     def encode(self, tensor: Tensor) -> Payload:
         self._require(tensor)
         patterns_N = _patterns(tensor)
@@ -84,7 +84,7 @@ class Bitmask(Codec):
         tensors = encode(patterns_N, tensor.dtype != torch.bool)
         return Payload(tensors, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
-    @torch.no_grad()
+    @without_gradients
     def decode(self, payload: Payload) -> Tensor:
         def fill(out_N: Tensor) -> None:
             patterns_N = out_N.view(PATTERN_DTYPES[out_N.element_size()])

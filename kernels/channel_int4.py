@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adacc_hf.kernels import _cpu, _symmetric
 from adacc_hf.kernels._layout import as_matrix, restore, rows_and_columns
-from adacc_hf.kernels.codecs import Codec, Payload, register
+from adacc_hf.kernels.codecs import Codec, Payload, register, without_gradients
 
 BITS = 4
 
@@ -52,7 +52,7 @@ class ChannelInt4(Codec):
         groups = _symmetric.even_groups(rows, self.group_size)
         return groups * columns * self.group_size // 2 + groups * columns * _symmetric.PEAK_BYTES
 
-    @torch.no_grad()
+    @without_gradients
     def encode(self, tensor: Tensor) -> Payload:
         self._require(tensor)
         x_RC = as_matrix(tensor)
@@ -67,7 +67,7 @@ class ChannelInt4(Codec):
             tensors = self.encode_traceable(x_RC)
         return Payload(tensors, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
-    @torch.no_grad()
+    @without_gradients
     def decode(self, payload: Payload) -> Tensor:
         shape = rows_and_columns(payload.size)
 

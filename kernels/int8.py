@@ -7,7 +7,7 @@ from torch import Tensor
 
 from adacc_hf.kernels import _cpu, _symmetric
 from adacc_hf.kernels._layout import as_flat, restore
-from adacc_hf.kernels.codecs import Codec, Payload, register
+from adacc_hf.kernels.codecs import Codec, Payload, register, without_gradients
 
 BITS = 8
 FACTOR = _symmetric.INT8_SCALE_FACTOR
@@ -44,7 +44,7 @@ class Int8(Codec):
         groups = -(-prod(shape) // self.group_size)
         return groups * (self.group_size + _symmetric.PEAK_BYTES)
 
-    @torch.no_grad()
+    @without_gradients
     def encode(self, tensor: Tensor) -> Payload:
         self._require(tensor)
         flat_N = as_flat(tensor)
@@ -58,7 +58,7 @@ class Int8(Codec):
             tensors = self.encode_traceable(flat_N)
         return Payload(tensors, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
-    @torch.no_grad()
+    @without_gradients
     def decode(self, payload: Payload) -> Tensor:
         def fill(out_N: Tensor) -> None:
             if out_N.is_cuda:

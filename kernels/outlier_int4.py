@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adacc_hf.kernels import _cpu, _symmetric
 from adacc_hf.kernels._layout import as_matrix, restore, rows_and_columns
-from adacc_hf.kernels.codecs import Codec, Payload, register
+from adacc_hf.kernels.codecs import Codec, Payload, register, without_gradients
 
 BITS = 4
 INDEX_BYTES = 4
@@ -154,7 +154,7 @@ class OutlierInt4(Codec):
             sums_C = channel_sums(tensor)
             self._outliers = choose_outliers(sums_C, self.num_outliers, self.group_size, tensor.element_size())
 
-    @torch.no_grad()
+    @without_gradients
     def encode(self, tensor: Tensor) -> Payload:
         self._require(tensor)
         outliers = self._fitted(tensor)
@@ -171,7 +171,7 @@ class OutlierInt4(Codec):
             tensors = encode_ref(x_RC, outliers.indices if outliers else None, *settings)
         return Payload(tensors, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
-    @torch.no_grad()
+    @without_gradients
     def decode(self, payload: Payload) -> Tensor:
         shape = rows_and_columns(payload.size)
 

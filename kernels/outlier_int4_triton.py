@@ -260,7 +260,7 @@ def encode(
     launch(
         _encode_kernel, (programs,), x_RC, codes, peaks, keep, raw[0] if raw else None, indices,
         raw[1] if raw else None, x_RC.numel(), groups // 2, channels,
-        *divmod(groups // 2 * group_size, channels), len(indices) if raw else 0, factor, seed,
+        *divmod(groups // 2 * group_size, channels), raw[1].shape[0] if raw else 0, factor, seed,
         **_outlier_constants(raw, channels, tile, group_size), STOCHASTIC=rounding == "stochastic",
         SIGNED=factor < 0, T=tile, G=group_size, tile=larger * TILE_ELEMENTS,
         thread_elements=larger * THREAD_ELEMENTS,
@@ -275,7 +275,7 @@ def decode(out_RC: Tensor, factor: float, codes: Tensor, peaks: Tensor, *raw: Te
     tile = groups_per_program(group_size)
     launch(
         _decode_kernel, (cdiv(rows, tile),), out_RC, codes, peaks, *(raw or (None, None)), out_RC.numel(), rows,
-        channels, *divmod(rows * group_size, channels), len(raw[1]) if raw else 0, factor,
+        channels, *divmod(rows * group_size, channels), raw[1].shape[0] if raw else 0, factor,
         **_outlier_constants(raw, channels, tile, group_size), T=tile, G=group_size,
     )  # fmt: skip
 
@@ -294,7 +294,7 @@ def _outlier_constants(raw: tuple[Tensor, ...], channels: int, tile: int, group_
     """What the kernels are compiled for. TILE_ROWS: how many rows a program's groups may touch, at most."""
     constants = {"PADDED_OUTLIERS": 0, "TILE_ROWS": 0, "ROW_OF_GROUPS": channels % group_size == 0}
     if raw:
-        padded = min(max(len(raw[1]), LEAST_PADDED), channels)
+        padded = min(max(raw[1].shape[0], LEAST_PADDED), channels)
         constants["PADDED_OUTLIERS"] = next_power_of_2(padded)
         constants["TILE_ROWS"] = next_power_of_2((tile * group_size - 1) // channels + 2)
     return constants

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from adacc_hf.kernels import _cpu, _symmetric
 from adacc_hf.kernels._layout import as_matrix, restore, rows_and_columns
-from adacc_hf.kernels.codecs import Codec, Payload, register
+from adacc_hf.kernels.codecs import Codec, Payload, register, without_gradients
 
 BITS = 4
 
@@ -46,7 +46,7 @@ class TokenInt4(Codec):
         pairs = -(-rows // 2)
         return pairs * (columns + 2 * _symmetric.PEAK_BYTES)
 
-    @torch.no_grad()
+    @without_gradients
     def encode(self, tensor: Tensor) -> Payload:
         self._require(tensor)
         x_RC = as_matrix(tensor)
@@ -61,7 +61,7 @@ class TokenInt4(Codec):
             tensors = self.encode_traceable(x_RC)
         return Payload(tensors, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
-    @torch.no_grad()
+    @without_gradients
     def decode(self, payload: Payload) -> Tensor:
         shape = rows_and_columns(payload.size)
 

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from adacc_hf.kernels import _cpu
 from adacc_hf.kernels.codecs import Codec, get_codec, list_codecs
 
 SHAPE = (2, 3, 70, 4)
@@ -120,6 +121,15 @@ def test_encoding_leaves_its_input_and_the_generator_alone(codec_name: str) -> N
     torch.testing.assert_close(torch.get_rng_state(), state, rtol=0, atol=0)
     inside = {t.untyped_storage().data_ptr() for t in payload.tensors}
     assert x.untyped_storage().data_ptr() not in inside
+
+
+def test_no_gradient_goes_through_a_codec(lossy: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a payload would hold on to what its tensor was made of. The references are plain operators."""
+    monkeypatch.setattr(_cpu, "usable", lambda _: False)
+    x = _noise(torch.float32).requires_grad_() * 2
+    payload = lossy.encode(x)
+    assert torch.is_grad_enabled()
+    assert not any(tensor.requires_grad for tensor in (*payload.tensors, lossy.decode(payload)))
 
 
 def test_encoding_is_reproducible(lossy: Codec, dtype: torch.dtype) -> None:
