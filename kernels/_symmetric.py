@@ -13,6 +13,8 @@ bfloat16 towards zero, which keeps its range (up to 3e38) and never decodes to m
 overflows. Codes are computed from the stored peak; what the cut costs is that the top 2^-7 of the range is clipped.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,9 @@ CODE_RANGES = {4: (8, 0, 15), 8: (128, 1, 255)}
 # Groups whose peak is below this decode to zero: the reciprocal of their scale could overflow float32.
 TINY_PEAK = 2.0**-100
 FLOAT32_MAX = torch.finfo(torch.float32).max
+
+EncodeGroups = Callable[[Tensor, "Tensor | float"], tuple[Tensor, ...]]
+"""From groups [A, G, B] and what to add to their steps to codes uint8 [A, G, B] and what else is stored of each."""
 
 
 def check_options(codec: str, group_size: int, scale: str, rounding: str, seed: int, scales: tuple[str, ...]) -> None:
@@ -106,24 +111,46 @@ def encode_ref(x_AGB: Tensor, bits: int, factor: float, rounding: str, seed: int
 
     The sign of the peak is kept if the factor is negative. Codes of non-finite elements are unspecified.
     """
-    zero, least, most = CODE_RANGES[bits]
+    offset = rounding_offset_ref(x_AGB, CODE_RANGES[bits][0], rounding, seed)
+    if bits == 8:
+        return _codes_ref(x_AGB, bits, factor, offset)
+    return packed_ref(lambda x, offset: _codes_ref(x, bits, factor, offset), x_AGB, offset)
+
+
+def packed_ref(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> tuple[Tensor, ...]:
+    """4-bit codes packed two a byte [A/2, G, B], and what else `encode` makes."""
+    is_strided = x_AGB.dim() > 2  # then Inductor keeps a peak and the codes that need it apart in any case
+    encode_all = packed_at_once if is_strided or x_AGB.device.type == "cpu" else packed_side_by_side
+    return encode_all(encode, x_AGB, offset)
+
+
+def packed_at_once(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> tuple[Tensor, ...]:
+    """As `packed_ref`, all groups in one go: what a CPU does best. A GPU needs two kernels that read all of x."""
+    codes, *rest = encode(x_AGB, offset)
+    half = codes.shape[0] // 2
+    return codes[:half] | (codes[half:] << 4), *rest
+
+
+def packed_side_by_side(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> tuple[Tensor, ...]:
+    """As `packed_ref`, both halves of the groups at a time: what Inductor makes one kernel of for a GPU."""
+    half = x_AGB.shape[0] // 2
+    offsets = (offset[:half], offset[half:]) if isinstance(offset, Tensor) else (offset, offset)
+    low, *rest_of_low = encode(x_AGB[:half], offsets[0])
+    high, *rest_of_high = encode(x_AGB[half:], offsets[1])
+    return low | (high << 4), *(torch.cat(pair) for pair in zip(rest_of_low, rest_of_high, strict=True))
+
+
+def _codes_ref(x_AGB: Tensor, bits: int, factor: float, offset: Tensor | float) -> tuple[Tensor, Tensor]:
+    _, least, most = CODE_RANGES[bits]
     peaks_AB = peaks_ref(x_AGB, signed=factor < 0)
-    inverse_AB = inverse_ref(peaks_AB, factor)
-    shifted = x_AGB.float() * inverse_AB[:, None] + rounding_offset_ref(x_AGB, zero, rounding, seed)
-    codes = shifted.clamp(least, most).to(torch.uint8)
-    return (pack_ref(codes) if bits == 4 else codes), peaks_AB
+    shifted = x_AGB.float() * inverse_ref(peaks_AB, factor)[:, None] + offset
+    return shifted.clamp(least, most).to(torch.uint8), peaks_AB
 
 
 def decode_ref(codes: Tensor, peaks_AB: Tensor, bits: int, factor: float, dtype: torch.dtype) -> Tensor:
     """[A, G, B] from codes and peaks. Every element of a group with a non-finite peak is non-finite."""
     steps = (unpack_ref(codes) if bits == 4 else codes).float() - CODE_RANGES[bits][0]
     return (steps * (peaks_AB.float() * factor)[:, None]).to(dtype)
-
-
-def pack_ref(codes: Tensor) -> Tensor:
-    """Two 4-bit codes a byte: uint8 [A/2, ...] from uint8 [A, ...]."""
-    half = codes.shape[0] // 2
-    return codes[:half] | (codes[half:] << 4)
 
 
 def unpack_ref(packed: Tensor) -> Tensor:

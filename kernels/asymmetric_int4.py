@@ -30,13 +30,17 @@ def encode_ref(flat_N: Tensor, group_size: int, scale: str, rounding: str, seed:
     """
     groups = _symmetric.even_groups(flat_N.shape[0], group_size)
     x_AG = _symmetric.pad_to(flat_N, groups * group_size, with_last=True).view(groups, group_size)
+    offset = _symmetric.rounding_offset_ref(x_AG, OFFSET_CODES[scale], rounding, seed)
+    return _symmetric.packed_ref(lambda x_AG, offset: _codes_ref(x_AG, scale, offset), x_AG, offset)
+
+
+def _codes_ref(x_AG: Tensor, scale: str, offset: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
     high_A, low_A = x_AG.amax(1).float(), x_AG.amin(1).float()
     half_ranges = _symmetric.cut_to_bfloat16(high_A * 0.5 - low_A * 0.5)
-    offsets = (low_A if scale == "range15" else high_A * 0.5 + low_A * 0.5).to(flat_N.dtype)
+    offsets = (low_A if scale == "range15" else high_A * 0.5 + low_A * 0.5).to(x_AG.dtype)
     inverse_A = _symmetric.inverse_ref(half_ranges, SCALE_FACTORS[scale])
-    steps = (x_AG.float() * 0.5 - offsets.float()[:, None] * 0.5) * inverse_A[:, None]
-    shifted = steps + _symmetric.rounding_offset_ref(x_AG, OFFSET_CODES[scale], rounding, seed)
-    return _symmetric.pack_ref(shifted.clamp(0, 15).to(torch.uint8)), offsets, half_ranges
+    shifted = (x_AG.float() * 0.5 - offsets.float()[:, None] * 0.5) * inverse_A[:, None] + offset
+    return shifted.clamp(0, 15).to(torch.uint8), offsets, half_ranges
 
 
 def decode_ref(numel: int, scale: str, codes: Tensor, offsets: Tensor, half_ranges: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """The formulas: error bounds on every element, rounding, packing, and that the references can be traced."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -128,11 +130,30 @@ def test_noise_is_uniform_and_differs_between_neighbours() -> None:
     assert abs(float(correlation)) < 0.02  # standard deviation 0.003
 
 
-def test_packing_is_undone() -> None:
-    codes = torch.arange(16, dtype=torch.uint8).repeat(4).view(4, 16)
-    packed = _symmetric.pack_ref(codes)
-    assert packed[0, 3] == 3 | 3 << 4
-    torch.testing.assert_close(_symmetric.unpack_ref(packed), codes)
+@pytest.mark.parametrize("pack", [_symmetric.packed_at_once, _symmetric.packed_side_by_side])
+@pytest.mark.parametrize("groups", [0, 4])
+def test_packing_is_undone(pack: Callable[..., tuple[Tensor, ...]], groups: int) -> None:
+    def encode(x: Tensor, offset: Tensor | float) -> tuple[Tensor, Tensor]:
+        codes = (x + offset).to(torch.uint8)
+        return codes, codes.sum(1)
+
+    codes = torch.arange(16).repeat(groups).view(groups, 16)
+    packed, sums = pack(encode, codes, codes.flip(1) - codes)
+    assert torch.equal(_symmetric.unpack_ref(packed), codes.flip(1).to(torch.uint8))
+    assert torch.equal(sums, torch.full((groups,), 120))
+
+
+@pytest.mark.parametrize("rounding", _symmetric.ROUNDINGS)
+def test_groups_encoded_side_by_side_are_those_encoded_at_once(rounding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = _groups(0, torch.float32)[:, :, None].expand(-1, -1, 3)
+    encoders = (
+        lambda: _symmetric.encode_ref(x, 4, -1 / 8, rounding, 5),
+        lambda: asymmetric_int4.encode_ref(x.reshape(-1), SIZE, "paper", rounding, 5),
+    )
+    at_once = [tensor for encode in encoders for tensor in encode()]
+    monkeypatch.setattr(_symmetric, "packed_at_once", _symmetric.packed_side_by_side)
+    side_by_side = [tensor for encode in encoders for tensor in encode()]
+    assert all(map(torch.equal, at_once, side_by_side))
 
 
 INDICES = torch.tensor([1, 5], dtype=torch.int32)
