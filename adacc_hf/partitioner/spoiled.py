@@ -49,7 +49,7 @@ def spoiled_by_codecs(joint: JointGraph) -> frozenset[int]:
 
 def exponents(graph: fx.Graph) -> set[fx.Node]:
     """What is read, element by element, by something that makes errors grow."""
-    read = {node for node in graph.nodes if any(short_name(user) in GROWING for user in node.users)}
+    read = {node for node in graph.nodes if any(map(_grows, node.users))}
     return elementwise_sources(graph, read)
 
 
@@ -62,6 +62,17 @@ def elementwise_sources(graph: fx.Graph, nodes: Set[fx.Node]) -> set[fx.Node]:
             if user in found and short_name(user) not in BOUNDED and _is_elementwise(node, user):
                 found.add(node)
     return found
+
+
+def _grows(user: fx.Node) -> bool:
+    return short_name(user) in GROWING and not _is_logistic(user)
+
+
+def _is_logistic(node: fx.Node) -> bool:
+    """Whether an exponential is a part of 1 / (1 + exp(x)), which is bounded: sigmoid and SiLU, taken apart."""
+    sums = list(node.users)
+    are_sums = all(short_name(user) == "add" and user.args[1] == 1 for user in sums)
+    return short_name(node) == "exp" and are_sums and all(_is_inverted_by(user, s) for s in sums for user in s.users)
 
 
 def _divisors(graph: fx.Graph) -> set[fx.Node]:

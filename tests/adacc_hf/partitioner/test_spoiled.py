@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from adacc_hf.partitioner.functorch import short_name
 from adacc_hf.partitioner.joint_graph import JointGraph
-from adacc_hf.partitioner.spoiled import spoiled_by_codecs
+from adacc_hf.partitioner.spoiled import exponents, spoiled_by_codecs
 
 
 class Masked(nn.Module):
@@ -106,3 +107,27 @@ def test_what_backward_divides_by_is_spoiled(joint_graph_of: Any, function: Any,
 def test_activations_and_attention_weights_are_not(joint: JointGraph) -> None:
     allowed = set(range(len(joint.nodes))) - spoiled_by_codecs(joint)
     assert {"addmm", "tanh", "exp", "div"} <= _targets(joint, allowed)
+
+
+class Gated(nn.Module):
+    """A gate through SiLU, which Inductor takes apart into x / (1 + exp(-x)), or through the exponential alone too."""
+
+    def __init__(self, is_bounded: bool) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+        self.is_bounded = is_bounded
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.gate(x)
+        gated = nn.functional.silu(gate) * self.up(x)
+        return gated if self.is_bounded else gated + torch.exp(-gate)
+
+
+@pytest.mark.parametrize("is_bounded", [True, False])
+def test_an_exponential_is_harmless_where_it_is_only_a_part_of_a_sigmoid(joint_graph_of: Any, is_bounded: bool) -> None:
+    joint = joint_graph_of(Gated(is_bounded), torch.randn(2, 8, 16, requires_grad=True))
+    power = next(node for node in joint.operators if short_name(node) == "exp")
+    gate = joint.value_of(power.args[0].args[0])
+    assert short_name(joint.nodes[gate]) == "mm"
+    assert (gate in spoiled_by_codecs(joint)) is not is_bounded
+    assert (joint.nodes[gate] in exponents(power.graph)) is not is_bounded
