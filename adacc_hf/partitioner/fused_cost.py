@@ -99,7 +99,8 @@ class OperatorTimes:
 
     def replay_ms(self, node: fx.Node) -> float:
         """Time that running `node` again in backward adds."""
-        results = [made for made in (node, *node.users) if isinstance(made.meta.get("val"), torch.Tensor)]
+        parts = [node] if isinstance(node.meta.get("val"), torch.Tensor) else list(node.users)
+        results = [part for part in parts if isinstance(part.meta.get("val"), torch.Tensor)]
         if not results:
             return 0.0
         device = results[0].meta["val"].device
