@@ -11,9 +11,9 @@ from torch.utils._mode_utils import no_dispatch
 
 from adacc_hf.config import AdaccConfig
 from adacc_hf.kernels.codecs import Codec, get_codec
+from adacc_hf.partitioner.coding_cost import coding_ms, readers
 from adacc_hf.partitioner.functorch import has_unknown_sizes, is_view, op_types
-from adacc_hf.partitioner.fused_cost import device_speed
-from adacc_hf.partitioner.joint_graph import JointGraph, nbytes_of
+from adacc_hf.partitioner.joint_graph import JointGraph
 from adacc_hf.partitioner.rewrite import memory_order
 from adacc_hf.profile import CodecOption
 from adacc_hf.profiling.codec_options import FINER, assumed_outliers, make_codec, relative_error
@@ -24,17 +24,6 @@ aten = torch.ops.aten
 _MASKING = {aten.where, aten.mul, aten.div, aten.clone, torch.ops.prims.convert_element_type}
 """What leads from a softmax to the scores that attention multiplies by."""
 
-ENCODE_PASSES = 8
-"""Ordinary operators' worth of arithmetic that encoding takes, measured in fused kernels on a CPU; decoding takes a
-quarter of it."""
-
-COMPILE_MS = 600.0
-"""CPU time that Inductor takes for what codes one more tensor, kernels in C++."""
-NUM_STEPS = 10_000
-"""Steps over which that is spread: a training run's, as an order of magnitude."""
-CALLS_MS = 0.02
-"""Time to call the kernels that encoding and decoding take beyond those of their neighbours, four at 5 us."""
-
 
 def codec_options(
     joint: JointGraph, value: int, config: AdaccConfig, spoiled: Set[int], fine: Set[int]
@@ -42,7 +31,7 @@ def codec_options(
     """The codecs for one value; for those in `spoiled` lossless ones only, for casts of parameters none (rule R4).
 
     None either for what has as many elements as the data says: a codec's groups are laid out before that is known.
-    Values in `fine` take FINER unless the settings name codecs.
+    Unless the settings name codecs, values in `fine` take FINER, and on a GPU all others may.
     """
     node = joint.nodes[value]
     tensor = node.meta["val"]
@@ -54,11 +43,14 @@ def codec_options(
     is_fixed = bool(size) and isinstance(size[-1], int)
     num_outliers = assumed_outliers(size[-1], config, config.compiled_outliers) if is_fixed else 0
     names = _names(joint, value, config)
-    if value in fine and config.codecs is None:
-        names = [name if get_codec(name).lossless else FINER for name in names]
+    if config.codecs is None and any(not get_codec(name).lossless for name in names):
+        if value in fine:
+            names = [FINER]
+        elif tensor.device.type != "cpu":  # a kernel that passes over the value makes its codes, which share no bytes
+            names = list(dict.fromkeys([*names, FINER]))
     codecs = [make_codec(name, config, num_outliers) for name in names]
     codecs = [codec for codec in codecs if codec.lossless or value not in spoiled]
-    options = [_option(codec, node, size) for codec in codecs if codec.supports(size, tensor.dtype)]
+    options = [_option(codec, node, size, joint.forward) for codec in codecs if codec.supports(size, tensor.dtype)]
     return tuple(option for option in options if config.max_error is None or option.error <= config.max_error)
 
 
@@ -79,10 +71,10 @@ def _role(node: fx.Node) -> str:
         return "input"
     if _is_softmax(node):
         return "softmax"
-    readers = [user for user in _readers(node) if op_types().is_compute_intensive(user)]
-    if any(user.target is aten.bmm.default or "attention" in str(user.target) for user in readers):
+    products = [user for user in readers(node) if op_types().is_compute_intensive(user)]
+    if any(user.target is aten.bmm.default or "attention" in str(user.target) for user in products):
         return "qkv"
-    return "linear" if readers else "other"
+    return "linear" if products else "other"
 
 
 def is_attention_bias(node: fx.Node) -> bool:
@@ -90,14 +82,6 @@ def is_attention_bias(node: fx.Node) -> bool:
     views = [user for user in node.users if is_view(user)]
     is_added = any(attention_bias(user.target, user.args, user.kwargs) is node for user in node.users)
     return is_added or any(map(is_attention_bias, views))
-
-
-def _readers(node: fx.Node) -> list[fx.Node]:
-    """Users of a node, and of its views."""
-    found = []
-    for user in node.users:
-        found += _readers(user) if is_view(user) else [user]
-    return found
 
 
 def _is_softmax(node: fx.Node) -> bool:
@@ -118,24 +102,15 @@ def _are_alike(one: fx.Node, other: fx.Node) -> bool:
     return all(isinstance(tensor, torch.Tensor) for tensor in tensors) and tensors[0].shape == tensors[1].shape
 
 
-def _option(codec: Codec, node: fx.Node, size: tuple[int, ...]) -> CodecOption:
-    tensor = node.meta["val"]
-    speed = device_speed(tensor.device)
-    nbytes, payload_bytes = nbytes_of(node), codec.predicted_bytes(size, tensor.dtype)
-    arithmetic_ms = ENCODE_PASSES * speed.pointwise_ms(nbytes)
-    # The same for every size: without it, many small tensors would be coded for hardly any gain. Bits pack in few
-    # operators.
-    fixed_ms = 0.0 if codec.lossless else CALLS_MS + COMPILE_MS / NUM_STEPS
-    # Which channels are outliers is known once all rows are summed up: the value is read for it, and then anew.
-    reread_ms = 2 * speed.moving_ms(nbytes) if codec.options.get("num_outliers") else 0.0
-    # A product reads its operands from memory: what is decoded for it is written first.
-    is_written = any(not op_types().is_fusible(user) for user in _readers(node))
+def _option(codec: Codec, node: fx.Node, size: tuple[int, ...], forward: Set[fx.Node]) -> CodecOption:
+    payload_bytes = codec.predicted_bytes(size, node.meta["val"].dtype)
+    encode_ms, decode_ms = coding_ms(codec, node, payload_bytes, forward)
     return CodecOption(
         codec=codec.name,
         options=tuple(sorted(codec.options.items())),
         nbytes=payload_bytes,
-        encode_ms=speed.moving_ms(payload_bytes) + arithmetic_ms + fixed_ms + reread_ms,
-        decode_ms=speed.moving_ms(payload_bytes + (nbytes if is_written else 0)) + arithmetic_ms / 4,
+        encode_ms=encode_ms,
+        decode_ms=decode_ms,
         error=0.0 if codec.lossless else _typical_error(codec.name, codec.options.get("group_size")),
         lossless=codec.lossless,
     )

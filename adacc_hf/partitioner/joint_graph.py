@@ -58,6 +58,11 @@ class JointGraph:
         return found
 
     @cached_property
+    def forward(self) -> frozenset[fx.Node]:
+        """All that forward runs, views aside."""
+        return frozenset((*self.nodes, *self.operators))
+
+    @cached_property
     def _index(self) -> dict[fx.Node, int]:
         return {node: index for index, node in enumerate(self.nodes)}
 
