@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from typing import Any
 
 from adacc_hf.policy import HEADS, Action
-from adacc_hf.units import parse_bytes
+from adacc_hf.units import MOST_BYTES, parse_bytes
 
 TRACKING_NAMES = ("exponential", "off")
 
@@ -141,7 +142,13 @@ class AdaccConfig:
         return frozenset(Action(name) for name in self.actions)
 
     def with_overrides(self, **overrides: Any) -> AdaccConfig:
-        """A copy with some fields changed. Raises TypeError for a field that does not exist."""
+        """A copy with some fields changed. Raises TypeError for a field that does not exist, with the nearest one."""
+        names = [field.name for field in fields(self)]
+        unknown = [name for name in overrides if name not in names]
+        if unknown:
+            near = [known for known in names if unknown[0] in known] or get_close_matches(unknown[0], names)
+            allowed = ", ".join(near[:1] or names)
+            raise TypeError(f"{unknown[0]}={overrides[unknown[0]]!r} is no setting of AdaccConfig: choose {allowed}")
         return replace(self, **overrides)
 
 
@@ -154,17 +161,20 @@ def check_memory_budget(budget: str | float | int) -> None:
         raise ValueError(f"memory_budget={budget!r} is outside (0, 1]: {allowed}")
     if isinstance(budget, str) and budget != "auto":
         budget = parse_bytes(budget, "memory_budget")
-    if isinstance(budget, int) and budget <= 0:
-        raise ValueError(f"memory_budget={budget!r} must be positive: {allowed}")
+    if isinstance(budget, int) and not 0 < budget <= MOST_BYTES:
+        raise ValueError(f"memory_budget={budget!r} is outside [1, {MOST_BYTES}] bytes: {allowed}")
 
 
 def _store_tuple(config: AdaccConfig, name: str) -> None:
     """Turn a list given for field `name` into a tuple; one bare string would be taken letter by letter."""
     given: Sequence[str] | None = getattr(config, name)
+    if given is None and name != "actions":
+        return
     if isinstance(given, str):
         raise ValueError(f"{name}={given!r} must be a tuple of names: write ({given!r},)")
-    if given is not None:
-        object.__setattr__(config, name, tuple(given))
+    if not isinstance(given, (Sequence, Set)) or not all(isinstance(one, str) for one in given):
+        raise ValueError(f"{name}={given!r} must be a tuple of names, each of them a string")
+    object.__setattr__(config, name, tuple(given))
 
 
 def _check_actions(actions: tuple[str, ...]) -> None:

@@ -32,11 +32,13 @@ def fields_of(record: Any) -> dict[str, Any]:
 
 
 def read_json(path: str | Path, error_class: type[Exception], what: str) -> Any:
-    """The JSON value in `path`. Raises FileNotFoundError, or `error_class` if the file is not JSON."""
+    """The JSON value in `path`. Raises FileNotFoundError, IsADirectoryError, or `error_class` if it is not JSON."""
     path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{what} file {path} is a folder: name the {what} file in it")
     if not path.is_file():
         raise FileNotFoundError(f"{what} file {path} does not exist: check the path or save a {what} there first")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise error_class(f"{what} file {path} is not JSON ({error}): save the {what} again") from error

@@ -1,6 +1,7 @@
 """Bytes as people write and read them."""
 
 import re
+from decimal import Decimal
 
 _UNITS = {
     "": 1,
@@ -14,6 +15,8 @@ _UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+MOST_BYTES = 2**63 - 1
+"""The largest size there is a use for: what torch counts in."""
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -28,7 +31,10 @@ def parse_bytes(text: str, setting: str) -> int:
             f"{setting}={text!r} is not a size: write a number and one of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB, "
             f'for example "20GiB"'
         )
-    return int(float(match.group(1)) * _UNITS[match.group(2).upper()])
+    num_bytes = Decimal(match.group(1)) * _UNITS[match.group(2).upper()]
+    if num_bytes > MOST_BYTES:
+        raise ValueError(f"{setting}={text!r} is more than any device has: give at most {MOST_BYTES} bytes")
+    return int(num_bytes)
 
 
 def format_bytes(num_bytes: int) -> str:

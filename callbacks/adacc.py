@@ -20,6 +20,7 @@ from adacc_hf.callbacks.checkpoint_files import (
 )
 from adacc_hf.callbacks.evolution import Evolution
 from adacc_hf.callbacks.mistakes import (
+    check_arguments,
     refuse_context_parallel,
     refuse_data_parallel,
     refuse_second_callback,
@@ -85,6 +86,7 @@ class AdaccCallback(TrainerCallback):
     def __init__(
         self, config: AdaccConfig | None = None, *, policy: PolicySource | None = None, **overrides: Any
     ) -> None:
+        check_arguments(config, policy)
         self.config = (config or AdaccConfig()).with_overrides(**overrides)
         self.policy: Policy | None = None
         """The policy in force, once it is set."""

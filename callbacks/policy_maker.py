@@ -246,5 +246,11 @@ class PolicyMaker:
 
     def _solve(self, profile: Profile, budget: float | int | str, switched_off: Collection[SwitchedOff] = ()) -> Policy:
         if callable(self._given):
-            return self._given(profile)
+            return _checked(self._given(profile))
         return solve_policy(without_codecs(profile, switched_off), budget, self._config)
+
+
+def _checked(made: Any) -> Policy:
+    if not isinstance(made, Policy):
+        raise ValueError(f"policy=... is a function that returned {made!r}: let it return a Policy")
+    return made

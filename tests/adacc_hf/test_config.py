@@ -23,7 +23,7 @@ def test_budgets_of_every_form_are_taken(budget):
 
 
 @pytest.mark.parametrize(
-    "budget", [0, -1, "0", 0.0, 1.0001, -0.5, float("nan"), True, None, "all", "20 GiBs", "", [1]], ids=repr
+    "budget", [0, -1, "0", 0.0, 1.0001, -0.5, float("nan"), True, None, "all", "20 GiBs", "", [1], 2**63], ids=repr
 )
 def test_other_budgets_are_refused(budget):
     with pytest.raises(ValueError, match="memory_budget="):
@@ -38,6 +38,14 @@ def test_other_budgets_are_refused(budget):
         ("actions", ("retain", "forget"), "action='forget' is unknown"),
         ("actions", ("recompute",), "must contain 'retain'"),
         ("actions", "retain", r"actions='retain' must be a tuple of names: write \('retain',\)"),
+        ("actions", None, "actions=None must be a tuple of names"),
+        ("tracked_modules", 5, "tracked_modules=5 must be a tuple of names"),
+        ("tracked_modules", ("mlp.*", 5), "tracked_modules=.* must be a tuple of names, each of them a string"),
+        (
+            "block_classes",
+            (AdaccConfig,),
+            "block_classes=.*AdaccConfig.* must be a tuple of names, each of them a string",
+        ),
         ("codecs", ("zip",), r"codecs=\['zip'\] are unknown: choose from .*int8"),
         ("outliers", "no", "outliers='no' must be True or False"),
         ("zscore_threshold", -1, "zscore_threshold=-1 is outside"),
@@ -81,5 +89,17 @@ def test_overrides_are_checked_like_the_rest():
     assert AdaccConfig().with_overrides(group_size=32).group_size == 32
     with pytest.raises(ValueError, match="group_size=24 is no power of two"):
         AdaccConfig().with_overrides(group_size=24)
-    with pytest.raises(TypeError, match="groups"):
-        AdaccConfig().with_overrides(groups=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("memory_buget", "memory_budget"),
+        ("groups", "group_size"),
+        ("budget", "memory_budget"),
+        ("zzz", "memory_budget, m"),
+    ],
+)
+def test_a_setting_that_does_not_exist_is_named_with_the_nearest(name, meant):
+    with pytest.raises(TypeError, match=f"{name}=3 is no setting of AdaccConfig: choose {meant}"):
+        AdaccConfig().with_overrides(**{name: 3})

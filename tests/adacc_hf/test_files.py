@@ -42,9 +42,14 @@ def test_a_missing_file_is_named(tmp_path):
         read_json(tmp_path / "none.json", AdaccError, "record")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00"], ids=["empty", "cut", "bytes"])
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", 100_000 * b"["], ids=["empty", "cut", "bytes", "deep"])
 def test_a_file_that_is_not_json_is_refused_by_the_callers_error(tmp_path, content):
     path = tmp_path / "record.json"
     path.write_bytes(content)
     with pytest.raises(AdaccError, match=r"record file .*record\.json is not JSON"):
         read_json(path, AdaccError, "record")
+
+
+def test_a_folder_in_place_of_a_file_is_named(tmp_path):
+    with pytest.raises(IsADirectoryError, match=r"record file .* is a folder: name the record file in it"):
+        read_json(tmp_path, AdaccError, "record")

@@ -33,3 +33,9 @@ def test_other_text_is_refused(text):
 )
 def test_sizes_are_shown_in_the_largest_unit_above_one(nbytes, text):
     assert format_bytes(nbytes) == text
+
+
+@pytest.mark.parametrize("text", ["8388608 TiB", 400 * "9"], ids=["2^63", "400 digits"])
+def test_a_size_that_no_device_has_is_refused(text):
+    with pytest.raises(ValueError, match=r"size='.*' is more than any device has: give at most 9223372036854775807"):
+        parse_bytes(text, "size")

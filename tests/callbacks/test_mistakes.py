@@ -6,7 +6,7 @@ import pytest
 from accelerate import Accelerator, ParallelismConfig
 from transformers import TrainerCallback
 
-from adacc_hf import AdaccCallback
+from adacc_hf import AdaccCallback, AdaccConfig
 
 
 class TrainInTheMidst(TrainerCallback):
@@ -18,6 +18,32 @@ class TrainInTheMidst(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 4:
             self.other.train()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"config": 0.5}, r"config=0\.5 is no AdaccConfig: give settings by name"),
+        ({"config": {"memory_budget": 0.5}}, "config={'memory_budget': 0.5} is no AdaccConfig"),
+        ({"config": AdaccConfig}, "config=<class .*> is no AdaccConfig"),
+        ({"memory_buget": 0.5}, r"memory_buget=0\.5 is no setting of AdaccConfig: choose memory_budget"),
+        ({"policy": 5}, "policy=5 has type int: give a Policy, the path of a file"),
+        ({"policy": {"plans": []}}, "has type dict: give a Policy"),
+    ],
+)
+def test_other_arguments_are_refused(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        AdaccCallback(**arguments)
+
+
+def test_a_function_that_makes_no_policy_is_named(train):
+    with pytest.raises(ValueError, match=r"policy=\.\.\. is a function that returned None: let it return a Policy"):
+        train([AdaccCallback(policy=lambda profile: None)])
+
+
+def test_a_folder_given_as_a_policy_is_named(train, tmp_path):
+    with pytest.raises(IsADirectoryError, match=r"policy file .* is a folder: name the policy file in it"):
+        train([AdaccCallback(policy=tmp_path)])
 
 
 def test_two_callbacks_in_one_trainer_are_refused(make_trainer, lossless, traces):
