@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from adacc_hf.profiling.profile_store import VARIABLE, ProfileStore, Row, default_path
+from adacc_hf.profiling.profile_store import VARIABLE, ProfileStore, Row
 from adacc_hf.units import format_bytes
 
 
@@ -14,20 +14,22 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "profiles",
         help="list, show or clear the prices that profiling keeps",
-        description=f"File: {default_path()}; ${VARIABLE} names another.",
+        description=f"File: profiles.sqlite3 in $XDG_CACHE_HOME/adacc_hf, or in ~/.cache/adacc_hf; ${VARIABLE} names "
+        "another.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("list", help="one line per profiled tape, the newest first").set_defaults(run=_list)
     show = actions.add_parser("show", help="the prices of one tape")
     show.add_argument("name", help="its name in the list, or the beginning of it")
     show.set_defaults(run=_show)
-    actions.add_parser("clear", help="remove all; deletes a file that cannot be read").set_defaults(run=_clear)
+    actions.add_parser("clear", help="remove all; sets aside a file that cannot be read").set_defaults(run=_clear)
 
 
 def _list(_: argparse.Namespace) -> str:
-    rows = ProfileStore().list()
+    store = ProfileStore()
+    rows = store.list()
     if not rows:
-        return f"no profiles in {default_path()}"
+        return f"no profiles in {store.path}"
     return "\n".join(_line(row) for row in rows)
 
 
@@ -59,5 +61,5 @@ def _clear(_: argparse.Namespace) -> str:
     store = ProfileStore()
     removed = store.clear()
     if removed is None:
-        return f"deleted {store.path}, which could not be read"
+        return f"moved {store.path}, which could not be read, to {store.aside}"
     return f"removed {removed} profiles from {store.path}"

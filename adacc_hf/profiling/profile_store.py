@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass, fields
 from datetime import datetime, timezone
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,20 @@ class Row:
 
 
 def default_path() -> Path:
-    """$ADACC_HF_PROFILES, else profiles.sqlite3 in $XDG_CACHE_HOME/adacc_hf, where the compiled kernels are too."""
+    """$ADACC_HF_PROFILES, else profiles.sqlite3 in $XDG_CACHE_HOME/adacc_hf, where the compiled kernels are too.
+
+    Raises ProfileStoreError for a user without a home, as in containers that run under any number.
+    """
     given = os.environ.get(VARIABLE)
     if given:
         return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adacc_hf" / "profiles.sqlite3"
+    try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise ProfileStoreError(
+            f"there is no place for the database of profiles ({error}): set {VARIABLE} to a writable file, or HOME"
+        ) from error
+    return caches / "adacc_hf" / "profiles.sqlite3"
 
 
 _COLUMNS = tuple(field.name for field in fields(Key))
@@ -79,7 +89,11 @@ class ProfileStore:
     """The database at `path`; every method raises ProfileStoreError if it cannot be used. Reading makes no file."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self.path = path or default_path()
+        self._given = path
+
+    @cached_property
+    def path(self) -> Path:
+        return self._given or default_path()
 
     def get(self, key: Key) -> Row | None:
         """The row of exactly this key."""
@@ -105,15 +119,20 @@ class ProfileStore:
         return found[0]
 
     def clear(self) -> int | None:
-        """Remove all rows and return how many there were; None for a file that could not be read and was deleted."""
+        """Remove all rows and return how many there were; None for a file that could not be read and was set aside."""
         if not self.path.exists():
             return 0
         try:
             with self._open() as connection:
                 return connection.execute("DELETE FROM prices").rowcount
         except _UnreadableError:
-            self._delete()
+            self._set_aside()
             return None
+
+    @property
+    def aside(self) -> Path:
+        """Where `clear` moves a file that cannot be read."""
+        return self.path.with_name(f"{self.path.name}.unreadable")
 
     def _rows(self, condition: str, values: tuple[str, ...]) -> list[Row]:
         if not self.path.exists():
@@ -147,6 +166,8 @@ class ProfileStore:
                 connection.execute("BEGIN IMMEDIATE")
                 (version,) = connection.execute("PRAGMA user_version").fetchone()
                 if version == 0:
+                    if connection.execute("SELECT 1 FROM sqlite_master").fetchone():
+                        raise self._unreadable("its tables are not ours")
                     connection.execute(_CREATE)
                     connection.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
                 elif version != FORMAT_VERSION:
@@ -166,13 +187,14 @@ class ProfileStore:
 
     def _unreadable(self, reason: object) -> _UnreadableError:
         return _UnreadableError(
-            f"the database of profiles {self.path} cannot be read ({reason}): `adacc profiles clear` deletes it, and "
-            f"the next profile starts a new one"
+            f"the database of profiles {self.path} cannot be read ({reason}): `adacc profiles clear` sets it aside, "
+            f"and the next profile starts a new one; set {VARIABLE} if it is another program's"
         )
 
-    def _delete(self) -> None:
-        for suffix in ("", "-journal"):
-            self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+    def _set_aside(self) -> None:
+        """Not deleted: the path is the user's, and may be mistaken."""
+        self.path.replace(self.aside)
+        self.path.with_name(f"{self.path.name}-journal").unlink(missing_ok=True)
 
 
 class _UnreadableError(ProfileStoreError):

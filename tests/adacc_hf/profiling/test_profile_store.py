@@ -3,6 +3,7 @@
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -81,11 +82,24 @@ def test_a_file_that_is_no_database_is_reported_and_cleared(store):
     store.path.parent.mkdir()
     store.path.write_text("not a database, and longer than the header of one is: " + 100 * "x")
     for use in (store.list, lambda: store.get(KEY), lambda: store.put(KEY, "GPT2Block", PRICES)):
-        with pytest.raises(ProfileStoreError, match=r"cannot be read .*`adacc profiles clear` deletes it"):
+        with pytest.raises(ProfileStoreError, match=r"cannot be read .*`adacc profiles clear` sets it aside"):
             use()
+    content = store.path.read_text()
     assert store.clear() is None
+    assert store.aside.read_text() == content  # the path may have been mistaken
     store.put(KEY, "GPT2Block", PRICES)
     assert len(store.list()) == 1
+
+
+def test_another_programs_database_is_left_as_it_is(store):
+    store.path.parent.mkdir()
+    with closing(sqlite3.connect(store.path)) as connection:
+        connection.execute("CREATE TABLE theirs (name TEXT)")
+    before = store.path.read_bytes()
+    for use in (store.list, lambda: store.put(KEY, "GPT2Block", PRICES)):
+        with pytest.raises(ProfileStoreError, match=r"its tables are not ours.*set ADACC_HF_PROFILES if it is another"):
+            use()
+    assert store.path.read_bytes() == before
 
 
 def test_another_format_is_reported(store):
@@ -109,6 +123,21 @@ def test_the_file_is_where_caches_are(monkeypatch, tmp_path):
     assert default_path() == tmp_path / "adacc_hf" / "profiles.sqlite3"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_path() == Path.home() / ".cache" / "adacc_hf" / "profiles.sqlite3"
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, capsys):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    for variable in (VARIABLE, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(
+        ProfileStoreError, match=f"no place for the database of profiles .*set {VARIABLE} to a writable"
+    ):
+        ProfileStore().put(KEY, "GPT2Block", PRICES)
+    assert main(["codecs"]) == 0
+    assert main(["profiles", "list"]) == USER_ERROR
 
 
 def test_the_command_lists_shows_and_clears(store, capsys):
