@@ -135,4 +135,13 @@ def _profile_beside(policy: Path) -> Path | None:
 
 
 def _history(path: Path, is_asked_for: bool) -> Sequence[dict[str, Any]]:
-    return read_json(path, AdaccError, "history") if is_asked_for or path.is_file() else ()
+    if not is_asked_for and not path.is_file():
+        return ()
+    history = read_json(path, AdaccError, "history")
+    if not isinstance(history, list) or not all(_is_event(record) for record in history):
+        raise AdaccError(f"{path} is no history of a run: name the {HISTORY_FILE} that it left by --history")
+    return history
+
+
+def _is_event(record: Any) -> bool:
+    return isinstance(record, dict) and isinstance(record.get("step"), int) and isinstance(record.get("event"), str)

@@ -276,7 +276,7 @@ class Policy:
                 head=_checked_head(record["head"]),
                 facts=tuple(record["facts"].items()),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise PolicyMismatchError(
                 f"{source} is a damaged policy file ({type(error).__name__}: {error}): solve the policy again"
             ) from error

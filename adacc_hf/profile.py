@@ -433,6 +433,8 @@ def _profile_from_json(record: dict[str, Any]) -> Profile:
     fields = {name: value for name, value in record.items() if name not in ("format", "version")}
     fields["kinds"] = tuple(_kind_from_json(kind) for kind in fields["kinds"])
     fields["blocks"] = tuple(BlockProfile(**block) for block in fields["blocks"])
+    if any(not 0 <= block.kind < len(fields["kinds"]) for block in fields["blocks"]):
+        raise ValueError("a block names a kind that is not in the file")
     fields["shared"] = tuple(Shared(**shared) for shared in fields["shared"])
     fields["other_heads"] = tuple(
         Head(**{**head, "backward_base_bytes": tuple(head["backward_base_bytes"])}) for head in fields["other_heads"]

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -119,6 +120,8 @@ def load_config(name: str) -> PretrainedConfig:
         return PRESETS[name].config()
     try:
         return AutoConfig.from_pretrained(name)
+    except StrictDataclassError as error:
+        raise ValueError(f"--model={name} has a configuration with a wrong value: {error}") from error
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(

@@ -141,6 +141,13 @@ def test_file_that_is_not_json_is_one_line(tmp_path: Path, capsys) -> None:
     assert "is not JSON" in refused(["explain", str(tmp_path / "broken.json")], capsys)
 
 
+@pytest.mark.parametrize("content", ["{}", "null", "[1]", '[{"step": 1}]', '[{"step": "1", "event": "policy"}]'])
+def test_a_file_that_is_no_history_is_one_line(files, tmp_path: Path, capsys, content: str) -> None:
+    (tmp_path / HISTORY_FILE).write_text(content)
+    message = refused(["report", files[0], "--output", str(tmp_path / "out")], capsys)
+    assert f"{HISTORY_FILE} is no history of a run: name the {HISTORY_FILE} that it left by --history" in message
+
+
 def test_missing_matplotlib_is_one_line(files, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     message = refused(["report", files[0], "--profile", files[1], "--output", str(tmp_path / "out")], capsys)

@@ -116,9 +116,10 @@ def test_what_is_no_policy_is_refused(tmp_path, text, message):
         lambda record: record["plans"][0].pop("kind"),
         lambda record: record["plans"][0]["choices"].update({"0": {"action": "forget"}}),
         lambda record: record.update(predicted_peak_bytes=None),
+        lambda record: record.update(predicted_peak_bytes=float("inf")),
         lambda record: record.update(facts=None),
     ],
-    ids=["plan", "kind", "action", "peak", "facts"],
+    ids=["plan", "kind", "action", "peak", "infinite", "facts"],
 )
 def test_a_damaged_file_is_refused(policy, tmp_path, damage):
     record = policy.to_json()

@@ -75,8 +75,9 @@ def test_what_is_no_profile_is_refused(tmp_path, text, message):
         lambda record: record["kinds"][0]["values"][0].pop("nbytes"),
         lambda record: record["kinds"][0]["operators"][0].update(colour="red"),
         lambda record: record.update(blocks=None),
+        lambda record: record.update(kinds=[]),
     ],
-    ids=["slots", "nbytes", "colour", "blocks"],
+    ids=["slots", "nbytes", "colour", "blocks", "kinds"],
 )
 def test_a_damaged_file_is_refused(profile, tmp_path, damage):
     path = tmp_path / "profile.json"

@@ -98,3 +98,9 @@ def test_sequence_length_defaults_to_the_context():
 def test_sequence_length_out_of_range(seq_len: int | None, config: GPT2Config | BloomConfig, message: str):
     with pytest.raises(ValueError, match=message):
         checked_seq_len(seq_len, config)
+
+
+def test_a_configuration_with_a_wrong_value_is_named(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_embd": "wide"}')
+    with pytest.raises(ValueError, match=r"--model=.* has a configuration with a wrong value: .*n_embd"):
+        load_config(str(tmp_path))
