@@ -13,6 +13,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from adacc_hf.callbacks.checkpoint_files import (
     Saved,
     SavedSituation,
+    drop_files,
+    going_on,
     load_from_checkpoint,
     save_files,
     save_history,
@@ -51,6 +53,7 @@ log = logging.getLogger(__name__)
 
 __all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
 
+REPORTS_LACK = "training goes on, and reports show what is there"
 HISTORY_PARTS = 64
 """The part of a run's history that may be unwritten for a while: one event in 64."""
 
@@ -106,6 +109,7 @@ class AdaccCallback(TrainerCallback):
         self._compiled: CompiledRun | None = None
         self._evolution: Evolution | None = None
         self._num_steps = self._num_saved = 0
+        self._is_unsaved = False
         self._global_step = 0
 
     def on_train_begin(
@@ -116,6 +120,7 @@ class AdaccCallback(TrainerCallback):
         refuse_data_parallel(args)
         self.policy, self.profile, self.history = None, None, []
         self._num_steps = self._num_saved = 0
+        self._is_unsaved = False
         self._guard = TrainerGuard.around_caller(self, on_failure=self.detach)
         trainer = None if self._guard is None else self._guard.trainer
         self._own_logs = OwnLogs(trainer)
@@ -247,7 +252,8 @@ class AdaccCallback(TrainerCallback):
             num_events = len(self.history)
             self._compiled.step_ends(state.global_step, model)
             if len(self.history) > num_events and state.is_world_process_zero:
-                self._compiled.save(args.output_dir, self.history)
+                with going_on(args.output_dir, REPORTS_LACK):
+                    self._compiled.save(args.output_dir, self.history)
             return
         if self._num_steps == 1:
             self._check_called()
@@ -270,11 +276,15 @@ class AdaccCallback(TrainerCallback):
                 self._evolution.tracking_ms += (time.perf_counter() - started) * 1e3
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        if self._compiled is not None and state.is_world_process_zero and folder.is_dir():
-            self._compiled.save(folder, self.history)
-        if self.policy is not None and state.is_world_process_zero:
-            save_in_checkpoint(args, state, self._saved())
+        with going_on(folder, "a run that resumes from it will profile again"):
+            drop_files(folder)
+            if self._compiled is not None and folder.is_dir():
+                self._compiled.save(folder, self.history)
+            if self.policy is not None:
+                save_in_checkpoint(args, state, self._saved())
 
     def on_log(
         self,
@@ -297,7 +307,7 @@ class AdaccCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self._compiled is None and self._num_saved < len(self.history) and state.is_world_process_zero:
-            save_history(args.output_dir, self.history)
+            self._save(args, self._is_unsaved, is_last=True)
         self.detach()
 
     def detach(self) -> None:
@@ -421,16 +431,19 @@ class AdaccCallback(TrainerCallback):
             return Saved(situations=situations, memory_budget=self.config.memory_budget, history=self.history)
         return self._evolution.saved(self.history)
 
-    def _save(self, args: TrainingArguments, changed: bool) -> None:
+    def _save(self, args: TrainingArguments, changed: bool, is_last: bool = False) -> None:
         """Write the policy if it changed, and what happened, into the run's folder.
 
         Of a long history only every so many events: all of it is written each time.
         """
-        if changed:
-            save_files(args.output_dir, self.policy, self.profile)
-        if changed or (len(self.history) - self._num_saved) * HISTORY_PARTS >= len(self.history):
-            save_history(args.output_dir, self.history)
-            self._num_saved = len(self.history)
+        self._is_unsaved |= changed
+        with going_on(args.output_dir, REPORTS_LACK):
+            if self._is_unsaved:
+                save_files(args.output_dir, self.policy, self.profile)
+                self._is_unsaved = False
+            if changed or is_last or (len(self.history) - self._num_saved) * HISTORY_PARTS >= len(self.history):
+                save_history(args.output_dir, self.history)
+                self._num_saved = len(self.history)
 
     def _check_called(self) -> None:
         """Report that no block's function was called: something replaced their forward at class level."""

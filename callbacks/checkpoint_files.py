@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,15 @@ from adacc_hf.files import read_json, write_json
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
 from adacc_hf.ranks import num_ranks
-from adacc_hf.run_files import HISTORY_FILE, POLICY_FILE, PRICES_FILE, PROFILE_FILE, SEARCHED_FILE, STATE_FILE
+from adacc_hf.run_files import (
+    COMPILED_FILE,
+    HISTORY_FILE,
+    POLICY_FILE,
+    PRICES_FILE,
+    PROFILE_FILE,
+    SEARCHED_FILE,
+    STATE_FILE,
+)
 from adacc_hf.tracking.shapes import BatchShapes, shapes_from_json, shapes_to_json
 from adacc_hf.tracking.switched_off import SwitchedOff, in_all_blocks, lossy_options
 
@@ -67,6 +77,23 @@ class Saved:
     """Ranks of the run: among more of them each holds less of what is divided."""
 
 
+@contextmanager
+def going_on(folder: str | Path, consequence: str) -> Iterator[None]:
+    """Say that files could not be written into `folder`, which is no reason to lose a run."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("Adacc: not all files were written into %s (%s): %s", folder, error, consequence)
+
+
+def drop_files(folder: str | Path) -> None:
+    """Remove what an earlier run left in the checkpoint `folder`, policies first: without one nothing else is read."""
+    names = (POLICY_FILE, COMPILED_FILE, STATE_FILE, PROFILE_FILE, PRICES_FILE, SEARCHED_FILE, HISTORY_FILE)
+    for pattern in (*names, *(name.replace(".json", "_[0-9]*.json") for name in names)):
+        for path in Path(folder).glob(pattern):
+            path.unlink(missing_ok=True)  # another run may share the folder
+
+
 def save_files(folder: str | Path, policy: Policy, profile: Profile | None, number: int = 1) -> None:
     """Write both into `folder`, each whole or not at all; those of further situations are numbered."""
     if profile is not None:
@@ -80,17 +107,24 @@ def save_history(folder: str | Path, history: list[dict[str, Any]]) -> None:
 
 
 def save_in_checkpoint(args: TrainingArguments, state: TrainerState, saved: Saved) -> None:
-    """Write all of it into the checkpoint of the present step."""
+    """Write all of it into the checkpoint of the present step, which has none of these files.
+
+    The first policy comes last: a run that resumes reads nothing without it, so that it reads all or nothing.
+    """
     folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
     if not folder.is_dir():
         log.warning("Adacc: no policy saved, since there is no %s; a run that resumes will profile again", folder)
         return
-    for number, situation in enumerate(saved.situations, start=1):
-        save_files(folder, situation.policy, situation.profile, number)
+    write_json(folder / STATE_FILE, _state_to_json(saved))
+    for number, situation in reversed(list(enumerate(saved.situations, start=1))):
         for name, prices in ((PRICES_FILE, situation.prices), (SEARCHED_FILE, situation.searched)):
             if prices is not None:
                 prices.save(folder / _numbered(name, number))
-    record = {
+        save_files(folder, situation.policy, situation.profile, number)
+
+
+def _state_to_json(saved: Saved) -> dict[str, Any]:
+    return {
         "version": STATE_VERSION,
         "policy_step": saved.policy_step,
         "memory_budget": saved.memory_budget,
@@ -113,21 +147,20 @@ def save_in_checkpoint(args: TrainingArguments, state: TrainerState, saved: Save
             for s in saved.situations
         ],
     }
-    write_json(folder / STATE_FILE, record)
 
 
 def load_from_checkpoint(folder: str | Path, memory_budget: str | float | int) -> Saved | None:
     """What the run that wrote the checkpoint `folder` had; None if it had no policy, or one for another budget or
     another number of ranks.
 
-    Raises PolicyMismatchError or AdaccError for a damaged file.
+    Raises PolicyMismatchError or AdaccError for a damaged file, FileNotFoundError for one that is missing.
     """
     folder = Path(folder)
     if not (folder / POLICY_FILE).is_file():
         return None
     try:
         saved = _load(folder)
-    except AdaccError as error:
+    except (AdaccError, FileNotFoundError) as error:
         raise type(error)(
             f"{error}. To have the resumed run profile again, delete {POLICY_FILE} and {PROFILE_FILE} in {folder}"
         ) from error
@@ -152,12 +185,14 @@ def _load(folder: Path) -> Saved:
         situations = [
             _load_situation(folder, number, fields) for number, fields in enumerate(record["situations"], start=1)
         ]
+        if not situations:
+            raise ValueError("it has no situation")
         names = ("policy_step", "memory_budget", "tightened", "history", "losses", "tracking_ms")
         fields = {name: record[name] for name in names} | {"suspicion": record.get("suspicion")}
         fields |= {"switched_off": _switched_off(record, situations), "is_unproven": record.get("is_unproven", False)}
         fields["num_ranks"] = record.get("num_ranks", num_ranks())  # older checkpoints do not tell
         return Saved(situations=situations, **fields)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise AdaccError(f"{folder / STATE_FILE} is damaged ({type(error).__name__}: {error})") from error
 
 

@@ -142,8 +142,8 @@ class CompiledRun:
 
     def save(self, folder: str | Path, history: list[dict[str, Any]]) -> None:
         """Write the policy and what happened so far into `folder`, for reports and for runs that resume."""
+        save_history(folder, history)  # first, for a run that resumes reads it where there is a policy
         self.policy.save(Path(folder) / COMPILED_FILE)
-        save_history(folder, history)
 
     def remove(self) -> None:
         """Take the partitioner out of torch, and what it cut out of the model. Harmless when called again."""

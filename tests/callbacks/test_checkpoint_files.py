@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from transformers import TrainerCallback
 
 import adacc_hf.callbacks.policy_maker as maker_module
 from adacc_hf import AdaccCallback, AdaccConfig, AdaccError, Policy, PolicyMismatchError, Profile
 from adacc_hf.callbacks.checkpoint_files import (
     Saved,
     SavedSituation,
+    drop_files,
     load_from_checkpoint,
     save_files,
     save_in_checkpoint,
 )
 from adacc_hf.callbacks.situations import Situation
 from adacc_hf.rectifier import Rectifier
-from adacc_hf.run_files import HISTORY_FILE, POLICY_FILE, PROFILE_FILE, STATE_FILE
+from adacc_hf.run_files import HISTORY_FILE, POLICY_FILE, PRICES_FILE, PROFILE_FILE, STATE_FILE
 from adacc_hf.tracking.repricing import with_more_memory
 from adacc_hf.tracking.switched_off import in_all_blocks, lossy_options
 
@@ -226,6 +230,83 @@ def test_a_failing_run_leaves_checkpoints_and_policies_whole(make_trainer, train
     )
     resumed = train([AdaccCallback(**lossless)], resume=str(folder / "checkpoint-3"), **SAVING)
     resumed.assert_equals(train(**{**SAVING, "save_strategy": "no"}))
+
+
+def test_files_that_cannot_be_written_do_not_end_the_run(train, lossless, tmp_path, monkeypatch, caplog):
+    """A full disk costs what would have been written, and no step; once there is room, the run's files are written."""
+
+    def replace_with_no_room(source, target):
+        if Path(target).name in no_room_for:
+            raise OSError(errno.ENOSPC, "No space left on device", str(target))
+        original(source, target)
+
+    class Tidy(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 6:
+                no_room_for.clear()
+
+    no_room_for, original = {POLICY_FILE, HISTORY_FILE}, os.replace
+    monkeypatch.setattr(os, "replace", replace_with_no_room)
+    plain = train(output_dir=str(tmp_path / "plain"), **SAVING)
+    callback = AdaccCallback(**lossless)
+    train([callback, Tidy()], **SAVING).assert_equals(plain)
+    for folder, consequence in (("run", "training goes on"), ("checkpoint-3", "that resumes from it will profile")):
+        assert any(f"{folder} ([Errno 28]" in message and consequence in message for message in caplog.messages)
+    assert not list((tmp_path / "run").rglob(".adacc*"))
+    assert Policy.load(tmp_path / "run" / POLICY_FILE) == callback.policy
+    assert json.loads((tmp_path / "run" / HISTORY_FILE).read_text()) == callback.history
+    checkpoint = tmp_path / "run" / "checkpoint-3"
+    assert load_from_checkpoint(checkpoint, 0.6) is None
+    train([AdaccCallback(**lossless)], resume=str(checkpoint), **SAVING).assert_equals(plain)
+
+
+def test_a_checkpoint_has_nothing_of_an_earlier_run_in_its_folder(train, lossless, tmp_path):
+    train([AdaccCallback(**lossless)], **{**SAVING, "save_steps": 1})
+    folder = tmp_path / "run"
+    policy = (folder / "checkpoint-3" / POLICY_FILE).read_text()
+    for step, name in ((2, POLICY_FILE), (2, STATE_FILE), (3, PRICES_FILE), (3, "adacc_policy_2.json")):
+        (folder / f"checkpoint-{step}" / name).write_text(policy)
+    train([AdaccCallback(**lossless, profile_steps=3)], **{**SAVING, "save_steps": 1})
+    assert not list((folder / "checkpoint-2").glob("adacc_*"))
+    assert sorted(path.name for path in (folder / "checkpoint-3").glob("adacc_*")) == sorted(
+        [POLICY_FILE, PROFILE_FILE, STATE_FILE]
+    )
+
+
+@pytest.mark.parametrize("num_written", range(3))
+def test_a_save_that_is_cut_short_leaves_no_half(train, checkpoint, lossless, monkeypatch, num_written):
+    """Without the state a run would go on with codecs that were switched off; without a profile, untracked."""
+    saved, left = load_from_checkpoint(checkpoint, 0.6), [num_written]
+    drop_files(checkpoint)
+
+    def write_or_die(*args):
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        original(*args)
+
+    original = os.replace
+    monkeypatch.setattr(os, "replace", write_or_die)
+    with pytest.raises(KeyboardInterrupt):
+        save_in_checkpoint(SimpleNamespace(output_dir=checkpoint.parent), SimpleNamespace(global_step=3), saved)
+    monkeypatch.undo()
+    assert len(list(checkpoint.glob("adacc_*"))) == num_written
+    assert load_from_checkpoint(checkpoint, 0.6) is None
+
+
+def test_a_policy_that_is_missing_among_several_is_named_with_the_next_step(checkpoint):
+    record = json.loads((checkpoint / STATE_FILE).read_text())
+    (checkpoint / STATE_FILE).write_text(json.dumps({**record, "situations": 2 * record["situations"]}))
+    with pytest.raises(FileNotFoundError, match=rf"adacc_policy_2\.json does not exist.*delete {POLICY_FILE} and"):
+        load_from_checkpoint(checkpoint, 0.6)
+
+
+@pytest.mark.parametrize("situations", [[], [5], 5], ids=repr)
+def test_a_damaged_state_is_named_with_the_next_step(checkpoint, situations):
+    record = json.loads((checkpoint / STATE_FILE).read_text())
+    (checkpoint / STATE_FILE).write_text(json.dumps({**record, "situations": situations}))
+    with pytest.raises(AdaccError, match=rf"{STATE_FILE} is damaged .*delete {POLICY_FILE} and"):
+        load_from_checkpoint(checkpoint, 0.6)
 
 
 def test_files_of_a_policy_without_profile(tmp_path, train, checkpoint):
