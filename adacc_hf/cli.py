@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.command == "eval":
             return cli_eval.run(arguments)
-        print(arguments.run(arguments), flush=True)
+        _print(arguments.run(arguments))
     except BrokenPipeError:  # the reader, `head` say, has seen enough; the interpreter must not flush to it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (AdaccError, ValueError, OSError) as error:
@@ -31,6 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise  # a fault of this package, not a missing extra
         return _refuse(arguments.command, error)
     return 0
+
+
+def _print(text: str) -> None:
+    """Print `text`; where stdout has no letter of its encoding for one in a path, say, escape it as stderr does."""
+    try:
+        print(text, flush=True)
+    except UnicodeEncodeError as error:
+        print(text.encode(error.encoding, "backslashreplace").decode(error.encoding), flush=True)
 
 
 def _refuse(command: str, error: Exception) -> int:

@@ -170,3 +170,13 @@ def test_reader_that_stops_early_is_no_error(files) -> None:
     process = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
     os.close(writer)
     assert (process.returncode, process.stderr) == (0, "")
+
+
+def test_a_path_that_stdout_cannot_encode_is_escaped(files, tmp_path: Path) -> None:
+    folder = tmp_path / "ünï"
+    command = [sys.executable, "-m", "adacc_hf.cli", "report", files[0], "--output", str(folder)]
+    surroundings = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    process = subprocess.run(command, capture_output=True, env=surroundings, check=False, timeout=60)
+    assert (process.returncode, process.stderr) == (0, b"")
+    assert process.stdout.decode("ascii").endswith("n\\xef/report.md\n")
+    assert (folder / "report.md").is_file()
