@@ -265,5 +265,6 @@ def _relative_error(exact: Sequence[torch.Tensor], others: Iterable[torch.Tensor
 
 
 def _norm(tensors: Iterable[torch.Tensor]) -> float:
-    """In single precision, which copies no single ones and is more than enough for a bound."""
-    return math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) for tensor in tensors))
+    """In single precision, which copies no single ones and is more than enough for a bound; of doubles in double."""
+    wide = ((tensor, torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors)
+    return math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=dtype)) for tensor, dtype in wide))

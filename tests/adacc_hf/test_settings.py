@@ -122,14 +122,15 @@ def training(batches, precision=None, scaler=None):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize("precision", ["fp32", "pure-bf16", "autocast-bf16", "fp16-scaler"])
+@pytest.mark.parametrize("precision", ["fp32", "pure-fp64", "pure-bf16", "autocast-bf16", "fp16-scaler"])
 def test_precisions(request, family, attention, precision, padded_batch, assert_same_training):
     model = request.getfixturevalue(f"tiny_{family}")
     dtype = {"autocast-bf16": torch.bfloat16, "fp16-scaler": torch.float16}.get(precision)
+    weights = {"pure-fp64": torch.float64, "pure-bf16": torch.bfloat16}.get(precision)
     batches = [padded_batch(12, seed) for seed in range(3)]
 
     def build():
-        return model(attention).to(torch.bfloat16) if precision == "pure-bf16" else model(attention)
+        return model(attention).to(weights)
 
     loop = training(batches, dtype, scaler=1024.0 if precision == "fp16-scaler" else None)
     assert_same_training(build, padded_batch(12, 9), loop, precision=dtype)
