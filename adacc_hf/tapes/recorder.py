@@ -35,9 +35,11 @@ from adacc_hf.tapes.tape import (
     tensor_refs,
 )
 
-_NO_OPERATORS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+_NO_OPERATORS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.prim.device.default}
+"""The last is how a tensor without memory is asked for its device."""
 _CONSTANT = torch.ops.aten.lift_fresh.default
 """What torch.tensor() puts its new tensor through."""
+_CAST = torch.ops.aten._to_copy.default
 MOVES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_"}
 """Operators that put another storage under a tensor."""
 DICE = "it draws from Python's or numpy's random generators, on which any of its operators may depend"
@@ -170,6 +172,8 @@ class Recorder(TorchDispatchMode):
         given = leaves(args, kwargs)
         if func in _NO_OPERATORS or not all(map(self._has_memory, given)):
             return func(*args, **kwargs)
+        if func is _CAST and self._autocast_keeps(args[0], kwargs):
+            return func(*args, **kwargs)  # noted where it is first read, as one is that an earlier call has left there
         if func is _CONSTANT and self._is_new_number(args[0]):
             return self._note_number(func(*args, **kwargs))
         recorded_args = map_tensors(args, torch.Tensor, self.refer)
@@ -225,8 +229,16 @@ class Recorder(TorchDispatchMode):
         self._note(torch.ops.aten.full.default, (list(constant.shape), constant.item()), kwargs, [], constant, False)
         return constant
 
+    def _autocast_keeps(self, tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+        """Whether a cast of `tensor` may be one of a parameter that autocast keeps for later calls."""
+        is_own = bool(self._autocast) and id(tensor) in self._parameters
+        return is_own and kwargs.keys() == {"dtype"} and tensor.requires_grad and torch.is_grad_enabled()
+
     def _note_cached_cast(self, tensor: torch.Tensor) -> None:
-        """Note the cast of a parameter that autocast kept from an earlier call as if this call had made it."""
+        """Note the cast of a parameter that autocast keeps, whether this call made it or an earlier one did.
+
+        At its first reader in both cases: autocast casts a product's weight before its input, and only if it has to.
+        """
         name = self._parameters.get(id(cast_from(tensor))) if self._autocast else None
         if name is not None:
             parameter = self.refer(self.block.get_parameter(name))
@@ -234,8 +246,7 @@ class Recorder(TorchDispatchMode):
             module = self._modules[-1] if self._modules else ""
             value = self._make(tensor, index, f"{module or 'block'}:to_copy")
             kwargs = {"dtype": tensor.dtype}
-            target = torch.ops.aten._to_copy.default
-            self.operators.append(TapeOperator(index, target, (parameter,), kwargs, ((0, value),), (), False, module))
+            self.operators.append(TapeOperator(index, _CAST, (parameter,), kwargs, ((0, value),), (), False, module))
 
     def _derive_dropout(self, dropout: TapeOperator) -> None:
         """Give dropout's result an operator of its own: input * mask * scale; only the mask is random (rule R5)."""

@@ -600,6 +600,27 @@ def test_one_autocast_around_several_steps_serves_new_shapes(tiny_gpt2, batch, t
             assert_equal(two_shapes(), plain)
 
 
+def test_one_autocast_around_micro_batches_keeps_the_plan(tiny_llama, batch, caplog):
+    """All but the first find the casts of parameters in autocast's cache: these are the same operators nonetheless."""
+    model = tiny_llama()
+
+    def micro_batches():
+        torch.manual_seed(0)
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for _ in range(3):
+                model(**batch).loss.backward()
+        return gradients(model)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    plain = micro_batches()
+    with apply_policy(model, policy), caplog.at_level("WARNING"):
+        for _ in range(2):
+            assert_equal(micro_batches(), plain)
+    assert not caplog.records
+
+
 def test_numbers_that_vary_from_step_to_step_are_never_replayed(toy_model, toy_batch, assert_same_steps, caplog):
     """A scale that a block reads from Python differs at each step: the tape of one step is wrong for the next."""
     scale = [1.0]

@@ -196,3 +196,4 @@ def test_a_cast_from_autocasts_cache_is_an_operator_of_every_call(record, x):
         "{'dtype': torch.bfloat16}"
     }
     assert not [value for value in tapes[1].values if str(value.source).startswith("unknown")]
+    assert tapes[0].digest == tapes[1].digest
