@@ -149,6 +149,28 @@ def test_every_batch_another_length(tiny_gpt2, tiny_llama, padded_batch, assert_
         assert_same_training(build, padded_batch(12), training(batches))
 
 
+ROTARY = {
+    "dynamic": {"factor": 2.0},
+    "longrope": {
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.5, 2.0, 3.0, 4.0],
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROTARY)
+def test_rotary_tables_that_change_with_the_length(tiny_llama, padded_batch, assert_same_training, kind):
+    """The model makes them anew where a text is longer than it was trained on, and puts them back after it."""
+    rotary = {"rope_type": kind, "rope_theta": 10000.0, **ROTARY[kind]}
+    batches = [padded_batch(tokens, tokens) for tokens in (12, 24, 12, 30, 12)]
+
+    def build():
+        return tiny_llama(rope_parameters=rotary, max_position_embeddings=16 if kind == "dynamic" else 32)
+
+    assert_same_training(build, padded_batch(12), training(batches), num_policies=1)
+
+
 def test_gradient_accumulation(tiny_gpt2, padded_batch, assert_same_training):
     def loop(model):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -176,6 +198,26 @@ def test_several_forwards_before_one_backward(tiny_gpt2, tiny_llama, padded_batc
 
     for build in (tiny_gpt2, tiny_llama):
         assert_same_training(build, padded_batch(12), loop)
+
+
+def test_two_models_of_one_class_that_train_each_other(tiny_llama, padded_batch, assert_same_training):
+    """As in mutual learning: each has a policy of its own, and one backward goes through both."""
+    policy = Policy.uniform(profile_model(tiny_llama(), padded_batch(12), CONFIG), "recompute")
+    runs = []
+
+    def loop(model):
+        other = tiny_llama()
+        runs.append(model)
+        with nullcontext() if len(runs) == 1 else apply_policy(other, policy, CONFIG):  # the first run is the plain one
+            for seed in range(3):
+                ours, theirs = (each(**padded_batch(12, seed)) for each in (model, other))
+                loss = ours.loss + theirs.loss + (ours.logits - theirs.logits).square().mean()
+                loss.backward()
+                yield {**state_of(model, loss), **{f"other {name}": p.grad for name, p in other.named_parameters()}}
+                model.zero_grad()
+                other.zero_grad()
+
+    assert_same_training(tiny_llama, padded_batch(12), loop)
 
 
 def test_generation_and_evaluation_in_between(tiny_llama, padded_batch, assert_same_training):

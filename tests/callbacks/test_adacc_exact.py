@@ -18,6 +18,8 @@ SETTINGS = {
     "checkpointing": {CHECKPOINTING: True},
     "several-epochs": {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 24},
     "evaluation-first": {"eval_on_start": True, "eval_strategy": "epoch"},
+    "label-smoothing": {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
+    "dispatched-batches": {"accelerator_config": {"split_batches": True, "dispatch_batches": True}},
 }
 
 
