@@ -21,6 +21,8 @@ from adacc_hf.ahead.fake_instruments import FakeInstruments
 from adacc_hf.ahead.roofline import operator_ms
 from adacc_hf.profile import KindProfile
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # each thread converts in a buffer of its own
+
 SCALAR_BYTES = 512
 """Numbers of 8 bytes that real runs keep here and there (a scale, a token count) are Python numbers on fake tensors; in
 BERT and GPT-2 a handful per block."""
