@@ -12,7 +12,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from adacc_hf.ahead.fake_device import fake_tensors
 from adacc_hf.partitioner import functorch
 from adacc_hf.partitioner.joint_graph import JointGraph, read_joint_graph
 
@@ -168,3 +170,51 @@ def train_function(fresh_dynamo: None) -> TrainFunction:
         return [leaf.grad for leaf in leaves if leaf.requires_grad]
 
     return train
+
+
+@dataclass(frozen=True)
+class CodedValue:
+    """A value that is encoded in forward, in bfloat16, and what comes before and after it."""
+
+    forward: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    """From what it is made of and a square matrix to it and what is made of it."""
+    is_passed_over: bool
+    """Whether a kernel of a GPU goes over it element by element, or over groups of elements as well."""
+    is_read_by_product: bool = True
+
+
+WIDTH = 1024
+CODED_VALUES = {
+    "made by an operator on elements": CodedValue(lambda x, w: _with(x.relu() * 2, lambda v: v @ w), True),
+    "read by an operator on elements": CodedValue(lambda x, w: _with(x @ w, lambda v: F.gelu(v) @ w), True, False),
+    "made and read by products": CodedValue(lambda x, w: _with(x @ w, lambda v: v @ w), False),
+    "made by a norm": CodedValue(lambda x, w: _with(_normed(x), lambda v: v @ w), False),
+    "read by a norm": CodedValue(lambda x, w: _with(x.relu() * 2, lambda v: _normed(v) @ w), False, False),
+}
+
+
+def _with(value: Tensor, make: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    return value, make(value)
+
+
+def _normed(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (WIDTH,))
+
+
+@pytest.fixture(params=CODED_VALUES)
+def coded_value(request: pytest.FixtureRequest) -> CodedValue:
+    return CODED_VALUES[request.param]
+
+
+@pytest.fixture
+def forward_graph() -> Callable[[Callable[..., Any], str], fx.Graph]:
+    """`forward_graph(function, device)`: of the operators that Inductor lowers, on tensors without memory."""
+
+    def trace(function: Callable[..., Any], device: str) -> fx.Graph:
+        with fake_tensors(device):
+            inputs = [torch.empty(shape, dtype=torch.bfloat16) for shape in ((8, 512, WIDTH), (WIDTH, WIDTH))]
+            module = make_fx(function, decomposition_table=select_decomp_table())(*inputs)
+        module.graph.eliminate_dead_code()
+        return module.graph
+
+    return trace
