@@ -53,12 +53,11 @@ def coding_ms(codec: Codec, node: fx.Node, payload_bytes: int, forward: frozense
     # The same for every size: without it, many small tensors would be coded for hardly any gain. Bits pack in few
     # operators.
     fixed_ms = 0.0 if codec.lossless else device.calls_ms + device.compile_ms / NUM_STEPS
-    # Which channels are outliers is known once all rows are summed up: the value is read for it, and then anew.
-    num_reads = 2 if codec.options.get("num_outliers") else 0
     # Codes that share a byte are made by a kernel of its own, which reads both halves of the value at a time.
     shares_bytes = payload_bytes < hint(tensor.numel())
-    if device.rereads and (shares_bytes or not _is_passed_over(node, forward)):
-        num_reads += 1
+    num_reads = 1 if device.rereads and (shares_bytes or not _is_passed_over(node, forward)) else 0
+    if codec.options.get("num_outliers"):  # known once all rows are summed up: the value is read for it, and then anew
+        num_reads = 2
     # A product reads its operands from memory: what is decoded for it is written first, and read out of a CPU's cache.
     is_written = any(not op_types().is_fusible(user) for user in readers(node))
     written_bytes = (2 if device.rereads else 1) * nbytes if is_written else 0

@@ -27,9 +27,9 @@ def _value(graph: fx.Graph) -> fx.Node:
     return root_of(value)
 
 
-def _coding(name: str, value: fx.Node) -> tuple[int, float, float]:
+def _coding(name: str, value: fx.Node, **options: Any) -> tuple[int, float, float]:
     """(bytes of the payload, what else encoding moves, what else decoding moves)"""
-    codec, tensor = get_codec(name), value.meta["val"]
+    codec, tensor = get_codec(name, **options), value.meta["val"]
     payload_bytes = codec.predicted_bytes(tuple(tensor.shape), tensor.dtype)
     times = coding_ms(codec, value, payload_bytes, frozenset(value.graph.nodes))
     return payload_bytes, *(ms - payload_bytes for ms in times)
@@ -54,6 +54,14 @@ def test_a_cast_is_read_from_what_it_is_a_cast_of(forward_graph: Callable[..., f
 
     value = _value(forward_graph(cast, "cuda"))
     assert _coding("outlier_int4", value)[1] == pytest.approx(value.meta["val"].nbytes / 2, abs=1)
+
+
+def test_outliers_take_a_pass_to_find_and_one_to_encode(
+    coded_value: Any, forward_graph: Callable[..., fx.Graph]
+) -> None:
+    value = _value(forward_graph(coded_value.forward, "cuda"))
+    encoding = _coding("outlier_int4", value, num_outliers=4)[1]
+    assert encoding == pytest.approx(2 * value.meta["val"].nbytes, abs=1)
 
 
 def test_a_cpu_takes_arithmetic_whoever_reads_the_value(
