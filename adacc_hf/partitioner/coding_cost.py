@@ -7,16 +7,15 @@ product, an operator on elements, and a norm).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from adacc_hf.kernels.codecs import Codec
-from adacc_hf.partitioner.functorch import hint, is_view, op_types
+from adacc_hf.partitioner.functorch import hint, op_types
 from adacc_hf.partitioner.fused_cost import device_speed
-from adacc_hf.partitioner.joint_graph import is_held, nbytes_of
+from adacc_hf.partitioner.joint_graph import is_held, nbytes_of, readers
 
 
 @dataclass(frozen=True)
@@ -65,12 +64,6 @@ def coding_ms(codec: Codec, node: fx.Node, payload_bytes: int, forward: frozense
         speed.moving_ms(payload_bytes + num_reads * _read_bytes(node)) + arithmetic_ms + fixed_ms,
         speed.moving_ms(payload_bytes + written_bytes) + arithmetic_ms / 4,
     )
-
-
-def readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Users of a node, and of its views."""
-    for user in node.users:
-        yield from readers(user) if is_view(user) else [user]
 
 
 def _read_bytes(node: fx.Node) -> int:

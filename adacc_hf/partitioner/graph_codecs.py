@@ -11,9 +11,9 @@ from torch.utils._mode_utils import no_dispatch
 
 from adacc_hf.config import AdaccConfig
 from adacc_hf.kernels.codecs import Codec, get_codec
-from adacc_hf.partitioner.coding_cost import coding_ms, readers
+from adacc_hf.partitioner.coding_cost import coding_ms
 from adacc_hf.partitioner.functorch import has_unknown_sizes, is_view, op_types
-from adacc_hf.partitioner.joint_graph import JointGraph
+from adacc_hf.partitioner.joint_graph import JointGraph, readers
 from adacc_hf.partitioner.rewrite import memory_order
 from adacc_hf.profile import CodecOption
 from adacc_hf.profiling.codec_options import FINER, assumed_outliers, make_codec, relative_error

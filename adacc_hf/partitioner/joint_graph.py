@@ -6,7 +6,7 @@ Inputs that are at hand in backward anyway, parameters and the batch, are left o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -104,6 +104,12 @@ def root_of(node: fx.Node) -> fx.Node:
     return node
 
 
+def readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Users of a node, and of its views."""
+    for user in node.users:
+        yield from readers(user) if is_view(user) else [user]
+
+
 def nbytes_of(node: fx.Node) -> int:
     """Bytes of a tensor node; of sizes that are not known until it runs, those of the traced example."""
     tensor = node.meta["val"]
@@ -114,11 +120,7 @@ def is_held(node: fx.Node) -> bool:
     """Whether a value lies in memory when it is remade: where all that reads it is fused with it, it never does."""
     if not op_types().is_fusible(node):
         return True
-    pending, readers = [node], []
-    while pending:
-        for user in pending.pop().users:
-            (pending if is_view(user) else readers).append(user)
-    return any(user.op != "output" and not op_types().is_fusible(user) for user in readers)
+    return any(user.op != "output" and not op_types().is_fusible(user) for user in readers(node))
 
 
 def _forward_nodes(module: fx.GraphModule, info: NodeInfo) -> dict[fx.Node, None]:
