@@ -102,8 +102,8 @@ def encode_groups(
     numel = flat_N.numel()
     groups = _symmetric.even_groups(numel, group_size) if bits == 4 else -(-numel // group_size)
     rows = groups // 2 if bits == 4 else groups
-    codes = torch.empty(rows, group_size, dtype=torch.uint8)
-    peaks = torch.empty(groups, dtype=_symmetric.peak_dtype(flat_N.dtype))
+    codes = torch.empty(rows, group_size, dtype=torch.uint8, device="cpu")
+    peaks = torch.empty(groups, dtype=_symmetric.peak_dtype(flat_N.dtype), device="cpu")
     library().adacc_encode_groups(
         flat_N.data_ptr(), codes.data_ptr(), peaks.data_ptr(), _pointer(keep), numel, group_size, rows, channels,
         DTYPES.index(flat_N.dtype), bits, factor, factor < 0, rounding == "stochastic", seed, _threads(flat_N.nbytes),
@@ -122,7 +122,7 @@ def decode_groups(out_N: Tensor, codes: Tensor, peaks: Tensor, bits: int, factor
 
 def gather_channels(x_RC: Tensor, indices: Tensor) -> Tensor:
     """[R, K]: the channels of a contiguous matrix with these int32 indices."""
-    raw = torch.empty(x_RC.shape[0], indices.shape[0], dtype=x_RC.dtype)
+    raw = torch.empty(x_RC.shape[0], indices.shape[0], dtype=x_RC.dtype, device="cpu")
     _copy_channels(x_RC, raw, indices, gather=True)
     return raw
 
@@ -144,9 +144,9 @@ def encode_asymmetric(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes uint8 [A/2, G], offsets [A] and half ranges [A], as `asymmetric_int4.encode_ref`."""
     groups = _symmetric.even_groups(flat_N.numel(), group_size)
-    codes = torch.empty(groups // 2, group_size, dtype=torch.uint8)
-    offsets = torch.empty(groups, dtype=flat_N.dtype)
-    half_ranges = torch.empty(groups, dtype=torch.bfloat16)
+    codes = torch.empty(groups // 2, group_size, dtype=torch.uint8, device="cpu")
+    offsets = torch.empty(groups, dtype=flat_N.dtype, device="cpu")
+    half_ranges = torch.empty(groups, dtype=torch.bfloat16, device="cpu")
     library().adacc_encode_asymmetric(
         flat_N.data_ptr(), codes.data_ptr(), offsets.data_ptr(), half_ranges.data_ptr(), flat_N.numel(), group_size,
         groups // 2, DTYPES.index(flat_N.dtype), factor, zero, rounding == "stochastic", seed, _threads(flat_N.nbytes),
@@ -169,8 +169,8 @@ def encode_columns(x_RC: Tensor, group_size: int, factor: float, rounding: str, 
     """Codes uint8 [A/2, G, C] and peaks [A, C] of a contiguous matrix, one peak for G rows of a column."""
     rows, columns = x_RC.shape
     groups = _symmetric.even_groups(rows, group_size)
-    codes = torch.empty(groups // 2, group_size, columns, dtype=torch.uint8)
-    peaks = torch.empty(groups, columns, dtype=_symmetric.peak_dtype(x_RC.dtype))
+    codes = torch.empty(groups // 2, group_size, columns, dtype=torch.uint8, device="cpu")
+    peaks = torch.empty(groups, columns, dtype=_symmetric.peak_dtype(x_RC.dtype), device="cpu")
     library().adacc_encode_columns(
         x_RC.data_ptr(), codes.data_ptr(), peaks.data_ptr(), rows, columns, group_size, groups // 2,
         DTYPES.index(x_RC.dtype), factor, factor < 0, rounding == "stochastic", seed, _threads(x_RC.nbytes),
@@ -191,8 +191,8 @@ def decode_columns(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) 
 def pack_bits(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
     """Bits uint8 [ceil(N / 8)], and the pattern [1] of set elements if asked for, as `bitmask.encode_ref`."""
     numel = patterns_N.numel()
-    packed = torch.empty(-(-numel // 8), dtype=torch.uint8)
-    pattern = torch.empty(1, dtype=patterns_N.dtype) if with_pattern else None
+    packed = torch.empty(-(-numel // 8), dtype=torch.uint8, device="cpu")
+    pattern = torch.empty(1, dtype=patterns_N.dtype, device="cpu") if with_pattern else None
     library().adacc_pack_bits(
         patterns_N.data_ptr(), packed.data_ptr(), _pointer(pattern), numel, packed.numel(),
         patterns_N.element_size(), _threads(patterns_N.nbytes),

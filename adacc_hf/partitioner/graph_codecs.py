@@ -121,6 +121,6 @@ def _typical_error(name: str, group_size: int | None) -> float:
     """Round-trip error on normal noise, since a graph is partitioned before there is data; None for a codec without
     groups."""
     with no_dispatch():
-        noise = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
+        noise = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0), device="cpu")
         codec = get_codec(name, **({} if group_size is None else {"group_size": group_size}))
         return relative_error(noise, codec.decode(codec.encode(noise)))

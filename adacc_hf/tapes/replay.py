@@ -30,7 +30,7 @@ def share_elements(left: TensorRef, right: TensorRef) -> bool:
         offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         for size, stride, offset in (left.geometry, right.geometry)
     ]
-    taken = torch.zeros(max(*ends, 0), dtype=torch.bool)
+    taken = torch.zeros(max(*ends, 0), dtype=torch.bool, device="cpu")
     taken.as_strided(*left.geometry).fill_(True)
     return bool(taken.as_strided(*right.geometry).any())
 

@@ -203,3 +203,15 @@ def test_any_shape_and_permutation_round_trips(shape: tuple[int, ...], seed: int
     # The worst a codec of 4 bits does is to clip by one step, an eighth of the largest magnitude, cut by 2^-7.
     limit = float(x.abs().max()) * (1 / 8 + 2**-7) if x.numel() else 0.0
     torch.testing.assert_close(restored, x, rtol=0, atol=limit)
+
+
+@pytest.mark.parametrize("name", list_codecs())
+def test_a_tensor_is_coded_where_it_is_whatever_the_default_device(name: str) -> None:
+    """A script may set another: torch.set_default_device("cuda") with a module that stays on the CPU."""
+    x = _mask(torch.float32) if name == "bitmask" else _noise(torch.float32)
+    codec = get_codec(name)
+    expected = codec.decode(codec.encode(x))
+    with torch.device("meta"):
+        payload = codec.encode(x)
+        assert torch.equal(codec.decode(payload), expected)
+    assert {tensor.device.type for tensor in payload.tensors} == {"cpu"}

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from adacc_hf.partitioner import graph_codecs
 from adacc_hf.partitioner.graph_codecs import is_attention_bias
 
 
@@ -19,3 +20,11 @@ def test_what_attention_adds_to_its_scores_is_known_through_views() -> None:
         torch.ops.aten.where.self
     ]
     assert not any(is_attention_bias(node) for node in graph.find_nodes(op="placeholder")[:3])
+
+
+def test_codecs_are_tried_on_the_cpu_whatever_the_default_device() -> None:
+    """A script may have set another, and graphs are cut inside it: torch.set_default_device("cuda")."""
+    expected = graph_codecs._typical_error("int8", 64)
+    graph_codecs._typical_error.cache_clear()
+    with torch.device("meta"):
+        assert graph_codecs._typical_error("int8", 64) == expected
