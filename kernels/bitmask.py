@@ -101,13 +101,24 @@ class Bitmask(Codec):
 
     def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
         if tensor.dtype == torch.bool:
-            return encode_ref(tensor.reshape(-1), with_pattern=False)
+            return encode_ref(_mask_in_memory(tensor), with_pattern=False)
         return encode_ref(tensor.reshape(-1).view(PATTERN_DTYPES[tensor.element_size()]), with_pattern=True)
 
     def decode_traceable(self, tensors: tuple[Tensor, ...], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         patterns_N = decode_ref(prod(size), *tensors)
         # Bytes seen as booleans, put into arithmetic, are code that Inductor's C++ does not compile.
         return (patterns_N != 0 if dtype == torch.bool else patterns_N.view(dtype)).view(size)
+
+
+def _mask_in_memory(tensor: Tensor) -> Tensor:
+    """[N] elements of a mask, which a compiled graph for a GPU writes to memory before they are packed.
+
+    A byte is packed of eight places. Inductor would read there what the mask is made of, random numbers of four bytes,
+    and have them written instead. On a CPU it makes masks anew: writing bytes is what takes it long there.
+    """
+    if tensor.device.type == "cpu" or not tensor.is_contiguous():
+        return tensor.reshape(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _patterns(tensor: Tensor) -> Tensor:

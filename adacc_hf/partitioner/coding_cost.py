@@ -57,6 +57,8 @@ def coding_ms(codec: Codec, node: fx.Node, payload_bytes: int, forward: frozense
     num_reads = 1 if device.rereads and (shares_bytes or not _is_passed_over(node, forward)) else 0
     if codec.options.get("num_outliers"):  # known once all rows are summed up: the value is read for it, and then anew
         num_reads = 2
+    if device.rereads and tensor.dtype is torch.bool:  # written to memory first, as a mask that is kept
+        num_reads = 2
     # A product reads its operands from memory: what is decoded for it is written first, and read out of a CPU's cache.
     is_written = any(not op_types().is_fusible(user) for user in readers(node))
     written_bytes = (2 if device.rereads else 1) * nbytes if is_written else 0

@@ -47,6 +47,12 @@ def memory_order(tensor: Tensor) -> list[int]:
     return sorted(range(tensor.dim()), key=lambda d: (-hint(tensor.stride(d)), d))
 
 
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """`tensor`, or a view of it whose dimensions are in the order of memory."""
+    order = memory_order(tensor)
+    return tensor if order == sorted(order) else tensor.permute(order)
+
+
 def _is_coded(node: Any, codecs: Mapping[str, Codec]) -> bool:
     return isinstance(node, fx.Node) and node.name in codecs
 
@@ -54,8 +60,7 @@ def _is_coded(node: Any, codecs: Mapping[str, Codec]) -> bool:
 def _encode(graph: fx.Graph, before: fx.Node, node: fx.Node, codec: Codec) -> list[fx.Node]:
     """Put the encoding of `node` before `before`; returns the nodes of the payload."""
     example = node.meta["val"]
-    order = memory_order(example)
-    traced = _traced(lambda tensor: codec.encode_traceable(tensor.permute(order)), [example], example.fake_mode)
+    traced = _traced(lambda tensor: codec.encode_traceable(_in_memory_order(tensor)), [example], example.fake_mode)
     with graph.inserting_before(before):
         kept = _inline(graph, traced, [node])
     for number, payload in enumerate(kept):
@@ -71,7 +76,7 @@ def _decode(graph: fx.Graph, placeholder: fx.Node, codec: Codec) -> None:
     size = [example.shape[d] for d in order]
     dynamic = [d for d, length in enumerate(size) if isinstance(length, torch.SymInt)]
     with example.fake_mode:
-        payload = codec.encode_traceable(example.permute(order))
+        payload = codec.encode_traceable(_in_memory_order(example))
 
     def decode(*given: Any) -> tuple[Tensor]:
         tensors, lengths = given[: len(payload)], iter(given[len(payload) :])

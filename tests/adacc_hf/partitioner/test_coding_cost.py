@@ -64,6 +64,15 @@ def test_outliers_take_a_pass_to_find_and_one_to_encode(
     assert encoding == pytest.approx(2 * value.meta["val"].nbytes, abs=1)
 
 
+def test_a_mask_is_written_and_read_before_it_is_packed(forward_graph: Callable[..., fx.Graph]) -> None:
+    def masked(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        mask = x > 0
+        return mask, (x * mask) @ w
+
+    value = _value(forward_graph(masked, "cuda"))
+    assert _coding("bitmask", value)[1:] == pytest.approx((2 * value.meta["val"].nbytes, 0), abs=1)
+
+
 def test_a_cpu_takes_arithmetic_whoever_reads_the_value(
     coded_value: Any, forward_graph: Callable[..., fx.Graph]
 ) -> None:

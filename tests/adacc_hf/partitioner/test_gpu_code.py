@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._dynamo import device_interface
+from torch._inductor import inductor_prims
 from torch._inductor.debug import DebugContext
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
@@ -103,3 +105,23 @@ def test_encoding_moves_what_it_is_priced_at(
     added = _moved(forward_graph(encoded, "cuda")) - _moved(plain)
     # Peaks may be written once by themselves, and read by the kernel that makes codes: three in a hundred of the value.
     assert added == pytest.approx(payload_bytes + nbytes * is_read_again, abs=0.07 * nbytes)
+
+
+def test_packing_a_mask_moves_what_it_is_priced_at(forward_graph: Callable[..., fx.Graph]) -> None:
+    """The mask is written and read once, and no random number that it is made of reaches memory."""
+
+    def dropped(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        mask = (
+            inductor_prims.random(x.shape, inductor_prims.lookup_seed(inductor_prims.seeds(1, x.device), 0), "rand")
+            > 0.1
+        )
+        return mask, F.layer_norm(x * mask, (x.shape[-1],)) @ w
+
+    def packed(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        mask, result = dropped(x, w)
+        return result, *get_codec("bitmask").encode_traceable(mask)
+
+    kept_bytes = _moved(forward_graph(dropped, "cuda"))
+    added = _moved(forward_graph(packed, "cuda")) - kept_bytes
+    num_elements = 8 * 512 * 1024
+    assert added == pytest.approx(num_elements + num_elements // 8, abs=0.01 * num_elements)
