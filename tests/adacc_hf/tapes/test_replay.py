@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.tapes.replay import Step, Store, copy_with_storage, schedule, single_program, view
+from adacc_hf.tapes.replay import Step, Store, copy_with_storage, schedule, share_elements, single_program, view
 from adacc_hf.tapes.tape import TensorRef
 from adacc_hf.tapes.verification import verify
 
@@ -285,3 +285,13 @@ def test_view_can_change_the_dtype():
     pairs = view(base, TensorRef(0, ((2,), (2,), 1), torch.complex64))
     assert torch.equal(pairs, torch.view_as_complex(base.view(4, 2))[1::2])
     assert pairs.untyped_storage()._cdata == base.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("default_device", ["cpu", "meta"])
+def test_views_share_elements_where_both_reach_whatever_the_default_device(default_device):
+    def columns(first):
+        return TensorRef(0, ((4, 2), (6, 1), first), torch.float32)
+
+    with torch.device(default_device):
+        assert share_elements(columns(0), columns(1))
+        assert not share_elements(columns(0), columns(2))
