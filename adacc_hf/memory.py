@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.profiler import profile, record_function
 from torch.utils._pytree import tree_leaves
 
+from adacc_hf.cpu_account import all_threads_counted, readings
 from adacc_hf.profiling.gradient_hooks import without_gradient_hooks
 from adacc_hf.tapes.local_tensors import parts_with_memory
 
@@ -76,10 +77,13 @@ class CpuMemoryMeter(MemoryMeter):
         self._dying: list[int] = []
         # What torch.profiler.profile is built on: that one warns in torch 2.11, or makes Python objects of all events.
         self._profile = profile(use_kineto=True, profile_memory=True)
+        self._threads = all_threads_counted()
 
     def __enter__(self) -> CpuMemoryMeter:
+        self._threads.__enter__()
         with _quiet_stderr():
             self._profile.__enter__()
+        torch.empty(1, device="cpu")  # the account begins with its first event
         self.is_open = True
         self.mark(("start",))
         return self
@@ -94,14 +98,15 @@ class CpuMemoryMeter(MemoryMeter):
         self.is_open = False
         with _quiet_stderr():
             self._profile.__exit__(*exception)
+        self._threads.__exit__(None, None, None)
         self.points = []
         live = at_mark = most = 0
-        for event in sorted(self._profile.kineto_results.events(), key=lambda event: event.start_ns()):
-            if event.name() == _MARK:
+        for reading in readings(self._profile, _MARK):
+            if reading is None:
                 self._close(at_mark, most)
                 at_mark = most = live - self._dying[len(self.points) - 1]
-            elif event.name() == "[memory]":
-                live += event.nbytes()
+            else:
+                live = reading
                 most = max(most, live)
         self._close(at_mark, most)
         self.points = self.points[1:]

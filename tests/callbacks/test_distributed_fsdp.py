@@ -42,18 +42,16 @@ def parts(trainer: Trainer) -> list[torch.Tensor]:
 
 def compare(toys: Any, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """What a rank finds: is lossless training bit-equal, and is there room for what waits to be exchanged?"""
-    *once, adacc = (AdaccCallback(**toys.LOSSLESS) for _ in range(3))
-    for callback in once:
-        train(toys, [callback], folder, config, num_micro=1)
+    once, adacc = (AdaccCallback(**toys.LOSSLESS) for _ in range(2))
+    train(toys, [once], folder, config, num_micro=1)
     plain, ours = (train(toys, callbacks, folder, config, num_micro=2) for callbacks in ([], [adacc]))
-    first, *alone = (callback.profile.blocks[0].forward_base_bytes for callback in (adacc, *once))
+    first, alone = (callback.profile.blocks[0].forward_base_bytes for callback in (adacc, once))
     return {
         "class": type(ours.model).__name__,
         "figures": [figures(plain), figures(ours)],
         "equal": all(map(torch.equal, parts(plain), parts(ours))),
         "recomputed": adacc.policy.action_counts()["recompute"],
-        # Gloo's threads may hold other tensors for a while: seldom in both of two trainings.
-        "waiting": (first - min(alone)) / sum(4 * parameter.numel() for parameter in toys.tiny_model().parameters()),
+        "waiting": (first - alone) / sum(4 * parameter.numel() for parameter in toys.tiny_model().parameters()),
     }
 
 
@@ -71,8 +69,9 @@ def test_lossless_training_is_bit_equal_and_whole_gradients_are_planned_for(run_
             assert found["figures"][0] == found["figures"][1]
             assert found["equal"]
             assert found["recomputed"] > 0
-            # Ranks exchange gradients after the last micro-batch. Gloo's threads may hold half as much and more.
-            assert 0.99 < found["waiting"] < 1.9
+            # Ranks exchange gradients after the last micro-batch: each has whole ones, not its half, until then. Gloo's
+            # threads may hold a block's tensors for a moment longer.
+            assert 0.8 < found["waiting"] < 1.2
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ from transformers.distributed import DistributedConfig
 from adacc_hf import AdaccCallback
 
 NUM_STEPS = 6
-# Gloo's threads hold tensors for a while: 16 to 32 % of the whole count as stored outside the blocks, whose codecs are
-# needed and suffice in any case.
+# Gloo's threads may hold a tensor or two for a moment: 0.02 MiB of 1.05 that are needed at least and 1.28 that a plain
+# step takes. Budgets leave room for that, and ask for other actions in any case.
 SETTINGS: dict[str, dict[str, Any]] = {
     "lossless": {"memory_budget": 0.5, "actions": ("retain", "recompute")},
-    "bytes": {"memory_budget": "1.1MiB", "actions": ("retain", "recompute")},
+    "bytes": {"memory_budget": "1.2MiB", "actions": ("retain", "recompute")},
     "codecs": {"memory_budget": 0.6, "actions": ("retain", "compress"), "min_compress_bytes": 0, "tracking": 2},
 }
 
