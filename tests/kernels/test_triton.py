@@ -4,6 +4,7 @@ Triton reads TRITON_INTERPRET when it is first imported, so the CPU half runs in
 `test_kernels_equal_the_references_under_the_interpreter` starts on this very file.
 """
 
+import math
 import os
 import subprocess
 import sys
@@ -131,10 +132,14 @@ def _assert_equal(pair: Pair, x: Tensor) -> None:
     torch.testing.assert_close(out, pair.decode_ref(*expected), rtol=0, atol=0)
 
 
+def _is_quick(case: str, shape: tuple[int, ...]) -> bool:
+    """The interpreter finds least and greatest elements one by one; (129, 70) takes three programs already."""
+    return not (INTERPRETED and case.startswith("asymmetric")) or math.prod(shape) < 10_000
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "shape"), [(c, s) for c in CASES for s in SHAPES if _is_quick(c, s)], ids=str)
 def test_codes_scales_and_values_are_bit_equal(
     case: str, shape: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> None:
