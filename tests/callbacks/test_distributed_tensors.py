@@ -15,7 +15,7 @@ from transformers.distributed import DistributedConfig
 from adacc_hf import AdaccCallback
 
 NUM_STEPS = 6
-# Gloo's threads may hold a tensor or two for a moment: 0.02 MiB of 1.05 that are needed at least and 1.28 that a plain
+# Gloo's threads may hold a tensor or two for a moment: 0.04 MiB of 1.05 that are needed at least and 1.28 that a plain
 # step takes. Budgets leave room for that, and ask for other actions in any case.
 SETTINGS: dict[str, dict[str, Any]] = {
     "lossless": {"memory_budget": 0.5, "actions": ("retain", "recompute")},
