@@ -38,6 +38,10 @@ class TapeMismatchError(AdaccError, RuntimeError):
     """A block saved other tensors for backward than its tape says."""
 
 
+class SavedOtherwiseError(TapeMismatchError):
+    """What autograd saved in a call is not what the block's tape says of it."""
+
+
 class ChunkedHeadError(AdaccError, RuntimeError):
     """Something asks of a chunked head what only whole logits can give."""
 

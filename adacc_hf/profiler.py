@@ -28,6 +28,7 @@ from adacc_hf.profiling.gradient_hooks import without_gradient_hooks
 from adacc_hf.profiling.idle_blocks import RanBlocks, with_idle
 from adacc_hf.profiling.instruments import Instruments
 from adacc_hf.profiling.optimizer_memory import coming_state_bytes
+from adacc_hf.profiling.other_sizes import record_other_sizes
 from adacc_hf.profiling.own_loss import ComputeLoss, WithLoss
 from adacc_hf.profiling.profile_store import ProfileStore
 from adacc_hf.profiling.step_memory import ForwardLayout, NoSync, StepLayout, measure_forward, measure_step_layout
@@ -92,6 +93,8 @@ def profile_model(
                 called = model if compute_loss is None else WithLoss(model, compute_loss)
                 survey = Survey(config, instruments)
                 profile = _profile(called, batch, survey, installation, step, heads)
+                if instruments.records_other_sizes:
+                    record_other_sizes(called, batch, installation, survey.library)
                 library_of_profiles(model).take(survey.library)
                 return profile
         finally:

@@ -56,6 +56,8 @@ _SAMPLE = (256, 256)
 class FakeInstruments(Instruments):
     """Readings from tensors without memory, for `device`."""
 
+    records_other_sizes = False
+
     def __init__(self, device: Device, outlier_share: float = OUTLIER_SHARE, times_measured: bool = True) -> None:
         """With `times_measured` the step is timed in the pass that measures its memory, which saves one of its own.
 

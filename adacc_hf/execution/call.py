@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from adacc_hf.errors import TapeMismatchError
+from adacc_hf.errors import SavedOtherwiseError
 from adacc_hf.execution.current_node import current_node
 from adacc_hf.tapes.local_tensors import arrived, copied, is_plain, local_of, spec_of, whole
 from adacc_hf.tapes.replay import Program, copy_with_storage, view
@@ -86,7 +86,7 @@ class Call:
         slot = self._slot
         self._slot = slot + 1
         if slot >= self.plan.num_slots:
-            raise TapeMismatchError(self._describe(slot, tensor, "no such slot"))
+            raise SavedOtherwiseError(self._describe(slot, tensor, "no such slot"))
         expected = self.plan.slots[slot]
         if is_plain(tensor):  # as nearly all are: thirty saved tensors in each block pass through here
             local = tensor
@@ -99,7 +99,7 @@ class Call:
             or local.stride() != expected.stride
             or (expected.checks_offset and local.storage_offset() != expected.offset)
         ):
-            raise TapeMismatchError(self._describe(slot, local, expected))
+            raise SavedOtherwiseError(self._describe(slot, local, expected))
         if expected.in_cell and not self.has(expected.value):
             self._store(expected.value, tensor)
         if expected.needs is None:
@@ -110,7 +110,7 @@ class Call:
     def finish(self) -> None:
         """End the forward: from now on only the packed objects own what is stored."""
         if self._slot != self.plan.num_slots:
-            raise TapeMismatchError(
+            raise SavedOtherwiseError(
                 f"block {self.block}: autograd saved {self._slot} tensors, its tape has {self.plan.num_slots}; its "
                 f"operators vary at one shape: leave its class out with AdaccConfig(block_classes=...)"
             )

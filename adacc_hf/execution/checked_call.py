@@ -46,14 +46,15 @@ class CheckedCall:
         self._args = args
         self._call = Call(plan, name, codecs, externals)
         self._call.seen = []
+        self._has_left = False
         self.recorder: CheckingRecorder | None = CheckingRecorder(
             block, args, kwargs, plan.tape, plan.roots, self._call.leave_tape
         )
 
     @property
-    def seen(self) -> list[int]:
-        """The list that the order of unpacks goes into."""
-        return self._call.seen
+    def seen(self) -> list[int] | None:
+        """The list that the order of unpacks goes into; None if the call left the plan's tape."""
+        return None if self._has_left else self._call.seen
 
     def run(self, fn: Callable[..., Any]) -> tuple[Any, Tape]:
         """(what the block returned, the record of the call)."""
@@ -62,6 +63,7 @@ class CheckedCall:
         with recorder.naming_modules(), recorder.watching_reads(), hooks, recorder:
             result = fn(*self._args)
         tape = recorder.finish()
+        self._has_left = recorder.has_left
         if not recorder.has_left:
             self._call.finish()
         self.recorder, self._args = None, ()  # autograd holds this object, for the sake of `_unpack`

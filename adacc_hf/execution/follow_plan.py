@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from adacc_hf.blocks import Checkpointed
-from adacc_hf.errors import PolicyMismatchError, TapeMismatchError
+from adacc_hf.errors import PolicyMismatchError, SavedOtherwiseError, TapeMismatchError
 from adacc_hf.execution.call import Call
 from adacc_hf.execution.checked_call import CheckedCall
 from adacc_hf.execution.choices import can_follow, least_memory, least_memory_choices, unfit
 from adacc_hf.execution.recording import Recording
 from adacc_hf.kernels.codecs import Codec, get_codec
+from adacc_hf.latest import note_latest
 from adacc_hf.policy import IDLE_KIND, RETAIN, Action, Choice, Plan
 from adacc_hf.tapes.call_inputs import fetch
 from adacc_hf.tapes.compiled import CompiledPlan
+from adacc_hf.random_states import RandomStates
+from adacc_hf.tapes.family import MOST_SIZES, TapeFamily
 from adacc_hf.tapes.known_shapes import Key, KnownShape, KnownShapes
 from adacc_hf.tapes.library import TapeLibrary
 from adacc_hf.tapes.tape import Tape
@@ -35,6 +40,16 @@ class Entry:
     compiled: CompiledPlan | None
     codecs: dict[int, Codec]
     seen: list[int] | None = None
+    family: TapeFamily | None = None
+    """What its tape was evaluated from, if it was not recorded."""
+    base: Tape | None = None
+    """The family's, when that was done."""
+    is_proven: bool = True
+    """Whether a call at this size has saved what its tape says."""
+
+    @property
+    def is_current(self) -> bool:
+        return self.family is None or self.base is self.family.base
 
 
 class Observer(Protocol):
@@ -70,6 +85,11 @@ class FollowPlan:
         """What the block ran under before, kept until its first call so that a plan of the same actions shares it."""
         self.known.followers.add(self)
         self.entries: dict[Key, Entry] = {}
+        """By what was recorded."""
+        self._sized: OrderedDict[Key, Entry] = OrderedDict()
+        """By sizes that were not: the latest ones."""
+        self._bases: WeakKeyDictionary[TapeFamily, Entry] = WeakKeyDictionary()
+        """What the entries of all sizes of a family are made from."""
         self._was_surprising = False
         """Whether the block ran otherwise than another one of its kind."""
         self.wrap_codec: Callable[[int, Codec], Codec] | None = None
@@ -84,33 +104,38 @@ class FollowPlan:
 
     def programs(self) -> tuple[CompiledPlan | None, ...]:
         """What the block runs under, or ran under last if it was not called yet."""
-        return tuple(entry.compiled for entry in self.entries.values()) or self._earlier
+        entries = (*self.entries.values(), *self._bases.values())
+        return tuple(entry.compiled for entry in entries) or self._earlier
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.observer is not None:
             return self.observer.run(self, block, fn, args, kwargs)
         if self._is_checkpointed:
             return Checkpointed().run(block, fn, args, kwargs)
-        if self._is_plain and self.entries:
+        if self._is_plain and (self.entries or self._bases):
             return fn(*args)
         key = self.known.key(block, args, kwargs)
-        entry = self.entries.get(key) or self._known_entry(key)
+        entry = self.entries.get(key) or self._known_entry(key) or self._sized_entry(key, block)
         if entry is None and self.known.is_strange(key):
             return self._run_untaped(any(t.has_collectives for t in self.tapes.values()), block, fn, args, kwargs)
         if entry is None:
             return self._first_call(key, block, fn, args, kwargs)
-        self.known.move_to_end(key)
+        if entry.family is None and entry.compiled is not None:
+            self.known.move_to_end(key)
         if entry.compiled is None:
             return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)
         entry.known.num_calls += 1
         self._learn_order(entry)
         if is_checked_call(entry.known.num_calls) and not entry.compiled.is_plain:
             return self._checked_call(entry, block, fn, args, kwargs)
+        if not entry.is_proven:
+            return self._unproven_call(key, entry, block, fn, args, kwargs)
         return self._call(entry, block, fn, args, kwargs)
 
     def run_again(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that was run before, to look at it. It is not counted: calls are recorded by their number."""
-        entry = self.entries.get(self.known.key(block, args, kwargs))
+        key = self.known.key(block, args, kwargs)
+        entry = self.entries.get(key) or self._sized.get(key)
         if entry is None or entry.compiled is None or entry.compiled.is_plain:
             return self.run(block, fn, args, kwargs)
         self._learn_order(entry)
@@ -158,6 +183,56 @@ class FollowPlan:
             self._earlier = ()
         return self.entries.get(key)
 
+    def _sized_entry(self, key: Key, block: nn.Module) -> Entry | None:
+        """The entry for a size that was never recorded, if there is a family that serves it, and it is not one of those
+        at which replay is compared again (rule R7)."""
+        entry = self._sized.get(key)
+        if entry is not None and entry.is_current:
+            return entry
+        given = key.given_to(block)
+        untrusted = self.library.untrusted_at(given, self.name)
+        if untrusted is not None:
+            return self._entry(KnownShape(untrusted))
+        found = self.library.family_at(given, self.name)
+        tape = None if found is None else self.library.tape_of(*found)
+        if found is None or tape is None or found[0].takes_comparison(tape):
+            return None
+        entry = self._entry_at(found[0], tape)
+        note_latest(self._sized, key, entry, MOST_SIZES)
+        return entry
+
+    def _entry_at(self, family: TapeFamily, tape: Tape) -> Entry:
+        """How the block runs at the size that `tape` was evaluated for."""
+        base = self._bases.get(family)
+        if base is None or base.base is not family.base:
+            base = self._bases[family] = self._entry(self.known.of_family(family), family.base)
+            base.base = family.base
+        compiled = self.library.resized(base.compiled, tape)
+        codecs = {v: _fitting(codec, v, base.compiled, compiled) for v, codec in base.codecs.items()}
+        if None in codecs.values():  # this size is too small for one of them
+            entry = self._entry(base.known, tape)
+            entry.family, entry.base, entry.is_proven = family, family.base, False
+            return entry
+        return Entry(base.known, compiled, codecs, None, family, family.base, is_proven=compiled.is_plain)
+
+    def _unproven_call(
+        self, key: Key, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a call at a size that never ran. If it saves other tensors than its family says, it is run once more, and
+        recorded: nothing but random generators was changed."""
+        states = RandomStates({value.device for value in entry.compiled.tape.values})
+        try:
+            result = self._call(entry, block, fn, args, kwargs)
+        except SavedOtherwiseError as error:
+            if entry.compiled.tape.changes_state or entry.compiled.tape.has_collectives:
+                raise
+            self.library.distrust(entry.family, self.name, error)
+            states.restore()
+            self._sized.clear()
+            return self._first_call(key, block, fn, args, kwargs)
+        entry.is_proven = True
+        return result
+
     def _learn_order(self, entry: Entry) -> None:
         """Learn the order of unpacks from the backward that asked for most slots, whichever came first."""
         if entry.seen:
@@ -180,6 +255,7 @@ class FollowPlan:
         result = recording.run(fn)
         tape = self.library.verified(recording.recorder)
         self._is_checkpointed = _is_checkpointed_on_all_ranks(tape)
+        self._compare_with_family(given, tape)
         self.library.remember(tape, given, self.name)
         entry = self._entry(KnownShape(tape, varies=self._is_restless(key, tape)))
         self._remember(key, entry)
@@ -187,6 +263,17 @@ class FollowPlan:
             entry.seen = recording.hand_over(entry.compiled, self._codecs(entry))
         recording.close()
         return result
+
+    def _compare_with_family(self, given: Hashable, tape: Tape) -> None:
+        """Hold what was recorded, and remade bit for bit, against what the family of its sizes says (rule R7)."""
+        found = self.library.family_at(given, self.name)
+        if found is None or tape.untrusted is not None:
+            return
+        family, sizes = found
+        if not family.agrees(tape, sizes):
+            self.library.distrust(family, self.name, "a record of one has others")
+        elif not tape.recomputable >= family.base.recomputable:
+            self.library.refuse(family, family.base.recomputable - tape.recomputable, self.name)
 
     def _expected(self, key: Key, given: Hashable) -> Entry | None:
         """How the block probably runs at a shape where it never ran, if another one of its kind did."""
@@ -200,6 +287,7 @@ class FollowPlan:
     ) -> Any:
         if tape.digest == expected.known.tape.digest:
             expected.known.tape, expected.seen = expected.known.tape.with_reads(tape.reads), seen
+            self.library.remember(expected.known.tape, given, self.name)
             self._remember(key, expected)
         else:  # its next call is recorded as a first one, and so are those of other blocks: this one kept all it saved
             self._was_surprising = True
@@ -231,8 +319,12 @@ class FollowPlan:
         if done is None:
             return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)
         result, tape, seen = done
-        if tape.digest == entry.compiled.tape.digest:
+        if seen is not None and (entry.family is not None or tape.digest == entry.compiled.tape.digest):
             entry.seen = seen
+        elif entry.family is not None:
+            self.library.distrust(entry.family, self.name, "they vary from call to call")
+            entry.known.varies = True
+            self._sized.clear()
         else:
             self.library.warn_varying(self.name, tape)
             entry.compiled, entry.known.varies = None, True
@@ -253,8 +345,9 @@ class FollowPlan:
         self._refuse_replaced(entry.compiled, externals, block)
         return result, tape, call.seen
 
-    def _entry(self, known: KnownShape) -> Entry:
-        tape = known.tape
+    def _entry(self, known: KnownShape, tape: Tape | None = None) -> Entry:
+        """How the block runs on the tape of `known`, or at another size."""
+        tape = tape or known.tape
         if tape.untrusted is not None:
             self.library.warn_untrusted(self.name, tape)
         if tape.untrusted is not None or known.varies:
@@ -326,6 +419,14 @@ class FollowPlan:
 def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:
     """Whether torch's checkpoint runs the block whatever its plan says: the ranks' plans may differ (rule R13)."""
     return tape.untrusted is not None and tape.has_collectives
+
+
+def _fitting(codec: Codec, value: int, base: CompiledPlan, sized: CompiledPlan) -> Codec | None:
+    """The codec of `value` at another size: with the same channels that stay raw, where it has as many."""
+    size, dtype = sized.encode_views[value].geometry[0], sized.encode_views[value].dtype
+    if not codec.supports(size, dtype):
+        return None
+    return codec if size[-1:] == base.encode_views[value].geometry[0][-1:] else get_codec(codec.name, **codec.options)
 
 
 def is_checked_call(num_calls: int) -> bool:

@@ -38,6 +38,8 @@ class Instruments:
 
     drawing: type[Drawing] = Drawing
     """Finds out whether an operator draws random numbers."""
+    records_other_sizes = True
+    """Whether parts of the batch are run too, so that the model can train at any size."""
 
     def verify(self, tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
         """The values of `tape` that replay remakes bit for bit (rule R7)."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from copy import copy
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from adacc_hf.policy import RECOMPUTE, Action, Choice
 from adacc_hf.tapes.call_inputs import find_external
-from adacc_hf.tapes.equal_values import merged
+from adacc_hf.tapes.equal_values import merged, substituted
 from adacc_hf.tapes.held_tensors import PLACES
 from adacc_hf.tapes.replay import Environment, Program, Store, closure, schedule, single_program
-from adacc_hf.tapes.tape import Source, Tape, TensorRef, geometry_of
+from adacc_hf.tapes.tape import Source, Tape, TapeOperator, TensorRef, geometry_of
 
 
 class Slot:
@@ -50,6 +52,14 @@ class Slot:
         self.is_read_by_replay = is_read_by_replay
         """Whether replay, or an equal value's slot, reads the value: a backward that may write into it gets a copy."""
 
+    def resized(self, ref: TensorRef) -> Slot:
+        """The same slot where its tensor has the geometry of `ref`, and perhaps an equal value's storage."""
+        slot = copy(self)
+        slot.ref = ref if ref.value == self.value else replace(ref, value=self.value)
+        size, slot.stride, slot.offset = ref.geometry
+        slot.size = torch.Size(size)
+        return slot
+
     def __str__(self) -> str:
         return f"{tuple(self.size)} stride {self.stride} {self.dtype}"
 
@@ -62,6 +72,17 @@ class Schedule:
     def __init__(self, tape: Tape, store: Store, order: tuple[int, ...], given_back: frozenset[int]) -> None:
         self.order = order
         self.programs: list[Program] = schedule(tape, store, order, given_back)
+
+    def resized(self, operators: Callable[[int], TapeOperator], tape: Tape) -> Schedule:
+        """The same programs on `tape`, whose operators differ in numbers alone."""
+        other = copy(self)
+        other.programs = [
+            replace(program, steps=tuple([s.resized(operators(s.operator.index), tape) for s in program.steps]))
+            if program.steps
+            else program
+            for program in self.programs
+        ]
+        return other
 
 
 class CompiledPlan:
@@ -78,8 +99,8 @@ class CompiledPlan:
         self.device_type = next((value.device.type for value in tape.values), "cpu")
         self.is_plain = all(choice.action is Action.RETAIN for choice in choices.values())
         self.store = _store(tape, choices, frozenset(shared))
-        equal = _taken_from_equals(tape, choices)
-        self._merged = merged(tape, equal) if equal else tape
+        self._equal = equal = _taken_from_equals(tape, choices)
+        self._merged: Tape | None = merged(tape, equal) if equal else tape
         in_cells = {value for value, choice in choices.items() if choice.action is not Action.RETAIN} | {
             *equal.values()
         }
@@ -98,7 +119,30 @@ class CompiledPlan:
 
     def follow(self, order: tuple[int, ...]) -> None:
         """Prepare for backward asking for slots in `order`; calls under way keep theirs."""
-        self.schedule = Schedule(self._merged, self.store, order, self._given_back)
+        self.schedule = Schedule(self._with_equals, self.store, order, self._given_back)
+
+    def resized(self, tape: Tape) -> CompiledPlan:
+        """The same plan on `tape`, which differs in numbers alone: those of slots, operators and payloads."""
+        if tape.order and self.schedule.order != tape.order:
+            self.follow(tape.order)
+        plan = copy(self)
+        plan.tape, plan._merged = tape, None
+        plan.slots = [slot.resized(ref) for slot, ref in zip(self.slots, tape.slots, strict=True)]
+        plan.encode_views = {value: encode_view(tape, value) for value in self.store.compressed}
+        equal = self._equal
+
+        def operator_of(index: int) -> TapeOperator:
+            return substituted(tape.operators[index], equal) if equal else tape.operators[index]
+
+        plan.schedule = self.schedule.resized(operator_of, tape)
+        return plan
+
+    @property
+    def _with_equals(self) -> Tape:
+        """The tape in which equal values stand for each other as this plan has it."""
+        if self._merged is None:
+            self._merged = merged(self.tape, self._equal) if self._equal else self.tape
+        return self._merged
 
     def has_all(self, externals: list[tuple[int, torch.Tensor | None]]) -> bool:
         """Whether what hangs on parameters and modules is there in this call, and is as it was when recorded."""
@@ -120,17 +164,17 @@ class CompiledPlan:
 
     def program_out_of_order(self, slot: int, environment: Environment) -> Program:
         made = {value for value, tensor in enumerate(environment) if tensor is not None}
-        return single_program(self._merged, self.store, slot, made)
+        return single_program(self._with_equals, self.store, slot, made)
 
     def _roots_of(self, value: int) -> tuple[int, ...]:
         """Stored values that remaking `value` from scratch reads."""
-        _, leaves = closure(self._merged, value, self.store.__contains__)
+        _, leaves = closure(self._with_equals, value, self.store.__contains__)
         return tuple(leaf for leaf in leaves if leaf in self.store.retained or leaf in self.store.compressed)
 
     def _read_by_replay(self) -> set[int]:
         """Values that operators read when anything that is not at hand is remade, parameters and the like aside."""
-        runs = [closure(self._merged, value, self.store.__contains__)[0] for value in self.needs]
-        read = {value for run in runs for number in run for value in self._merged.operators[number].inputs()}
+        runs = [closure(self._with_equals, value, self.store.__contains__)[0] for value in self.needs]
+        read = {value for run in runs for number in run for value in self._with_equals.operators[number].inputs()}
         return {value for value in read if not self.tape.is_held_elsewhere(value)}
 
     def _slot(self, ref: TensorRef, read: set[int]) -> Slot:
@@ -139,8 +183,8 @@ class CompiledPlan:
         return Slot(ref, in_cell, needs, self.tape.values[ref.value].source is None, ref.value in read)
 
     def _externals(self) -> list[tuple[int, Source]]:
-        read = {value for needs in self.needs for value in closure(self._merged, needs, self.store.__contains__)[1]}
-        saved = set(self._merged.saved_values())
+        read = {value for needs in self.needs for value in closure(self._with_equals, needs, self.store.__contains__)[1]}
+        saved = set(self._with_equals.saved_values())
         early = [v for v in sorted(read) if v in self.store.persistent or (v in self.roots and v not in saved)]
         return [(value, self.tape.values[value].source) for value in early]
 

@@ -36,12 +36,15 @@ def equal_values(tape: Tape, recomputable: Collection[int]) -> dict[int, int]:
 
 def merged(tape: Tape, equal: Mapping[int, int]) -> Tape:
     """`tape`, with `equal[v]` in place of `v` wherever an operator reads it or a slot holds it."""
-    operators = [
-        replace(operator, args=_substituted(operator.args, equal), kwargs=_substituted(operator.kwargs, equal))
-        for operator in tape.operators
-    ]
+    operators = [substituted(operator, equal) for operator in tape.operators]
     slots = [_substituted(slot, equal) for slot in tape.slots]
     return replace(tape, operators=operators, slots=slots, _consumers={})
+
+
+def substituted(operator: TapeOperator, equal: Mapping[int, int]) -> TapeOperator:
+    """`operator`, reading `equal[v]` in place of `v`."""
+    args, kwargs = _substituted((operator.args, operator.kwargs), equal)
+    return replace(operator, args=args, kwargs=kwargs, _inputs=None)
 
 
 def _is_comparable(tape: Tape, operator: TapeOperator, recomputable: Collection[int]) -> bool:

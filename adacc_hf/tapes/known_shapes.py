@@ -6,12 +6,13 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
 from adacc_hf.latest import note_latest
 from adacc_hf.tapes.call_inputs import Args, Kwargs, StatePaths, call_key, data_at, state_layout
+from adacc_hf.tapes.family import TapeFamily
 from adacc_hf.tapes.python_state import FIRST_STATE, PythonState
 from adacc_hf.tapes.tape import Tape
 
@@ -65,6 +66,8 @@ class KnownShapes(OrderedDict[Key, KnownShape]):
         self._strange: OrderedDict[Key, None] = OrderedDict()
         """Calls of known shapes that were given other data, once each."""
         self.followers: WeakSet[Follower] = WeakSet()
+        self.of_families: WeakKeyDictionary[TapeFamily, KnownShape] = WeakKeyDictionary()
+        """What calls at all sizes of a family have shown."""
 
     def key(self, block: nn.Module, args: Args, kwargs: Kwargs) -> Key:
         """The key of a call that is about to run; to be asked once per call."""
@@ -99,6 +102,10 @@ class KnownShapes(OrderedDict[Key, KnownShape]):
         self.move_to_end(key)
         self._forget(list(self)[:-MAX_SHAPES])
         return key
+
+    def of_family(self, family: TapeFamily) -> KnownShape:
+        """What calls of this block at all sizes of `family` have shown; some were recorded, before there was one."""
+        return self.of_families.setdefault(family, KnownShape(family.base, num_calls=2))
 
     def _forget(self, keys: list[Key]) -> None:
         for key in keys:

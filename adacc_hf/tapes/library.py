@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -11,15 +12,23 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import nn
 
+from adacc_hf.latest import note_latest
 from adacc_hf.policy import Choice
 from adacc_hf.profile import KindProfile, unpack_order
 from adacc_hf.tapes.compiled import CompiledPlan
 from adacc_hf.tapes.equal_values import equal_values
+from adacc_hf.tapes.family import CallSizes, Record, SeenSizes, TapeFamily, identity_of
 from adacc_hf.tapes.recorder import Recorder
 from adacc_hf.tapes.tape import Tape
 from adacc_hf.tapes.verification import verify
 
 log = logging.getLogger(__name__)
+
+MOST_OUTLINES = 16
+"""Sorts of calls of a block whose sizes are remembered: with and without a padding mask, say."""
+CUDA_ALIGNMENT = 16
+"""Elements that attention's kernels on a GPU want the last dimension of a mask to be a multiple of; others are padded,
+by operators of their own."""
 
 
 class TapeLibrary:
@@ -36,6 +45,13 @@ class TapeLibrary:
         """By structure, what was given, and the block; None: whichever ran last."""
         self._kept: dict[str, Tape] = {}
         """What was taken from other libraries, by digest."""
+        self._seen: dict[str, OrderedDict[Hashable, SeenSizes]] = {}
+        """By block, and by what its calls have in common but for sizes."""
+        self._families: WeakValueDictionary[Hashable, TapeFamily] = WeakValueDictionary()
+        """By the records that they are made of."""
+        self._refused: dict[str, set[int]] = {}
+        """By structure, values that replay did not remake at some size."""
+        self._alignment = 1
         self._orders: dict[str, tuple[int, ...]] = {}
         """In which order backward asks for saved tensors, by structure: sizes do not change it."""
         self._warned: set[str] = set()
@@ -50,7 +66,7 @@ class TapeLibrary:
             with torch.no_grad(), _autocast_off(tape):
                 tape.recomputable = self._verify(tape, recorder.bases)
                 tape.equal = equal_values(tape, tape.recomputable)
-        tape.order = self._orders.get(_structure(tape.kind))
+        tape.order = self._orders.get(_structure(tape.structure))
         self._tapes[tape.digest] = tape
         return tape
 
@@ -64,6 +80,65 @@ class TapeLibrary:
         """Note that `block`, given that, ran as `tape` says."""
         for name in (block, None):
             self._of_calls[_structure(tape.kind), given, name] = tape
+        if any(value.device.type == "cuda" for value in tape.values):
+            self._alignment = CUDA_ALIGNMENT
+        if not tape.reads:  # what runs at another size, with other data, is not known
+            sizes = CallSizes.of(given, self._alignment)
+            self._seen_sizes(block, sizes).add(Record(sizes, tape), self._family)
+
+    def family_at(self, given: Hashable, block: str) -> tuple[TapeFamily, CallSizes] | None:
+        """The family that serves a call of `block` that is given that, at a size that may be new; and the sizes."""
+        sizes = CallSizes.of(given, self._alignment)
+        family = self._seen_sizes(block, sizes).family_at(sizes)
+        return None if family is None else (family, sizes)
+
+    def tape_of(self, family: TapeFamily, sizes: CallSizes) -> Tape | None:
+        """The tape of a call of these sizes; None if they do not hang together as the family's do."""
+        return family.tape_at(sizes, self._orders.get(_structure(family.base.structure)))
+
+    def untrusted_at(self, given: Hashable, block: str) -> Tape | None:
+        """A tape of `block` at another size, if at all sizes so far it had such as must not be used."""
+        return self._seen_sizes(block, CallSizes.of(given, self._alignment)).untrusted
+
+    def refuse(self, family: TapeFamily, values: Collection[int], block: str) -> None:
+        """Replay did not remake `values` at a new size: retain them at all sizes."""
+        names = ", ".join(family.base.values[value].name for value in sorted(values))
+        log.warning(
+            "Adacc: at a new size replay did not remake %s of block %s bit for bit: retained from now on, at all sizes",
+            names,
+            block,
+        )
+        self._refused.setdefault(family.base.structure, set()).update(values)
+        family.refuse(values)
+
+    def distrust(self, family: TapeFamily, block: str, why: object) -> None:
+        """A call at a new size did not run as `family` says: have each size recorded from now on."""
+        log.warning(
+            "Adacc: block %s runs other operators at some sizes of a batch than at others (%s): each new size is "
+            "recorded from now on, which takes time; pad batches to few lengths (pad_to_multiple_of) to save it",
+            block,
+            why,
+        )
+        for outlines in self._seen.values():
+            for seen in outlines.values():
+                seen.distrust(family)
+
+    def _seen_sizes(self, block: str, sizes: CallSizes) -> SeenSizes:
+        outlines = self._seen.setdefault(block, OrderedDict())
+        seen = outlines.get(sizes.outline) or SeenSizes()
+        note_latest(outlines, sizes.outline, seen, MOST_OUTLINES)
+        return seen
+
+    def _family(self, records: Sequence[Record]) -> TapeFamily | None:
+        """The family of `records`, one for all blocks that recorded the same."""
+        key = identity_of(records)
+        family = self._families.get(key)
+        if family is None:
+            family = TapeFamily.of(records)
+            if family is not None:
+                family.refuse(self._refused.get(family.base.structure, ()))
+                self._families[key] = family
+        return family
 
     def forget(self, kind: str, given: Hashable) -> None:
         """A block with a plan for `kind` that was `given` that ran otherwise: expect nothing of any more."""
@@ -85,14 +160,26 @@ class TapeLibrary:
         self._tapes.update(other._tapes)
         self._of_calls.update(other._of_calls)
         self._orders.update(other._orders)
+        self._families.update(other._families)
+        for block, outlines in other._seen.items():
+            self._seen.setdefault(block, OrderedDict()).update(outlines)
+        for structure, values in other._refused.items():
+            self._refused.setdefault(structure, set()).update(values)
+        self._alignment = max(self._alignment, other._alignment)
 
     def compiled(self, tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> CompiledPlan:
         # Codecs stand in no program: a plan with other outlier channels, say, runs the same one.
         actions = tuple(sorted((value, choice.action) for value, choice in choices.items()))
-        key = (tape.digest, (actions, shared))
+        return self._once((tape.digest, (actions, shared)), lambda: CompiledPlan(tape, choices, shared))
+
+    def resized(self, plan: CompiledPlan, tape: Tape) -> CompiledPlan:
+        """`plan`, on a tape of the same family."""
+        return self._once((tape.digest, plan), lambda: plan.resized(tape))
+
+    def _once(self, key: Hashable, make: Callable[[], CompiledPlan]) -> CompiledPlan:
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = self._compiled[key] = CompiledPlan(tape, choices, shared)
+            compiled = self._compiled[key] = make()
         return compiled
 
     def warn_untrusted(self, name: str, tape: Tape) -> None:
@@ -143,20 +230,21 @@ class TapeLibrary:
         if len(order) <= len(tape.order or ()):
             return
         tape.order = order
-        self._expect_order(tape.kind, order)
+        self._expect_order(tape.structure, order)
         for (digest, _), compiled in self._compiled.items():
             if digest == tape.digest:
                 compiled.follow(tape.order)
 
     def _expect_order(self, kind: str, order: tuple[int, ...]) -> None:
-        """Expect backward to ask for slots of a new tape of that structure in `order`, unless it asked for more."""
+        """Expect backward to ask for slots of a new tape of that kind or structure in `order`, unless it asked for
+        more."""
         structure = _structure(kind)
         self._orders[structure] = max(self._orders.get(structure, ()), order, key=len)
 
 
 def _structure(kind: str) -> str:
-    """What kinds of any size have in common whose blocks run the same operators."""
-    return kind.partition("-")[0]
+    """What kinds of any size have in common whose blocks run the same operators: the beginning of their structure."""
+    return kind.partition("-")[0][:24]
 
 
 _OF_PROFILES: WeakKeyDictionary[nn.Module, TapeLibrary] = WeakKeyDictionary()

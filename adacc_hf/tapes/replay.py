@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,7 +61,6 @@ class Step:
     )
 
     def __init__(self, operator: TapeOperator, tape: Tape) -> None:
-        self.operator = operator
         self.target: Callable[..., Any] = operator.target
         self.outputs = operator.outputs
         self.mutations = operator.mutations
@@ -70,6 +70,17 @@ class Step:
         """Values to fetch from the store just before: decoded any earlier they would add to other operators' peak."""
         self.frees: tuple[int, ...] = ()
         """Values nobody needs once this operator has run."""
+        self._prepare(operator, tape)
+
+    def resized(self, operator: TapeOperator, tape: Tape) -> Step:
+        """The same step on `tape`, whose `operator` differs from this one's in numbers alone."""
+        step = copy(self)
+        step._prepare(operator, tape)
+        return step
+
+    def _prepare(self, operator: TapeOperator, tape: Tape) -> None:
+        """Take the arguments of `operator`, which is run with what is made in their places."""
+        self.operator = operator
         self._args = list(operator.args)
         self._kwargs = operator.kwargs
         self._tensors: list[tuple[int, TensorRef, Geometry | None]] = []

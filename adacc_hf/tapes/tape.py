@@ -98,7 +98,7 @@ class TapeOperator:
     random: bool
     """Whether it drew random numbers; never replayed (rule R5)."""
     module: str
-    _inputs: tuple[int, ...] | None = field(default=None, init=False, repr=False, compare=False)
+    _inputs: tuple[int, ...] | None = field(default=None, repr=False, compare=False)
     _arguments: str | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -184,6 +184,11 @@ class Tape:
     @property
     def has_collectives(self) -> bool:
         return any(operator.is_collective for operator in self.operators)
+
+    @property
+    def changes_state(self) -> bool:
+        """Whether the block writes into what it did not make: buffers, arguments."""
+        return any(self.values[old].source is not None for op in self.operators for old, _ in op.mutations)
 
     def is_block_input(self, value: int) -> bool:
         source = self.values[value].source
