@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
@@ -22,6 +23,7 @@ from adacc_hf.eval.trials.contenders import CHECKPOINTING, PLAIN
 from adacc_hf.eval.trials.length_cases import LengthCase, Scale, Size
 from adacc_hf.eval.trials.turns import StepInTurn, Turns, run_in_turn
 from adacc_hf.eval.trials.workload import Batch
+from adacc_hf.profiling.timing import wait_for
 
 TRAINER = "trainer"
 """The name of this case on the command line, and of its model."""
@@ -76,10 +78,14 @@ def measure_trainings(
     names = [*methods, *configs]
     data = SizedBatches(case, scale, sizes, settings.seed)
 
+    def now() -> float:
+        wait_for(torch.device(settings.device))  # or a step would end in the next one's turn
+        return CLOCKS[clock]()
+
     def run(name: str, turns: Turns, member: int) -> Training:
         callbacks, overrides = methods.get(name) or ([AdaccCallback(configs[name])], {})
         model = case.model(scale, settings.device, settings.seed)
-        in_turn = StepInTurn(turns, member, CLOCKS[clock])
+        in_turn = StepInTurn(turns, member, now)
         return _train(model, data, callbacks, overrides, in_turn, settings)
 
     found = dict(zip(names, run_in_turn([partial(run, name) for name in names], settings.threads), strict=True))

@@ -157,7 +157,7 @@ def _by_hand_text(ledger: Ledger) -> Iterator[str]:
 def _rows(title: str, point: Figures) -> Iterator[dict[str, str]]:
     for method, row in point["methods"].items():
         is_plain = method == PLAIN
-        fixed = f"{row['of_fixed']:.2f}" if is_plain else _spread(row["of_fixed_beside_plain"])
+        fixed = f"{row['of_fixed']:.2f}" if is_plain else _ratio(row, "of_fixed_beside_plain", "round")
         yield {
             "model": title,
             "method": method,
@@ -170,9 +170,10 @@ def _rows(title: str, point: Figures) -> Iterator[dict[str, str]]:
         }
 
 
-def _ratio(row: Figures, name: str) -> str:
-    by_step = Spread(**row[f"{name}_by_step"])
-    return f"{row[name]:.2f} ({by_step.low:.2f} to {by_step.high:.2f})"
+def _ratio(row: Figures, name: str, single: str = "step") -> str:
+    """A ratio of medians, with the spread of those of each step or round."""
+    spread = Spread(**row[f"{name}_by_{single}"])
+    return f"{row[name]:.2f} ({spread.low:.2f} to {spread.high:.2f})"
 
 
 def _spread(figure: dict[str, float]) -> str:

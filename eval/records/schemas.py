@@ -258,9 +258,10 @@ CHANGING_LENGTHS = record(
             record(
                 {
                     **BESIDE_OTHERS,
-                    **dict.fromkeys(("of_plain", "of_checkpointing", "of_fixed"), POSITIVE),
-                    **dict.fromkeys(("fixed_step_ms", "of_fixed_beside_plain", "first_of_later"), SPREAD),
-                    "first_of_later_beside_plain": SPREAD,
+                    **dict.fromkeys(("of_plain", "of_checkpointing"), POSITIVE),
+                    **dict.fromkeys(("of_fixed", "of_fixed_beside_plain"), POSITIVE),
+                    **dict.fromkeys(("fixed_step_ms", "of_fixed_beside_plain_by_round"), SPREAD),
+                    **dict.fromkeys(("first_of_later", "first_of_later_beside_plain"), SPREAD),
                     **dict.fromkeys(("stored_of_plain", "gradient_error", "loss_drift"), NUMBER),
                 },
                 {"actions": mapping(COUNT), "fallbacks": mapping(COUNT)},
@@ -268,15 +269,8 @@ CHANGING_LENGTHS = record(
         ),
     }
 )
-LENGTH_TRAINING = record(
-    {
-        **BESIDE_OTHERS,
-        "loss": NUMBER,
-        "policy_step": nullable(COUNT),
-        "num_policies": COUNT,
-        **dict.fromkeys(("mean_ms", "mean_of_checkpointing"), POSITIVE),
-    }
-)
+TRAINED = {"loss": NUMBER, "mean_ms": POSITIVE, "mean_of_checkpointing": POSITIVE}
+LENGTH_TRAINING = record({**BESIDE_OTHERS, **TRAINED, "policy_step": nullable(COUNT), "num_policies": COUNT})
 LENGTH_TRAININGS = record({"sizes": SIZES, "left_out": COUNT, "trainings": mapping(LENGTH_TRAINING)})
 GOAL = record({"goal": TEXT, "asked": NUMBER, "kept": COUNT, "tried": COUNT, "worst": NUMBER, "where": TEXT})
 TABLE4_TRAINING = ended(

@@ -138,7 +138,7 @@ def test_figures_are_ratios_on_the_same_batches() -> None:
     row = figures_of({PLAIN: plain, CHECKPOINTING: ours})[CHECKPOINTING]
     assert (row["of_plain"], row["mean_of_plain"], row["of_checkpointing"]) == (3.0, 3.0, 1.0)
     assert row["of_plain_by_step"].low == row["of_plain_by_step"].high == 3.0
-    assert row["of_fixed"] == row["of_fixed_beside_plain"].median == 1.5
+    assert row["of_fixed"] == row["of_fixed_beside_plain"] == row["of_fixed_beside_plain_by_round"].median == 1.5
     assert row["first_of_later"].median == row["first_of_later_beside_plain"].median == 1.5
 
 
