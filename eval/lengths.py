@@ -221,20 +221,22 @@ def _trainer_text(ledger: Ledger) -> Iterator[str]:
 
 
 def save_plot(ledger: Ledger) -> None:
-    """How a step's time beside plain's goes down with the sizes met so far, the median of all models."""
-    ratios: dict[str, list[list[float]]] = {}
+    """What a first step takes of plain's time against the tokens of its batch, the median of the models."""
+    ratios: dict[str, dict[int, list[float]]] = {}
     for point in _by_hand(ledger).values():
         plain_ms = point["methods"][PLAIN]["steps_ms"]
         for method, row in point["methods"].items():
-            if method != PLAIN:
-                of_plain = [ms / base for ms, base in zip(row["steps_ms"], plain_ms, strict=True)]
-                ratios.setdefault(method, []).append(of_plain)
+            if method == PLAIN:
+                continue
+            by_tokens = ratios.setdefault(method, {})
+            for size, ms, base in zip(point["sizes"], row["steps_ms"], plain_ms, strict=True):
+                by_tokens.setdefault(size[0], []).append(ms / base)
     series = {
-        method: [(place, statistics.median(column)) for place, column in enumerate(zip(*rows, strict=True), start=1)]
-        for method, rows in ratios.items()
+        method: [(tokens, statistics.median(found)) for tokens, found in by_tokens.items()]
+        for method, by_tokens in ratios.items()
     }
-    path = ledger.settings.output.with_suffix(".svg")
-    curves(path, series, "new sizes so far", "step time over plain's, median of the models")
+    label = "first step over plain training's, median of the models"
+    curves(ledger.settings.output.with_suffix(".svg"), series, "tokens of each sequence", label)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class Scale:
     heads: int = 4
     batch: int = 2
     shortest: int = 40
-    longest: int = 300
+    longest: int = 260
     """Tokens of the shortest and the longest batch."""
     steps: int = 60
 
