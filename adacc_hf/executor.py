@@ -48,7 +48,7 @@ from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import ChunkedHeadError, PolicyMismatchError
 from adacc_hf.execution.follow_plan import FollowPlan
 from adacc_hf.head.head import ChunkedHead
-from adacc_hf.policy import Action, Policy
+from adacc_hf.policy import Policy
 from adacc_hf.tapes.library import TapeLibrary, library_of_profiles
 
 if TYPE_CHECKING:

@@ -1,16 +1,16 @@
 """A profile at any size of batch: its numbers as functions of the batch's sizes.
 
-A profile is taken at one size, and its memory at two more (profiling/other_sizes.py). What is a sum of products of sizes
-there, as the bytes of all tensors are, is found exactly (tapes/expressions.py). What is the larger of several sums, as
-peaks are, may follow none: it is read off a line between the two sizes around, which lies above it, and beyond the
-largest size off the line through the last two. Times go with the bytes that an operator makes.
+A profile is taken at one size, and its memory at two more (profiling/other_sizes.py). What is a sum of products of
+sizes there, as the bytes of all tensors are, is found exactly (tapes/expressions.py). What is the larger of several
+sums, as peaks are, may follow none: it is read off a line between the two sizes around, which lies above it, and beyond
+the largest size off the line through the last two. Times go with the bytes that an operator reads and makes.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 from adacc_hf.tapes.expressions import Basis, Polynomial, independent
 
 if TYPE_CHECKING:
-    from adacc_hf.profile import CodecOption, Head, KindProfile, Operator, Profile, Value
+    from adacc_hf.profile import Head, KindProfile, Operator, Profile, Value
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 """Name and size of each tensor of a batch."""
 Change = Callable[[int], int]
 
 STEP = 1.25
-"""Ratio of neighbouring classes of sizes. Finer ones would use the last percents of a budget, and take more policies."""
+"""Ratio of neighbouring classes of sizes. Finer ones would use more of a budget, and take more policies."""
 
 FEW = 16
 """Sizes up to this are a class each."""
@@ -48,7 +48,10 @@ def outline_of(profile: Profile) -> Any:
     """What profiles of one model at several sizes have in common: which values, operators and moments there are."""
     kinds = [
         (
-            [(v.name, v.dtype, len(v.shape), v.producer, v.saved, v.activation, v.shared, v.equal_to) for v in kind.values],
+            [
+                (v.name, v.dtype, len(v.shape), v.producer, v.saved, v.activation, v.shared, v.equal_to)
+                for v in kind.values
+            ],
             [(op.name, op.inputs, op.outputs) for op in kind.operators],
             kind.slots,
             [(event.value, event.death) for event in kind.forward],
@@ -106,9 +109,10 @@ class ProfileSizes:
         return tuple((name, tuple(next(sizes) for _ in size)) for name, size in shapes)
 
     def at(self, profile: Profile, shapes: Shapes) -> Profile:
-        """`profile`, the one that was measured or one with other prices, for batches of `shapes`, which `class_of` gave.
+        """`profile`, the one that was measured or one with other prices, for batches of `shapes`.
 
-        Its head is the one that it was measured with.
+        They are those of a batch that has a class. The profile's head is the one that it was measured with. Codecs are
+        as they were: `repricing.at_size` has theirs too.
         """
         if shapes == self._shapes:
             return profile
@@ -239,7 +243,7 @@ def _changed_head(head: Head, change: Change) -> Head:
 
 
 def _with_times(before: Profile, after: Profile, ratio: float) -> Profile:
-    """`after` with the times of `before`, as they are at its size, and the payloads of its values.
+    """`after` with the times of `before`, as they are at its size.
 
     `ratio` is by how much more data there is: what runs outside of the blocks takes so much longer.
     """
@@ -253,11 +257,7 @@ def _with_times(before: Profile, after: Profile, ratio: float) -> Profile:
 def _timed_kind(before: KindProfile, after: KindProfile) -> KindProfile:
     launch_ms = min((op.ms for op in before.operators if op.ms > 0), default=0.0)
     operators = tuple(_timed_operator(op, before, after, launch_ms) for op in after.operators)
-    values = tuple(
-        replace(new, codecs=tuple(_options(old, new))) if new.codecs else new
-        for old, new in zip(before.values, after.values, strict=True)
-    )
-    return replace(after, operators=operators, values=values, forward_ms=sum(op.ms for op in operators))
+    return replace(after, operators=operators, forward_ms=sum(op.ms for op in operators))
 
 
 def _timed_operator(operator: Operator, before: KindProfile, after: KindProfile, launch_ms: float) -> Operator:
@@ -265,24 +265,6 @@ def _timed_operator(operator: Operator, before: KindProfile, after: KindProfile,
     touched = (*operator.inputs, *operator.outputs)
     ratio = _ratio(sum(before.values[v].nbytes for v in touched), sum(after.values[v].nbytes for v in touched))
     return replace(operator, ms=min(operator.ms, launch_ms) if ratio == 0 else _scaled(operator.ms, ratio, launch_ms))
-
-
-def _options(before: Value, after: Value) -> Iterator[CodecOption]:
-    """The codecs that suit a value at its new size, as far as they suited it before."""
-    import torch
-
-    from adacc_hf.kernels.codecs import get_codec
-
-    dtype, ratio = getattr(torch, after.dtype), _ratio(before.nbytes, after.nbytes)
-    for option in before.codecs:
-        codec = get_codec(option.codec, **dict(option.options))
-        if codec.supports(after.encoded_shape, dtype):
-            yield replace(
-                option,
-                nbytes=codec.predicted_bytes(after.encoded_shape, dtype),
-                encode_ms=option.encode_ms * ratio,
-                decode_ms=option.decode_ms * ratio,
-            )
 
 
 def _scaled(ms: float, ratio: float, least: float) -> float:

@@ -358,7 +358,8 @@ class AdaccCallback(TrainerCallback):
         self._waiting = None
         self._follow(args, model, policy, state.global_step)
         if self._evolution is not None:
-            self._evolution.add(self._profiled_shapes(), self.profile, policy, is_provisional)
+            shapes = self._profiled_shapes()
+            self._evolution.add(shapes, self.profile, policy, is_provisional, self._maker.all_sizes)
         self._note(state.global_step, "policy", **predictions(policy))
         if state.is_world_process_zero:
             self._save(args, True)
@@ -379,7 +380,7 @@ class AdaccCallback(TrainerCallback):
         if made is None:
             return False
         shapes, profile, policy = made
-        self._evolution.add(shapes, profile, policy)
+        self._evolution.add(shapes, profile, policy, was_measured=True)
         if shapes != wanted:  # and so on: each batch of the bucket would want a policy that fits it better
             situations.refuse(wanted)
         self._note(step, "policy", **predictions(policy), reason=f"for batches of {describe(shapes)}")

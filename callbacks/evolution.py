@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -29,13 +30,14 @@ from adacc_hf.executor import BlockPlans, PolicyHandle
 from adacc_hf.latest import note_latest
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
+from adacc_hf.profile_sizes import STEP
 from adacc_hf.profiling.counted_step import missing_bytes, with_missing
 from adacc_hf.ranks import check_same_policy, from_first_rank, num_ranks, of_all_ranks
 from adacc_hf.rectifier import Rectifier, Tracking
 from adacc_hf.solver import solve_policy
 from adacc_hf.solving.budget import Budget
 from adacc_hf.tracking.judging import NOTHING_FITS, current_policy, needed_bytes, over_bound, with_margin
-from adacc_hf.tracking.repricing import without_codecs
+from adacc_hf.tracking.repricing import at_size, without_codecs
 from adacc_hf.tracking.shapes import BatchShapes, describe, num_elements, to_plain
 from adacc_hf.tracking.tracking import Observation, is_tracking_step
 
@@ -147,13 +149,18 @@ class Evolution:
         profile: Profile,
         policy: Policy,
         is_provisional: bool = False,
+        was_measured: bool = False,
     ) -> Situation:
-        """Be ready for batches of `shapes`, and follow `policy` from now on, or until a step was counted."""
+        """Be ready for batches of `shapes`, and follow `policy` from now on, or until a step was counted.
+
+        `was_measured` says whether other sizes were to be measured with `profile`, as far as the model lets them be.
+        """
         plans = self._handle.prepare(policy, self._handle.plans)
         rectifier = Rectifier(profile, policy, self.config, self.memory_budget)
         situation = Situation(shapes, rectifier, plans, is_provisional=is_provisional)
         situation.rectifier.switch_off(self.guard.switched_off)
         self.situations.add(situation)
+        self.situations.may_measure = not was_measured or profile.sizes is not None
         self._put_in_force(situation, plans)
         self._pause, self._count_from = 0, self._num_steps + RECORDED_STEPS
         return situation
@@ -190,25 +197,33 @@ class Evolution:
         """Put the policy for a micro-batch of `shapes` in force."""
         self.last_shapes = shapes
         sizes = self.situations.class_of(shapes)
-        situation = self.situations.around(shapes) if sizes is None else self._situation_at(sizes)
+        situation = self.situations.around(shapes) if sizes is None else self._situation_at(sizes, shapes)
         plans = None if situation is None else situation.plans
         if situation is None and sizes is not None:
-            plans = self.situations.others[sizes]
+            plans = self.situations.other(sizes, shapes)
         if situation is not self._current or plans is not self._plans:
             self._put_in_force(situation, plans)
         self._used[id(plans)] = situation
 
-    def _situation_at(self, sizes: BatchShapes) -> Situation | None:
-        """The situation of a class of sizes, made if it is new; None if the class runs under plans that are in no
-        situation's force."""
-        known = self.situations.at(sizes)
-        if known is not None or sizes in self.situations.others:
+    def _situation_at(self, sizes: BatchShapes, shapes: BatchShapes) -> Situation | None:
+        """The situation of the class `sizes` of a batch of `shapes`, made if it is new.
+
+        None if the class runs under plans that are in no situation's force. Where nothing keeps to the budget at the
+        class's own sizes, which no batch is larger than, the batch's have a situation of their own.
+        """
+        known = self.situations.at(sizes) or self.situations.at(shapes)
+        if known is not None or self.situations.other(sizes, shapes) is not None:
             return known
         measured = self.situations.measured
         if measured.is_provisional:
             return measured
-        profile = measured.rectifier.profile.sizes.at(measured.rectifier.profile, to_plain(sizes))
-        policy = self._policy_at(sizes, profile)
+        profile = at_size(measured.rectifier.profile, to_plain(sizes))
+        try:
+            policy = self._policy_at(profile)
+        except InfeasibleBudgetError:
+            sizes = tuple(shape for shape in shapes if shape.name in {other.name for other in sizes})
+            profile = at_size(measured.rectifier.profile, to_plain(sizes))
+            policy = self._policy_or_least(sizes, profile)
         if num_ranks() > 1 or len(self.situations.all) >= MAX_SITUATIONS:
             plans = self._handle.prepare(policy, self._handle.plans)
             note_latest(self.situations.others, sizes, plans, MAX_OTHERS)
@@ -229,12 +244,9 @@ class Evolution:
         self._note(self._step, "policy", **predictions(policy), reason=f"for batches of {describe(sizes)}")
         return situation
 
-    def _policy_at(self, sizes: BatchShapes, profile: Profile) -> Policy:
-        """The policy for batches of a class with this profile.
-
-        One of those in force that nearly uses up the budget there, or else what the solver finds. Where nothing keeps
-        to the budget it is that of least memory, which is said, or raised, as `on_over_budget` has it.
-        """
+    def _policy_at(self, profile: Profile) -> Policy:
+        """The policy for batches with this profile: one of those in force that nearly uses up the budget there, or else
+        what the solver finds. Raises InfeasibleBudgetError if nothing keeps to the budget."""
         budget = Budget.resolve(self.memory_budget, profile, self.config)
         allowed = without_codecs(profile, self.guard.switched_off)
         in_force = [situation.rectifier.policy for situation in self.situations.all]
@@ -242,15 +254,45 @@ class Evolution:
         told = [policy for policy in told if USED_UP * budget.nbytes <= needed_bytes(policy, budget) <= budget.nbytes]
         if told:
             return min(told, key=lambda policy: policy.predicted_overhead_ms)
+        return solve_policy(allowed, self.memory_budget, with_margin(self.config))
+
+    def _policy_or_least(self, sizes: BatchShapes, profile: Profile) -> Policy:
+        """As `_policy_at`; that of least memory, which is said, or raised as `on_over_budget` has it, where none
+        keeps to the budget."""
         try:
-            return solve_policy(allowed, self.memory_budget, with_margin(self.config))
+            return self._policy_at(profile)
         except InfeasibleBudgetError as error:
-            text = f"batches of {describe(sizes)} need {error.smallest_budget_bytes} bytes at least: {error}"
+            allowed = without_codecs(profile, self.guard.switched_off)
+            least = solve_policy(allowed, self._as_given(error.smallest_budget_bytes, profile), self.config)
+            text = f"batches of {describe(sizes)} need {error.smallest_budget_bytes} bytes at least"
+            fitting = self._largest_fitting(sizes, least)
+            text += f", those of {describe(fitting)} would keep to the budget" if fitting else ""
             if self.config.on_over_budget == "error":
-                raise InfeasibleBudgetError(text, error.smallest_budget_bytes, error.bound_bytes) from error
-            log.warning("Adacc: %s. Training goes on with the least memory", text)
-            self._note(self._step, "memory", reason=text)
-            return solve_policy(allowed, self._as_given(error.smallest_budget_bytes, profile), self.config)
+                raise InfeasibleBudgetError(
+                    f"{text}: {error}", error.smallest_budget_bytes, error.bound_bytes
+                ) from error
+            log.warning("Adacc: %s. Training goes on with the least memory: %s", text, error)
+            self._note(self._step, "memory", reason=f"{text}: {error}")
+            return least
+
+    def _largest_fitting(self, sizes: BatchShapes, least: Policy) -> BatchShapes | None:
+        """The largest class of batches of fewer tokens than `sizes` at which the policy `least` keeps to the budget."""
+        reference = self.situations.measured.rectifier.profile
+        length = max(shape.size[1] for shape in sizes if len(shape.size) > 1) if any(s.size[1:] for s in sizes) else 0
+        for shorter in sorted({int(length / STEP**k) for k in range(1, 16)} - {0}, reverse=True):
+            cut = tuple(
+                replace(s, size=tuple(max(1, n * shorter // length) if d == 1 else n for d, n in enumerate(s.size)))
+                for s in sizes
+            )
+            known = self.situations.class_of(cut)
+            if known is None:
+                return None
+            profile = at_size(reference, to_plain(known))
+            if not over_bound(profile, least, self.config) and not Rectifier(
+                profile, least, self.config, self.memory_budget
+            ).is_over_budget(current_policy(profile, least).predicted_peak_bytes):
+                return known
+        return None
 
     def _as_given(self, nbytes: int, profile: Profile) -> float | int:
         """A budget of so many bytes in the form that the run's has."""
@@ -278,8 +320,10 @@ class Evolution:
         self._is_metering = False
         self._meter.close()
         changed |= self._take_over(step)
-        if (step - self.policy_step) % LOOK_STEPS == 0:
+        is_looking = (step - self.policy_step) % LOOK_STEPS == 0
+        if is_looking or num_ranks() == 1:
             self._look_for_sizes()
+        if is_looking:
             self._look_for_blocks()
         return changed
 
@@ -478,10 +522,11 @@ class Evolution:
         self.wanted = most_wanted(of_all_ranks(self.situations.unplanned()))
         if num_ranks() > 1:
             came = list(self.situations.others)
-            for sizes in sorted(set().union(*of_all_ranks(came)), key=repr)[: MAX_SITUATIONS - len(self.situations.all)]:
-                reference = self.situations.measured.rectifier.profile
-                profile = reference.sizes.at(reference, to_plain(sizes))
-                policy = from_first_rank(lambda p=profile, s=sizes: self._policy_at(s, p))
+            for sizes in sorted(set().union(*of_all_ranks(came)), key=repr)[
+                : MAX_SITUATIONS - len(self.situations.all)
+            ]:
+                profile = at_size(self.situations.measured.rectifier.profile, to_plain(sizes))
+                policy = from_first_rank(lambda p=profile, s=sizes: self._policy_or_least(s, p))
                 self._add_told(sizes, profile, policy)
 
     def _look_for_blocks(self) -> None:

@@ -111,6 +111,8 @@ class Situations:
         """Plans for classes that have no situation."""
         self._unplanned: OrderedDict[BatchShapes, _Unplanned] = OrderedDict()
         self._refused: set[BatchShapes] = set()
+        self.may_measure = True
+        """Whether a profile may tell of all sizes: none has shown yet that the model takes no parts of a batch."""
 
     def add(self, situation: Situation) -> None:
         """Take the place of a situation of the same sizes, or of any smaller ones of its bucket that were profiled."""
@@ -126,7 +128,9 @@ class Situations:
     def _is_replaced(old: Situation, new: Situation) -> bool:
         if old.shapes == new.shapes:
             return True
-        return new.rectifier.profile.sizes is None and not new.is_told and bucket_of(old.shapes) == bucket_of(new.shapes)
+        return (
+            new.rectifier.profile.sizes is None and not new.is_told and bucket_of(old.shapes) == bucket_of(new.shapes)
+        )
 
     @property
     def measured(self) -> Situation | None:
@@ -146,14 +150,20 @@ class Situations:
         """The situation of a class."""
         return next((situation for situation in self.all if situation.shapes == sizes), None)
 
+    def other(self, sizes: BatchShapes, shapes: BatchShapes) -> BlockPlans | None:
+        """The plans of a class without a situation, or of the sizes of one of its batches."""
+        return self.others.get(sizes) or self.others.get(shapes)
+
     def around(self, shapes: BatchShapes) -> Situation | None:
-        """The situation that keeps a batch of `shapes`, whose class is unknown, within the budget at least cost; None if
-        none does."""
+        """The situation that keeps a batch of `shapes`, whose class is unknown, within the budget at least cost.
+
+        None if none does.
+        """
         fitting = [s for s in self.all if s.shapes is None or fits_in(shapes, s.shapes)]
         best = min(fitting, key=lambda s: 0 if s.shapes is None else num_elements(s.shapes), default=None)
         bucket = bucket_of(shapes)
         if best is None or (best.shapes is not None and bucket_of(best.shapes) != bucket):
-            self._see(bucket, shapes)
+            self._see(bucket, shapes, ENOUGH if best is None and self.may_measure else 1)
         return best
 
     def refuse(self, shapes: BatchShapes) -> None:
@@ -161,13 +171,13 @@ class Situations:
         self._refused.add(bucket_of(shapes))
         self._unplanned.pop(bucket_of(shapes), None)
 
-    def _see(self, bucket: BatchShapes, shapes: BatchShapes) -> None:
+    def _see(self, bucket: BatchShapes, shapes: BatchShapes, weight: int) -> None:
         if bucket in self._refused:
             return
         known = self._unplanned.get(bucket) or _Unplanned(shapes)
         note_latest(self._unplanned, bucket, known, MAX_UNPLANNED)
         known.shapes = smallest_around(known.shapes, shapes)
-        known.num_seen += 1
+        known.num_seen += weight
 
     def unplanned(self) -> dict[BatchShapes, tuple[BatchShapes, int]]:
         """Per bucket without a policy of its own: the sizes that were seen, and how often."""

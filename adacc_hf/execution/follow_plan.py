@@ -21,9 +21,9 @@ from adacc_hf.execution.recording import Recording
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.latest import note_latest
 from adacc_hf.policy import IDLE_KIND, RETAIN, Action, Choice, Plan
+from adacc_hf.random_states import RandomStates
 from adacc_hf.tapes.call_inputs import fetch
 from adacc_hf.tapes.compiled import CompiledPlan
-from adacc_hf.random_states import RandomStates
 from adacc_hf.tapes.family import MOST_SIZES, TapeFamily
 from adacc_hf.tapes.known_shapes import Key, KnownShape, KnownShapes
 from adacc_hf.tapes.library import TapeLibrary
@@ -189,6 +189,8 @@ class FollowPlan:
         entry = self._sized.get(key)
         if entry is not None and entry.is_current:
             return entry
+        if not self.known.was_compared:  # what a profile has recorded may be long ago
+            return None
         given = key.given_to(block)
         untrusted = self.library.untrusted_at(given, self.name)
         if untrusted is not None:
@@ -241,6 +243,7 @@ class FollowPlan:
 
     def _first_call(self, key: Key, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = key.given_to(block)
+        self.known.was_compared = True
         expected = self._expected(key, given)
         if expected is not None and expected.compiled is None:  # torch's checkpoint is right whatever the call runs
             self._is_checkpointed = _is_checkpointed_on_all_ranks(expected.known.tape)
@@ -343,7 +346,8 @@ class FollowPlan:
     ) -> tuple[Any, Tape, list[int] | None] | None:
         """(result, record of the call, list that the order of unpacks goes into) of a call that is recorded on the way.
 
-        There is no such list if the call left the plan's tape. None if what the plan needs is not there, as with an adapter that was merged for this call: nothing has run.
+        There is no such list if the call left the plan's tape. None if what the plan needs is not there, as with an
+        adapter that was merged for this call: nothing has run.
         """
         externals = fetch(entry.compiled.externals, block, args, kwargs)
         if not entry.compiled.has_all(externals):

@@ -13,6 +13,7 @@ from torch import nn
 
 from adacc_hf.blocks import Installation, Plainly
 from adacc_hf.calls import call_name
+from adacc_hf.config import AdaccConfig
 from adacc_hf.execution.recording import Recording
 from adacc_hf.head.lazy_logits import LossCall
 from adacc_hf.head.pricing import HEADS
@@ -180,13 +181,16 @@ def _cut(
     return TensorShape(shape.name, tuple(size))
 
 
-def _still_padded(
-    batch: Mapping[str, Any], smaller: dict[str, Any], shapes: BatchShapes
-) -> dict[str, Any]:
+def _still_padded(batch: Mapping[str, Any], smaller: dict[str, Any], shapes: BatchShapes) -> dict[str, Any]:
     """`smaller` with a masked token where `batch` has some: models leave out a mask that masks nothing."""
     for shape in shapes:
         mask = smaller[shape.name]
-        if shape.name.endswith("attention_mask") and mask.dim() == 2 and bool(mask.all()) and not batch[shape.name].all():
+        if (
+            shape.name.endswith("attention_mask")
+            and mask.dim() == 2
+            and bool(mask.all())
+            and not batch[shape.name].all()
+        ):
             last = 0 if not bool(batch[shape.name][:, 0].all()) else -1
             smaller[shape.name] = mask = mask.clone()
             mask[0, last] = torch.zeros((), dtype=mask.dtype)

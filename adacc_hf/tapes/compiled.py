@@ -183,7 +183,9 @@ class CompiledPlan:
         return Slot(ref, in_cell, needs, self.tape.values[ref.value].source is None, ref.value in read)
 
     def _externals(self) -> list[tuple[int, Source]]:
-        read = {value for needs in self.needs for value in closure(self._with_equals, needs, self.store.__contains__)[1]}
+        read = {
+            value for needs in self.needs for value in closure(self._with_equals, needs, self.store.__contains__)[1]
+        }
         saved = set(self._with_equals.saved_values())
         early = [v for v in sorted(read) if v in self.store.persistent or (v in self.roots and v not in saved)]
         return [(value, self.tape.values[value].source) for value in early]

@@ -2,11 +2,12 @@
 
 NOTE [Which sizes a family serves]
 A block's Python decides which operators run by comparing sizes with numbers of its own (a window that starts to bind)
-or with 1, seldom in another way. So a family is trusted at sizes that lie between sizes at which the block was recorded,
-in each dimension, and which are told apart from 0 and 1, and on a GPU by whether they are aligned, as its kernels tell
-them apart. Beyond them a call is compared with what the family says as it runs, which takes time and no memory. Where records at sizes that lie within each other have other operators, no
-range tells which of them a new size runs: each size is recorded. What still slips through is found by the check of what
-autograd saves (rule R8), or by the comparison of every so many new sizes (rule R7).
+or with 1, seldom in another way. So a family is trusted at sizes that lie between sizes at which the block was
+recorded, in each dimension; 0 and 1 are told apart from others, and on a GPU sizes that are aligned, as its kernels do.
+Beyond them a call is compared with what the family says as it runs, which takes time and no memory. Where records at
+sizes that lie within each other have other operators, no range tells which of them a new size runs: each size is
+recorded. What still slips through is found by the check of what autograd saves (rule R8), or by the comparison of every
+so many new sizes (rule R7).
 """
 
 from __future__ import annotations
@@ -424,9 +425,7 @@ class _Group:
             self.give_up()
 
     def spans(self, sizes: CallSizes) -> bool:
-        return all(
-            low <= n <= high for low, n, high in zip(self._least, sizes.dimensions, self._most, strict=True)
-        )
+        return all(low <= n <= high for low, n, high in zip(self._least, sizes.dimensions, self._most, strict=True))
 
     def give_up(self) -> None:
         self.family, self._records, self._is_given_up = None, [], True

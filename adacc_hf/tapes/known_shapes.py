@@ -66,6 +66,8 @@ class KnownShapes(OrderedDict[Key, KnownShape]):
         self._strange: OrderedDict[Key, None] = OrderedDict()
         """Calls of known shapes that were given other data, once each."""
         self.followers: WeakSet[Follower] = WeakSet()
+        self.was_compared = False
+        """Whether a call of the block was compared with a record, or recorded, in the run that it is in now."""
         self.of_families: WeakKeyDictionary[TapeFamily, KnownShape] = WeakKeyDictionary()
         """What calls at all sizes of a family have shown."""
 

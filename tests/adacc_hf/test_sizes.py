@@ -1,7 +1,7 @@
 """Rule R1 at sizes that were never recorded: under the tapes of their families, models train bit for bit as without us.
 
-`ADACC_SIZES=500 pytest tests/adacc_hf/test_sizes.py` draws as many sizes for each architecture; the examples are the same
-at every run.
+`ADACC_SIZES=500 pytest tests/adacc_hf/test_sizes.py` draws as many sizes for each architecture; the examples are the
+same at every run.
 """
 
 import copy
@@ -15,17 +15,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.eval.zoo.parts import VOCABULARY, padded_text, text, two_texts
 from adacc_hf.eval.zoo.configs import architectures
+from adacc_hf.eval.zoo.parts import VOCABULARY, padded_text, two_texts
 
 NUM_SIZES = int(os.environ.get("ADACC_SIZES", "6"))
 MOST_SAMPLES, MOST_TOKENS = 4, 48
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
 NAMES = (
-    "gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt_neo", "gpt_neox",
-    "gptj", "opt", "bloom", "falcon", "cohere", "olmo2", "smollm3", "stablelm", "starcoder2", "granite", "bert",
-    "roberta", "electra", "distilbert", "t5", "bart", "mbart", "pegasus", "mixtral", "qwen3_moe",
+    "gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt_neo",
+    "gpt_neox", "gptj", "opt", "bloom", "falcon", "cohere", "olmo2", "smollm3", "stablelm", "starcoder2", "granite",
+    "bert", "roberta", "electra", "distilbert", "t5", "bart", "mbart", "pegasus", "mixtral", "qwen3_moe",
 )  # fmt: skip
 
 

@@ -16,8 +16,8 @@ import adacc_hf.callbacks.adacc as adacc_module
 import adacc_hf.callbacks.policy_maker as maker_module
 import adacc_hf.kernels.outlier_int4 as outlier_int4
 import adacc_hf.rectifier as rectifier_module
-from adacc_hf import AdaccCallback, Policy
-from adacc_hf.callbacks import situations as situations_module
+from adacc_hf import AdaccCallback, InfeasibleBudgetError
+from adacc_hf.callbacks.evolution import Evolution
 from adacc_hf.callbacks.step_meter import StepMeter
 from adacc_hf.decisions import SPOILED_ERROR
 from adacc_hf.execution.follow_plan import FollowPlan
@@ -79,7 +79,8 @@ class PeakPerStep(TrainerCallback):
 
 
 def test_other_lengths_get_policies_of_their_own(make_trainer):
-    """Longer batches run under torch's checkpoint until their bucket is known; shorter ones under the longer policy."""
+    """The first longer batch runs under torch's checkpoint, and the next is profiled, for all sizes: what comes then
+    has a policy before its first batch."""
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
     lengths = [16] * 4 + [32] * 30 + [9, 16, 8, 32] * 10
     run_lengths(make_trainer, lengths, [callback])
@@ -87,22 +88,64 @@ def test_other_lengths_get_policies_of_their_own(make_trainer):
     assert [event.get("reason") for event in made] == [
         None,
         "for batches of input_ids 4x32, labels 4x32",
+        "for batches of input_ids 4x9, labels 4x9",
         "for batches of input_ids 4x8, labels 4x8",
     ]
-    # The first policy is set at step 2; sizes are looked at every 16 steps, and the next step's batch is profiled.
-    assert [event["step"] for event in made][:2] == [2, 19]
-    assert made[0]["stored_bytes"] < made[1]["stored_bytes"]
+    # The first policy is set at step 2; the first batch of 32 comes at step 5, those of 9 and 8 at 35 and 37.
+    assert [event["step"] for event in made] == [2, 6, 35, 37]
+    stored = [event["stored_bytes"] for event in made]
+    assert stored[3] < stored[2] < stored[0] < stored[1]
 
 
-def test_a_size_that_cannot_be_profiled_for_want_of_memory_stays_without_a_policy(make_trainer, monkeypatch):
+def test_lengths_that_differ_from_the_first_steps_on_are_never_without_a_policy(make_trainer, monkeypatch):
+    unplanned = []
+    original = Evolution.choose
+
+    def choose(evolution, shapes):
+        original(evolution, shapes)
+        unplanned.append(evolution._current is None)
+
+    monkeypatch.setattr(Evolution, "choose", choose)
+    callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
+    run_lengths(make_trainer, [24, 20, 32, 17, 30, 9, 32, 25, 11], [callback])
+    assert len(unplanned) == 7
+    assert not any(unplanned)
+
+
+@pytest.mark.parametrize("reaction", ["warn", "error"])
+def test_a_size_at_which_nothing_keeps_to_the_budget_is_said_before_it_runs(make_trainer, make_model, caplog, reaction):
+    probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.4)
+    run_lengths(make_trainer, [15, 16, 16], [probe], model=make_model())
+    budget = int(probe.policy.predicted_peak_bytes)
+    callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=budget, on_over_budget=reaction)
+    lengths = [15, 16, 16, 32, 32, 16]
+    if reaction == "error":
+        with pytest.raises(
+            InfeasibleBudgetError, match=r"batches of input_ids 4x32, labels 4x32 need \d+ bytes at least"
+        ):
+            run_lengths(make_trainer, lengths, [callback], model=make_model())
+        return
+    run_lengths(make_trainer, lengths, [callback], model=make_model())
+    said = [event for event in events(callback, "memory") if " bytes at least" in event.get("reason", "")]
+    assert [event["step"] for event in said] == [4]
+    assert said[0]["reason"].startswith("batches of input_ids 4x32, labels 4x32 need ")
+    assert ", those of input_ids 4x16, labels 4x16 would keep to the budget" in said[0]["reason"]
+    assert len([message for message in caplog.messages if "with the least memory" in message]) == 1
+
+
+def refuse_profiles_of(length, monkeypatch):
     original = maker_module.profile_model
 
     def profile(model, batch, *args, **kwargs):
-        if batch["input_ids"].shape[1] == 32:
+        if batch["input_ids"].shape[1] == length:
             raise torch.OutOfMemoryError("no room to profile")
         return original(model, batch, *args, **kwargs)
 
     monkeypatch.setattr(maker_module, "profile_model", profile)
+
+
+def test_a_size_that_cannot_be_profiled_for_want_of_memory_stays_without_a_policy(make_trainer, monkeypatch):
+    refuse_profiles_of(32, monkeypatch)
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
     trainer = run_lengths(make_trainer, [16] * 4 + [32] * 16, [callback])
     assert trainer.state.global_step == 20
@@ -112,11 +155,12 @@ def test_a_size_that_cannot_be_profiled_for_want_of_memory_stays_without_a_polic
 
 
 def test_the_memory_of_steps_with_several_sizes_is_counted_and_tried_ever_less_often(make_trainer, monkeypatch):
-    """Micro-batches of 16 and of 32 tokens in each step, the longer ones without a policy until step 19.
+    """Micro-batches of 16 and of 32 tokens in each step, the longer ones without a policy.
 
-    Until then there is no prediction to hold a peak against, and on a CPU each count takes a profiler.
+    There is no prediction to hold a peak against, and on a CPU each count takes a profiler.
     """
     counted = []
+    refuse_profiles_of(32, monkeypatch)
     original = StepMeter.count_memory
 
     def count(meter, *args):
@@ -128,20 +172,16 @@ def test_the_memory_of_steps_with_several_sizes_is_counted_and_tried_ever_less_o
     trainer = make_trainer([callback], trainer_class=InOrder, max_steps=28, gradient_accumulation_steps=2)
     trainer.train_dataset = Lengths([16] * 4 + [16, 32] * 26)
     trainer.train()
-    in_vain = [step for step in counted if step < 19]
     # The policy is set at step 2 and its first two steps are recorded; then the next, the 2nd, the 4th step is tried.
-    assert in_vain == [5, 6, 8, 12]
-    (first, *_) = events(callback, "memory")
-    assert first["step"] >= 19
-    assert first["measured_peak_bytes"] == pytest.approx(first["peak_bytes"], rel=0.01)
+    assert counted == [5, 6, 8, 12, 20]
+    assert not [event for event in events(callback, "memory") if "measured_peak_bytes" in event]
 
 
 @pytest.mark.parametrize("remembered", [known_shapes.MAX_SHAPES, 2], ids=["all-remembered", "two-remembered"])
 def test_lossless_training_with_other_lengths_is_bit_equal_to_plain(
     make_trainer, lossless, tmp_path, monkeypatch, remembered
 ):
-    for module in (known_shapes, situations_module):
-        monkeypatch.setattr(module, "MAX_SHAPES", remembered)
+    monkeypatch.setattr(known_shapes, "MAX_SHAPES", remembered)
     lengths = [16] * 4 + [32] * 20 + [9, 16, 32]
     plain = run_lengths(make_trainer, lengths, [], output_dir=str(tmp_path / "plain"))
     adacc = run_lengths(make_trainer, lengths, [AdaccCallback(**lossless)])
@@ -196,16 +236,13 @@ def test_calls_are_checked_under_the_policy(make_trainer, plans_of_recorded_call
     assert all(found == followed for found in plans.values())
 
 
-def test_a_size_that_no_profile_recorded_recomputes_once(make_trainer, plans_of_recorded_calls):
-    """To record it takes memory of its own."""
+def test_a_size_that_no_profile_recorded_runs_under_the_policy(make_trainer, plans_of_recorded_calls):
+    """Its blocks were recorded at sizes around it."""
     plans, watch = plans_of_recorded_calls
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
-    lengths = [32] * 4 + [30, 32, 30, 30]
+    lengths = [31, 32] * 2 + [30, 32, 30, 30]
     run_lengths(make_trainer, lengths, [callback], watch=watch)
-    assert list(plans) == [(3, "_first_call"), (4, "_checked_call"), (5, "_first_call"), (7, "_checked_call")]
-    followed = [callback.policy.plans[index] for _, index in callback.policy.blocks]
-    assert set(plans[5, "_first_call"]) == set(Policy.uniform(callback.profile, "recompute").plans) != set(followed)
-    assert plans[3, "_first_call"] == plans[4, "_checked_call"] == plans[7, "_checked_call"] == followed
+    assert not {step for step, _ in plans} & {5, 7, 8}
 
 
 class OutOfMemory(Trainer):
@@ -393,9 +430,9 @@ def test_a_spike_switches_compression_off_only_where_it_spoils_gradients(make_tr
 
 @pytest.mark.parametrize("step", [4, 20], ids=["before-it-has-a-policy", "after"])
 def test_a_codec_that_is_switched_off_is_so_at_every_size(make_trainer, make_model, sharpen, monkeypatch, step):
-    """Batches of 16 tokens have a policy of their own from step 19 or 24 on; those of 32 have a spoiled gradient."""
-    lengths = [32] * 2 + [16, 32] * 12
-    for module in ("callbacks.policy_maker", "tracking.judging"):
+    """Batches of 16 tokens have a policy of their own once they come; those of 32 have a spoiled gradient."""
+    lengths = [31, 32] + ([16, 32] if step == 20 else [32, 32]) * 6 + [16, 32] * 6
+    for module in ("callbacks.policy_maker", "callbacks.evolution", "tracking.judging"):
         monkeypatch.setattr(f"adacc_hf.{module}.solve_policy", compress_first)
     policies = {}
 
@@ -408,7 +445,7 @@ def test_a_codec_that_is_switched_off_is_so_at_every_size(make_trainer, make_mod
     callback = AdaccCallback(**{**COMPRESS, **settings})
     model = make_model(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     run_lengths(make_trainer, lengths, [callback, sharpen(20.0, step), Note()], model=model)
-    (guard,) = events(callback, "guard")
+    guard, *_ = events(callback, "guard")
     assert "attn.c_attn:addmm" in guard["verdict"]
     assert len(policies[len(lengths) - 1]) == 2
     for policy in chain.from_iterable(found for after, found in policies.items() if after > guard["step"]):

@@ -1,4 +1,4 @@
-"""Which policy a size of batch runs under, and what is remembered of sizes over a long run."""
+"""Which situation a size of batch belongs to, and what is remembered of sizes over a long run."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from adacc_hf.callbacks import situations as situations_module
 from adacc_hf.callbacks.situations import ENOUGH, MAX_UNPLANNED, Situation, Situations, most_wanted
-from adacc_hf.tapes import known_shapes
 from adacc_hf.tracking.shapes import TensorShape
 
 
@@ -21,38 +19,42 @@ def parts(count):
     return (TensorShape(f"part_{count}", (2,)),)
 
 
+def situation(shapes):
+    """One whose profile tells of no other sizes."""
+    return Situation(shapes, SimpleNamespace(profile=SimpleNamespace(sizes=None)), "plans")
+
+
 @pytest.fixture
 def profiled():
     """The situations of a run whose first batch had 32 tokens."""
     situations = Situations()
-    rectifier = SimpleNamespace(predicted_peak_bytes=lambda: 0)
-    situations.add(Situation(ids(32), rectifier, "plans", recording="recording"), is_profiled=True)
+    situations.add(situation(ids(32)))
     return situations
 
 
-def plans_of(situations, shapes):
-    return situations.plans_for(situations.choose(shapes), shapes)
+def test_sizes_of_which_no_profile_tells_run_under_the_smallest_around(profiled):
+    profiled.add(situation(ids(64)))
+    assert profiled.class_of(ids(20)) is None
+    assert [profiled.around(ids(length)).shapes for length in (20, 32, 33, 64)] == [ids(32), ids(32), ids(64), ids(64)]
+    assert profiled.around(ids(65)) is None
 
 
-def test_a_size_that_blocks_have_forgotten_is_recorded_anew(profiled, monkeypatch):
-    """Under a policy its recording may take more memory than the budget has."""
-    monkeypatch.setattr(situations_module, "MAX_SHAPES", 3)
-    assert [plans_of(profiled, ids(length)) for length in (20, 20, 21, 22, 20)] == [
-        "recording", "plans", "recording", "recording", "plans",
-    ]  # fmt: skip
-    assert [plans_of(profiled, ids(length)) for length in (23, 20, 21)] == ["recording", "plans", "recording"]
-    assert plans_of(profiled, ids(32)) == "plans"
-
-
-def test_situations_remember_as_many_sizes_as_blocks_do():
-    assert situations_module.MAX_SHAPES == known_shapes.MAX_SHAPES
+def test_a_size_that_fits_in_none_wants_a_profile_at_once_unless_none_could_tell_of_all_sizes(profiled):
+    profiled.around(ids(20))
+    assert most_wanted([profiled.unplanned()]) is None
+    profiled.around(ids(40))
+    assert most_wanted([profiled.unplanned()]) == ids(40)
+    profiled.may_measure = False
+    profiled.around(ids(100))
+    assert most_wanted([profiled.unplanned()]) == ids(40)
 
 
 def test_sizes_that_never_come_again_are_not_remembered_for_ever(profiled):
+    profiled.may_measure = False
     for length in range(5000):
-        assert profiled.choose(parts(1000 + length)) is None
+        assert profiled.around(parts(1000 + length)) is None
     assert len(profiled.unplanned()) == MAX_UNPLANNED
     assert most_wanted([profiled.unplanned()]) is None
     for length in range(ENOUGH * 100):
-        profiled.choose(parts(length % 100))
+        profiled.around(parts(length % 100))
     assert most_wanted([profiled.unplanned()]) is not None
