@@ -45,7 +45,10 @@ class PythonStates:
 
 
 class RandomStates:
-    """The states of all default generators now: the CPU's, those of the GPUs among `devices`, Python's and numpy's."""
+    """The states of all default generators now: the CPU's, those of the GPUs among `devices`, Python's and numpy's.
+
+    A GPU's generator keeps its seed and offset on the host: to read them waits for no kernel (rule R10).
+    """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         indices = {_index(device) for device in devices if device.type == "cuda"}
@@ -59,6 +62,13 @@ class RandomStates:
         for index, state in self._cuda.items():
             torch.cuda.set_rng_state(state, index)
         self._python.restore()
+
+
+def gpus_in_use() -> list[torch.device]:
+    """The GPUs that this process may draw random numbers on; none is woken up by asking."""
+    if not torch.cuda.is_initialized():
+        return []
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
 
 @contextmanager
