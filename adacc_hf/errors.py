@@ -1,6 +1,12 @@
 """The errors a user can meet. Each message names the setting, its value, the allowed range and the next step."""
 
 
+def as_sentence(text: object) -> str:
+    """`text`, a message of others', with a full stop at its end unless it has one: for what is said after it."""
+    stripped = str(text).rstrip()
+    return stripped if stripped.endswith((".", "!", "?")) else f"{stripped}."
+
+
 class AdaccError(Exception):
     """Base of every error of this package that is not a plain ValueError or FileNotFoundError."""
 

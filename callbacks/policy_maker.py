@@ -20,7 +20,7 @@ from adacc_hf.callbacks.optimizer_watch import OptimizerWatch
 from adacc_hf.callbacks.profiling import profile_at
 from adacc_hf.callbacks.trainer_figures import keep_figures
 from adacc_hf.config import AdaccConfig
-from adacc_hf.errors import InfeasibleBudgetError, UncalledBlocksError
+from adacc_hf.errors import InfeasibleBudgetError, UncalledBlocksError, as_sentence
 from adacc_hf.memory import FRAGMENTS, segments_expand
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
@@ -197,7 +197,7 @@ class PolicyMaker:
             return self._profile(model, batch, optimizer, compute_loss)
         except torch.OutOfMemoryError as error:
             raise type(error)(
-                f"{error} AdaccCallback was profiling a batch of {describe(batch_shapes(batch))}, which takes what one "
+                f"{as_sentence(error)} AdaccCallback was profiling a batch of {describe(batch_shapes(batch))}, which takes what one "
                 f"block makes on top of full recomputation: use a smaller batch or shorter sequences"
                 + ("" if self._config.heads == ("chunked",) else ", or head='chunked', which never makes whole logits")
             ) from error

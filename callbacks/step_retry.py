@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from adacc_hf.errors import as_sentence
 from adacc_hf.profiling.gradient_hooks import has_gradient_hooks
 from adacc_hf.random_states import RandomStates, gpus_in_use
 from adacc_hf.rectifier import Rectifier
@@ -81,7 +82,7 @@ def run_with_retry(
     gc.collect()
     obstacle = before.restore() or tighten()
     if obstacle is not None:
-        raise torch.OutOfMemoryError(f"{message} {advice()}. The step was not tried again: {obstacle}")
+        raise torch.OutOfMemoryError(f"{as_sentence(message)} {advice()}. The step was not tried again: {obstacle}")
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     random_states.restore()
@@ -89,4 +90,4 @@ def run_with_retry(
     try:
         return run()
     except torch.OutOfMemoryError as error:
-        raise torch.OutOfMemoryError(f"{error} {advice()}. The step failed twice") from None
+        raise torch.OutOfMemoryError(f"{as_sentence(error)} {advice()}. The step failed twice") from None

@@ -50,3 +50,18 @@ def test_a_try_that_succeeds_leaves_the_generators_where_they_are():
     retry(run)
     retry(run)
     assert run.drawn[0] != run.drawn[1]
+
+
+@pytest.mark.parametrize(
+    ("said", "begins"),
+    [
+        ("Tried to allocate 20.00 MiB", "Tried to allocate 20.00 MiB. Take less. "),
+        ("Tried to allocate 20.00 MiB.", "Tried to allocate 20.00 MiB. Take less. "),
+        ("See (https://docs.pytorch.org/notes)\n", "See (https://docs.pytorch.org/notes). Take less. "),
+    ],
+)
+@pytest.mark.parametrize(("num_fails", "obstacle"), [(1, "there is nobody else"), (2, None)])
+def test_advice_is_a_sentence_of_its_own(said, begins, num_fails, obstacle):
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        retry(Failing("cpu", num_fails, said), tighten=lambda: obstacle)
+    assert str(caught.value).startswith(begins)
