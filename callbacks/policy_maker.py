@@ -197,8 +197,8 @@ class PolicyMaker:
             return self._profile(model, batch, optimizer, compute_loss)
         except torch.OutOfMemoryError as error:
             raise type(error)(
-                f"{as_sentence(error)} AdaccCallback was profiling a batch of {describe(batch_shapes(batch))}, which takes what one "
-                f"block makes on top of full recomputation: use a smaller batch or shorter sequences"
+                f"{as_sentence(error)} AdaccCallback was profiling a batch of {describe(batch_shapes(batch))}, which "
+                f"takes what one block makes on top of full recomputation: use a smaller batch or shorter sequences"
                 + ("" if self._config.heads == ("chunked",) else ", or head='chunked', which never makes whole logits")
             ) from error
 
