@@ -159,7 +159,7 @@ class Policy:
         return sum(choice.codec == MASK_CODEC for _, plan in self.blocks for _, choice in self.plans[plan].choices)
 
     def summary(self) -> str:
-        """One line for a log. Masks that become bits, which loses nothing, are counted apart from what is compressed."""
+        """One line for a log. Masks that become bits, at no loss, are counted apart from what is compressed."""
         counts, num_masks = self.action_counts(), self._num_masks()
         counts[Action.COMPRESS.value] -= num_masks
         actions = ", ".join(f"{counts[action.value]} {action.value}" for action in Action)
