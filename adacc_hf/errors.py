@@ -28,6 +28,10 @@ class InfeasibleBudgetError(AdaccError, ValueError):
         return type(self), (str(self), self.smallest_budget_bytes, self.bound_bytes)
 
 
+class OptimizerStateError(AdaccError, ValueError):
+    """What state an optimizer will have, which has none yet, cannot be known."""
+
+
 class NoBlocksError(AdaccError, ValueError):
     """The model has no repeated transformer blocks that this package can find."""
 
