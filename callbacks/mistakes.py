@@ -72,7 +72,7 @@ def refuse_second_callback(callback: TrainerCallback, trainer: Trainer) -> None:
 
 def warn_of_checkpointing(args: TrainingArguments, config: AdaccConfig) -> None:
     """Say that a policy takes the place of torch's checkpointing, which TRL's arguments switch on by default."""
-    if getattr(args, CHECKPOINTING):
+    if getattr(args, CHECKPOINTING, False):  # without a Trainer, whoever calls gives what arguments there are
         log.warning(
             "Adacc: gradient_checkpointing=True (the default of TRL's arguments): once there is a policy, it takes the "
             "place of checkpointing, and its peak may be higher than that of checkpointing, as memory_budget=%r "
