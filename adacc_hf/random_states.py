@@ -52,13 +52,14 @@ class RandomStates:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         indices = {_index(device) for device in devices if device.type == "cuda"}
-        self._cpu = torch.get_rng_state()
+        # As bytes: a tensor of 5 KB would be live, and counted, for as long as this is held.
+        self._cpu = torch.get_rng_state().numpy().tobytes()
         self._cuda = {index: torch.cuda.get_rng_state(index) for index in sorted(indices)}
         self._python = PythonStates()
 
     def restore(self) -> None:
         """Put the generators into these states."""
-        torch.set_rng_state(self._cpu)
+        torch.set_rng_state(torch.frombuffer(bytearray(self._cpu), dtype=torch.uint8))
         for index, state in self._cuda.items():
             torch.cuda.set_rng_state(state, index)
         self._python.restore()
