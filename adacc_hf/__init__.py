@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         InfeasibleBudgetError,
         NestedHooksError,
         NoBlocksError,
+        OptimizerStateError,
         PolicyMismatchError,
         TapeMismatchError,
     )
@@ -44,6 +45,7 @@ _EXPORTS = {
     "InfeasibleBudgetError": "adacc_hf.errors",
     "NestedHooksError": "adacc_hf.errors",
     "NoBlocksError": "adacc_hf.errors",
+    "OptimizerStateError": "adacc_hf.errors",
     "PolicyMismatchError": "adacc_hf.errors",
     "TapeMismatchError": "adacc_hf.errors",
     "apply_policy": "adacc_hf.executor",

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from adacc_hf.caching_warning import CachingWarning
 from adacc_hf.calls import call_name, num_calls
 from adacc_hf.compat import (
     FLAG,
@@ -61,6 +62,10 @@ class Checkpointed:
 
 class WhileTraining:
     """A flag that is true while gradients are on, so that generate() in train mode keeps its cache."""
+
+    def __init__(self, was_on: bool = False) -> None:
+        self.was_on = was_on
+        """Whether others had switched checkpointing on."""
 
     def __bool__(self) -> bool:
         return torch.is_grad_enabled()
@@ -159,6 +164,7 @@ class Installation:
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 self._set(module, SETTER, Reinstaller(self, getattr(module, SETTER)))
+        self._caching_warning = CachingWarning(_is_on_for_us)
 
     def remove(self) -> None:
         """Put everything back as it was. Harmless when called again."""
@@ -171,6 +177,7 @@ class Installation:
         for function in self.blocks.values():
             function.block = None
             function.step.reset()
+        self._caching_warning.remove()
 
     def expect(self, calls: Iterable[str]) -> None:
         """Have `functions` hold these calls, in this order, all of all blocks; a step begins with the next call."""
@@ -195,7 +202,7 @@ class Installation:
             if self._wraps_forward and isinstance(function.block, GradientCheckpointingLayer):
                 function.block.__dict__[FLAG] = False
             elif isinstance(function.block, GradientCheckpointingLayer):
-                function.block.__dict__[FLAG] = WhileTraining()
+                function.block.__dict__[FLAG] = WhileTraining(was_on=True)
                 function.block.__dict__[FUNCTION] = function
             for inner in _inner_layers(function.block):
                 inner.__dict__[FLAG] = False
@@ -219,7 +226,7 @@ class Installation:
         for inner in _inner_layers(block):  # checkpointed inside a block, they would be recomputed under any plan
             self._set(inner, FLAG, False)
         if not self._wraps_forward:
-            self._set(block, FLAG, WhileTraining())
+            self._set(block, FLAG, WhileTraining(was_on=bool(getattr(block, FLAG, False))))
             self._set(block, FUNCTION, function)
             return
         if isinstance(block, GradientCheckpointingLayer):
@@ -229,6 +236,12 @@ class Installation:
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         self._undo.append((module, name, module.__dict__.get(name, _ABSENT)))
         module.__dict__[name] = value
+
+
+def _is_on_for_us(layer: nn.Module) -> bool:
+    """Whether `layer` takes itself to be checkpointed since a function stands around it, and for no other reason."""
+    flag = layer.__dict__.get(FLAG)
+    return isinstance(flag, WhileTraining) and not flag.was_on
 
 
 class WrappedForward:

@@ -12,6 +12,8 @@ from adacc_hf.policy import HEADS, Action
 from adacc_hf.units import MOST_BYTES, parse_bytes
 
 TRACKING_NAMES = ("exponential", "off")
+LEAST_BUDGET_BYTES = 64 * 1024
+"""The smallest budget in bytes. Nothing trains in less: a smaller number is a fraction or a size without its unit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +25,10 @@ class AdaccConfig:
 
     A float in (0, 1]: that fraction of the activation bytes that plain training keeps for backward
     (`Profile.plain_stored_bytes`); 1.0 asks for nothing, small fractions approach full recomputation.
-    An int, or a string such as "20GiB": bytes that the peak of a whole training step keeps to, with parameters,
-    gradients and optimizer state. "auto": the same, with the bytes that this process holds and those that are free on
-    the device when it profiles, less `memory_margin`. If plain training keeps to the budget, nothing is done.
+    An int from 65536, or a string such as "20GiB": bytes that the peak of a whole training step keeps to, with
+    parameters, gradients and optimizer state. "auto": the same, with the bytes that this process holds and those that
+    are free on the device when it profiles, less `memory_margin`. If plain training keeps to the budget, nothing is
+    done.
     """
     memory_margin: float = 0.05
     """Fraction, 0 to 0.9, of what the device has for this process that "auto" leaves free, for rounding and all that no
@@ -164,17 +167,31 @@ class AdaccConfig:
         return replace(self, **overrides)
 
 
-def check_memory_budget(budget: str | float | int) -> None:
-    """Raise ValueError unless `budget` is one of the four forms that `AdaccConfig.memory_budget` describes."""
+def check_memory_budget(budget: str | float | int, least_bytes: int = LEAST_BUDGET_BYTES) -> None:
+    """Raise ValueError unless `budget` is one of the four forms that `AdaccConfig.memory_budget` describes.
+
+    A number of bytes must be `least_bytes` or more.
+    """
     allowed = 'use "auto", a float in (0, 1], a number of bytes as an int, or a size such as "20GiB"'
     if isinstance(budget, bool) or not isinstance(budget, (str, int, float)):
         raise ValueError(f"memory_budget={budget!r} has type {type(budget).__name__}: {allowed}")
     if isinstance(budget, float) and not 0.0 < budget <= 1.0:
         raise ValueError(f"memory_budget={budget!r} is outside (0, 1]: {allowed}")
-    if isinstance(budget, str) and budget != "auto":
-        budget = parse_bytes(budget, "memory_budget")
-    if isinstance(budget, int) and not 0 < budget <= MOST_BYTES:
-        raise ValueError(f"memory_budget={budget!r} is outside [1, {MOST_BYTES}] bytes: {allowed}")
+    if budget == "auto" or isinstance(budget, float):
+        return
+    num_bytes = parse_bytes(budget, "memory_budget") if isinstance(budget, str) else budget
+    if not least_bytes <= num_bytes <= MOST_BYTES:
+        meant = what_was_meant(num_bytes)
+        raise ValueError(f"memory_budget={budget!r} is outside [{least_bytes}, {MOST_BYTES}] bytes{meant}: {allowed}")
+
+
+def what_was_meant(num_bytes: int) -> str:
+    """Words to add to a message on a budget of `num_bytes` that nothing trains in; none for one that is no such."""
+    if not 0 < num_bytes < LEAST_BUDGET_BYTES:
+        return ""
+    size = f'"{num_bytes}GiB"' if num_bytes <= 1024 else f'"{num_bytes}MiB"'
+    fraction = "1.0, all that plain training stores, or " if num_bytes == 1 else ""
+    return f", which may have been meant as {fraction}{size}"
 
 
 def _store_tuple(config: AdaccConfig, name: str) -> None:

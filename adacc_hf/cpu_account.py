@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,23 @@ _LIBRARY = {"darwin": "libc10.dylib", "win32": "c10.dll"}.get(sys.platform, "lib
 _FLAG = "FLAGS_caffe2_report_cpu_memory_usage"
 
 
-def _find_flag() -> ctypes.c_bool | None:
-    """The switch of c10 by which every thread enters what it takes and frees; None in a build without it."""
+_THRESHOLD = "FLAGS_caffe2_log_level"
+_ERROR = 2
+"""c10's level of errors: 0 is information, 1 warnings."""
+
+
+def _find(name: str, kind: type[Any]) -> Any:
+    """c10's variable `name`, of the ctypes class `kind`; None in a build without it."""
     try:
-        return ctypes.c_bool.in_dll(ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / _LIBRARY)), _FLAG)
+        return kind.in_dll(ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / _LIBRARY)), name)
     except (OSError, ValueError):
         return None
 
 
-flag = _find_flag()
+flag: ctypes.c_bool | None = _find(_FLAG, ctypes.c_bool)
+"""The switch by which every thread enters what it takes and frees."""
+threshold: ctypes.c_int | None = _find(_THRESHOLD, ctypes.c_int)
+"""The level from which c10 writes to stderr; Python's warnings, and torch's that become such, do not ask it."""
 
 
 @contextmanager
@@ -33,15 +41,25 @@ def all_threads_counted() -> Iterator[None]:
 
     Gloo's threads are often the last to hold a tensor that ranks have exchanged: it would count as live for good. Where
     `flag` is None it still does.
+
+    c10 warns of each thousandth block that is freed and was taken before, from the first one on, by which nobody is
+    helped: its warnings, of which it has hardly others, are not written meanwhile; its errors are.
     """
-    if flag is None:
+    with ExitStack() as changed:
+        if flag is not None:
+            changed.enter_context(_set_to(flag, True))
+        if threshold is not None:
+            changed.enter_context(_set_to(threshold, max(_ERROR, threshold.value)))
         yield
-        return
-    before, flag.value = flag.value, True
+
+
+@contextmanager
+def _set_to(variable: Any, value: Any) -> Iterator[None]:
+    before, variable.value = variable.value, value
     try:
         yield
     finally:
-        flag.value = before
+        variable.value = before
 
 
 def readings(profiled: profile, mark: str) -> list[int | None]:

@@ -1,6 +1,12 @@
 """The errors a user can meet. Each message names the setting, its value, the allowed range and the next step."""
 
 
+def as_sentence(text: object) -> str:
+    """`text`, a message of others', with a full stop at its end unless it has one: for what is said after it."""
+    stripped = str(text).rstrip()
+    return stripped if stripped.endswith((".", "!", "?")) else f"{stripped}."
+
+
 class AdaccError(Exception):
     """Base of every error of this package that is not a plain ValueError or FileNotFoundError."""
 
@@ -20,6 +26,10 @@ class InfeasibleBudgetError(AdaccError, ValueError):
 
     def __reduce__(self) -> tuple[type, tuple[str, int, int]]:
         return type(self), (str(self), self.smallest_budget_bytes, self.bound_bytes)
+
+
+class OptimizerStateError(AdaccError, ValueError):
+    """What state an optimizer will have, which has none yet, cannot be known."""
 
 
 class NoBlocksError(AdaccError, ValueError):

@@ -289,10 +289,55 @@ def count_static_bytes(
     tensors += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     tensors += [leaf for leaf in tree_leaves(dict(batch)) if isinstance(leaf, torch.Tensor)]
     if optimizer is not None:
-        states = optimizer.state.values()
-        tensors += [leaf for leaf in tree_leaves(list(states)) if isinstance(leaf, torch.Tensor)]
+        tensors += optimizer_tensors(optimizer)
     device = next(model.parameters()).device
     return distinct_bytes(tensor for tensor in tensors if tensor.device == device)
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors that `optimizer` holds besides its parameters: its state, and what it keeps beside that.
+
+    GrokAdamW has its state in its groups, AdaLomo in attributes of its own, and what GaLore projects with is in an
+    object of its state.
+    """
+    found = tensors_in([*optimizer.state.values()])  # which DeepSpeed's has too, that is none of torch's
+    for member in members_of(optimizer):
+        groups = [value for group in member.param_groups for name, value in group.items() if name != "params"]
+        found += tensors_in([*member.state.values(), *groups]) + tensors_beside_state(member)
+    return found
+
+
+def tensors_beside_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors that `optimizer` holds in attributes of its own, for all parameters together."""
+    leaves = tree_leaves([value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")])
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def members_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that `optimizer` stands for: itself, the one in Accelerate's, or those of each layer (GaLore)."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    layers = getattr(optimizer, "optimizer_dict", None)
+    return list(layers.values()) if isinstance(layers, dict) and layers else [optimizer]
+
+
+def tensors_in(held: Any) -> list[torch.Tensor]:
+    """The tensors in containers, and those that objects in them have as attributes."""
+    leaves = tree_leaves(held)
+    leaves += [leaf for one in leaves if _is_record(one) for leaf in tree_leaves(vars(one))]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that Accelerate's `optimizer` stands around; any other itself."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def _is_record(value: object) -> bool:
+    """Whether `value` is an object with attributes, and no tensor, module, class or function."""
+    return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, torch.Tensor)
 
 
 def batch_bytes(batch: Mapping[str, Any]) -> int:

@@ -29,6 +29,8 @@ FORMAT_VERSION = 2
 COMPILED_FORMAT = "adacc_hf.compiled_policy"
 """What the file of a policy for compiled graphs says it is; see `adacc_hf/partitioner/region.py`."""
 HEADS = ("plain", "chunked")
+MASK_CODEC = "bitmask"
+"""The codec of masks, which stores a bit per element and loses nothing."""
 IDLE_KIND = "idle"
 """What stands for a tape's digest in the plan of a block that the profiled batch ran without gradients alone: there is
 nothing to decide. See `adacc_hf/profiling/idle_blocks.py`."""
@@ -152,10 +154,16 @@ class Policy:
             counts.update(choice.action.value for _, choice in self.plans[plan].choices)
         return counts
 
+    def _num_masks(self) -> int:
+        """How many of the activations that all blocks compress are masks that become bits."""
+        return sum(choice.codec == MASK_CODEC for _, plan in self.blocks for _, choice in self.plans[plan].choices)
+
     def summary(self) -> str:
-        """One line for a log."""
-        counts = self.action_counts()
+        """One line for a log. Masks that become bits, at no loss, are counted apart from what is compressed."""
+        counts, num_masks = self.action_counts(), self._num_masks()
+        counts[Action.COMPRESS.value] -= num_masks
         actions = ", ".join(f"{counts[action.value]} {action.value}" for action in Action)
+        actions += f", {num_masks} mask{'' if num_masks == 1 else 's'} as bits" if num_masks else ""
         head = "" if self.head == "plain" else f", {self.head} head"
         num_blocks = len(num_calls(name for name, _ in self.blocks))
         again = "" if num_blocks == len(self.blocks) else f" called {len(self.blocks)} times"

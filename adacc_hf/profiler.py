@@ -6,7 +6,7 @@ under full recomputation, measure memory, with one block of each kind watched cl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,6 +45,7 @@ def profile_model(
     instruments: Instruments | None = None,
     gradient_accumulation_steps: int = 1,
     optimizer_step_bytes: int = 0,
+    optimizer_state_bytes: int | None = None,
     compute_loss: ComputeLoss | None = None,
     no_sync: NoSync | None = None,
     all_sizes: bool = False,
@@ -56,8 +57,10 @@ def profile_model(
     model again, is there once for each call. One that runs without gradients alone has nothing to decide.
 
     Args:
-        optimizer: if given, its state is static memory, and its step a moment of the training step.
+        optimizer: if given, its state is static memory, and its step a moment of the training step. What it has yet to
+            make is in the plan too.
         optimizer_step_bytes: what clipping and the optimizer's step take for a while (`measure_optimizer_step`).
+        optimizer_state_bytes: what the optimizer has yet to make, 0 or more; None finds out.
         gradient_accumulation_steps: micro-batches per step; all of them are on the device, and the later ones find the
             gradients of the first.
         no_sync: what all of them but the last run in, if it puts off the exchange of gradients (the `no_sync` of FSDP):
@@ -71,13 +74,18 @@ def profile_model(
 
     Raises NoBlocksError for a model without repeated blocks, NestedHooksError if other saved-tensor hooks are active,
     CompiledBlockError if torch.compile compiles the blocks, ChunkedHeadError if the config wants a chunked head that
-    the model cannot have, UncalledBlocksError for a batch that leaves blocks out, ValueError for one without a loss.
+    the model cannot have, UncalledBlocksError for a batch that leaves blocks out, OptimizerStateError for an optimizer
+    whose coming state cannot be known, ValueError for a batch without a loss.
     """
     config = config or AdaccConfig()
     instruments = instruments or StoringInstruments(ProfileStore())
     _check_trainable(model, batch)
     _check_not_below("gradient_accumulation_steps", gradient_accumulation_steps, 1)
     _check_not_below("optimizer_step_bytes", optimizer_step_bytes, 0)
+    if optimizer_state_bytes is not None:
+        _check_not_below("optimizer_state_bytes", optimizer_state_bytes, 0)
+    elif optimizer is not None:
+        coming_state_bytes(optimizer, model.parameters())  # before minutes are spent on what it may refuse
     device = next(model.parameters()).device
     gradients = [p.grad for p in model.parameters() if p.grad is not None and p.grad.device == device]
     step = _Step(
@@ -86,6 +94,7 @@ def profile_model(
         other_batches_bytes=(gradient_accumulation_steps - 1) * batch_bytes(batch),
         optimizer_bytes=None if optimizer is None else optimizer_step_bytes,
         optimizer=optimizer,
+        coming_bytes=optimizer_state_bytes,
         accumulates=gradient_accumulation_steps > 1,
         no_sync=no_sync,
     )
@@ -122,23 +131,31 @@ class _Step:
     optimizer_bytes: int | None
     """What clipping and the optimizer take for a while; None without an optimizer."""
     optimizer: torch.optim.Optimizer | None
+    coming_bytes: int | None
+    """State that the optimizer has yet to make; None where that is what it makes for all that a step trains."""
     accumulates: bool
     no_sync: NoSync | None
 
+    def training(self, parameters: Iterable[nn.Parameter]) -> _Step:
+        """The same, known to train `parameters`."""
+        if self.optimizer is None or self.coming_bytes is not None:
+            return self
+        return replace(self, coming_bytes=coming_state_bytes(self.optimizer, parameters))
+
     def live_bytes(self, layout: StepLayout) -> int:
         """What is live before the micro-batch that `layout` measured."""
-        return self._between_steps_bytes(layout) + layout.earlier_bytes
+        return self._between_steps_bytes + layout.earlier_bytes
 
     def optimizer_peak_bytes(self, layout: StepLayout) -> int:
         """Most bytes live once all gradients are there; 0 without an optimizer."""
         if self.optimizer_bytes is None:
             return 0
-        return self._between_steps_bytes(layout) + layout.gradient_bytes + self.optimizer_bytes
+        return self._between_steps_bytes + layout.gradient_bytes + self.optimizer_bytes
 
-    def _between_steps_bytes(self, layout: StepLayout) -> int:
-        """What is live before a step, once the optimizer has a state for all that `layout` trained."""
-        coming = 0 if self.optimizer is None else coming_state_bytes(self.optimizer, layout.trained)
-        return self.static_bytes + self.other_batches_bytes + coming
+    @property
+    def _between_steps_bytes(self) -> int:
+        """What is live before a step, once the optimizer has a state for all that is trained."""
+        return self.static_bytes + self.other_batches_bytes + (self.coming_bytes or 0)
 
 
 def _profile(
@@ -192,6 +209,7 @@ def _profile(
     )
     layout = measure()
     survey.learn_orders(layout.events)
+    step = step.training(layout.trained)
     static_bytes = step.live_bytes(layout)
     replay_bytes = sum(shared[index].nbytes for index in {index for kind in kinds for index in kind.held})
     held_bytes = sum(record.nbytes for record in shared if record.saved) + replay_bytes

@@ -45,20 +45,31 @@ class PythonStates:
 
 
 class RandomStates:
-    """The states of all default generators now: the CPU's, those of the GPUs among `devices`, Python's and numpy's."""
+    """The states of all default generators now: the CPU's, those of the GPUs among `devices`, Python's and numpy's.
+
+    A GPU's generator keeps its seed and offset on the host: to read them waits for no kernel (rule R10).
+    """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         indices = {_index(device) for device in devices if device.type == "cuda"}
-        self._cpu = torch.get_rng_state()
+        # As bytes: a tensor of 5 KB would be live, and counted, for as long as this is held.
+        self._cpu = torch.get_rng_state().numpy().tobytes()
         self._cuda = {index: torch.cuda.get_rng_state(index) for index in sorted(indices)}
         self._python = PythonStates()
 
     def restore(self) -> None:
         """Put the generators into these states."""
-        torch.set_rng_state(self._cpu)
+        torch.set_rng_state(torch.frombuffer(bytearray(self._cpu), dtype=torch.uint8))
         for index, state in self._cuda.items():
             torch.cuda.set_rng_state(state, index)
         self._python.restore()
+
+
+def gpus_in_use() -> list[torch.device]:
+    """The GPUs that this process may draw random numbers on; none is woken up by asking."""
+    if not torch.cuda.is_initialized():
+        return []
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from adacc_hf.callbacks.mistakes import (
     refuse_data_parallel,
     refuse_second_callback,
     refuse_second_run,
+    warn_of_checkpointing,
     warn_of_short_run,
 )
 from adacc_hf.callbacks.policy_figures import metrics, predictions
@@ -143,6 +144,7 @@ class AdaccCallback(TrainerCallback):
             begun = begin_compiled_run(self.config, model, self._note, self._given, checkpoint)
             self._compiled, self.history = begun
             return
+        warn_of_checkpointing(args, self.config)
         saved = self._known_policy(args)
         if saved is not None:
             self._resume(args, state, model, saved)

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from adacc_hf.callbacks.trainer_guard import TrainerGuard, calling_trainer
+from adacc_hf.compat import CHECKPOINTING
 from adacc_hf.config import AdaccConfig
 from adacc_hf.policy import Policy
 
@@ -66,6 +67,18 @@ def refuse_second_callback(callback: TrainerCallback, trainer: Trainer) -> None:
         raise ValueError(
             f"the Trainer has {len(same)} callbacks of class {type(callback).__name__}, and a block can follow one "
             f"policy only: leave one of them in callbacks=[...]"
+        )
+
+
+def warn_of_checkpointing(args: TrainingArguments, config: AdaccConfig) -> None:
+    """Say that a policy takes the place of torch's checkpointing, which TRL's arguments switch on by default."""
+    if getattr(args, CHECKPOINTING, False):  # without a Trainer, whoever calls gives what arguments there are
+        log.warning(
+            "Adacc: gradient_checkpointing=True (the default of TRL's arguments): once there is a policy, it takes the "
+            "place of checkpointing, and its peak may be higher than that of checkpointing, as memory_budget=%r "
+            "allows; set gradient_checkpointing=False to have this line no more, and a smaller memory_budget to save "
+            "more",
+            config.memory_budget,
         )
 
 

@@ -20,12 +20,13 @@ from adacc_hf.callbacks.optimizer_watch import OptimizerWatch
 from adacc_hf.callbacks.profiling import profile_at
 from adacc_hf.callbacks.trainer_figures import keep_figures
 from adacc_hf.config import AdaccConfig
-from adacc_hf.errors import InfeasibleBudgetError, UncalledBlocksError
+from adacc_hf.errors import InfeasibleBudgetError, OptimizerStateError, UncalledBlocksError, as_sentence
 from adacc_hf.memory import FRAGMENTS, segments_expand
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
 from adacc_hf.profiler import profile_model
 from adacc_hf.profiling.counted_step import with_missing
+from adacc_hf.profiling.optimizer_memory import coming_state_bytes
 from adacc_hf.profiling.own_loss import ComputeLoss
 from adacc_hf.profiling.step_memory import NoSync
 from adacc_hf.ranks import (
@@ -201,8 +202,8 @@ class PolicyMaker:
             return self._profile(model, batch, optimizer, compute_loss)
         except torch.OutOfMemoryError as error:
             raise type(error)(
-                f"{error} AdaccCallback was profiling a batch of {describe(batch_shapes(batch))}, which takes what one "
-                f"block makes on top of full recomputation: use a smaller batch or shorter sequences"
+                f"{as_sentence(error)} AdaccCallback was profiling a batch of {describe(batch_shapes(batch))}, which "
+                f"takes what one block makes on top of full recomputation: use a smaller batch or shorter sequences"
                 + ("" if self._config.heads == ("chunked",) else ", or head='chunked', which never makes whole logits")
             ) from error
 
@@ -222,6 +223,7 @@ class PolicyMaker:
                     optimizer,
                     gradient_accumulation_steps=self._num_micro,
                     optimizer_step_bytes=self.optimizer.nbytes,
+                    optimizer_state_bytes=self._coming_bytes(model, optimizer),
                     compute_loss=compute_loss,
                     no_sync=self._no_sync(model),
                     all_sizes=self.all_sizes,
@@ -229,6 +231,20 @@ class PolicyMaker:
             return common_profile(profile)
         finally:
             model.train(was_training)
+
+    def _coming_bytes(self, model: nn.Module, optimizer: Any) -> int | None:
+        """State that is said to come, where nobody can know it: none, until a step is counted. None where it is known.
+
+        After `profile_steps` steps there is state, unless the Trainer left them out (fp16 that overflows).
+        """
+        if optimizer is None or self.inner_steps.were_seen:
+            return 0
+        try:
+            coming_state_bytes(optimizer, model.parameters())
+        except OptimizerStateError as error:
+            log.warning("Adacc: %s; until a step is counted, the plan is without it", error)
+            return 0
+        return None
 
     def _no_sync(self, model: nn.Module) -> NoSync | None:
         """What the Trainer runs the micro-batches before a step's last one in, where ranks hold parts of gradients."""

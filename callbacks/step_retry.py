@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from adacc_hf.errors import as_sentence
 from adacc_hf.profiling.gradient_hooks import has_gradient_hooks
+from adacc_hf.random_states import RandomStates, gpus_in_use
 from adacc_hf.rectifier import Rectifier
 from adacc_hf.solving.budget import Budget
 
@@ -65,12 +67,13 @@ class GradientsBefore:
 def run_with_retry(
     run: Callable[[], Any], model: nn.Module, tighten: Callable[[], str | None], advice: Callable[[], str]
 ) -> Any:
-    """What `run` returns, tried once more if it runs out of memory.
+    """What `run` returns, tried once more if it runs out of memory, with the random numbers of the first try.
 
     `tighten` frees what it can and lowers what the next attempt needs; it returns why it cannot, or None. Raises
     torch.OutOfMemoryError with `advice` if the first attempt cannot be repeated or the second one fails too.
     """
     before = GradientsBefore(model)
+    random_states = RandomStates(gpus_in_use())  # some 45 microseconds
     try:
         return run()
     except torch.OutOfMemoryError as error:
@@ -79,11 +82,12 @@ def run_with_retry(
     gc.collect()
     obstacle = before.restore() or tighten()
     if obstacle is not None:
-        raise torch.OutOfMemoryError(f"{message} {advice()}. The step was not tried again: {obstacle}")
+        raise torch.OutOfMemoryError(f"{as_sentence(message)} {advice()}. The step was not tried again: {obstacle}")
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    random_states.restore()
     log.warning("Adacc: out of memory (%s); trying the step again under a tighter policy", message.splitlines()[0])
     try:
         return run()
     except torch.OutOfMemoryError as error:
-        raise torch.OutOfMemoryError(f"{error} {advice()}. The step failed twice") from None
+        raise torch.OutOfMemoryError(f"{as_sentence(error)} {advice()}. The step failed twice") from None

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from adacc_hf.config import AdaccConfig, check_memory_budget
+from adacc_hf.config import AdaccConfig, check_memory_budget, what_was_meant
 from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.simulator import simulate
 from adacc_hf.solving.mixture import fixed_bytes
@@ -29,7 +29,7 @@ class Budget:
     @classmethod
     def resolve(cls, given: str | float | int, profile: Profile, config: AdaccConfig) -> Budget:
         """Raises ValueError unless `given` is one of the forms that `AdaccConfig.memory_budget` describes."""
-        check_memory_budget(given)
+        check_memory_budget(given, least_bytes=1)  # `infeasible_peak` says what a small one may have been meant as
         if isinstance(given, float):
             # The factor makes up for rounding: (n / plain) * plain must not come out below n.
             return cls(given, int(given * profile.plain_stored_bytes * (1 + 4e-16)), of_peak=False)
@@ -58,9 +58,10 @@ def infeasible_peak(
 ) -> InfeasibleBudgetError:
     outcome = simulate(profile, [column.plan for column in floor])
     needed = outcome.peak_bytes
+    meant = f"{said}," if (said := what_was_meant(budget.nbytes)) else ""
     origin = f" ({budget.nbytes} bytes)" if isinstance(budget.given, str) else ""
     return InfeasibleBudgetError(
-        f"memory_budget={budget.given!r}{origin} is below the least possible peak of {needed} bytes "
+        f"memory_budget={budget.given!r}{origin}{meant} is below the least possible peak of {needed} bytes "
         f"({format_bytes(needed)}), reached in {outcome.peak_label!r} with actions={config.actions!r} and a "
         f"{profile.head} head: {format_bytes(profile.static_bytes)} are live before a forward (parameters, optimizer "
         f"state, batches), and at least {format_bytes(outcome.stored_bytes)} are stored for backward. Raise "

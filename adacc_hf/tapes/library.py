@@ -55,6 +55,7 @@ class TapeLibrary:
         self._orders: dict[str, tuple[int, ...]] = {}
         """In which order backward asks for saved tensors, by structure: sizes do not change it."""
         self._warned: set[str] = set()
+        self._has_unplanned = False
 
     def verified(self, recorder: Recorder) -> Tape:
         """The tape of what `recorder` saw; replay is verified for the first of its kind."""
@@ -216,11 +217,16 @@ class TapeLibrary:
         )
 
     def warn_unplanned(self, name: str, tape: Tape) -> None:
-        """Say once per kind that a shape has no plan."""
-        self._warn_once(
-            tape,
-            "Adacc: given %s, block %s and others like it run other operators than when profiled; all that can be is "
-            "recomputed there",
+        """Say once that a shape has no plan, and what to do; of further kinds and shapes it is information."""
+        if tape.structure in self._warned:
+            return
+        self._warned.add(tape.structure)
+        level, self._has_unplanned = logging.INFO if self._has_unplanned else logging.WARNING, True
+        log.log(
+            level,
+            "Adacc: given %s, block %s and others like it run other operators than when profiled, as a smaller last "
+            "batch or one without padding does: such batches are trained with the least memory that is lossless; to "
+            "have none, set dataloader_drop_last=True, or pad to one length",
             ", ".join(str(value.ref.geometry[0]) for value in tape.values if tape.is_block_input(value.index)),
             name,
         )

@@ -1,6 +1,7 @@
 """Settings outside their range are refused by name, with the range."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -17,7 +18,7 @@ def test_the_defaults_are_valid_and_frozen():
         config.group_size = 32
 
 
-@pytest.mark.parametrize("budget", ["auto", "20GiB", "1 gb", "123", 1, 10**12, 1.0, 1e-9])
+@pytest.mark.parametrize("budget", ["auto", "20GiB", "1 gb", "65536", 65536, 10**12, 1.0, 1e-9])
 def test_budgets_of_every_form_are_taken(budget):
     assert AdaccConfig(memory_budget=budget).memory_budget == budget
 
@@ -28,6 +29,22 @@ def test_budgets_of_every_form_are_taken(budget):
 def test_other_budgets_are_refused(budget):
     with pytest.raises(ValueError, match="memory_budget="):
         check_memory_budget(budget)
+
+
+@pytest.mark.parametrize(
+    ("budget", "meant"),
+    [
+        (1, r'as 1\.0, all that plain training stores, or "1GiB": use'),
+        ("1", r'as 1\.0, all that plain training stores, or "1GiB": use'),
+        (20, 'as "20GiB": use'),
+        ("20 B", 'as "20GiB": use'),
+        (40_000, 'as "40000MiB": use'),
+    ],
+)
+def test_a_number_without_its_unit_is_refused_with_what_may_have_been_meant(budget, meant):
+    written = re.escape(repr(budget))
+    with pytest.raises(ValueError, match=rf"memory_budget={written} is outside \[65536, \d+\] bytes, .* {meant}"):
+        AdaccConfig(memory_budget=budget)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """What threads other than the profiled one take and free, in the account of the CPU's allocator."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -70,3 +72,30 @@ def test_the_switch_is_left_as_it_was_after_an_error():
     with pytest.raises(KeyError), all_threads_counted():
         raise KeyError
     assert not cpu_account.flag.value
+
+
+FREE_WHAT_WAS_THERE = """
+import os, sys, torch
+from adacc_hf.memory import CpuMemoryMeter
+
+before = torch.empty(1000)
+with CpuMemoryMeter():
+    del before
+    print("the user's line", file=sys.stderr, flush=True)
+    os.write(2, b"a library's line\\n")
+"""
+
+
+def test_blocks_that_were_there_before_are_freed_without_a_word():
+    """torch says so once per process: hence one of its own."""
+    run = subprocess.run([sys.executable, "-c", FREE_WHAT_WAS_THERE], capture_output=True, text=True, check=True)
+    assert "of unknown size" not in run.stderr
+    assert "the user's line\na library's line\n" in run.stderr
+
+
+@pytest.mark.skipif(cpu_account.threshold is None, reason="a build without the variable")
+def test_the_threshold_is_as_it_was_afterwards():
+    before = cpu_account.threshold.value
+    with all_threads_counted():
+        assert cpu_account.threshold.value == max(2, before)
+    assert cpu_account.threshold.value == before

@@ -87,6 +87,18 @@ def test_a_shape_with_other_operators_recomputes(gpt2, token_batch, recomputing,
     assert "given (1, 12, 32), block transformer.h.0 and others like it run other operators" in record.message
 
 
+def test_other_operators_are_said_once_with_what_to_do(gpt2, token_batch, recomputing, run_steps, caplog):
+    """Smaller last batches are ordinary, and each of their shapes has operators of its own."""
+    with apply_policy(gpt2, recomputing), caplog.at_level(logging.INFO):
+        run_steps(gpt2, token_batch(), num_steps=1)
+        for batch in (token_batch(1, 12), token_batch(1, 1), token_batch(2, 1)):
+            run_steps(gpt2, batch, num_steps=1)
+    said = [record for record in caplog.records if "run other operators" in record.message]
+    assert [record.levelno for record in said] == [logging.WARNING, *[logging.INFO] * (len(said) - 1)]
+    assert len(said) > 1
+    assert "least memory that is lossless; to have none, set dataloader_drop_last=True, or pad" in said[0].message
+
+
 def test_padding_may_come_and_go(gpt2, batch, recomputing, run_steps, assert_same_steps):
     """Without padding there is no mask, and attention runs other operators at the same shape."""
     mask = torch.ones_like(batch["input_ids"])

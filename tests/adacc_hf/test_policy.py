@@ -73,6 +73,18 @@ def test_a_policy_names_its_plans_and_counts_its_actions(policy):
     assert "compress(outlier_int4)" in str(policy)
 
 
+def test_masks_that_become_bits_are_not_counted_as_compressed(profile):
+    """Two of each block's activations are dropout masks, which nothing is lost of."""
+    lossless = Policy.uniform(profile, "recompute")
+    assert ", 0 compress, " in lossless.summary()
+    assert ", 6 masks as bits; stored" in lossless.summary()
+    everything = Policy.uniform(profile, "compress")
+    num_lossy = everything.action_counts()["compress"] - 6
+    assert num_lossy > 0
+    assert f", {num_lossy} compress, 0 recompute, 6 masks as bits; stored" in everything.summary()
+    assert "bits" not in Policy.uniform(profile, "retain").summary()
+
+
 def test_only_all_retain_is_plain():
     assert Plan(kind="k", choices=((0, RETAIN), (1, RETAIN))).is_plain
     assert not Plan(kind="k", choices=((0, RETAIN), (1, RECOMPUTE))).is_plain

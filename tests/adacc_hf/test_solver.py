@@ -99,7 +99,8 @@ def test_gpt2_at_every_budget(gpt2_like_profile, attention, num_blocks):
 def test_gpt2_within_a_peak(gpt2_like_profile, attention):
     profile = gpt2_like_profile(num_blocks=12, attention=attention)
     plain_bytes = Policy.uniform(profile, "retain").predicted_peak_bytes
-    with pytest.raises(InfeasibleBudgetError) as error:
+    meant = r'memory_budget=1, which may have been meant as 1\.0, .* or "1GiB", is below the least possible peak'
+    with pytest.raises(InfeasibleBudgetError, match=meant) as error:
         solve_policy(profile, 1)
     floor = error.value.smallest_budget_bytes
     previous_ms = float("inf")

@@ -7,6 +7,7 @@ from accelerate import Accelerator, ParallelismConfig
 from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback, AdaccConfig
+from adacc_hf.compat import CHECKPOINTING
 
 
 class TrainInTheMidst(TrainerCallback):
@@ -108,3 +109,12 @@ class ShareSequences(TrainerCallback):
 def test_ranks_that_share_a_sequence_are_refused(train, lossless, monkeypatch):
     with pytest.raises(ValueError, match=r"cp_size=2: in ring attention each rank runs .*; set cp_size=1"):
         train([ShareSequences(monkeypatch), AdaccCallback(**lossless)])
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_policy_in_place_of_checkpointing_is_said_once(train, lossless, caplog, is_on):
+    """TRL's arguments switch checkpointing on by default."""
+    train([AdaccCallback(**lossless)], **{CHECKPOINTING: is_on})
+    said = [record.getMessage() for record in caplog.records if "gradient_checkpointing=True" in record.getMessage()]
+    assert len(said) == is_on
+    assert all("takes the place" in text and "memory_budget=0.6" in text for text in said)

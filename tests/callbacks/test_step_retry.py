@@ -1,0 +1,67 @@
+"""A micro-batch that is tried again: what the first try left behind is gone."""
+
+import random
+
+import numpy
+import pytest
+import torch
+
+from adacc_hf.callbacks.step_retry import run_with_retry
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+class Failing:
+    """A micro-batch that draws random numbers everywhere, and runs out of memory the first `num_fails` times."""
+
+    def __init__(self, device, num_fails=1, message="no room"):
+        self.device, self.num_fails, self.message, self.drawn = device, num_fails, message, []
+
+    def __call__(self):
+        self.drawn.append(
+            [
+                random.random(),
+                numpy.random.rand(),
+                *(torch.rand(1, device=where).item() for where in ("cpu", self.device)),
+            ]
+        )
+        if len(self.drawn) <= self.num_fails:
+            raise torch.OutOfMemoryError(self.message)
+        return "done"
+
+
+def retry(run, tighten=lambda: None, advice=lambda: "Take less"):
+    return run_with_retry(run, torch.nn.Linear(2, 2).to(run.device), tighten, advice)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_second_try_draws_what_the_first_drew(device):
+    def tighten():
+        torch.rand(3, device=device)
+
+    run = Failing(device)
+    assert retry(run, tighten) == "done"
+    first, second = run.drawn
+    assert first == second
+
+
+def test_a_try_that_succeeds_leaves_the_generators_where_they_are():
+    run = Failing("cpu", num_fails=0)
+    retry(run)
+    retry(run)
+    assert run.drawn[0] != run.drawn[1]
+
+
+@pytest.mark.parametrize(
+    ("said", "begins"),
+    [
+        ("Tried to allocate 20.00 MiB", "Tried to allocate 20.00 MiB. Take less. "),
+        ("Tried to allocate 20.00 MiB.", "Tried to allocate 20.00 MiB. Take less. "),
+        ("See (https://docs.pytorch.org/notes)\n", "See (https://docs.pytorch.org/notes). Take less. "),
+    ],
+)
+@pytest.mark.parametrize(("num_fails", "obstacle"), [(1, "there is nobody else"), (2, None)])
+def test_advice_is_a_sentence_of_its_own(said, begins, num_fails, obstacle):
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        retry(Failing("cpu", num_fails, said), tighten=lambda: obstacle)
+    assert str(caught.value).startswith(begins)
