@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 RUNS = Path(os.environ.get("ADACC_OTHERS") or ROOT / "runs" / "others")
 PACKAGES, SOURCES, MADE = RUNS / "packages", RUNS / "sources", RUNS / "made"
 
-LOSSLESS = {"memory_budget": 0.5, "actions": ("retain", "recompute")}
+LOSSLESS = {"memory_budget": 0.6, "actions": ("retain", "recompute")}
 """Under which training is bit-equal to training without the callback."""
 
 QWEN = "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5"
@@ -190,11 +190,9 @@ TESTS = [
         select="training",
     ),
     _trl_tests("sft", select="TestSFTTrainer or SFTTrainerTester"),
-    _trl_tests("reward"),
     _trl_tests("kto"),
     _trl_tests("grpo"),
     _trl_tests("rloo"),
-    _trl_tests("dpo"),
 ]
 
 CASES: list[Case] = [*SCRIPTS, *TRAINERS, *PEFT_METHODS, *TESTS]

@@ -169,24 +169,24 @@ def _answered() -> list[dict[str, str]]:
 
 
 DATA: dict[str, list[dict[str, Any]]] = {
-    "text": _rows(48, text=_sentences(6, 14)),
-    "preferences": _rows(48, prompt=lambda: f"{_short()} ", chosen=_long, rejected=_long),
-    "triples": _rows(48, prompt=lambda: f"{_short()} ", reference=_long, chosen=_long, rejected=_long),
-    "judged": _rows(48, prompt=lambda: f"{_short()} ", completion=_long, label=lambda: _draw.random() < 0.5),
-    "prompts": _rows(48, prompt=_short),
-    "answers": _rows(48, prompt=lambda: f"{_short()} ", completion=_long),
-    "chats": _rows(48, messages=lambda: _asked() + _answered()),
-    "chat preferences": _rows(48, prompt=_asked, chosen=_answered, rejected=_answered),
-    "chat prompts": _rows(48, prompt=_asked),
-    "chat answers": _rows(48, prompt=_asked, completion=_answered),
-    "quotes": _rows(24, quote=_sentences(6, 14), author=_short),
-    "feelings": _rows(24, sentence=_sentences(6, 14), label=lambda: _draw.randrange(2)),
+    "text": _rows(18, text=_sentences(6, 14)),
+    "preferences": _rows(18, prompt=lambda: f"{_short()} ", chosen=_long, rejected=_long),
+    "triples": _rows(18, prompt=lambda: f"{_short()} ", reference=_long, chosen=_long, rejected=_long),
+    "judged": _rows(18, prompt=lambda: f"{_short()} ", completion=_long, label=lambda: _draw.random() < 0.5),
+    "prompts": _rows(18, prompt=_short),
+    "answers": _rows(18, prompt=lambda: f"{_short()} ", completion=_long),
+    "chats": _rows(18, messages=lambda: _asked() + _answered()),
+    "chat preferences": _rows(18, prompt=_asked, chosen=_answered, rejected=_answered),
+    "chat prompts": _rows(18, prompt=_asked),
+    "chat answers": _rows(18, prompt=_asked, completion=_answered),
+    "quotes": _rows(18, quote=_sentences(6, 14), author=_short),
+    "feelings": _rows(18, sentence=_sentences(6, 14), label=lambda: _draw.randrange(2)),
 }
 
 
 def write_rows(target: Path, rows: list[dict[str, Any]]) -> None:
     """A folder that `load_dataset` takes, with a split to train on and one to look at, by both its names."""
     target.mkdir(parents=True)
-    seen, unseen = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    seen, unseen = rows[: len(rows) * 2 // 3], rows[len(rows) * 2 // 3 :]
     for split, part in {"train": seen, "validation": unseen, "test": unseen}.items():
         (target / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
