@@ -125,7 +125,7 @@ SCRIPTS = [
     _script("grpo", *GENERATION, data="prompts"),
     _script("grpo", *GENERATION, *LORA, "--beta", "0.1", label="grpo-lora", data="prompts"),
     _script("rloo", *GENERATION, data="prompts"),
-    _script("distillation", "--teacher_model_name_or_path", QWEN, data="chats"),
+    _script("distillation", "--teacher_model_name_or_path", QWEN, "--max_completion_length", "8", data="chat prompts"),
 ]
 
 _SHORT = {"max_length": 64}
