@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-gpu test-emulated bench eval tables style check clean
+.PHONY: help venv demo test test-gpu test-emulated test-others bench eval tables style check clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -38,6 +38,22 @@ test-emulated: $(INSTALLED) ## Run those tests on an emulated CUDA device (a C++
 	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python tests/emulated_cuda -m pytest -m gpu \
 		tests/adacc_hf/test_gpu.py tests/adacc_hf/partitioner tests/callbacks/test_gpu.py \
 		tests/eval/trials/test_contenders.py tests/eval/trials/test_trial.py
+
+# What is fetched stays out of .venv, in runs/, and so do the models and data that are made for it.
+OTHERS := runs/others
+FETCHED := $(OTHERS)/.fetched
+$(FETCHED): $(INSTALLED) tests/others/packages.txt tests/others/sources.txt
+	rm -rf $(OTHERS)/packages $(OTHERS)/sources
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --target $(OTHERS)/packages \
+		--requirement tests/others/packages.txt
+	$(BIN)/python -m pip download --disable-pip-version-check --quiet --no-deps --no-binary :all: --no-build-isolation \
+		--dest $(OTHERS)/sources --requirement tests/others/sources.txt
+	for archive in $(OTHERS)/sources/*.tar.gz; do tar -xzf $$archive -C $(OTHERS)/sources; done
+	for folder in $(OTHERS)/sources/*/tests; do touch $$folder/__init__.py; done
+	@touch $@
+
+test-others: $(FETCHED) ## Run others' scripts and tests with the callback and without, and compare
+	@HF_HUB_OFFLINE=1 $(BIN)/pytest -m others tests/others
 
 bench: $(INSTALLED) ## Time the executor and the codecs against what they replace
 	$(BIN)/python -m adacc_hf.eval.executor_bench

@@ -306,13 +306,14 @@ def _inner_layers(block: nn.Module) -> list[nn.Module]:
 
 
 def _refuse_prefix_tuning(model: nn.Module) -> None:
-    """Raise ValueError for prefix tuning: Transformers takes caches from blocks that a function stands around."""
+    """Raise ValueError for prefixes in a cache: Transformers takes caches from blocks that a function stands around."""
     adapters = [getattr(module, "peft_config", None) for module in model.modules()]
     configs = [config for each in adapters if isinstance(each, dict) for config in each.values()]
-    if any("PREFIX_TUNING" in str(getattr(config, "peft_type", None)) for config in configs):
+    kinds = [str(getattr(config, "peft_type", None)).rpartition(".")[2] for config in configs]
+    if refused := [kind for kind in kinds if kind in ("PREFIX_TUNING", "CARTRIDGE")]:
         raise ValueError(
-            "prefix tuning hands its prefix to the blocks as a key-value cache, which neither replay nor gradient "
-            "checkpointing can keep: use prompt tuning or LoRA, or train without adacc_hf"
+            f"{refused[0].lower().replace('_', ' ')} hands its prefix to the blocks as a key-value cache, which "
+            f"neither replay nor gradient checkpointing can keep: use prompt tuning or LoRA, or train without adacc_hf"
         )
 
 

@@ -137,10 +137,11 @@ def test_a_cache_in_training_is_not_filled(tiny_gpt2, token_batch, recomputing):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft 0.21 with Transformers 5.23
-def test_prefix_tuning_is_refused(tiny_gpt2):
+@pytest.mark.parametrize(("name", "words"), [("PrefixTuningConfig", "prefix tuning"), ("CartridgeConfig", "cartridge")])
+def test_adapters_that_are_caches_are_refused(tiny_gpt2, name, words):
     peft = pytest.importorskip("peft")
-    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    with pytest.raises(ValueError, match="prefix tuning hands its prefix to the blocks"):
+    config = getattr(peft, name)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(ValueError, match=f"^{words} hands its prefix to the blocks"):
         Installation(peft.get_peft_model(tiny_gpt2(), config))
 
 

@@ -1,0 +1,39 @@
+"""Runs a script with its memory on the CPU metered, and perhaps limited; the peak is printed when it ends.
+
+python tests/memory_meter script.py --its arguments
+python tests/memory_meter --limit 20MiB script.py --its arguments
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from memory_meter import MemoryMeter, environment
+
+from adacc_hf.units import parse_bytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python tests/memory_meter", description=__doc__.partition("\n")[0])
+    parser.add_argument("--limit", metavar="SIZE", help="torch's tensors get no memory above this, such as 20MiB")
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    wanted = environment()
+    if os.environ.get("LD_PRELOAD") != wanted["LD_PRELOAD"]:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **wanted})
+    del os.environ["LD_PRELOAD"]  # what the script starts is no part of it
+    meter = MemoryMeter()
+    meter.limit(None if options.limit is None else parse_bytes(options.limit, "--limit"))
+    atexit.register(lambda: print(f"peak {meter.peak_bytes} bytes, {meter.num_refusals} refusals", file=sys.stderr))
+    sys.argv = [options.script, *options.arguments]
+    sys.path[0] = str(Path(options.script).resolve().parent)
+    runpy.run_path(options.script, run_name="__main__")
+
+
+main()

@@ -1,0 +1,88 @@
+"""One process that runs others' code, metered: with the callback in every Trainer, or without.
+
+python child.py CASE_GROUP (plain|adacc) RESULT.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parents[1]
+sys.path[:1] = [str(FOLDER), str(FOLDER.parent / "memory_meter")]
+os.environ.pop("LD_PRELOAD", None)  # what others' code starts is no part of it
+
+from othersrun import cases, drivers, local_data  # noqa: E402
+from othersrun.attach import Trainings  # noqa: E402
+
+
+def run_script(case: cases.Script) -> None:
+    path = cases.PACKAGES / case.path
+    sys.argv = [str(path), *case.arguments]
+    sys.path.insert(0, str(path.parent))
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def run_tests(case: cases.Tests, trainings: Trainings) -> dict[str, str]:
+    """What became of each test, in words: "passed", "failed", "skipped", and the error of those that failed."""
+    import pytest
+
+    plugin = drivers.TestWatch(trainings)
+    for module, names in case.lost.items():
+        for name in names:
+            drivers.fill_in(module, name)
+    folder = cases.SOURCES / case.folder
+    os.chdir(folder)
+    drivers.train_on_the_cpu()
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-o",
+        "addopts=",
+        "-o",
+        "filterwarnings=",
+        "--tb=short",
+    ]
+    pytest.main([*options, *case.files, *(["-k", case.select] if case.select else [])], plugins=[plugin])
+    return plugin.results
+
+
+def run(group: str, trainings: Trainings) -> dict[str, str]:
+    """Run the cases of a group. Returns results by name: of tests, or errors of cases."""
+    results: dict[str, str] = {}
+    for case in cases.groups()[group]:
+        trainings.label = case.name
+        if isinstance(case, cases.Tests):
+            results |= run_tests(case, trainings)
+            continue
+        try:
+            if isinstance(case, cases.Script):
+                run_script(case)
+            else:
+                drivers.train(case)
+        except (Exception, SystemExit) as error:
+            traceback.print_exc()
+            results[case.name] = f"{type(error).__name__}: {error}"
+    return results
+
+
+def main() -> None:
+    group, mode, target = sys.argv[1:]
+    settings: dict[str, Any] | None = cases.LOSSLESS if mode == "adacc" else None
+    trainings = Trainings(settings)
+    trainings.watch()
+    local_data.serve()
+    results = run(group, trainings)
+    Path(target).write_text(json.dumps({"results": results, "trainings": trainings.found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Tiny models, a tokenizer and data under the names that others' code asks the hub for. Nothing is fetched.
+
+They are made once, into a cache of the hub's layout (HF_HOME), where `from_pretrained` finds them offline.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 300
+LENGTH = 256
+REVISION = "0" * 40
+
+CHAT = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "and",
+    "saw",
+    "two",
+    "dogs",
+    "run",
+    "by",
+    "late",
+    "in",
+    "blue",
+    "green",
+    "old",
+]
+
+MODELS = {
+    "hf-internal-testing/tiny-random-gpt2": "gpt2",
+    "hf-internal-testing/tiny-random-OPTForCausalLM": "opt",
+    "peft-internal-testing/tiny-random-OPTForCausalLM": "opt",
+    "hf-internal-testing/tiny-random-MistralForCausalLM": "mistral",
+    "peft-internal-testing/tiny-dummy-qwen2": "qwen2",
+    "trl-internal-testing/tiny-random-LlamaForCausalLM": "llama",
+    "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5": "qwen2",
+    "trl-internal-testing/tiny-Qwen3ForCausalLM": "qwen3",
+    "trl-internal-testing/tiny-GPT2LMHeadModel": "gpt2",
+    "trl-internal-testing/tiny-GPTNeoXForCausalLM": "gpt_neox",
+    "trl-internal-testing/tiny-MistralForCausalLM-0.2": "mistral",
+    "trl-internal-testing/tiny-LlamaForCausalLM-3.2": "llama",
+    "trl-internal-testing/tiny-GemmaForCausalLM": "gemma",
+    "trl-internal-testing/tiny-Gemma2ForCausalLM": "gemma2",
+    "trl-internal-testing/tiny-OPTForCausalLM": "opt",
+    "trl-internal-testing/tiny-BloomForCausalLM": "bloom",
+    "trl-internal-testing/tiny-Phi3ForCausalLM": "phi3",
+    "trl-internal-testing/tiny-CohereForCausalLM": "cohere",
+    "trl-internal-testing/tiny-Qwen2ForSequenceClassification-2.5": "qwen2 reward",
+    "trl-internal-testing/tiny-LlamaForSequenceClassification-3.2": "llama reward",
+    "trl-internal-testing/tiny-T5ForConditionalGeneration": "t5",
+}
+"""What is made for each name: a type of model of Transformers, and perhaps another head."""
+
+
+def make(folder: Path) -> Path:
+    """The folder of models and data, made unless it is there already. It is `folder`, which is used as HF_HOME."""
+    wanted = Path(__file__).read_text()
+    stamp = folder / "made-by.txt"
+    if not stamp.exists() or stamp.read_text() != wanted:
+        shutil.rmtree(folder, ignore_errors=True)
+        for name, kind in MODELS.items():
+            make_model(snapshot(folder, name), kind)
+        for name, rows in DATA.items():
+            write_rows(folder / "data" / name, rows)
+        stamp.write_text(wanted)
+    return folder
+
+
+def snapshot(folder: Path, name: str) -> Path:
+    """Where the hub's cache has the files of a model."""
+    base = folder / "hub" / f"models--{name.replace('/', '--')}"
+    (base / "refs").mkdir(parents=True)
+    (base / "refs" / "main").write_text(REVISION)
+    return base / "snapshots" / REVISION
+
+
+def tokenizer() -> Any:
+    """One token per byte: every text can be written."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+    vocabulary = {token: number for number, token in enumerate([*special, *letters])}
+    bytewise = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=bytewise,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        bos_token="<bos>",
+        unk_token="<unk>",
+        additional_special_tokens=special[4:],
+        model_max_length=LENGTH,
+    )
+    made.chat_template = CHAT
+    return made
+
+
+def make_model(target: Path, kind: str) -> None:
+    """Save two layers of width 64, with weights from a fixed seed, and the tokenizer."""
+    import torch
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSeq2SeqLM,
+        AutoModelForSequenceClassification,
+    )
+
+    type_name, _, head = kind.partition(" ")
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    grouped = {**small, "num_key_value_heads": 2, "max_position_embeddings": LENGTH}
+    settings: dict[str, Any] = {
+        "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": LENGTH},
+        "opt": {**small, "ffn_dim": 128, "word_embed_proj_dim": 64, "max_position_embeddings": LENGTH},
+        "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4},
+        "gpt_neox": {**small, "max_position_embeddings": LENGTH},
+        "gemma": {**grouped, "head_dim": 16},
+        "gemma2": {**grouped, "head_dim": 16},
+        "qwen3": {**grouped, "head_dim": 16},
+        "t5": {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
+    }.get(type_name, grouped)
+    if head:
+        settings = {**settings, "num_labels": 1}
+    tokens = {"vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+    config = AutoConfig.for_model(type_name, **settings, **tokens)
+    maker = {"t5": AutoModelForSeq2SeqLM}.get(type_name, AutoModelForCausalLM)
+    torch.manual_seed(0)
+    model = (AutoModelForSequenceClassification if head else maker).from_config(config, dtype=torch.float32)
+    model.save_pretrained(target)
+    tokenizer().save_pretrained(target)
+
+
+def _sentences(least: int, most: int) -> Callable[[], str]:
+    draw = random.Random(0)
+    return lambda: " ".join(draw.choice(WORDS) for _ in range(draw.randint(least, most)))
+
+
+def _rows(num_rows: int, **columns: Any) -> list[dict[str, Any]]:
+    """Rows whose columns are made by functions."""
+    return [{name: one() for name, one in columns.items()} for _ in range(num_rows)]
+
+
+_short, _long = _sentences(2, 5), _sentences(4, 9)
+_draw = random.Random(1)
+
+
+def _asked() -> list[dict[str, str]]:
+    return [{"role": "user", "content": _short()}]
+
+
+def _answered() -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": _long()}]
+
+
+DATA: dict[str, list[dict[str, Any]]] = {
+    "text": _rows(18, text=_sentences(6, 14)),
+    "preferences": _rows(18, prompt=lambda: f"{_short()} ", chosen=_long, rejected=_long),
+    "triples": _rows(18, prompt=lambda: f"{_short()} ", reference=_long, chosen=_long, rejected=_long),
+    "judged": _rows(18, prompt=lambda: f"{_short()} ", completion=_long, label=lambda: _draw.random() < 0.5),
+    "prompts": _rows(18, prompt=_short),
+    "answers": _rows(18, prompt=lambda: f"{_short()} ", completion=_long),
+    "chats": _rows(18, messages=lambda: _asked() + _answered()),
+    "chat preferences": _rows(18, prompt=_asked, chosen=_answered, rejected=_answered),
+    "chat prompts": _rows(18, prompt=_asked),
+    "chat answers": _rows(18, prompt=_asked, completion=_answered),
+    "quotes": _rows(18, quote=_sentences(6, 14), author=_short),
+    "feelings": _rows(18, sentence=_sentences(6, 14), label=lambda: _draw.randrange(2)),
+}
+
+
+def write_rows(target: Path, rows: list[dict[str, Any]]) -> None:
+    """A folder that `load_dataset` takes, with a split to train on and one to look at, by both its names."""
+    target.mkdir(parents=True)
+    seen, unseen = rows[: len(rows) * 2 // 3], rows[len(rows) * 2 // 3 :]
+    for split, part in {"train": seen, "validation": unseen, "test": unseen}.items():
+        (target / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))

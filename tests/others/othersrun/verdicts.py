@@ -1,0 +1,117 @@
+"""What two runs of a case, one without and one with the callback, say of the callback."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from othersrun.cases import Case, Tests
+
+Outcome = Mapping[str, Any]
+"""What a child left: results by name, and trainings."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A line of the table."""
+
+    words: str
+    fault: str | None = None
+    """What is wrong, with the callback or with the case; None where nothing is."""
+    plain_peak: int | None = None
+    """Most bytes live in a step without the callback, in bytes."""
+    peak: int | None = None
+    """The same with it, the steps before its policy and the profile among them."""
+    last_peak: int | None = None
+    """The same, in the last step of a training alone, which is under a policy."""
+    plain_last_peak: int | None = None
+
+
+def judge(case: Case, plain: Outcome, adacc: Outcome) -> Verdict:
+    """Compare the two runs of a case's process."""
+    if isinstance(case, Tests):
+        return _judge_tests(case, plain, adacc)
+    runs = [[one for one in outcome["trainings"] if one["label"] == case.name] for outcome in (plain, adacc)]
+    error = plain["results"].get(case.name)
+    if error is not None or not runs[0]:
+        return _fault(f"it does not train without the callback either: {error}")
+    error = adacc["results"].get(case.name)
+    if case.refused is not None:
+        if error is None or case.refused not in error:
+            return _fault(f"it should be refused with {case.refused!r}, and is not: {error}")
+        return Verdict("refused, as is meant", plain_peak=_most(runs[0]), plain_last_peak=_last(runs[0]))
+    if error is not None:
+        return _fault(f"with the callback: {error}", "FAILS")
+    fault = difference(*runs)
+    idle = [one for one in runs[1] if not (one["actions"] or {}).get("recompute")]
+    if fault is None and idle and case.idle is None:
+        fault = f"the callback did nothing: {idle[0]['actions']}"
+    return Verdict(
+        "bit-equal" if fault is None else "FAILS",
+        fault,
+        _most(runs[0]),
+        _most(runs[1]),
+        _last(runs[1]),
+        _last(runs[0]),
+    )
+
+
+def _judge_tests(case: Tests, plain: Outcome, adacc: Outcome) -> Verdict:
+    faults, num_passed, num_failing, num_refused = [], 0, 0, 0
+    for name, before in plain["results"].items():
+        after = adacc["results"].get(name, "was not run")
+        refusals = [words for part, words in case.refusals.items() if part in name]
+        if before.startswith("failed"):
+            num_failing += 1
+        elif refusals and after.startswith("failed") and refusals[0] in after:
+            num_refused += 1
+        elif before.partition(":")[0] != after.partition(":")[0]:
+            faults.append(f"{name}: {before} without the callback, with it {after}")
+        elif before == "passed":
+            num_passed += 1
+    if not num_passed:
+        return _fault(f"no test passes: {list(plain['results'].items())[:1]}")
+    failing = {name for outcome in (plain, adacc) for name, words in outcome["results"].items() if words[:4] == "fail"}
+    runs = [[one for one in outcome["trainings"] if one["label"] not in failing] for outcome in (plain, adacc)]
+    fault = difference(*runs)
+    faults += [fault] if fault is not None else []
+    words = f"{num_passed} tests pass as without, {len(runs[0])} trainings bit-equal"
+    words += f", {num_refused} refused as is meant" if num_refused else ""
+    words += f", {num_failing} fail without it too" if num_failing else ""
+    return Verdict(
+        "FAILS" if faults else words,
+        "\n".join(faults) or None,
+        _most(runs[0]),
+        _most(runs[1]),
+        _last(runs[1]),
+        _last(runs[0]),
+    )
+
+
+def difference(plain: list[dict[str, Any]], adacc: list[dict[str, Any]]) -> str | None:
+    """The first thing that is not the same to the last bit in two lists of trainings; None if all is."""
+    if [one["label"] for one in plain] != [one["label"] for one in adacc]:
+        return f"{len(plain)} trainings without the callback, {len(adacc)} with it"
+    for before, after in zip(plain, adacc, strict=True):
+        for records in zip(before["logs"], after["logs"], strict=False):
+            if records[0] != records[1]:
+                return f"{before['label']}: logged {records[0]} without the callback, {records[1]} with it"
+        for what in ("num_steps", "weights", "error"):
+            if before[what] != after[what]:
+                return f"{before['label']}: {what} {before[what]} without the callback, {after[what]} with it"
+        if len(before["logs"]) != len(after["logs"]):
+            return f"{before['label']}: {len(before['logs'])} logs without the callback, {len(after['logs'])} with it"
+    return None
+
+
+def _fault(words: str, short: str = "BROKEN") -> Verdict:
+    return Verdict(short, words)
+
+
+def _most(trainings: list[dict[str, Any]]) -> int | None:
+    return max((peak for one in trainings for peak in one["step_peaks"]), default=None)
+
+
+def _last(trainings: list[dict[str, Any]]) -> int | None:
+    return max((one["step_peaks"][-1] for one in trainings if one["step_peaks"]), default=None)

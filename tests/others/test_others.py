@@ -1,0 +1,24 @@
+"""Others' scripts, trainers, methods and tests train as they do without the callback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from othersrun import cases, verdicts
+
+
+@pytest.mark.others
+@pytest.mark.timeout(1800)  # the first case of a group runs all of it
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+def test_others(
+    case: cases.Case, outcomes: Callable, group_of: dict[str, str], record_property: Callable[[str, object], None]
+) -> None:
+    verdict = verdicts.judge(case, *outcomes(group_of[case.name]))
+    peaks = (verdict.plain_peak, verdict.peak, verdict.plain_last_peak, verdict.last_peak)
+    record_property("others row", (case.name, verdict.words, *map(mebibytes, peaks)))
+    assert verdict.fault is None, verdict.fault
+
+
+def mebibytes(nbytes: int | None) -> str:
+    return "-" if nbytes is None else f"{nbytes / 2**20:.2f} MiB"

@@ -1,0 +1,60 @@
+"""The judge of others' runs sees what differs. These tests run nothing of others'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from othersrun import cases, verdicts
+
+CASE = cases.Case(name="one", package="theirs")
+TESTS = cases.Tests(name="tests", package="theirs", folder="", files=(), refusals={"prefix": "not for prefixes"})
+
+
+def training(**changes: Any) -> dict[str, Any]:
+    found = {"label": "one", "error": None, "logs": ["loss 1.0"], "num_steps": 2, "weights": "a", "actions": None}
+    return {**found, "step_peaks": [3, 2], **changes}
+
+
+def outcome(*trainings: dict[str, Any], **results: str) -> dict[str, Any]:
+    return {"results": results, "trainings": list(trainings)}
+
+
+def adacc(**changes: Any) -> dict[str, Any]:
+    return training(actions={"recompute": 1}, step_peaks=[2, 1], **changes)
+
+
+def test_two_trainings_that_are_the_same() -> None:
+    verdict = verdicts.judge(CASE, outcome(training()), outcome(adacc()))
+    assert verdict == verdicts.Verdict("bit-equal", None, 3, 2, 1, 2)
+
+
+@pytest.mark.parametrize("changes", [{"logs": ["loss 1.1"]}, {"logs": []}, {"weights": "b"}, {"num_steps": 1}])
+def test_what_differs_is_a_fault(changes: dict[str, Any]) -> None:
+    verdict = verdicts.judge(CASE, outcome(training()), outcome(adacc(**changes)))
+    assert verdict.words == "FAILS"
+    assert "without the callback" in verdict.fault
+
+
+def test_a_callback_that_does_nothing_is_a_fault() -> None:
+    assert "did nothing" in verdicts.judge(CASE, outcome(training()), outcome(training())).fault
+
+
+def test_an_error_is_a_fault_unless_it_is_the_refusal_that_is_known() -> None:
+    refused = cases.Case(name="one", package="theirs", refused="not for prefixes")
+    with_error = outcome(one="ValueError: not for prefixes")
+    assert verdicts.judge(CASE, outcome(training()), with_error).fault
+    assert verdicts.judge(refused, outcome(training()), with_error).fault is None
+    assert verdicts.judge(refused, outcome(training()), outcome(adacc())).fault
+    assert verdicts.judge(refused, outcome(one="TypeError"), with_error).fault
+
+
+def test_tests_must_end_as_without() -> None:
+    plain = {"a": "passed", "c": "passed", "b": "failed: alone", "prefix": "passed", "d": "skipped"}
+    with_it = {**plain, "prefix": "failed: ValueError: not for prefixes"}
+    verdict = verdicts.judge(TESTS, outcome(**plain), outcome(**with_it))
+    assert verdict.fault is None
+    assert verdict.words.startswith("2 tests pass as without, 0 trainings bit-equal, 1 refused")
+    assert "a: passed" in verdicts.judge(TESTS, outcome(**plain), outcome(**{**with_it, "a": "failed: x"})).fault
+    assert "was not run" in verdicts.judge(TESTS, outcome(**plain), outcome(a="passed", c="passed", b="failed")).fault
+    assert verdicts.judge(TESTS, outcome(b="failed"), outcome(b="failed")).fault
