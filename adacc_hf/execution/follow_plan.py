@@ -18,10 +18,11 @@ from adacc_hf.execution.call import Call
 from adacc_hf.execution.checked_call import CheckedCall
 from adacc_hf.execution.choices import can_follow, least_memory, least_memory_choices, unfit
 from adacc_hf.execution.recording import Recording
+from adacc_hf.execution.size_check import SizeCheck
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.latest import note_latest
 from adacc_hf.policy import IDLE_KIND, RETAIN, Action, Choice, Plan
-from adacc_hf.tapes.call_inputs import fetch
+from adacc_hf.tapes.call_inputs import argument_tensors, fetch
 from adacc_hf.tapes.compiled import CompiledPlan
 from adacc_hf.random_states import RandomStates
 from adacc_hf.tapes.family import MOST_SIZES, TapeFamily
@@ -49,7 +50,7 @@ class Entry:
 
     @property
     def is_current(self) -> bool:
-        return self.family is None or self.base is self.family.base
+        return self.family is None or (self.family.is_in_force and self.base is self.family.base)
 
 
 class Observer(Protocol):
@@ -147,16 +148,29 @@ class FollowPlan:
         """Run a call that no tape fits. This rank alone may know: no collective may run again (rule R13)."""
         return fn(*args) if has_collectives else Checkpointed().run(block, fn, args, kwargs)
 
-    def _call(self, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one call under the plan."""
+    def _call(
+        self,
+        entry: Entry,
+        block: nn.Module,
+        fn: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        check: SizeCheck | None = None,
+    ) -> Any:
+        """Run one call under the plan, its operators compared with the tape if `check` is given."""
         externals = fetch(entry.compiled.externals, block, args, kwargs)
         if not entry.compiled.has_all(externals):  # a layer that merged its adapter has its scales elsewhere for a call
             return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)
         call = Call(entry.compiled, self.name, self._codecs(entry), externals)
         if len(entry.compiled.tape.order or ()) < entry.compiled.num_slots:
             entry.seen = call.seen = []
-        with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
-            result = fn(*args)
+        if check is None:
+            with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
+                result = fn(*args)
+        else:
+            with torch.autograd.graph.saved_tensors_hooks(check.unseen(call.pack), call.unpack), check:
+                result = fn(*args)
+            check.finish()
         call.finish()
         self._refuse_replaced(entry.compiled, externals, block)
         return result
@@ -218,20 +232,26 @@ class FollowPlan:
     def _unproven_call(
         self, key: Key, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a call at a size that never ran. If it saves other tensors than its family says, it is run once more, and
-        recorded: nothing but random generators was changed."""
-        states = RandomStates({value.device for value in entry.compiled.tape.values})
+        """Run a call at a size that never ran. If it runs or saves other than its family says, it is run once more, and
+        recorded: nothing but random generators was changed. Where more may be, it is recorded on the way."""
+        tape = entry.compiled.tape
+        if tape.changes_state or tape.has_collectives:
+            return self._checked_call(entry, block, fn, args, kwargs)
+        states, versions = RandomStates({value.device for value in tape.values}), _versions(block, args, kwargs)
+        check = None if tape.is_checked else SizeCheck(self.name, tape)
         try:
-            result = self._call(entry, block, fn, args, kwargs)
+            result = self._call(entry, block, fn, args, kwargs, check)
         except SavedOtherwiseError as error:
-            if entry.compiled.tape.changes_state or entry.compiled.tape.has_collectives:
+            if _versions(block, args, kwargs) != versions:
                 raise
-            self.library.distrust(entry.family, self.name, error)
-            states.restore()
-            self._sized.clear()
-            return self._first_call(key, block, fn, args, kwargs)
-        entry.is_proven = True
-        return result
+            why = str(error)  # the error itself holds what the call has made
+        else:
+            entry.is_proven = tape.is_checked = True
+            return result
+        self.library.distrust(entry.family, self.name, why)
+        states.restore()
+        self._sized.clear()
+        return self._first_call(key, block, fn, args, kwargs)
 
     def _learn_order(self, entry: Entry) -> None:
         """Learn the order of unpacks from the backward that asked for most slots, whichever came first."""
@@ -270,6 +290,8 @@ class FollowPlan:
         if found is None or tape.untrusted is not None:
             return
         family, sizes = found
+        if not family.covers(sizes):  # sizes that were equal by chance so far: it will be made anew
+            return
         if not family.agrees(tape, sizes):
             self.library.distrust(family, self.name, "a record of one has others")
         elif not tape.recomputable >= family.base.recomputable:
@@ -321,8 +343,10 @@ class FollowPlan:
         result, tape, seen = done
         if seen is not None and (entry.family is not None or tape.digest == entry.compiled.tape.digest):
             entry.seen = seen
+            entry.is_proven = entry.compiled.tape.is_checked = True
         elif entry.family is not None:
-            self.library.distrust(entry.family, self.name, "they vary from call to call")
+            why = "they vary from call to call" if entry.is_proven else "a call of a new one ran others"
+            self.library.distrust(entry.family, self.name, why)
             entry.known.varies = True
             self._sized.clear()
         else:
@@ -419,6 +443,12 @@ class FollowPlan:
 def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:
     """Whether torch's checkpoint runs the block whatever its plan says: the ranks' plans may differ (rule R13)."""
     return tape.untrusted is not None and tape.has_collectives
+
+
+def _versions(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    """How often what a call of `block` might write into was written."""
+    given = [tensor for _, tensor in argument_tensors(args, kwargs)]
+    return [tensor._version for tensor in (*block.buffers(), *given)]
 
 
 def _fitting(codec: Codec, value: int, base: CompiledPlan, sized: CompiledPlan) -> Codec | None:

@@ -28,6 +28,8 @@ ENOUGH = 3
 MOST_RECORDS = 8
 """Records that expressions are looked for in. Numbers that follow no rule in so many follow none: a length that is
 rounded up to a window's, say."""
+MOST_GROUPS = 8
+"""Sorts of tapes that a block has at the sizes of one outline, above which families are looked for in no more of them."""
 MOST_SIZES = 32
 """Sizes whose tapes are kept at hand. To evaluate one anew takes less than a millisecond."""
 
@@ -98,6 +100,10 @@ class TapeFamily:
         equal = {v: e for v, e in tapes[0].equal.items() if all(tape.equal.get(v) == e for tape in tapes)}
         self.base = replace(tapes[0], recomputable=recomputable, equal=_kept(equal, recomputable))
         """The tape that plans are made for; those of all sizes have its values, operators and slots."""
+        self.is_in_force = True
+        """Whether calls at new sizes may run as this family says still."""
+        self._identity = hashlib.sha256(repr(identity_of(records)).encode()).hexdigest()
+        """Tells its tapes from those of a family that was made of fewer records."""
         self._num_new = 0
         """Sizes that came so far and were not recorded."""
         self._to_compare: Tape | None = None
@@ -129,14 +135,14 @@ class TapeFamily:
             numbers = self._expressions.at(sizes)
             if numbers is None:
                 return None
-            known = self._sized[sizes.dimensions] = self._template.fill(self.base, numbers, sizes.dimensions)
+            known = self._sized[sizes.dimensions] = self._filled(numbers, sizes)
             known.order = order
             self._num_new += 1
             if self._num_new & (self._num_new - 1) == 0:
                 self._to_compare = known
             if len(self._sized) > MOST_SIZES:
                 self._sized.popitem(last=False)
-        elif not self._expressions.fits_layout(sizes):
+        elif not self.covers(sizes):
             return None
         return known
 
@@ -145,8 +151,16 @@ class TapeFamily:
         numbers = self._expressions.at(sizes)
         if numbers is None:
             return False
-        said, ran = _Columns(self._template.fill(self.base, numbers, sizes.dimensions)), _Columns(tape)
+        said, ran = _Columns(self._filled(numbers, sizes)), _Columns(tape)
         return said.numbers == ran.numbers and said.outline == ran.outline
+
+    def covers(self, sizes: CallSizes) -> bool:
+        """Whether these sizes hang together as the family's do."""
+        return self._expressions.fits_layout(sizes)
+
+    def _filled(self, numbers: list[int], sizes: CallSizes) -> Tape:
+        digest = f"{self._identity}@{'x'.join(map(str, sizes.dimensions))}"
+        return self._template.fill(self.base, numbers, digest)
 
     def refuse(self, values: Collection[int]) -> None:
         """Never replay `values` again, at any size, nor what follows from them alone."""
@@ -288,7 +302,7 @@ class _Template:
         self._slots = [self._ref(slot).place for slot in tape.slots]
         tape.consumers(0)  # noted once, for the tapes of all sizes
 
-    def fill(self, base: Tape, numbers: list[int], sizes: tuple[int, ...]) -> Tape:
+    def fill(self, base: Tape, numbers: list[int], digest: str) -> Tape:
         """The tape of the distinct `numbers`."""
         at = numbers.__getitem__
         geometries: dict[Any, Geometry] = {}
@@ -320,9 +334,10 @@ class _Template:
             reads=base.reads,
             identity=base.identity,
             structure=base.structure,
-            digest=f"{base.digest}@{'x'.join(map(str, sizes))}",
+            digest=digest,
             recomputable=base.recomputable,
             equal=base.equal,
+            is_checked=False,
             _consumers=base._consumers,
         )
 
@@ -364,6 +379,10 @@ def _filled(tree: Any, at: Callable[[int], int], refs: list[TensorRef]) -> Any:
     return tree
 
 
+_REST = "rest"
+"""Where tapes of too many sorts go: of them no more is known than which sizes they were recorded at."""
+
+
 class SeenSizes:
     """What one block has shown at the sizes of one outline: records, and the families that they make."""
 
@@ -381,12 +400,17 @@ class SeenSizes:
             self.untrusted = record.tape if self._num_untrusted >= ENOUGH - 1 and not self._groups else None
             return
         self.untrusted = None
-        self._groups.setdefault(outline_of(record.tape), _Group()).add(record, make)
+        outline = outline_of(record.tape)
+        if outline in self._groups or len(self._groups) < MOST_GROUPS:
+            self._groups.setdefault(outline, _Group()).add(record, make)
+        else:
+            self._groups.setdefault(_REST, _Group(is_given_up=True)).add(record, make)
 
     def family_at(self, sizes: CallSizes) -> TapeFamily | None:
         """The family that serves a call of these sizes, if exactly one does (NOTE [Which sizes a family serves])."""
         around = [group for group in self._groups.values() if group.spans(sizes)]
-        return around[0].family if len(around) == 1 else None
+        family = around[0].family if len(around) == 1 else None
+        return family if family is not None and family.is_in_force else None
 
     def distrust(self, family: TapeFamily) -> None:
         """Have each size of `family` recorded from now on: it did not run as its expressions say."""
@@ -398,12 +422,12 @@ class SeenSizes:
 class _Group:
     """Records of calls that ran the same operators."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_given_up: bool = False) -> None:
         self.family: TapeFamily | None = None
         self._records: list[Record] = []
         self._least: tuple[int, ...] = ()
         self._most: tuple[int, ...] = ()
-        self._is_given_up = False
+        self._is_given_up = is_given_up
 
     def add(self, record: Record, make: Callable[[Sequence[Record]], TapeFamily | None]) -> None:
         sizes = record.sizes.dimensions
@@ -411,10 +435,10 @@ class _Group:
             return
         self._least = tuple(map(min, self._least, sizes)) if self._least else sizes
         self._most = tuple(map(max, self._most, sizes)) if self._most else sizes
-        if self._is_given_up or (self.family is not None and self.family.agrees(record.tape, record.sizes)):
+        if self._is_given_up or self._has_foreseen(record):
             return
         self._records.append(record)
-        self.family = make(self._records) if len(self._records) >= ENOUGH else None
+        self._follow(make(self._records) if len(self._records) >= ENOUGH else None)
         if self.family is None and len(self._records) >= MOST_RECORDS:
             self.give_up()
 
@@ -423,8 +447,18 @@ class _Group:
             low <= n <= high for low, n, high in zip(self._least, sizes.dimensions, self._most, strict=True)
         )
 
+    def _has_foreseen(self, record: Record) -> bool:
+        family = self.family
+        return family is not None and family.is_in_force and family.agrees(record.tape, record.sizes)
+
     def give_up(self) -> None:
-        self.family, self._records, self._is_given_up = None, [], True
+        self._follow(None)
+        self._records, self._is_given_up = [], True
+
+    def _follow(self, family: TapeFamily | None) -> None:
+        if self.family is not None and self.family is not family:
+            self.family.is_in_force = False
+        self.family = family
 
 
 def _made_by(tape: Tape, names: Collection[str]) -> set[int]:

@@ -109,7 +109,9 @@ class TapeLibrary:
             block,
         )
         self._refused.setdefault(family.base.structure, set()).update(values)
-        family.refuse(values)
+        for known in list(self._families.values()):
+            if known.base.structure == family.base.structure:
+                known.refuse(values)
 
     def distrust(self, family: TapeFamily, block: str, why: object) -> None:
         """A call at a new size did not run as `family` says: have each size recorded from now on."""
@@ -170,7 +172,8 @@ class TapeLibrary:
     def compiled(self, tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> CompiledPlan:
         # Codecs stand in no program: a plan with other outlier channels, say, runs the same one.
         actions = tuple(sorted((value, choice.action) for value, choice in choices.items()))
-        return self._once((tape.digest, (actions, shared)), lambda: CompiledPlan(tape, choices, shared))
+        equal = tuple(tape.equal.items())  # a family's tape has fewer than the one that it was first recorded as
+        return self._once((tape.digest, (actions, shared, equal)), lambda: CompiledPlan(tape, choices, shared))
 
     def resized(self, plan: CompiledPlan, tape: Tape) -> CompiledPlan:
         """`plan`, on a tape of the same family."""
