@@ -302,12 +302,20 @@ class FollowPlan:
         if self._was_surprising or any(known.shape == key.shape for known in self.known):
             return None
         tape = self.library.expected(self.plan.kind, given, self.name)
-        return None if tape is None else self._entry(KnownShape(tape))
+        if tape is not None:
+            return self._entry(KnownShape(tape))
+        beyond = self.library.family_beyond(given, self.name)
+        tape = None if beyond is None else self.library.tape_of(*beyond)
+        return None if tape is None else self._entry_at(beyond[0], tape)
 
     def _end_expected_call(
-        self, key: Key, given: Hashable, expected: Entry, result: Any, tape: Tape, seen: list[int]
+        self, key: Key, given: Hashable, expected: Entry, result: Any, tape: Tape, seen: list[int] | None
     ) -> Any:
-        if tape.digest == expected.known.tape.digest:
+        if expected.family is not None and seen is not None:  # nothing in it was not as expected
+            expected.seen, expected.is_proven = seen, True
+            self.library.remember(expected.compiled.tape, given, self.name)
+            note_latest(self._sized, key, expected, MOST_SIZES)
+        elif tape.digest == expected.known.tape.digest:
             expected.known.tape, expected.seen = expected.known.tape.with_reads(tape.reads), seen
             self.library.remember(expected.known.tape, given, self.name)
             self._remember(key, expected)
@@ -356,10 +364,10 @@ class FollowPlan:
 
     def _checked(
         self, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Tape, list[int]] | None:
+    ) -> tuple[Any, Tape, list[int] | None] | None:
         """(result, record of the call, list that the order of unpacks goes into) of a call that is recorded on the way.
 
-        None if what the plan needs is not there, as with an adapter that was merged for this call: nothing has run.
+        There is no such list if the call left the plan's tape. None if what the plan needs is not there, as with an adapter that was merged for this call: nothing has run.
         """
         externals = fetch(entry.compiled.externals, block, args, kwargs)
         if not entry.compiled.has_all(externals):

@@ -4,7 +4,7 @@ NOTE [Which sizes a family serves]
 A block's Python decides which operators run by comparing sizes with numbers of its own (a window that starts to bind)
 or with 1, seldom in another way. So a family is trusted at sizes that lie between sizes at which the block was recorded,
 in each dimension, and which are told apart from 0 and 1, and on a GPU by whether they are aligned, as its kernels tell
-them apart. Beyond them a call is recorded. Where records at sizes that lie within each other have other operators, no
+them apart. Beyond them a call is compared with what the family says as it runs, which takes time and no memory. Where records at sizes that lie within each other have other operators, no
 range tells which of them a new size runs: each size is recorded. What still slips through is found by the check of what
 autograd saves (rule R8), or by the comparison of every so many new sizes (rule R7).
 """
@@ -411,6 +411,11 @@ class SeenSizes:
         around = [group for group in self._groups.values() if group.spans(sizes)]
         family = around[0].family if len(around) == 1 else None
         return family if family is not None and family.is_in_force else None
+
+    def family_beyond(self) -> TapeFamily | None:
+        """The family that a call of sizes beyond the recorded ones probably belongs to."""
+        known = [group.family for group in self._groups.values() if group.family is not None]
+        return known[0] if len(known) == 1 else None
 
     def distrust(self, family: TapeFamily) -> None:
         """Have each size of `family` recorded from now on: it did not run as its expressions say."""

@@ -92,6 +92,12 @@ class TapeLibrary:
         family = self._seen_sizes(block, sizes).family_at(sizes)
         return None if family is None else (family, sizes)
 
+    def family_beyond(self, given: Hashable, block: str) -> tuple[TapeFamily, CallSizes] | None:
+        """The family that a call of `block` at sizes beyond the recorded ones is to be compared with; and the sizes."""
+        sizes = CallSizes.of(given, self._alignment)
+        family = self._seen_sizes(block, sizes).family_beyond()
+        return None if family is None else (family, sizes)
+
     def tape_of(self, family: TapeFamily, sizes: CallSizes) -> Tape | None:
         """The tape of a call of these sizes; None if they do not hang together as the family's do."""
         return family.tape_at(sizes, self._orders.get(_structure(family.base.structure)))
