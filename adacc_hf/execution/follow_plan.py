@@ -312,7 +312,8 @@ class FollowPlan:
         self, key: Key, given: Hashable, expected: Entry, result: Any, tape: Tape, seen: list[int] | None
     ) -> Any:
         if expected.family is not None and seen is not None:  # nothing in it was not as expected
-            expected.seen, expected.is_proven = seen, True
+            expected.seen = seen
+            expected.is_proven = expected.compiled.tape.is_checked = True
             self.library.remember(expected.compiled.tape, given, self.name)
             note_latest(self._sized, key, expected, MOST_SIZES)
         elif tape.digest == expected.known.tape.digest:

@@ -18,9 +18,10 @@ from adacc_hf.tapes.local_tensors import local_of, runs_on_parts
 from adacc_hf.tapes.tape import Tape, TapeOperator, TapeValue, TensorRef, has_storage, leaves
 
 _CAST = torch.ops.aten._to_copy.default
-_NOT_RUN = (torch.ops.aten.full.default, torch.ops.aten.native_dropout_backward.default, _CAST)
-"""Operators that a tape may have where none of that name runs: for a number out of Python, for dropout's result, and for
-a cast of a parameter that autocast has kept."""
+_CONSTANT = torch.ops.aten.lift_fresh.default
+_FULL = torch.ops.aten.full.default
+_NOT_RUN = (_FULL, torch.ops.aten.native_dropout_backward.default)
+"""Operators that a tape may have where none of that name runs: for a number out of Python, and for dropout's result."""
 
 
 class SizeCheck(TorchDispatchMode):
@@ -60,8 +61,9 @@ class SizeCheck(TorchDispatchMode):
         """Raise SavedOtherwiseError if less ran than the tape has, or something else, though the block went on."""
         if self._error is not None:
             raise self._error
-        if any(operator.target not in _NOT_RUN for operator in self._operators[self._next :]):
-            self._refuse(f"its operators end before {self._operators[self._next].name}")
+        missing = next((op for op in self._operators[self._next :] if not self._may_be_missing(op)), None)
+        if missing is not None:
+            self._refuse(f"{missing.name} does not run")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -71,13 +73,13 @@ class SizeCheck(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(map(runs_on_parts, types)):
             return NotImplemented  # what it runs on the parts comes here next
+        if func is _CONSTANT:
+            self._check_constant(args[0])
         if func.is_view:  # half of all
             return func(*args, **kwargs)
-        expected = self._take(func)
+        expected = self._take(func, args, kwargs)
         if expected is None:
             return self._unexpected(func, args, kwargs)
-        if not (_same(expected.args, args) and _same(expected.kwargs, kwargs)):
-            self._refuse(f"{func} is given others than {(expected.args, expected.kwargs)}")
         result = func(*args, **kwargs)
         made = (result,) if isinstance(result, torch.Tensor) else leaves(result)
         for position, value in expected.outputs:
@@ -85,23 +87,45 @@ class SizeCheck(TorchDispatchMode):
                 self._refuse(f"{func} makes another tensor than {self._values[value].ref}")
         return result
 
-    def _take(self, func: Any) -> TapeOperator | None:
-        """The tape's next operator, if it is this one."""
+    def _take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TapeOperator | None:
+        """The tape's next operator, if it is this one and of the same numbers."""
         for place in range(self._next, len(self._operators)):
             operator = self._operators[place]
+            may_be_missing = self._may_be_missing(operator)
             if operator.target is func:
-                self._next = place + 1
-                return operator
-            if operator.target not in _NOT_RUN:
+                if _same(operator.args, args) and _same(operator.kwargs, kwargs):
+                    self._next = place + 1
+                    return operator
+                if not may_be_missing and not _is_cast_of_parameter(func, args):
+                    self._refuse(f"{func} is given others than {(operator.args, operator.kwargs)}")
+            if not may_be_missing:
                 return None
         return None
+
+    def _may_be_missing(self, operator: TapeOperator) -> bool:
+        """Whether no operator may run in its place: autocast keeps casts of parameters, which are noted as they are
+        read."""
+        if operator.target is _CAST:
+            source = self._values[operator.args[0].value].source
+            return source is not None and source.place == "parameter"
+        return operator.target in _NOT_RUN
+
+    def _check_constant(self, tensor: torch.Tensor) -> None:
+        """Compare a number out of Python with the one that the tape makes next, if it makes any."""
+        operator = self._operators[self._next] if self._next < len(self._operators) else None
+        if operator is None or operator.target is not _FULL or tensor.numel() != 1 or tensor.is_meta:
+            return
+        is_at_hand = tensor.device.type == "cpu"  # a step waits for no device (rule R10)
+        if is_at_hand and not _same(operator.args, (list(tensor.shape), tensor.item())):
+            self._refuse(f"a number is not as in {operator.args}")
+        self._next += 1
 
     def _unexpected(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run what the tape does not have next: it must not make or change a storage."""
         if func._schema.is_mutable:
             self._refuse(f"{func} runs, which it has not")
         result = func(*args, **kwargs)
-        if func is _CAST:  # of a parameter, for autocast to keep
+        if _is_cast_of_parameter(func, args):
             return result
         known = {tensor.untyped_storage()._cdata for tensor in _stored(args, kwargs)}
         if any(tensor.untyped_storage()._cdata not in known for tensor in _stored(result)):
@@ -111,6 +135,10 @@ class SizeCheck(TorchDispatchMode):
     def _refuse(self, how: str) -> None:
         self._error = SavedOtherwiseError(f"block {self._name} does not run as its tape says: {how}")
         raise self._error
+
+
+def _is_cast_of_parameter(func: Any, args: tuple[Any, ...]) -> bool:
+    return func is _CAST and isinstance(args[0], torch.nn.Parameter)
 
 
 def _same(expected: Any, given: Any) -> bool:
