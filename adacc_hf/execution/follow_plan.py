@@ -47,6 +47,8 @@ class Entry:
     """The family's, when that was done."""
     is_proven: bool = True
     """Whether a call at this size has saved what its tape says."""
+    is_within: bool = True
+    """Whether the family was made of sizes around this one."""
 
     @property
     def is_current(self) -> bool:
@@ -207,11 +209,13 @@ class FollowPlan:
         untrusted = self.library.untrusted_at(given, self.name)
         if untrusted is not None:
             return self._entry(KnownShape(untrusted))
-        found = self.library.family_at(given, self.name)
+        within = self.library.family_at(given, self.name)
+        found = within or self.library.family_beyond(given, self.name)
         tape = None if found is None else self.library.tape_of(*found)
         if found is None or tape is None or found[0].takes_comparison(tape):
             return None
         entry = self._entry_at(found[0], tape)
+        entry.is_within = within is not None
         note_latest(self._sized, key, entry, MOST_SIZES)
         return entry
 
@@ -236,9 +240,11 @@ class FollowPlan:
         recorded: nothing but random generators was changed. Where more may be, it is recorded on the way."""
         tape = entry.compiled.tape
         if tape.changes_state or tape.has_collectives:
-            return self._checked_call(entry, block, fn, args, kwargs)
+            result = self._checked_call(entry, block, fn, args, kwargs)
+            self._extend(key, entry, block)
+            return result
         states, versions = RandomStates({value.device for value in tape.values}), _versions(block, args, kwargs)
-        check = None if tape.is_checked else SizeCheck(self.name, tape)
+        check = None if tape.is_checked and entry.is_within else SizeCheck(self.name, tape)
         try:
             result = self._call(entry, block, fn, args, kwargs, check)
         except SavedOtherwiseError as error:
@@ -247,11 +253,19 @@ class FollowPlan:
             why = str(error)  # the error itself holds what the call has made
         else:
             entry.is_proven = tape.is_checked = True
+            self._extend(key, entry, block)
             return result
-        self.library.distrust(entry.family, self.name, why)
+        if entry.is_within:  # beyond, other operators may run: they will have a family of their own
+            self.library.distrust(entry.family, self.name, why)
         states.restore()
         self._sized.clear()
         return self._first_call(key, block, fn, args, kwargs)
+
+    def _extend(self, key: Key, entry: Entry, block: nn.Module) -> None:
+        """Have the family of a size that ran as it says serve those in between too."""
+        if entry.is_proven and not entry.is_within:
+            entry.is_within = True
+            self.library.extend(entry.family, key.given_to(block), self.name)
 
     def _learn_order(self, entry: Entry) -> None:
         """Learn the order of unpacks from the backward that asked for most slots, whichever came first."""
@@ -302,21 +316,12 @@ class FollowPlan:
         if self._was_surprising or any(known.shape == key.shape for known in self.known):
             return None
         tape = self.library.expected(self.plan.kind, given, self.name)
-        if tape is not None:
-            return self._entry(KnownShape(tape))
-        beyond = self.library.family_beyond(given, self.name)
-        tape = None if beyond is None else self.library.tape_of(*beyond)
-        return None if tape is None else self._entry_at(beyond[0], tape)
+        return None if tape is None else self._entry(KnownShape(tape))
 
     def _end_expected_call(
         self, key: Key, given: Hashable, expected: Entry, result: Any, tape: Tape, seen: list[int] | None
     ) -> Any:
-        if expected.family is not None and seen is not None:  # nothing in it was not as expected
-            expected.seen = seen
-            expected.is_proven = expected.compiled.tape.is_checked = True
-            self.library.remember(expected.compiled.tape, given, self.name)
-            note_latest(self._sized, key, expected, MOST_SIZES)
-        elif tape.digest == expected.known.tape.digest:
+        if tape.digest == expected.known.tape.digest:
             expected.known.tape, expected.seen = expected.known.tape.with_reads(tape.reads), seen
             self.library.remember(expected.known.tape, given, self.name)
             self._remember(key, expected)
@@ -368,7 +373,8 @@ class FollowPlan:
     ) -> tuple[Any, Tape, list[int] | None] | None:
         """(result, record of the call, list that the order of unpacks goes into) of a call that is recorded on the way.
 
-        There is no such list if the call left the plan's tape. None if what the plan needs is not there, as with an adapter that was merged for this call: nothing has run.
+        There is no such list if the call left the plan's tape. None if what the plan needs is not there, as with an
+        adapter that was merged for this call: nothing has run.
         """
         externals = fetch(entry.compiled.externals, block, args, kwargs)
         if not entry.compiled.has_all(externals):

@@ -4,9 +4,10 @@ NOTE [Which sizes a family serves]
 A block's Python decides which operators run by comparing sizes with numbers of its own (a window that starts to bind)
 or with 1, seldom in another way. So a family is trusted at sizes that lie between sizes at which the block was recorded,
 in each dimension, and which are told apart from 0 and 1, and on a GPU by whether they are aligned, as its kernels tell
-them apart. Beyond them a call is compared with what the family says as it runs, which takes time and no memory. Where records at sizes that lie within each other have other operators, no
-range tells which of them a new size runs: each size is recorded. What still slips through is found by the check of what
-autograd saves (rule R8), or by the comparison of every so many new sizes (rule R7).
+them apart. Beyond them each block's call is compared with what the family says as it runs, between them the call of the
+first block that runs a size (size_check.py), and each block's by what autograd saves (rule R8). Where records at sizes
+that lie within each other have other operators, no range tells which of them a new size runs: each size is recorded.
+Whether the same operators give the same bits again is compared at every so many new sizes (rule R7).
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ class TapeFamily:
         """Whether calls at new sizes may run as this family says still."""
         self._identity = hashlib.sha256(repr(identity_of(records)).encode()).hexdigest()
         """Tells its tapes from those of a family that was made of fewer records."""
+        self._recorded = frozenset(record.sizes.dimensions for record in records)
         self._num_new = 0
         """Sizes that came so far and were not recorded."""
         self._to_compare: Tape | None = None
@@ -137,14 +139,18 @@ class TapeFamily:
                 return None
             known = self._sized[sizes.dimensions] = self._filled(numbers, sizes)
             known.order = order
-            self._num_new += 1
-            if self._num_new & (self._num_new - 1) == 0:
-                self._to_compare = known
+            if sizes.dimensions not in self._recorded:
+                self._note_new(known)
             if len(self._sized) > MOST_SIZES:
                 self._sized.popitem(last=False)
         elif not self.covers(sizes):
             return None
         return known
+
+    def _note_new(self, tape: Tape) -> None:
+        self._num_new += 1
+        if self._num_new & (self._num_new - 1) == 0:
+            self._to_compare = tape
 
     def agrees(self, tape: Tape, sizes: CallSizes) -> bool:
         """Whether a recorded call of these sizes ran as the family says."""
@@ -412,10 +418,17 @@ class SeenSizes:
         family = around[0].family if len(around) == 1 else None
         return family if family is not None and family.is_in_force else None
 
-    def family_beyond(self) -> TapeFamily | None:
-        """The family that a call of sizes beyond the recorded ones probably belongs to."""
-        known = [group.family for group in self._groups.values() if group.family is not None]
-        return known[0] if len(known) == 1 else None
+    def family_beyond(self, sizes: CallSizes) -> TapeFamily | None:
+        """The family that a call of sizes beyond all recorded ones probably belongs to."""
+        groups = self._groups.values()
+        known = [group.family for group in groups if group.family is not None and group.family.is_in_force]
+        return known[0] if len(known) == 1 and not any(group.spans(sizes) for group in groups) else None
+
+    def extend(self, family: TapeFamily, sizes: CallSizes) -> None:
+        """Note that a call of these sizes ran as `family` says."""
+        for group in self._groups.values():
+            if group.family is family:
+                group.extend(sizes)
 
     def distrust(self, family: TapeFamily) -> None:
         """Have each size of `family` recorded from now on: it did not run as its expressions say."""
@@ -438,8 +451,7 @@ class _Group:
         sizes = record.sizes.dimensions
         if any(known.sizes.dimensions == sizes for known in self._records):
             return
-        self._least = tuple(map(min, self._least, sizes)) if self._least else sizes
-        self._most = tuple(map(max, self._most, sizes)) if self._most else sizes
+        self.extend(record.sizes)
         if self._is_given_up or self._has_foreseen(record):
             return
         self._records.append(record)
@@ -451,6 +463,11 @@ class _Group:
         return all(
             low <= n <= high for low, n, high in zip(self._least, sizes.dimensions, self._most, strict=True)
         )
+
+    def extend(self, sizes: CallSizes) -> None:
+        """Count these sizes among those at which calls were seen."""
+        self._least = tuple(map(min, self._least or sizes.dimensions, sizes.dimensions))
+        self._most = tuple(map(max, self._most or sizes.dimensions, sizes.dimensions))
 
     def _has_foreseen(self, record: Record) -> bool:
         family = self.family

@@ -95,8 +95,13 @@ class TapeLibrary:
     def family_beyond(self, given: Hashable, block: str) -> tuple[TapeFamily, CallSizes] | None:
         """The family that a call of `block` at sizes beyond the recorded ones is to be compared with; and the sizes."""
         sizes = CallSizes.of(given, self._alignment)
-        family = self._seen_sizes(block, sizes).family_beyond()
+        family = self._seen_sizes(block, sizes).family_beyond(sizes)
         return None if family is None else (family, sizes)
+
+    def extend(self, family: TapeFamily, given: Hashable, block: str) -> None:
+        """Note that `block`, given that, ran as `family` says: it serves the sizes between as well."""
+        sizes = CallSizes.of(given, self._alignment)
+        self._seen_sizes(block, sizes).extend(family, sizes)
 
     def tape_of(self, family: TapeFamily, sizes: CallSizes) -> Tape | None:
         """The tape of a call of these sizes; None if they do not hang together as the family's do."""
