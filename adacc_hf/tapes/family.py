@@ -221,12 +221,12 @@ class _Expressions:
                 fitted[column] = basis.fit(column)
             return fitted[column]
 
-        given_fits = [fit(column) for column in zip(*given, strict=True)]
+        given_columns = list(zip(*given, strict=True))
         columns = list(zip(*numbers, strict=True))
         distinct = list(dict.fromkeys(columns))
-        number_fits = [fit(column) for column in distinct]
-        if None in given_fits or None in number_fits:
+        if any(fit(column) is None for column in (*given_columns, *distinct)):  # it takes long to find out that none fits
             return None
+        given_fits, number_fits = ([fitted[column] for column in each] for each in (given_columns, distinct))
         index = {column: place for place, column in enumerate(distinct)}
         return cls(symbols, basis, given_fits, number_fits, [index[column] for column in columns])
 
