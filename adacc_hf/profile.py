@@ -6,7 +6,7 @@ It is what the solver and the simulator read. `profile_model` makes it (paper, s
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from adacc_hf.decisions import SPOILED_ERROR, decided, is_statistic, made_from, upstream
 from adacc_hf.errors import AdaccError
 from adacc_hf.files import fields_of, read_json, write_json
+from adacc_hf.profile_sizes import ProfileSizes, Shapes, sizes_of
 
 FORMAT_VERSION = 5
 
@@ -294,6 +295,14 @@ class Profile:
     """By how much `outside_peak_bytes` is lower where no replay reads any of the `held` tensors."""
     optimizer_peak_bytes: int = 0
     """Most bytes live while gradients are clipped and the optimizer steps; 0 if it was profiled without one."""
+    measured: tuple[tuple[Shapes, tuple[int, ...]], ...] = field(default=(), repr=False)
+    """The shapes of the batch, and all numbers here that depend on them, as they were measured; then the same of other
+    sizes. Empty if no other size was measured. See profile_sizes.py."""
+
+    @property
+    def sizes(self) -> ProfileSizes | None:
+        """What gives this profile for batches of other sizes; None where none was measured."""
+        return sizes_of(self.measured) if self.measured else None
 
     @property
     def heads(self) -> tuple[str, ...]:
@@ -435,6 +444,10 @@ def _profile_from_json(record: dict[str, Any]) -> Profile:
     fields["blocks"] = tuple(BlockProfile(**block) for block in fields["blocks"])
     if any(not 0 <= block.kind < len(fields["kinds"]) for block in fields["blocks"]):
         raise ValueError("a block names a kind that is not in the file")
+    fields["measured"] = tuple(
+        (tuple((name, tuple(size)) for name, size in shapes), tuple(numbers))
+        for shapes, numbers in fields.get("measured", ())
+    )
     fields["shared"] = tuple(Shared(**shared) for shared in fields["shared"])
     fields["other_heads"] = tuple(
         Head(**{**head, "backward_base_bytes": tuple(head["backward_base_bytes"])}) for head in fields["other_heads"]

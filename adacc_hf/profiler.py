@@ -28,7 +28,7 @@ from adacc_hf.profiling.gradient_hooks import without_gradient_hooks
 from adacc_hf.profiling.idle_blocks import RanBlocks, with_idle
 from adacc_hf.profiling.instruments import Instruments
 from adacc_hf.profiling.optimizer_memory import coming_state_bytes
-from adacc_hf.profiling.other_sizes import record_other_sizes
+from adacc_hf.profiling.other_sizes import MemoryAlone, record_other_sizes, with_other_sizes
 from adacc_hf.profiling.own_loss import ComputeLoss, WithLoss
 from adacc_hf.profiling.profile_store import ProfileStore
 from adacc_hf.profiling.step_memory import ForwardLayout, NoSync, StepLayout, measure_forward, measure_step_layout
@@ -47,6 +47,7 @@ def profile_model(
     optimizer_step_bytes: int = 0,
     compute_loss: ComputeLoss | None = None,
     no_sync: NoSync | None = None,
+    all_sizes: bool = False,
 ) -> Profile:
     """Profile the blocks of `model` on `batch`, the keyword arguments of its forward, labels included.
 
@@ -63,6 +64,8 @@ def profile_model(
             until then a rank holds them whole.
         compute_loss: for a model that makes no loss of its own, `compute_loss(model, batch)` calls it and returns the
             loss to train on. `batch` is whatever that needs. It is called some 8 times.
+        all_sizes: measure the memory of two parts of the batch too, which takes as long as three more steps of it, so
+            that `Profile.sizes` tells of batches of any size, as far as the model takes parts of a batch.
         instruments: what takes the readings, by default from real runs; prices are then kept in the database that
             `adacc profiles` shows.
 
@@ -93,7 +96,15 @@ def profile_model(
                 called = model if compute_loss is None else WithLoss(model, compute_loss)
                 survey = Survey(config, instruments)
                 profile = _profile(called, batch, survey, installation, step, heads)
-                if instruments.records_other_sizes:
+                if all_sizes:
+
+                    def measure(part: Mapping[str, Any]) -> Profile:
+                        unpriced = Survey(config, MemoryAlone(instruments), survey.library)
+                        other = replace(step, static_bytes=step.static_bytes - batch_bytes(batch) + batch_bytes(part))
+                        return _profile(called, part, unpriced, installation, other, heads)
+
+                    profile = with_other_sizes(profile, batch, installation, measure)
+                elif instruments.records_other_sizes:
                     record_other_sizes(called, batch, installation, survey.library)
                 library_of_profiles(model).take(survey.library)
                 return profile

@@ -72,10 +72,11 @@ class RecordBlock:
 class Survey:
     """All blocks' tapes, what they share with each other and with the rest of the model, and the prices."""
 
-    def __init__(self, config: AdaccConfig, instruments: Instruments) -> None:
+    def __init__(self, config: AdaccConfig, instruments: Instruments, library: TapeLibrary | None = None) -> None:
+        """`library` is that of another survey of the same model."""
         self.config = config
         self.instruments = instruments
-        self.library = TapeLibrary(instruments.verify)
+        self.library = library or TapeLibrary(instruments.verify)
         self.blocks: list[RecordedBlock] = []
         self._prices: dict[str, Prices] = {}
         self._outside: dict[int, StorageWeakRef] = {}

@@ -2,7 +2,7 @@
 
 Sizes, strides, offsets and bytes of a block's tensors are sums of products of few sizes: batch, tokens, an encoder's
 tokens. Which ones is found by trying, in exact integers: first a constant, then one product of sizes times a number, then
-a sum of two and of three. What has more terms than there are calls to check it by, less one, is not believed.
+a sum of two and of three. What no further call would check is not believed.
 """
 
 from __future__ import annotations
@@ -65,16 +65,22 @@ class Basis:
         return [prod([n**e for n, e in zip(sizes, exponents, strict=True) if e]) for exponents in self._exponents]
 
     def fit(self, column: Column) -> Polynomial | None:
-        """The polynomial of fewest terms that gives each call's number, and at least one that it was not made from."""
+        """The polynomial of fewest terms that gives each call's number, and at least one that it was not made from.
+
+        There are so many of three terms that two have to be, where a term is subtracted: sums of bytes have none such.
+        """
         if len(set(column)) == 1:
             return Polynomial(((column[0], 0),)) if column[0] else Polynomial(())
         single = next(filter(None, (_times(factor, column, p) for p, factor in enumerate(self._columns))), None)
         if single is not None:
             return single
-        for num_terms in range(2, min(MOST_TERMS, self._num_calls - 1) + 1):
+        for num_terms in range(2, MOST_TERMS + 1):
+            if self._num_calls <= num_terms:
+                return None
+            is_doubtful = self._num_calls < 2 * num_terms - 1
             for places in combinations(range(len(self._columns)), num_terms):
                 factors = _solve([self._columns[place] for place in places], column)
-                if factors is not None and all(factors):
+                if factors is not None and all(factors) and not (is_doubtful and min(factors) < 0):
                     return Polynomial(tuple(zip(factors, places, strict=True)))
         return None
 
