@@ -22,9 +22,9 @@ from adacc_hf.execution.size_check import SizeCheck
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.latest import note_latest
 from adacc_hf.policy import IDLE_KIND, RETAIN, Action, Choice, Plan
+from adacc_hf.random_states import RandomStates
 from adacc_hf.tapes.call_inputs import argument_tensors, fetch
 from adacc_hf.tapes.compiled import CompiledPlan
-from adacc_hf.random_states import RandomStates
 from adacc_hf.tapes.family import MOST_SIZES, TapeFamily
 from adacc_hf.tapes.known_shapes import Key, KnownShape, KnownShapes
 from adacc_hf.tapes.library import TapeLibrary
@@ -163,6 +163,8 @@ class FollowPlan:
         externals = fetch(entry.compiled.externals, block, args, kwargs)
         if not entry.compiled.has_all(externals):  # a layer that merged its adapter has its scales elsewhere for a call
             return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)
+        if check is not None:
+            check.begin(block, args, kwargs)
         call = Call(entry.compiled, self.name, self._codecs(entry), externals)
         if len(entry.compiled.tape.order or ()) < entry.compiled.num_slots:
             entry.seen = call.seen = []

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adacc_hf.errors import SavedOtherwiseError
+from adacc_hf.tapes.call_inputs import find_external
 from adacc_hf.tapes.local_tensors import local_of, runs_on_parts
 from adacc_hf.tapes.tape import Tape, TapeOperator, TapeValue, TensorRef, has_storage, leaves
 
@@ -44,6 +46,15 @@ class SizeCheck(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """As `Recorder`."""
         return True
+
+    def begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare what the call is given and what hangs on its block with what the tape has for it."""
+        for value in self._values:
+            if value.source is None or value.source.place == "unknown":
+                continue
+            given = find_external(value.source, block, args, kwargs)
+            if given is None or not _has_geometry(value.ref, local_of(given)):
+                self._refuse(f"{value.source} is not as {value.ref}")
 
     def unseen(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
         """`pack`, with what it runs none of the block's operators."""
@@ -138,7 +149,7 @@ class SizeCheck(TorchDispatchMode):
 
 
 def _is_cast_of_parameter(func: Any, args: tuple[Any, ...]) -> bool:
-    return func is _CAST and isinstance(args[0], torch.nn.Parameter)
+    return func is _CAST and isinstance(args[0], nn.Parameter)
 
 
 def _same(expected: Any, given: Any) -> bool:

@@ -226,7 +226,9 @@ class _Expressions:
         given_columns = list(zip(*given, strict=True))
         columns = list(zip(*numbers, strict=True))
         distinct = list(dict.fromkeys(columns))
-        if any(fit(column) is None for column in (*given_columns, *distinct)):  # it takes long to find out that none fits
+        if any(
+            fit(column) is None for column in (*given_columns, *distinct)
+        ):  # it takes long to find out that none fits
             return None
         given_fits, number_fits = ([fitted[column] for column in each] for each in (given_columns, distinct))
         index = {column: place for place, column in enumerate(distinct)}
@@ -462,9 +464,7 @@ class _Group:
             self.give_up()
 
     def spans(self, sizes: CallSizes) -> bool:
-        return all(
-            low <= n <= high for low, n, high in zip(self._least, sizes.dimensions, self._most, strict=True)
-        )
+        return all(low <= n <= high for low, n, high in zip(self._least, sizes.dimensions, self._most, strict=True))
 
     def extend(self, sizes: CallSizes) -> None:
         """Count these sizes among those at which calls were seen."""

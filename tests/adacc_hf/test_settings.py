@@ -13,8 +13,8 @@ import torch
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.memory import measure_step
 from adacc_hf.execution import follow_plan
+from adacc_hf.memory import measure_step
 from adacc_hf.tapes import family, known_shapes
 
 CONFIG = AdaccConfig(min_compress_bytes=0)

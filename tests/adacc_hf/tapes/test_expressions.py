@@ -22,7 +22,9 @@ def sums(draw, most_symbols, most_terms):
 
 
 def value_of(terms, sizes):
-    return sum(factor * prod(n**e for n, e in zip(sizes, exponents, strict=True)) for exponents, factor in terms.items())
+    return sum(
+        factor * prod(n**e for n, e in zip(sizes, exponents, strict=True)) for exponents, factor in terms.items()
+    )
 
 
 def calls_of(draw, num_symbols, number):

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from adacc_hf.blocks import Installation, Plainly
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.eval.zoo.parts import VOCABULARY
 from adacc_hf.execution.recording import Recording
-from adacc_hf.blocks import Installation, Plainly
 from adacc_hf.tapes import family as families
 from adacc_hf.tapes.family import ENOUGH, MOST_GROUPS, MOST_RECORDS, CallSizes, Record, SeenSizes, TapeFamily
 from adacc_hf.tapes.known_shapes import KnownShapes
@@ -146,9 +146,7 @@ def model(request, one_thread):
     model = Recorded(request.param)
     records = [model.at(*sizes) for sizes in ((2, 11, 13), (3, 24, 27), (4, 40, 41), (4, 40, 14))]
     number = 4 if model.is_pair else ENOUGH
-    model.families = {
-        name: TapeFamily.of([each[name] for each in records[:number]]) for name in records[0]
-    }
+    model.families = {name: TapeFamily.of([each[name] for each in records[:number]]) for name in records[0]}
     yield model
     model.installation.remove()
 
