@@ -1,8 +1,9 @@
 """The check of a call at a size that never ran: whether its operators are given what its tape says (rule R7).
 
-What autograd saves shows few of a tape's numbers. An argument that only replay reads, a stride or the dimension of a sum,
-would change a gradient unseen. So the first block that runs a tape evaluated for a new size runs under a dispatch mode
-that looks at numbers alone: it keeps nothing and costs some microseconds an operator, a tenth of what recording does.
+What autograd saves shows few of a tape's numbers. An argument that only replay reads, a stride or the dimension of a
+sum, would change a gradient unseen. So the first block that runs a tape evaluated for a new size runs under a dispatch
+mode that looks at numbers alone: it keeps nothing, and takes some ten microseconds an operator, a tenth of what recording
+takes.
 """
 
 from __future__ import annotations
@@ -159,9 +160,9 @@ def _same(expected: Any, given: Any) -> bool:
     if isinstance(expected, (tuple, list)):
         if not isinstance(given, (tuple, list)) or len(expected) != len(given):
             return False
-        return all([_same(item, other) for item, other in zip(expected, given, strict=True)])
+        return all(map(_same, expected, given))
     if isinstance(expected, dict):
-        return expected.keys() == given.keys() and all([_same(item, given[name]) for name, item in expected.items()])
+        return expected.keys() == given.keys() and all(_same(item, given[name]) for name, item in expected.items())
     return expected is given or expected == given or repr(expected) == repr(given)  # a number may be none
 
 

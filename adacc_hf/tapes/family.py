@@ -2,12 +2,13 @@
 
 NOTE [Which sizes a family serves]
 A block's Python decides which operators run by comparing sizes with numbers of its own (a window that starts to bind)
-or with 1, seldom in another way. So a family is trusted at sizes that lie between sizes at which the block was recorded,
-in each dimension, and which are told apart from 0 and 1, and on a GPU by whether they are aligned, as its kernels tell
-them apart. Beyond them each block's call is compared with what the family says as it runs, between them the call of the
-first block that runs a size (size_check.py), and each block's by what autograd saves (rule R8). Where records at sizes
-that lie within each other have other operators, no range tells which of them a new size runs: each size is recorded.
-Whether the same operators give the same bits again is compared at every so many new sizes (rule R7).
+or with 1, seldom in another way. So a family is trusted at sizes that lie between sizes at which the block was
+recorded, in each dimension, and which are told apart from 0 and 1, and on a GPU by whether they are aligned, as its
+kernels tell them apart. There the first block that runs a size is compared with what the family says, operator by
+operator (size_check.py), and each block by what autograd saves (rule R8). Beyond, each block is compared by operators.
+Where records at sizes that lie within each other have other operators, no range tells which of them a new size runs:
+each size is recorded. Whether the same operators give the same bits again is compared at every so many new sizes (rule
+R7).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MOST_RECORDS = 8
 """Records that expressions are looked for in. Numbers that follow no rule in so many follow none: a length that is
 rounded up to a window's, say."""
 MOST_GROUPS = 8
-"""Sorts of tapes that a block has at the sizes of one outline, above which families are looked for in no more of them."""
+"""Sorts of tapes that a block may have at the sizes of one outline; in any more of them no family is looked for."""
 MOST_SIZES = 32
 """Sizes whose tapes are kept at hand. To evaluate one anew takes less than a millisecond."""
 

@@ -173,7 +173,7 @@ def test_one_block_of_a_family_is_checked_for_all(tiny_gpt2, token_batch, run_st
 def test_casts_and_dropout_and_constants_are_no_other_operators(
     toy_model, run_steps, assert_same_steps, autocast, caplog
 ):
-    """What a tape has in another way than it ran: casts that autocast keeps, dropout's result, numbers out of Python."""
+    """What a tape has otherwise than it ran: casts that autocast keeps, dropout's result, numbers out of Python."""
 
     def forward(block, hidden):
         scale = torch.tensor(hidden.shape[1])
