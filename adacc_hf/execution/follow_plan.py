@@ -414,7 +414,8 @@ class FollowPlan:
         structure, _, identity, call = (self.plan.kind.split("-") + [""] * 3)[:4]
         own_structure, _, own_identity, own_call = tape.kind.split("-")
         if structure != own_structure:
-            planned = next((known for known in self.tapes.values() if known.kind.startswith(f"{structure}-")), None)
+            fitted = (*self.tapes.values(), *(known.tape for known in self.known.of_families.values()))
+            planned = next((known for known in fitted if known.kind.startswith(f"{structure}-")), None)
             same = planned.values_in(tape) if planned is not None else None
             if same is not None:
                 return self._choices_by_value(tape, same)

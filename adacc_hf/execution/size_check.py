@@ -2,8 +2,8 @@
 
 What autograd saves shows few of a tape's numbers. An argument that only replay reads, a stride or the dimension of a
 sum, would change a gradient unseen. So the first block that runs a tape evaluated for a new size runs under a dispatch
-mode that looks at numbers alone: it keeps nothing, and takes some ten microseconds an operator, a tenth of what recording
-takes.
+mode that looks at numbers alone: it keeps nothing, and takes some ten microseconds an operator, a tenth of what
+recording takes.
 """
 
 from __future__ import annotations
