@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -96,9 +97,11 @@ class AdaccConfig:
     takeover_steps: int = 1
     """Optimizer steps, 0 to 1000, between a tracking step and the taking over of what was solved from it. 0 waits for
     the solver at once; large values train longer under the old policy."""
-    length_buckets: bool = True
-    """Whether batches of other sizes get policies of their own, one per power of two of batch size and length. False
-    follows the first policy at every size, whatever memory that takes."""
+    on_over_budget: str = "warn"
+    """What is done about batches of a size at which no policy keeps to the budget, before the first of them runs:
+    "warn" says so and trains them with the least memory, "error" raises InfeasibleBudgetError."""
+    length_buckets: bool | None = None
+    """Deprecated, without effect: every size of a batch has a policy of its own."""
     retry_out_of_memory: bool = True
     """Whether a step that ran out of memory is tried once more under a tighter policy, where that is possible."""
     block_classes: tuple[str, ...] | None = None
@@ -122,9 +125,18 @@ class AdaccConfig:
         _check_range("solver_seconds", self.solver_seconds, 1e-3, 86400.0)
         if self.head not in ("auto", *HEADS):
             raise ValueError(f'head={self.head!r} is unknown: choose from "auto", "plain" and "chunked"')
+        if self.on_over_budget not in ("warn", "error"):
+            raise ValueError(f'on_over_budget={self.on_over_budget!r} is unknown: choose from "warn" and "error"')
+        if self.length_buckets is not None:
+            warnings.warn(
+                f"length_buckets={self.length_buckets!r} has no effect any more and will go: every size of a batch has "
+                f"a policy of its own",
+                FutureWarning,
+                stacklevel=3,
+            )
         if self.max_error is not None:
             _check_range("max_error", self.max_error, 0.0, 1e6)
-        for name in ("outliers", "reuse_prices", "guard", "length_buckets", "retry_out_of_memory"):
+        for name in ("outliers", "reuse_prices", "guard", "retry_out_of_memory"):
             _check_flag(name, getattr(self, name))
         _check_integer("guard_blocks", self.guard_blocks, 0, 1000)
         _check_range("loss_spike", self.loss_spike, 1.0, 1e6)

@@ -103,11 +103,6 @@ class PolicyHandle:
             strategies[name] = FollowPlan(name, policy.plans[index], self.library, *before)
         return BlockPlans(policy, strategies)
 
-    def prepare_recording(self, profile: Profile, plans: BlockPlans) -> BlockPlans:
-        """Strategies under which a new shape is recorded for `plans`: everything recomputed, so that there is room."""
-        recompute = Policy.uniform(profile.with_head(plans.policy.head), Action.RECOMPUTE)
-        return self.prepare(recompute, plans)
-
     def follow(self, plans: BlockPlans | None) -> None:
         """Run the blocks under `plans` from the next forward on; under torch's own checkpoint if None."""
         self.installation.expect(self.installation.functions if plans is None else plans.strategies)

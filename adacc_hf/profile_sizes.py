@@ -93,7 +93,9 @@ class ProfileSizes:
         Classes are as far apart as STEP says. None for a batch of other tensors, or one whose sizes hang together in
         another way than those of the batches that were measured.
         """
-        if [(name, len(size)) for name, size in shapes] != [(name, len(size)) for name, size in self._shapes]:
+        own = {name: len(size) for name, size in self._shapes}
+        shapes = tuple((name, size) for name, size in shapes if name in own)  # the Trainer's may have more
+        if {name: len(size) for name, size in shapes} != own:
             return None
         given = _dimensions(shapes)
         products = self._basis.products(tuple(_rounded(given[p], self._reference[p]) for p in self._symbols))
@@ -119,7 +121,8 @@ class ProfileSizes:
             rule = next(rules)
             return number + rule(products, amount) - rule(before, self._amounts[0])
 
-        return _with_times(profile, _changed(profile, change), amount / self._amounts[0])
+        told = _with_times(profile, _changed(profile, change), amount / self._amounts[0])
+        return replace(told, measured=())
 
     def _rule(self, column: tuple[int, ...]) -> Callable[[Sequence[int], int], int]:
         exact = self._basis.fit(column)

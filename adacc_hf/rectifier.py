@@ -119,6 +119,10 @@ class Rectifier:
 
     def finish_tracking(self) -> Tracking:
         """Stop measuring, and put what was found on any rank into the prices."""
+        return self.reprice(self.observed())
+
+    def observed(self) -> Observation:
+        """Stop measuring; returns what was found on any rank."""
         self._stop_measuring()
         gradients, spoiling = self._compare()
         observation = Observation.merged(of_all_ranks(self._findings.read(gradients, spoiling)))
@@ -126,7 +130,7 @@ class Rectifier:
         spoiled = [block.name for block in self.profile.blocks if block.name in self._samples and block.kind in kinds]
         self._spoiled = spoiled or self._spoiled
         self.cancel_tracking()
-        return self._reprice(observation)
+        return observation
 
     def cancel_tracking(self) -> None:
         """Stop measuring and forget what was found. Harmless when nothing is measured."""
@@ -273,7 +277,8 @@ class Rectifier:
             return lossy_options(self.profile, [name])
         return frozenset((kind, value, lossy[value]) for value in known | values)
 
-    def _reprice(self, found: Observation) -> Tracking:
+    def reprice(self, found: Observation) -> Tracking:
+        """Put what was found into the prices: under this policy, or under that of the same blocks at another size."""
         before = self.profile
         repriced = with_outliers(before, found.num_outliers)
         channels_moved = repriced != before

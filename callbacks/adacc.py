@@ -41,9 +41,9 @@ from adacc_hf.config import AdaccConfig
 from adacc_hf.executor import PolicyHandle
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
-from adacc_hf.ranks import from_first_rank
+from adacc_hf.ranks import from_first_rank, of_all_ranks
 from adacc_hf.run_files import POLICY_FILE, PROFILE_FILE
-from adacc_hf.tracking.shapes import BatchShapes, batch_shapes, describe
+from adacc_hf.tracking.shapes import BatchShapes, batch_shapes, describe, from_plain
 
 if TYPE_CHECKING:
     from adacc_hf.callbacks.compiled_run import CompiledRun
@@ -196,6 +196,8 @@ class AdaccCallback(TrainerCallback):
         samples within the step."""
         if self._shapes is None and isinstance(inputs, Mapping):
             self._shapes = batch_shapes(inputs)
+            if self._waiting is not None:
+                self._waiting.sizes.add(self._shapes)
             if self._evolution is not None:
                 self._evolution.choose(self._shapes)
 
@@ -350,6 +352,7 @@ class AdaccCallback(TrainerCallback):
 
     def _set_policy(self, args: TrainingArguments, state: TrainerState, model: Any, optimizer: Any) -> None:
         """Profile the last batch, solve, and follow the policy from the next step on."""
+        self._maker.all_sizes = any(of_all_ranks(len(self._waiting.sizes) > 1))
         self._waiting.remove()  # the profiler's own functions around the blocks must not stand around these
         self.profile, policy, is_provisional = self._maker.first(model, optimizer)
         self._waiting = None
@@ -363,6 +366,7 @@ class AdaccCallback(TrainerCallback):
     def _add_size(self, step: int, model: Any, optimizer: Any) -> bool:
         """Profile and solve for a size of batch that was seen often, with the step's batch made to that size."""
         wanted, self._evolution.wanted = self._evolution.wanted, None
+        self._maker.all_sizes = True
         situations = self._evolution.situations
         try:
             with self._handle.taken_off():
@@ -395,6 +399,7 @@ class AdaccCallback(TrainerCallback):
         except RefusedSizeError as reason:
             self._keep_blocks(step, str(reason))
             return False
+        self.profile = profile
         self._evolution.start_over(self._profiled_shapes(), profile, policy)
         self._note(step, "policy", **predictions(policy), reason="more blocks are trained than before")
         log.info("Adacc: more blocks are trained than before: %s", policy.summary())
@@ -402,7 +407,9 @@ class AdaccCallback(TrainerCallback):
 
     def _profiled_shapes(self) -> BatchShapes | None:
         """The sizes of the batch that was just profiled: the first rank's, whose profile all ranks share."""
-        return from_first_rank(lambda: self._shapes) if self.config.length_buckets else None
+        if self.profile is not None and self.profile.measured:
+            return from_plain(self.profile.measured[0][0])
+        return from_first_rank(lambda: self._shapes)
 
     def _keep_blocks(self, step: int, reason: str) -> None:
         """Say why blocks that are trained by now stay under torch's checkpoint."""

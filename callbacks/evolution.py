@@ -20,20 +20,24 @@ from torch import nn
 from adacc_hf.callbacks.checkpoint_files import Saved
 from adacc_hf.callbacks.loss_guard import LossGuard
 from adacc_hf.callbacks.policy_figures import moved, predictions, step_times, tracking_figures
-from adacc_hf.callbacks.situations import MAX_SITUATIONS, Situation, Situations, most_wanted
+from adacc_hf.callbacks.situations import MAX_OTHERS, MAX_SITUATIONS, Situation, Situations, most_wanted
 from adacc_hf.callbacks.step_meter import StepMeter
 from adacc_hf.callbacks.step_retry import advice, tighter_budget
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.executor import BlockPlans, PolicyHandle
+from adacc_hf.latest import note_latest
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
 from adacc_hf.profiling.counted_step import missing_bytes, with_missing
-from adacc_hf.ranks import check_same_policy, num_ranks, of_all_ranks
+from adacc_hf.ranks import check_same_policy, from_first_rank, num_ranks, of_all_ranks
 from adacc_hf.rectifier import Rectifier, Tracking
-from adacc_hf.tracking.judging import NOTHING_FITS
-from adacc_hf.tracking.shapes import BatchShapes
-from adacc_hf.tracking.tracking import is_tracking_step
+from adacc_hf.solver import solve_policy
+from adacc_hf.solving.budget import Budget
+from adacc_hf.tracking.judging import NOTHING_FITS, current_policy, needed_bytes, over_bound, with_margin
+from adacc_hf.tracking.repricing import without_codecs
+from adacc_hf.tracking.shapes import BatchShapes, describe, num_elements, to_plain
+from adacc_hf.tracking.tracking import Observation, is_tracking_step
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +51,10 @@ what allocators round, and a few small tensors of the Trainer's that the profile
 MOST_TRIES = 64
 """Steps that may bring a batch that calls all blocks together, once a block is trained that no policy has a plan for;
 with several ranks each is a collective."""
+
+USED_UP = 0.9
+"""Part of the budget that a policy for one class of sizes needs at another to be taken there as well; to solve takes a
+tenth of a second or two."""
 
 RECORDED_STEPS = 2
 """First steps of a handle, whose calls are recorded: they take longer than those that follow, and more memory where no
@@ -87,6 +95,8 @@ class Evolution:
         self._is_tracking = False
         self._meter_next = self._is_metering = False
         self._num_steps = 0
+        self._step = policy_step
+        """The step that runs, counted from 1."""
         self._count_from = 0
         """The step from which memory may be counted, as many as were begun before it."""
         self._pause = 0
@@ -129,8 +139,7 @@ class Evolution:
         self.guard = LossGuard(self.config, saved.losses, saved.switched_off)
         self.guard.suspicion, self.guard.is_unproven = saved.suspicion, saved.is_unproven
         for record in reversed(saved.situations):
-            shapes = record.shapes if self.config.length_buckets else None
-            self.add(shapes, record.profile, record.policy, is_profiled=False).go_on(record)
+            self.add(record.shapes, record.profile, record.policy).go_on(record)
 
     def add(
         self,
@@ -138,19 +147,13 @@ class Evolution:
         profile: Profile,
         policy: Policy,
         is_provisional: bool = False,
-        is_profiled: bool = True,
     ) -> Situation:
-        """Be ready for batches of `shapes`, and follow `policy` from now on, or until a step was counted.
-
-        `is_profiled` says whether `profile` was taken in this process.
-        """
+        """Be ready for batches of `shapes`, and follow `policy` from now on, or until a step was counted."""
         plans = self._handle.prepare(policy, self._handle.plans)
         rectifier = Rectifier(profile, policy, self.config, self.memory_budget)
         situation = Situation(shapes, rectifier, plans, is_provisional=is_provisional)
-        if shapes is not None:
-            situation.recording = self._handle.prepare_recording(profile, plans)
         situation.rectifier.switch_off(self.guard.switched_off)
-        self.situations.add(situation, is_profiled)
+        self.situations.add(situation)
         self._put_in_force(situation, plans)
         self._pause, self._count_from = 0, self._num_steps + RECORDED_STEPS
         return situation
@@ -170,6 +173,7 @@ class Evolution:
 
     def step_begins(self, step: int, model: nn.Module | None, optimizer: Any) -> None:
         """`step` is the number of the step that begins, counted from 1."""
+        self._step = step
         due = is_tracking_step(step - self.policy_step, self.config.tracking)
         self._used.clear()
         self._meter.begin()
@@ -184,14 +188,74 @@ class Evolution:
 
     def choose(self, shapes: BatchShapes) -> None:
         """Put the policy for a micro-batch of `shapes` in force."""
-        if not self.config.length_buckets:
-            return
         self.last_shapes = shapes
-        situation = self.situations.choose(shapes)
-        plans = None if situation is None else self.situations.plans_for(situation, shapes)
+        sizes = self.situations.class_of(shapes)
+        situation = self.situations.around(shapes) if sizes is None else self._situation_at(sizes)
+        plans = None if situation is None else situation.plans
+        if situation is None and sizes is not None:
+            plans = self.situations.others[sizes]
         if situation is not self._current or plans is not self._plans:
             self._put_in_force(situation, plans)
-        self._used[id(plans)] = situation if situation is not None and plans is situation.plans else None
+        self._used[id(plans)] = situation
+
+    def _situation_at(self, sizes: BatchShapes) -> Situation | None:
+        """The situation of a class of sizes, made if it is new; None if the class runs under plans that are in no
+        situation's force."""
+        known = self.situations.at(sizes)
+        if known is not None or sizes in self.situations.others:
+            return known
+        measured = self.situations.measured
+        if measured.is_provisional:
+            return measured
+        profile = measured.rectifier.profile.sizes.at(measured.rectifier.profile, to_plain(sizes))
+        policy = self._policy_at(sizes, profile)
+        if num_ranks() > 1 or len(self.situations.all) >= MAX_SITUATIONS:
+            plans = self._handle.prepare(policy, self._handle.plans)
+            note_latest(self.situations.others, sizes, plans, MAX_OTHERS)
+            return None
+        return self._add_told(sizes, profile, policy)
+
+    def _add_told(self, sizes: BatchShapes, profile: Profile, policy: Policy) -> Situation:
+        """Be ready for batches of a class whose `profile` was told from another one's."""
+        measured = self.situations.measured
+        plans = self._handle.prepare(policy, self._handle.plans)
+        rectifier = Rectifier(profile, policy, self.config, self.memory_budget)
+        rectifier.switch_off(self.guard.switched_off)
+        situation = Situation(sizes, rectifier, plans, is_told=True, num_steps=RECORDED_STEPS)
+        is_larger = num_elements(sizes) > measured.rectifier.profile.sizes.largest
+        situation.must_count = is_larger
+        self._meter_next |= is_larger
+        self.situations.add(situation)
+        self._note(self._step, "policy", **predictions(policy), reason=f"for batches of {describe(sizes)}")
+        return situation
+
+    def _policy_at(self, sizes: BatchShapes, profile: Profile) -> Policy:
+        """The policy for batches of a class with this profile.
+
+        One of those in force that nearly uses up the budget there, or else what the solver finds. Where nothing keeps
+        to the budget it is that of least memory, which is said, or raised, as `on_over_budget` has it.
+        """
+        budget = Budget.resolve(self.memory_budget, profile, self.config)
+        allowed = without_codecs(profile, self.guard.switched_off)
+        in_force = [situation.rectifier.policy for situation in self.situations.all]
+        told = [current_policy(allowed, policy) for policy in in_force if not over_bound(allowed, policy, self.config)]
+        told = [policy for policy in told if USED_UP * budget.nbytes <= needed_bytes(policy, budget) <= budget.nbytes]
+        if told:
+            return min(told, key=lambda policy: policy.predicted_overhead_ms)
+        try:
+            return solve_policy(allowed, self.memory_budget, with_margin(self.config))
+        except InfeasibleBudgetError as error:
+            text = f"batches of {describe(sizes)} need {error.smallest_budget_bytes} bytes at least: {error}"
+            if self.config.on_over_budget == "error":
+                raise InfeasibleBudgetError(text, error.smallest_budget_bytes, error.bound_bytes) from error
+            log.warning("Adacc: %s. Training goes on with the least memory", text)
+            self._note(self._step, "memory", reason=text)
+            return solve_policy(allowed, self._as_given(error.smallest_budget_bytes, profile), self.config)
+
+    def _as_given(self, nbytes: int, profile: Profile) -> float | int:
+        """A budget of so many bytes in the form that the run's has."""
+        is_fraction = isinstance(self.memory_budget, float)
+        return nbytes / profile.plain_stored_bytes if is_fraction else nbytes
 
     def backward_is_over(self) -> None:
         self._meter.backward_is_over()
@@ -215,8 +279,7 @@ class Evolution:
         self._meter.close()
         changed |= self._take_over(step)
         if (step - self.policy_step) % LOOK_STEPS == 0:
-            if self.config.length_buckets:
-                self._look_for_sizes()
+            self._look_for_sizes()
             self._look_for_blocks()
         return changed
 
@@ -260,8 +323,6 @@ class Evolution:
 
     def _follow(self, step: int, situation: Situation, policy: Policy) -> None:
         situation.plans = self._handle.prepare(policy, situation.plans)
-        if situation.recording is not None and situation.recording.policy.head != policy.head:
-            situation.recording = self._handle.prepare_recording(situation.rectifier.profile, situation.plans)
         situation.times.start_over()
         situation.is_fresh = True
         if self.guard.policy_changed():
@@ -281,10 +342,13 @@ class Evolution:
         self._is_tracking = False
         suspicion = self.guard.taken_suspicion()
         must_solve, is_spoiled = {}, False
+        tracked = [situation for situation in self.situations.all if situation.rectifier.is_tracking]
+        observed = Observation.merged([situation.rectifier.observed() for situation in tracked])
         for situation in self.situations.all:
-            if not situation.rectifier.is_tracking:
+            found = situation.rectifier.reprice(observed)
+            if situation not in tracked:
+                must_solve[id(situation)] = found.needs_solving
                 continue
-            found = situation.rectifier.finish_tracking()
             situation.error = max(found.errors.values(), default=None)
             situation.gradient_error = max((g.error for g in found.gradients.values()), default=None)
             self._note(step, "tracking", **tracking_figures(situation, found))
@@ -408,8 +472,17 @@ class Evolution:
         log.info("Adacc: policy changed at step %d (%s): %s", step, reason, policy.summary())
 
     def _look_for_sizes(self) -> None:
-        if len(self.situations.all) < MAX_SITUATIONS:
-            self.wanted = most_wanted(of_all_ranks(self.situations.unplanned()))
+        """Want a profile of sizes that none tells of; and with several ranks, be ready for the classes that came."""
+        if len(self.situations.all) >= MAX_SITUATIONS:
+            return
+        self.wanted = most_wanted(of_all_ranks(self.situations.unplanned()))
+        if num_ranks() > 1:
+            came = list(self.situations.others)
+            for sizes in sorted(set().union(*of_all_ranks(came)), key=repr)[: MAX_SITUATIONS - len(self.situations.all)]:
+                reference = self.situations.measured.rectifier.profile
+                profile = reference.sizes.at(reference, to_plain(sizes))
+                policy = from_first_rank(lambda p=profile, s=sizes: self._policy_at(s, p))
+                self._add_told(sizes, profile, policy)
 
     def _look_for_blocks(self) -> None:
         """Want a batch to start over with, for once, if blocks are trained that a policy decides nothing about."""

@@ -40,7 +40,7 @@ from adacc_hf.ranks import (
 from adacc_hf.solver import least_policy, solve_policy
 from adacc_hf.solving.budget import Budget
 from adacc_hf.tracking.repricing import with_finer, without_codecs
-from adacc_hf.tracking.shapes import BatchShapes, batch_shapes, describe, is_alike
+from adacc_hf.tracking.shapes import BatchShapes, batch_shapes, describe, from_plain, is_alike
 from adacc_hf.tracking.switched_off import SwitchedOff
 
 log = logging.getLogger(__name__)
@@ -70,6 +70,8 @@ class PolicyMaker:
         self.inner_steps = InnerSteps()
         self._config, self._given, self._num_micro, self._trainer = config, given, num_micro, trainer
         self._last_batch: LastBatch | None = None
+        self.all_sizes = False
+        """Whether batches differ in size, so that profiles tell of all sizes."""
 
     def catch_batches(self, model: nn.Module) -> None:
         """Keep the last batch from now on."""
@@ -148,6 +150,8 @@ class PolicyMaker:
         if found is None:
             return None
         shapes, priced = found
+        if priced.measured:
+            shapes = from_plain(priced.measured[0][0])
         policy = self._solve_again(priced, evolution)
         if policy.idle_blocks - evolution.idle_blocks:
             raise RefusedSizeError("they train fewer blocks, and a policy is for all of them")
@@ -220,6 +224,7 @@ class PolicyMaker:
                     optimizer_step_bytes=self.optimizer.nbytes,
                     compute_loss=compute_loss,
                     no_sync=self._no_sync(model),
+                    all_sizes=self.all_sizes,
                 )
             return common_profile(profile)
         finally:

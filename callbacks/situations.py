@@ -1,8 +1,9 @@
 """The policies of a run by the size of the batch.
 
-A batch runs under the policy that was made for its bucket, or for the next larger one: memory grows with the batch, so
-that keeps to the budget. A batch larger than any that was profiled runs under torch's own checkpoint, until its bucket
-was seen often enough to be profiled.
+Sizes are put into classes, a quarter apart (profile_sizes.py), and each class that comes gets a policy before its first
+batch runs: its profile is told from the one that was measured. Where a model takes no parts of a batch, so that sizes
+were not measured, a batch runs under the policy of the smallest profiled size that it fits in; one that fits in none
+runs under torch's own checkpoint, until its like was seen often enough to be profiled.
 """
 
 from __future__ import annotations
@@ -15,13 +16,22 @@ from adacc_hf.callbacks.step_times import StepTimes
 from adacc_hf.executor import BlockPlans
 from adacc_hf.latest import note_latest
 from adacc_hf.rectifier import Rectifier
-from adacc_hf.tapes.known_shapes import MAX_SHAPES
-from adacc_hf.tracking.shapes import BatchShapes, bucket_of, fits_in, num_elements, smallest_around
+from adacc_hf.tracking.shapes import (
+    BatchShapes,
+    bucket_of,
+    fits_in,
+    from_plain,
+    num_elements,
+    smallest_around,
+    to_plain,
+)
 
 ENOUGH = 8
 """Batches of a bucket without a policy of its own that are worth a profile, which takes as long as 20 to 60 steps."""
-MAX_SITUATIONS = 8
-"""Policies per run; each keeps its tapes, some 130 KiB for each size and kind of block."""
+MAX_SITUATIONS = 16
+"""Policies per run that follow the data. Classes that come later run under what suits them best of these."""
+MAX_OTHERS = 64
+"""Classes that do so and are remembered."""
 MAX_UNPLANNED = 256
 """Buckets without a policy of their own that are counted; the one that was not seen for longest goes. Batches of any
 tensors may have a new one each, and all ranks tell each other of them."""
@@ -35,8 +45,6 @@ class Situation:
     """The sizes that it was profiled at; None where they are not known."""
     rectifier: Rectifier
     plans: BlockPlans
-    recording: BlockPlans | None = None
-    """What the first batch of a size runs under that no profile has recorded: to record it takes memory of its own."""
     due: int | None = None
     """The step at whose end the solver's result is taken over."""
     must_solve: bool = False
@@ -45,6 +53,8 @@ class Situation:
     """Whether the policy is that of least memory, until a whole step was counted."""
     must_count: bool = True
     """Whether the memory of a step is still to be counted under the present actions."""
+    is_told: bool = False
+    """Whether its profile was told from that of another size."""
     num_steps: int = 0
     times: StepTimes = field(default_factory=StepTimes)
     is_fresh: bool = False
@@ -97,41 +107,54 @@ class Situations:
 
     def __init__(self) -> None:
         self.all: list[Situation] = []
-        self._has_run: OrderedDict[BatchShapes, None] = OrderedDict()
-        """Sizes that ran under any policy, the latest last: as many as blocks remember."""
-        self._recorded: set[BatchShapes] = set()
-        """The sizes that profiles have recorded; and that of the first policy, whose first steps tracking must see."""
+        self.others: OrderedDict[BatchShapes, BlockPlans] = OrderedDict()
+        """Plans for classes that have no situation."""
         self._unplanned: OrderedDict[BatchShapes, _Unplanned] = OrderedDict()
         self._refused: set[BatchShapes] = set()
 
-    def add(self, situation: Situation, is_profiled: bool) -> None:
-        """Take the place of a situation of the same bucket, if there is one.
-
-        `is_profiled` says whether a profile has recorded the situation's sizes in this process.
-        """
-        if situation.shapes is None:
+    def add(self, situation: Situation) -> None:
+        """Take the place of a situation of the same sizes, or of any smaller ones of its bucket that were profiled."""
+        shapes = situation.shapes
+        if shapes is None:
             self.all = [situation]
             return
-        if is_profiled or not self.all:
-            self._recorded.add(situation.shapes)
-        bucket = bucket_of(situation.shapes)
-        self.all = [s for s in self.all if s.shapes is None or bucket_of(s.shapes) != bucket] + [situation]
-        self._unplanned.pop(bucket, None)
+        self.all = [s for s in self.all if s.shapes is None or not self._is_replaced(s, situation)] + [situation]
+        self.others.pop(shapes, None)
+        self._unplanned.pop(bucket_of(shapes), None)
 
-    def choose(self, shapes: BatchShapes) -> Situation | None:
-        """The situation that keeps a batch of `shapes` within the budget at least cost; None if none does."""
+    @staticmethod
+    def _is_replaced(old: Situation, new: Situation) -> bool:
+        if old.shapes == new.shapes:
+            return True
+        return new.rectifier.profile.sizes is None and not new.is_told and bucket_of(old.shapes) == bucket_of(new.shapes)
+
+    @property
+    def measured(self) -> Situation | None:
+        """The latest one whose profile tells of other sizes."""
+        known = [s for s in self.all if s.shapes is not None and s.rectifier.profile.sizes is not None]
+        return known[-1] if known else None
+
+    def class_of(self, shapes: BatchShapes) -> BatchShapes | None:
+        """The class of sizes that a batch belongs to; None where that cannot be told."""
+        measured = self.measured
+        if measured is None:
+            return None
+        found = measured.rectifier.profile.sizes.class_of(to_plain(shapes))
+        return None if found is None else from_plain(found)
+
+    def at(self, sizes: BatchShapes) -> Situation | None:
+        """The situation of a class."""
+        return next((situation for situation in self.all if situation.shapes == sizes), None)
+
+    def around(self, shapes: BatchShapes) -> Situation | None:
+        """The situation that keeps a batch of `shapes`, whose class is unknown, within the budget at least cost; None if
+        none does."""
         fitting = [s for s in self.all if s.shapes is None or fits_in(shapes, s.shapes)]
         best = min(fitting, key=lambda s: 0 if s.shapes is None else num_elements(s.shapes), default=None)
         bucket = bucket_of(shapes)
         if best is None or (best.shapes is not None and bucket_of(best.shapes) != bucket):
             self._see(bucket, shapes)
         return best
-
-    def plans_for(self, situation: Situation, shapes: BatchShapes) -> BlockPlans:
-        """What a batch of `shapes` runs under in `situation`; asked once per batch."""
-        is_recorded = situation.recording is None or shapes in self._has_run or shapes in self._recorded
-        note_latest(self._has_run, shapes, None, MAX_SHAPES)
-        return situation.plans if is_recorded else situation.recording
 
     def refuse(self, shapes: BatchShapes) -> None:
         """No policy fits the bucket of `shapes`: it stays under torch's checkpoint, or a larger one's policy."""

@@ -8,6 +8,7 @@ from adacc_hf.blocks import Checkpointed, Installation
 from adacc_hf.config import AdaccConfig
 from adacc_hf.head.head import ChunkedHead
 from adacc_hf.profiling.idle_blocks import RanBlocks
+from adacc_hf.tracking.shapes import BatchShapes
 
 
 class Waiting(Installation):
@@ -22,6 +23,8 @@ class Waiting(Installation):
             raise
         for function in self.blocks.values():
             function.strategy = Checkpointed()
+        self.sizes: set[BatchShapes] = set()
+        """Those of the batches that came."""
         self._ran = RanBlocks({name: function.block for name, function in self.blocks.items()})
 
     def begin_step(self) -> None:

@@ -37,6 +37,7 @@ CLOCKED = (
     "budget-bench",
     "evolution",
     "tracking-cost",
+    "lengths",
 )
 UNCLOCKED = (
     "max-batch", "loss", "codecs", "peak-accuracy", "budget-sweep", "table1", "plan", "partitions", "table4",

@@ -18,7 +18,7 @@ from adacc_hf.head.lazy_logits import LossCall
 from adacc_hf.head.pricing import HEADS
 from adacc_hf.memory import forward_loss
 from adacc_hf.profile import Profile
-from adacc_hf.profile_sizes import Shapes, numbers_of, outline_of
+from adacc_hf.profile_sizes import numbers_of, outline_of
 from adacc_hf.profiling.gradient_probe import GradientErrors
 from adacc_hf.profiling.instruments import Instruments
 from adacc_hf.profiling.pricing import Prices, operator_workspaces
@@ -26,7 +26,7 @@ from adacc_hf.ranks import is_sharded
 from adacc_hf.tapes.known_shapes import KnownShapes
 from adacc_hf.tapes.library import TapeLibrary
 from adacc_hf.tapes.tape import Tape
-from adacc_hf.tracking.shapes import BatchShapes, TensorShape, batch_shapes, resized
+from adacc_hf.tracking.shapes import BatchShapes, TensorShape, batch_shapes, resized, to_plain
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def with_other_sizes(
     measure: Callable[[Mapping[str, Any]], Profile],
 ) -> Profile:
     """`profile` of `batch` with what `measure` says of parts of it, as far as the model takes such."""
-    measured = [(_plain(batch_shapes(batch)), tuple(numbers_of(profile)))]
+    measured = [(to_plain(batch_shapes(batch)), tuple(numbers_of(profile)))]
     if is_sharded(installation.model):  # as above
         return profile
     for part in _parts(batch, _has_pairs(installation)):
@@ -98,7 +98,7 @@ def with_other_sizes(
             log.info("Adacc: the model takes no part of a batch (%s): sizes are profiled as they come", error)
             break
         if outline_of(other) == outline_of(profile):
-            measured.append((_plain(batch_shapes(part)), tuple(numbers_of(other))))
+            measured.append((to_plain(batch_shapes(part)), tuple(numbers_of(other))))
     return replace(profile, measured=tuple(measured)) if len(measured) > 1 else profile
 
 
@@ -135,10 +135,6 @@ class MemoryAlone(Instruments):
 def _has_pairs(installation: Installation) -> bool:
     """Whether the model reads one text and writes another."""
     return bool(getattr(getattr(installation.model, "config", None), "is_encoder_decoder", False))
-
-
-def _plain(shapes: BatchShapes) -> Shapes:
-    return tuple((shape.name, shape.size) for shape in shapes)
 
 
 def _parts(batch: Mapping[str, Any], is_pair: bool) -> Iterator[dict[str, Any]]:

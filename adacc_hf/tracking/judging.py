@@ -101,9 +101,14 @@ def _rectified(policy: Policy, chosen: Policy, reason: str, searched: bool) -> R
     return Rectification(policy=None if is_same else chosen, reason=reason, searched=searched)
 
 
+def needed_bytes(policy: Policy, budget: Budget) -> int:
+    """What of `policy` the budget bounds."""
+    return policy.predicted_peak_bytes if budget.of_peak else policy.predicted_stored_bytes
+
+
 def _no_room(current: Policy, budget: Budget) -> str | None:
     """Why `current` cannot stay within the budget; None if it can."""
-    needed = current.predicted_peak_bytes if budget.of_peak else current.predicted_stored_bytes
+    needed = needed_bytes(current, budget)
     if needed <= budget.nbytes:
         return None
     return f"more memory: the old actions would need {needed} of {budget.nbytes} bytes"

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from adacc_hf.profile_sizes import Shapes
+
 
 @dataclass(frozen=True)
 class TensorShape:
@@ -25,6 +27,16 @@ def batch_shapes(batch: Mapping[str, Any]) -> BatchShapes:
     """The shapes of the tensors in `batch` that have any dimension, by name."""
     tensors = {name: t for name, t in sorted(batch.items()) if isinstance(t, torch.Tensor) and t.dim() > 0}
     return tuple(TensorShape(name, tuple(t.shape)) for name, t in tensors.items())
+
+
+def to_plain(shapes: BatchShapes) -> Shapes:
+    """As profiles have them."""
+    return tuple((shape.name, shape.size) for shape in shapes)
+
+
+def from_plain(shapes: Shapes) -> BatchShapes:
+    """Of what profiles have."""
+    return tuple(TensorShape(name, size) for name, size in shapes)
 
 
 def bucket_of(shapes: BatchShapes) -> BatchShapes:

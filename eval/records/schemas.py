@@ -242,6 +242,37 @@ TRACKING_COST = record(
         **dict.fromkeys(("logged_ms", "logged_share"), NUMBER),
     }
 )
+SIZES = array(array(COUNT))
+BESIDE_OTHERS = {
+    "steps_ms": array(POSITIVE),
+    **dict.fromkeys(("step_ms", "of_plain_by_step", "of_checkpointing_by_step"), SPREAD),
+    "mean_of_plain": POSITIVE,
+}
+CHANGING_LENGTHS = record(
+    {
+        "sizes": SIZES,
+        "fixed_size": array(COUNT),
+        "left_out": COUNT,
+        "skipped": mapping(TEXT),
+        "methods": mapping(
+            record(
+                {
+                    **BESIDE_OTHERS,
+                    **dict.fromkeys(("of_plain", "of_checkpointing"), POSITIVE),
+                    **dict.fromkeys(("of_fixed", "of_fixed_beside_plain"), POSITIVE),
+                    **dict.fromkeys(("fixed_step_ms", "of_fixed_beside_plain_by_round"), SPREAD),
+                    **dict.fromkeys(("first_of_later", "first_of_later_beside_plain"), SPREAD),
+                    **dict.fromkeys(("stored_of_plain", "gradient_error", "loss_drift"), NUMBER),
+                },
+                {"actions": mapping(COUNT), "fallbacks": mapping(COUNT)},
+            )
+        ),
+    }
+)
+TRAINED = {"loss": NUMBER, "mean_ms": POSITIVE, "mean_of_checkpointing": POSITIVE}
+LENGTH_TRAINING = record({**BESIDE_OTHERS, **TRAINED, "policy_step": nullable(COUNT), "num_policies": COUNT})
+LENGTH_TRAININGS = record({"sizes": SIZES, "left_out": COUNT, "trainings": mapping(LENGTH_TRAINING)})
+GOAL = record({"goal": TEXT, "asked": NUMBER, "kept": COUNT, "tried": COUNT, "worst": NUMBER, "where": TEXT})
 TABLE4_TRAINING = ended(
     record(
         {
@@ -288,6 +319,7 @@ POINTS: dict[str, dict[str, Schema]] = {
     "table1": {"": record({"activations": array(TRADED)})},
     "evolution": {", batch \\d+$": EVOLUTION},
     "tracking_cost": {"^batch \\d+$": TRACKING_COST},
+    "lengths": {"^(?!trainer$)": CHANGING_LENGTHS, "^trainer$": LENGTH_TRAININGS},
     "executor_bench": {"": record({"methods": mapping(STEP_FIGURES), "new_length": NEW_LENGTH})},
     "budget_bench": {"": record({"methods": mapping(STEP_FIGURES), "skipped": mapping(TEXT)})},
     "table4": {"/training$": TABLE4_TRAINING, "/(?!training$)": SCORE},
@@ -310,6 +342,7 @@ SUMMARIES: dict[str, dict[str, Schema]] = {
     "budget_sweep": {"faults": array(TEXT)},
     "evolution": {"paper": TEXT},
     "tracking_cost": {"asked_share": NUMBER},
+    "lengths": {"goals": array(GOAL)},
     "solver": {"paper_seconds": NUMBER},
     "plan": {"asked_seconds": COUNT, "asked_bytes": COUNT},
     "table4": {"paper": mapping(mapping(mapping(nullable(NUMBER))))},

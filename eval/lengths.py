@@ -1,0 +1,243 @@
+"""What training costs where every batch has another size: step times, and the first step at a size beside later ones.
+
+    adacc eval lengths --clock cpu
+
+Small models train on batches of which no two have the same size; Adacc at half of plain training's activation bytes,
+losslessly and with codecs, HF gradient checkpointing and plain training take turns on the very same batches, and so do
+copies of them that train on one size, the mean of the others. Some sizes come again. What is lossless has to train to
+the losses of plain training, bit for bit. One model is trained by the Trainer as well, with the callback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+from tqdm import tqdm
+
+from adacc_hf.eval.changing_lengths import measure_case
+from adacc_hf.eval.length_trainings import TRAINER, TRAINER_MODEL, TRAINER_SCALE, measure_trainings
+from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records.plots import curves, need_matplotlib
+from adacc_hf.eval.records.records import (
+    RedGateError,
+    Settings,
+    Spread,
+    add_settings,
+    markdown_table,
+    positive_int,
+)
+from adacc_hf.eval.trials.clock import add_clock, check_clock
+from adacc_hf.eval.trials.contenders import CHECKPOINTING, PLAIN
+from adacc_hf.eval.trials.isolation import Figures
+from adacc_hf.eval.trials.length_cases import LENGTH_CASES, Scale
+
+SCALE = Scale()
+
+GOALS = {
+    "of_fixed_beside_plain": ("step at new sizes, x the same policy's at the fixed size", 1.05),
+    "of_checkpointing": ("step at new sizes, x HF gradient checkpointing's", 1.0),
+    "first_of_later_beside_plain": ("first step at a size, x the later ones there", 1.15),
+}
+"""What is asked of Adacc's figures: what they are, and the most that they may be."""
+
+
+def main(argv: Sequence[str] | None = None, scale: Scale = SCALE, trainer_scale: Scale = TRAINER_SCALE) -> int:
+    """Measure every case, print the tables, save record, tables and plot. Returns 1 on wrong gradients or losses."""
+    parser = argparse.ArgumentParser(prog="adacc eval lengths", description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=positive_int, help="sizes that every model trains on (default: 60; Trainer 40)")
+    parser.add_argument("--budgets", nargs="+", type=float, default=[0.5], help="of what plain training stores")
+    names = [*LENGTH_CASES, TRAINER]
+    parser.add_argument("--cases", choices=names, nargs="+", default=names, help="what to train")
+    add_clock(parser)
+    add_resume(parser)
+    add_settings(parser, "lengths")
+    arguments = parser.parse_args(argv)
+    settings = Settings.from_arguments(arguments)
+    check_clock(arguments.clock, settings)
+    need_matplotlib()
+    if not all(0.0 < budget <= 1.0 for budget in arguments.budgets):
+        raise ValueError(f"--budgets={arguments.budgets} must be fractions in (0, 1], say 0.5 0.25")
+    if arguments.steps:
+        scale, trainer_scale = (replace(one, steps=arguments.steps) for one in (scale, trainer_scale))
+    options = {name: getattr(arguments, name) for name in ("budgets", "cases", "clock")}
+    run_info = {"scale": asdict(scale), "trainer_scale": asdict(trainer_scale), **options}
+    with open_ledger(settings, run_info, arguments.resume) as ledger:
+        for name in tqdm(arguments.cases, desc="lengths", unit="case"):
+            try:
+                ledger.measure(name, partial(_measure, ledger, name))
+            except RedGateError as error:
+                print(f"adacc eval lengths: {name}: {error}", file=sys.stderr)
+                return 1
+        ledger.finish(goals=goals_of(_by_hand(ledger)))
+        save_plot(ledger)
+        ledger.publish(report_text(ledger))
+    return 0
+
+
+def _measure(ledger: Ledger, name: str) -> Figures:
+    info, settings = ledger.run_info, ledger.settings
+    if name == TRAINER:
+        scale = Scale(**info["trainer_scale"])
+        return measure_trainings(LENGTH_CASES[TRAINER_MODEL], scale, info["budgets"], info["clock"], settings)
+    return measure_case(LENGTH_CASES[name], Scale(**info["scale"]), info["budgets"], info["clock"], settings)
+
+
+def _by_hand(ledger: Ledger) -> dict[str, Figures]:
+    """The points of all cases but the Trainer's, which has other figures."""
+    return {name: point for name, point in ledger.points.items() if name != TRAINER}
+
+
+def goals_of(points: dict[str, Figures]) -> list[dict[str, Any]]:
+    """For each of GOALS by how many of Adacc's methods and cases it is kept, and the worst of them."""
+    rows = []
+    for figure, (goal, asked) in GOALS.items():
+        found = {
+            f"{LENGTH_CASES[name].title}: {method}": _middle(figures[figure])
+            for name, point in points.items()
+            for method, figures in point["methods"].items()
+            if method not in (PLAIN, CHECKPOINTING)
+        }
+        if found:
+            where = max(found, key=lambda key: found[key])
+            kept = sum(value <= asked for value in found.values())
+            row = {"goal": goal, "asked": asked, "kept": kept, "tried": len(found)}
+            rows.append({**row, "worst": found[where], "where": where})
+    return rows
+
+
+def _middle(figure: float | dict[str, float]) -> float:
+    """The median of a spread; any other figure as it is."""
+    return figure["median"] if isinstance(figure, dict) else figure
+
+
+def report_text(ledger: Ledger) -> str:
+    """A table of all cases and methods, what was asked for, the Trainer's table, and what the columns are."""
+    return "\n\n".join([*_by_hand_text(ledger), *_trainer_text(ledger)]) + "\n"
+
+
+def _by_hand_text(ledger: Ledger) -> Iterator[str]:
+    points = _by_hand(ledger)
+    if not points:
+        return
+    scale = Scale(**ledger.run_info["scale"])
+    yield (
+        f"{scale.steps} batches of {scale.batch} x {scale.shortest} to {scale.longest} tokens, no two of the same "
+        f"size; {scale.layers} blocks of width {scale.width}, forward and backward"
+    )
+    yield markdown_table([row for name, point in points.items() for row in _rows(LENGTH_CASES[name].title, point)])
+    yield markdown_table(
+        [
+            {
+                "asked of Adacc": row["goal"],
+                "at most": f"{row['asked']:.2f}",
+                "kept": f"{row['kept']} of {row['tried']}",
+                "worst": f"{row['worst']:.2f}",
+                "of": row["where"],
+            }
+            for row in ledger.summary["goals"]
+        ]
+    )
+    left_out = {point["left_out"] for point in points.values()}
+    yield (
+        "Medians, in brackets the 20th to 80th percentile. Ratios to plain and to checkpointing are of medians over "
+        "the same batches, their brackets of single batches. The fixed size is the mean of the others; the first step "
+        "at a size is beside three later ones there. These two are plain training's own ratio in its rows; in all "
+        "others it is taken out, batch by batch. Left out before the first new size: "
+        f"{', '.join(map(str, sorted(left_out)))} steps at the fixed size, under the same policy."
+    )
+    yield from _notes(points)
+
+
+def _rows(title: str, point: Figures) -> Iterator[dict[str, str]]:
+    for method, row in point["methods"].items():
+        is_plain = method == PLAIN
+        fixed = f"{row['of_fixed']:.2f}" if is_plain else _ratio(row, "of_fixed_beside_plain", "round")
+        yield {
+            "model": title,
+            "method": method,
+            "step, ms": Spread(**row["step_ms"]).text(1),
+            "x plain": "1" if is_plain else _ratio(row, "of_plain"),
+            "x checkpointing": "1" if method == CHECKPOINTING else _ratio(row, "of_checkpointing"),
+            "x its fixed size": fixed,
+            "first step x later": _spread(row["first_of_later" if is_plain else "first_of_later_beside_plain"]),
+            "stored": f"{row['stored_of_plain']:.0%}",
+        }
+
+
+def _ratio(row: Figures, name: str, single: str = "step") -> str:
+    """A ratio of medians, with the spread of those of each step or round."""
+    spread = Spread(**row[f"{name}_by_{single}"])
+    return f"{row[name]:.2f} ({spread.low:.2f} to {spread.high:.2f})"
+
+
+def _spread(figure: dict[str, float]) -> str:
+    return Spread(**figure).text(2)
+
+
+def _notes(points: dict[str, Figures]) -> Iterator[str]:
+    """Which blocks run under torch's checkpoint and why, and which budgets nothing fits."""
+    for name, point in points.items():
+        reasons: dict[str, int] = {}
+        for row in point["methods"].values():
+            reasons |= row.get("fallbacks", {})
+        for reason, count in reasons.items():
+            blocks = "1 block runs" if count == 1 else f"{count} blocks run"
+            yield f"{LENGTH_CASES[name].title}: {blocks} under torch's checkpoint: {reason}."
+        for method, reason in point["skipped"].items():
+            yield f"{LENGTH_CASES[name].title}, {method}: {reason}"
+
+
+def _trainer_text(ledger: Ledger) -> Iterator[str]:
+    point = ledger.points.get(TRAINER)
+    if point is None:
+        return
+    scale = Scale(**ledger.run_info["trainer_scale"])
+    yield (
+        f"{LENGTH_CASES[TRAINER_MODEL].title}, by the Trainer with its optimizer: {scale.steps} batches of "
+        f"{scale.batch} x {scale.shortest} to {scale.longest} tokens, no two of the same size; the first "
+        f"{point['left_out']} steps are left out"
+    )
+    yield markdown_table(
+        [
+            {
+                "method": method,
+                "mean step, ms": f"{row['mean_ms']:.1f}",
+                "x plain": f"{row['mean_of_plain']:.2f}",
+                "x checkpointing": f"{row['mean_of_checkpointing']:.2f}",
+                "single steps, x plain": _spread(row["of_plain_by_step"]),
+                "x checkpointing, single": _spread(row["of_checkpointing_by_step"]),
+                "policy after step": "" if row["policy_step"] is None else str(row["policy_step"]),
+                "policies": str(row["num_policies"] or ""),
+            }
+            for method, row in point["trainings"].items()
+        ]
+    )
+
+
+def save_plot(ledger: Ledger) -> None:
+    """What a first step takes of plain's time against the tokens of its batch, the median of the models."""
+    ratios: dict[str, dict[int, list[float]]] = {}
+    for point in _by_hand(ledger).values():
+        plain_ms = point["methods"][PLAIN]["steps_ms"]
+        for method, row in point["methods"].items():
+            if method == PLAIN:
+                continue
+            by_tokens = ratios.setdefault(method, {})
+            for size, ms, base in zip(point["sizes"], row["steps_ms"], plain_ms, strict=True):
+                by_tokens.setdefault(size[0], []).append(ms / base)
+    series = {
+        method: [(tokens, statistics.median(found)) for tokens, found in by_tokens.items()]
+        for method, by_tokens in ratios.items()
+    }
+    label = "first step over plain training's, median of the models"
+    curves(ledger.settings.output.with_suffix(".svg"), series, "tokens of each sequence", label)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""Small models whose batches have another size at every step, and what makes these batches: bytes of real text."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from adacc_hf.eval.trials.workload import Batch, library_bytes
+
+Size = tuple[int, ...]
+"""What differs from batch to batch: tokens; of T5 also the decoder's; of Qwen2-VL also an image's rows and columns of
+tokens."""
+
+VOCABULARY = 260
+"""Bytes, and the tokens that stand for images."""
+IMAGE_TOKEN, VISION_START, VISION_END, VIDEO_TOKEN = range(256, VOCABULARY)
+PATCH, MERGED, FRAMES = 4, 2, 2
+"""Of Qwen2-VL: pixels along the side of a patch, patches along that of a token, frames in a patch."""
+MEL_BINS, SOUND_TOKENS = 80, 128
+"""Of Whisper, which takes sounds of one length only."""
+IGNORED = -100
+"""The label of a token that the loss leaves out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How large models and batches are, and for how many steps they train."""
+
+    width: int = 128
+    layers: int = 4
+    """Blocks in all; of what has an encoder, half of them are there."""
+    heads: int = 4
+    batch: int = 2
+    shortest: int = 40
+    longest: int = 260
+    """Tokens of the shortest and the longest batch."""
+    steps: int = 60
+
+    def lengths(self, generator: torch.Generator) -> list[int]:
+        """A number of tokens for each step, no two alike: one from each of equal parts of the range, in random order.
+
+        So their median is about their mean, and the median step is about that of a batch of the mean length. Raises
+        ValueError if there are fewer lengths than steps.
+        """
+        span = self.longest + 1 - self.shortest
+        if span < self.steps:
+            raise ValueError(
+                f"steps={self.steps}: there are {span} lengths from {self.shortest} to {self.longest} and none may "
+                f"come twice: ask for {span} steps or fewer"
+            )
+        bounds = [self.shortest + span * step // self.steps for step in range(self.steps + 1)]
+        drawn = [int(torch.randint(low, high, (), generator=generator)) for low, high in pairwise(bounds)]
+        return [drawn[place] for place in torch.randperm(self.steps, generator=generator)]
+
+
+def middle(sizes: Sequence[Size]) -> Size:
+    """The one size that stands for all of `sizes`: their mean."""
+    return tuple(round(statistics.mean(column)) for column in zip(*sizes, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthCase:
+    """A model, and its batches of any size."""
+
+    title: str
+    model_class: str
+    """Of Transformers."""
+    settings: Callable[[Scale], dict[str, Any]] = field(repr=False)
+    """Of its configuration; all else is the default, dropout too."""
+    batch: Callable[[Scale, Size, torch.Generator], Batch] = field(repr=False)
+    sizes: Callable[[Sequence[int], torch.Generator], list[Size]] = field(
+        default=lambda lengths, generator: [(length,) for length in lengths], repr=False
+    )
+    """Makes sizes of as many numbers of tokens."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """What the model is built with besides."""
+
+    def model(self, scale: Scale, device: str, seed: int) -> PreTrainedModel:
+        """The model in train mode; weights depend on the seed alone, torch's generator is left as it was."""
+        model_class = getattr(transformers, self.model_class)
+        config = model_class.config_class(**self.settings(scale), use_cache=False)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = model_class._from_config(config, attn_implementation="sdpa", **self.options)
+        if self.model_class == "GPT2LMHeadModel":
+            model.loss_type = "ForCausalLM"  # Transformers cannot tell it from the name: it takes this one, and warns
+        return model.to(device).train()
+
+    def draw(self, scale: Scale, seed: int) -> list[Size]:
+        """The size of each step's batch, no two alike."""
+        generator = torch.Generator().manual_seed(seed)
+        return self.sizes(scale.lengths(generator), generator)
+
+    def make_batch(self, scale: Scale, size: Size, device: str, seed: int) -> Batch:
+        """A batch with labels; every seed gives other values of the same shapes."""
+        batch = self.batch(scale, size, torch.Generator().manual_seed(seed))
+        return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def _ids(scale: Scale, length: int, generator: torch.Generator) -> torch.Tensor:
+    """[scale.batch, length] bytes at random places of the text."""
+    text = library_bytes()
+    starts = torch.randint(len(text) - length, (scale.batch,), generator=generator).tolist()
+    return torch.stack([text[start : start + length] for start in starts]).long()
+
+
+def _text(scale: Scale, size: Size, generator: torch.Generator) -> Batch:
+    ids = _ids(scale, size[0], generator)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _padded_text(scale: Scale, size: Size, generator: torch.Generator) -> Batch:
+    """Text whose first row is as long as the batch, and whose others are between half of that and one token less."""
+    (length,) = size
+    ends = torch.randint(length // 2, length, (scale.batch, 1), generator=generator)
+    ends[0] = length
+    mask = torch.arange(length).expand(scale.batch, length) < ends
+    ids = _ids(scale, length, generator).masked_fill(~mask, 0)
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, IGNORED)}
+
+
+def _two_texts(scale: Scale, size: Size, generator: torch.Generator) -> Batch:
+    return {"input_ids": _ids(scale, size[0], generator), "labels": _ids(scale, size[1], generator)}
+
+
+def _two_lengths(lengths: Sequence[int], generator: torch.Generator) -> list[Size]:
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    return [(length, lengths[place]) for length, place in zip(lengths, order, strict=True)]
+
+
+def _sound_and_text(scale: Scale, size: Size, generator: torch.Generator) -> Batch:
+    features = torch.randn(scale.batch, MEL_BINS, 2 * SOUND_TOKENS, generator=generator)
+    return {"input_features": features, "labels": _ids(scale, size[0], generator)}
+
+
+def _image_and_text(scale: Scale, size: Size, generator: torch.Generator) -> Batch:
+    """Text with one image in each row, right after its first token."""
+    length, rows, columns = size
+    ids = _ids(scale, length, generator)
+    ids[:, 1 : 1 + rows * columns] = IMAGE_TOKEN
+    is_image = ids == IMAGE_TOKEN
+    num_patches = scale.batch * rows * columns * MERGED**2
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(is_image, IGNORED),
+        "pixel_values": torch.randn(num_patches, 3 * FRAMES * PATCH**2, generator=generator),
+        "image_grid_thw": torch.tensor([[1, MERGED * rows, MERGED * columns]] * scale.batch),
+        "mm_token_type_ids": is_image.long(),
+    }
+
+
+def _with_image(lengths: Sequence[int], generator: torch.Generator) -> list[Size]:
+    """Images of any sides that take up no more than half of the text."""
+    sizes = []
+    for length in lengths:
+        longest = max(2, math.isqrt(length // 2))
+        rows, columns = torch.randint(2, longest + 1, (2,), generator=generator).tolist()
+        sizes.append((length, rows, columns))
+    return sizes
+
+
+IDS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def _common(scale: Scale) -> dict[str, Any]:
+    return {
+        **IDS,
+        "hidden_size": scale.width,
+        "num_hidden_layers": scale.layers,
+        "num_attention_heads": scale.heads,
+        "intermediate_size": 3 * scale.width,
+        "max_position_embeddings": scale.longest,
+    }
+
+
+def _grouped(scale: Scale) -> dict[str, Any]:
+    return {**_common(scale), "num_key_value_heads": max(1, scale.heads // 2)}
+
+
+def _gpt2(scale: Scale) -> dict[str, Any]:
+    sizes = {"n_embd": scale.width, "n_layer": scale.layers, "n_head": scale.heads, "n_positions": scale.longest}
+    return {**IDS, **sizes}
+
+
+def _mistral(scale: Scale) -> dict[str, Any]:
+    return {**_grouped(scale), "sliding_window": (scale.shortest + scale.longest) // 2}
+
+
+def _t5(scale: Scale) -> dict[str, Any]:
+    return {
+        **IDS,
+        "d_model": scale.width,
+        "d_kv": scale.width // scale.heads,
+        "d_ff": 4 * scale.width,
+        "num_layers": scale.layers // 2,
+        "num_decoder_layers": scale.layers // 2,
+        "num_heads": scale.heads,
+        "decoder_start_token_id": 0,
+    }
+
+
+def _experts(scale: Scale) -> dict[str, Any]:
+    head = {"head_dim": scale.width // scale.heads}
+    return {
+        **_grouped(scale), **head, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": scale.width,
+    }  # fmt: skip
+
+
+def _whisper(scale: Scale) -> dict[str, Any]:
+    sides = {
+        f"{side}_{name}": value
+        for side in ("encoder", "decoder")
+        for name, value in (
+            ("layers", scale.layers // 2),
+            ("ffn_dim", 4 * scale.width),
+            ("attention_heads", scale.heads),
+        )
+    }
+    lengths = {"max_source_positions": SOUND_TOKENS, "max_target_positions": scale.longest, "num_mel_bins": MEL_BINS}
+    return {**IDS, **sides, **lengths, "d_model": scale.width, "decoder_start_token_id": 1}
+
+
+def _qwen2_vl(scale: Scale) -> dict[str, Any]:
+    eighth = scale.width // scale.heads // 8
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2 * eighth, eighth, eighth]}
+    seeing = {"hidden_size": scale.width, "embed_dim": scale.width, "num_heads": scale.heads, "mlp_ratio": 4}
+    cut = {"in_channels": 3, "patch_size": PATCH, "spatial_merge_size": MERGED, "temporal_patch_size": FRAMES}
+    return {
+        "text_config": {**_grouped(scale), "model_type": "qwen2_vl_text", "rope_parameters": rope, "use_cache": False},
+        "vision_config": {**seeing, **cut, "depth": scale.layers // 2},
+        "image_token_id": IMAGE_TOKEN,
+        "video_token_id": VIDEO_TOKEN,
+        "vision_start_token_id": VISION_START,
+        "vision_end_token_id": VISION_END,
+    }
+
+
+def _case(title: str, model_class: str, settings: Any, batch: Any, **more: Any) -> LengthCase:
+    return LengthCase(title=title, model_class=model_class, settings=settings, batch=batch, **more)
+
+
+LENGTH_CASES = {
+    "gpt2": _case("GPT-2", "GPT2LMHeadModel", _gpt2, _text),
+    "llama": _case("LLaMA", "LlamaForCausalLM", _grouped, _text),
+    "llama_padded": _case("LLaMA, padded", "LlamaForCausalLM", _grouped, _padded_text),
+    "t5": _case("T5, two lengths", "T5ForConditionalGeneration", _t5, _two_texts, sizes=_two_lengths),
+    "bert": _case("BERT, padded", "BertForMaskedLM", _common, _padded_text),
+    "mistral": _case("Mistral, sliding window", "MistralForCausalLM", _mistral, _text),
+    "moe_grouped": _case(
+        "Qwen3-MoE, grouped products", "Qwen3MoeForCausalLM", _experts, _text,
+        options={"experts_implementation": "grouped_mm"},
+    ),
+    "moe_loop": _case(
+        "Qwen3-MoE, loop over experts", "Qwen3MoeForCausalLM", _experts, _text,
+        options={"experts_implementation": "eager"},
+    ),
+    "whisper": _case("Whisper", "WhisperForConditionalGeneration", _whisper, _sound_and_text),
+    "qwen2_vl": _case(
+        "Qwen2-VL, images of any size", "Qwen2VLForConditionalGeneration", _qwen2_vl, _image_and_text,
+        sizes=_with_image,
+    ),
+}  # fmt: skip
+"""By the name on the command line. The window of Mistral's binds at half of the sizes."""

@@ -1,0 +1,166 @@
+"""Training on batches of ever new sizes, of models so small that nothing can be said of their times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from adacc_hf.eval import changing_lengths, lengths
+from adacc_hf.eval.changing_lengths import (
+    FIXED_EVERY,
+    PART,
+    PAUSE,
+    Times,
+    check_losses,
+    figures_of,
+    measure_case,
+    visits,
+)
+from adacc_hf.eval.length_trainings import LEFT_OUT, TRAINER, Training, check_trainings
+from adacc_hf.eval.records.records import RedGateError, Settings
+from adacc_hf.eval.records.schemas import check_record
+from adacc_hf.eval.trials.contenders import CHECKPOINTING, GATE_STEPS, PLAIN
+from adacc_hf.eval.trials.length_cases import LENGTH_CASES, Scale
+
+TINY = Scale(width=32, layers=2, heads=2, batch=2, shortest=12, longest=24, steps=PAUSE)
+METHODS = [PLAIN, CHECKPOINTING, "Adacc, 50% of plain", "Adacc lossless, 50% of plain"]
+
+
+def run(output: Path, *argv: str) -> int:
+    options = ["--cases", "llama_padded", TRAINER, "--output", str(output), *argv]
+    return lengths.main(options, TINY, Scale(**{**vars(TINY), "steps": LEFT_OUT + 2}))
+
+
+def test_a_run_is_a_record_with_tables_and_a_plot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "lengths.json"
+    assert run(output) == 0
+    record = json.loads(output.read_text())
+    check_record(record)
+    points = record["train_info"]["points"]
+    assert list(points) == ["llama_padded", TRAINER]
+    assert [row["tried"] for row in record["train_info"]["goals"]] == [2, 2, 2]
+    text = output.with_suffix(".md").read_text()
+    assert text in capsys.readouterr().out
+    assert [part.splitlines()[0].split("|")[1].strip() for part in text.split("\n\n") if part.startswith("|")] == [
+        "model",
+        "asked of Adacc",
+        "method",
+    ]
+    assert output.with_suffix(".svg").read_text().startswith("<?xml")
+
+    trainings = points[TRAINER]["trainings"]
+    assert list(trainings) == METHODS
+    assert trainings[PLAIN]["loss"] == trainings[CHECKPOINTING]["loss"] == trainings[METHODS[3]]["loss"]
+    assert {row["policy_step"] for row in trainings.values()} == {None, 2}
+    assert all(len(row["steps_ms"]) == 2 for row in trainings.values())
+
+    monkeypatch.setattr(lengths, "_measure", lambda *_: pytest.fail("measured again"))
+    assert run(output, "--resume") == 0
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "moe_loop", "qwen2_vl"])
+def test_methods_train_alike_on_sizes_that_never_repeat(name: str, tmp_path: Path) -> None:
+    settings = Settings(runner="lengths", output=tmp_path / "lengths.json")
+    point = measure_case(LENGTH_CASES[name], TINY, [0.5], "wall", settings)
+    sizes, methods = point["sizes"], point["methods"]
+    assert len(set(sizes)) == TINY.steps
+    assert point["left_out"] == GATE_STEPS
+    assert [*methods, *point["skipped"]] == METHODS
+    for method, row in methods.items():
+        assert len(row["steps_ms"]) == TINY.steps
+        if method != METHODS[2]:
+            assert (row["loss_drift"], row["gradient_error"]) == (0.0, 0.0)
+    fallbacks = methods[METHODS[3]]["fallbacks"]
+    assert sum(fallbacks.values()) == (TINY.layers if name == "moe_loop" else 0)
+
+
+def test_losses_that_differ_end_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RedGateError("they differ")
+
+    monkeypatch.setattr(changing_lengths, "check_losses", fail)
+    assert run(tmp_path / "lengths.json") == 1
+    assert "adacc eval lengths: llama_padded: they differ" in capsys.readouterr().err
+    assert not (tmp_path / "lengths.json").exists()
+
+
+def trainee(name: str, losses: list[float], device: str = "cpu", is_lossless: bool = True) -> SimpleNamespace:
+    kind = torch.device(device)
+    return SimpleNamespace(name=name, losses=losses, is_lossless=is_lossless, other_sums=False, device=kind)
+
+
+def test_what_is_lossless_must_train_to_the_losses_of_plain() -> None:
+    plain, same, other = trainee(PLAIN, [4.0, 2.0]), trainee("same", [4.0, 2.0]), [4.0, 2.5]
+    assert check_losses([plain, same, trainee("lossy", other, is_lossless=False)]) == {
+        PLAIN: 0.0, "same": 0.0, "lossy": 0.25,
+    }  # fmt: skip
+    with pytest.raises(RedGateError, match=r"off: the losses of 2 steps differ from those of plain, by up to 0.25"):
+        check_losses([plain, trainee("off", other)])
+    # A GPU's sums have no fixed order.
+    assert check_losses([plain, trainee("off", other, "cuda")])["off"] == 0.25
+
+
+def test_the_trainers_losses_are_compared_too() -> None:
+    def ended(loss: float) -> Training:
+        return Training(steps_ms=[1.0], loss=loss, policy_step=None, num_policies=0)
+
+    found = {PLAIN: ended(2.0), "off": ended(2.5)}
+    check_trainings(found, "cuda")
+    with pytest.raises(RedGateError, match=r"off: the mean loss of the Trainer's steps is 2.5, that of plain"):
+        check_trainings(found, "cpu")
+
+
+def test_every_size_comes_once_and_some_again() -> None:
+    steps = list(visits(2 * PART + 1))
+    assert [visit.place for visit in steps if visit.is_first] == list(range(2 * PART + 1))
+    again = [visit.place for visit in steps if not visit.is_first]
+    assert again == [0] * (PART // PAUSE) + [PART] * (PART // PAUSE)
+    first = {visit.place: number for number, visit in enumerate(steps) if visit.is_first}
+    assert all(first[visit.place] < number for number, visit in enumerate(steps) if not visit.is_first)
+
+
+def test_figures_are_ratios_on_the_same_batches() -> None:
+    """Plain training takes 1 ms a token, and at the fixed size 10; ours twice that, and thrice at a first step."""
+    plain_ms = [float(ms) for ms in range(6, 15)]
+    num_fixed = -(-len(plain_ms) // FIXED_EVERY)
+    plain = Times(first=plain_ms, later={0: [6.0, 6.0, 9.0]}, fixed=[10.0] * num_fixed)
+    ours = Times(first=[3 * ms for ms in plain_ms], later={0: [12.0, 12.0, 18.0]}, fixed=[20.0] * num_fixed)
+    row = figures_of({PLAIN: plain, CHECKPOINTING: ours})[CHECKPOINTING]
+    assert (row["of_plain"], row["mean_of_plain"], row["of_checkpointing"]) == (3.0, 3.0, 1.0)
+    assert row["of_plain_by_step"].low == row["of_plain_by_step"].high == 3.0
+    assert row["of_fixed"] == row["of_fixed_beside_plain"] == row["of_fixed_beside_plain_by_round"].median == 1.5
+    assert row["first_of_later"].median == row["first_of_later_beside_plain"].median == 1.5
+
+
+def test_goals_are_of_adacc_alone() -> None:
+    def point(ratio: float) -> dict[str, Any]:
+        figures = {name: ratio if name == "of_checkpointing" else {"median": ratio} for name in lengths.GOALS}
+        return {"methods": {PLAIN: {}, CHECKPOINTING: {}, "Adacc": figures}}
+
+    first = lengths.goals_of({"gpt2": point(0.9), "bert": point(1.1)})[0]
+    assert (first["asked"], first["kept"], first["tried"]) == (1.05, 1, 2)
+    assert (first["worst"], first["where"]) == (1.1, "BERT, padded: Adacc")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [("--budgets=2", r"--budgets=\[2.0\] must be fractions in \(0, 1\]"), ("--steps=14", "there are 13 lengths")],
+)
+def test_settings_that_cannot_be_are_refused(option: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "lengths.json", option)
+
+
+def test_a_trainers_run_without_counted_steps_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"steps={LEFT_OUT} must be more than the {LEFT_OUT} that are not counted"):
+        run(tmp_path / "lengths.json", "--cases", TRAINER, f"--steps={LEFT_OUT}")
