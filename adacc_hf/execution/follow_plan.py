@@ -18,11 +18,12 @@ from adacc_hf.execution.call import Call
 from adacc_hf.execution.checked_call import CheckedCall
 from adacc_hf.execution.choices import can_follow, least_memory, least_memory_choices, unfit
 from adacc_hf.execution.recording import Recording
+from adacc_hf.execution.size_check import SizeCheck
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.latest import note_latest
 from adacc_hf.policy import IDLE_KIND, RETAIN, Action, Choice, Plan
 from adacc_hf.random_states import RandomStates
-from adacc_hf.tapes.call_inputs import fetch
+from adacc_hf.tapes.call_inputs import argument_tensors, fetch
 from adacc_hf.tapes.compiled import CompiledPlan
 from adacc_hf.tapes.family import MOST_SIZES, TapeFamily
 from adacc_hf.tapes.known_shapes import Key, KnownShape, KnownShapes
@@ -46,10 +47,12 @@ class Entry:
     """The family's, when that was done."""
     is_proven: bool = True
     """Whether a call at this size has saved what its tape says."""
+    is_within: bool = True
+    """Whether the family was made of sizes around this one."""
 
     @property
     def is_current(self) -> bool:
-        return self.family is None or self.base is self.family.base
+        return self.family is None or (self.family.is_in_force and self.base is self.family.base)
 
 
 class Observer(Protocol):
@@ -147,16 +150,31 @@ class FollowPlan:
         """Run a call that no tape fits. This rank alone may know: no collective may run again (rule R13)."""
         return fn(*args) if has_collectives else Checkpointed().run(block, fn, args, kwargs)
 
-    def _call(self, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one call under the plan."""
+    def _call(
+        self,
+        entry: Entry,
+        block: nn.Module,
+        fn: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        check: SizeCheck | None = None,
+    ) -> Any:
+        """Run one call under the plan, its operators compared with the tape if `check` is given."""
         externals = fetch(entry.compiled.externals, block, args, kwargs)
         if not entry.compiled.has_all(externals):  # a layer that merged its adapter has its scales elsewhere for a call
             return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)
+        if check is not None:
+            check.begin(block, args, kwargs)
         call = Call(entry.compiled, self.name, self._codecs(entry), externals)
         if len(entry.compiled.tape.order or ()) < entry.compiled.num_slots:
             entry.seen = call.seen = []
-        with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
-            result = fn(*args)
+        if check is None:
+            with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
+                result = fn(*args)
+        else:
+            with torch.autograd.graph.saved_tensors_hooks(check.unseen(call.pack), call.unpack), check:
+                result = fn(*args)
+            check.finish()
         call.finish()
         self._refuse_replaced(entry.compiled, externals, block)
         return result
@@ -189,17 +207,19 @@ class FollowPlan:
         entry = self._sized.get(key)
         if entry is not None and entry.is_current:
             return entry
-        if not self.known.was_compared:  # what a profile has recorded may be long ago
-            return None
         given = key.given_to(block)
+        if not self.known.was_compared and self.library.expected(self.plan.kind, given, self.name) is not None:
+            return None  # a profile has recorded this very size, perhaps long ago: it is compared with that
         untrusted = self.library.untrusted_at(given, self.name)
         if untrusted is not None:
             return self._entry(KnownShape(untrusted))
-        found = self.library.family_at(given, self.name)
+        within = self.library.family_at(given, self.name)
+        found = within or self.library.family_beyond(given, self.name)
         tape = None if found is None else self.library.tape_of(*found)
         if found is None or tape is None or found[0].takes_comparison(tape):
             return None
         entry = self._entry_at(found[0], tape)
+        entry.is_within = within is not None
         note_latest(self._sized, key, entry, MOST_SIZES)
         return entry
 
@@ -220,20 +240,36 @@ class FollowPlan:
     def _unproven_call(
         self, key: Key, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a call at a size that never ran. If it saves other tensors than its family says, it is run once more, and
-        recorded: nothing but random generators was changed."""
-        states = RandomStates({value.device for value in entry.compiled.tape.values})
+        """Run a call at a size that never ran. If it runs or saves other than its family says, it is run once more, and
+        recorded: nothing but random generators was changed. Where more may be, it is recorded on the way."""
+        tape = entry.compiled.tape
+        if tape.changes_state or tape.has_collectives:
+            result = self._checked_call(entry, block, fn, args, kwargs)
+            self._extend(key, entry, block)
+            return result
+        states, versions = RandomStates({value.device for value in tape.values}), _versions(block, args, kwargs)
+        check = None if tape.is_checked and entry.is_within else SizeCheck(self.name, tape)
         try:
-            result = self._call(entry, block, fn, args, kwargs)
+            result = self._call(entry, block, fn, args, kwargs, check)
         except SavedOtherwiseError as error:
-            if entry.compiled.tape.changes_state or entry.compiled.tape.has_collectives:
+            if _versions(block, args, kwargs) != versions:
                 raise
-            self.library.distrust(entry.family, self.name, error)
-            states.restore()
-            self._sized.clear()
-            return self._first_call(key, block, fn, args, kwargs)
-        entry.is_proven = True
-        return result
+            why = str(error)  # the error itself holds what the call has made
+        else:
+            entry.is_proven = tape.is_checked = True
+            self._extend(key, entry, block)
+            return result
+        if entry.is_within:  # beyond, other operators may run: they will have a family of their own
+            self.library.distrust(entry.family, self.name, why)
+        states.restore()
+        self._sized.clear()
+        return self._first_call(key, block, fn, args, kwargs)
+
+    def _extend(self, key: Key, entry: Entry, block: nn.Module) -> None:
+        """Have the family of a size that ran as it says serve those in between too."""
+        if entry.is_proven and not entry.is_within:
+            entry.is_within = True
+            self.library.extend(entry.family, key.given_to(block), self.name)
 
     def _learn_order(self, entry: Entry) -> None:
         """Learn the order of unpacks from the backward that asked for most slots, whichever came first."""
@@ -273,6 +309,8 @@ class FollowPlan:
         if found is None or tape.untrusted is not None:
             return
         family, sizes = found
+        if not family.covers(sizes):  # sizes that were equal by chance so far: it will be made anew
+            return
         if not family.agrees(tape, sizes):
             self.library.distrust(family, self.name, "a record of one has others")
         elif not tape.recomputable >= family.base.recomputable:
@@ -283,20 +321,12 @@ class FollowPlan:
         if self._was_surprising or any(known.shape == key.shape for known in self.known):
             return None
         tape = self.library.expected(self.plan.kind, given, self.name)
-        if tape is not None:
-            return self._entry(KnownShape(tape))
-        beyond = self.library.family_beyond(given, self.name)
-        tape = None if beyond is None else self.library.tape_of(*beyond)
-        return None if tape is None else self._entry_at(beyond[0], tape)
+        return None if tape is None else self._entry(KnownShape(tape))
 
     def _end_expected_call(
         self, key: Key, given: Hashable, expected: Entry, result: Any, tape: Tape, seen: list[int] | None
     ) -> Any:
-        if expected.family is not None and seen is not None:  # nothing in it was not as expected
-            expected.seen, expected.is_proven = seen, True
-            self.library.remember(expected.compiled.tape, given, self.name)
-            note_latest(self._sized, key, expected, MOST_SIZES)
-        elif tape.digest == expected.known.tape.digest:
+        if tape.digest == expected.known.tape.digest:
             expected.known.tape, expected.seen = expected.known.tape.with_reads(tape.reads), seen
             self.library.remember(expected.known.tape, given, self.name)
             self._remember(key, expected)
@@ -332,8 +362,10 @@ class FollowPlan:
         result, tape, seen = done
         if seen is not None and (entry.family is not None or tape.digest == entry.compiled.tape.digest):
             entry.seen = seen
+            entry.is_proven = entry.compiled.tape.is_checked = True
         elif entry.family is not None:
-            self.library.distrust(entry.family, self.name, "they vary from call to call")
+            why = "they vary from call to call" if entry.is_proven else "a call of a new one ran others"
+            self.library.distrust(entry.family, self.name, why)
             entry.known.varies = True
             self._sized.clear()
         else:
@@ -385,7 +417,8 @@ class FollowPlan:
         structure, _, identity, call = (self.plan.kind.split("-") + [""] * 3)[:4]
         own_structure, _, own_identity, own_call = tape.kind.split("-")
         if structure != own_structure:
-            planned = next((known for known in self.tapes.values() if known.kind.startswith(f"{structure}-")), None)
+            fitted = (*self.tapes.values(), *(known.tape for known in self.known.of_families.values()))
+            planned = next((known for known in fitted if known.kind.startswith(f"{structure}-")), None)
             same = planned.values_in(tape) if planned is not None else None
             if same is not None:
                 return self._choices_by_value(tape, same)
@@ -431,6 +464,12 @@ class FollowPlan:
 def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:
     """Whether torch's checkpoint runs the block whatever its plan says: the ranks' plans may differ (rule R13)."""
     return tape.untrusted is not None and tape.has_collectives
+
+
+def _versions(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    """How often what a call of `block` might write into was written."""
+    given = [tensor for _, tensor in argument_tensors(args, kwargs)]
+    return [tensor._version for tensor in (*block.buffers(), *given)]
 
 
 def _fitting(codec: Codec, value: int, base: CompiledPlan, sized: CompiledPlan) -> Codec | None:

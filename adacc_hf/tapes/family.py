@@ -3,11 +3,12 @@
 NOTE [Which sizes a family serves]
 A block's Python decides which operators run by comparing sizes with numbers of its own (a window that starts to bind)
 or with 1, seldom in another way. So a family is trusted at sizes that lie between sizes at which the block was
-recorded, in each dimension; 0 and 1 are told apart from others, and on a GPU sizes that are aligned, as its kernels do.
-Beyond them a call is compared with what the family says as it runs, which takes time and no memory. Where records at
-sizes that lie within each other have other operators, no range tells which of them a new size runs: each size is
-recorded. What still slips through is found by the check of what autograd saves (rule R8), or by the comparison of every
-so many new sizes (rule R7).
+recorded, in each dimension, and which are told apart from 0 and 1, and on a GPU by whether they are aligned, as its
+kernels tell them apart. There the first block that runs a size is compared with what the family says, operator by
+operator (size_check.py), and each block by what autograd saves (rule R8). Beyond, each block is compared by operators.
+Where records at sizes that lie within each other have other operators, no range tells which of them a new size runs:
+each size is recorded. Whether the same operators give the same bits again is compared at every so many new sizes (rule
+R7).
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ ENOUGH = 3
 MOST_RECORDS = 8
 """Records that expressions are looked for in. Numbers that follow no rule in so many follow none: a length that is
 rounded up to a window's, say."""
+MOST_GROUPS = 8
+"""Sorts of tapes that a block may have at the sizes of one outline; in any more of them no family is looked for."""
 MOST_SIZES = 32
 """Sizes whose tapes are kept at hand. To evaluate one anew takes less than a millisecond."""
 
@@ -66,8 +69,10 @@ class CallSizes:
         return cls((tuple(described), rest, tuple(settings), data, state), tuple(dimensions), tuple(layout))
 
 
-def _class_of(size: int, alignment: int) -> Any:
-    return size if size < 2 else size % alignment == 0
+def _class_of(size: int, alignment: int) -> int | str:
+    if size < 2:
+        return size
+    return "odd" if size % alignment else "aligned"  # no truth values: these are equal to 0 and 1
 
 
 def _without_numbers(tree: Any, numbers: list[int]) -> Any:
@@ -95,10 +100,15 @@ class TapeFamily:
         self._sized: OrderedDict[tuple[int, ...], Tape] = OrderedDict()
         tapes = [record.tape for record in records]
         recomputable = frozenset.intersection(*(tape.recomputable for tape in tapes))
-        recomputable = _without(tapes[0], recomputable, _made_by(tapes[0], _PLANS_IN_SECOND_THREADS))
+        recomputable = without_values(tapes[0], recomputable, _made_by(tapes[0], _PLANS_IN_SECOND_THREADS))
         equal = {v: e for v, e in tapes[0].equal.items() if all(tape.equal.get(v) == e for tape in tapes)}
         self.base = replace(tapes[0], recomputable=recomputable, equal=_kept(equal, recomputable))
         """The tape that plans are made for; those of all sizes have its values, operators and slots."""
+        self.is_in_force = True
+        """Whether calls at new sizes may run as this family says still."""
+        self._identity = hashlib.sha256(repr(identity_of(records)).encode()).hexdigest()
+        """Tells its tapes from those of a family that was made of fewer records."""
+        self._recorded = frozenset(record.sizes.dimensions for record in records)
         self._num_new = 0
         """Sizes that came so far and were not recorded."""
         self._to_compare: Tape | None = None
@@ -130,28 +140,40 @@ class TapeFamily:
             numbers = self._expressions.at(sizes)
             if numbers is None:
                 return None
-            known = self._sized[sizes.dimensions] = self._template.fill(self.base, numbers, sizes.dimensions)
+            known = self._sized[sizes.dimensions] = self._filled(numbers, sizes)
             known.order = order
-            self._num_new += 1
-            if self._num_new & (self._num_new - 1) == 0:
-                self._to_compare = known
+            if sizes.dimensions not in self._recorded:
+                self._note_new(known)
             if len(self._sized) > MOST_SIZES:
                 self._sized.popitem(last=False)
-        elif not self._expressions.fits_layout(sizes):
+        elif not self.covers(sizes):
             return None
         return known
+
+    def _note_new(self, tape: Tape) -> None:
+        self._num_new += 1
+        if self._num_new & (self._num_new - 1) == 0:
+            self._to_compare = tape
 
     def agrees(self, tape: Tape, sizes: CallSizes) -> bool:
         """Whether a recorded call of these sizes ran as the family says."""
         numbers = self._expressions.at(sizes)
         if numbers is None:
             return False
-        said, ran = _Columns(self._template.fill(self.base, numbers, sizes.dimensions)), _Columns(tape)
+        said, ran = _Columns(self._filled(numbers, sizes)), _Columns(tape)
         return said.numbers == ran.numbers and said.outline == ran.outline
+
+    def covers(self, sizes: CallSizes) -> bool:
+        """Whether these sizes hang together as the family's do."""
+        return self._expressions.fits_layout(sizes)
+
+    def _filled(self, numbers: list[int], sizes: CallSizes) -> Tape:
+        digest = f"{self._identity}@{'x'.join(map(str, sizes.dimensions))}"
+        return self._template.fill(self.base, numbers, digest)
 
     def refuse(self, values: Collection[int]) -> None:
         """Never replay `values` again, at any size, nor what follows from them alone."""
-        recomputable = _without(self.base, self.base.recomputable, values)
+        recomputable = without_values(self.base, self.base.recomputable, values)
         self.base = replace(self.base, recomputable=recomputable, equal=_kept(self.base.equal, recomputable))
         self.forget_sizes()
 
@@ -202,12 +224,14 @@ class _Expressions:
                 fitted[column] = basis.fit(column)
             return fitted[column]
 
-        given_fits = [fit(column) for column in zip(*given, strict=True)]
+        given_columns = list(zip(*given, strict=True))
         columns = list(zip(*numbers, strict=True))
         distinct = list(dict.fromkeys(columns))
-        number_fits = [fit(column) for column in distinct]
-        if None in given_fits or None in number_fits:
+        if any(
+            fit(column) is None for column in (*given_columns, *distinct)
+        ):  # it takes long to find out that none fits
             return None
+        given_fits, number_fits = ([fitted[column] for column in each] for each in (given_columns, distinct))
         index = {column: place for place, column in enumerate(distinct)}
         return cls(symbols, basis, given_fits, number_fits, [index[column] for column in columns])
 
@@ -289,7 +313,7 @@ class _Template:
         self._slots = [self._ref(slot).place for slot in tape.slots]
         tape.consumers(0)  # noted once, for the tapes of all sizes
 
-    def fill(self, base: Tape, numbers: list[int], sizes: tuple[int, ...]) -> Tape:
+    def fill(self, base: Tape, numbers: list[int], digest: str) -> Tape:
         """The tape of the distinct `numbers`."""
         at = numbers.__getitem__
         geometries: dict[Any, Geometry] = {}
@@ -321,9 +345,10 @@ class _Template:
             reads=base.reads,
             identity=base.identity,
             structure=base.structure,
-            digest=f"{base.digest}@{'x'.join(map(str, sizes))}",
+            digest=digest,
             recomputable=base.recomputable,
             equal=base.equal,
+            is_checked=False,
             _consumers=base._consumers,
         )
 
@@ -365,6 +390,10 @@ def _filled(tree: Any, at: Callable[[int], int], refs: list[TensorRef]) -> Any:
     return tree
 
 
+_REST = "rest"
+"""Where tapes of too many sorts go: of them no more is known than which sizes they were recorded at."""
+
+
 class SeenSizes:
     """What one block has shown at the sizes of one outline: records, and the families that they make."""
 
@@ -382,17 +411,29 @@ class SeenSizes:
             self.untrusted = record.tape if self._num_untrusted >= ENOUGH - 1 and not self._groups else None
             return
         self.untrusted = None
-        self._groups.setdefault(outline_of(record.tape), _Group()).add(record, make)
+        outline = outline_of(record.tape)
+        if outline in self._groups or len(self._groups) < MOST_GROUPS:
+            self._groups.setdefault(outline, _Group()).add(record, make)
+        else:
+            self._groups.setdefault(_REST, _Group(is_given_up=True)).add(record, make)
 
     def family_at(self, sizes: CallSizes) -> TapeFamily | None:
         """The family that serves a call of these sizes, if exactly one does (NOTE [Which sizes a family serves])."""
         around = [group for group in self._groups.values() if group.spans(sizes)]
-        return around[0].family if len(around) == 1 else None
+        family = around[0].family if len(around) == 1 else None
+        return family if family is not None and family.is_in_force else None
 
-    def family_beyond(self) -> TapeFamily | None:
-        """The family that a call of sizes beyond the recorded ones probably belongs to."""
-        known = [group.family for group in self._groups.values() if group.family is not None]
-        return known[0] if len(known) == 1 else None
+    def family_beyond(self, sizes: CallSizes) -> TapeFamily | None:
+        """The family that a call of sizes beyond all recorded ones probably belongs to."""
+        groups = self._groups.values()
+        known = [group.family for group in groups if group.family is not None and group.family.is_in_force]
+        return known[0] if len(known) == 1 and not any(group.spans(sizes) for group in groups) else None
+
+    def extend(self, family: TapeFamily, sizes: CallSizes) -> None:
+        """Note that a call of these sizes ran as `family` says."""
+        for group in self._groups.values():
+            if group.family is family:
+                group.extend(sizes)
 
     def distrust(self, family: TapeFamily) -> None:
         """Have each size of `family` recorded from now on: it did not run as its expressions say."""
@@ -404,31 +445,45 @@ class SeenSizes:
 class _Group:
     """Records of calls that ran the same operators."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_given_up: bool = False) -> None:
         self.family: TapeFamily | None = None
         self._records: list[Record] = []
         self._least: tuple[int, ...] = ()
         self._most: tuple[int, ...] = ()
-        self._is_given_up = False
+        self._is_given_up = is_given_up
 
     def add(self, record: Record, make: Callable[[Sequence[Record]], TapeFamily | None]) -> None:
         sizes = record.sizes.dimensions
         if any(known.sizes.dimensions == sizes for known in self._records):
             return
-        self._least = tuple(map(min, self._least, sizes)) if self._least else sizes
-        self._most = tuple(map(max, self._most, sizes)) if self._most else sizes
-        if self._is_given_up or (self.family is not None and self.family.agrees(record.tape, record.sizes)):
+        self.extend(record.sizes)
+        if self._is_given_up or self._has_foreseen(record):
             return
         self._records.append(record)
-        self.family = make(self._records) if len(self._records) >= ENOUGH else None
+        self._follow(make(self._records) if len(self._records) >= ENOUGH else None)
         if self.family is None and len(self._records) >= MOST_RECORDS:
             self.give_up()
 
     def spans(self, sizes: CallSizes) -> bool:
         return all(low <= n <= high for low, n, high in zip(self._least, sizes.dimensions, self._most, strict=True))
 
+    def extend(self, sizes: CallSizes) -> None:
+        """Count these sizes among those at which calls were seen."""
+        self._least = tuple(map(min, self._least or sizes.dimensions, sizes.dimensions))
+        self._most = tuple(map(max, self._most or sizes.dimensions, sizes.dimensions))
+
+    def _has_foreseen(self, record: Record) -> bool:
+        family = self.family
+        return family is not None and family.is_in_force and family.agrees(record.tape, record.sizes)
+
     def give_up(self) -> None:
-        self.family, self._records, self._is_given_up = None, [], True
+        self._follow(None)
+        self._records, self._is_given_up = [], True
+
+    def _follow(self, family: TapeFamily | None) -> None:
+        if self.family is not None and self.family is not family:
+            self.family.is_in_force = False
+        self.family = family
 
 
 def _made_by(tape: Tape, names: Collection[str]) -> set[int]:
@@ -436,7 +491,7 @@ def _made_by(tape: Tape, names: Collection[str]) -> set[int]:
     return {value for op in tape.operators if op.target._opname in names for value in op.made()}
 
 
-def _without(tape: Tape, recomputable: frozenset[int], values: Collection[int]) -> frozenset[int]:
+def without_values(tape: Tape, recomputable: frozenset[int], values: Collection[int]) -> frozenset[int]:
     """`recomputable` without `values`, and without what cannot be had then."""
     gone = recomputable.intersection(values)
     return obtainable(tape, recomputable - gone, tape.saved_values()) if gone else recomputable

@@ -17,7 +17,7 @@ from adacc_hf.policy import Choice
 from adacc_hf.profile import KindProfile, unpack_order
 from adacc_hf.tapes.compiled import CompiledPlan
 from adacc_hf.tapes.equal_values import equal_values
-from adacc_hf.tapes.family import CallSizes, Record, SeenSizes, TapeFamily, identity_of
+from adacc_hf.tapes.family import CallSizes, Record, SeenSizes, TapeFamily, identity_of, without_values
 from adacc_hf.tapes.recorder import Recorder
 from adacc_hf.tapes.tape import Tape
 from adacc_hf.tapes.verification import verify
@@ -65,7 +65,8 @@ class TapeLibrary:
             return known.with_reads(tape.reads)
         if tape.untrusted is None:
             with torch.no_grad(), _autocast_off(tape):
-                tape.recomputable = self._verify(tape, recorder.bases)
+                found = self._verify(tape, recorder.bases)
+                tape.recomputable = without_values(tape, found, self._refused.get(tape.structure, ()))
                 tape.equal = equal_values(tape, tape.recomputable)
         tape.order = self._orders.get(_structure(tape.structure))
         self._tapes[tape.digest] = tape
@@ -96,8 +97,13 @@ class TapeLibrary:
     def family_beyond(self, given: Hashable, block: str) -> tuple[TapeFamily, CallSizes] | None:
         """The family that a call of `block` at sizes beyond the recorded ones is to be compared with; and the sizes."""
         sizes = CallSizes.of(given, self._alignment)
-        family = self._seen_sizes(block, sizes).family_beyond()
+        family = self._seen_sizes(block, sizes).family_beyond(sizes)
         return None if family is None else (family, sizes)
+
+    def extend(self, family: TapeFamily, given: Hashable, block: str) -> None:
+        """Note that `block`, given that, ran as `family` says: it serves the sizes between as well."""
+        sizes = CallSizes.of(given, self._alignment)
+        self._seen_sizes(block, sizes).extend(family, sizes)
 
     def tape_of(self, family: TapeFamily, sizes: CallSizes) -> Tape | None:
         """The tape of a call of these sizes; None if they do not hang together as the family's do."""
@@ -116,7 +122,9 @@ class TapeLibrary:
             block,
         )
         self._refused.setdefault(family.base.structure, set()).update(values)
-        family.refuse(values)
+        for known in list(self._families.values()):
+            if known.base.structure == family.base.structure:
+                known.refuse(values)
 
     def distrust(self, family: TapeFamily, block: str, why: object) -> None:
         """A call at a new size did not run as `family` says: have each size recorded from now on."""
@@ -177,7 +185,8 @@ class TapeLibrary:
     def compiled(self, tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> CompiledPlan:
         # Codecs stand in no program: a plan with other outlier channels, say, runs the same one.
         actions = tuple(sorted((value, choice.action) for value, choice in choices.items()))
-        return self._once((tape.digest, (actions, shared)), lambda: CompiledPlan(tape, choices, shared))
+        equal = tuple(tape.equal.items())  # a family's tape has fewer than the one that it was first recorded as
+        return self._once((tape.digest, (actions, shared, equal)), lambda: CompiledPlan(tape, choices, shared))
 
     def resized(self, plan: CompiledPlan, tape: Tape) -> CompiledPlan:
         """`plan`, on a tape of the same family."""

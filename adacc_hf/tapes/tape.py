@@ -167,6 +167,8 @@ class Tape:
     """Values that an earlier saved one can stand for, mapped to it: see `equal_values`."""
     order: tuple[int, ...] | None = None
     """Order in which backward asks for the slots, each once, as far as it was seen."""
+    is_checked: bool = True
+    """Whether a call was seen to give its operators these numbers, which were evaluated for its sizes if not."""
     _consumers: dict[int, list[int]] = field(default_factory=dict)
 
     @property

@@ -1,6 +1,7 @@
 """The executor's rules R8, R9, R10 and R12, and policies that belong to another model."""
 
 import copy
+import gc
 import logging
 import random
 from dataclasses import replace
@@ -13,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.errors import PolicyMismatchError, TapeMismatchError
+from adacc_hf.execution import follow_plan
 from adacc_hf.policy import RECOMPUTE, Action, Choice
-from adacc_hf.tapes import known_shapes
+from adacc_hf.tapes import family, known_shapes
 from adacc_hf.tapes.checking import CheckingRecorder
 from adacc_hf.tapes.compiled import CompiledPlan
 from adacc_hf.tapes.recorder import Recorder
@@ -111,33 +113,111 @@ def test_padding_may_come_and_go(gpt2, batch, recomputing, run_steps, assert_sam
             assert_same_steps(run_steps(gpt2, padded), plain_padded)
 
 
-def test_forgotten_shapes_leave_nothing(gpt2, token_batch, recomputing, run_steps, assert_same_steps, monkeypatch):
-    monkeypatch.setattr(known_shapes, "MAX_SHAPES", 3)
-    batches = [token_batch(2, tokens) for tokens in (5, 6, 7, 8, 9)]
+def rounds_up(block, hidden):
+    """A block whose numbers follow no rule: it works on a multiple of four tokens."""
+    tokens = hidden.shape[1]
+    padded = torch.nn.functional.pad(hidden, (0, 0, 0, -tokens % 4))
+    return hidden + block.down(block.up(padded).tanh())[:, :tokens]
+
+
+def text_of(tokens, samples=2):
+    return {"x": torch.randn(samples, tokens, 8, generator=torch.Generator().manual_seed(tokens))}
+
+
+def remember_few(monkeypatch, most):
+    monkeypatch.setattr(known_shapes, "MAX_SHAPES", most)
+    monkeypatch.setattr(family, "MOST_SIZES", most)
+    monkeypatch.setattr(follow_plan, "MOST_SIZES", most)
+    monkeypatch.setattr(family, "MOST_RECORDS", 3)
+
+
+def held_by(strategies):
+    """(tapes that were recorded, plans) that the blocks hold: for each shape, and for what each family is made of."""
+    tapes, plans = set(), set()
+    for strategy in strategies:
+        entries = [*strategy.entries.values(), *strategy._sized.values(), *strategy._bases.values()]
+        plans |= {id(entry.compiled) for entry in entries}
+        tapes |= {tape.digest for tape in strategy.tapes.values()}
+    outlines = [seen for strategy in strategies for seen in strategy.library._seen[strategy.name].values()]
+    groups = [group for seen in outlines for group in seen._groups.values()]
+    return tapes | {record.tape.digest for group in groups for record in group._records}, plans
+
+
+def test_forgotten_shapes_leave_nothing(toy_model, run_steps, assert_same_steps, monkeypatch):
+    """Where no family serves them."""
+    remember_few(monkeypatch, most=3)
+    model = toy_model(rounds_up)
+    policy = Policy.uniform(profile_model(model, text_of(10), CONFIG), "recompute")
+    batches = [text_of(tokens) for tokens in (5, 6, 7, 8, 9)]
+    plain = [run_steps(model, each, num_steps=1) for each in batches]
+    with apply_policy(model, policy) as handle:
+        for each, expected in [*zip(batches, plain, strict=True)] * 2:
+            assert_same_steps(run_steps(model, each, num_steps=1), expected)
+        for function in handle.installation.functions.values():
+            assert len(function.strategy.entries) == len(function.strategy.tapes) == 3
+            assert not function.strategy._sized
+        assert len(handle.library._compiled) == 3
+        assert len(handle.library._tapes) == 3 + len(handle.library._kept)
+
+
+def test_forgotten_sizes_of_a_family_leave_nothing(
+    gpt2, token_batch, recomputing, run_steps, assert_same_steps, monkeypatch
+):
+    remember_few(monkeypatch, most=3)
+    batches = [token_batch(2, tokens) for tokens in range(5, 30)]
     plain = [run_steps(gpt2, each, num_steps=1) for each in batches]
     with apply_policy(gpt2, recomputing) as handle:
         for each, expected in [*zip(batches, plain, strict=True)] * 2:
             assert_same_steps(run_steps(gpt2, each, num_steps=1), expected)
-        for function in handle.installation.functions.values():
-            assert len(function.strategy.entries) == len(function.strategy.tapes) == 3
-        assert len(handle.library._tapes) == len(handle.library._compiled) == 3
+        strategies = [function.strategy for function in handle.installation.functions.values()]
+        for strategy in strategies:
+            assert len(strategy._sized) == 3
+            assert len(strategy.entries) <= 3
+            assert len(strategy._bases) == len(strategy.known.of_families) == 1
+        gc.collect()
+        tapes, plans = held_by(strategies)
+        assert len(tapes) <= 3 + 3
+        assert len(plans) <= 2 * (3 + 3 + 1)
+        assert len(handle.library._tapes) <= len(tapes | set(handle.library._kept))
+        assert len(handle.library._compiled) == len(plans)
 
 
-def test_all_plans_forget_what_the_block_forgets(gpt2, token_batch, recomputing, gpt2_profile, run_steps, monkeypatch):
+def test_all_plans_forget_what_the_block_forgets(toy_model, run_steps, monkeypatch):
     """A run has one for each size of batch and one to record under, and changes between them."""
-    monkeypatch.setattr(known_shapes, "MAX_SHAPES", 3)
-    with apply_policy(gpt2, recomputing) as handle:
-        others = handle.prepare(Policy.random(gpt2_profile, 7, ACTIONS, lossless=True), handle.plans)
+    remember_few(monkeypatch, most=3)
+    model = toy_model(rounds_up)
+    profile = profile_model(model, text_of(10), CONFIG)
+    with apply_policy(model, Policy.uniform(profile, "recompute")) as handle:
+        others = handle.prepare(Policy.uniform(profile, "compress"), handle.plans)
         both = (handle.plans, others)
         for tokens in range(5, 13):
             for plans in both:  # the second finds the shape known
                 handle.follow(plans)
-                run_steps(gpt2, token_batch(2, tokens), num_steps=1)
+                run_steps(model, text_of(tokens), num_steps=1)
         for name in handle.installation.functions:
             strategies = [plans.strategies[name] for plans in both]
             assert [len(strategy.entries) for strategy in strategies] == [3, 3]
             assert all(strategy.entries.keys() == strategy.known.keys() for strategy in strategies)
-        assert len(handle.library._tapes) == 3
+        assert len(handle.library._tapes) == 3  # of one of them is what the profile keeps
+
+
+def test_all_plans_forget_the_sizes_of_a_family(gpt2, token_batch, recomputing, gpt2_profile, run_steps, monkeypatch):
+    remember_few(monkeypatch, most=3)
+    with apply_policy(gpt2, recomputing) as handle:
+        others = handle.prepare(Policy.random(gpt2_profile, 7, ACTIONS, lossless=True), handle.plans)
+        both = (handle.plans, others)
+        for tokens in range(5, 25):
+            for plans in both:
+                handle.follow(plans)
+                run_steps(gpt2, token_batch(2, tokens), num_steps=1)
+        strategies = [plans.strategies[name] for plans in both for name in handle.installation.functions]
+        assert {len(strategy._sized) for strategy in strategies} == {3}
+        assert all(strategy.entries.keys() <= strategy.known.keys() for strategy in strategies)
+        gc.collect()
+        tapes, plans = held_by(strategies)
+        assert len(tapes) <= 3 + 3
+        assert len(handle.library._tapes) <= len(tapes | set(handle.library._kept))
+        assert len(handle.library._compiled) == len(plans) <= 4 * (3 + 3 + 1)
 
 
 def test_the_least_recently_used_shape_is_forgotten(gpt2, token_batch, recomputing, run_steps, monkeypatch):
@@ -372,7 +452,7 @@ def test_the_order_of_backward_is_learned_from_the_fullest(tiny_gpt2, batch, use
         for _ in range(3):
             accumulation(model, batch)
         strategy = handle.installation.functions["transformer.h.1"].strategy
-        (entry,) = strategy.entries.values()
+        (entry,) = [*strategy.entries.values(), *strategy._sized.values()]
         order = entry.compiled.schedule.order
     assert sorted(order) == list(range(entry.compiled.num_slots))
 

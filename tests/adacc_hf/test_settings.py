@@ -13,8 +13,9 @@ import torch
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.execution import follow_plan
 from adacc_hf.memory import measure_step
-from adacc_hf.tapes import known_shapes
+from adacc_hf.tapes import family, known_shapes
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
@@ -295,7 +296,8 @@ def test_the_policy_is_followed_when_weights_are_frozen(tiny_gpt2, padded_batch,
         model(**batch).loss.backward()
         model.transformer.h[1].mlp.requires_grad_(False)
         model(**batch).loss.backward()
-        before, after = handle.plans.strategies["transformer.h.1"].entries.values()
+        strategy = handle.plans.strategies["transformer.h.1"]
+        before, after = (*strategy._sized.values(), *strategy.entries.values())  # the first is of the profile's family
     assert not caplog.records
     kept = set(after.compiled.tape.saved_values())
     assert kept < set(before.compiled.tape.saved_values())
@@ -674,29 +676,96 @@ LENGTHS = range(4, 84)
 """Each comes up some dozen times."""
 
 
-def test_a_thousand_steps_of_changing_lengths_stay_flat(tiny_gpt2, monkeypatch):
-    """Live tensor bytes, Python objects and tapes are the same after warm-up and at the end."""
-    most = 64  # fewer than there are lengths, so that old tapes go
-    monkeypatch.setattr(known_shapes, "MAX_SHAPES", most)
-    model = tiny_gpt2(layers=1, width=8, n_positions=128)
-    batch = {"input_ids": torch.ones(1, 8, dtype=torch.long), "labels": torch.ones(1, 8, dtype=torch.long)}
-    profile = profile_model(model, batch, CONFIG)
-    order = torch.randint(0, len(LENGTHS), (NUM_STEPS,), generator=torch.Generator().manual_seed(0)).tolist()
-    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG) as handle:
-        (strategy,) = (function.strategy for function in handle.installation.functions.values())
-        counts = []
-        for step, index in enumerate(order):
-            ids = torch.ones(1, LENGTHS[index], dtype=torch.long)
-            model(input_ids=ids, labels=ids).loss.backward()
-            model.zero_grad(set_to_none=True)
-            assert len(strategy.entries) <= most
-            if step in (WARM_UP, NUM_STEPS - 1):
-                counts.append(census())
-        assert len(handle.library._tapes) == len(strategy.tapes) == most
+def counts_of_steps(model, lengths, batch_of, after):
+    """A census at each of the steps `after`."""
+    counts = []
+    for step, length in enumerate(lengths):
+        model(**batch_of(length)).loss.backward()
+        model.zero_grad(set_to_none=True)
+        if step in after:
+            counts.append(census())
+    return counts
+
+
+def assert_flat(counts):
     (bytes_before, objects_before), (bytes_after, objects_after) = counts
     assert bytes_after <= bytes_before
     # The remembered tapes differ from moment to moment, but in lengths alone: 2 % covers the interpreter's own caches.
     assert objects_after <= objects_before * 1.02
+
+
+def in_random_order(lengths, number):
+    order = torch.randint(0, len(lengths), (number,), generator=torch.Generator().manual_seed(0)).tolist()
+    return [lengths[index] for index in order]
+
+
+def test_a_thousand_steps_of_changing_lengths_stay_flat(tiny_gpt2, monkeypatch):
+    """Live tensor bytes, Python objects and tapes are the same after warm-up and at the end."""
+    most = 16  # fewer than there are lengths, so that old tapes go
+    monkeypatch.setattr(family, "MOST_SIZES", most)
+    monkeypatch.setattr(follow_plan, "MOST_SIZES", most)
+    monkeypatch.setattr(known_shapes, "MAX_SHAPES", most)
+    model = tiny_gpt2(layers=1, width=8, n_positions=128)
+
+    def batch_of(length):
+        ids = torch.ones(1, length, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids}
+
+    profile = profile_model(model, batch_of(8), CONFIG)
+    lengths = in_random_order(LENGTHS, NUM_STEPS)
+    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG) as handle:
+        (strategy,) = (function.strategy for function in handle.installation.functions.values())
+        counts = counts_of_steps(model, lengths, batch_of, (WARM_UP, NUM_STEPS - 1))
+        assert len(strategy._sized) == most
+        assert len(strategy.entries) <= most
+        assert len(handle.library._tapes) <= most + family.ENOUGH
+    assert_flat(counts)
+
+
+def test_lengths_that_no_family_serves_stay_flat(toy_model, monkeypatch):
+    """Where every length is recorded, since numbers follow no rule or operators differ from length to length."""
+    most = 12
+    monkeypatch.setattr(known_shapes, "MAX_SHAPES", most)
+
+    def forward(block, hidden):
+        tokens = hidden.shape[1]
+        padded = torch.nn.functional.pad(hidden, (0, 0, 0, -tokens % 4))
+        for _ in range(tokens % 12):
+            padded = block.up(padded).tanh()
+        return hidden + block.down(padded)[:, :tokens]
+
+    model = toy_model(forward, num_blocks=1)
+
+    def batch_of(length):
+        return {"x": torch.ones(2, length, 8)}
+
+    profile = profile_model(model, batch_of(36), CONFIG)
+    lengths = in_random_order(range(4, 40), 300)
+    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG) as handle:
+        (strategy,) = (function.strategy for function in handle.installation.functions.values())
+        counts = counts_of_steps(model, lengths, batch_of, (200, 299))
+        assert len(strategy.entries) == len(strategy.tapes) == most
+        groups = [seen._groups for seen in handle.library._seen[strategy.name].values()]
+        assert all(len(each) <= family.MOST_GROUPS + 1 for each in groups)
+    assert_flat(counts)
+
+
+def test_ever_new_sizes_stay_flat(toy_model, monkeypatch):
+    """No size comes twice."""
+    monkeypatch.setattr(known_shapes, "MAX_SHAPES", 4)
+    model = toy_model(lambda block, hidden: hidden + block.down(block.up(hidden).tanh().exp()), num_blocks=1)
+
+    def batch_of(size):
+        return {"x": torch.ones(*size, 8)}
+
+    profile = profile_model(model, batch_of((12, 64)), CONFIG)
+    sizes = [(samples, tokens) for samples in range(2, 12) for tokens in range(3, 60)]
+    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG) as handle:
+        (strategy,) = (function.strategy for function in handle.installation.functions.values())
+        counts = counts_of_steps(model, sizes, batch_of, (200, len(sizes) - 1))
+        assert len(strategy._sized) <= family.MOST_SIZES
+        assert len(handle.library._compiled) <= family.MOST_SIZES + len(strategy.entries) + 1
+    assert_flat(counts)
 
 
 def census():
