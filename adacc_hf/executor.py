@@ -1,9 +1,9 @@
 """Running a model's blocks under a policy.
 
 A block whose plan retains everything is called plainly. Any other call runs inside one pair of saved-tensor hooks,
-which carries all actions. The first call at a new shape is recorded, verified and compiled, unless a profile or another
-block of the kind has done so: then it runs under its plan, and is compared with that record on the way, as the second
-call is. After these there is no dispatch mode.
+which carries all actions. A block is recorded at a few sizes, most often by a profile. From then on calls of other
+sizes run on tapes whose numbers are evaluated from theirs (`tapes/family.py`). The first call at each new size is
+compared with its tape operator by operator, on one block of those that share it. After that there is no dispatch mode.
 
 NOTE [Rules of the executor]. Code and tests say "rule R3".
 R1  Exact: without a lossy codec, loss and every gradient are bit-equal to plain training, dropout included.
@@ -15,11 +15,16 @@ R5  Random operators are never replayed: their result is retained or stored loss
     is random.
 R6  An in-place operator makes a new version of a storage; replay never changes a version that something else needs.
     Nor does the backward of an autograd function written in Python: what replay reads again, it gets as a copy.
-R7  Nothing is replayed that was not compared with the original, bit for bit, when its tape was recorded.
-R8  Each call checks what autograd saves against the tape. A new input shape gets a tape of its own, and so do other
-    data in an argument that the block reads into Python, every state of the Python values that a block's modules
-    hold, and other modules and hooks in the place of these. Where operators depend on any other data, torch's
-    checkpoint takes over.
+R7  Nothing is replayed that was not compared with the original, bit for bit, at each of the sizes that a block was
+    recorded at: three or more, odd ones and multiples of 8 among them. A size that was not compared runs under the same
+    operators, with inputs of the same layout, on the same device; what could differ is the kernel that a library picks
+    for the size. So replay is compared again at the 1st, 2nd, 4th, 8th ... new size, on the first block that runs it,
+    below which nothing is stored yet. What comes out otherwise is told, and retained at all sizes from the next call
+    on. Fused attention whose library plans for each shape anew (cuDNN's) is not replayed at new sizes at all.
+R8  Each call checks what autograd saves against the tape. At a size that none has run, one block compares every
+    operator with it as well: what runs otherwise is put back, and recorded. Other data in an argument that the block
+    reads into Python, every state of the Python values that a block's modules hold, and other modules and hooks in the
+    place of these have tapes of their own. Where operators depend on any other data, torch's checkpoint takes over.
 R9  Without gradients, in generate(), after an exception, with retain_graph or create_graph, and with several forwards
     before one backward: right, or refused, and nothing is left behind. Each call of a block has a plan of its own, and
     is right under that of any other call too.

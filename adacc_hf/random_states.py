@@ -5,6 +5,7 @@ Transformers draws SpecAugment's masks from numpy, and models of users' own ask 
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -52,14 +53,18 @@ class RandomStates:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         indices = {_index(device) for device in devices if device.type == "cuda"}
-        # As bytes: a tensor of 5 KB would be live, and counted, for as long as this is held.
-        self._cpu = torch.get_rng_state().numpy().tobytes()
+        # As bytes: a tensor of 5 KB would be live, and counted, for as long as this is held. By address, since tensors
+        # without memory let no operator of torch look at a real one.
+        state = torch.get_rng_state()
+        self._cpu = ctypes.string_at(state.data_ptr(), state.numel())
         self._cuda = {index: torch.cuda.get_rng_state(index) for index in sorted(indices)}
         self._python = PythonStates()
 
     def restore(self) -> None:
         """Put the generators into these states."""
-        torch.set_rng_state(torch.frombuffer(bytearray(self._cpu), dtype=torch.uint8))
+        state = torch.get_rng_state()
+        ctypes.memmove(state.data_ptr(), self._cpu, len(self._cpu))
+        torch.set_rng_state(state)
         for index, state in self._cuda.items():
             torch.cuda.set_rng_state(state, index)
         self._python.restore()

@@ -26,6 +26,7 @@ from adacc_hf.eval.trials.contenders import (
 )
 from adacc_hf.eval.trials.length_cases import LengthCase, Scale, Size, middle
 from adacc_hf.eval.trials.workload import Batch
+from adacc_hf.tapes.library import library_of_profiles
 
 PART, PAUSE = 9, 3
 """The first of every nine new sizes comes again after the third, the sixth and the ninth of them: close enough for the
@@ -60,6 +61,8 @@ class Trainee(Contender):
 
     def __init__(self, name: str, model: PreTrainedModel, batch: Batch, policy: Policy | None = None) -> None:
         super().__init__(name, model, batch, policy)
+        if self.handle is not None:  # on a copy, which knows nothing yet of what the profile has recorded
+            self.handle.library.take(library_of_profiles(model))
         self.losses: list[float] = []
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
         self._loss = torch.empty(())

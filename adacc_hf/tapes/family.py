@@ -417,6 +417,14 @@ class SeenSizes:
         else:
             self._groups.setdefault(_REST, _Group(is_given_up=True)).add(record, make)
 
+    def take(self, other: SeenSizes, make: Callable[[Sequence[Record]], TapeFamily | None]) -> None:
+        """Know what `other` has recorded."""
+        for group in other._groups.values():
+            for record in group.records:
+                self.add(record, make)
+        if not self._groups:
+            self.untrusted, self._num_untrusted = other.untrusted, other._num_untrusted
+
     def family_at(self, sizes: CallSizes) -> TapeFamily | None:
         """The family that serves a call of these sizes, if exactly one does (NOTE [Which sizes a family serves])."""
         around = [group for group in self._groups.values() if group.spans(sizes)]
@@ -447,21 +455,21 @@ class _Group:
 
     def __init__(self, is_given_up: bool = False) -> None:
         self.family: TapeFamily | None = None
-        self._records: list[Record] = []
+        self.records: list[Record] = []
         self._least: tuple[int, ...] = ()
         self._most: tuple[int, ...] = ()
         self._is_given_up = is_given_up
 
     def add(self, record: Record, make: Callable[[Sequence[Record]], TapeFamily | None]) -> None:
         sizes = record.sizes.dimensions
-        if any(known.sizes.dimensions == sizes for known in self._records):
+        if any(known.sizes.dimensions == sizes for known in self.records):
             return
         self.extend(record.sizes)
         if self._is_given_up or self._has_foreseen(record):
             return
-        self._records.append(record)
-        self._follow(make(self._records) if len(self._records) >= ENOUGH else None)
-        if self.family is None and len(self._records) >= MOST_RECORDS:
+        self.records.append(record)
+        self._follow(make(self.records) if len(self.records) >= ENOUGH else None)
+        if self.family is None and len(self.records) >= MOST_RECORDS:
             self.give_up()
 
     def spans(self, sizes: CallSizes) -> bool:
@@ -478,7 +486,7 @@ class _Group:
 
     def give_up(self) -> None:
         self._follow(None)
-        self._records, self._is_given_up = [], True
+        self.records, self._is_given_up = [], True
 
     def _follow(self, family: TapeFamily | None) -> None:
         if self.family is not None and self.family is not family:

@@ -175,12 +175,14 @@ class TapeLibrary:
         self._tapes.update(other._tapes)
         self._of_calls.update(other._of_calls)
         self._orders.update(other._orders)
-        self._families.update(other._families)
-        for block, outlines in other._seen.items():
-            self._seen.setdefault(block, OrderedDict()).update(outlines)
         for structure, values in other._refused.items():
             self._refused.setdefault(structure, set()).update(values)
         self._alignment = max(self._alignment, other._alignment)
+        # Families are made anew: what is found out of one, as it is followed here, is no affair of others.
+        for block, outlines in other._seen.items():
+            mine = self._seen.setdefault(block, OrderedDict())
+            for outline, seen in outlines.items():
+                mine.setdefault(outline, SeenSizes()).take(seen, self._family)
 
     def compiled(self, tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> CompiledPlan:
         # Codecs stand in no program: a plan with other outlier channels, say, runs the same one.

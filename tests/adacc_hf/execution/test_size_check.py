@@ -46,14 +46,16 @@ class Begun:
             if isinstance(policy, str)
             else Policy.random(profile, policy, ACTIONS, lossless=True)
         )
-        if not families_of(library_of_profiles(model)):  # no text, of which it records parts
-            with apply_policy(model, self.policy):
+        library = library_of_profiles(model)
+        if not families_of(library):  # no text, of which it records parts
+            with apply_policy(model, self.policy) as handle:
+                library = handle.library
                 for others in (text(11, 2), text(21, 3)):
                     model(**others).loss.backward()
             model.zero_grad(set_to_none=True)
-        found = seen_by(library_of_profiles(model))
+        found = seen_by(library)
         self._records = [
-            (block, outline, [record for group in seen._groups.values() for record in group._records])
+            (block, outline, [record for group in seen._groups.values() for record in group.records])
             for block, outline, seen in found
         ]
 

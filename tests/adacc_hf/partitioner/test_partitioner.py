@@ -11,7 +11,7 @@ from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from adacc_hf.config import AdaccConfig
+from adacc_hf.config import AdaccConfig, check_memory_budget
 from adacc_hf.decisions import SPOILED_ERROR
 from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.kernels.codecs import list_codecs
@@ -209,6 +209,13 @@ def test_bytes_bound_what_a_region_holds(train_step: Any) -> None:
     assert ample.policy.regions[0].reason == "everything fits"
 
 
+@pytest.fixture
+def tiny_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regions of a few kilobytes may be given budgets that no model trains in."""
+    monkeypatch.setattr(check_memory_budget, "__defaults__", (1,))
+
+
+@pytest.mark.usefixtures("tiny_budgets")
 def test_bytes_that_a_region_cannot_keep_to_are_refused_with_the_least(train_step: Any) -> None:
     with pytest.raises(
         BackendCompilerFailed, match=r"is what each compiled region may hold .* needs at least"
@@ -296,6 +303,7 @@ def test_a_view_is_never_stored_for_what_it_shows(train_function: Any) -> None:
     assert not any(getattr(maker.target, "is_view", False) for maker in makers)
 
 
+@pytest.mark.usefixtures("tiny_budgets")
 def test_a_region_is_left_alone_where_nothing_takes_less(train_function: Any) -> None:
     inputs = [torch.randn(8, 16), torch.randn(16, 16)]
     partitioner = _partitioner(0.5, actions=("retain",))

@@ -101,7 +101,7 @@ def test_a_model_that_refuses_parts_is_profiled(tiny_gpt2, token_batch, run_step
 def test_what_is_recorded_before_a_refusal_counts(tiny_gpt2, token_batch, parts_of):
     library = TapeLibrary(verify=lambda *_: frozenset())
     parts_of(refusing(tiny_gpt2(), lambda size: size[0] == 4), token_batch(4, 40), library)
-    records = [group._records for o in library._seen.values() for seen in o.values() for group in seen._groups.values()]
+    records = [group.records for o in library._seen.values() for seen in o.values() for group in seen._groups.values()]
     assert [len(each) for each in records] == [1, 1]  # of each block
 
 
@@ -168,8 +168,8 @@ def test_batches_of_one_sample_are_recorded_at_other_lengths(
     assert len({tokens for _, tokens in sizes(parts)}) == len(parts) >= 2
     plain = [run_steps(model, token_batch(1, tokens)) for tokens in (29, 33)]
     profile = profile_model(model, batch, CONFIG)
-    (family,) = families_of(library_of_profiles(model))
     with apply_policy(model, Policy.uniform(profile, "recompute")) as handle:
+        (family,) = families_of(handle.library)
         for tokens, expected in zip((29, 33), plain, strict=True):
             assert_same_steps(run_steps(model, token_batch(1, tokens)), expected)
         assert families_of(handle.library) == {family}

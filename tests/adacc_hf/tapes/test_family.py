@@ -222,7 +222,7 @@ def test_a_size_beyond_that_runs_alike_makes_the_range_wider(library):
     assert served(library, 40)
     (seen,) = library._seen["block"].values()
     (group,) = seen._groups.values()
-    assert len(group._records) == ENOUGH  # the last one told nothing new
+    assert len(group.records) == ENOUGH  # the last one told nothing new
 
 
 def branching(layer, hidden):
@@ -265,7 +265,7 @@ def test_numbers_that_follow_no_rule_are_given_up(library):
     (seen,) = library._seen["block"].values()
     (group,) = seen._groups.values()
     assert group._is_given_up
-    assert group._records == []
+    assert group.records == []
     for tokens in (16, 32, 48, 64):  # these do follow one
         recorded(Block(rounding), text(3, tokens), library=library)
     assert not served(library, 40)
@@ -283,7 +283,7 @@ def test_of_many_structures_few_are_kept(library):
         recorded(Block(forward), text(3, tokens), library=library)
     (seen,) = library._seen["block"].values()
     assert len(seen._groups) == MOST_GROUPS + 1
-    assert sum(len(group._records) for group in seen._groups.values()) == MOST_GROUPS
+    assert sum(len(group.records) for group in seen._groups.values()) == MOST_GROUPS
     assert not any(served(library, tokens) for tokens in range(2, 2 + 2 * MOST_GROUPS))
 
 
