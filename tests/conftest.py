@@ -42,3 +42,11 @@ def peak_of():
     that the Trainer keeps: 248 bytes were the most.
     """
     return lambda policy: pytest.approx(policy.predicted_peak_bytes, abs=512)
+
+
+@pytest.fixture
+def tiny_budgets(monkeypatch):
+    """Budgets of a few bytes, for what is a few kilobytes large, are no slips of the pen."""
+    from adacc_hf.config import check_memory_budget
+
+    monkeypatch.setattr(check_memory_budget, "__defaults__", (1,))

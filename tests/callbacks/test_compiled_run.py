@@ -126,6 +126,7 @@ def bench(monkeypatch):
         one.run.remove()
 
 
+@pytest.mark.usefixtures("tiny_budgets")
 def test_what_the_peak_leaves_is_given_to_the_regions(bench) -> None:
     one = bench(1500)
     for _ in range(3):
@@ -134,6 +135,7 @@ def test_what_the_peak_leaves_is_given_to_the_regions(bench) -> None:
     assert one.run.peak_bytes == 1500
 
 
+@pytest.mark.usefixtures("tiny_budgets")
 def test_a_peak_above_the_budget_takes_back_what_is_too_much(bench) -> None:
     one = bench(1500)
     one.step()
@@ -144,6 +146,7 @@ def test_a_peak_above_the_budget_takes_back_what_is_too_much(bench) -> None:
     assert one.run.peak_bytes == 1490
 
 
+@pytest.mark.usefixtures("tiny_budgets")
 def test_a_peak_far_below_the_budget_gives_the_regions_more(bench) -> None:
     one = bench(1500)
     one.step()
@@ -153,6 +156,7 @@ def test_a_peak_far_below_the_budget_gives_the_regions_more(bench) -> None:
     assert one.run.peak_bytes == 1500
 
 
+@pytest.mark.usefixtures("tiny_budgets")
 def test_what_a_small_batch_leaves_is_kept_for_larger_ones(bench) -> None:
     one = bench(1500)
     one.step(error=-300, size=1)
@@ -162,6 +166,7 @@ def test_what_a_small_batch_leaves_is_kept_for_larger_ones(bench) -> None:
     assert one.changes == [0.8, 0.49]
 
 
+@pytest.mark.usefixtures("tiny_budgets")
 def test_a_budget_for_everything_leaves_graphs_as_they_are(bench) -> None:
     one = bench(5000)
     one.step()
@@ -169,6 +174,7 @@ def test_a_budget_for_everything_leaves_graphs_as_they_are(bench) -> None:
     assert one.changes == [1.0]
 
 
+@pytest.mark.usefixtures("tiny_budgets")
 def test_a_budget_below_the_least_peak_is_refused(bench) -> None:
     with pytest.raises(InfeasibleBudgetError, match=r"memory_budget=1050 allows .* give at least that") as error:
         bench(1050).step()

@@ -11,7 +11,7 @@ from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from adacc_hf.config import AdaccConfig, check_memory_budget
+from adacc_hf.config import AdaccConfig
 from adacc_hf.decisions import SPOILED_ERROR
 from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.kernels.codecs import list_codecs
@@ -207,12 +207,6 @@ def test_bytes_bound_what_a_region_holds(train_step: Any) -> None:
     ample = _partitioner(whole.policy.plain_bytes)
     train_step(ample)
     assert ample.policy.regions[0].reason == "everything fits"
-
-
-@pytest.fixture
-def tiny_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regions of a few kilobytes may be given budgets that no model trains in."""
-    monkeypatch.setattr(check_memory_budget, "__defaults__", (1,))
 
 
 @pytest.mark.usefixtures("tiny_budgets")
