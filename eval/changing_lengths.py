@@ -61,7 +61,7 @@ class Trainee(Contender):
 
     def __init__(self, name: str, model: PreTrainedModel, batch: Batch, policy: Policy | None = None) -> None:
         super().__init__(name, model, batch, policy)
-        if self.handle is not None:  # on a copy, which knows nothing yet of what the profile has recorded
+        if policy is not None:  # on a copy, which knows nothing yet of what the profile has recorded
             self.handle.library.take(library_of_profiles(model))
         self.losses: list[float] = []
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)

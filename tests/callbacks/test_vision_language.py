@@ -126,13 +126,13 @@ def test_images_of_other_sizes_are_exact_and_get_policies_of_their_own(assert_eq
 def test_sounds_of_other_lengths_follow_the_policy_for_the_longest(assert_equal_to_plain, monkeypatch):
     """Its batches have no mask: nothing says that they are sounds."""
     chosen = []
-    choose = Situations.choose
+    around = Situations.around
 
     def noted(self, shapes):
-        chosen.append(choose(self, shapes))
+        chosen.append(around(self, shapes))
         return chosen[-1]
 
-    monkeypatch.setattr(Situations, "choose", noted)
+    monkeypatch.setattr(Situations, "around", noted)
     longest = TABLE["wav2vec2"].make_batch(0)
     sounds = [longest, longest] + [{**longest, "input_values": longest["input_values"][:, :-n]} for n in (1, 30, 7, 60)]
     callback = assert_equal_to_plain(TABLE["wav2vec2"].build, sounds)
