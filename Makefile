@@ -36,7 +36,7 @@ test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
 
 test-emulated: $(INSTALLED) ## Run those tests on an emulated CUDA device (a C++ compiler is all it needs)
 	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python tests/emulated_cuda -m pytest -m gpu \
-		tests/adacc_hf/test_gpu.py tests/adacc_hf/partitioner tests/callbacks/test_gpu.py \
+		tests/adacc_hf/test_gpu.py tests/adacc_hf/compiler tests/callbacks/test_gpu.py \
 		tests/eval/trials/test_contenders.py tests/eval/trials/test_trial.py
 
 # What is fetched stays out of .venv, in runs/, and so do the models and data that are made for it.

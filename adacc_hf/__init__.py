@@ -16,10 +16,9 @@ if not _os.path.isdir(_os.path.join(_here, "callbacks")) and _os.path.isfile(_os
     __path__.append(_root)
 
 if TYPE_CHECKING:
-    from adacc_hf.callbacks.adacc import AdaccCallback
-    from adacc_hf.callbacks.throughput import ThroughputCallback
-    from adacc_hf.config import AdaccConfig
-    from adacc_hf.errors import (
+    from adacc_hf.adapt.rectifier import Rectifier
+    from adacc_hf.artifacts.config import AdaccConfig
+    from adacc_hf.artifacts.errors import (
         AdaccError,
         CompiledBlockError,
         InfeasibleBudgetError,
@@ -29,32 +28,33 @@ if TYPE_CHECKING:
         PolicyMismatchError,
         TapeMismatchError,
     )
-    from adacc_hf.executor import apply_policy
-    from adacc_hf.policy import Action, Policy
-    from adacc_hf.profile import Profile
-    from adacc_hf.profiler import profile_model
-    from adacc_hf.rectifier import Rectifier
-    from adacc_hf.solver import solve_policy
+    from adacc_hf.artifacts.policy import Action, Policy
+    from adacc_hf.artifacts.profile import Profile
+    from adacc_hf.callbacks.adacc import AdaccCallback
+    from adacc_hf.callbacks.throughput import ThroughputCallback
+    from adacc_hf.price.profiler import profile_model
+    from adacc_hf.run.executor import apply_policy
+    from adacc_hf.solve.solver import solve_policy
 
 _EXPORTS = {
     "AdaccCallback": "adacc_hf.callbacks.adacc",
     "ThroughputCallback": "adacc_hf.callbacks.throughput",
-    "AdaccConfig": "adacc_hf.config",
-    "AdaccError": "adacc_hf.errors",
-    "CompiledBlockError": "adacc_hf.errors",
-    "InfeasibleBudgetError": "adacc_hf.errors",
-    "NestedHooksError": "adacc_hf.errors",
-    "NoBlocksError": "adacc_hf.errors",
-    "OptimizerStateError": "adacc_hf.errors",
-    "PolicyMismatchError": "adacc_hf.errors",
-    "TapeMismatchError": "adacc_hf.errors",
-    "apply_policy": "adacc_hf.executor",
-    "Action": "adacc_hf.policy",
-    "Policy": "adacc_hf.policy",
-    "Profile": "adacc_hf.profile",
-    "profile_model": "adacc_hf.profiler",
-    "Rectifier": "adacc_hf.rectifier",
-    "solve_policy": "adacc_hf.solver",
+    "AdaccConfig": "adacc_hf.artifacts.config",
+    "AdaccError": "adacc_hf.artifacts.errors",
+    "CompiledBlockError": "adacc_hf.artifacts.errors",
+    "InfeasibleBudgetError": "adacc_hf.artifacts.errors",
+    "NestedHooksError": "adacc_hf.artifacts.errors",
+    "NoBlocksError": "adacc_hf.artifacts.errors",
+    "OptimizerStateError": "adacc_hf.artifacts.errors",
+    "PolicyMismatchError": "adacc_hf.artifacts.errors",
+    "TapeMismatchError": "adacc_hf.artifacts.errors",
+    "apply_policy": "adacc_hf.run.executor",
+    "Action": "adacc_hf.artifacts.policy",
+    "Policy": "adacc_hf.artifacts.policy",
+    "Profile": "adacc_hf.artifacts.profile",
+    "profile_model": "adacc_hf.price.profiler",
+    "Rectifier": "adacc_hf.adapt.rectifier",
+    "solve_policy": "adacc_hf.solve.solver",
 }
 
 __all__ = sorted(_EXPORTS)

@@ -6,10 +6,17 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
-from adacc_hf import __version__, cli_eval, cli_plan, cli_policy, cli_profiles
-from adacc_hf.errors import AdaccError
-from adacc_hf.units import format_bytes
+from adacc_hf import __version__
+from adacc_hf import cli as cli_eval
+from adacc_hf import cli as cli_profiles
+from adacc_hf.artifacts.errors import AdaccError
+from adacc_hf.artifacts.units import format_bytes
+from adacc_hf.estimate import command as cli_plan
+from adacc_hf.price.price_store import VARIABLE, ProfileStore, Row
+from adacc_hf.reports import command as cli_policy
 
 USER_ERROR = 2
 """Exit status for what the user can mend; argparse's own."""
@@ -81,3 +88,121 @@ def _codecs(_: argparse.Namespace) -> str:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+# `adacc eval RUNNER`: what measures, by name.
+
+RUNNERS = {
+    "throughput": ("throughput", "tokens/s and peak against batch size, by method (Figure 5)"),
+    "max-batch": ("max_batch", "largest batch within a memory limit, by method (Table 3)"),
+    "loss": ("loss", "validation loss over training, by method (Figure 6)"),
+    "ablation": ("ablation", "step time, peak and loss with one part of Adacc taken away"),
+    "peers": ("peers", "tokens/s against peak, beside what else saves activation memory"),
+    "codecs": ("codecs", "gradient error, round-trip error and bandwidth of the codecs"),
+    "solver": ("solver_bench", "seconds that a policy takes to solve, over budgets"),
+    "plan": ("plan_bench", "what `adacc plan` says of published models, and the seconds and memory it takes"),
+    "table4": ("table4", "train by every method, then score all of them (Table 4)"),
+    "downstream": ("downstream", "zero-shot accuracy of one model by lm-eval, on the data sets of Table 4"),
+    "cloze": ("cloze", "accuracy of one model on cloze passages of one's own text"),
+    "peak-accuracy": ("peak_accuracy", "predicted against measured peaks, over models and budgets"),
+    "budget-sweep": ("budget_sweep", "overhead and peak from the least budget to one that everything fits"),
+    "table1": ("table1", "recompute and compression time of every activation, and which wins (Table 1)"),
+    "partitions": ("partitions", "bits and bytes of compiled graphs that our partitioner cut"),
+    "compiled": ("compiled", "bytes, peaks, step and compile times of torch.compile with our partitioner"),
+    "evolution": ("evolution", "what a policy gains by following the data (Figure 7)"),
+    "tracking-cost": ("tracking_cost", "the share of a long run that tracking and solving take"),
+    "lengths": ("lengths", "step times where every batch has another size, and of the first step at each"),
+    "executor-bench": ("executor_bench", "what recompute-everything and retain-everything cost"),
+    "budget-bench": ("budget_bench", "what a memory budget costs in time"),
+    "gradient-error": ("gradient_error", "the first half of codecs: how far they move the gradient"),
+    "codec-bandwidth": ("codec_bandwidth", "the second half of codecs: bytes per second"),
+    "all": ("everything", "every runner above at the demo's scale, one after the other"),
+}
+"""By the name on the command line: the module of `adacc_hf.eval`, and what it measures."""
+
+
+def _add_eval_parser(commands: Any) -> None:
+    """Add `eval` to the commands of `adacc`."""
+    width = max(map(len, RUNNERS))
+    lines = [f"  {name:{width}}  {text}" for name, (_, text) in RUNNERS.items()]
+    parser = commands.add_parser(
+        "eval",
+        help="measure speed, memory, gradient error or accuracy",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Run one of the runners below; each leaves a JSON record, a Markdown table and, some, a plot.",
+        epilog="\n".join(["runners:", *lines, "", "`adacc eval RUNNER --help` lists the options of one."]),
+    )
+    parser.add_argument("runner", type=_name, choices=tuple(RUNNERS), metavar="RUNNER", help="one of those below")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="the runner's own options")
+
+
+def _name(text: str) -> str:
+    """The runner's name; a module's name stands for it too."""
+    hyphened = text.replace("_", "-")
+    by_module = {module.replace("_", "-"): name for name, (module, _) in RUNNERS.items()}
+    return hyphened if hyphened in RUNNERS else by_module.get(hyphened, text)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run a module of `adacc_hf.eval`, which prints by itself, and return its exit status."""
+    module, _ = RUNNERS[arguments.runner]
+    return import_module(f"adacc_hf.eval.{module}").main(arguments.options)
+
+
+# `adacc profiles`: what the database of profiles holds.
+
+
+def _add_profiles_parser(commands: Any) -> None:
+    """Add `profiles` to the commands of `adacc`."""
+    parser = commands.add_parser(
+        "profiles",
+        help="list, show or clear the prices that profiling keeps",
+        description=f"File: profiles.sqlite3 in $XDG_CACHE_HOME/adacc_hf, or in ~/.cache/adacc_hf; ${VARIABLE} names "
+        "another.",
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions.add_parser("list", help="one line per profiled tape, the newest first").set_defaults(run=_list)
+    show = actions.add_parser("show", help="the prices of one tape")
+    show.add_argument("name", help="its name in the list, or the beginning of it")
+    show.set_defaults(run=_show)
+    actions.add_parser("clear", help="remove all; sets aside a file that cannot be read").set_defaults(run=_clear)
+
+
+def _list(_: argparse.Namespace) -> str:
+    store = ProfileStore()
+    rows = store.list()
+    if not rows:
+        return f"no profiles in {store.path}"
+    return "\n".join(_line(row) for row in rows)
+
+
+def _line(row: Row) -> str:
+    operators = row.prices["operators"]
+    total_ms = sum(operator["ms"] for operator in operators)
+    return (
+        f"{row.key.name}  {row.block_class:24} {len(operators):4} operators {total_ms:10.3f} ms  {row.key.dtype}  "
+        f"{row.key.device}  torch {row.key.torch}  {row.created}"
+    )
+
+
+def _show(arguments: argparse.Namespace) -> str:
+    row = ProfileStore().find(arguments.name)
+    lines = [_line(row), f"tape {row.key.tape}, shapes {row.key.shapes}, settings {row.key.settings}", "operators"]
+    lines += [f"  {operator['ms']:10.4f} ms  {operator['name']}" for operator in row.prices["operators"]]
+    lines.append("activations")
+    for activation in row.prices["activations"]:
+        lines.append(f"  {format_bytes(activation['nbytes']):>12}  {activation['name']}")
+        lines += [
+            f"    {option['codec']}: {format_bytes(option['nbytes'])}, encode {option['encode_ms']:.4f} ms, decode "
+            f"{option['decode_ms']:.4f} ms, error {option['error']:.4f}"
+            for option in activation["codecs"]
+        ]
+    return "\n".join(lines)
+
+
+def _clear(_: argparse.Namespace) -> str:
+    store = ProfileStore()
+    removed = store.clear()
+    if removed is None:
+        return f"moved {store.path}, which could not be read, to {store.aside}"
+    return f"removed {removed} profiles from {store.path}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adacc_hf.callbacks.checkpoint_files import (
+from adacc_hf.adapt.checkpoint_files import (
     Saved,
     SavedSituation,
     drop_files,
@@ -20,8 +20,15 @@ from adacc_hf.callbacks.checkpoint_files import (
     save_history,
     save_in_checkpoint,
 )
-from adacc_hf.callbacks.evolution import Evolution
-from adacc_hf.callbacks.mistakes import (
+from adacc_hf.adapt.evolution import Evolution
+from adacc_hf.adapt.shape_policies import metrics, predictions
+from adacc_hf.adapt.step_retry import run_with_retry
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.files import POLICY_FILE, PROFILE_FILE
+from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.callbacks.policy_maker import PolicyMaker, PolicySource, RefusedSizeError, Waiting, is_ready
+from adacc_hf.callbacks.preconditions import (
     check_arguments,
     refuse_context_parallel,
     refuse_data_parallel,
@@ -30,25 +37,15 @@ from adacc_hf.callbacks.mistakes import (
     warn_of_checkpointing,
     warn_of_short_run,
 )
-from adacc_hf.callbacks.policy_figures import metrics, predictions
-from adacc_hf.callbacks.policy_maker import PolicyMaker, PolicySource, RefusedSizeError
-from adacc_hf.callbacks.profiling import is_ready
-from adacc_hf.callbacks.step_retry import run_with_retry
-from adacc_hf.callbacks.torch_compile import begin_compiled_run, is_compiled
-from adacc_hf.callbacks.trainer_guard import TrainerGuard
-from adacc_hf.callbacks.training_log import OwnLogs, add_to_log, is_training_log
-from adacc_hf.callbacks.waiting import Waiting
-from adacc_hf.config import AdaccConfig
-from adacc_hf.executor import PolicyHandle
-from adacc_hf.policy import Policy
-from adacc_hf.profile import Profile
-from adacc_hf.ranks import from_first_rank, of_all_ranks
-from adacc_hf.run_files import POLICY_FILE, PROFILE_FILE
-from adacc_hf.tracking.shapes import BatchShapes, batch_shapes, describe, from_plain
+from adacc_hf.callbacks.trainer import OwnLogs, TrainerGuard, add_to_log, is_training_log
+from adacc_hf.compiler.compiled_run import begin_compiled_run, is_compiled
+from adacc_hf.run.executor import PolicyHandle
+from adacc_hf.torch_glue.batch_shapes import BatchShapes, batch_shapes, describe, from_plain
+from adacc_hf.torch_glue.ranks import from_first_rank, of_all_ranks
 
 if TYPE_CHECKING:
-    from adacc_hf.callbacks.compiled_run import CompiledRun
-    from adacc_hf.partitioner import CompiledPolicy
+    from adacc_hf.compiler import CompiledPolicy
+    from adacc_hf.compiler.compiled_run import CompiledRun
 
 log = logging.getLogger(__name__)
 
@@ -63,10 +60,10 @@ class AdaccCallback(TrainerCallback):
     """Trains within a memory budget.
 
     The first `profile_steps` steps run under torch's own checkpointing; then the last batch, or the next one that calls
-    every block, is profiled, a policy is solved and followed. As training goes on the policy follows the data: see
-    `callbacks/evolution.py`. With `torch_compile=True` the decisions are made inside the compiled graphs: see
-    `callbacks/compiled_run.py`. A checkpoint carries all of it, and a run that resumes with the same `memory_budget`
-    on as many ranks goes on with it. When training ends, or fails, the model is as it was.
+    every block, is profiled, a policy is solved and followed. As training goes on the policy follows the data
+    (adapt/evolution.py). With `torch_compile=True` the decisions are made inside the compiled graphs
+    (compiler/compiled_run.py). A checkpoint carries all of it, and a run that resumes with the same `memory_budget` on
+    as many ranks goes on with it. When training ends, or fails, the model is as it was.
 
     `policy` overrides the solver: a Policy, a file, or a function of the profile. Nothing ever changes such a policy;
     a Policy or a file is followed from the first step, and goes before a checkpoint's. Fields of `AdaccConfig` may be

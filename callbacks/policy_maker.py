@@ -13,23 +13,32 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers import Trainer
 
-from adacc_hf.callbacks.evolution import Evolution
-from adacc_hf.callbacks.inner_steps import InnerSteps
-from adacc_hf.callbacks.last_batch import LastBatch
-from adacc_hf.callbacks.optimizer_watch import OptimizerWatch
-from adacc_hf.callbacks.profiling import profile_at
-from adacc_hf.callbacks.trainer_figures import keep_figures
-from adacc_hf.config import AdaccConfig
-from adacc_hf.errors import InfeasibleBudgetError, OptimizerStateError, UncalledBlocksError, as_sentence
-from adacc_hf.memory import FRAGMENTS, segments_expand
-from adacc_hf.policy import Policy
-from adacc_hf.profile import Profile
-from adacc_hf.profiler import profile_model
-from adacc_hf.profiling.counted_step import with_missing
-from adacc_hf.profiling.optimizer_memory import coming_state_bytes
-from adacc_hf.profiling.own_loss import ComputeLoss
-from adacc_hf.profiling.step_memory import NoSync
-from adacc_hf.ranks import (
+from adacc_hf.adapt.evolution import Evolution
+from adacc_hf.adapt.repricing import SwitchedOff, with_finer, without_codecs
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.errors import InfeasibleBudgetError, OptimizerStateError, UncalledBlocksError, as_sentence
+from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.callbacks.trainer import InnerSteps, LastBatch, OptimizerWatch, keep_figures
+from adacc_hf.head.head import ChunkedHead
+from adacc_hf.price.optimizer_memory import coming_state_bytes
+from adacc_hf.price.profiler import describe_uncalled, profile_model
+from adacc_hf.price.step_memory import NoSync, with_missing
+from adacc_hf.price.whole_model import ComputeLoss, RanBlocks
+from adacc_hf.run.blocks import Checkpointed, Installation
+from adacc_hf.solve.budget import Budget
+from adacc_hf.solve.solver import least_policy, solve_policy
+from adacc_hf.torch_glue.batch_shapes import (
+    BatchShapes,
+    batch_shapes,
+    bucket_of,
+    describe,
+    from_plain,
+    is_alike,
+    resized,
+)
+from adacc_hf.torch_glue.memory import FRAGMENTS, segments_expand
+from adacc_hf.torch_glue.ranks import (
     all_or_none,
     check_same_policy,
     common_profile,
@@ -38,11 +47,6 @@ from adacc_hf.ranks import (
     of_all_ranks,
     or_ends_its_process,
 )
-from adacc_hf.solver import least_policy, solve_policy
-from adacc_hf.solving.budget import Budget
-from adacc_hf.tracking.repricing import with_finer, without_codecs
-from adacc_hf.tracking.shapes import BatchShapes, batch_shapes, describe, from_plain, is_alike
-from adacc_hf.tracking.switched_off import SwitchedOff
 
 log = logging.getLogger(__name__)
 
@@ -275,3 +279,92 @@ def _checked(made: Any) -> Policy:
     if not isinstance(made, Policy):
         raise ValueError(f"policy=... is a function that returned {made!r}: let it return a Policy")
     return made
+
+
+# Which batch a profile is made of: one that calls every block, and that has the wanted sizes if the model lets it.
+
+MOST_STEPS = 64
+"""Steps that training waits for a batch that calls every block. Where one in eight has an image that takes more with a
+chance of 1 in 5,000."""
+
+
+def is_ready(waiting: Waiting, num_waited: int) -> bool:
+    """Whether the last batch, on every rank, called all blocks, so that it can be profiled.
+
+    Raises UncalledBlocksError after `num_waited` steps, MOST_STEPS or more.
+    """
+    left_out = waiting.left_out()
+    if all(of_all_ranks(not left_out)):
+        return True
+    if num_waited >= MOST_STEPS:
+        raise UncalledBlocksError(describe_uncalled(waiting, left_out, f"by the last of {num_waited} steps"))
+    return False
+
+
+def profile_at(
+    wanted: BatchShapes,
+    batch: dict[str, Any],
+    seen: BatchShapes,
+    model: nn.Module,
+    profile: Callable[[dict[str, Any]], Profile],
+) -> tuple[BatchShapes, Profile] | None:
+    """(sizes, profile) of `batch`, which has the sizes `seen`, made to the `wanted` ones.
+
+    A model may take no such batch: of images of several sizes, patches and texts hang together in ways that sizes do
+    not tell. Then `batch` is profiled as it is, if one policy does for it and the wanted sizes; None if not.
+    """
+    try:
+        return wanted, profile(resized(batch, seen, wanted))
+    except (torch.OutOfMemoryError, UncalledBlocksError):
+        raise
+    except Exception as error:
+        if seen == wanted or is_sharded(model):
+            raise
+        log.info(
+            "Adacc: the model takes no batch of %s made to %s (%s), so that one is profiled as it comes",
+            *map(describe, (seen, wanted)),
+            error,
+        )
+    if not all(of_all_ranks(bucket_of(seen) == bucket_of(wanted))):
+        return None
+    return from_first_rank(lambda: seen), profile(batch)
+
+
+# How a model trains until there is a policy.
+
+
+class Waiting(Installation):
+    """Every block under torch's own checkpointing, and the head chunked where the config allows no other."""
+
+    def __init__(self, model: nn.Module, config: AdaccConfig) -> None:
+        self._head = ChunkedHead(model) if config.heads == ("chunked",) else None
+        try:
+            super().__init__(model, config.block_classes)
+        except BaseException:
+            self._remove_head()
+            raise
+        for function in self.blocks.values():
+            function.strategy = Checkpointed()
+        self.sizes: set[BatchShapes] = set()
+        """Those of the batches that came."""
+        self._ran = RanBlocks({name: function.block for name, function in self.blocks.items()})
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self._ran.names.clear()
+
+    def left_out(self) -> list[str]:
+        """Blocks that the last batch did not run; those that it ran beside others' training have nothing to decide."""
+        untrained = super().left_out()
+        if len(untrained) == len(self.blocks):
+            return untrained
+        return [name for name in untrained if name not in self._ran.names]
+
+    def remove(self) -> None:
+        super().remove()
+        self._ran.remove()
+        self._remove_head()
+
+    def _remove_head(self) -> None:
+        if self._head is not None:
+            self._head.remove()

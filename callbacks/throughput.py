@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adacc_hf.callbacks.trainer_guard import TrainerGuard
-from adacc_hf.callbacks.training_log import add_to_log, is_training_log
+from adacc_hf.callbacks.trainer import TrainerGuard, add_to_log, is_training_log
 
 
 class ThroughputCallback(TrainerCallback):

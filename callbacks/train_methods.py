@@ -5,8 +5,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback, AdaccConfig
-from adacc_hf.compat import CHECKPOINTING
-from adacc_hf.solving.naive import NAIVE_CODEC, quantize_everything
+from adacc_hf.solve.baselines import NAIVE_CODEC, quantize_everything
+from adacc_hf.torch_glue.compat import CHECKPOINTING
 
 
 def method_callbacks(method: str, memory_budget: str) -> tuple[list[TrainerCallback], dict[str, Any]]:

@@ -25,16 +25,16 @@ import transformers
 from torch import nn
 
 from adacc_hf import AdaccConfig, Policy, Profile, apply_policy, profile_model
-from adacc_hf.blocks import Installation
-from adacc_hf.errors import AdaccError
+from adacc_hf.artifacts.errors import AdaccError
+from adacc_hf.artifacts.policy import Action
+from adacc_hf.artifacts.profile import KindProfile
 from adacc_hf.eval.records.records import markdown_table
 from adacc_hf.eval.zoo.architecture import Architecture, Batch
 from adacc_hf.eval.zoo.configs import architectures
-from adacc_hf.executor import PolicyHandle
 from adacc_hf.kernels.codecs import Codec, get_codec
-from adacc_hf.memory import measure_step
-from adacc_hf.policy import Action
-from adacc_hf.profile import KindProfile
+from adacc_hf.run.blocks import Installation
+from adacc_hf.run.executor import PolicyHandle
+from adacc_hf.torch_glue.memory import measure_step
 
 CONFIG = AdaccConfig(min_compress_bytes=64)
 """Tiny models have tiny activations; the smallest that is worth a payload here has 16 floats."""

@@ -17,6 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from adacc_hf import AdaccConfig, InfeasibleBudgetError, Policy, profile_model, solve_policy
+from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.records import RedGateError, Settings, Spread, add_settings, markdown_table, positive_int
 from adacc_hf.eval.trials.clock import add_clock, check_clock
@@ -29,8 +30,7 @@ from adacc_hf.eval.trials.contenders import (
     timing_figures,
 )
 from adacc_hf.eval.trials.workload import DEMO, Batch, Workload
-from adacc_hf.memory import StepMemory
-from adacc_hf.units import format_bytes
+from adacc_hf.torch_glue.memory import StepMemory
 
 FRACTIONS = (0.5, 0.25)
 LOSSLESS = AdaccConfig(actions=("retain", "recompute"))

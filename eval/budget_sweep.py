@@ -20,6 +20,8 @@ from typing import Any
 from tqdm import tqdm
 
 from adacc_hf import AdaccConfig, InfeasibleBudgetError, Policy, Profile, profile_model, solve_policy
+from adacc_hf.artifacts.policy import Action
+from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.peak_accuracy import least_peak_bytes, measured_peak
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.plots import curves, need_matplotlib
@@ -28,8 +30,6 @@ from adacc_hf.eval.trials.families import ATTENTIONS, FAMILIES, Size
 from adacc_hf.eval.trials.greedy import solve_greedy
 from adacc_hf.eval.trials.limits import keeps_to
 from adacc_hf.eval.trials.one_policy import one_plan_policies
-from adacc_hf.policy import Action
-from adacc_hf.units import format_bytes
 
 MS_ROUNDING = 1e-9
 """What sums of the same times in another order may differ by."""

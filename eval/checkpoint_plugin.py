@@ -20,13 +20,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import modeling_utils
 
-from adacc_hf.compat import block_of, keyword_arguments
-from adacc_hf.execution.call import Call
-from adacc_hf.execution.choices import least_memory_choices
-from adacc_hf.execution.follow_plan import FollowPlan
-from adacc_hf.policy import Choice, Plan
-from adacc_hf.tapes.library import TapeLibrary
-from adacc_hf.tapes.tape import Tape
+from adacc_hf.artifacts.policy import Choice, Plan
+from adacc_hf.run.call import Call
+from adacc_hf.run.follow_plan import FollowPlan
+from adacc_hf.tape.compiled_plan import least_memory_choices
+from adacc_hf.tape.library import TapeLibrary
+from adacc_hf.tape.tape import Tape
+from adacc_hf.torch_glue.compat import block_of, keyword_arguments
 
 
 class RecomputeAll(FollowPlan):

@@ -25,7 +25,7 @@ from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.records import RedGateError, Settings, Spread, add_settings, markdown_table, positive_int
 from adacc_hf.kernels import outlier_int4
 from adacc_hf.kernels.codecs import Codec, get_codec
-from adacc_hf.profiling.timing import on_cuda
+from adacc_hf.price.timing import on_cuda
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # More than any last-level cache so far: 256 MiB on a GPU, 64 MiB on a CPU.

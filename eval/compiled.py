@@ -25,7 +25,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from adacc_hf.config import AdaccConfig
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.compiler import AdaccPartitioner, CompiledPolicy
+from adacc_hf.compiler.backend import InstalledPartitioner
+from adacc_hf.compiler.region import PlanStore
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.plots import curves, need_matplotlib
 from adacc_hf.eval.records.records import Settings, add_settings, markdown_table, positive_int
@@ -34,11 +37,8 @@ from adacc_hf.eval.trials.clock import CLOCKS, add_clock, check_clock, cpu_secon
 from adacc_hf.eval.trials.isolation import Figures, Status, run_isolated
 from adacc_hf.eval.trials.limits import keeps_to
 from adacc_hf.eval.trials.workload import Batch, Workload
-from adacc_hf.memory import backward, forward_loss, measure_step
-from adacc_hf.partitioner import AdaccPartitioner, CompiledPolicy
-from adacc_hf.partitioner.installed import InstalledPartitioner
-from adacc_hf.partitioner.plan_store import PlanStore
-from adacc_hf.profiling.timing import seconds_of
+from adacc_hf.price.timing import seconds_of
+from adacc_hf.torch_glue.memory import backward, forward_loss, measure_step
 
 WORKLOADS = {
     family: Workload(width=128, layers=2, batch=4, tokens=128, family=family) for family in ("gpt2", "llama", "t5")

@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from adacc_hf.artifacts.files import read_json, write_json
 from adacc_hf.eval.records.ledger import Ledger, RecordError, open_ledger
 from adacc_hf.eval.records.records import Settings, markdown_table
 from adacc_hf.eval.tasks.lm_eval_tasks import PAPER_TASKS, load_tasks
 from adacc_hf.eval.tasks.task_scores import Tasks, add_scoring, limit_note, percent, score_missing, task_info
 from adacc_hf.eval.tasks.weights import weights_digest
 from adacc_hf.eval.tasks.zero_shot import ModelSource
-from adacc_hf.files import read_json, write_json
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.plots import curves, need_matplotlib
 from adacc_hf.eval.records.records import Settings, Spread, add_settings, markdown_table, positive_int
@@ -26,7 +27,6 @@ from adacc_hf.eval.trials.clock import CLOCKS, add_clock, check_clock
 from adacc_hf.eval.trials.evolution_case import Case, Change, Outcome
 from adacc_hf.eval.trials.evolution_scenarios import SCENARIOS, Scenario
 from adacc_hf.eval.trials.workload import Workload
-from adacc_hf.units import format_bytes
 
 BATCHES = (1, 2, 4, 8)
 WORKLOAD = Workload(width=128, layers=4, batch=1, tokens=64)

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from adacc_hf import Action, Policy, profile_model
+from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.new_length import new_length_figures
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.records import (
@@ -40,7 +41,6 @@ from adacc_hf.eval.trials.contenders import (
 )
 from adacc_hf.eval.trials.families import FAMILIES
 from adacc_hf.eval.trials.workload import LAUNCH_BOUND, Workload
-from adacc_hf.units import format_bytes
 
 RECOMPUTED, RETAINED = "Adacc, everything recomputed", "Adacc, everything retained"
 

@@ -23,7 +23,7 @@ from adacc_hf.eval.trials.contenders import CHECKPOINTING, PLAIN
 from adacc_hf.eval.trials.length_cases import LengthCase, Scale, Size
 from adacc_hf.eval.trials.turns import StepInTurn, Turns, run_in_turn
 from adacc_hf.eval.trials.workload import Batch
-from adacc_hf.profiling.timing import wait_for
+from adacc_hf.price.timing import wait_for
 
 TRAINER = "trainer"
 """The name of this case on the command line, and of its model."""

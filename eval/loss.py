@@ -16,8 +16,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from adacc_hf.artifacts.config import check_memory_budget
 from adacc_hf.callbacks.train_methods import parse_budget
-from adacc_hf.config import check_memory_budget
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.plots import curves, need_matplotlib
 from adacc_hf.eval.records.records import Settings, add_settings, markdown_table, positive_int

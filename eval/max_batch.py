@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
+from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.records import Settings, add_settings, markdown_table, positive_int
 from adacc_hf.eval.throughput import Run, point_key
@@ -24,7 +25,6 @@ from adacc_hf.eval.trials.limits import add_limit, budget_bytes, limit_bytes
 from adacc_hf.eval.trials.methods import PAPER_METHODS
 from adacc_hf.eval.trials.subject import add_subject, subject_options
 from adacc_hf.eval.trials.trial import run_trial
-from adacc_hf.units import format_bytes
 
 PAPER = {
     "gpt2-117m": {"none": 57, "full": 136, "quantization": 98, "adacc": 136},

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from tqdm import tqdm
 
+from adacc_hf.compiler import AdaccPartitioner
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.records import Settings, add_settings, markdown_table
 from adacc_hf.eval.trials.compiled_graphs import GraphStep, graph_step
 from adacc_hf.eval.trials.families import ATTENTIONS, FAMILIES, PRECISIONS, Size, in_precision
 from adacc_hf.eval.trials.gradients import MAX_GRADIENT_ERROR, Gradients, relative_error
 from adacc_hf.eval.zoo.configs import architectures
-from adacc_hf.partitioner import AdaccPartitioner
 
 ARCHITECTURES = (
     "gpt_neox", "opt", "bloom", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "roberta", "electra", "vit", "bart",

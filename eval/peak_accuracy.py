@@ -24,14 +24,14 @@ from torch import nn
 from tqdm import tqdm
 
 from adacc_hf import AdaccConfig, InfeasibleBudgetError, Policy, Profile, apply_policy, profile_model, solve_policy
+from adacc_hf.artifacts.policy import Action
+from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.records import Settings, add_settings, markdown_table, positive_int
 from adacc_hf.eval.trials.families import ATTENTIONS, FAMILIES, PRECISIONS, Batch, Size, in_precision
 from adacc_hf.eval.trials.limits import keeps_to
 from adacc_hf.eval.trials.pairs import PairsFamily
-from adacc_hf.memory import measure_step
-from adacc_hf.policy import Action
-from adacc_hf.units import format_bytes
+from adacc_hf.torch_glue.memory import measure_step
 
 MODELS = {**FAMILIES, "pairs": PairsFamily()}
 """Four families, and a bi-encoder whose step calls every block twice."""

@@ -20,12 +20,12 @@ from typing import Any
 from tqdm import tqdm
 
 from adacc_hf import InfeasibleBudgetError, Policy, profile_model, solve_policy
+from adacc_hf.artifacts.policy import Action
+from adacc_hf.artifacts.profile import Profile
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.records import Settings, Spread, add_settings, markdown_table, positive_int
 from adacc_hf.eval.trials.clock import CLOCKS, add_clock, check_clock
 from adacc_hf.eval.trials.workload import Workload
-from adacc_hf.policy import Action
-from adacc_hf.profile import Profile
 
 CASES = (
     *(

@@ -18,14 +18,14 @@ from typing import Any
 from tqdm import tqdm
 
 from adacc_hf import AdaccConfig, profile_model
+from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.records import Settings, add_settings, markdown_table
 from adacc_hf.eval.trials.families import ATTENTIONS
 from adacc_hf.eval.trials.workload import DEMO, Workload
 from adacc_hf.reports.explain import activation_labels
-from adacc_hf.solving.greedy import Bandwidths, bandwidths
-from adacc_hf.solving.milp import KindModel, build_model
-from adacc_hf.units import format_bytes
+from adacc_hf.solve.baselines import Bandwidths, bandwidths
+from adacc_hf.solve.milp import KindModel, build_model
 
 PAPER = """The paper's Table 1, four tensors of a GPT on its GPU:
 

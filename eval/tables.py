@@ -17,8 +17,8 @@ from importlib import import_module
 from pathlib import Path
 
 import adacc_hf
-from adacc_hf.cli_eval import RUNNERS
-from adacc_hf.errors import AdaccError
+from adacc_hf.artifacts.errors import AdaccError
+from adacc_hf.cli import RUNNERS
 from adacc_hf.eval.records.ledger import Ledger
 
 ELSEWHERE = {"cloze": "downstream", "demo_comparison": "records.demo_table"}

@@ -33,7 +33,7 @@ from adacc_hf.eval.trials.clock import CLOCKS, add_clock, check_clock
 from adacc_hf.eval.trials.isolation import Figures
 from adacc_hf.eval.trials.training import ByteSequences
 from adacc_hf.eval.trials.workload import Workload, library_bytes
-from adacc_hf.execution.follow_plan import is_checked_call
+from adacc_hf.run.follow_plan import is_checked_call
 
 WORKLOAD = Workload(width=128, layers=4, batch=1, tokens=64)
 """The model of all runs; only the batch differs."""

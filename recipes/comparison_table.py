@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from recipe_arguments import RecipeArguments
 
+from adacc_hf.artifacts.files import write_json
+from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.records import Settings, Spread, make_record, markdown_table
-from adacc_hf.files import write_json
-from adacc_hf.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

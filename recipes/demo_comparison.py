@@ -17,10 +17,10 @@ from training_run import FinishedRun, PreparedRun, save_report, train_once
 from transformers import PreTrainedModel
 
 from adacc_hf import apply_policy
-from adacc_hf.compat import switch_checkpointing
 from adacc_hf.eval.records.records import Spread
-from adacc_hf.memory import StepMemory, measure_step
-from adacc_hf.profiling.timing import seconds_of
+from adacc_hf.price.timing import seconds_of
+from adacc_hf.torch_glue.compat import switch_checkpointing
+from adacc_hf.torch_glue.memory import StepMemory, measure_step
 
 Batch = dict[str, torch.Tensor]
 WARMUP_ROUNDS, TIMED_ROUNDS = 2, 9

@@ -14,8 +14,8 @@ from demo_comparison import compare_methods
 from recipe_arguments import parse_arguments
 from training_run import FinishedRun, PreparedRun, prepare_run, save_report, train_once
 
-from adacc_hf.errors import AdaccError
-from adacc_hf.units import format_bytes
+from adacc_hf.artifacts.errors import AdaccError
+from adacc_hf.artifacts.units import format_bytes
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:

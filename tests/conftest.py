@@ -47,6 +47,6 @@ def peak_of():
 @pytest.fixture
 def tiny_budgets(monkeypatch):
     """Budgets of a few bytes, for what is a few kilobytes large, are no slips of the pen."""
-    from adacc_hf.config import check_memory_budget
+    from adacc_hf.artifacts.config import check_memory_budget
 
     monkeypatch.setattr(check_memory_budget, "__defaults__", (1,))

@@ -83,7 +83,7 @@ print(json.dumps([found, peak, refused]))
 
 STEP = """
 from transformers import GPT2Config, GPT2LMHeadModel
-from adacc_hf.memory import measure_step
+from adacc_hf.torch_glue.memory import measure_step
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=2, n_positions=64, vocab_size=97))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from adacc_hf.errors import ChunkedHeadError
+from adacc_hf.artifacts.errors import ChunkedHeadError
 
 MIN_CHUNK_ROWS = 64
 """Fewer rows make the products slow: the weight's gradient is read and written once per chunk."""

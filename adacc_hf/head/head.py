@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from adacc_hf.errors import ChunkedHeadError
+from adacc_hf.artifacts.errors import ChunkedHeadError
 from adacc_hf.head.lazy_logits import HeadCall, LazyLogits, LossCall, product_dtype
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from adacc_hf.errors import ChunkedHeadError
+from adacc_hf.artifacts.errors import ChunkedHeadError
 from adacc_hf.head.chunked_loss import chunked_cross_entropy
 
 

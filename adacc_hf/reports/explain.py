@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from adacc_hf.errors import PolicyMismatchError
-from adacc_hf.policy import IDLE_KIND, Action, Choice, Plan, Policy
-from adacc_hf.profile import CodecOption, KindProfile, Profile, Value
-from adacc_hf.units import format_bytes
+from adacc_hf.artifacts.errors import PolicyMismatchError
+from adacc_hf.artifacts.policy import IDLE_KIND, Action, Choice, Plan, Policy
+from adacc_hf.artifacts.profile import CodecOption, KindProfile, Profile, Value
+from adacc_hf.artifacts.units import format_bytes
 
 IDLE = "nothing to decide: the profiled batch ran these blocks without gradients, so that they store nothing"
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adacc_hf.policy import IDLE_KIND, RETAIN, Action, Plan, Policy
-from adacc_hf.profile import Profile
+from adacc_hf.artifacts.policy import IDLE_KIND, RETAIN, Action, Plan, Policy
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.reports.document import Figure, Heading, Paragraph, Part, Table, to_html, to_markdown
 from adacc_hf.reports.explain import (
     IDLE,
@@ -20,13 +21,11 @@ from adacc_hf.reports.explain import (
     format_shape,
     plan_groups,
 )
-from adacc_hf.reports.frontier import draw_frontier
-from adacc_hf.reports.plots import Timeline, draw_memory, draw_policy_map
+from adacc_hf.reports.plots import Timeline, draw_frontier, draw_memory, draw_policy_map
 from adacc_hf.reports.timeline import timeline_parts
-from adacc_hf.units import format_bytes
 
 if TYPE_CHECKING:
-    from adacc_hf.simulator import Outcome
+    from adacc_hf.artifacts.step_peak import Outcome
 
 Record = dict[str, Any]
 """One row by column name; a name that ends in `_bytes` or `_ms` says its unit."""
@@ -114,7 +113,7 @@ def _write(path: Path, content: bytes) -> None:
 
 def _outcomes(profile: Profile, policy: Policy) -> dict[str, Outcome]:
     """What the simulator says of plain training, full recomputation and the policy."""
-    from adacc_hf.simulator import simulate
+    from adacc_hf.artifacts.step_peak import simulate
 
     plain = {
         kind.digest: Plan(kind=kind.digest, choices=tuple((value.index, RETAIN) for value in kind.activations))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.ledger import Ledger
 from adacc_hf.eval.records.records import Spread, markdown_table
-from adacc_hf.units import format_bytes
 
 
 def report_text(ledger: Ledger) -> str:

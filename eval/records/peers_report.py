@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.ledger import Ledger
 from adacc_hf.eval.records.plots import curves
 from adacc_hf.eval.records.records import markdown_table
 from adacc_hf.eval.trials.trial import describe
-from adacc_hf.units import format_bytes
 
 GROUPS = {
     "compile": "torch.compile",

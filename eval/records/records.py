@@ -16,7 +16,7 @@ import torch
 import transformers
 
 import adacc_hf
-from adacc_hf.errors import AdaccError
+from adacc_hf.artifacts.errors import AdaccError
 
 DEFAULT_FOLDER = Path("runs/eval")
 

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from adacc_hf import Policy
-from adacc_hf.blocks import find_blocks
+from adacc_hf.artifacts.policy import Choice
 from adacc_hf.kernels.codecs import Codec, get_codec, list_codecs
 from adacc_hf.kernels.outlier_int4 import count_outliers
-from adacc_hf.policy import Choice
+from adacc_hf.run.blocks import find_blocks
 
 LAYER_SPECIFIC = "layer-specific"
 NO_OUTLIERS = "outlier_int4 without outliers"

@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.decomposition import select_decomp_table
 
-from adacc_hf.memory import backward
+from adacc_hf.torch_glue.memory import backward
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 

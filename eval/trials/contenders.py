@@ -18,6 +18,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from adacc_hf import Policy, apply_policy
+from adacc_hf.artifacts.policy import Action
 from adacc_hf.eval.records.records import Spread
 from adacc_hf.eval.trials.clock import CLOCKS
 from adacc_hf.eval.trials.gradients import (
@@ -29,9 +30,8 @@ from adacc_hf.eval.trials.gradients import (
 )
 from adacc_hf.eval.trials.workload import Batch
 from adacc_hf.kernels.codecs import get_codec
-from adacc_hf.memory import StepMemory, measure_step
-from adacc_hf.policy import Action
-from adacc_hf.profiling.timing import seconds_of
+from adacc_hf.price.timing import seconds_of
+from adacc_hf.torch_glue.memory import StepMemory, measure_step
 
 PLAIN, CHECKPOINTING = "plain", "HF gradient checkpointing"
 

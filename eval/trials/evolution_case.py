@@ -10,13 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 from adacc_hf import AdaccConfig, Rectifier, apply_policy, profile_model, solve_policy
+from adacc_hf.adapt.judging import Rectification
+from adacc_hf.adapt.tracking import is_tracking_step
 from adacc_hf.eval.records.records import Spread
 from adacc_hf.eval.trials.evolution_scenarios import Scenario, plant
 from adacc_hf.eval.trials.workload import Batch, Workload
-from adacc_hf.executor import BlockPlans, PolicyHandle
-from adacc_hf.memory import measure_step
-from adacc_hf.tracking.judging import Rectification
-from adacc_hf.tracking.tracking import is_tracking_step
+from adacc_hf.run.executor import BlockPlans, PolicyHandle
+from adacc_hf.torch_glue.memory import measure_step
 
 CHANGE_ROUNDS = 11
 """Rounds in which the policies before and after a change are timed at a time, as often as it takes to know the median

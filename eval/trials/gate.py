@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from adacc_hf.compat import switch_checkpointing
 from adacc_hf.eval.records.records import RedGateError
 from adacc_hf.eval.trials.contenders import GATE_STEPS
 from adacc_hf.eval.trials.gradients import (
@@ -27,7 +26,8 @@ from adacc_hf.eval.trials.gradients import (
 from adacc_hf.eval.trials.methods import Installed, Promise
 from adacc_hf.eval.trials.subject import Subject, first_sequences
 from adacc_hf.eval.trials.workload import Batch
-from adacc_hf.memory import backward
+from adacc_hf.torch_glue.compat import switch_checkpointing
+from adacc_hf.torch_glue.memory import backward
 
 LOSS_CHANGE = 0.02
 """How far the loss is moved each way to compare its slope with the gradient: far above the rounding of a float32 loss

@@ -10,7 +10,7 @@ from torch import nn
 
 from adacc_hf.eval.records.records import RedGateError
 from adacc_hf.eval.trials.workload import Batch
-from adacc_hf.memory import backward, forward_loss
+from adacc_hf.torch_glue.memory import backward, forward_loss
 
 NOISE_FACTOR = 4.0
 """What a lossless method may differ by, in units of what plain training differs by from run to run: nothing on a CPU,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from adacc_hf.config import AdaccConfig
-from adacc_hf.errors import InfeasibleBudgetError
-from adacc_hf.policy import Policy
-from adacc_hf.profile import Profile
-from adacc_hf.solving.budget import Budget
-from adacc_hf.solving.greedy import greedy_policies
-from adacc_hf.solving.milp import build_model
-from adacc_hf.solving.mixture import stored_bytes
-from adacc_hf.solving.peak import PeakOracle
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.errors import InfeasibleBudgetError
+from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.solve.baselines import greedy_policies
+from adacc_hf.solve.budget import Budget
+from adacc_hf.solve.frontier import stored_bytes
+from adacc_hf.solve.milp import build_model
+from adacc_hf.solve.minimum_peak import PeakOracle
 
 
 def solve_greedy(

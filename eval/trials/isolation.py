@@ -22,13 +22,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from adacc_hf.errors import AdaccError, InfeasibleBudgetError
+from adacc_hf.artifacts.errors import AdaccError, InfeasibleBudgetError
 
 Figures = dict[str, Any]
 
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 """How a GPU's memory is given out in measurements, unless the user says otherwise: methods are to be compared by what
-they need, not by how their blocks happen to fall apart (`adacc_hf.memory.FRAGMENTS`)."""
+they need, not by how their blocks happen to fall apart (`adacc_hf.torch_glue.memory.FRAGMENTS`)."""
 
 
 class Status(str, Enum):

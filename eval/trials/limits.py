@@ -6,8 +6,8 @@ import argparse
 
 import torch
 
-from adacc_hf.config import AdaccConfig
-from adacc_hf.units import parse_bytes
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.units import parse_bytes
 
 CPU_LIMIT = "256MiB"
 """Where no limit is given on a CPU, whose own memory says nothing: plain training of the demo ends at batch 2 in it."""

@@ -16,14 +16,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model, solve_policy
-from adacc_hf.compat import switch_checkpointing
+from adacc_hf.artifacts.profile import Profile
 from adacc_hf.eval.trials.contenders import uses_lossy_codec
 from adacc_hf.eval.trials.one_policy import solve_one_policy
 from adacc_hf.eval.trials.subject import Subject
 from adacc_hf.eval.trials.workload import Batch
-from adacc_hf.memory import MemoryMeter, static_bytes
-from adacc_hf.profile import Profile
-from adacc_hf.solving.naive import NAIVE_CODEC, quantize_everything
+from adacc_hf.solve.baselines import NAIVE_CODEC, quantize_everything
+from adacc_hf.torch_glue.compat import switch_checkpointing
+from adacc_hf.torch_glue.memory import MemoryMeter, static_bytes
 
 Budget = str | float | int
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
-from adacc_hf.config import AdaccConfig
-from adacc_hf.errors import InfeasibleBudgetError
-from adacc_hf.policy import Policy
-from adacc_hf.profile import Profile
-from adacc_hf.solving.frontier import frontiers
-from adacc_hf.solving.milp import build_model
-from adacc_hf.solving.mixture import MixtureProgram
-from adacc_hf.solving.program import SolverLog
-from adacc_hf.units import format_bytes
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.errors import InfeasibleBudgetError
+from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.units import format_bytes
+from adacc_hf.solve.frontier import MixtureProgram, frontiers
+from adacc_hf.solve.linear_program import SolverLog
+from adacc_hf.solve.milp import build_model
 
 
 def solve_one_policy(profile: Profile, budget: float, config: AdaccConfig) -> Policy:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from adacc_hf.compat import FLAG, FUNCTION, SETTER, GradientCheckpointingLayer
+from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.trials.isolation import OverLimitError
 from adacc_hf.eval.trials.methods import (
     ADACC,
@@ -29,7 +29,7 @@ from adacc_hf.eval.trials.methods import (
     measure_steady_step,
 )
 from adacc_hf.eval.trials.methods import adacc as adacc_method
-from adacc_hf.units import format_bytes
+from adacc_hf.torch_glue.compat import FLAG, FUNCTION, SETTER, GradientCheckpointingLayer
 
 COMPILE_BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.05)
 """Settings of `activation_memory_budget`: the share of what the compiler's default saves. At 0 it saves inputs only."""
@@ -130,9 +130,8 @@ def install_adacc_compiled(bench: Bench, budget: Budget | None) -> Installed:
     A whole number is what a whole step may take: the largest share that keeps to it is looked for. Raises
     OverLimitError if none does.
     """
-    from adacc_hf.partitioner import AdaccPartitioner
-    from adacc_hf.partitioner.backend import adacc
-    from adacc_hf.partitioner.installed import InstalledPartitioner
+    from adacc_hf.compiler import AdaccPartitioner
+    from adacc_hf.compiler.backend import InstalledPartitioner, adacc
 
     if isinstance(budget, float):
         compiled = torch.compile(bench.model, backend=adacc, options={"memory_budget": budget})

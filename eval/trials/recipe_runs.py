@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import adacc_hf
-from adacc_hf.errors import AdaccError
+from adacc_hf.artifacts.errors import AdaccError
+from adacc_hf.artifacts.files import POLICY_FILE, read_json
+from adacc_hf.artifacts.policy import Policy
 from adacc_hf.eval.records.ledger import RecordError
-from adacc_hf.files import read_json
-from adacc_hf.policy import Policy
-from adacc_hf.run_files import POLICY_FILE
 
 
 class TrainingFailedError(AdaccError):

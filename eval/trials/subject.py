@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from adacc_hf.ahead.model_presets import checked_seq_len, context_length, fresh_model, load_config
+from adacc_hf.estimate.model_presets import checked_seq_len, context_length, fresh_model, load_config
 from adacc_hf.eval.records.records import positive_int
 from adacc_hf.eval.trials.workload import Batch, library_bytes
-from adacc_hf.memory import backward, forward_loss
+from adacc_hf.torch_glue.memory import backward, forward_loss
 
 PRECISIONS = ("fp32", "bf16")
 LONGEST_DEFAULT = 1024

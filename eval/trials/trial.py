@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from adacc_hf.compat import switch_checkpointing
+from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.records import Spread, to_json
 from adacc_hf.eval.trials import methods, peer_methods
 from adacc_hf.eval.trials.clock import CLOCKS
@@ -17,8 +17,8 @@ from adacc_hf.eval.trials.gate import check, reference_gradients
 from adacc_hf.eval.trials.isolation import CannotRunError, Figures, OverLimitError
 from adacc_hf.eval.trials.methods import Bench, Budget, Installed, Method
 from adacc_hf.eval.trials.subject import Subject, first_sequences
-from adacc_hf.profiling.timing import seconds_of
-from adacc_hf.units import format_bytes
+from adacc_hf.price.timing import seconds_of
+from adacc_hf.torch_glue.compat import switch_checkpointing
 
 FAMILIES: dict[str, dict[str, Method]] = {
     "paper": methods.PAPER_METHODS,

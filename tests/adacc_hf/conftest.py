@@ -8,10 +8,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import strategies as st
 
-from adacc_hf.execution.checked_call import CheckedCall
-from adacc_hf.execution.recording import Recording
-from adacc_hf.policy import RECOMPUTE, RETAIN, Choice, Plan
-from adacc_hf.profile import (
+from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Choice, Plan
+from adacc_hf.artifacts.profile import (
     BackwardEvent,
     BlockProfile,
     CodecOption,
@@ -23,8 +21,9 @@ from adacc_hf.profile import (
     Shared,
     Value,
 )
-from adacc_hf.profiling.gradient_probe import GradientErrors
-from adacc_hf.profiling.instruments import Instruments
+from adacc_hf.price.gradient_probe import GradientErrors
+from adacc_hf.price.measurement import Instruments
+from adacc_hf.run.call import CheckedCall, Recording
 
 
 @pytest.fixture

@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 
 from adacc_hf import __version__
+from adacc_hf.adapt.repricing import in_all_blocks, lossy_options, without_codecs
+from adacc_hf.artifacts.files import COMPILED_FILE, HISTORY_FILE, POLICY_FILE, PRICES_FILE, PROFILE_FILE, write_json
+from adacc_hf.artifacts.policy import Policy
 from adacc_hf.cli import main
-from adacc_hf.files import write_json
 from adacc_hf.kernels.codecs import list_codecs
-from adacc_hf.policy import Policy
 from adacc_hf.reports import plots
-from adacc_hf.run_files import COMPILED_FILE, HISTORY_FILE, POLICY_FILE, PRICES_FILE, PROFILE_FILE
-from adacc_hf.tracking.repricing import without_codecs
-from adacc_hf.tracking.switched_off import in_all_blocks, lossy_options
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils._python_dispatch import _disable_current_modes
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.compat import GradientCheckpointingLayer
-from adacc_hf.errors import CompiledBlockError
-from adacc_hf.memory import measure_step
-from adacc_hf.tapes.hidden_code import COMPILED
+from adacc_hf.artifacts.errors import CompiledBlockError
+from adacc_hf.tape.recorder import COMPILED
+from adacc_hf.torch_glue.compat import GradientCheckpointingLayer
+from adacc_hf.torch_glue.memory import measure_step
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
@@ -106,7 +106,7 @@ def test_what_compiled_code_saves_is_counted(toy_model, toy_batch, action):
     with apply_policy(model, policy, CONFIG):
         steps = [measure_step(model, batch) for _ in range(3)]  # the first one too: nothing is recorded
     assert [step.stored_bytes for step in steps] == [policy.predicted_stored_bytes] * 3
-    # All that a retained block stores counts from its start on (adacc_hf/profiling/fallback.py).
+    # All that a retained block stores counts from its start on (adacc_hf/price/pricing.py).
     assert all(step.peak_bytes <= policy.predicted_peak_bytes <= 1.1 * step.peak_bytes for step in steps)
 
 

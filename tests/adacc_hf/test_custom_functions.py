@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-import adacc_hf.execution.call as call_module
+import adacc_hf.run.call as call_module
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.memory import measure_step
+from adacc_hf.torch_glue.memory import measure_step
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.memory import measure_step
+from adacc_hf.torch_glue.memory import measure_step
 
 SETTINGS = [
     pytest.param(("gpt2", "sdpa", 3, None), id="sdpa-fp32"),

@@ -11,9 +11,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.compat import no_packed_sequences
 from adacc_hf.eval.trials.gradients import NOISE_FACTOR, Gradients, relative_error
-from adacc_hf.memory import MemoryMeter, measure_step, static_bytes
+from adacc_hf.torch_glue.compat import no_packed_sequences
+from adacc_hf.torch_glue.memory import MemoryMeter, measure_step, static_bytes
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CONFIG = AdaccConfig(min_compress_bytes=0)

@@ -14,7 +14,7 @@ import pytest
 from torch.utils._python_dispatch import _disable_current_modes
 
 from adacc_hf import Policy, apply_policy
-from adacc_hf.memory import measure_step
+from adacc_hf.torch_glue.memory import measure_step
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

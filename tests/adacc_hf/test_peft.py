@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.memory import measure_step
+from adacc_hf.torch_glue.memory import measure_step
 
 peft = pytest.importorskip("peft", reason="the test extra installs peft")
 

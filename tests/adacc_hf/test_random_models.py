@@ -22,11 +22,11 @@ from transformers import (
 )
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.memory import MemoryMeter, MemoryPoint
-from adacc_hf.profiling import codec_options, pricing
-from adacc_hf.profiling.gradient_probe import GradientErrors
-from adacc_hf.profiling.instruments import Instruments
-from adacc_hf.profiling.timing import Timing
+from adacc_hf.price import codec_options, pricing
+from adacc_hf.price.gradient_probe import GradientErrors
+from adacc_hf.price.measurement import Instruments
+from adacc_hf.price.timing import Timing
+from adacc_hf.torch_glue.memory import MemoryMeter, MemoryPoint
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 VOCABULARY, MAX_TOKENS = 23, 16

@@ -13,9 +13,10 @@ import torch
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.execution import follow_plan
-from adacc_hf.memory import measure_step
-from adacc_hf.tapes import family, known_shapes
+from adacc_hf.run import follow_plan
+from adacc_hf.tape import call_key as known_shapes
+from adacc_hf.tape import family
+from adacc_hf.torch_glue.memory import measure_step
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 

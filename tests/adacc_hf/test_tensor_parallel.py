@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mi
 from transformers.distributed import DistributedConfig
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model, solve_policy
-from adacc_hf.memory import CpuMemoryMeter, count_static_bytes
+from adacc_hf.torch_glue.memory import CpuMemoryMeter, count_static_bytes
 
 CONFIG = AdaccConfig(min_compress_bytes=0, head="plain")
 SIZES = {

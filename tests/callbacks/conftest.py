@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
-from adacc_hf.memory import CpuMemoryMeter, count_static_bytes
+from adacc_hf.torch_glue.memory import CpuMemoryMeter, count_static_bytes
 
 LOSSLESS = {"memory_budget": 0.6, "actions": ("retain", "recompute")}
 """Settings under which training is bit-equal to plain training, and the tiny model has something to recompute."""

@@ -18,7 +18,7 @@ from adacc_hf import (
     Policy,
     PolicyMismatchError,
 )
-from adacc_hf.compat import CHECKPOINTING, GradientCheckpointingLayer, switch_checkpointing
+from adacc_hf.torch_glue.compat import CHECKPOINTING, GradientCheckpointingLayer, switch_checkpointing
 
 
 @pytest.fixture

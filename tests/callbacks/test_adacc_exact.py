@@ -5,8 +5,8 @@ import torch
 from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback, Policy
-from adacc_hf.compat import CHECKPOINTING
-from adacc_hf.policy import Action
+from adacc_hf.artifacts.policy import Action
+from adacc_hf.torch_glue.compat import CHECKPOINTING
 
 SETTINGS = {
     "fp32": {},

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from transformers import TrainerCallback
 
+import adacc_hf.adapt.judging as judging_module
+import adacc_hf.adapt.tracking as tracking_module
 import adacc_hf.callbacks.policy_maker as maker_module
-import adacc_hf.tracking.judging as judging_module
-import adacc_hf.tracking.tracking as tracking_module
 from adacc_hf import AdaccCallback, Policy, Profile
+from adacc_hf.artifacts.files import POLICY_FILE, PRICES_FILE, PROFILE_FILE
 from adacc_hf.reports.explain import explain_policy
-from adacc_hf.run_files import POLICY_FILE, PRICES_FILE, PROFILE_FILE
 
 COMPRESS = {"actions": ("retain", "compress"), "min_compress_bytes": 4096, "memory_budget": 0.45}
 

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 import adacc_hf.callbacks.policy_maker as maker_module
 from adacc_hf import AdaccCallback, AdaccConfig, AdaccError, Policy, PolicyMismatchError, Profile
-from adacc_hf.callbacks.checkpoint_files import (
+from adacc_hf.adapt.checkpoint_files import (
     Saved,
     SavedSituation,
     drop_files,
@@ -23,11 +23,10 @@ from adacc_hf.callbacks.checkpoint_files import (
     save_files,
     save_in_checkpoint,
 )
-from adacc_hf.callbacks.situations import Situation
-from adacc_hf.rectifier import Rectifier
-from adacc_hf.run_files import HISTORY_FILE, POLICY_FILE, PRICES_FILE, PROFILE_FILE, STATE_FILE
-from adacc_hf.tracking.repricing import with_more_memory
-from adacc_hf.tracking.switched_off import in_all_blocks, lossy_options
+from adacc_hf.adapt.rectifier import Rectifier
+from adacc_hf.adapt.repricing import in_all_blocks, lossy_options, with_more_memory
+from adacc_hf.adapt.shape_policies import Situation
+from adacc_hf.artifacts.files import HISTORY_FILE, POLICY_FILE, PRICES_FILE, PROFILE_FILE, STATE_FILE
 
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
 
@@ -185,9 +184,9 @@ def test_the_prices_that_the_solver_saw_last_come_back(tmp_path, checkpoint):
 
 DAMAGE = {
     "empty": "",
-    "cut": '{"format": "adacc_hf.policy", "version": 2, "plans": [',
+    "cut": '{"format": "adacc_hf.artifacts.policy", "version": 2, "plans": [',
     "no-policy": '{"hello": 1}',
-    "no-plans": '{"format": "adacc_hf.policy", "version": 2}',
+    "no-plans": '{"format": "adacc_hf.artifacts.policy", "version": 2}',
     "binary": "\x00\x01",
 }
 

@@ -12,13 +12,11 @@ from torch._inductor import config as inductor
 from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback, InfeasibleBudgetError, Policy
-from adacc_hf.callbacks import compiled_run
-from adacc_hf.callbacks.compiled_run import CompiledRun
-from adacc_hf.callbacks.torch_compile import begin_compiled_run
-from adacc_hf.compat import switch_checkpointing
-from adacc_hf.config import AdaccConfig
-from adacc_hf.partitioner import CompiledPolicy, RegionPlan
-from adacc_hf.run_files import COMPILED_FILE, HISTORY_FILE
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.files import COMPILED_FILE, HISTORY_FILE
+from adacc_hf.compiler import CompiledPolicy, RegionPlan, compiled_run
+from adacc_hf.compiler.compiled_run import CompiledRun, begin_compiled_run
+from adacc_hf.torch_glue.compat import switch_checkpointing
 
 # Importing Inductor makes torch warn of torch, and so does tracing a loss that another graph goes before.
 pytestmark = [

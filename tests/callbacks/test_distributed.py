@@ -10,7 +10,7 @@ import torch
 from transformers import Trainer
 
 from adacc_hf import AdaccCallback
-from adacc_hf.run_files import POLICY_FILE
+from adacc_hf.artifacts.files import POLICY_FILE
 
 NUM_STEPS = 6
 

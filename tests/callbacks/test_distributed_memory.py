@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 
 import adacc_hf.callbacks.policy_maker as maker_module
 from adacc_hf import AdaccCallback, profile_model
-from adacc_hf.profiling.instruments import Instruments
-from adacc_hf.profiling.stored_prices import StoringInstruments
-from adacc_hf.ranks import or_ends_its_process
+from adacc_hf.price.measurement import Instruments
+from adacc_hf.price.price_store import StoringInstruments
+from adacc_hf.torch_glue.ranks import or_ends_its_process
 
 MESSAGE = "rank out of memory. Tried to allocate 7 GiB"
 

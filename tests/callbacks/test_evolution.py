@@ -12,19 +12,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
+import adacc_hf.adapt.rectifier as rectifier_module
 import adacc_hf.callbacks.adacc as adacc_module
 import adacc_hf.callbacks.policy_maker as maker_module
 import adacc_hf.kernels.outlier_int4 as outlier_int4
-import adacc_hf.rectifier as rectifier_module
 from adacc_hf import AdaccCallback, InfeasibleBudgetError
-from adacc_hf.callbacks.evolution import Evolution
-from adacc_hf.callbacks.step_meter import StepMeter
-from adacc_hf.decisions import SPOILED_ERROR
-from adacc_hf.execution.follow_plan import FollowPlan
-from adacc_hf.memory import MemoryMeter, count_static_bytes
-from adacc_hf.run_files import HISTORY_FILE
-from adacc_hf.tapes import known_shapes
-from adacc_hf.tracking.judging import Rectification
+from adacc_hf.adapt.evolution import Evolution
+from adacc_hf.adapt.judging import Rectification
+from adacc_hf.adapt.step_meter import StepMeter
+from adacc_hf.artifacts.files import HISTORY_FILE
+from adacc_hf.artifacts.index_values import SPOILED_ERROR
+from adacc_hf.run.follow_plan import FollowPlan
+from adacc_hf.tape import call_key as known_shapes
+from adacc_hf.torch_glue.memory import MemoryMeter, count_static_bytes
 
 COMPRESS = {"actions": ("retain", "compress"), "min_compress_bytes": 4096, "memory_budget": 0.45}
 
@@ -539,7 +539,7 @@ def test_a_long_history_is_not_written_at_every_event(make_trainer, tmp_path, mo
 @pytest.mark.parametrize("missed", [2**18, 2**14], ids=["much", "within-the-tolerance"])
 def test_the_measured_peak_corrects_a_prediction_that_was_too_low(make_trainer, monkeypatch, missed):
     """As if the profiler had missed so many bytes in every phase of the step."""
-    from adacc_hf.tracking.repricing import with_more_memory
+    from adacc_hf.adapt.repricing import with_more_memory
 
     original = maker_module.profile_model
     probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.7)

@@ -5,7 +5,7 @@ import torch
 from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback
-from adacc_hf.memory import segments_expand
+from adacc_hf.torch_glue.memory import segments_expand
 
 pytestmark = pytest.mark.gpu
 

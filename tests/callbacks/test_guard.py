@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+import adacc_hf.adapt.judging as judging_module
 import adacc_hf.callbacks.policy_maker as maker_module
-import adacc_hf.tracking.judging as judging_module
 from adacc_hf import AdaccCallback, Policy
+from adacc_hf.artifacts.index_values import SPOILED_ERROR
+from adacc_hf.artifacts.policy import RECOMPUTE
 from adacc_hf.callbacks.train_methods import method_callbacks
-from adacc_hf.decisions import SPOILED_ERROR
-from adacc_hf.policy import RECOMPUTE
 
 NUM_TOKENS = 97
 HUGE = 1.0

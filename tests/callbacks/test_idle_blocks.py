@@ -8,7 +8,7 @@ from torch.nn.functional import mse_loss
 from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback
-from adacc_hf.callbacks import evolution
+from adacc_hf.adapt import evolution
 
 PARTS = ("student", "teacher")
 TEACHER = {f"teacher.transformer.h.{index}" for index in range(2)}

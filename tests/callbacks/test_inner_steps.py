@@ -9,7 +9,7 @@ import torch
 from transformers import Trainer
 
 from adacc_hf import AdaccCallback
-from adacc_hf.callbacks.inner_steps import InnerSteps
+from adacc_hf.callbacks.trainer import InnerSteps
 
 LOSSLESS = {"actions": ("retain", "recompute"), "head": "plain"}
 

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from transformers import Trainer
 
 from adacc_hf.callbacks import AdaccCallback
-from adacc_hf.callbacks.last_batch import LastBatch
+from adacc_hf.callbacks.trainer import LastBatch
 
 
 def next_token_loss(output, labels, num_items_in_batch=None):

@@ -7,7 +7,7 @@ from accelerate import Accelerator, ParallelismConfig
 from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback, AdaccConfig
-from adacc_hf.compat import CHECKPOINTING
+from adacc_hf.torch_glue.compat import CHECKPOINTING
 
 
 class TrainInTheMidst(TrainerCallback):

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from adacc_hf.callbacks.situations import ENOUGH, MAX_UNPLANNED, Situation, Situations, most_wanted
-from adacc_hf.tracking.shapes import TensorShape
+from adacc_hf.adapt.shape_policies import ENOUGH, MAX_UNPLANNED, Situation, Situations, most_wanted
+from adacc_hf.torch_glue.batch_shapes import TensorShape
 
 
 def ids(length, samples=2):

@@ -36,7 +36,7 @@ def device_with(monkeypatch):
     """`device_with(nbytes)`: let the device have so many bytes for this process."""
 
     def have(nbytes: int) -> None:
-        monkeypatch.setattr("adacc_hf.profiling.instruments.available_bytes", lambda device, static_bytes: nbytes)
+        monkeypatch.setattr("adacc_hf.price.measurement.available_bytes", lambda device, static_bytes: nbytes)
 
     return have
 

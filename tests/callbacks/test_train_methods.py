@@ -2,7 +2,7 @@ import pytest
 
 from adacc_hf import AdaccCallback
 from adacc_hf.callbacks.train_methods import method_callbacks, parse_budget
-from adacc_hf.compat import CHECKPOINTING
+from adacc_hf.torch_glue.compat import CHECKPOINTING
 
 
 @pytest.mark.parametrize(

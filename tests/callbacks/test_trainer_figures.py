@@ -3,7 +3,7 @@
 from collections import defaultdict, deque
 from types import SimpleNamespace
 
-from adacc_hf.callbacks.trainer_figures import keep_figures
+from adacc_hf.callbacks.trainer import keep_figures
 
 
 def trainer_with_figures():

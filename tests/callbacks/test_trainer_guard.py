@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import TrainerCallback
 
-from adacc_hf.callbacks.trainer_guard import TrainerGuard
+from adacc_hf.callbacks.trainer import TrainerGuard
 
 
 class Guarded(TrainerCallback):

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from adacc_hf.callbacks.training_log import OwnLogs, add_to_log, is_training_log
+from adacc_hf.callbacks.trainer import OwnLogs, add_to_log, is_training_log
 
 
 def test_logs_of_training_are_told_from_those_of_evaluation():

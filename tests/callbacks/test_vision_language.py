@@ -9,13 +9,13 @@ import torch
 from transformers import Trainer
 
 from adacc_hf import AdaccCallback
-from adacc_hf.callbacks import profiling
-from adacc_hf.callbacks.profiling import profile_at
-from adacc_hf.callbacks.situations import Situations
-from adacc_hf.errors import UncalledBlocksError
+from adacc_hf.adapt.shape_policies import Situations
+from adacc_hf.artifacts.errors import UncalledBlocksError
+from adacc_hf.callbacks import policy_maker as profiling
+from adacc_hf.callbacks.policy_maker import profile_at
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.eval.zoo.language import IMAGE_TOKEN, PATCH_VALUES
-from adacc_hf.tracking.shapes import batch_shapes
+from adacc_hf.torch_glue.batch_shapes import batch_shapes
 
 SMALL, WIDE, LARGE = (1, 4, 4), (1, 4, 8), (1, 8, 8)
 """Images in patches: frames, rows, columns. Four patches make one token."""

@@ -11,10 +11,10 @@ from emulated_cuda import memory, set_limit, shrink_segments
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model, solve_policy
-from adacc_hf.memory import FRAGMENTS
-from adacc_hf.policy import Policy
-from adacc_hf.profile import KindProfile
-from adacc_hf.solver import least_policy
+from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.profile import KindProfile
+from adacc_hf.solve.solver import least_policy
+from adacc_hf.torch_glue.memory import FRAGMENTS
 
 SCALE = 64
 """Times as large are the models for whose fragments these stand: some 2 to 5 GB."""

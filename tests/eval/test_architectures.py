@@ -13,14 +13,14 @@ import pytest
 import torch
 from transformers.models.deberta import modeling_deberta
 
-from adacc_hf.errors import NoBlocksError
+from adacc_hf.artifacts.errors import NoBlocksError
+from adacc_hf.artifacts.profile import KindProfile
 from adacc_hf.eval import architectures as architectures_module
 from adacc_hf.eval.architectures import Verdict, check, main, same_bits, support_table
 from adacc_hf.eval.zoo.configs import architectures
-from adacc_hf.execution import choices as choices_module
-from adacc_hf.execution.call import Call
-from adacc_hf.profile import KindProfile
-from adacc_hf.tapes.recorder import Recorder
+from adacc_hf.run.call import Call
+from adacc_hf.tape import compiled_plan as choices_module
+from adacc_hf.tape.recorder import Recorder
 
 SUPPORT = Path(__file__).parents[2] / "docs" / "SUPPORT.md"
 TABLE = architectures()

@@ -9,7 +9,7 @@ import pytest
 from adacc_hf.eval import budget_bench
 from adacc_hf.eval.trials.contenders import CHECKPOINTING, PLAIN
 from adacc_hf.eval.trials.workload import Workload
-from adacc_hf.memory import StepMemory
+from adacc_hf.torch_glue.memory import StepMemory
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, modeling_utils
 
-from adacc_hf.compat import switch_checkpointing
 from adacc_hf.eval import checkpoint_plugin
 from adacc_hf.eval.checkpoint_plugin import Record, checkpoint_by_replay
 from adacc_hf.eval.trials.families import FAMILIES
 from adacc_hf.eval.trials.workload import Workload
+from adacc_hf.torch_glue.compat import switch_checkpointing
 
 SMALL = Workload(width=16, layers=2, heads=2, batch=2, tokens=8)
 

@@ -6,8 +6,7 @@ from importlib import import_module
 
 import pytest
 
-from adacc_hf.cli import main
-from adacc_hf.cli_eval import RUNNERS
+from adacc_hf.cli import RUNNERS, main
 from adacc_hf.eval import executor_bench
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from adacc_hf.cli_eval import RUNNERS
+from adacc_hf.artifacts.files import write_json
+from adacc_hf.cli import RUNNERS
 from adacc_hf.eval import everything
 from adacc_hf.eval.everything import NAMES, ON_GPU, SAMPLE_ROWS, default_order
 from adacc_hf.eval.records import schemas
 from adacc_hf.eval.tasks.lm_eval_tasks import PAPER_TASKS, load_tasks
-from adacc_hf.files import write_json
 
 
 class Runners:

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from adacc_hf import Policy
+from adacc_hf.adapt import judging
 from adacc_hf.eval import evolution
 from adacc_hf.eval.records.records import Spread
 from adacc_hf.eval.records.schemas import check_record
 from adacc_hf.eval.trials import evolution_case
 from adacc_hf.eval.trials.evolution_scenarios import SCENARIOS, plant
 from adacc_hf.eval.trials.workload import Workload
-from adacc_hf.tracking import judging
 
 TINY = Workload(width=64, layers=2, heads=2, batch=1, tokens=32)
 

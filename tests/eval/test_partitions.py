@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+from adacc_hf.compiler import AdaccPartitioner
 from adacc_hf.eval import partitions
 from adacc_hf.eval.records.schemas import check_record
 from adacc_hf.eval.trials.compiled_graphs import graph_step
 from adacc_hf.eval.trials.gradients import Gradients, relative_error
 from adacc_hf.eval.trials.workload import Workload
-from adacc_hf.partitioner import AdaccPartitioner
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from adacc_hf.compiler.region import CompiledPolicy, RegionPlan
 from adacc_hf.eval import peers
 from adacc_hf.eval.trials import peer_methods
 from adacc_hf.eval.trials.isolation import OverLimitError
 from adacc_hf.eval.trials.peer_methods import COMPILED_PEERS, PEERS
-from adacc_hf.partitioner.region import CompiledPolicy, RegionPlan
 
 POINTS = {"plain": (100, 10.0), "checkpointing": (40, 7.0), "selective": (70, 7.5), "compile_0.5": (60, 14.0)}
 PROMISES = {"compile_0.5": "own_randomness", "adacc_compiled": "own_lossy"}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from memory_meter import MemoryMeter, environment
 
-from adacc_hf.units import parse_bytes
+from adacc_hf.artifacts.units import parse_bytes
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adacc_hf import Policy
-from adacc_hf.run_files import PROFILE_FILE
+from adacc_hf.artifacts.files import PROFILE_FILE
 
 RECIPE = Path(gpt2_pile.__file__)
 CHECKPOINT = "(a folder with a checkpoint)"

@@ -20,7 +20,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from adacc_hf.errors import ChunkedHeadError
+from adacc_hf.artifacts.errors import ChunkedHeadError
 from adacc_hf.head.head import ChunkedHead
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from adacc_hf import AdaccConfig, InfeasibleBudgetError, Policy, apply_policy, profile_model, solve_policy
-from adacc_hf.errors import ChunkedHeadError, PolicyMismatchError
-from adacc_hf.memory import forward_loss, measure_step
-from adacc_hf.profile import Profile
+from adacc_hf.adapt.repricing import with_more_memory
+from adacc_hf.artifacts.errors import ChunkedHeadError, PolicyMismatchError
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.step_peak import simulate
 from adacc_hf.reports.explain import explain_policy
 from adacc_hf.reports.report import write_report
-from adacc_hf.simulator import simulate
-from adacc_hf.tracking.repricing import with_more_memory
+from adacc_hf.torch_glue.memory import forward_loss, measure_step
 
 VOCABULARY = 4096
 CONFIG = AdaccConfig(min_compress_bytes=0)

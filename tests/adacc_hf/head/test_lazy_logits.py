@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from adacc_hf.errors import ChunkedHeadError
+from adacc_hf.artifacts.errors import ChunkedHeadError
 from adacc_hf.head.lazy_logits import HeadCall, LazyLogits
 
 

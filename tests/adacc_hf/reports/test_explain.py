@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from adacc_hf.errors import PolicyMismatchError
-from adacc_hf.policy import RECOMPUTE, RETAIN, Action, Choice, Plan, Policy
+from adacc_hf.artifacts.errors import PolicyMismatchError
+from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice, Plan, Policy
 from adacc_hf.reports.explain import activation_labels, activation_rows, check_belongs, explain_policy
 
 MIB = 2**20

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from adacc_hf.errors import PolicyMismatchError
-from adacc_hf.policy import Policy
+from adacc_hf.artifacts.errors import PolicyMismatchError
+from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.step_peak import simulate
 from adacc_hf.reports.explain import activation_labels
 from adacc_hf.reports.report import write_report
-from adacc_hf.simulator import simulate
 
 FILES = {"report.md", "report.html", "policy_map.png", "memory.png", "frontier.png"}
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"

@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from adacc_hf.cli_eval import RUNNERS
+from adacc_hf.cli import RUNNERS
 from adacc_hf.eval import loss, max_batch
 from adacc_hf.eval.records.schemas import POINTS, SUMMARIES, check_record, schema_of
 

@@ -126,7 +126,7 @@ def test_compile_is_asked_for_its_budget(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_our_backend_is_given_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    from adacc_hf.partitioner.backend import adacc
+    from adacc_hf.compiler.backend import adacc
 
     monkeypatch.setattr(torch, "compile", lambda model, **options: (model, options))
 

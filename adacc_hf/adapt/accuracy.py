@@ -1,0 +1,265 @@
+"""What compression costs in accuracy: the error of a round trip, and that of a block's gradient.
+
+The gradient of one block is compared with an uncompressed backward of the same block: its inputs, the random
+generator's state and the gradients of its outputs are kept during a tracking step, and both backwards are run after it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from adacc_hf.artifacts.policy import Action
+from adacc_hf.artifacts.step_peak import BlockOutcome, run_block
+from adacc_hf.kernels.codecs import Payload
+from adacc_hf.torch_glue.ranks import is_sharded
+from adacc_hf.torch_glue.states import RandomStates, random_states_kept
+from adacc_hf.torch_glue.tensors import without_gradient_hooks
+
+if TYPE_CHECKING:
+    from adacc_hf.artifacts.policy import Plan, Policy
+    from adacc_hf.artifacts.profile import KindProfile, Profile
+    from adacc_hf.run.follow_plan import FollowPlan
+
+log = logging.getLogger(__name__)
+
+NUM_PARTS, SMALLEST_PART = 64, 4096
+"""Parts of a tensor that are taken into doubles one after the other, and the least number of elements of one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientError:
+    """How far a block's gradient under compression is from the exact one, inputs' and parameters' taken together."""
+
+    error: float
+    """L2 norm of the difference over that of the exact gradient; inf if only the compressed one is not finite."""
+    cosine: float
+    """1 if both point the same way."""
+
+    @classmethod
+    def between(cls, exact: Iterable[Tensor | None], other: Iterable[Tensor | None]) -> GradientError | None:
+        """None if the exact gradient is zero or not finite: compression is not to blame then."""
+        pairs = [(e, o) for e, o in zip(exact, other, strict=True) if e is not None and o is not None]
+        norm, other_norm, difference, product = _products(pairs)
+        if not math.isfinite(norm) or norm == 0:
+            return None
+        if not math.isfinite(other_norm):
+            return cls(error=math.inf, cosine=0.0)
+        return cls(error=difference / norm, cosine=product / (norm * other_norm) if other_norm else 0.0)
+
+    @classmethod
+    def worst(cls, errors: Sequence[GradientError]) -> GradientError:
+        return cls(error=max(e.error for e in errors), cosine=min(e.cosine for e in errors))
+
+
+@torch.no_grad()
+def _products(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, float, float, float]:
+    """L2 norms of all first tensors, of all second ones and of their difference, and the dot product of both.
+
+    Synchronises once, however many there are, and holds one pair at a time in double precision.
+    """
+    sums: Tensor | None = None
+    for first, second in pairs:
+        a, b = first.flatten().double(), second.flatten().double()
+        difference = b - a
+        found = torch.stack([a.dot(a), b.dot(b), difference.dot(difference), b.dot(a)])
+        sums = found if sums is None else sums + found.to(sums.device)
+    squares = [0.0] * 4 if sums is None else sums.tolist()
+    return math.sqrt(squares[0]), math.sqrt(squares[1]), math.sqrt(squares[2]), squares[3]
+
+
+@torch.no_grad()
+def round_trip_error(original: Tensor, decoded: Tensor) -> Tensor:
+    """The relative L2 error as a scalar tensor, without synchronising. Overwrites `decoded`.
+
+    inf if decoding alone made it non-finite; 0 if the original is zero or not finite itself, which codecs keep so.
+    """
+    norm = _norm(original)
+    error = _norm(decoded.sub_(original)) / norm
+    usable = torch.isfinite(norm) & (norm > 0)
+    return torch.where(usable, error.nan_to_num(nan=math.inf), 0.0)
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    """The L2 norm in double precision; a part at a time, since each part is copied into doubles."""
+    tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    if not tensor.is_contiguous():
+        return torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    parts = tensor.view(-1).split(max(SMALLEST_PART, -(-tensor.numel() // NUM_PARTS)))
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(p, dtype=torch.float64) for p in parts]))
+
+
+class Uncompressed:
+    """A stand-in for a codec that keeps the tensor as it is."""
+
+    name = "uncompressed"
+    lossless = True
+
+    def encode(self, tensor: Tensor) -> Payload:
+        return Payload((tensor.clone(),), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+    def decode(self, payload: Payload) -> Tensor:
+        return payload.tensors[0].clone()
+
+
+@dataclass(slots=True)
+class _Seen:
+    """One call of a block: what it takes to run it again, and the gradients that its outputs got."""
+
+    block: nn.Module
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    device: torch.device
+    random_states: RandomStates
+    autocast_dtype: torch.dtype | None
+    gradients: dict[int, Tensor]
+
+
+class BlockSample:
+    """Watches the next call of one block under its plan; `compare` tells afterwards what its gradient lost."""
+
+    def __init__(self, plan: FollowPlan) -> None:
+        self.plan = plan
+        self._seen: _Seen | None = None
+        self._exact: list[Tensor | None] | None = None
+        """The exact gradient, once something was compared with it."""
+        plan.observer = self
+
+    def run(
+        self, plan: FollowPlan, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        plan.observer = None
+        seen = self._seen = _seen_call(block, fn, args, kwargs)
+        result = plan.run(block, fn, args, kwargs)
+        for place, leaf in enumerate(tree_leaves(result)):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda gradient, place=place: seen.gradients.__setitem__(place, gradient.detach()))
+        return result
+
+    def close(self) -> None:
+        """Stop watching and let go of what was kept."""
+        self.plan.observer = self._seen = self._exact = None
+
+    def compare(self, bypassed: frozenset[int] = frozenset()) -> GradientError | None:
+        """The gradient's error with the activations `bypassed` kept uncompressed.
+
+        None if the block was not called, got no gradient, or holds parameters that are sharded outside its forward, and
+        if there is no memory to run it in.
+        """
+        seen = self._seen
+        if seen is None or not seen.gradients or is_sharded(seen.block):
+            return None
+        self.plan.wrap_codec = lambda value, codec: Uncompressed() if value in bypassed else codec
+        try:
+            if self._exact is None:
+                self._exact = _gradient(seen, lambda args: seen.fn(*args))
+            other = _gradient(seen, lambda args: self.plan.run_again(seen.block, seen.fn, args, seen.kwargs))
+        except torch.OutOfMemoryError:
+            log.warning(
+                "Adacc: no memory to compare the gradient of %s with an exact one: set guard_blocks=0, or a "
+                "smaller memory_budget",
+                self.plan.name,
+            )
+            return None
+        finally:
+            self.plan.wrap_codec = None
+        return GradientError.between(self._exact, other)
+
+
+def _seen_call(block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Seen:
+    tensors = [leaf for leaf in [*tree_leaves((args, kwargs)), *block.parameters()] if isinstance(leaf, Tensor)]
+    device = tensors[0].device
+    enabled = torch.is_autocast_enabled(device.type)
+    return _Seen(
+        block=block,
+        fn=fn,
+        args=tree_map(lambda leaf: _detached(leaf) if isinstance(leaf, Tensor) else leaf, args),
+        kwargs=kwargs,
+        device=device,
+        random_states=RandomStates([device]),
+        autocast_dtype=torch.get_autocast_dtype(device.type) if enabled else None,
+        gradients={},
+    )
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _gradient(seen: _Seen, call: Callable[[tuple[Any, ...]], Any]) -> list[Tensor | None]:
+    """The gradients of the call's inputs and of the block's parameters."""
+    args = tree_map(lambda leaf: _detached(leaf) if isinstance(leaf, Tensor) else leaf, seen.args)
+    wanted = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    wanted += [parameter for parameter in seen.block.parameters() if parameter.requires_grad]
+    autocast = torch.autocast(seen.device.type, dtype=seen.autocast_dtype, enabled=seen.autocast_dtype is not None)
+    with random_states_kept([seen.device]), torch.enable_grad():
+        seen.random_states.restore()
+        with autocast:
+            leaves = tree_leaves(call(args))
+        outputs = [leaves[place] for place in seen.gradients]
+        with without_gradient_hooks(seen.block.parameters()):
+            return list(torch.autograd.grad(outputs, wanted, list(seen.gradients.values()), allow_unused=True))
+
+
+# What comparing a block's gradient takes: its input is held from its forward, and the gradient of its output from its
+# backward, until the step's end.
+
+
+def peaks_with_samples(profile: Profile, policy: Policy) -> dict[str, int]:
+    """Most bytes live in a step under `policy` that holds a sample of one block, by the block's name."""
+    profile = profile.with_head(policy.head)
+    plans = [policy.plan_of(block.name) for block in profile.blocks]
+    known: dict[tuple[int, Plan], BlockOutcome] = {}
+    for block, plan in zip(profile.blocks, plans, strict=True):
+        if (block.kind, plan) not in known:
+            known[block.kind, plan] = run_block(profile.kind_of(block), plan)
+    peaks = _Peaks(profile, [known[block.kind, plan] for block, plan in zip(profile.blocks, plans, strict=True)])
+    return {
+        block.name: peaks.with_sample(index, *_input_bytes(profile.kind_of(block), plan))
+        for index, (block, plan) in enumerate(zip(profile.blocks, plans, strict=True))
+    }
+
+
+def _input_bytes(kind: KindProfile, plan: Plan) -> tuple[int, int]:
+    """Bytes of a block's own inputs, and of those that it does not keep as they are."""
+    choices = dict(plan.choices)
+    inputs = [value for value in kind.values if value.producer is None and value.activation]
+    kept = [value for value in inputs if value.saved and choices[value.index].action is Action.RETAIN]
+    held = sum(value.nbytes for value in inputs)
+    return held, held - sum(value.nbytes for value in kept)
+
+
+class _Peaks:
+    """The peak of each stretch of a step."""
+
+    def __init__(self, profile: Profile, outcomes: Sequence[BlockOutcome]) -> None:
+        stored = held = 0
+        read: frozenset[int] = frozenset()
+        self.forward: list[int] = []
+        self.backward: list[int] = []
+        for index, (block, outcome) in enumerate(zip(profile.blocks, outcomes, strict=True)):
+            self.forward.append(block.forward_base_bytes + held + outcome.forward_working_bytes)
+            read |= outcome.shared
+            base = block.backward_base_bytes - profile.unread_bytes(index, read)
+            self.backward.append(base + stored + outcome.working_bytes)
+            stored += outcome.stored_bytes
+            held += outcome.held_bytes
+        outside, loss = profile.head_peaks(read)
+        self.head = max(outside + held, loss + stored)
+        self.tail = max(profile.tail_peak_bytes, profile.optimizer_peak_bytes)
+
+    def with_sample(self, index: int, held: int, unkept: int) -> int:
+        """The peak with a sample of the `index`-th block, whose inputs take `held` bytes, `unkept` of them on top of
+        what it stores. The gradient of its output is as large as its input, to which it is added."""
+        before = max([*self.forward[index:], self.head, *self.backward[index + 1 :]]) + unkept
+        own = self.backward[index] + unkept + held
+        after = max([self.tail, *self.backward[:index]]) + 2 * held
+        return max([before, own, after, *self.forward[:index]])

@@ -1,0 +1,567 @@
+"""What becomes of a run's policy once it is set: tracking, solving again, guarding accuracy, other batch sizes.
+
+NOTE [Timetable of a step]. All ranks do the same at the same step.
+1. Step begins: at a tracking step, the policies in force measure. At the next normal one, its memory is counted.
+2. Each micro-batch: the policy for its size is put in force. Out of memory: tighter policy, once more.
+3. Step ends: a) what was measured goes into the prices; b) what was solved `takeover_steps` steps ago is taken over; c)
+   if prices moved, the solver starts on a thread. Now and then a size that was seen often is profiled, and once blocks
+   are trained that the profiled batch ran without gradients, all sizes are.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from adacc_hf.adapt.checkpoint_files import Saved
+from adacc_hf.adapt.judging import NOTHING_FITS, current_policy, needed_bytes, over_bound, with_margin
+from adacc_hf.adapt.loss_guard import LossGuard
+from adacc_hf.adapt.rectifier import Rectifier, Tracking
+from adacc_hf.adapt.repricing import at_size, without_codecs
+from adacc_hf.adapt.shape_policies import (
+    MAX_OTHERS,
+    MAX_SITUATIONS,
+    Situation,
+    Situations,
+    most_wanted,
+    moved,
+    predictions,
+    step_times,
+    tracking_figures,
+)
+from adacc_hf.adapt.step_meter import StepMeter
+from adacc_hf.adapt.step_retry import advice, tighter_budget
+from adacc_hf.adapt.tracking import Observation, is_tracking_step
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.errors import InfeasibleBudgetError
+from adacc_hf.artifacts.files import note_latest
+from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.profile_sizes import STEP
+from adacc_hf.price.step_memory import missing_bytes, with_missing
+from adacc_hf.run.executor import BlockPlans, PolicyHandle
+from adacc_hf.solve.budget import Budget
+from adacc_hf.solve.solver import solve_policy
+from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements, to_plain
+from adacc_hf.torch_glue.ranks import check_same_policy, from_first_rank, num_ranks, of_all_ranks
+
+log = logging.getLogger(__name__)
+
+LOOK_STEPS = 16
+"""Steps between two looks at which batch sizes have no policy; with several ranks each look is a collective."""
+
+PEAK_TOLERANCE = 0.01
+"""A measured peak this far above the predicted one corrects the prices even if it keeps to the budget. Below that are
+what allocators round, and a few small tensors of the Trainer's that the profiler does not see."""
+
+MOST_TRIES = 64
+"""Steps that may bring a batch that calls all blocks together, once a block is trained that no policy has a plan for;
+with several ranks each is a collective."""
+
+USED_UP = 0.9
+"""Part of the budget that a policy for one class of sizes needs at another to be taken there as well; to solve takes a
+tenth of a second or two."""
+
+RECORDED_STEPS = 2
+"""First steps of a handle, whose calls are recorded: they take longer than those that follow, and more memory where no
+profile has recorded the model before."""
+
+Note = Callable[..., None]
+
+
+class Evolution:
+    """Follows one run from the step at which its policy was set."""
+
+    def __init__(self, handle: PolicyHandle, config: AdaccConfig, policy_step: int, note: Note, num_micro: int) -> None:
+        self.config = config
+        self.memory_budget = config.memory_budget
+        """The budget of new policies: the config's, or less after a step ran out of memory."""
+        self.policy_step = policy_step
+        self.situations = Situations()
+        self.wanted: BatchShapes | None = None
+        """Sizes to be profiled with the next step's batch."""
+        self.num_tries = 0
+        """Steps that may still bring the batch to start over with: one that calls all blocks that any batch trains."""
+        self._has_tried = False
+        self.last_shapes: BatchShapes = ()
+        """Sizes of the last micro-batch."""
+        self.tracking_ms = 0.0
+        """Time that tracking, solving, counting memory and profiling other sizes took so far, by how much longer such
+        steps were than normal ones. The caller of `step_ends` adds what it and all that follows from it took, if
+        `is_busy`."""
+        self.is_busy = False
+        """Whether there was anything to do at the end of the last step."""
+        self.missing_bytes: dict[str, int] = {}
+        """What steps take at their moments that no profile sees."""
+        self._handle = handle
+        self._note = note
+        self._num_micro = num_micro
+        self._meter = StepMeter()
+        self.guard = LossGuard(config)
+        self._is_tracking = False
+        self._meter_next = self._is_metering = False
+        self._num_steps = 0
+        self._step = policy_step
+        """The step that runs, counted from 1."""
+        self._count_from = 0
+        """The step from which memory may be counted, as many as were begun before it."""
+        self._pause = 0
+        """Grows with every step that was counted in vain, under plans without a prediction or beside a profiler."""
+        self._current: Situation | None = None
+        self._plans: BlockPlans | None = None
+        self._used: dict[int, Situation | None] = {}
+        """The plans of the step's micro-batches, by identity; None for those that are in no situation's force."""
+
+    @property
+    def shown(self) -> Situation:
+        """The situation of the last micro-batch; the first one if that ran under torch's checkpoint."""
+        return self._current or self.situations.all[0]
+
+    @property
+    def idle_blocks(self) -> set[str]:
+        """Blocks that a policy decides nothing about, the same on all ranks."""
+        return set().union(*(situation.rectifier.policy.idle_blocks for situation in self.situations.all))
+
+    def saved(self, history: list[dict[str, Any]]) -> Saved:
+        """What a run needs to go on from here."""
+        shown = self.shown
+        return Saved(
+            situations=[s.saved() for s in [shown, *(other for other in self.situations.all if other is not shown)]],
+            policy_step=self.policy_step,
+            memory_budget=self.config.memory_budget,
+            tightened=None if self.memory_budget == self.config.memory_budget else self.memory_budget,
+            history=history,
+            losses=self.guard.losses,
+            suspicion=self.guard.suspicion,
+            switched_off=sorted(self.guard.switched_off),
+            is_unproven=self.guard.is_unproven,
+            tracking_ms=self.tracking_ms,
+        )
+
+    def restore(self, saved: Saved) -> None:
+        """Go on where the run stood that wrote `saved`; what its solver had begun is begun anew."""
+        self.tracking_ms = saved.tracking_ms
+        self.memory_budget = self.config.memory_budget if saved.tightened is None else saved.tightened
+        self.guard = LossGuard(self.config, saved.losses, saved.switched_off)
+        self.guard.suspicion, self.guard.is_unproven = saved.suspicion, saved.is_unproven
+        for record in reversed(saved.situations):
+            self.add(record.shapes, record.profile, record.policy).go_on(record)
+
+    def add(
+        self,
+        shapes: BatchShapes | None,
+        profile: Profile,
+        policy: Policy,
+        is_provisional: bool = False,
+        was_measured: bool = False,
+    ) -> Situation:
+        """Be ready for batches of `shapes`, and follow `policy` from now on, or until a step was counted.
+
+        `was_measured` says whether other sizes were to be measured with `profile`, as far as the model lets them be.
+        """
+        plans = self._handle.prepare(policy, self._handle.plans)
+        rectifier = Rectifier(profile, policy, self.config, self.memory_budget)
+        situation = Situation(shapes, rectifier, plans, is_provisional=is_provisional)
+        situation.rectifier.switch_off(self.guard.switched_off)
+        self.situations.add(situation)
+        self.situations.may_measure = not was_measured or profile.sizes is not None
+        self._put_in_force(situation, plans)
+        self._pause, self._count_from = 0, self._num_steps + RECORDED_STEPS
+        return situation
+
+    def start_over(self, shapes: BatchShapes | None, profile: Profile, policy: Policy) -> None:
+        """Follow `policy` alone: those for other sizes leave blocks out that it has plans for."""
+        self.cancel()
+        self.situations.all.clear()
+        self._has_tried = False
+        self.add(shapes, profile, policy)
+
+    def can_start_over(self) -> bool:
+        """Whether the last batch, on every rank, called all blocks that any batch has trained so far."""
+        self.num_tries -= 1
+        installation = self._handle.installation
+        return all(of_all_ranks(not set(installation.left_out()).difference(installation.uncalled())))
+
+    def step_begins(self, step: int, model: nn.Module | None, optimizer: Any) -> None:
+        """`step` is the number of the step that begins, counted from 1."""
+        self._step = step
+        due = is_tracking_step(step - self.policy_step, self.config.tracking)
+        self._used.clear()
+        self._meter.begin()
+        if due or self.guard.suspicion is not None:
+            self._start_tracking()
+        if not self._is_tracking and self._meter_next and self._num_steps >= self._count_from and model is not None:
+            self._is_metering = True
+            is_provisional = any(situation.is_provisional for situation in self.situations.all)
+            functions = self._handle.installation.functions if is_provisional else None
+            self._meter.count_memory(model, optimizer, functions)
+        self._num_steps += 1
+
+    def choose(self, shapes: BatchShapes) -> None:
+        """Put the policy for a micro-batch of `shapes` in force."""
+        self.last_shapes = shapes
+        sizes = self.situations.class_of(shapes)
+        situation = self.situations.around(shapes) if sizes is None else self._situation_at(sizes, shapes)
+        plans = None if situation is None else situation.plans
+        if situation is None and sizes is not None:
+            plans = self.situations.other(sizes, shapes)
+        if situation is not self._current or plans is not self._plans:
+            self._put_in_force(situation, plans)
+        self._used[id(plans)] = situation
+
+    def _situation_at(self, sizes: BatchShapes, shapes: BatchShapes) -> Situation | None:
+        """The situation of the class `sizes` of a batch of `shapes`, made if it is new.
+
+        None if the class runs under plans that are in no situation's force. Where nothing keeps to the budget at the
+        class's own sizes, which no batch is larger than, the batch's have a situation of their own.
+        """
+        known = self.situations.at(sizes) or self.situations.at(shapes)
+        if known is not None or self.situations.other(sizes, shapes) is not None:
+            return known
+        measured = self.situations.measured
+        if measured.is_provisional:
+            return measured
+        profile = at_size(measured.rectifier.profile, to_plain(sizes))
+        try:
+            policy = self._policy_at(profile)
+        except InfeasibleBudgetError:
+            sizes = tuple(shape for shape in shapes if shape.name in {other.name for other in sizes})
+            profile = at_size(measured.rectifier.profile, to_plain(sizes))
+            policy = self._policy_or_least(sizes, profile)
+        if num_ranks() > 1 or len(self.situations.all) >= MAX_SITUATIONS:
+            plans = self._handle.prepare(policy, self._handle.plans)
+            note_latest(self.situations.others, sizes, plans, MAX_OTHERS)
+            return None
+        return self._add_told(sizes, profile, policy)
+
+    def _add_told(self, sizes: BatchShapes, profile: Profile, policy: Policy) -> Situation:
+        """Be ready for batches of a class whose `profile` was told from another one's."""
+        measured = self.situations.measured
+        plans = self._handle.prepare(policy, self._handle.plans)
+        rectifier = Rectifier(profile, policy, self.config, self.memory_budget)
+        rectifier.switch_off(self.guard.switched_off)
+        situation = Situation(sizes, rectifier, plans, is_told=True, num_steps=RECORDED_STEPS)
+        is_larger = num_elements(sizes) > measured.rectifier.profile.sizes.largest
+        situation.must_count = is_larger
+        self._meter_next |= is_larger
+        self.situations.add(situation)
+        self._note(self._step, "policy", **predictions(policy), reason=f"for batches of {describe(sizes)}")
+        return situation
+
+    def _policy_at(self, profile: Profile) -> Policy:
+        """The policy for batches with this profile: one of those in force that nearly uses up the budget there, or else
+        what the solver finds. Raises InfeasibleBudgetError if nothing keeps to the budget."""
+        budget = Budget.resolve(self.memory_budget, profile, self.config)
+        allowed = without_codecs(profile, self.guard.switched_off)
+        in_force = [situation.rectifier.policy for situation in self.situations.all]
+        told = [current_policy(allowed, policy) for policy in in_force if not over_bound(allowed, policy, self.config)]
+        told = [policy for policy in told if USED_UP * budget.nbytes <= needed_bytes(policy, budget) <= budget.nbytes]
+        if told:
+            return min(told, key=lambda policy: policy.predicted_overhead_ms)
+        return solve_policy(allowed, self.memory_budget, with_margin(self.config))
+
+    def _policy_or_least(self, sizes: BatchShapes, profile: Profile) -> Policy:
+        """As `_policy_at`; that of least memory, which is said, or raised as `on_over_budget` has it, where none
+        keeps to the budget."""
+        try:
+            return self._policy_at(profile)
+        except InfeasibleBudgetError as error:
+            allowed = without_codecs(profile, self.guard.switched_off)
+            least = solve_policy(allowed, self._as_given(error.smallest_budget_bytes, profile), self.config)
+            text = f"batches of {describe(sizes)} need {error.smallest_budget_bytes} bytes at least"
+            fitting = self._largest_fitting(sizes, least)
+            text += f", those of {describe(fitting)} would keep to the budget" if fitting else ""
+            if self.config.on_over_budget == "error":
+                raise InfeasibleBudgetError(
+                    f"{text}: {error}", error.smallest_budget_bytes, error.bound_bytes
+                ) from error
+            log.warning("Adacc: %s. Training goes on with the least memory: %s", text, error)
+            self._note(self._step, "memory", reason=f"{text}: {error}")
+            return least
+
+    def _largest_fitting(self, sizes: BatchShapes, least: Policy) -> BatchShapes | None:
+        """The largest class of batches of fewer tokens than `sizes` at which the policy `least` keeps to the budget."""
+        reference = self.situations.measured.rectifier.profile
+        length = max(shape.size[1] for shape in sizes if len(shape.size) > 1) if any(s.size[1:] for s in sizes) else 0
+        for shorter in sorted({int(length / STEP**k) for k in range(1, 16)} - {0}, reverse=True):
+            cut = tuple(
+                replace(s, size=tuple(max(1, n * shorter // length) if d == 1 else n for d, n in enumerate(s.size)))
+                for s in sizes
+            )
+            known = self.situations.class_of(cut)
+            if known is None:
+                return None
+            profile = at_size(reference, to_plain(known))
+            if not over_bound(profile, least, self.config) and not Rectifier(
+                profile, least, self.config, self.memory_budget
+            ).is_over_budget(current_policy(profile, least).predicted_peak_bytes):
+                return known
+        return None
+
+    def _as_given(self, nbytes: int, profile: Profile) -> float | int:
+        """A budget of so many bytes in the form that the run's has."""
+        is_fraction = isinstance(self.memory_budget, float)
+        return nbytes / profile.plain_stored_bytes if is_fraction else nbytes
+
+    def backward_is_over(self) -> None:
+        self._meter.backward_is_over()
+
+    def step_ends(self, step: int) -> bool:
+        """Returns whether a policy changed."""
+        self._meter.end()
+        for situation in self._used_situations():
+            if situation is not None:
+                situation.num_steps += 1
+        self._count_time()
+        was_tracking = self._is_tracking
+        is_due = any(situation.due is not None and step >= situation.due for situation in self.situations.all)
+        self.is_busy = was_tracking or self._is_metering or is_due
+        changed = False
+        if was_tracking:
+            self._finish_tracking(step)
+        elif self._is_metering:
+            changed = self._compare_peaks(step)
+        self._is_metering = False
+        self._meter.close()
+        changed |= self._take_over(step)
+        is_looking = (step - self.policy_step) % LOOK_STEPS == 0
+        if is_looking or num_ranks() == 1:
+            self._look_for_sizes()
+        if is_looking:
+            self._look_for_blocks()
+        return changed
+
+    def logged(self, logs: Mapping[str, float]) -> None:
+        """Look at what all ranks log; a check of all kinds follows in the next step if it is suspicious."""
+        self.guard.logged(logs, any(situation.rectifier.has_work() for situation in self.situations.all))
+
+    def tighten(self, step: int) -> str | None:
+        """Plan with less memory after `step` ran out of it; returns why that cannot be, or None."""
+        self.cancel()
+        situation = self._current
+        if num_ranks() > 1:
+            return "the other ranks are in the middle of it"
+        if situation is None:
+            return "it ran under full recomputation already"
+        rectifier = situation.rectifier
+        budget = tighter_budget(rectifier)
+        try:
+            policy = rectifier.solve_within(budget)
+        except InfeasibleBudgetError as error:
+            return f"no policy needs that much less: {error}"
+        self.memory_budget = budget
+        situation.due, situation.must_solve = None, False
+        self._follow(step, situation, policy)
+        self._note(step, "memory", reason=f"out of memory: from now on memory_budget={budget}", **predictions(policy))
+        return None
+
+    def advice(self) -> str:
+        return advice(self.shown.rectifier)
+
+    def cancel(self) -> None:
+        """Stop measuring. Harmless when nothing is measured."""
+        for situation in self.situations.all:
+            situation.rectifier.cancel_tracking()
+        self._meter.close()
+        self._is_tracking = self._is_metering = False
+
+    def _put_in_force(self, situation: Situation | None, plans: BlockPlans | None) -> None:
+        self._handle.follow(plans)
+        self._current, self._plans = situation, plans
+
+    def _follow(self, step: int, situation: Situation, policy: Policy) -> None:
+        situation.plans = self._handle.prepare(policy, situation.plans)
+        situation.times.start_over()
+        situation.is_fresh = True
+        if self.guard.policy_changed():
+            self.policy_step = step  # tracked as closely as the first one
+        if situation is self._current:
+            self._put_in_force(situation, situation.plans)
+
+    def _start_tracking(self) -> None:
+        for situation in self.situations.all:
+            if situation.rectifier.has_work():
+                situation.rectifier.start_tracking(situation.plans, every_kind=self.guard.suspicion is not None)
+                self._is_tracking = True
+        # On a CPU counting takes a profiler, as long as a step: not again for the same actions while they are tracked.
+        self._meter_next = not self._is_tracking or any(situation.must_count for situation in self.situations.all)
+
+    def _finish_tracking(self, step: int) -> None:
+        self._is_tracking = False
+        suspicion = self.guard.taken_suspicion()
+        must_solve, is_spoiled = {}, False
+        tracked = [situation for situation in self.situations.all if situation.rectifier.is_tracking]
+        observed = Observation.merged([situation.rectifier.observed() for situation in tracked])
+        for situation in self.situations.all:
+            found = situation.rectifier.reprice(observed)
+            if situation not in tracked:
+                must_solve[id(situation)] = found.needs_solving
+                continue
+            situation.error = max(found.errors.values(), default=None)
+            situation.gradient_error = max((g.error for g in found.gradients.values()), default=None)
+            self._note(step, "tracking", **tracking_figures(situation, found))
+            must_solve[id(situation)] = found.needs_solving
+            self.guard.switched_off |= situation.rectifier.switched_off
+            doubt = suspicion or self.guard.doubt(found)
+            is_spoiled |= doubt is not None and self._judge(step, situation, doubt, found)
+        for situation in self.situations.all:
+            situation.rectifier.switch_off(self.guard.switched_off)
+            if is_spoiled or must_solve.get(id(situation)):
+                self._solve_from(step, situation)
+
+    def _judge(self, step: int, situation: Situation, suspicion: str, found: Tracking) -> bool:
+        is_spoiled, verdict = self.guard.judge(suspicion, situation.rectifier.profile, found)
+        self._note(step, "guard", reason=suspicion, verdict=verdict)
+        return is_spoiled
+
+    def _compare_peaks(self, step: int) -> bool:
+        """Correct prices where a step took more memory than predicted; each rank may have had another size.
+
+        Returns whether a policy changed.
+        """
+        mine, used, changed = None, self._used_situations(), False
+        if all(situation is not None and situation.num_steps > RECORDED_STEPS for situation in used):
+            # The peak of a step is that of its largest micro-batch.
+            largest = max(used, key=lambda situation: situation.rectifier.predicted_peak_bytes())
+            mine = (self.situations.all.index(largest), self._meter.peak_bytes, self._meter.moments)
+        peaks: dict[int, int] = {}
+        moments: dict[str, int] = {}
+        for found in of_all_ranks(mine):
+            if found is not None and found[1] is not None:
+                peaks[found[0]] = max(found[1], peaks.get(found[0], 0))
+                moments = {m: max(found[2].get(m, 0), moments.get(m, 0)) for m in {**moments, **found[2]}}
+        self._meter_next = not peaks
+        self._pause = 0 if peaks else 2 * self._pause + 1
+        self._count_from = self._num_steps + self._pause // 2
+        for index, peak in sorted(peaks.items()):
+            situation = self.situations.all[index]
+            if situation.is_provisional:
+                changed = self._settle(step, situation, peak, moments)
+            else:
+                self._compare_peak(step, situation, peak)
+        return changed
+
+    def _settle(self, step: int, situation: Situation, peak: int, moments: Mapping[str, int]) -> bool:
+        """Follow the policy for what a whole step was found to take; returns whether it is another one."""
+        rectifier, before = situation.rectifier, situation.rectifier.policy
+        situation.measured_peak_bytes, situation.must_count, situation.is_provisional = peak, False, False
+        self.missing_bytes = missing_bytes(rectifier.profile, before, moments)
+        predicted, above = rectifier.predicted_peak_bytes(), max(self.missing_bytes.values(), default=0)
+        self._note(step, "memory", measured_peak_bytes=peak, peak_bytes=predicted, corrected=above > 0)
+        started = time.perf_counter()
+        try:
+            policy = rectifier.solve_for(with_missing(rectifier.profile, self.missing_bytes))
+        except InfeasibleBudgetError as error:
+            log.warning("Adacc: step %d: %s: %s; the policy of least memory stays", step, NOTHING_FITS, error)
+            self._note(step, "memory", reason=f"{NOTHING_FITS}: {error}")
+            return False
+        waited_ms = (time.perf_counter() - started) * 1e3
+        reason = f"a whole step was counted, which takes up to {above} bytes more than was profiled"
+        self._change(step, situation, before, policy, reason, waited_ms)
+        return True
+
+    def _compare_peak(self, step: int, situation: Situation, peak: int) -> None:
+        predicted = situation.rectifier.predicted_peak_bytes()
+        situation.measured_peak_bytes, situation.must_count = peak, False
+        above = peak > predicted * (1 + PEAK_TOLERANCE) or (
+            peak > predicted and situation.rectifier.is_over_budget(peak)
+        )
+        self._note(step, "memory", measured_peak_bytes=peak, peak_bytes=predicted, corrected=above)
+        if above:
+            situation.rectifier.add_memory(peak - predicted)
+            self._solve_from(step, situation)
+
+    def _solve_from(self, step: int, situation: Situation) -> None:
+        if situation.is_provisional:  # solved as soon as a step was counted
+            return
+        situation.must_solve = situation.rectifier.is_solving
+        if not situation.must_solve:
+            situation.rectifier.start_solving()
+            situation.due = step + self.config.takeover_steps
+
+    def _take_over(self, step: int) -> bool:
+        changed = False
+        for situation in self.situations.all:
+            if situation.due is None or step < situation.due:
+                continue
+            started = time.perf_counter()
+            before, found = situation.rectifier.policy, situation.rectifier.take_over()
+            waited_ms = (time.perf_counter() - started) * 1e3
+            situation.due = None
+            # Waiting is part of this step's work; what the solver computed before was taken from training's core.
+            self.tracking_ms += max(0.0, situation.rectifier.solver_ms - waited_ms)
+            if NOTHING_FITS in found.reason:
+                log.warning("Adacc: step %d: %s", step, found.reason)
+            if found.policy is None:
+                if found.reason.startswith(NOTHING_FITS):
+                    self._note(step, "memory", reason=found.reason)
+            else:
+                changed = True
+                self._change(step, situation, before, found.policy, found.reason, waited_ms)
+            if situation.must_solve:
+                self._solve_from(step, situation)
+        return changed
+
+    def _change(
+        self, step: int, situation: Situation, before: Policy, policy: Policy, reason: str, waited_ms: float
+    ) -> None:
+        check_same_policy(policy)
+        extra_ms = (policy.predicted_overhead_ms - before.predicted_overhead_ms) * self._num_micro
+        step_ms = situation.times.median_ms
+        situation.predicted_step_ms = None if step_ms is None else step_ms + extra_ms
+        actions, channels = moved(before, policy)
+        if actions:
+            situation.must_count = self._meter_next = True
+            self._pause, self._count_from = 0, self._num_steps
+        text = f"{actions} actions, {channels} sets of channels"
+        figures = predictions(policy) | {"moved": text, "waited_ms": waited_ms}
+        self._note(step, "change", reason=reason, **figures, **step_times(situation))
+        self._follow(step, situation, policy)
+        log.info("Adacc: policy changed at step %d (%s): %s", step, reason, policy.summary())
+
+    def _look_for_sizes(self) -> None:
+        """Want a profile of sizes that none tells of; and with several ranks, be ready for the classes that came."""
+        if len(self.situations.all) >= MAX_SITUATIONS:
+            return
+        self.wanted = most_wanted(of_all_ranks(self.situations.unplanned()))
+        if num_ranks() > 1:
+            came = list(self.situations.others)
+            for sizes in sorted(set().union(*of_all_ranks(came)), key=repr)[
+                : MAX_SITUATIONS - len(self.situations.all)
+            ]:
+                profile = at_size(self.situations.measured.rectifier.profile, to_plain(sizes))
+                policy = from_first_rank(lambda p=profile, s=sizes: self._policy_or_least(s, p))
+                self._add_told(sizes, profile, policy)
+
+    def _look_for_blocks(self) -> None:
+        """Want a batch to start over with, for once, if blocks are trained that a policy decides nothing about."""
+        idle = self.idle_blocks
+        if idle and not self._has_tried:
+            blocks = self._handle.installation.blocks
+            if any(of_all_ranks(any(blocks[name].num_calls for name in idle))):
+                self.num_tries, self._has_tried = MOST_TRIES, True
+
+    def _ran_alone(self) -> bool:
+        """Whether all of the last step ran under the present policy."""
+        return self._current is not None and all(plans == id(self._current.plans) for plans in self._used)
+
+    def _used_situations(self) -> list[Situation | None]:
+        """Those of the step's micro-batches; None for micro-batches under torch's checkpoint, or that were recorded."""
+        return list(self._used.values()) or [self._current]
+
+    def _count_time(self) -> None:
+        """Put the step that ends among the normal ones, or what it took beyond one into `tracking_ms`."""
+        current, step_ms = self._current, self._meter.step_ms
+        if step_ms is None or not self._ran_alone() or current.num_steps <= RECORDED_STEPS:
+            self.tracking_ms += self._meter.counting_ms
+        elif self._is_tracking or self._is_metering or current.is_fresh:
+            self.tracking_ms += current.times.add_other(step_ms)
+        else:
+            self.tracking_ms += current.times.add_normal(step_ms)
+        if current is not None:
+            current.is_fresh = False

@@ -1,0 +1,265 @@
+"""The policies of a run by the size of the batch.
+
+Sizes are put into classes, a quarter apart (profile_sizes.py), and each class that comes gets a policy before its first
+batch runs: its profile is told from the one that was measured. Where a model takes no parts of a batch, so that sizes
+were not measured, a batch runs under the policy of the smallest profiled size that it fits in; one that fits in none
+runs under torch's own checkpoint, until its like was seen often enough to be profiled.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from adacc_hf.adapt.checkpoint_files import SavedSituation
+from adacc_hf.adapt.rectifier import Rectifier, Tracking
+from adacc_hf.adapt.step_meter import StepTimes
+from adacc_hf.artifacts.files import note_latest
+from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.run.executor import BlockPlans
+from adacc_hf.torch_glue.batch_shapes import (
+    BatchShapes,
+    bucket_of,
+    fits_in,
+    from_plain,
+    num_elements,
+    smallest_around,
+    to_plain,
+)
+
+if TYPE_CHECKING:
+    from adacc_hf.adapt.evolution import Evolution
+
+ENOUGH = 8
+"""Batches of a bucket without a policy of its own that are worth a profile, which takes as long as 20 to 60 steps."""
+MAX_SITUATIONS = 16
+"""Policies per run that follow the data. Classes that come later run under what suits them best of these."""
+MAX_OTHERS = 64
+"""Classes that do so and are remembered."""
+MAX_UNPLANNED = 256
+"""Buckets without a policy of their own that are counted; the one that was not seen for longest goes. Batches of any
+tensors may have a new one each, and all ranks tell each other of them."""
+
+
+@dataclass(slots=True)
+class Situation:
+    """One size of batch, and how training goes at that size."""
+
+    shapes: BatchShapes | None
+    """The sizes that it was profiled at; None where they are not known."""
+    rectifier: Rectifier
+    plans: BlockPlans
+    due: int | None = None
+    """The step at whose end the solver's result is taken over."""
+    must_solve: bool = False
+    """Whether prices changed while the solver was busy."""
+    is_provisional: bool = False
+    """Whether the policy is that of least memory, until a whole step was counted."""
+    must_count: bool = True
+    """Whether the memory of a step is still to be counted under the present actions."""
+    is_told: bool = False
+    """Whether its profile was told from that of another size."""
+    num_steps: int = 0
+    times: StepTimes = field(default_factory=StepTimes)
+    is_fresh: bool = False
+    """Whether no step has run under the present plans, which get ready at their first."""
+    predicted_step_ms: float | None = None
+    error: float | None = None
+    """Largest round-trip error at the last tracking step."""
+    gradient_error: float | None = None
+    measured_peak_bytes: int | None = None
+
+    def saved(self) -> SavedSituation:
+        """What a run needs to go on at this size."""
+        rectifier = self.rectifier
+        return SavedSituation(
+            policy=rectifier.policy,
+            profile=rectifier.priced,
+            prices=None if rectifier.profile == rectifier.priced else rectifier.profile,
+            searched=None if rectifier.searched == rectifier.priced else rectifier.searched,
+            shapes=self.shapes,
+            due=self.due,
+            num_tracked=rectifier.num_tracked,
+            memory_budget=rectifier.memory_budget,
+            is_provisional=self.is_provisional,
+        )
+
+    def go_on(self, record: SavedSituation) -> None:
+        """Go on where `saved` was written; what the solver had begun is begun anew."""
+        self.rectifier.num_tracked, self.due = record.num_tracked, record.due
+        self.is_provisional = record.is_provisional
+        if record.memory_budget is not None:
+            self.rectifier.memory_budget = record.memory_budget
+        if record.prices is not None:
+            self.rectifier.profile = record.prices
+        if record.searched is not None:
+            self.rectifier.searched = record.searched
+        if self.due is not None:
+            self.rectifier.start_solving()
+
+
+@dataclass(slots=True)
+class _Unplanned:
+    """A bucket that has no policy for some of its batches."""
+
+    shapes: BatchShapes
+    num_seen: int = 0
+
+
+class Situations:
+    """All of a run. `choose` is asked for every batch and never synchronises."""
+
+    def __init__(self) -> None:
+        self.all: list[Situation] = []
+        self.others: OrderedDict[BatchShapes, BlockPlans] = OrderedDict()
+        """Plans for classes that have no situation."""
+        self._unplanned: OrderedDict[BatchShapes, _Unplanned] = OrderedDict()
+        self._refused: set[BatchShapes] = set()
+        self.may_measure = True
+        """Whether a profile may tell of all sizes: none has shown yet that the model takes no parts of a batch."""
+
+    def add(self, situation: Situation) -> None:
+        """Take the place of a situation of the same sizes, or of any smaller ones of its bucket that were profiled."""
+        shapes = situation.shapes
+        if shapes is None:
+            self.all = [situation]
+            return
+        self.all = [s for s in self.all if s.shapes is None or not self._is_replaced(s, situation)] + [situation]
+        self.others.pop(shapes, None)
+        self._unplanned.pop(bucket_of(shapes), None)
+
+    @staticmethod
+    def _is_replaced(old: Situation, new: Situation) -> bool:
+        if old.shapes == new.shapes:
+            return True
+        return (
+            new.rectifier.profile.sizes is None and not new.is_told and bucket_of(old.shapes) == bucket_of(new.shapes)
+        )
+
+    @property
+    def measured(self) -> Situation | None:
+        """The latest one whose profile tells of other sizes."""
+        known = [s for s in self.all if s.shapes is not None and s.rectifier.profile.sizes is not None]
+        return known[-1] if known else None
+
+    def class_of(self, shapes: BatchShapes) -> BatchShapes | None:
+        """The class of sizes that a batch belongs to; None where that cannot be told."""
+        measured = self.measured
+        if measured is None:
+            return None
+        found = measured.rectifier.profile.sizes.class_of(to_plain(shapes))
+        return None if found is None else from_plain(found)
+
+    def at(self, sizes: BatchShapes) -> Situation | None:
+        """The situation of a class."""
+        return next((situation for situation in self.all if situation.shapes == sizes), None)
+
+    def other(self, sizes: BatchShapes, shapes: BatchShapes) -> BlockPlans | None:
+        """The plans of a class without a situation, or of the sizes of one of its batches."""
+        return self.others.get(sizes) or self.others.get(shapes)
+
+    def around(self, shapes: BatchShapes) -> Situation | None:
+        """The situation that keeps a batch of `shapes`, whose class is unknown, within the budget at least cost.
+
+        None if none does.
+        """
+        fitting = [s for s in self.all if s.shapes is None or fits_in(shapes, s.shapes)]
+        best = min(fitting, key=lambda s: 0 if s.shapes is None else num_elements(s.shapes), default=None)
+        bucket = bucket_of(shapes)
+        if best is None or (best.shapes is not None and bucket_of(best.shapes) != bucket):
+            self._see(bucket, shapes, ENOUGH if best is None and self.may_measure else 1)
+        return best
+
+    def refuse(self, shapes: BatchShapes) -> None:
+        """No policy fits the bucket of `shapes`: it stays under torch's checkpoint, or a larger one's policy."""
+        self._refused.add(bucket_of(shapes))
+        self._unplanned.pop(bucket_of(shapes), None)
+
+    def _see(self, bucket: BatchShapes, shapes: BatchShapes, weight: int) -> None:
+        if bucket in self._refused:
+            return
+        known = self._unplanned.get(bucket) or _Unplanned(shapes)
+        note_latest(self._unplanned, bucket, known, MAX_UNPLANNED)
+        known.shapes = smallest_around(known.shapes, shapes)
+        known.num_seen += weight
+
+    def unplanned(self) -> dict[BatchShapes, tuple[BatchShapes, int]]:
+        """Per bucket without a policy of its own: the sizes that were seen, and how often."""
+        return {bucket: (seen.shapes, seen.num_seen) for bucket, seen in self._unplanned.items()}
+
+
+def most_wanted(seen: list[dict[BatchShapes, tuple[BatchShapes, int]]]) -> BatchShapes | None:
+    """The sizes worth a profile from what all ranks have seen; None if no bucket was seen often enough."""
+    total: dict[BatchShapes, tuple[BatchShapes, int]] = {}
+    for rank in seen:
+        for bucket, (shapes, count) in rank.items():
+            before, counted = total.get(bucket, (shapes, 0))
+            total[bucket] = smallest_around(before, shapes), counted + count
+    wanted = [(count, num_elements(shapes), shapes) for shapes, count in total.values() if count >= ENOUGH]
+    return max(wanted, key=lambda item: item[:2])[2] if wanted else None
+
+
+# Figures of a policy and of how training goes under it, for the Trainer's log and the run's history.
+
+
+def predictions(policy: Policy) -> dict[str, float]:
+    return {
+        "stored_bytes": policy.predicted_stored_bytes,
+        "peak_bytes": policy.predicted_peak_bytes,
+        "overhead_ms": policy.predicted_overhead_ms,
+    }
+
+
+def tracking_figures(situation: Situation, found: Tracking) -> dict[str, Any]:
+    """What a tracking step found, beside how training went until then."""
+    rectifier = situation.rectifier
+    figures: dict[str, Any] = {
+        "reason": found.reason,
+        "num_outliers": found.num_outliers,
+        "errors": found.errors,
+        "compression_rate": rectifier.policy.predicted_stored_bytes / rectifier.profile.plain_stored_bytes,
+    }
+    if found.gradients:
+        figures["gradient_error"] = max(gradient.error for gradient in found.gradients.values())
+        figures["gradient_cosine"] = min(gradient.cosine for gradient in found.gradients.values())
+    return figures | step_times(situation)
+
+
+def step_times(situation: Situation) -> dict[str, float]:
+    """Measured and predicted time of a step under the present policy, as far as they are known."""
+    times = {"step_ms": situation.times.median_ms, "predicted_step_ms": situation.predicted_step_ms}
+    return {name: value for name, value in times.items() if value is not None}
+
+
+def moved(before: Policy, after: Policy) -> tuple[int, int]:
+    """How many activations of all blocks have another action or codec, and how many another number of channels."""
+    actions = channels = 0
+    for block, _ in before.blocks:
+        old = dict(before.plan_of(block).choices)
+        for value, choice in after.plan_of(block).choices:
+            was = old.get(value, choice)
+            actions += (was.action, was.codec) != (choice.action, choice.codec)
+            channels += (was.action, was.codec) == (choice.action, choice.codec) and was.options != choice.options
+    return actions, channels
+
+
+def metrics(policy: Policy, profile: Profile | None, evolution: Evolution | None) -> dict[str, float]:
+    """What the Trainer's log gets."""
+    found: dict[str, float | None] = {
+        "adacc/stored_gib": policy.predicted_stored_bytes / 2**30,
+        "adacc/peak_gib": policy.predicted_peak_bytes / 2**30,
+        "adacc/overhead_ms": policy.predicted_overhead_ms,
+    }
+    if profile is not None:
+        found["adacc/compression_rate"] = policy.predicted_stored_bytes / profile.plain_stored_bytes
+    if evolution is not None:
+        shown = evolution.shown
+        peak = shown.measured_peak_bytes
+        found["adacc/measured_peak_gib"] = None if peak is None else peak / 2**30
+        is_exact = not shown.rectifier.has_work()
+        found["adacc/error"] = 0.0 if is_exact else shown.error
+        found["adacc/gradient_error"] = 0.0 if is_exact else shown.gradient_error
+        found["adacc/tracking_ms"] = evolution.tracking_ms
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,0 +1,179 @@
+"""What a tracking step measures from what it encodes anyway: outlier channels and round-trip errors (paper, section
+3.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from adacc_hf.adapt.accuracy import GradientError, round_trip_error
+from adacc_hf.kernels.codecs import Codec, Payload, get_codec
+from adacc_hf.kernels.outlier_int4 import count_outliers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from adacc_hf.artifacts.config import AdaccConfig
+    from adacc_hf.artifacts.profile import CodecOption, Profile, Value
+
+OUTLIER_CODEC = "outlier_int4"
+
+Key = tuple[int, int]
+"""An activation: index of its kind, index of its value."""
+
+OptionKey = tuple[int, int, str]
+"""An activation and the name of a codec."""
+
+K = TypeVar("K")
+
+
+def is_tracking_step(steps_since: int, tracking: str | int) -> bool:
+    """Whether outliers are looked at `steps_since` steps after the policy was set: 1, 2, 4, ... if "exponential"."""
+    if tracking == "off" or steps_since < 1:
+        return False
+    if tracking == "exponential":
+        return steps_since & (steps_since - 1) == 0
+    return steps_since % int(tracking) == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """What a tracking step found, the most over all blocks of a kind, all calls and all ranks."""
+
+    num_outliers: dict[Key, int]
+    """Outlier channels of each tracked activation."""
+    errors: dict[Key, float]
+    """Relative L2 round-trip error of each activation as it was compressed."""
+    option_errors: dict[OptionKey, float]
+    """The same for the codecs to choose from; under `max_error` with as many raw channels as were found."""
+    gradients: dict[int, GradientError]
+    """The worst error of a sampled block's gradient, by kind."""
+    spoiling: frozenset[OptionKey]
+    """Codecs that must not be used as they were, for the gradient's error to keep to its bound."""
+
+    @classmethod
+    def merged(cls, observations: Sequence[Observation]) -> Observation:
+        """The worst of several ranks."""
+        gradients: dict[int, list[GradientError]] = {}
+        for observation in observations:
+            for kind, error in observation.gradients.items():
+                gradients.setdefault(kind, []).append(error)
+        return cls(
+            num_outliers=_most(observation.num_outliers for observation in observations),
+            errors=_most(observation.errors for observation in observations),
+            option_errors=_most(observation.option_errors for observation in observations),
+            gradients={kind: GradientError.worst(errors) for kind, errors in sorted(gradients.items())},
+            spoiling=frozenset().union(*(observation.spoiling for observation in observations)),
+        )
+
+
+def _most(findings: Iterable[dict[K, float]]) -> dict[K, float]:
+    most: dict[K, float] = {}
+    for found in findings:
+        for key, figure in found.items():
+            most[key] = max(figure, most.get(key, figure))
+    return {key: most[key] for key in sorted(most)}
+
+
+@dataclass(slots=True)
+class Findings:
+    """What the codecs of a tracking step have measured so far; errors stay on the device until they are read."""
+
+    num_outliers: dict[Key, int] = field(default_factory=dict)
+    errors: dict[Key, Tensor] = field(default_factory=dict)
+    option_errors: dict[OptionKey, Tensor] = field(default_factory=dict)
+
+    def add_count(self, key: Key, count: int) -> None:
+        self.num_outliers[key] = max(count, self.num_outliers.get(key, 0))
+
+    def add_error(self, key: Key, error: Tensor) -> None:
+        _raise_to(self.errors, key, error)
+
+    def add_option_error(self, key: OptionKey, error: Tensor) -> None:
+        _raise_to(self.option_errors, key, error)
+
+    def read(self, gradients: dict[int, GradientError], spoiling: frozenset[OptionKey]) -> Observation:
+        """Synchronises with the device."""
+        return Observation(
+            num_outliers=dict(self.num_outliers),
+            errors={key: float(error) for key, error in self.errors.items()},
+            option_errors={key: float(error) for key, error in self.option_errors.items()},
+            gradients=gradients,
+            spoiling=spoiling,
+        )
+
+
+def _raise_to(errors: dict[K, Tensor], key: K, error: Tensor) -> None:
+    errors[key] = torch.maximum(errors[key], error) if key in errors else error
+
+
+class MeasuringCodec:
+    """A codec that measures what it encodes: outliers are counted and chosen anew, round trips are compared."""
+
+    def __init__(
+        self,
+        codec: Codec,
+        key: Key,
+        options: Sequence[CodecOption],
+        config: AdaccConfig,
+        findings: Findings,
+        tracks: bool,
+    ) -> None:
+        self._codec = codec
+        self._key = key
+        self._options = options
+        self._config = config
+        self._findings = findings
+        self._counts = tracks and codec.name == OUTLIER_CODEC and config.outliers
+
+    def encode(self, tensor: Tensor) -> Payload:
+        count = None
+        if self._counts:
+            count = count_outliers(tensor, self._config.zscore_threshold)
+            self._findings.add_count(self._key, count)
+            self._codec.fit(tensor)
+        payload = self._codec.encode(tensor)
+        if self._config.guard and not self._codec.lossless:
+            self._measure(tensor, payload, count)
+        return payload
+
+    def decode(self, payload: Payload) -> Tensor:
+        return self._codec.decode(payload)
+
+    def _measure(self, tensor: Tensor, payload: Payload, count: int | None) -> None:
+        error = round_trip_error(tensor, self._codec.decode(payload))
+        self._findings.add_error(self._key, error)
+        is_bounded = self._config.max_error is not None
+        for option in self._options:
+            as_it_is = count in (None, getattr(self._codec, "num_outliers", None)) or not is_bounded
+            if option.codec == self._codec.name and as_it_is:
+                self._findings.add_option_error((*self._key, option.codec), error)
+            elif is_bounded:  # only a bound asks for the errors of what was not used
+                other = _refitted(option, count)
+                if not other.lossless and other.supports(tuple(tensor.shape), tensor.dtype):
+                    other_error = round_trip_error(tensor, other.decode(other.encode(tensor)))
+                    self._findings.add_option_error((*self._key, option.codec), other_error)
+
+
+def _refitted(option: CodecOption, count: int | None) -> Codec:
+    """The codec of `option`, with `count` raw channels if that was counted; it chooses them when it first encodes."""
+    options = dict(option.options)
+    if option.codec == OUTLIER_CODEC and count is not None:
+        options["num_outliers"] = count
+    return get_codec(option.codec, **options)
+
+
+def is_tracked(value: Value, config: AdaccConfig) -> bool:
+    """Whether the outliers of `value` are counted."""
+    patterns = config.tracked_modules
+    return patterns is None or any(fnmatch(value.name.partition(":")[0], pattern) for pattern in patterns)
+
+
+def full_name(profile: Profile, key: Key) -> str:
+    """The name of an activation that is unique in a profile."""
+    kind = profile.kinds[key[0]]
+    return f"{kind.block_class}.{kind.values[key[1]].name}#{key[1]}"

@@ -1,0 +1,78 @@
+"""What no replay may make from numbers that a lossy codec changed: indices, statistics of rows, and what would be far
+off.
+
+Indices follow from numbers: which expert a token goes to, in which order rows are sorted. A replay that reads numbers
+from a lossy codec may decide otherwise than forward did, where two were nearly equal: rows that forward saved in one
+order would meet gradients in another. So no replay makes such indices, unless all that they follow from is exact.
+Truths (a comparison's result) are remade: where they come out otherwise, a number was near the threshold, and what they
+choose between is near too.
+
+A statistic is one number for each row, such as a norm's deviation. A row of which a codec leaves next to nothing has a
+deviation out of all proportion, and that one number scales all of its gradient. So where rows are stored with loss
+their statistics are stored too. Where rows are remade themselves, statistics of the same rows suit them better.
+
+What else comes out far off is found by measuring, when a block is profiled (`price/gradient_probe.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+SPOILED_ERROR = 0.25
+"""Relative error from which compression is held to spoil a gradient, a block's or an operator's. INT4 leaves about 0.1
+(0.15 under eager attention). Errors grow from block to block, so that a whole gradient may be off by far more than that
+of any block."""
+
+
+def decided(
+    operators: Iterable[tuple[Sequence[int], Sequence[int]]],
+    is_index: Callable[[int], bool],
+    coded: Collection[int],
+    stored: Collection[int],
+) -> frozenset[int]:
+    """Values that no replay may make where those in `coded` are stored with loss.
+
+    `operators` are, in order, the values that each reads and makes; `is_index` tells whether a value holds
+    indices. What is made of an index that is not `stored` cannot be remade either (rule R14).
+    """
+    inexact, found = set(coded), set()
+    for inputs, made in operators:
+        if any(value in found and value not in stored for value in inputs):
+            found.update(made)
+        elif not inexact.isdisjoint(inputs):
+            found.update(filter(is_index, made))
+            inexact.update(value for value in made if not is_index(value))
+    return frozenset(found)
+
+
+def is_statistic(size: Sequence[int]) -> bool:
+    """Whether a value of this size has one number for each row."""
+    return tuple(size[-1:]) == (1,)
+
+
+def made_from(
+    value: int, reads: Callable[[int], Iterable[int]], is_activation: Callable[[int], bool]
+) -> frozenset[int]:
+    """The activations that a replay starts from to make `value`: of a statistic, its rows.
+
+    `reads` gives the values that the operator reads that makes one.
+    """
+    found: set[int] = set()
+    pending, seen = [value], {value}
+    while pending:
+        new = [read for read in reads(pending.pop()) if read not in seen]
+        seen.update(new)
+        found.update(filter(is_activation, new))
+        pending += [read for read in new if not is_activation(read)]
+    return frozenset(found)
+
+
+def upstream(value: int, reads: Callable[[int], Iterable[int]], is_activation: Callable[[int], bool]) -> frozenset[int]:
+    """All activations that `value` is made from, near or far."""
+    found: set[int] = set()
+    pending = [value]
+    while pending:
+        new = made_from(pending.pop(), reads, is_activation) - found
+        found |= new
+        pending += new
+    return frozenset(found)

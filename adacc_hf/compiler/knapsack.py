@@ -1,0 +1,56 @@
+"""The planner for people who want only its decisions: a knapsack solver for torch's activation_memory_budget."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomKnapsackSolver
+
+from adacc_hf.compiler.graph_cost import OperatorTimes
+from adacc_hf.solve.linear_program import Program, Solver, SolverLog
+
+
+class AdaccKnapsack(CustomKnapsackSolver):
+    """Which of the values that torch would save are worth their memory.
+
+    Times are measured on this machine, and the choice is the best. There is no compression, and the ratio is torch's:
+
+        torch._functorch.config.activation_memory_budget_solver = AdaccKnapsack()
+        torch._functorch.config.activation_memory_budget = 0.5
+    """
+
+    def __init__(self) -> None:
+        self._times = OperatorTimes()
+
+    def __call__(
+        self,
+        memory: list[float],
+        joint_graph: fx.Graph,
+        max_memory: float,
+        node_info: Any,
+        all_recomputable_banned_nodes: list[fx.Node],
+    ) -> tuple[list[int], list[int]]:
+        """Positions of what to save, and of what to remake; `memory` and `max_memory` have one unit."""
+        times = [self._times.replay_ms(node) for node in all_recomputable_banned_nodes]
+        saved = set(best_saved(memory, times, max_memory))
+        return sorted(saved), [index for index in range(len(memory)) if index not in saved]
+
+    def uuid(self) -> str:
+        source = Path(__file__).read_bytes()
+        return f"adacc_hf knapsack {hashlib.sha256(source).hexdigest()[:16]}"
+
+
+def best_saved(memory: list[float], times: list[float], max_memory: float) -> list[int]:
+    """The items that fit `max_memory` together and would take longest to remake."""
+    program = Program()
+    kept = [program.variable() for _ in memory]
+    scale = max(max_memory, sum(memory)) or 1.0
+    program.constrain([(x, size / scale) for x, size in zip(kept, memory, strict=True)], high=max_memory / scale)
+    solution = Solver(program, SolverLog(), integer=True).minimize(
+        [(x, -ms) for x, ms in zip(kept, times, strict=True)]
+    )
+    assert solution is not None, "to save nothing is always a solution"
+    return [index for index, x in enumerate(kept) if solution[x] > 0.5]

@@ -1,0 +1,240 @@
+"""Readings from tensors without memory: lives of storages are counted, all that needs data or a device is assumed.
+
+- Replay is taken to be exact for torch's own operators that draw no random numbers, and for no others (rule R7).
+- Times are the roofline's, those of codecs too: one read and one write of what goes in and out.
+- A share of the channels is taken for outliers, and codec errors are those on normally distributed numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.profile import CodecOption
+from adacc_hf.estimate.devices import Device, moved_ms, operator_ms
+from adacc_hf.estimate.fake_backward import FakeBackward
+from adacc_hf.estimate.fake_device import FakeMemoryMeter
+from adacc_hf.head.chunked_loss import at_most_chunks
+from adacc_hf.head.lazy_logits import LossCall
+from adacc_hf.kernels.codecs import Codec, get_codec
+from adacc_hf.price.codec_options import (
+    OUTLIER_SHARE,
+    assumed_outliers,
+    candidates,
+    make_codec,
+    relative_error,
+    with_outlier_codec,
+)
+from adacc_hf.price.gradient_probe import GradientErrors
+from adacc_hf.price.measurement import Instruments
+from adacc_hf.price.pricing import Prices
+from adacc_hf.tape.compiled_plan import encode_view
+from adacc_hf.tape.recorder import Drawing
+from adacc_hf.tape.replay import view
+from adacc_hf.tape.tape import Tape, TapeOperator, TensorRef, map_tensors
+from adacc_hf.tape.verification import obtainable
+from adacc_hf.torch_glue.memory import MemoryMeter, count_static_bytes, forward_loss
+from adacc_hf.torch_glue.states import random_states_kept
+
+NUMBER_BYTES = 16
+"""A Python number among a pointwise operator's arguments is a tensor while it runs, in 8 bytes, and cast to the others'
+dtype, in 8 at most."""
+_SAMPLE = (256, 256)
+"""Shape of the numbers that codec errors are taken on."""
+
+
+class FakeInstruments(Instruments):
+    """Readings from tensors without memory, for `device`."""
+
+    records_other_sizes = False
+
+    def __init__(self, device: Device, outlier_share: float = OUTLIER_SHARE, times_measured: bool = True) -> None:
+        """With `times_measured` the step is timed in the pass that measures its memory, which saves one of its own.
+
+        Not where that pass leaves out chunks of a chunked head (`at_most_chunks`).
+        """
+        self.device = device
+        self.outlier_share = outlier_share
+        self.drawing = FakeDrawing
+        self._backward = FakeBackward()
+        self._times_measured = times_measured
+        self._meter: FakeMemoryMeter | None = None
+        self._measured_ms: float | None = None
+
+    def verify(self, tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
+        at_hand = {v.index for v in tape.values if v.source is not None and _is_external(v.source.place, v.overwritten)}
+        good: set[int] = set()
+        for operator in tape.operators:
+            is_ready = operator.target.namespace == "aten" and not operator.random
+            if is_ready and at_hand.issuperset(operator.inputs()):
+                good.update(operator.made())
+                at_hand.update(operator.made())
+            else:
+                at_hand.update(value for value in operator.made() if not tape.values[value].overwritten)
+        return obtainable(tape, good, tape.saved_values())
+
+    def outliers(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
+        channels = {v: encode_view(tape, v).geometry[0][-1] for v in with_outlier_codec(tape, config)}
+        return {value: assumed_outliers(number, config, self.outlier_share) for value, number in channels.items()}
+
+    def price(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig, outliers: dict[int, int]) -> Prices:
+        codecs = {
+            value: self._options(tape, value, [make_codec(name, config, outliers.get(value, 0)) for name in names])
+            for value, names in candidates(tape, config).items()
+        }
+        times = [self._operator_ms(operator, bases) for operator in tape.operators]
+        workspaces = [NUMBER_BYTES if _reads_number(operator) else 0 for operator in tape.operators]
+        return Prices(times, workspaces, codecs)
+
+    def gradient_errors(
+        self, tape: Tape, bases: list[torch.Tensor], prices: Prices, config: AdaccConfig
+    ) -> GradientErrors:
+        return GradientErrors()
+
+    def _operator_ms(self, operator: TapeOperator, bases: list[torch.Tensor]) -> float:
+        args, kwargs = map_tensors((operator.args, operator.kwargs), TensorRef, lambda ref: view(bases[ref.value], ref))
+        results = [bases[value] for value in operator.made()]
+        return operator_ms(self.device, operator.target, args, kwargs, results)
+
+    def _options(self, tape: Tape, value: int, codecs: Sequence[Codec]) -> tuple[CodecOption, ...]:
+        shape, dtype = encode_view(tape, value).geometry[0], tape.values[value].ref.dtype
+        suited = [codec for codec in codecs if codec.supports(shape, dtype) and _accepts(codec, tape, value)]
+        return tuple(self._option(codec, shape, dtype) for codec in suited)
+
+    def _option(self, codec: Codec, shape: tuple[int, ...], dtype: torch.dtype) -> CodecOption:
+        nbytes = codec.predicted_bytes(shape, dtype)
+        ms = moved_ms(self.device, math.prod(shape) * dtype.itemsize + nbytes)
+        options = tuple(sorted(codec.options.items()))
+        return CodecOption(
+            codec=codec.name,
+            options=options,
+            nbytes=nbytes,
+            encode_ms=ms,
+            decode_ms=ms,
+            error=0.0 if codec.lossless else _error_on_normal(codec.name, options),
+            lossless=codec.lossless,
+        )
+
+    def head_ms(self, loss: LossCall, compute: Callable[[LossCall], torch.Tensor]) -> float:
+        tensors = (loss.rows, loss.call.weight, loss.call.bias)
+        leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
+        with at_most_chunks(None), _SumOfTimes(self.device) as times:
+            FakeBackward().run(compute(loss.on(*leaves)))
+        return times.total_ms
+
+    def meter(self, device: torch.device) -> MemoryMeter:
+        is_timed = self._times_measured and self._measured_ms is None
+        self._meter = FakeMemoryMeter(partial(operator_ms, self.device) if is_timed else None)
+        return self._meter
+
+    def on_gradient(self, tensor: torch.Tensor, call: Callable[[], None]) -> None:
+        self._backward.on_gradient(tensor, call)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        with torch.autocast(loss.device.type, enabled=False):
+            self._backward.run(loss)
+        if self._measured_ms is None and self._meter is not None and self._meter.is_open:
+            self._measured_ms = self._meter.total_ms
+
+    def step_ms(self, model: nn.Module, batch: Mapping[str, Any]) -> float:
+        if self._times_measured and self._measured_ms is not None:
+            return self._measured_ms
+        with at_most_chunks(None), _SumOfTimes(self.device) as times:
+            self.backward(forward_loss(model, batch))
+        model.zero_grad(set_to_none=True)
+        return times.total_ms
+
+    def static_bytes(self, model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> int:
+        return count_static_bytes(model, batch, optimizer)
+
+    def available_bytes(self, device: torch.device, static_bytes: int) -> int:
+        return self.device.memory_bytes
+
+    def keep_random(self, devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+        return random_states_kept([])
+
+
+class FakeMemoryInstruments(FakeInstruments):
+    """The same without the times of the step and of the heads, on which no peak depends."""
+
+    def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:
+        return {"plain": 0.0, "chunked": 0.0}
+
+    def meter(self, device: torch.device) -> MemoryMeter:
+        return FakeMemoryMeter()
+
+    def step_ms(self, model: nn.Module, batch: Mapping[str, Any]) -> float:
+        return 0.0
+
+
+class FakeDrawing(Drawing):
+    """Whether an operator draws random numbers, by its tag and its probability: no generator moves on fake tensors."""
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        may_draw = torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten"
+        self._draws = may_draw and _probability(func, args, kwargs) != 0
+
+    def happened(self) -> bool:
+        return self._draws
+
+
+class _SumOfTimes(TorchDispatchMode):
+    """Adds up the roofline times of all operators."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device = device
+        self.total_ms = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.total_ms += operator_ms(self.device, func, args, kwargs or {}, result)
+        return result
+
+
+def _reads_number(operator: TapeOperator) -> bool:
+    is_pointwise = torch.Tag.pointwise in getattr(operator.target, "tags", ())
+    return is_pointwise and any(isinstance(argument, (int, float)) for argument in operator.args)
+
+
+def _is_external(place: str, overwritten: bool) -> bool:
+    return place != "unknown" and not overwritten
+
+
+def _probability(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The argument that says how much is dropped, or None."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout_p", "p"):
+            return args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+    return None
+
+
+def _accepts(codec: Codec, tape: Tape, value: int) -> bool:
+    """Whether the codec may be taken to accept the data: bits only where there are two values by construction."""
+    if codec.name != "bitmask" or tape.values[value].ref.dtype is torch.bool:
+        return True
+    producer = tape.values[value].producer
+    while producer is not None and not tape.operators[producer].random:
+        inputs = tape.operators[producer].inputs()
+        producer = tape.values[inputs[0]].producer if len(inputs) == 1 else None
+    return producer is not None and "bernoulli" in tape.operators[producer].name
+
+
+@cache
+def _error_on_normal(name: str, options: tuple[tuple[str, Any], ...]) -> float:
+    with unset_fake_temporarily(), torch.device("cpu"):
+        numbers = torch.randn(_SAMPLE, generator=torch.Generator("cpu").manual_seed(0))
+        codec = get_codec(name, **dict(options) | ({"num_outliers": 0} if name == "outlier_int4" else {}))
+        codec.fit(numbers)
+        return relative_error(numbers, codec.decode(codec.encode(numbers)))

@@ -1,0 +1,229 @@
+"""The codecs that each activation of a tape may be compressed with, priced on its recorded tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.profile import CodecOption
+from adacc_hf.kernels.codecs import Codec, get_codec
+from adacc_hf.kernels.outlier_int4 import count_outliers
+from adacc_hf.price.precision import spoiled_by_codecs
+from adacc_hf.price.timing import Bottleneck, time_of
+from adacc_hf.tape.compiled_plan import encode_view
+from adacc_hf.tape.replay import view
+from adacc_hf.tape.tape import Tape, TapeOperator
+
+FINER = "int8"
+"""The codec for what that of its role is too coarse for."""
+OUTLIER_SHARE = 0.01
+"""Share of the channels that are taken to be outliers where there is no data to count them in."""
+
+
+def storable(tape: Tape) -> list[int]:
+    """Values that a policy may act on: what the block saves and made, and its inputs; none if it runs as a whole."""
+    if tape.untrusted is not None:
+        return []
+    saved = [v for v in tape.saved_values() if tape.values[v].source is None]
+    inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
+    return sorted({*saved, *inputs})
+
+
+def candidates(tape: Tape, config: AdaccConfig) -> dict[int, list[str]]:
+    """Names of the codecs that each of the `storable` values may be compressed with."""
+    spoiled = spoiled_by_codecs(tape)
+    return {value: _codec_names(tape, value, config, value in spoiled) for value in storable(tape)}
+
+
+def _codec_names(tape: Tape, value: int, config: AdaccConfig, is_spoiled: bool) -> list[str]:
+    record, role = tape.values[value], role_of(tape, value)
+    if record.nbytes < config.min_compress_bytes or not record.is_encodable or role == "parameter":
+        return []
+    if role == "mask" and config.codecs is None:
+        return ["bitmask"]
+    if "compress" not in config.actions or is_spoiled:
+        return []
+    if config.codecs is None:
+        return codecs_of_role(role, config)
+    return [name for name in config.codecs if (name == "bitmask") == (role == "mask")]
+
+
+def outliers_in(tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
+    """Outlier channels (paper, equation 1) of each activation that would be compressed with `outlier_int4`."""
+    if not config.outliers:
+        return {}
+    wanted = with_outlier_codec(tape, config)
+    return {v: count_outliers(view(bases[v], encode_view(tape, v)), config.zscore_threshold) for v in wanted}
+
+
+def with_outlier_codec(tape: Tape, config: AdaccConfig) -> list[int]:
+    """Activations that may be compressed with `outlier_int4`."""
+    return [value for value, names in candidates(tape, config).items() if "outlier_int4" in names]
+
+
+def make_codec(name: str, config: AdaccConfig, num_outliers: int) -> Codec:
+    """The codec `name` with the options that `config` sets for it."""
+    if name == "outlier_int4":
+        return get_codec(
+            name, group_size=config.group_size, num_outliers=num_outliers, zscore_threshold=config.zscore_threshold
+        )
+    if name in ("asymmetric_int4", "int8"):
+        return get_codec(name, group_size=config.group_size)
+    return get_codec(name)
+
+
+def assumed_outliers(channels: int, config: AdaccConfig, share: float = OUTLIER_SHARE) -> int:
+    """Outliers among `channels` where there is no data to count them in."""
+    return math.ceil(share * channels) if config.outliers else 0
+
+
+def codec_options(
+    tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, outliers: Mapping[int, int], scarce: Bottleneck
+) -> dict[int, tuple[CodecOption, ...]]:
+    """The codecs for each of the `storable` values, priced on its recorded tensor in the time that is scarce."""
+    found = {}
+    for value, names in candidates(tape, config).items():
+        tensor = view(bases[value], encode_view(tape, value))
+        codecs = [make_codec(name, config, outliers.get(value, 0)) for name in names]
+        suited = [c for c in codecs if c.supports(tuple(tensor.shape), tensor.dtype) and c.accepts(tensor)]
+        found[value] = tuple(_price(codec, tensor, scarce) for codec in suited)
+    return found
+
+
+def finer_options(
+    tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, values: Sequence[int], scarce: Bottleneck
+) -> dict[int, tuple[CodecOption, ...]]:
+    """FINER, priced for those of `values` that it suits, where the settings leave the choice of codecs to us."""
+    found = {}
+    for value in values if config.codecs is None else ():
+        tensor, codec = view(bases[value], encode_view(tape, value)), make_codec(FINER, config, 0)
+        if codec.supports(tuple(tensor.shape), tensor.dtype):
+            found[value] = (_price(codec, tensor, scarce),)
+    return found
+
+
+def with_outliers(
+    options: tuple[CodecOption, ...], tape: Tape, value: int, config: AdaccConfig, num_outliers: int
+) -> tuple[CodecOption, ...]:
+    """`options` with the outlier codec keeping `num_outliers` channels, as many as the neediest block of a kind has."""
+    size, ref = encode_view(tape, value).geometry[0], tape.values[value].ref
+    codecs = [make_codec(option.codec, config, num_outliers) for option in options]
+    return tuple(
+        replace(option, options=tuple(sorted(codec.options.items())), nbytes=codec.predicted_bytes(size, ref.dtype))
+        for option, codec in zip(options, codecs, strict=True)
+    )
+
+
+def _price(codec: Codec, tensor: torch.Tensor, scarce: Bottleneck) -> CodecOption:
+    codec.fit(tensor)
+    payload = codec.encode(tensor)
+    return CodecOption(
+        codec=codec.name,
+        options=tuple(sorted(codec.options.items())),
+        nbytes=codec.predicted_bytes(tuple(tensor.shape), tensor.dtype),
+        encode_ms=getattr(time_of(lambda: codec.encode(tensor), tensor.device), scarce),
+        decode_ms=getattr(time_of(lambda: codec.decode(payload), tensor.device), scarce),
+        error=0.0 if codec.lossless else relative_error(tensor, codec.decode(payload)),
+        lossless=codec.lossless,
+    )
+
+
+def relative_error(original: torch.Tensor, decoded: torch.Tensor) -> float:
+    """L2 norm of the difference over that of the original, in double precision; 0 for an all-zero original."""
+    norm = original.double().norm()
+    return float((decoded.double() - original.double()).norm() / norm) if norm > 0 else 0.0
+
+
+# Roles: the class of tensor that a value is, which decides which codec suits it (paper, section 3.2).
+
+_ATTENTION = ("scaled_dot_product", "bmm", "baddbmm")
+_MATMUL = ("mm", "addmm", "linear")
+_NORM = ("layer_norm", "rms_norm", "batch_norm", "group_norm")
+_ACTIVATION = ("gelu", "silu", "relu", "tanh", "sigmoid", "hardtanh", "leaky_relu", "elu", "mish", "pow")
+
+CODEC_OF_ROLE = {
+    "linear": "outlier_int4",
+    "norm": "outlier_int4",
+    "activation": "outlier_int4",
+    "other": "outlier_int4",
+    "qkv": "channel_int4",
+    "softmax": "asymmetric_int4",
+    "input": "int8",
+    "mask": "bitmask",
+}
+"""The paper's layer-specific choice (section 3.2). A block input reaches every gradient of its block, so it gets 8
+bits."""
+
+
+def role_of(tape: Tape, value: int) -> str:
+    """The class of tensor that a value is, from the operators that make and read it.
+
+    A key of CODEC_OF_ROLE, or "parameter" for parameters and what is made of them alone.
+    """
+    record = tape.values[value]
+    if is_parameter_cast(tape, value):
+        return "parameter"
+    if tape.is_block_input(value):
+        return "input"
+    if record.ref.dtype is torch.bool or _is_drawn(tape, value):
+        return "mask"
+    if _is_softmax(tape, value):
+        return "softmax"
+    readers = [tape.operators[index] for index in tape.consumers(value)]
+    if any(reader.short_name.startswith(_ATTENTION) and _is_attention(tape, reader) for reader in readers):
+        return "qkv"
+    names = [reader.short_name for reader in readers]
+    makers = [tape.operators[record.producer].short_name] if record.producer is not None else []
+    for role, family in (("norm", _NORM), ("linear", _MATMUL), ("activation", _ACTIVATION)):
+        if any(name.startswith(family) for name in names + makers * (role == "activation")):
+            return role
+    return "other"
+
+
+def _is_drawn(tape: Tape, value: int) -> bool:
+    """Whether a value is a random draw, perhaps scaled: dropout's mask."""
+    producer = tape.values[value].producer
+    if producer is None:
+        return False
+    operator = tape.operators[producer]
+    if operator.random:
+        return True
+    scaled = operator.short_name in ("div", "mul") and len(operator.inputs()) == 1
+    return scaled and _is_drawn(tape, operator.inputs()[0])
+
+
+def _is_softmax(tape: Tape, value: int) -> bool:
+    """Whether a value is a softmax, or one with dropout's mask on it (the paper's score)."""
+    producer = tape.values[value].producer
+    if producer is None:
+        return False
+    operator = tape.operators[producer]
+    if "softmax" in operator.short_name:
+        return True
+    thinned = operator.short_name in ("mul", "native_dropout_backward", "clone", "to_copy")
+    return thinned and any(_is_softmax(tape, read) for read in operator.inputs())
+
+
+def _is_attention(tape: Tape, operator: TapeOperator) -> bool:
+    """Whether a product is between activations, not with a parameter."""
+    return not any(tape.is_module_state(value) for value in operator.inputs())
+
+
+def codecs_of_role(role: str, config: AdaccConfig) -> list[str]:
+    """Names of the codecs for values of `role` where the settings name none."""
+    # With a bound on errors, what INT4 is too coarse for may still do with INT8.
+    return list(dict.fromkeys([CODEC_OF_ROLE[role], *(["int8"] if config.max_error is not None else [])]))
+
+
+def is_parameter_cast(tape: Tape, value: int) -> bool:
+    """Whether a value is made of parameters alone (a cast by autocast, a transposed copy): never compressed (rule
+    R4)."""
+    producer = tape.values[value].producer
+    if producer is None:
+        return tape.is_module_state(value)
+    inputs = tape.operators[producer].inputs()
+    return bool(inputs) and all(is_parameter_cast(tape, read) for read in inputs)

@@ -1,0 +1,196 @@
+"""Parts of the profiled batch: the model's blocks are recorded on them, and its memory measured, from which tapes and
+profiles of all sizes are made."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.policy import call_name
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.profile_sizes import numbers_of, outline_of
+from adacc_hf.head.lazy_logits import LossCall
+from adacc_hf.price.gradient_probe import GradientErrors
+from adacc_hf.price.measurement import HEADS, Instruments
+from adacc_hf.price.pricing import Prices, operator_workspaces
+from adacc_hf.run.blocks import Installation, Plainly
+from adacc_hf.run.call import Recording
+from adacc_hf.tape.call_key import KnownShapes
+from adacc_hf.tape.library import TapeLibrary
+from adacc_hf.tape.tape import Tape
+from adacc_hf.torch_glue.batch_shapes import BatchShapes, TensorShape, batch_shapes, resized, to_plain
+from adacc_hf.torch_glue.memory import forward_loss
+from adacc_hf.torch_glue.ranks import is_sharded
+
+log = logging.getLogger(__name__)
+
+LEAST_TOKENS = 8
+"""Texts that are shorter are not cut."""
+SHORT = 16
+"""Tokens of the smaller one of two parts."""
+ALIGNED = 16
+"""What lengths are told apart by on a GPU: see `family.CallSizes`."""
+
+_NOT_TAKEN = (ValueError, RuntimeError, TypeError, LookupError, AttributeError, AssertionError)
+"""What models raise at a batch whose parts do not fit together."""
+
+
+class RecordSize:
+    """The strategy that records every call of a block for a library; no backward follows."""
+
+    expects_outer_hooks = True
+
+    def __init__(self, name: str, library: TapeLibrary) -> None:
+        self.name = name
+        self.library = library
+        self.num_calls = 0
+
+    def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.num_calls += 1
+        recording = Recording(call_name(self.name, self.num_calls), block, args, kwargs)
+        result = recording.run(fn)
+        key = KnownShapes(watches_state=False).key(block, args, kwargs)
+        self.library.remember(self.library.verified(recording.recorder), key.given_to(block), recording.name)
+        recording.discard()
+        return result
+
+
+def record_other_sizes(
+    model: nn.Module, batch: Mapping[str, Any], installation: Installation, library: TapeLibrary
+) -> None:
+    """Record every block on parts of `batch`, as far as the model takes such."""
+    if is_sharded(installation.model):  # a forward that ends in its midst would leave other ranks waiting
+        return
+    for part in _parts(batch, _has_pairs(installation)):
+        for name, function in installation.blocks.items():
+            function.strategy = RecordSize(name, library)
+        installation.begin_step()
+        try:
+            forward_loss(model, part)
+        except _NOT_TAKEN as error:  # of images, say, as many as the text has places for
+            log.info("Adacc: the model takes no part of a batch (%s): sizes are recorded as they come", error)
+            return
+        finally:
+            for function in installation.blocks.values():
+                function.strategy = Plainly()
+
+
+def with_other_sizes(
+    profile: Profile,
+    batch: Mapping[str, Any],
+    installation: Installation,
+    measure: Callable[[Mapping[str, Any]], Profile],
+) -> Profile:
+    """`profile` of `batch` with what `measure` says of parts of it, as far as the model takes such."""
+    measured = [(to_plain(batch_shapes(batch)), tuple(numbers_of(profile)))]
+    if is_sharded(installation.model):  # as above
+        return profile
+    for part in _parts(batch, _has_pairs(installation)):
+        try:
+            other = measure(part)
+        except _NOT_TAKEN as error:
+            log.info("Adacc: the model takes no part of a batch (%s): sizes are profiled as they come", error)
+            break
+        if outline_of(other) == outline_of(profile):
+            measured.append((to_plain(batch_shapes(part)), tuple(numbers_of(other))))
+    return replace(profile, measured=tuple(measured)) if len(measured) > 1 else profile
+
+
+class MemoryAlone(Instruments):
+    """The readings of other instruments, but for prices: times and accuracies are those of the whole batch."""
+
+    def __init__(self, others: Instruments) -> None:
+        self._others = others
+        self.drawing = others.drawing
+        for name in ("verify", "meter", "on_gradient", "backward", "available_bytes", "keep_random"):
+            setattr(self, name, getattr(others, name))
+
+    def outliers(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
+        return {}
+
+    def price(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig, outliers: dict[int, int]) -> Prices:
+        return Prices([0.0] * len(tape.operators), operator_workspaces(tape, bases))
+
+    def gradient_errors(
+        self, tape: Tape, bases: list[torch.Tensor], prices: Prices, config: AdaccConfig
+    ) -> GradientErrors:
+        return GradientErrors()
+
+    def price_call(self, run: Callable[[], object], device: torch.device) -> Prices:
+        return Prices([], [])
+
+    def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:
+        return dict.fromkeys(HEADS, 0.0)
+
+    def step_ms(self, model: nn.Module, batch: Mapping[str, Any]) -> float:
+        return 0.0
+
+
+def _has_pairs(installation: Installation) -> bool:
+    """Whether the model reads one text and writes another."""
+    return bool(getattr(getattr(installation.model, "config", None), "is_encoder_decoder", False))
+
+
+def _parts(batch: Mapping[str, Any], is_pair: bool) -> Iterator[dict[str, Any]]:
+    """Parts of `batch`: one of half as many tokens, one of few samples and tokens, and of a pair of texts one in which
+    only the second one is short."""
+    shapes = batch_shapes(batch)
+    samples = next((shape.size[0] for shape in shapes if len(shape.size) > 1), 1)
+    lengths = sorted({shape.size[1] for shape in shapes if len(shape.size) == 2})
+    few = min(2, samples)
+    if not lengths or lengths[0] < LEAST_TOKENS * len(lengths) * (2 if is_pair else 1):
+        parts = [(few, None, None)] if few < samples else []
+    else:
+        half, short = _shorter(lengths[0], lengths[0] // 2), _shorter(lengths[0], min(SHORT, lengths[0] // 4))
+        parts = [(samples, half, half), (few, short, short)] + ([(samples, half, short)] if is_pair else [])
+    for fewer, first, second in parts:
+        after = tuple(_cut(shape, samples, fewer, lengths, first, second, is_pair) for shape in shapes)
+        yield _still_padded(batch, resized(batch, shapes, after), shapes)
+
+
+def _shorter(length: int, about: int) -> int:
+    """A length of `about` as many tokens that is aligned where `length` is, and odd where it is not."""
+    return max(ALIGNED, about // ALIGNED * ALIGNED) if length % ALIGNED == 0 and length >= 3 * ALIGNED else about | 1
+
+
+def _cut(
+    shape: TensorShape,
+    samples: int,
+    fewer: int,
+    lengths: list[int],
+    first: int | None,
+    second: int | None,
+    is_pair: bool,
+) -> TensorShape:
+    """`shape` with fewer samples and tokens. Each length of the batch gets one of its own, and so do the two of a pair
+    of texts that happen to be of one length."""
+    size = list(shape.size)
+    if size[0] == samples:
+        size[0] = fewer
+    if len(size) == 2 and first is not None:
+        is_second = is_pair and (shape.name == "labels" or shape.name.startswith("decoder_"))
+        shorter = second + len(lengths) if is_second else first
+        size[1] = shorter + lengths.index(size[1])
+    return TensorShape(shape.name, tuple(size))
+
+
+def _still_padded(batch: Mapping[str, Any], smaller: dict[str, Any], shapes: BatchShapes) -> dict[str, Any]:
+    """`smaller` with a masked token where `batch` has some: models leave out a mask that masks nothing."""
+    for shape in shapes:
+        mask = smaller[shape.name]
+        if (
+            shape.name.endswith("attention_mask")
+            and mask.dim() == 2
+            and bool(mask.all())
+            and not batch[shape.name].all()
+        ):
+            last = 0 if not bool(batch[shape.name][:, 0].all()) else -1
+            smaller[shape.name] = mask = mask.clone()
+            mask[0, last] = torch.zeros((), dtype=mask.dtype)
+    return smaller

@@ -1,0 +1,253 @@
+"""Prices of a tape: the time of each operator and, for each activation, of each codec that suits it (paper, section
+3.1)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.profile import BackwardEvent, CodecOption, ForwardEvent, KindProfile, Operator, Value
+from adacc_hf.kernels.codecs import Codec, get_codec
+from adacc_hf.price.codec_options import FINER, codec_options, finer_options
+from adacc_hf.price.gradient_probe import GradientErrors, gradient_errors, is_near
+from adacc_hf.price.sharing import RecordedBlock, Sharing
+from adacc_hf.price.timing import Bottleneck, Timing, bottleneck, median_ms, time_of
+from adacc_hf.tape.recorder import MOVES_STORAGE, is_freed
+from adacc_hf.tape.replay import Environment, Step
+from adacc_hf.tape.tape import Tape
+from adacc_hf.torch_glue.memory import MemoryMeter
+from adacc_hf.torch_glue.tensors import storage_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Prices:
+    """What the first block of a tape cost."""
+
+    operator_ms: list[float]
+    operator_bytes: list[int]
+    """What a run of each operator takes besides its results: temporaries, and Python numbers made tensors."""
+    codecs: dict[int, tuple[CodecOption, ...]] = field(default_factory=dict)
+    scarce: Bottleneck = "device_ms"
+    """What a step waits for."""
+
+
+def price_tape(tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, outliers: dict[int, int]) -> Prices:
+    """The prices of `tape`, measured on the recorded tensors: the time of what its steps wait for, device or host."""
+    with torch.no_grad(), torch.autocast(bases[0].device.type, enabled=False):
+        timings = operator_timings(tape, bases)
+        scarce = bottleneck(timings)
+        codecs = codec_options(tape, bases, config, outliers, scarce)
+        times = [getattr(timing, scarce) for timing in timings]
+        return Prices(times, operator_workspaces(tape, bases), codecs, scarce)
+
+
+def errors_of(tape: Tape, bases: Sequence[torch.Tensor], prices: Prices, config: AdaccConfig) -> GradientErrors:
+    """What codecs and replay do to the gradients of one block whose tape has these `prices`.
+
+    Where no codec is near enough, a finer one is priced too. It takes memory beside what was recorded: none is measured
+    where that is not there, and a warning says so.
+    """
+    codecs = _lossy(prices.codecs)
+    if not any(codecs.values()):
+        return GradientErrors()
+    try:
+        with torch.no_grad(), torch.autocast(bases[0].device.type, enabled=False):
+            errors = gradient_errors(tape, bases, codecs)
+            missing = [value for value, some in codecs.items() if _needs_finer(errors, value, some)]
+            finer = finer_options(tape, bases, config, missing, prices.scarce)
+            if not finer:
+                return errors
+            prices.codecs |= {value: (*prices.codecs[value], *options) for value, options in finer.items()}
+            return gradient_errors(tape, bases, _lossy(prices.codecs))
+    except torch.OutOfMemoryError:
+        log.warning(
+            "Adacc: no memory to try codecs on the gradients of %s: only tracking steps will tell if one spoils them",
+            tape.block_class,
+        )
+        return GradientErrors()
+
+
+def _lossy(options: Mapping[int, Sequence[CodecOption]]) -> dict[int, list[Codec]]:
+    """The codecs that lose something, the coarsest first."""
+    found = {}
+    for value, some in options.items():
+        lossy = sorted((option for option in some if not option.lossless), key=lambda option: option.nbytes)
+        found[value] = [get_codec(option.codec, **dict(option.options)) for option in lossy]
+    return found
+
+
+def _needs_finer(errors: GradientErrors, value: int, codecs: Sequence[Codec]) -> bool:
+    names = [codec.name for codec in codecs]
+    return bool(names) and FINER not in names and not any(is_near(errors.codecs, value, name) for name in names)
+
+
+def price_call(run: Callable[[], object], device: torch.device) -> Prices:
+    """The prices of a call whose operators are not all on its tape: it counts as one, and `run` makes it again."""
+    with torch.autograd.graph.saved_tensors_hooks(_keep_nothing, _keep_nothing):
+        return Prices([median_ms(run, device)], [0])
+
+
+def _keep_nothing(_: object) -> None:
+    """For saved tensors of a call that has no backward."""
+
+
+def operator_timings(tape: Tape, bases: Sequence[torch.Tensor]) -> list[Timing]:
+    """Medians of each operator of `tape` on the recorded tensors; 0 for those that never run again.
+
+    Of a tape that is not trusted torch's checkpoint runs them all again. What would put another storage under a
+    recorded tensor takes no time to speak of, and is not tried.
+    """
+    timings = [Timing(0.0, 0.0)] * len(tape.operators)
+    for index, run in _runs(tape, bases):
+        timings[index] = time_of(run, tape.values[tape.operators[index].made()[0]].device)
+    return timings
+
+
+def operator_workspaces(tape: Tape, bases: Sequence[torch.Tensor]) -> list[int]:
+    """Bytes live at the peak of each operator's run besides its inputs and results; 0 for those that never run again.
+
+    The allocator tells, since an operator may be made of many (a safe softmax also has masks and a second result).
+    """
+    workspaces = [0] * len(tape.operators)
+    with MemoryMeter.for_device(bases[0].device) as meter:
+        for index, run in _runs(tape, bases):
+            meter.mark(("runs", index))
+            run()
+            meter.mark(("ran", index))
+    for point in meter.points:
+        if point.label[0] == "runs":
+            index = point.label[1]
+            results = sum(tape.values[value].nbytes for value in tape.operators[index].made())
+            workspaces[index] = max(0, point.max_bytes - point.live_bytes - results)
+    return workspaces
+
+
+def _runs(tape: Tape, bases: Sequence[torch.Tensor]) -> Iterator[tuple[int, Callable[[], None]]]:
+    """The operators that may run again, in order, each with what runs it, as often as one likes before the next."""
+    gone = [value.overwritten or is_freed(bases[value.index], value) for value in tape.values]
+    environment: Environment = [None if gone[value.index] else bases[value.index] for value in tape.values]
+    for index, operator in enumerate(tape.operators):
+        if tape.untrusted is None:
+            ready = not tape.recomputable.isdisjoint(operator.made())
+        else:
+            # Collectives are left out: the other ranks may know the prices already, and would not take part.
+            is_own = not operator.is_collective
+            ready = bool(operator.made()) and is_own and operator.target._schema.name not in MOVES_STORAGE
+        if not ready or any(environment[value] is None for value in operator.inputs()):
+            continue
+        step = Step(operator, tape)
+        kept = {value: environment[value] for value in [*operator.inputs(), *operator.made()]}
+
+        def run(step: Step = step, kept: dict[int, torch.Tensor | None] = kept) -> None:
+            for value, tensor in kept.items():
+                environment[value] = tensor
+            step.run(environment)
+
+        yield index, run
+        for value, tensor in kept.items():
+            # A version that a later operator overwrites was not recorded: what the run made stands for it.
+            overwritten = tape.values[value].overwritten and value in operator.made()
+            environment[value] = environment[value] if overwritten else tensor
+
+
+# The profile of a kind that torch's checkpoint runs, since its operators depend on data (rule R8).
+#
+# All that such a block saves is one activation: retained, the block runs plainly; recomputed, torch's checkpoint runs
+# it,
+# holds all of the block's arguments and the state of the random generator, and runs the whole forward once more. So
+# the
+# solver and the simulator need not know about it.
+
+SAVED = 0
+"""The index of all that the block saves."""
+
+
+def fallback_kind(block: RecordedBlock, sharing: Sharing, forward_ms: float) -> KindProfile:
+    """The kind of `block`, its memory still to be measured."""
+    arguments = [
+        _value(index, "an argument of the block", storage_of(tensor).nbytes(), sharing.index_of(tensor))
+        for index, tensor in enumerate(block.given.values(), start=SAVED + 1)
+    ]
+    generator = [_value(len(arguments) + 1, "the random generator's state", _generator_bytes(block), None)]
+    values = [_saved_value(block, sharing), *arguments, *generator]
+    checkpoint = Operator(
+        index=0,
+        name="torch.utils.checkpoint",
+        module="",
+        inputs=tuple(value.index for value in values[1:]),
+        outputs=(SAVED,),
+        ms=forward_ms,
+        replayable=True,
+    )
+    return KindProfile(
+        digest=block.tape.kind,
+        block_class=block.tape.block_class,
+        values=tuple(values),
+        operators=(checkpoint,),
+        slots=(SAVED,) if block.tape.slots else (),
+        forward=(),
+        backward=(),
+        forward_ms=forward_ms,
+        fallback=block.tape.untrusted,
+    )
+
+
+def with_fallback_forward(kind: KindProfile, forward: Sequence[ForwardEvent]) -> KindProfile:
+    """`kind` with its measured forward, in which it counts as storing everything from the start, if it does."""
+    most = max(event.extra_bytes for event in forward)
+    stored = ForwardEvent(value=SAVED, death=True, extra_bytes=most)
+    return replace(kind, forward=(ForwardEvent(value=-1, death=False, extra_bytes=most), stored))
+
+
+def fallback_backward(kind: KindProfile, extra_bytes: int | None) -> tuple[BackwardEvent, ...]:
+    """The backward of `kind`, in which at most `extra_bytes` were live besides what it stored; None if it has none.
+
+    A block that had nothing to save when it was recorded has none either, whatever it did when it was measured.
+    """
+    if extra_bytes is None or not kind.slots:
+        return ()
+    besides = extra_bytes - kind.values[SAVED].nbytes
+    return (
+        BackwardEvent(slot=0, release=False, entry_bytes=besides, extra_bytes=besides),
+        BackwardEvent(slot=0, release=True, entry_bytes=0, extra_bytes=0),
+    )
+
+
+def _saved_value(block: RecordedBlock, sharing: Sharing) -> Value:
+    tape = block.tape
+    own_inputs = {v for v, tensor in block.arguments.items() if sharing.index_of(tensor) is None}
+    hidden = block.made.keys() - block.held_besides
+    own = [v for v in block.saved() if v in own_inputs or v in hidden or tape.values[v].source is None]
+    nbytes = sum(tape.values[v].nbytes for v in own)
+    saved = bool(tape.slots)
+    whole = _value(SAVED, "all that the block saves", nbytes, None)
+    return replace(whole, producer=0, saved=saved, activation=saved, recomputable=True, role="other")
+
+
+def _value(index: int, name: str, nbytes: int, shared: int | None) -> Value:
+    return Value(
+        index=index,
+        name=name,
+        shape=(nbytes,),
+        encoded_shape=(nbytes,),
+        dtype="uint8",
+        nbytes=nbytes,
+        producer=None,
+        saved=False,
+        activation=shared is None,
+        shared=shared,
+        recomputable=False,
+        role="input",
+    )
+
+
+def _generator_bytes(block: RecordedBlock) -> int:
+    """What torch's checkpoint keeps on the block's device; a GPU's state is kept on the CPU."""
+    on_cpu = all(tensor.device.type == "cpu" for tensor in block.given.values())
+    return torch.get_rng_state().nbytes if on_cpu else 0

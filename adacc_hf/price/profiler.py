@@ -1,0 +1,313 @@
+"""The model profiler (paper, section 3.1): tapes, prices and the memory of a step, from a few passes over one batch.
+
+One forward records every block's tape, verifies replay and takes the prices; one forward, and one forward and backward
+under full recomputation, measure memory, with one block of each kind watched closely; one more is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.errors import UncalledBlocksError
+from adacc_hf.artifacts.profile import BlockProfile, Head, KindProfile, Profile
+from adacc_hf.price.head_options import HeadLayout, HeadSurvey
+from adacc_hf.price.measurement import Instruments
+from adacc_hf.price.optimizer_memory import coming_state_bytes
+from adacc_hf.price.other_sizes import MemoryAlone, record_other_sizes, with_other_sizes
+from adacc_hf.price.price_store import ProfileStore, StoringInstruments
+from adacc_hf.price.pricing import fallback_backward
+from adacc_hf.price.step_memory import ForwardLayout, NoSync, StepLayout, measure_forward, measure_step_layout
+from adacc_hf.price.survey import Survey, recompute_outcome
+from adacc_hf.price.whole_model import ComputeLoss, RanBlocks, WithLoss, with_idle
+from adacc_hf.run.blocks import Installation
+from adacc_hf.tape.library import library_of_profiles
+from adacc_hf.torch_glue.compat import class_name, without_layerdrop
+from adacc_hf.torch_glue.memory import batch_bytes, distinct_bytes
+from adacc_hf.torch_glue.states import ModuleStates
+from adacc_hf.torch_glue.tensors import without_gradient_hooks
+
+
+def profile_model(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    config: AdaccConfig | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    instruments: Instruments | None = None,
+    gradient_accumulation_steps: int = 1,
+    optimizer_step_bytes: int = 0,
+    optimizer_state_bytes: int | None = None,
+    compute_loss: ComputeLoss | None = None,
+    no_sync: NoSync | None = None,
+    all_sizes: bool = False,
+) -> Profile:
+    """Profile the blocks of `model` on `batch`, the keyword arguments of its forward, labels included.
+
+    The model must be in train mode, and may be under autocast. It is left as it was: gradients, buffers and random
+    generators too. A block that a step calls several times, since layers share their weights or the loss calls the
+    model again, is there once for each call. One that runs without gradients alone has nothing to decide.
+
+    Args:
+        optimizer: if given, its state is static memory, and its step a moment of the training step. What it has yet to
+            make is in the plan too.
+        optimizer_step_bytes: what clipping and the optimizer's step take for a while (`measure_optimizer_step`).
+        optimizer_state_bytes: what the optimizer has yet to make, 0 or more; None finds out.
+        gradient_accumulation_steps: micro-batches per step; all of them are on the device, and the later ones find the
+            gradients of the first.
+        no_sync: what all of them but the last run in, if it puts off the exchange of gradients (the `no_sync` of FSDP):
+            until then a rank holds them whole.
+        compute_loss: for a model that makes no loss of its own, `compute_loss(model, batch)` calls it and returns the
+            loss to train on. `batch` is whatever that needs. It is called some 8 times.
+        all_sizes: measure the memory of two parts of the batch too, which takes as long as three more steps of it, so
+            that `Profile.sizes` tells of batches of any size, as far as the model takes parts of a batch.
+        instruments: what takes the readings, by default from real runs; prices are then kept in the database that
+            `adacc profiles` shows.
+
+    Raises NoBlocksError for a model without repeated blocks, NestedHooksError if other saved-tensor hooks are active,
+    CompiledBlockError if torch.compile compiles the blocks, ChunkedHeadError if the config wants a chunked head that
+    the model cannot have, UncalledBlocksError for a batch that leaves blocks out, OptimizerStateError for an optimizer
+    whose coming state cannot be known, ValueError for a batch without a loss.
+    """
+    config = config or AdaccConfig()
+    instruments = instruments or StoringInstruments(ProfileStore())
+    _check_trainable(model, batch)
+    _check_not_below("gradient_accumulation_steps", gradient_accumulation_steps, 1)
+    _check_not_below("optimizer_step_bytes", optimizer_step_bytes, 0)
+    if optimizer_state_bytes is not None:
+        _check_not_below("optimizer_state_bytes", optimizer_state_bytes, 0)
+    elif optimizer is not None:
+        coming_state_bytes(optimizer, model.parameters())  # before minutes are spent on what it may refuse
+    device = next(model.parameters()).device
+    gradients = [p.grad for p in model.parameters() if p.grad is not None and p.grad.device == device]
+    step = _Step(
+        # A step begins without gradients: those that are there are set aside for as long as this takes.
+        static_bytes=instruments.static_bytes(model, batch, optimizer) - distinct_bytes(gradients),
+        other_batches_bytes=(gradient_accumulation_steps - 1) * batch_bytes(batch),
+        optimizer_bytes=None if optimizer is None else optimizer_step_bytes,
+        optimizer=optimizer,
+        coming_bytes=optimizer_state_bytes,
+        accumulates=gradient_accumulation_steps > 1,
+        no_sync=no_sync,
+    )
+    with _left_as_it_was(model, instruments), without_layerdrop(model):
+        installation = Installation(model, config.block_classes)
+        try:
+            with HeadSurvey(model, config) as heads:
+                called = model if compute_loss is None else WithLoss(model, compute_loss)
+                survey = Survey(config, instruments)
+                profile = _profile(called, batch, survey, installation, step, heads)
+                if all_sizes:
+
+                    def measure(part: Mapping[str, Any]) -> Profile:
+                        unpriced = Survey(config, MemoryAlone(instruments), survey.library)
+                        other = replace(step, static_bytes=step.static_bytes - batch_bytes(batch) + batch_bytes(part))
+                        return _profile(called, part, unpriced, installation, other, heads)
+
+                    profile = with_other_sizes(profile, batch, installation, measure)
+                elif instruments.records_other_sizes:
+                    record_other_sizes(called, batch, installation, survey.library)
+                library_of_profiles(model).take(survey.library)
+                return profile
+        finally:
+            installation.remove()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """What is live during a training step besides what its micro-batches allocate."""
+
+    static_bytes: int
+    """Now: parameters, buffers, optimizer state, one batch, and what else is on a GPU."""
+    other_batches_bytes: int
+    optimizer_bytes: int | None
+    """What clipping and the optimizer take for a while; None without an optimizer."""
+    optimizer: torch.optim.Optimizer | None
+    coming_bytes: int | None
+    """State that the optimizer has yet to make; None where that is what it makes for all that a step trains."""
+    accumulates: bool
+    no_sync: NoSync | None
+
+    def training(self, parameters: Iterable[nn.Parameter]) -> _Step:
+        """The same, known to train `parameters`."""
+        if self.optimizer is None or self.coming_bytes is not None:
+            return self
+        return replace(self, coming_bytes=coming_state_bytes(self.optimizer, parameters))
+
+    def live_bytes(self, layout: StepLayout) -> int:
+        """What is live before the micro-batch that `layout` measured."""
+        return self._between_steps_bytes + layout.earlier_bytes
+
+    def optimizer_peak_bytes(self, layout: StepLayout) -> int:
+        """Most bytes live once all gradients are there; 0 without an optimizer."""
+        if self.optimizer_bytes is None:
+            return 0
+        return self._between_steps_bytes + layout.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def _between_steps_bytes(self) -> int:
+        """What is live before a step, once the optimizer has a state for all that is trained."""
+        return self.static_bytes + self.other_batches_bytes + (self.coming_bytes or 0)
+
+
+def _profile(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    survey: Survey,
+    installation: Installation,
+    step: _Step,
+    heads: HeadSurvey,
+) -> Profile:
+    instruments = survey.instruments
+    survey.record(model, batch, installation)
+    heads.check_own()
+    blocks = survey.blocks
+    called = {block.name for block in blocks}
+    uncalled = {name: function.block for name, function in installation.blocks.items() if name not in called}
+    if not blocks:
+        raise UncalledBlocksError(describe_uncalled(installation, list(uncalled), "with this batch"))
+    installation.expect(block.name for block in blocks)
+    kinds = survey.kinds()
+    watched = {block.kind: block.name for block in blocks}
+    by_name = {block.name: kinds[block.kind] for block in blocks}
+    shared = tuple(survey.sharing.records)
+    with RanBlocks(uncalled) as ran:
+        forward = measure_forward(
+            model,
+            batch,
+            installation,
+            by_name,
+            survey.replay_sources(),
+            shared,
+            {name: name in survey.before_rest for name in watched.values()},
+            instruments,
+        )
+    left_out = [name for name in uncalled if name not in ran.names]
+    if left_out:
+        raise UncalledBlocksError(describe_uncalled(installation, left_out, "with this batch"))
+    kinds = survey.add_forwards([forward.events[watched[index]] for index in range(len(kinds))])
+    watchers = survey.follow_full_recomputation(installation, watched)
+    recomputed = {block.name: recompute_outcome(kinds[block.kind]) for block in blocks}
+    measure = partial(
+        measure_step_layout,
+        model,
+        batch,
+        installation,
+        watchers,
+        recomputed,
+        instruments,
+        step.accumulates,
+        step.no_sync,
+    )
+    layout = measure()
+    survey.learn_orders(layout.events)
+    step = step.training(layout.trained)
+    static_bytes = step.live_bytes(layout)
+    replay_bytes = sum(shared[index].nbytes for index in {index for kind in kinds for index in kind.held})
+    held_bytes = sum(record.nbytes for record in shared if record.saved) + replay_bytes
+    other = heads.other(model, batch, measure, instruments)
+    device = next(model.parameters()).device
+    profile = Profile(
+        model_class=type(installation.model).__name__,
+        kinds=tuple(_with_backward(kind, watched[index], layout) for index, kind in enumerate(kinds)),
+        blocks=tuple(
+            BlockProfile(
+                name=block.name,
+                kind=block.kind,
+                forward_base_bytes=static_bytes + forward.bases[block.name],
+                backward_base_bytes=static_bytes + layout.bases[block.name],
+            )
+            for block in blocks
+        ),
+        shared=shared,
+        outside_stored_bytes=layout.outside_stored_bytes - held_bytes,
+        static_bytes=static_bytes,
+        outside_peak_bytes=static_bytes + layout.outside_peak_bytes,
+        outside_held_bytes=min(replay_bytes, max(0, layout.outside_peak_bytes - forward.outside_peak_bytes)),
+        loss_peak_bytes=static_bytes + layout.loss_peak_bytes,
+        tail_peak_bytes=static_bytes + max(layout.tail_peak_bytes, forward.first_peak_bytes),
+        available_bytes=instruments.available_bytes(device, step.static_bytes),
+        step_ms=instruments.step_ms(model, batch),
+        device=str(device),
+        optimizer_peak_bytes=step.optimizer_peak_bytes(layout),
+        head=heads.own,
+        head_ms=other.ms[heads.own] if other is not None else 0.0,
+        other_heads=(
+            (_chunked(other, [block.name for block in blocks], forward, static_bytes, held_bytes),) if other else ()
+        ),
+    )
+    return with_idle(profile, list(uncalled), installation)
+
+
+def _chunked(other: HeadLayout, blocks: list[str], forward: ForwardLayout, static_bytes: int, held_bytes: int) -> Head:
+    """The record of the chunked head."""
+    layout = other.layout
+    return Head(
+        name="chunked",
+        ms=other.ms["chunked"],
+        outside_stored_bytes=layout.outside_stored_bytes - held_bytes,
+        outside_peak_bytes=static_bytes + layout.outside_peak_bytes,
+        loss_peak_bytes=static_bytes + layout.loss_peak_bytes,
+        tail_peak_bytes=static_bytes + max(layout.tail_peak_bytes, forward.first_peak_bytes),
+        backward_base_bytes=tuple(static_bytes + layout.bases[block] for block in blocks),
+    )
+
+
+def _with_backward(kind: KindProfile, watched: str, layout: StepLayout) -> KindProfile:
+    if kind.fallback is not None:
+        return replace(kind, backward=fallback_backward(kind, layout.peaks.get(watched)))
+    return replace(kind, backward=layout.events[watched])
+
+
+def _check_trainable(model: nn.Module, batch: Mapping[str, Any]) -> None:
+    if not model.training:
+        raise ValueError(f"{type(model).__name__} is in eval mode: call model.train() before profiling")
+    if not isinstance(batch, Mapping) or not batch:
+        raise ValueError(
+            f"batch={batch!r:.60} must be a non-empty dict of the model's keyword arguments, labels included"
+        )
+
+
+def _check_not_below(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} must be an int of at least {least}")
+
+
+def describe_uncalled(installation: Installation, uncalled: list[str], when: str) -> str:
+    """What to do about blocks that were not called."""
+    blocks = {name: class_name(function.block) for name, function in installation.blocks.items()}
+    used = sorted({blocks[name] for name in blocks.keys() - set(uncalled)})
+    return (
+        f"{len(uncalled)} of {len(blocks)} blocks, {uncalled[0]} first, were not called {when}: use a batch that calls "
+        f"every block (one with an image, for a model that sees), or, if a patch replaced their class's forward or "
+        f"some are never used, name the classes to work on with AdaccConfig(block_classes={tuple(used) or '...'})"
+    )
+
+
+@contextmanager
+def _left_as_it_was(model: nn.Module, instruments: Instruments) -> Iterator[None]:
+    """Put gradients, generators and what modules hold back as they were; no gradient reaches who waits for it."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    states = ModuleStates(model.modules())
+    others = states.without(buffer for buffer in model.buffers() if not buffer.is_inference())
+    buffers = [(buffer, buffer.detach().clone()) for buffer in others]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        devices = {parameter.device for parameter, _ in gradients}
+        with instruments.keep_random(devices), torch.enable_grad(), without_gradient_hooks(model.parameters()):
+            yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+            if states.keep_changed():
+                states.restore()

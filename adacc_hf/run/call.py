@@ -1,0 +1,409 @@
+"""One call of a block under a plan: what saved-tensor hooks store in forward and give back in backward.
+
+NOTE [State of a call]
+1. Autograd's packed object is `(slot, held, version, spec)`. It owns what this slot needs: the tensor itself, or the
+   cells of the stored values that its replay reads. When autograd lets go of the slot, they go (rule R11): no table
+   outside. `spec` makes a DTensor of what was remade; all else here are plain tensors, the parts of this rank.
+2. The call owns what was remade in backward and a later unpack needs. The schedule says when each value was used last.
+3. Unpacks usually come in the order that the schedule was made for. If one does not (a second backward, gradients of a
+   part of the graph), it is served by a program made for it alone, and nothing remade is dropped before the call ends.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+
+from adacc_hf.artifacts.errors import SavedOtherwiseError
+from adacc_hf.kernels.codecs import Codec
+from adacc_hf.tape.comparison import CheckingRecorder
+from adacc_hf.tape.compiled_plan import CompiledPlan
+from adacc_hf.tape.recorder import CHANGED_UNSEEN, COMPILED, Drawing, Recorder, runs_compiled_code
+from adacc_hf.tape.replay import Program, copy_with_storage, view
+from adacc_hf.tape.tape import Source, Tape
+from adacc_hf.torch_glue.tensors import arrived, copied, current_node, is_plain, local_of, spec_of, whole
+
+PackedSlot = tuple[int, Any, "int | None", Any]
+
+
+class Cell:
+    """A stored value of one call: its base tensor, or its payload."""
+
+    __slots__ = ("payload", "saved", "tensor", "version")
+
+    def __init__(self) -> None:
+        self.tensor: torch.Tensor | None = None
+        self.payload: Any = None
+        self.saved: torch.Tensor | None = None
+        """What autograd saved. Its version tells of changes in place, which leave no mark on the part of a DTensor."""
+        self.version = 0
+
+
+class Call:
+    """The state of one call of a block. `pack` and `unpack` are its saved-tensor hooks."""
+
+    __slots__ = (
+        "_cells",
+        "_codecs",
+        "_environment",
+        "_in_order",
+        "_rank",
+        "_schedule",
+        "_slot",
+        "_versions",
+        "block",
+        "plan",
+        "seen",
+    )
+
+    def __init__(
+        self, plan: CompiledPlan, block: str, codecs: dict[int, Codec], externals: list[tuple[int, torch.Tensor]]
+    ) -> None:
+        self.plan = plan
+        self.block = block
+        self.seen: list[int] | None = None
+        """If a list, the order of unpacks is noted in it."""
+        self._codecs = codecs
+        self._cells: dict[int, Cell] = {value: Cell() for value in plan.roots}
+        self._environment: list[torch.Tensor | None] = [None] * plan.num_values
+        self._versions: dict[int, tuple[torch.Tensor, int]] = {}
+        for value, tensor in externals:
+            if value in self._cells:
+                self._store(value, tensor)
+            else:
+                self._environment[value] = local_of(tensor)
+                self._versions[value] = tensor, tensor._version
+        self._slot = 0
+        self._schedule = plan.schedule
+        self._rank = 0
+        self._in_order = True
+
+    def pack(self, tensor: torch.Tensor) -> PackedSlot:
+        """Take the next tensor that autograd saves."""
+        slot = self._slot
+        self._slot = slot + 1
+        if slot >= self.plan.num_slots:
+            raise SavedOtherwiseError(self._describe(slot, tensor, "no such slot"))
+        expected = self.plan.slots[slot]
+        if is_plain(tensor):  # as nearly all are: thirty saved tensors in each block pass through here
+            local = tensor
+        else:
+            tensor = arrived(tensor)
+            local = local_of(tensor)
+        if (
+            local.shape != expected.size
+            or local.dtype is not expected.dtype
+            or local.stride() != expected.stride
+            or (expected.checks_offset and local.storage_offset() != expected.offset)
+        ):
+            raise SavedOtherwiseError(self._describe(slot, local, expected))
+        if expected.in_cell and not self.has(expected.value):
+            self._store(expected.value, tensor)
+        if expected.needs is None:
+            return slot, tensor.detach(), tensor._version, None
+        cells = self._cells
+        return slot, [cells[value] for value in expected.needs], None, None if local is tensor else spec_of(tensor)
+
+    def finish(self) -> None:
+        """End the forward: from now on only the packed objects own what is stored."""
+        if self._slot != self.plan.num_slots:
+            raise SavedOtherwiseError(
+                f"block {self.block}: autograd saved {self._slot} tensors, its tape has {self.plan.num_slots}; its "
+                f"operators vary at one shape: leave its class out with AdaccConfig(block_classes=...)"
+            )
+        self._cells = {}
+
+    def has(self, value: int) -> bool:
+        """Whether the cell of `value`, which has one, is filled."""
+        cell = self._cells[value]
+        return cell.tensor is not None or cell.payload is not None
+
+    def leave_tape(self, bases: Mapping[int, torch.Tensor]) -> None:
+        """No more slots come that the tape has; replay of those that came may read all of `bases`, by value.
+
+        They are copied: what changes them from now on is on no tape.
+        """
+        for value, base in bases.items():
+            if not self.has(value):
+                self._store(value, copy_with_storage(base))
+        self._cells = {}
+
+    def unpack(self, packed: PackedSlot) -> torch.Tensor:
+        """Give autograd the tensor of a slot, remade if need be."""
+        slot, held, version, spec = packed
+        if self.seen is not None:
+            self.seen.append(slot)
+        program = self._next_program(slot)
+        if version is not None:
+            if held._version != version:
+                raise self._modified(self.plan.slots[slot].value)
+            return copied(held) if self.plan.slots[slot].is_read_by_replay and _may_be_overwritten() else held
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(self.plan.device_type):
+            with torch.no_grad(), torch.autocast(self.plan.device_type, enabled=False):
+                return whole(self._run(program, slot, held), spec)
+        return whole(self._run(program, slot, held), spec)
+
+    def _next_program(self, slot: int) -> Program | None:
+        schedule = self._schedule
+        if self._in_order and schedule.order[self._rank] == slot:
+            program = schedule.programs[self._rank]
+            self._rank = (self._rank + 1) % len(schedule.order)
+            return program
+        self._in_order = False
+        if self.plan.slots[slot].needs is None:
+            return None
+        return self.plan.program_out_of_order(slot, self._environment)
+
+    def _run(self, program: Program, slot: int, cells: list[Cell]) -> torch.Tensor:
+        environment = self._environment
+        # No others: an optimizer may step inside backward, on weights that nothing needs any more.
+        for value in program.reads:
+            self._check_unchanged(value)
+        for step in program.steps:
+            for value in step.loads:
+                self._fetch(value, slot, cells)
+            step.run(environment)
+        for value in program.loads:
+            self._fetch(value, slot, cells)
+        ref = self.plan.slots[slot].ref
+        result = view(environment[ref.value], ref)
+        for value in program.frees:
+            environment[value] = None
+        is_held = environment[ref.value] is not None or ref.value in self.plan.store.retained
+        is_read_again = is_held and self.plan.slots[slot].is_read_by_replay
+        return copy_with_storage(result) if is_read_again and _may_be_overwritten() else result
+
+    def _fetch(self, value: int, slot: int, cells: list[Cell]) -> None:
+        """Put a stored value into the environment, decoded unless it is still there."""
+        cell = cells[self.plan.slots[slot].position[value]]
+        if cell.tensor is not None:
+            if cell.saved._version != cell.version:
+                raise self._modified(value)
+            self._environment[value] = cell.tensor
+        elif self._environment[value] is None:
+            decoded = self._codecs[value].decode(cell.payload)
+            self._environment[value] = view(decoded, self.plan.tape.values[value].ref)
+
+    def _store(self, value: int, tensor: torch.Tensor) -> None:
+        """Fill the cell of `value` from a tensor on its storage; encoded once however many slots share it (rule R3)."""
+        cell = self._cells[value]
+        with torch.no_grad():
+            if value in self._codecs:
+                cell.payload = self._codecs[value].encode(view(local_of(tensor), self.plan.encode_views[value]))
+            else:
+                cell.saved, cell.version = tensor.detach(), tensor._version
+                cell.tensor = view(local_of(cell.saved), self.plan.tape.values[value].ref)
+
+    def _check_unchanged(self, value: int) -> None:
+        tensor, version = self._versions[value]
+        if tensor._version != version:
+            raise RuntimeError(
+                f"block {self.block}: {self.plan.tape.values[value].name}, which replay reads in backward, was changed "
+                f"in place after the forward: change it after backward, or on a copy, or train without replay "
+                f"(AdaccConfig(actions=('retain', 'compress')))"
+            )
+
+    def _modified(self, value: int) -> RuntimeError:
+        return changed_in_place(self.block, self.plan.tape.values[value].name)
+
+    def _describe(self, slot: int, tensor: torch.Tensor, expected: Any) -> str:
+        return (
+            f"block {self.block}: saved tensor {slot} is {tuple(tensor.shape)} stride {tensor.stride()} "
+            f"{tensor.dtype}, its tape says {expected}; its operators vary at one shape: leave its class out with "
+            f"AdaccConfig(block_classes=...)"
+        )
+
+
+def _may_be_overwritten() -> bool:
+    """Whether what is being unpacked goes to an autograd function written in Python, or to nobody knows whom.
+
+    Such a function's backward may write into what it saved (rule R6); torch's own never do.
+    """
+    node = current_node()
+    return node is None or isinstance(node, BackwardCFunction)
+
+
+def changed_in_place(block: str, what: str) -> RuntimeError:
+    """The error for a tensor that backward needs as it was."""
+    return RuntimeError(
+        f"block {block}: {what}, needed for backward, was changed in place after the forward; plain autograd refuses "
+        f"this too: change it after backward, or on a copy"
+    )
+
+
+# One recorded call of a block: its tape, and what it saved until a plan takes over.
+
+
+class RecordedSlot:
+    """What autograd holds for one slot: the slot's number, what is stored for it, and the version of that."""
+
+    __slots__ = ("__weakref__", "content")
+
+    def __init__(self, slot: int, tensor: torch.Tensor) -> None:
+        self.content: tuple[int, Any, int | None] = (slot, tensor.detach(), tensor._version)
+
+
+class Recording:
+    """One recorded call of a block. Its saved tensors can be handed over to a compiled plan when it is over."""
+
+    def __init__(
+        self,
+        name: str,
+        block: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        drawing: type[Drawing] = Drawing,
+    ) -> None:
+        self.name = name
+        self.block = block
+        self.recorder = Recorder(block, args, kwargs, drawing)
+        self._arguments = (args, kwargs)
+        self._parameters = dict(block.named_parameters(remove_duplicate=False))
+        self._packed: list[RecordedSlot] = []
+        self._call: Call | None = None
+
+    def run(self, fn: Callable[..., Any]) -> Any:
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        with self.recorder.naming_modules(), self.recorder.watching_reads(), hooks, self.recorder:
+            result = fn(*self._arguments[0])
+        if runs_compiled_code(result, self._arguments):
+            self.recorder.untrusted = COMPILED
+        elif any(map(self._was_changed_unseen, self._packed)):
+            self.recorder.untrusted = self.recorder.untrusted or CHANGED_UNSEEN
+        return result
+
+    def hand_over(self, compiled: CompiledPlan, codecs: dict[int, Codec]) -> list[int]:
+        """Store what the plan stores and let go of the rest; returns the list that the order of unpacks goes into."""
+        externals = [(value, self._external(value, source)) for value, source in compiled.externals]
+        self._call = Call(compiled, self.name, codecs, externals)
+        self._call.seen = []
+        for packed in self._packed:
+            _, tensor, version = packed.content
+            content = self._call.pack(tensor)
+            # A tensor that the block changed since stays: backward refuses it, as plain autograd does.
+            if tensor._version == version:
+                packed.content = content
+        self._call.finish()
+        return self._call.seen
+
+    def discard(self) -> list[weakref.ref[RecordedSlot]]:
+        """Let go of everything, the saved tensors too: there will be no backward.
+
+        Returns for each slot a reference that is dead once autograd has let go of it.
+        """
+        for packed in self._packed:
+            packed.content = (packed.content[0], None, None)
+        references = [weakref.ref(packed) for packed in self._packed]
+        self.close()
+        return references
+
+    def close(self) -> None:
+        """Let go of everything but what the packed objects own."""
+        self.recorder = None
+        self._arguments = ((), {})
+        self._parameters = {}
+        self._packed = []
+
+    def _external(self, value: int, source: Source) -> torch.Tensor:
+        """What was at `source` when the call began: the block may have put something else there since."""
+        return self._parameters[source.path[0]] if source.place == "parameter" else self.recorder.bases[value]
+
+    def _was_changed_unseen(self, packed: RecordedSlot) -> bool:
+        """Whether the block changed a saved tensor of its own where autograd does not see it, as through `.data`.
+
+        Backward reads it as it is then, which is neither what was saved nor what a replay would make.
+        """
+        slot, tensor, version = packed.content
+        return tensor._version == version and self.recorder.was_written_later(self.recorder.slots[slot])
+
+    def _pack(self, tensor: torch.Tensor) -> RecordedSlot:
+        packed = RecordedSlot(self.recorder.save(tensor), tensor)
+        self._packed.append(packed)
+        return packed
+
+    def _unpack(self, packed: RecordedSlot) -> torch.Tensor:
+        if self._call is not None:
+            return self._call.unpack(packed.content)
+        slot, tensor, version = packed.content
+        if tensor._version != version:
+            raise changed_in_place(self.name, f"saved tensor {slot}")
+        return tensor
+
+
+# One call of a block under its plan, recorded on the way (rule R8).
+
+
+class Kept:
+    """What autograd holds for a tensor that no plan knows: the tensor as it was, and its version."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+
+
+class CheckedCall:
+    """A call that takes what its plan says, and a record of it.
+
+    Where it leaves the plan's tape, by another operator or another saved tensor, everything from there on is kept, and
+    what was saved before is remade from what the tape says of it: the call is exact all the same.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        block: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        plan: CompiledPlan,
+        codecs: dict[int, Codec],
+        externals: list[tuple[int, torch.Tensor]],
+    ) -> None:
+        self.name = name
+        self._args = args
+        self._call = Call(plan, name, codecs, externals)
+        self._call.seen = []
+        self._has_left = False
+        self.recorder: CheckingRecorder | None = CheckingRecorder(
+            block, args, kwargs, plan.tape, plan.roots, self._call.leave_tape
+        )
+
+    @property
+    def seen(self) -> list[int] | None:
+        """The list that the order of unpacks goes into; None if the call left the plan's tape."""
+        return None if self._has_left else self._call.seen
+
+    def run(self, fn: Callable[..., Any]) -> tuple[Any, Tape]:
+        """(what the block returned, the record of the call)."""
+        recorder = self.recorder
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        with recorder.naming_modules(), recorder.watching_reads(), hooks, recorder:
+            result = fn(*self._args)
+        tape = recorder.finish()
+        self._has_left = recorder.has_left
+        if not recorder.has_left:
+            self._call.finish()
+        self.recorder, self._args = None, ()  # autograd holds this object, for the sake of `_unpack`
+        return result, tape
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        slot = self.recorder.save(tensor)
+        if self.recorder.has_left:
+            return Kept(tensor)
+        with self.recorder.paused():
+            packed = self._call.pack(tensor)
+        self.recorder.let_go(self._call.plan.slots[slot].value)
+        return packed
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, Kept):
+            return self._call.unpack(packed)
+        if packed.tensor._version != packed.version:
+            raise changed_in_place(self.name, "a saved tensor")
+        return packed.tensor

@@ -1,0 +1,186 @@
+"""Running a model's blocks under a policy.
+
+A block whose plan retains everything is called plainly. Any other call runs inside one pair of saved-tensor hooks,
+which carries all actions. A block is recorded at a few sizes, most often by a profile. From then on calls of other
+sizes run on tapes whose numbers are evaluated from theirs (`tape/family.py`). The first call at each new size is
+compared with its tape operator by operator, on one block of those that share it. After that there is no dispatch mode.
+
+NOTE [Rules of the executor]. Code and tests say "rule R3".
+R1  Exact: without a lossy codec, loss and every gradient are bit-equal to plain training, dropout included.
+R2  A restored tensor has the dtype, size, stride and storage offset of the saved one.
+R3  One storage, one payload, however many operators save it.
+R4  Parameters and casts of parameters are never compressed. A cast may be recomputed. What backward divides by is never
+    compressed with loss.
+R5  Random operators are never replayed: their result is retained or stored losslessly. Of dropout only the mask
+    is random.
+R6  An in-place operator makes a new version of a storage; replay never changes a version that something else needs.
+    Nor does the backward of an autograd function written in Python: what replay reads again, it gets as a copy.
+R7  Nothing is replayed that was not compared with the original, bit for bit, at each of the sizes that a block was
+    recorded at: three or more, odd ones and multiples of 8 among them. A size that was not compared runs under the same
+    operators, with inputs of the same layout, on the same device; what could differ is the kernel that a library picks
+    for the size. So replay is compared again at the 1st, 2nd, 4th, 8th ... new size, on the first block that runs it,
+    below which nothing is stored yet. What comes out otherwise is told, and retained at all sizes from the next call
+    on. Fused attention whose library plans for each shape anew (cuDNN's) is not replayed at new sizes at all.
+R8  Each call checks what autograd saves against the tape. At a size that none has run, one block compares every
+    operator with it as well: what runs otherwise is put back, and recorded. Other data in an argument that the block
+    reads into Python, every state of the Python values that a block's modules hold, and other modules and hooks in the
+    place of these have tapes of their own. Where operators depend on any other data, torch's checkpoint takes over.
+R9  Without gradients, in generate(), after an exception, with retain_graph or create_graph, and with several forwards
+    before one backward: right, or refused, and nothing is left behind. Each call of a block has a plan of its own, and
+    is right under that of any other call too.
+R10 A normal step never waits for the device.
+R11 A packed object never holds the tensor object itself, and all state lives in packed objects and calls.
+R12 Inputs, parameters, buffers and what else hangs on the block are looked up anew at each call. What is reached in
+    any other way cannot be replayed from.
+R13 Operators that other ranks take part in are never replayed, so that no rank waits for one whose plan differs: their
+    result is retained or compressed. Where torch's checkpoint must run such a block, it does so under every plan.
+R14 Indices that follow from what is stored with loss (an expert's tokens, an order of rows) are never replayed. Nor are
+    statistics of its rows (a norm's): they are stored beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.errors import ChunkedHeadError, PolicyMismatchError
+from adacc_hf.artifacts.policy import Policy, block_of_call, call_name, num_calls
+from adacc_hf.head.head import ChunkedHead
+from adacc_hf.run.blocks import Checkpointed, Installation
+from adacc_hf.run.follow_plan import FollowPlan
+from adacc_hf.tape.library import TapeLibrary, library_of_profiles
+
+if TYPE_CHECKING:
+    from adacc_hf.artifacts.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlans:
+    """A policy made ready to run: a strategy for every block, by name."""
+
+    policy: Policy
+    strategies: dict[str, FollowPlan]
+
+
+class PolicyHandle:
+    """A policy applied to a model. `remove()`, or leaving it as a context manager, takes it off without a trace."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: Policy,
+        block_classes: tuple[str, ...] | None = None,
+        profile: Profile | None = None,
+    ) -> None:
+        self.installation = Installation(model, block_classes)
+        self._block_classes = block_classes
+        self.library = TapeLibrary()
+        self.library.take(library_of_profiles(model))
+        if profile is not None:  # of another process: this one has no tapes of it
+            self.library.expect_orders(profile.kinds)
+        self.policy = policy
+        self.plans: BlockPlans | None = None
+        """The strategies that were followed last."""
+        self._head: ChunkedHead | None = None
+        try:
+            self.replace(policy)
+        except BaseException:
+            self.remove()
+            raise
+
+    def replace(self, policy: Policy) -> None:
+        """Follow another policy from the next forward on."""
+        self.follow(self.prepare(policy, self.plans))
+
+    def prepare(self, policy: Policy, earlier: BlockPlans | None = None) -> BlockPlans:
+        """The strategies of `policy`, to be followed at any time; they know the shapes that `earlier` has seen."""
+        _check_blocks(policy, list(self.installation.blocks), type(self.installation.model).__name__)
+        known = {} if earlier is None else earlier.strategies
+        strategies = {}
+        for name, index in policy.blocks:
+            before = (known[name].known, known[name].programs()) if name in known else ()
+            strategies[name] = FollowPlan(name, policy.plans[index], self.library, *before)
+        return BlockPlans(policy, strategies)
+
+    def follow(self, plans: BlockPlans | None) -> None:
+        """Run the blocks under `plans` from the next forward on; under torch's own checkpoint if None."""
+        self.installation.expect(self.installation.functions if plans is None else plans.strategies)
+        for name, function in self.installation.functions.items():
+            function.strategy = Checkpointed() if plans is None else plans.strategies[name]
+        if plans is not None:  # else the head stays: no size of batch is safer with a plain one
+            self._chunk_head(plans.policy.head == "chunked")
+            self.plans, self.policy = plans, plans.policy
+
+    def _chunk_head(self, is_on: bool) -> None:
+        if self._head is None and is_on:
+            try:
+                self._head = ChunkedHead(self.installation.model)
+            except ChunkedHeadError as error:
+                raise PolicyMismatchError(f"the policy has a chunked head, and {error}") from error
+        if self._head is not None:
+            self._head.is_on = is_on
+
+    @contextmanager
+    def taken_off(self) -> Iterator[None]:
+        """The model without this handle, for a profile in the middle of a run; afterwards all is as before."""
+        before, head = self.installation, self._head
+        self.remove()
+        self._head = None
+        try:
+            yield
+        finally:
+            self.library.take(library_of_profiles(before.model))
+            self.installation = Installation(before.model, self._block_classes)
+            self.installation.expect(before.functions)
+            self._chunk_head(head is not None and head.is_on)
+            for name, function in self.installation.functions.items():
+                function.strategy = before.functions[name].strategy
+            for name, block in self.installation.blocks.items():
+                block.num_calls = before.blocks[name].num_calls
+
+    def remove(self) -> None:
+        self.installation.remove()
+        if self._head is not None:
+            self._head.remove()
+
+    def uncalled(self) -> list[str]:
+        """Blocks whose function was never called with gradients on: something replaced their forward."""
+        return self.installation.uncalled()
+
+    def __enter__(self) -> PolicyHandle:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+
+def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = None) -> PolicyHandle:
+    """Run the blocks of `model` under `policy` from the next forward with gradients on.
+
+    Each block is recorded once more on its first call, which raises PolicyMismatchError if its operators are not
+    those it was profiled with. Raises the same if the policy has other blocks, NoBlocksError and NestedHooksError as
+    `Installation`.
+    """
+    return PolicyHandle(model, policy, config.block_classes if config else None)
+
+
+def _check_blocks(policy: Policy, blocks: list[str], model_class: str) -> None:
+    """Compare names, not their order: blocks are called in forward order and installed in module order (CLIP)."""
+    named = [name for name, _ in policy.blocks]
+    calls = num_calls(named)
+    expected = sorted(call_name(block, i + 1) for block, number in calls.items() for i in range(number))
+    if expected == sorted(named) and calls.keys() == set(blocks):
+        return
+    missing = [name for name in (*blocks, *expected) if name not in named]
+    foreign = [name for name in named if block_of_call(name) not in blocks]
+    raise PolicyMismatchError(
+        f"the policy is for {len(calls)} blocks, {model_class} has {len(blocks)}"
+        + (f"; it has no plan for {missing[0]}" if missing else "")
+        + (f"; the model has no {foreign[0]}" if foreign else "")
+        + ": profile this model and solve a policy for it"
+    )

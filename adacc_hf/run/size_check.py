@@ -1,0 +1,186 @@
+"""The check of a call at a size that never ran: whether its operators are given what its tape says (rule R7).
+
+What autograd saves shows few of a tape's numbers. An argument that only replay reads, a stride or the dimension of a
+sum, would change a gradient unseen. So the first block that runs a tape evaluated for a new size runs under a dispatch
+mode that looks at numbers alone: it keeps nothing, and takes some ten microseconds an operator, a tenth of what
+recording takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from adacc_hf.artifacts.errors import SavedOtherwiseError
+from adacc_hf.tape.call_inputs import find_external
+from adacc_hf.tape.tape import Tape, TapeOperator, TapeValue, TensorRef, has_storage, leaves
+from adacc_hf.torch_glue.tensors import local_of, runs_on_parts
+
+_CAST = torch.ops.aten._to_copy.default
+_CONSTANT = torch.ops.aten.lift_fresh.default
+_FULL = torch.ops.aten.full.default
+_NOT_RUN = (_FULL, torch.ops.aten.native_dropout_backward.default)
+"""Operators that a tape may have where none of that name runs: for a number out of Python, and for dropout's result."""
+
+
+class SizeCheck(TorchDispatchMode):
+    """While open, each operator is compared with that of a tape before it runs.
+
+    The first one that is not the tape's raises SavedOtherwiseError. By then the call has done nothing but what its tape
+    says.
+    """
+
+    def __init__(self, name: str, tape: Tape) -> None:
+        super().__init__()
+        self._name = name
+        self._values = tape.values
+        self._operators = tape.operators
+        self._next = 0
+        self._is_paused = False
+        self._error: SavedOtherwiseError | None = None
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As `Recorder`."""
+        return True
+
+    def begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare what the call is given and what hangs on its block with what the tape has for it."""
+        for value in self._values:
+            if value.source is None or value.source.place == "unknown":
+                continue
+            given = find_external(value.source, block, args, kwargs)
+            if given is None or not _has_geometry(value.ref, local_of(given)):
+                self._refuse(f"{value.source} is not as {value.ref}")
+
+    def unseen(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        """`pack`, with what it runs none of the block's operators."""
+
+        def run(tensor: torch.Tensor) -> Any:
+            self._is_paused = True
+            try:
+                return pack(tensor)
+            finally:
+                self._is_paused = False
+
+        return run
+
+    def finish(self) -> None:
+        """Raise SavedOtherwiseError if less ran than the tape has, or something else, though the block went on."""
+        if self._error is not None:
+            raise self._error
+        missing = next((op for op in self._operators[self._next :] if not self._may_be_missing(op)), None)
+        if missing is not None:
+            self._refuse(f"{missing.name} does not run")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
+        if any(map(runs_on_parts, types)):
+            return NotImplemented  # what it runs on the parts comes here next
+        if func is _CONSTANT:
+            self._check_constant(args[0])
+        if func.is_view:  # half of all
+            return func(*args, **kwargs)
+        expected = self._take(func, args, kwargs)
+        if expected is None:
+            return self._unexpected(func, args, kwargs)
+        result = func(*args, **kwargs)
+        made = (result,) if isinstance(result, torch.Tensor) else leaves(result)
+        for position, value in expected.outputs:
+            if not _is_as(self._values[value], local_of(made[position])):
+                self._refuse(f"{func} makes another tensor than {self._values[value].ref}")
+        return result
+
+    def _take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TapeOperator | None:
+        """The tape's next operator, if it is this one and of the same numbers."""
+        for place in range(self._next, len(self._operators)):
+            operator = self._operators[place]
+            may_be_missing = self._may_be_missing(operator)
+            if operator.target is func:
+                if _same(operator.args, args) and _same(operator.kwargs, kwargs):
+                    self._next = place + 1
+                    return operator
+                if not may_be_missing and not _is_cast_of_parameter(func, args):
+                    self._refuse(f"{func} is given others than {(operator.args, operator.kwargs)}")
+            if not may_be_missing:
+                return None
+        return None
+
+    def _may_be_missing(self, operator: TapeOperator) -> bool:
+        """Whether no operator may run in its place: autocast keeps casts of parameters, which are noted as they are
+        read."""
+        if operator.target is _CAST:
+            source = self._values[operator.args[0].value].source
+            return source is not None and source.place == "parameter"
+        return operator.target in _NOT_RUN
+
+    def _check_constant(self, tensor: torch.Tensor) -> None:
+        """Compare a number out of Python with the one that the tape makes next, if it makes any."""
+        operator = self._operators[self._next] if self._next < len(self._operators) else None
+        if operator is None or operator.target is not _FULL or tensor.numel() != 1 or tensor.is_meta:
+            return
+        is_at_hand = tensor.device.type == "cpu"  # a step waits for no device (rule R10)
+        if is_at_hand and not _same(operator.args, (list(tensor.shape), tensor.item())):
+            self._refuse(f"a number is not as in {operator.args}")
+        self._next += 1
+
+    def _unexpected(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run what the tape does not have next: it must not make or change a storage."""
+        if func._schema.is_mutable:
+            self._refuse(f"{func} runs, which it has not")
+        result = func(*args, **kwargs)
+        if _is_cast_of_parameter(func, args):
+            return result
+        known = {tensor.untyped_storage()._cdata for tensor in _stored(args, kwargs)}
+        if any(tensor.untyped_storage()._cdata not in known for tensor in _stored(result)):
+            self._refuse(f"{func} runs, which it has not")
+        return result
+
+    def _refuse(self, how: str) -> None:
+        self._error = SavedOtherwiseError(f"block {self._name} does not run as its tape says: {how}")
+        raise self._error
+
+
+def _is_cast_of_parameter(func: Any, args: tuple[Any, ...]) -> bool:
+    return func is _CAST and isinstance(args[0], nn.Parameter)
+
+
+def _same(expected: Any, given: Any) -> bool:
+    """Whether an operator is given the numbers that its tape has for it."""
+    if isinstance(expected, TensorRef):
+        return isinstance(given, torch.Tensor) and _has_geometry(expected, given)
+    if isinstance(expected, (tuple, list)):
+        if not isinstance(given, (tuple, list)) or len(expected) != len(given):
+            return False
+        return all(map(_same, expected, given))
+    if isinstance(expected, dict):
+        return expected.keys() == given.keys() and all(_same(item, given[name]) for name, item in expected.items())
+    return expected is given or expected == given or repr(expected) == repr(given)  # a number may be none
+
+
+def _stored(*trees: Any) -> list[torch.Tensor]:
+    """The tensors that have memory."""
+    tensors = [leaf for leaf in leaves(*trees) if isinstance(leaf, torch.Tensor)]
+    return [tensor for tensor in tensors if not tensor.is_meta and has_storage(tensor)]
+
+
+def _is_as(expected: TapeValue, made: torch.Tensor) -> bool:
+    return _has_geometry(expected.ref, made) and made.untyped_storage().nbytes() == expected.nbytes
+
+
+def _has_geometry(ref: TensorRef, tensor: torch.Tensor) -> bool:
+    size, stride, offset = ref.geometry
+    return (
+        tensor.dtype is ref.dtype
+        and tensor.shape == size
+        and tensor.stride() == stride
+        and tensor.storage_offset() == offset
+    )

@@ -1,0 +1,102 @@
+"""The rule behind the paper's Table 1: each activation goes the way that frees more bytes per ms.
+
+The optimization bandwidth of an action is what it frees over the time it takes, recomputation counted from the nearest
+activations. Each activation gets the action of the higher bandwidth, the highest bandwidths first. What actions cost
+together is left out: a replay that two activations share counts for each. The solver starts from these policies, so
+that it is never slower; alone they are a baseline for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice, Policy
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.solve.milp import Column, KindModel, Store, price
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bandwidths:
+    """What an activation's actions free per ms; None for one that it cannot take."""
+
+    value: int
+    recompute_ms: float | None
+    recompute: float | None
+    """Bytes per ms: the paper's Band_recomp."""
+    store: Store | None
+    """The codec with the highest bandwidth."""
+    compress: float | None
+    """Bytes per ms: the paper's Band_comp."""
+
+    @property
+    def best(self) -> float | None:
+        """The higher one."""
+        return max((band for band in (self.recompute, self.compress) if band is not None), default=None)
+
+    @property
+    def choice(self) -> Choice:
+        """The action with the higher bandwidth; RETAIN if there is no other."""
+        if self.best is None:
+            return RETAIN
+        return RECOMPUTE if self.best == self.recompute else self.store.choice
+
+
+def bandwidths(model: KindModel) -> list[Bandwidths]:
+    """The bandwidths of every activation of a kind."""
+    rows = []
+    for value in model.kind.activations:
+        ms = replay_ms(model, value.index) if value.saved else None
+        codecs = [store for store in model.menus[value.index][1:] if value.saved]
+        best = max(codecs, key=lambda store, size=value.nbytes: _per_ms(size - store.nbytes, store.ms), default=None)
+        rows.append(
+            Bandwidths(
+                value=value.index,
+                recompute_ms=ms,
+                recompute=None if ms is None else _per_ms(value.nbytes, ms),
+                store=best,
+                compress=None if best is None else _per_ms(value.nbytes - best.nbytes, best.ms),
+            )
+        )
+    return rows
+
+
+def _per_ms(nbytes: int, ms: float) -> float:
+    return nbytes / ms if ms else math.inf
+
+
+def replay_ms(model: KindModel, value: int) -> float | None:
+    """Time to remake an activation when all others are stored; None if it cannot be."""
+    if model.remake(value) is None:
+        return None
+    return price(model, {**dict.fromkeys(model.menus, RETAIN), value: RECOMPUTE}).ms
+
+
+def greedy_policies(profile: Profile, models: Sequence[KindModel]) -> Iterator[list[Column]]:
+    """Policies from all RETAIN on, a column per block, each with one more activation of one block changed.
+
+    The first blocks are changed first, as in `frontier.chain`. Every policy takes at least the time of those before it:
+    the more is changed, the more is replayed and coded.
+    """
+    choices = [dict.fromkeys(model.menus, RETAIN) for model in models]
+    policy = [price(models[block.kind], choices[block.kind]) for block in profile.blocks]
+    yield list(policy)
+    changes = [(k, row) for k, model in enumerate(models) for row in bandwidths(model) if row.choice != RETAIN]
+    for kind, row in sorted(changes, key=lambda change: -change[1].best):
+        choices[kind][row.value] = row.choice
+        column = price(models[kind], choices[kind])
+        for i, block in enumerate(profile.blocks):
+            if block.kind == kind:
+                policy[i] = column
+                yield list(policy)
+
+
+# The paper's "Quantization" baseline: one codec for everything, whatever it costs.
+
+NAIVE_CODEC = "token_int4"
+
+
+def quantize_everything(profile: Profile) -> Policy:
+    """The policy that keeps each activation that a codec takes as per-token INT4."""
+    return Policy.uniform(profile, Action.COMPRESS, codec=NAIVE_CODEC)

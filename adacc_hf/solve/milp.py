@@ -1,0 +1,239 @@
+"""The choice of an action for every activation of one block, as a mixed-integer linear program (paper, section 3.3).
+
+For a block of one kind, all variables binary:
+  store[v, o]  activation v is stored as option o of its menu: as it is, or as one codec's payload
+  run[j]       operator j is replayed in backward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice, Plan
+from adacc_hf.solve.linear_program import Program
+
+if TYPE_CHECKING:
+    from adacc_hf.artifacts.config import AdaccConfig
+    from adacc_hf.artifacts.profile import KindProfile, Value
+
+
+@dataclass(frozen=True)
+class Store:
+    """One way to store an activation."""
+
+    choice: Choice
+    nbytes: int
+    ms: float
+    """Encode and decode time; 0 for the tensor itself."""
+    is_lossless: bool = True
+
+
+@dataclass(frozen=True)
+class KindModel:
+    """What the solver may do with one kind under a config."""
+
+    whole: KindProfile
+    """The kind as it was profiled."""
+    kind: KindProfile
+    """The kind in which no value repeats another, if replay is allowed: one that would is taken from the other."""
+    menus: Mapping[int, tuple[Store, ...]]
+    """The ways to store each activation, RETAIN first."""
+    runnable: frozenset[int]
+    """Operators that can be replayed: their inputs can all be stored or remade."""
+    decided: frozenset[int] = frozenset()
+    """Indices that a codec's error could make others, which are stored if they are needed."""
+
+    @cached_property
+    def total_ms(self) -> float:
+        """Sum of all operators' and codecs' times: a scale for the objective."""
+        runs = sum(operator.ms for operator in self.kind.operators)
+        return runs + sum(store.ms for menu in self.menus.values() for store in menu)
+
+    def remake(self, value: int) -> int | None:
+        """The operator whose replay makes `value`, or None if none may."""
+        record = self.kind.values[value]
+        may_be = record.recomputable and value not in self.decided
+        return record.producer if may_be and record.producer in self.runnable else None
+
+    def is_lossy(self, value: int, choice: Choice) -> bool:
+        """Whether `choice` stores the value with loss."""
+        if choice.action is not Action.COMPRESS:
+            return False
+        return any(store.choice == choice and not store.is_lossless for store in self.menus[value])
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """One plan for a block of a kind, with its price in whole bytes. Compared by identity, which is quick to hash."""
+
+    plan: Plan
+    nbytes: int
+    """Bytes it stores, shared tensors left out."""
+    shared: frozenset[int]
+    """Shared tensors that its replay reads."""
+    ms: float
+
+
+def build_model(kind: KindProfile, config: AdaccConfig) -> KindModel:
+    """The actions that `config` allows on `kind`."""
+    whole = kind
+    if Action.RECOMPUTE in config.parsed_actions:
+        kind = whole.merged(whole.equal)
+    menus = {
+        value.index: (Store(RETAIN, value.nbytes, 0.0), *_codec_stores(value, config)) for value in kind.activations
+    }
+    kept = kind.decided(lossy_values(menus))
+    runnable: set[int] = set()
+    if Action.RECOMPUTE in config.parsed_actions:
+        for operator in kind.operators:
+            available = (_is_available(kind.values[value], menus, runnable, kept) for value in operator.inputs)
+            if operator.replayable and all(available):
+                runnable.add(operator.index)
+    return KindModel(whole, kind, menus, frozenset(runnable), kept)
+
+
+def lossy_values(menus: Mapping[int, Sequence[Store]]) -> set[int]:
+    """The values that may be stored with loss."""
+    return {value for value, menu in menus.items() if any(not store.is_lossless for store in menu)}
+
+
+def _codec_stores(value: Value, config: AdaccConfig) -> list[Store]:
+    """The codecs that `config` allows for `value`: lossless ones always, since they change nothing."""
+    lossy = Action.COMPRESS in config.parsed_actions
+    return [
+        Store(Choice.compress(option), option.nbytes, option.encode_ms + option.decode_ms, option.lossless)
+        for option in value.codecs
+        if (option.lossless or (lossy and (config.codecs is None or option.codec in config.codecs)))
+        and (config.max_error is None or option.error <= config.max_error)
+        and option.nbytes < value.nbytes
+    ]
+
+
+def _is_available(value: Value, menus: Mapping[int, Any], runnable: set[int], kept: Collection[int]) -> bool:
+    """Whether a replayed operator can read `value`, given the operators before it that can be replayed."""
+    can_be_remade = value.recomputable and value.producer in runnable and value.index not in kept
+    return value.shared is not None or value.index in menus or can_be_remade
+
+
+def price(model: KindModel, choices: Mapping[int, Choice]) -> Column:
+    """The plan with these choices; what nobody reads is neither replayed nor stored.
+
+    A block input that autograd does not save costs bytes only if a replay reads it. Activations that repeat another
+    are recomputed. What no replay may make beside what is stored with loss is retained.
+    """
+    choices = {v.index: choices[v.index] if v.index in model.menus else RECOMPUTE for v in model.whole.activations}
+    coded = [value for value, choice in choices.items() if model.is_lossy(value, choice)]
+    choices |= {value: RETAIN for value in model.kind.fragile_beside(coded) if choices[value] == RECOMPUTE}
+    values = model.kind.values
+    pending = [value.index for value in model.kind.activations if value.saved and choices[value.index] == RECOMPUTE]
+    read: set[int] = set()
+    runs: set[int] = set()
+    while pending:
+        operator = model.kind.operators[_producer(model, pending.pop())]
+        if operator.index not in runs:
+            runs.add(operator.index)
+            read.update(operator.inputs)
+            pending += [
+                v for v in operator.inputs if values[v].shared is None and choices.get(v, RECOMPUTE) == RECOMPUTE
+            ]
+    kept = [v.index for v in model.kind.activations if choices[v.index] != RECOMPUTE and (v.saved or v.index in read)]
+    stores = [next(store for store in model.menus[v] if store.choice == choices[v]) for v in kept]
+    return Column(
+        plan=Plan(kind=model.kind.digest, choices=tuple(choices.items())),
+        nbytes=sum(store.nbytes for store in stores),
+        shared=frozenset(values[v].shared for v in read if values[v].shared is not None),
+        ms=sum(model.kind.operators[j].ms for j in runs) + sum(store.ms for store in stores),
+    )
+
+
+def _producer(model: KindModel, value: int) -> int:
+    operator = model.remake(value)
+    assert operator is not None, f"the program lets value {value} be remade, which cannot be"
+    return operator
+
+
+class BlockVariables:
+    """The variables and constraints of one block of `model` inside `program`."""
+
+    def __init__(self, program: Program, model: KindModel) -> None:
+        self.model = model
+        self.store = {
+            (value, option): program.variable() for value, menu in model.menus.items() for option in range(len(menu))
+        }
+        self.run = {j: program.variable() for j in sorted(model.runnable)}
+        self._constrain(program)
+
+    def _constrain(self, program: Program) -> None:
+        # [Once] an activation is stored in at most one way (equation 5).
+        for value, menu in self.model.menus.items():
+            if len(menu) > 1:
+                program.constrain(self._stored(value), high=1.0)
+        # [Available] what autograd saved is stored, or its producer is replayed (equations 5 and 6).
+        for value in self.model.kind.activations:
+            if value.saved:
+                program.constrain([*self._stored(value.index), *self._remade(value.index)], low=1.0)
+        # [Dependency] a replayed operator has its inputs; for what autograd saved, [Available] says so already.
+        for j, run in self.run.items():
+            for value in self._unsaved_inputs(j):
+                program.constrain([*self._stored(value), *self._remade(value), (run, -1.0)], low=0.0)
+        # [Fragile] what no replay may make where another one is stored with loss is stored then.
+        for value, others in self.model.kind.fragile.items():
+            for other in others if self._remade(value) else ():
+                lossy = [
+                    (self.store[other, o], -1.0) for o, s in enumerate(self.model.menus[other]) if not s.is_lossless
+                ]
+                if lossy:
+                    program.constrain([*self._stored(value), *lossy], low=0.0)
+
+    def _stored(self, value: int) -> list[tuple[int, float]]:
+        return [(self.store[value, option], 1.0) for option in range(len(self.model.menus.get(value, ())))]
+
+    def _remade(self, value: int) -> list[tuple[int, float]]:
+        operator = self.model.remake(value)
+        return [] if operator is None else [(self.run[operator], 1.0)]
+
+    def _unsaved_inputs(self, operator: int) -> list[int]:
+        values = self.model.kind.values
+        inputs = dict.fromkeys(self.model.kind.operators[operator].inputs)
+        return [v for v in inputs if values[v].shared is None and not (values[v].activation and values[v].saved)]
+
+    def shared_readers(self) -> list[tuple[int, int]]:
+        """Pairs of a shared tensor and the run variable of an operator that reads it."""
+        values = self.model.kind.values
+        inputs = [(v, run) for j, run in self.run.items() for v in dict.fromkeys(self.model.kind.operators[j].inputs)]
+        return [(values[v].shared, run) for v, run in inputs if values[v].shared is not None]
+
+    def terms_ms(self, weight: float = 1.0) -> list[tuple[int, float]]:
+        """Replay, encoding and decoding, in ms (equation 4), times `weight`."""
+        runs = [(run, weight * self.model.kind.operators[j].ms) for j, run in self.run.items()]
+        return runs + [(x, weight * self.model.menus[v][o].ms) for (v, o), x in self.store.items()]
+
+    def terms_bytes(self, weight: float = 1) -> list[tuple[int, float]]:
+        """What is stored, in bytes (equation 8), times `weight`."""
+        return [(x, weight * self.model.menus[v][o].nbytes) for (v, o), x in self.store.items()]
+
+    def column(self, solution: Sequence[float]) -> Column:
+        """The plan that the solved variables mean, rounded to integers and priced anew."""
+        choices = {}
+        for value, menu in self.model.menus.items():
+            taken = [store.choice for o, store in enumerate(menu) if solution[self.store[value, o]] > 0.5]
+            choices[value] = taken[0] if taken else RECOMPUTE
+        for value in self.model.kind.activations:
+            # A block input that nothing needs is not stored under any action; it cannot be RECOMPUTE.
+            if not value.saved and choices[value.index] == RECOMPUTE:
+                choices[value.index] = RETAIN
+        return price(self.model, choices)
+
+
+def retain_all(model: KindModel) -> Column:
+    """The plan that leaves the block untouched, values that repeat others included."""
+    activations = model.whole.activations
+    return Column(
+        plan=Plan(kind=model.whole.digest, choices=tuple((value.index, RETAIN) for value in activations)),
+        nbytes=sum(value.nbytes for value in activations if value.saved),
+        shared=frozenset(),
+        ms=0.0,
+    )

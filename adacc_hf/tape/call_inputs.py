@@ -1,0 +1,377 @@
+"""What one call of a block is given: the key that tells shapes apart, and the tensors that replay reads (rules R8,
+R12)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, reduce
+from itertools import chain
+from operator import methodcaller
+from threading import Lock, get_ident
+from typing import Any
+
+import torch
+from torch import nn
+
+from adacc_hf.tape.replay import closure
+from adacc_hf.tape.tape import Source, Tape, has_storage
+from adacc_hf.torch_glue.tensors import local_of, runs_on_parts, storage_of
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+_INERT = frozenset({"num_items_in_batch"})
+"""Arguments that Transformers passes through blocks to the loss; they differ at every step and change nothing here."""
+_REGISTERS = ("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks")
+"""Where a module has what decides which operators it runs."""
+_KEYS, _VALUES = methodcaller("keys"), methodcaller("values")
+
+
+def argument_tensors(args: Args, kwargs: Kwargs) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """(path, tensor) of every tensor among the arguments of a call, containers searched."""
+    for position, argument in enumerate(args):
+        yield from _leaves((position,), argument)
+    for name, argument in kwargs.items():
+        yield from _leaves((name,), argument)
+
+
+def _leaves(path: tuple[Any, ...], tree: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, (tuple, list)):
+        for index, item in enumerate(tree):
+            yield from _leaves((*path, index), item)
+    elif isinstance(tree, dict):
+        for key, item in tree.items():
+            yield from _leaves((*path, key), item)
+
+
+class StatePaths:
+    """The names of a block's parameters, for looking the tensors up anew at each call at the cost of dict accesses.
+
+    They are those of its modules as they are now: adapters, pruning and parametrizations put others in their places.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        modules = dict(block.named_modules())
+        registers = [module._parameters for module in modules.values()]
+        self._parameters = [(each, name) for each in registers for name, given in each.items() if given is not None]
+        self._registers = [vars(module)[name] for module in modules.values() for name in _REGISTERS]
+        self._filled = [register for register in self._registers if register]  # most are empty, and counted only
+        self._children = [module._modules for module in modules.values() if module._modules]
+        self._before = self._content()
+        self.structure = hash(tuple((path, *_made_of(module)) for path, module in modules.items()))
+        """The same for blocks of the same modules, with the same names and hooks."""
+
+    def are_current(self) -> bool:
+        """Whether the block still has the modules that it had, and these their parameters, buffers and hooks."""
+        return self._content() == self._before
+
+    def _content(self) -> tuple[list[int], list[str | int], list[nn.Module | None]]:
+        names, modules = map(_KEYS, self._filled), map(_VALUES, self._children)
+        return list(map(len, self._registers)), list(chain.from_iterable(names)), list(chain.from_iterable(modules))
+
+    def want_gradients(self) -> tuple[bool, ...]:
+        """Which parameters want gradients, while these paths are current."""
+        return tuple([register[name].requires_grad for register, name in self._parameters])
+
+
+def call_key(paths: StatePaths, args: Args, kwargs: Kwargs) -> Any:
+    """What the operators of a call depend on, as far as it can be told without running it (rule R8).
+
+    Shapes, strides, dtypes, offsets and gradients of the tensor arguments, which of them share a storage, numbers and
+    names among the other arguments, containers searched, autocast, what the block is made of, and which of its
+    parameters want gradients.
+    """
+    storages: dict[int, int] = {}
+    tensors = []
+    device_type = "cpu"
+    for path, tensor in argument_tensors(args, kwargs):
+        alias = storages.setdefault(storage_of(tensor)._cdata, len(storages))
+        device_type = tensor.device.type
+        is_strided = tensor.layout is torch.strided
+        place = (tensor.stride(), tensor.storage_offset()) if is_strided else tensor.layout
+        tensors.append((path, tensor.shape, place, tensor.dtype, tensor.requires_grad, alias))
+    autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
+    plain = [_plain(value) for value in args]
+    plain += [_plain(value) for name, value in kwargs.items() if name not in _INERT]
+    return tuple(tensors), tuple(plain), autocast, paths.structure, paths.want_gradients()
+
+
+def _made_of(module: nn.Module) -> tuple[Any, ...]:
+    """A module's class, names and hooks, all by name: parametrize makes each module a class of its own."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    names = [*module._parameters, None, *module._buffers, None, *map(_name_of, hooks)]
+    return _name_of(type(module)), tuple(names)
+
+
+def _name_of(code: Any) -> str:
+    named = code if hasattr(code, "__qualname__") else type(code)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def state_layout(block: nn.Module) -> Hashable:
+    """Where in which storages the block's parameters and buffers are, which a tape's views of them depend on.
+
+    Most often each has its own; DeepSpeed puts those of all blocks into one.
+    """
+    storages: dict[int, int] = {}
+    tensors = [local_of(tensor) for tensor in (*block.parameters(), *block.buffers())]
+    return tuple(
+        (storages.setdefault(t.untyped_storage()._cdata, len(storages)), t.storage_offset(), t.stride())
+        for t in tensors
+        if has_storage(t)
+    )
+
+
+def fetch(
+    externals: Sequence[tuple[int, Source]], block: nn.Module, args: Args, kwargs: Kwargs
+) -> list[tuple[int, torch.Tensor]]:
+    """The inputs, parameters and buffers of this call, by value (rule R12)."""
+    return [(value, find_external(source, block, args, kwargs)) for value, source in externals]
+
+
+def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor:
+    """The tensor at `source` in this call of `block`, detached unless it is a parameter.
+
+    What hangs on something may be gone: None, then.
+    """
+    if source.place == "module":
+        return find_held(block.get_submodule(source.path[0]), source.path[1:])
+    if source.place != "argument":
+        path, name = _split(source.path[0])
+        owner = _owner(block, path)
+        if source.place == "buffer":
+            return owner._buffers[name].detach()  # `buffer.data = ...` leaves this one as it is
+        parameter = owner._parameters[name]
+        return find_held(parameter, source.path[1:]) if source.place == "attached" else parameter
+    return _argument(source.path, args, kwargs).detach()
+
+
+def data_at(path: Sequence[Any], args: Args, kwargs: Kwargs) -> bytes | None:
+    """The data of the argument at `path`; None if this call has no such tensor, or one that nobody compares."""
+    try:
+        return data_of(_argument(path, args, kwargs))
+    except (LookupError, TypeError):
+        return None
+
+
+def _argument(path: Sequence[Any], args: Args, kwargs: Kwargs) -> Any:
+    first, *rest = path
+    found = args[first] if isinstance(first, int) else kwargs[first]
+    for step in rest:
+        found = found[step]
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(_plain(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((name, _plain(item)) for name, item in value.items())
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
+@cache
+def _split(name: str) -> tuple[tuple[str, ...], str]:
+    """("mlp.c_fc.weight") -> (("mlp", "c_fc"), "weight")."""
+    *path, last = name.split(".")
+    return tuple(path), last
+
+
+def _owner(block: nn.Module, path: tuple[str, ...]) -> nn.Module:
+    for step in path:
+        block = block._modules[step]
+    return block
+
+
+# Tensors that a block holds as neither parameter nor buffer: the scales of a quantized weight, an adapter's indices.
+#
+# They hang on its parameters and modules, in attributes, containers and small objects there, and a quantized weight
+# of
+# torchao is made of them. Each has a path, by which it is found anew at each call (rule R12). A call that puts
+# another
+# one in its place cannot be followed.
+
+PLACES = ("attached", "module")
+"""Of their sources: on a parameter, and on a module."""
+_DEPTH = 2
+"""Containers and objects between a module, or a parameter, and a tensor of its own."""
+_REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+def held_tensors(block: nn.Module) -> Iterator[tuple[Source, torch.Tensor]]:
+    """(source, tensor) of each of them, as they are now."""
+    for name, parameter in block.named_parameters(remove_duplicate=False):
+        if not runs_on_parts(type(parameter)):  # whose own part stands for it
+            for path, tensor in _tensors_in(vars(parameter), _DEPTH):
+                yield Source("attached", (name, *path)), tensor
+    for name, module in block.named_modules():
+        own = {attribute: value for attribute, value in vars(module).items() if attribute not in _REGISTERED}
+        for path, tensor in _tensors_in(own, _DEPTH):
+            yield Source("module", (name, *path)), tensor
+
+
+def find_held(owner: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
+    """The tensor at `path` from a parameter or module, detached; None if there is none any more."""
+    try:
+        found = reduce(_step, path, owner)
+    except (AttributeError, LookupError):
+        return None
+    return found.detach() if _is_plain(found) else None
+
+
+def _step(owner: Any, name: Any) -> Any:
+    return owner[name] if isinstance(owner, (dict, list, tuple)) else getattr(owner, name)
+
+
+def _tensors_in(owner: Any, depth: int) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    items = owner.items() if isinstance(owner, dict) else enumerate(owner)
+    for name, found in items:
+        if _is_plain(found):
+            yield (name,), found
+        if isinstance(found, torch.Tensor):
+            continue
+        inner = found if isinstance(found, (dict, list, tuple)) else getattr(found, "__dict__", None)
+        if depth and inner and not isinstance(found, (type, nn.Module)):
+            yield from (((name, *path), tensor) for path, tensor in _tensors_in(inner, depth - 1))
+
+
+def _is_plain(found: Any) -> bool:
+    """Whether it is a tensor that stands for itself: neither sparse nor divided among ranks."""
+    return isinstance(found, torch.Tensor) and has_storage(found) and not runs_on_parts(type(found))
+
+
+# What a block reads into Python: the tensors whose data decides which operators run (rule R8).
+#
+# Attention over images of several sizes splits its tokens at lengths that it reads from an argument. Calls that are
+# given
+# the same lengths run the same operators, so that such data can be part of what tells calls apart, as shapes are.
+# What
+# follows from anything else - hidden states, parameters, random numbers - is no ground for a tape.
+
+MAX_READ_BYTES = 1 << 16
+"""Largest argument that is compared at each call: reading 64 KiB takes some 10 us, a hundredth of a small block."""
+_METHODS = ("tolist", "numpy")
+"""Ways into Python that run no operator, so that no dispatch mode sees them."""
+_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+Note = Callable[[torch.Tensor, str], None]
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One value that was read into Python, or that decided a size, and by what."""
+
+    value: int
+    by: str
+
+    def __str__(self) -> str:
+        return f"{self.by} reads data into Python or makes a size that depends on data"
+
+
+def deciding_tensors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The tensors whose data decides what an operator returns into Python, or its result's size."""
+    if not _TAGS.intersection(func.tags):
+        return []
+    if func._schema.name == "aten::index":  # which depends on masks only; numbers are looked up
+        return [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+    if func._schema.name == "aten::masked_select":
+        return [args[1]]
+    return [arg for arg in args if isinstance(arg, torch.Tensor)]
+
+
+class _Watch:
+    """One patch of torch's tensors for all threads that watch at the same time, each what it reads itself.
+
+    A torch function mode would see it too, and would have what torch.compile made of a block's parts made again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._notes: dict[int, list[Note]] = {}
+        """By thread; the innermost comes last. Dynamo, when it is first used, keeps the methods that it finds: outside
+        they must find nothing here."""
+        self._before: dict[str, Any] = {}
+
+    def begin(self, note: Note) -> None:
+        with self._lock:
+            if not self._notes:
+                self._before = {method: torch.Tensor.__dict__.get(method) for method in _METHODS}
+                for method in _METHODS:
+                    setattr(torch.Tensor, method, self._watching(method))
+            self._notes.setdefault(get_ident(), []).append(note)
+
+    def end(self) -> None:
+        with self._lock:
+            notes = self._notes[get_ident()]
+            notes.pop()
+            if not notes:
+                del self._notes[get_ident()]
+            if self._notes:
+                return
+            for method, function in self._before.items():
+                if function is None:
+                    delattr(torch.Tensor, method)
+                else:
+                    setattr(torch.Tensor, method, function)
+
+    def _watching(self, method: str) -> Callable[..., Any]:
+        original = self._before[method] or getattr(torch._C.TensorBase, method)
+
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            notes = self._notes.get(get_ident())
+            if notes:
+                notes[-1](tensor, f"Tensor.{method}")
+            return original(tensor, *args, **kwargs)
+
+        return call
+
+
+_WATCH = _Watch()
+
+
+@contextmanager
+def watched(note: Note) -> Iterator[None]:
+    """While open, `note(tensor, method)` is called where this thread turns a tensor into lists or arrays."""
+    _WATCH.begin(note)
+    try:
+        yield
+    finally:
+        _WATCH.end()
+
+
+def judge(
+    tape: Tape, reads: Iterable[Read], arguments: Callable[[int], Iterable[tuple[Path, torch.Tensor]]]
+) -> tuple[dict[Path, bytes], Read | None]:
+    """(data of the arguments that `reads` follow from, by their paths; the first read that follows from more).
+
+    `arguments(value)` has the arguments on the storage of a value, with their paths: a read may be of any of them.
+    """
+    found: dict[Path, bytes] = {}
+    for read in reads:
+        operators, leaves = closure(tape, read.value, lambda _: False)
+        if not all(tape.operators[index].may_run_again for index in operators):
+            return {}, read
+        for leaf in leaves:
+            is_given = tape.is_block_input(leaf) and not tape.values[leaf].overwritten
+            data = {path: data_of(tensor) for path, tensor in arguments(leaf)} if is_given else {}
+            if not data or None in data.values():
+                return {}, read
+            found |= data
+    return found, None
+
+
+def data_of(tensor: Any) -> bytes | None:
+    """The tensor's elements in their order; None for floats, for what is large, and for what ranks divide.
+
+    Not its whole storage, whose end may be what was in memory before: `unique` allocates for the worst case.
+    """
+    if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point() or tensor.is_complex():
+        return None
+    if runs_on_parts(type(tensor)) or tensor.numel() * tensor.itemsize > MAX_READ_BYTES:
+        return None
+    return tensor.detach().cpu().contiguous().numpy().tobytes()

@@ -1,0 +1,127 @@
+"""Recording a call beside the tape that it should fit: it takes no memory, and tells where the call leaves the tape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from adacc_hf.tape.recorder import Recorder, may_write
+from adacc_hf.tape.tape import Source, Tape, TapeOperator, TapeValue
+
+
+class CheckingRecorder(Recorder):
+    """A recorder that compares as it goes.
+
+    Of storages that the block makes only the addresses are kept, and of `wanted` values the tensors, until they are
+    let go or, at the first operator or saved tensor that is not the tape's, handed to `on_leaving`. That comes before
+    the operator runs if it changes a storage.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tape: Tape,
+        wanted: Collection[int],
+        on_leaving: Callable[[Mapping[int, torch.Tensor]], None],
+    ) -> None:
+        super().__init__(block, args, kwargs)
+        self.has_left = False
+        """Whether the call did anything that is not on the tape."""
+        self._tape = tape
+        self._wanted = frozenset(wanted)
+        self._on_leaving = on_leaving
+        self._addresses: list[StorageWeakRef] = []
+        """As long as these live, no other storage gets the address of one that died."""
+        self._num_values = self._num_operators = 0
+        """How many were compared so far, and are the tape's."""
+        self._is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While open, operators run without being recorded, and may read what they like: they are not the block's."""
+        before = self._is_paused, self._in_operator
+        self._is_paused = self._in_operator = True
+        try:
+            yield
+        finally:
+            self._is_paused, self._in_operator = before
+
+    def let_go(self, value: int) -> None:
+        """Keep `value` no longer."""
+        self.bases[value] = None
+
+    def save(self, tensor: torch.Tensor) -> int:
+        slot = super().save(tensor)
+        self._compare()
+        expected = self._tape.slots[slot] if slot < len(self._tape.slots) else None
+        if self.slots[slot] != expected:
+            self._leave()
+        return slot
+
+    def finish(self) -> Tape:
+        """The record of the call, which was as the tape says if its digest is the same. Call it after the block."""
+        if (len(self.operators), len(self.slots)) != (len(self._tape.operators), len(self._tape.slots)):
+            self._leave()
+        return self.tape()
+
+    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_paused:
+            return func(*args, **kwargs)
+        result = super()._dispatch(func, types, args, kwargs)
+        self._compare()
+        return result
+
+    def _before_it_runs(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._compare()
+        if may_write(func) and not self.has_left:
+            index = len(self.operators)
+            expected = self._tape.operators[index] if index < len(self._tape.operators) else None
+            if expected is None or (func, repr((args, kwargs))) != (expected.target, expected.arguments()):
+                self._leave()
+
+    def _compare(self) -> None:
+        """Compare what was noted since the last time."""
+        values, operators = len(self.values), len(self.operators)
+        if self.has_left or (values, operators) == (self._num_values, self._num_operators):
+            return
+        fit = values <= len(self._tape.values) and operators <= len(self._tape.operators)
+        fit = fit and all(map(_same_value, self.values[self._num_values :], self._tape.values[self._num_values :]))
+        known = self._tape.operators[self._num_operators :]
+        if fit and all(map(_same_operator, self.operators[self._num_operators :], known)):
+            self._num_values, self._num_operators = values, operators
+        else:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self.has_left:
+            return
+        self.has_left = True
+        wanted = {value: self.bases[value] for value in sorted(self._wanted) if value < self._num_values}
+        self._wanted = frozenset()
+        with self.paused():
+            self._on_leaving({value: base for value, base in wanted.items() if base is not None})
+
+    def _kept(self, tensor: torch.Tensor, value: int, source: Source | None) -> torch.Tensor | None:
+        self._addresses.append(StorageWeakRef(tensor.untyped_storage()))
+        return tensor.detach() if source is not None or value in self._wanted else None
+
+
+def _same_value(value: TapeValue, expected: TapeValue) -> bool:
+    return (str(value.source), value.producer) == (str(expected.source), expected.producer)
+
+
+def _same_operator(operator: TapeOperator, expected: TapeOperator) -> bool:
+    """Whether two operators count as one in a tape's digest."""
+    return (
+        operator.target == expected.target
+        and (operator.outputs, operator.mutations, operator.random)
+        == (expected.outputs, expected.mutations, expected.random)
+        and operator.arguments() == expected.arguments()
+    )

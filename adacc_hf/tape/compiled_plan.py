@@ -1,0 +1,285 @@
+"""A plan made ready to run on one tape: what each slot does in forward, and which program each unpack runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from copy import copy
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from adacc_hf.artifacts.index_values import decided, is_statistic, made_from
+from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice
+from adacc_hf.kernels.codecs import Codec, get_codec
+from adacc_hf.tape.call_inputs import PLACES, find_external
+from adacc_hf.tape.replay import Environment, Program, Store, closure, schedule, single_program
+from adacc_hf.tape.tape import Source, Tape, TapeOperator, TensorRef, geometry_of
+from adacc_hf.tape.verification import merged, substituted
+
+
+class Slot:
+    """What happens to one saved tensor under a plan."""
+
+    __slots__ = (
+        "checks_offset",
+        "dtype",
+        "in_cell",
+        "is_read_by_replay",
+        "needs",
+        "offset",
+        "position",
+        "ref",
+        "size",
+        "stride",
+        "value",
+    )
+
+    def __init__(
+        self, ref: TensorRef, in_cell: bool, needs: tuple[int, ...] | None, block_made: bool, is_read_by_replay: bool
+    ) -> None:
+        size, self.stride, self.offset = ref.geometry
+        self.ref = ref
+        self.value = ref.value
+        self.size = torch.Size(size)
+        self.dtype = ref.dtype
+        self.in_cell = in_cell
+        """Whether the first slot of this value fills its cell."""
+        self.needs = needs
+        """Stored values that remaking the slot reads; None: autograd gets back the very tensor."""
+        self.position = {value: index for index, value in enumerate(needs or ())}
+        self.checks_offset = block_made
+        """Whether the offset in the storage is part of the tape; an argument may be a slice of anything."""
+        self.is_read_by_replay = is_read_by_replay
+        """Whether replay, or an equal value's slot, reads the value: a backward that may write into it gets a copy."""
+
+    def resized(self, ref: TensorRef) -> Slot:
+        """The same slot where its tensor has the geometry of `ref`, and perhaps an equal value's storage."""
+        slot = copy(self)
+        slot.ref = ref if ref.value == self.value else replace(ref, value=self.value)
+        size, slot.stride, slot.offset = ref.geometry
+        slot.size = torch.Size(size)
+        return slot
+
+    def __str__(self) -> str:
+        return f"{tuple(self.size)} stride {self.stride} {self.dtype}"
+
+
+class Schedule:
+    """The programs of one order of unpacks. Never changed, so that a backward under way can rely on it."""
+
+    __slots__ = ("order", "programs")
+
+    def __init__(self, tape: Tape, store: Store, order: tuple[int, ...], given_back: frozenset[int]) -> None:
+        self.order = order
+        self.programs: list[Program] = schedule(tape, store, order, given_back)
+
+    def resized(self, operators: Callable[[int], TapeOperator], tape: Tape) -> Schedule:
+        """The same programs on `tape`, whose operators differ in numbers alone."""
+        other = copy(self)
+        other.programs = [
+            replace(program, steps=tuple([s.resized(operators(s.operator.index), tape) for s in program.steps]))
+            if program.steps
+            else program
+            for program in self.programs
+        ]
+        return other
+
+
+class CompiledPlan:
+    """One plan on one tape. Shared by all calls and all blocks whose tapes have equal digests.
+
+    `choices` has an entry for every activation; `shared` are the inputs that others hold anyway. What the plan takes
+    from an equal value (`Tape.equal`) has no storage of its own: its slots go into the cell of that value.
+    """
+
+    def __init__(self, tape: Tape, choices: dict[int, Choice], shared: Iterable[int] = ()) -> None:
+        self.tape = tape
+        self.num_values = len(tape.values)
+        self.num_slots = len(tape.slots)
+        self.device_type = next((value.device.type for value in tape.values), "cpu")
+        self.is_plain = all(choice.action is Action.RETAIN for choice in choices.values())
+        self.store = _store(tape, choices, frozenset(shared))
+        self._equal = equal = _taken_from_equals(tape, choices)
+        self._merged: Tape | None = merged(tape, equal) if equal else tape
+        in_cells = {value for value, choice in choices.items() if choice.action is not Action.RETAIN} | {
+            *equal.values()
+        }
+        self.needs = {value: self._roots_of(value) for value in self._merged.saved_values() if value in in_cells}
+        saved = {value for value in self.needs if value in self.store.compressed}
+        self.roots = tuple(sorted(saved.union(*self.needs.values())))
+        """Stored values that get a cell: payloads, and tensors that some replay reads."""
+        read = {*self._read_by_replay(), *equal.values()}
+        self.slots = [self._slot(ref, read) for ref in self._merged.slots]
+        self.encode_views = {value: encode_view(tape, value) for value in self.store.compressed}
+        self.externals = self._externals()
+        """(value, source) of the inputs, parameters and buffers that a call must hold for replay."""
+        self._held = [place for place, (_, source) in enumerate(self.externals) if source.place in PLACES]
+        self._given_back = frozenset(slot.value for slot in self.slots if slot.needs is None)
+        self.follow(tape.order or tuple(reversed(range(self.num_slots))))
+
+    def follow(self, order: tuple[int, ...]) -> None:
+        """Prepare for backward asking for slots in `order`; calls under way keep theirs."""
+        self.schedule = Schedule(self._with_equals, self.store, order, self._given_back)
+
+    def resized(self, tape: Tape) -> CompiledPlan:
+        """The same plan on `tape`, which differs in numbers alone: those of slots, operators and payloads."""
+        if tape.order and self.schedule.order != tape.order:
+            self.follow(tape.order)
+        plan = copy(self)
+        plan.tape, plan._merged = tape, None
+        plan.slots = [slot.resized(ref) for slot, ref in zip(self.slots, tape.slots, strict=True)]
+        plan.encode_views = {value: encode_view(tape, value) for value in self.store.compressed}
+        equal = self._equal
+
+        def operator_of(index: int) -> TapeOperator:
+            return substituted(tape.operators[index], equal) if equal else tape.operators[index]
+
+        plan.schedule = self.schedule.resized(operator_of, tape)
+        return plan
+
+    @property
+    def _with_equals(self) -> Tape:
+        """The tape in which equal values stand for each other as this plan has it."""
+        if self._merged is None:
+            self._merged = merged(self.tape, self._equal) if self._equal else self.tape
+        return self._merged
+
+    def has_all(self, externals: list[tuple[int, torch.Tensor | None]]) -> bool:
+        """Whether what hangs on parameters and modules is there in this call, and is as it was when recorded."""
+        found = [(self.tape.values[value], tensor) for value, tensor in map(externals.__getitem__, self._held)]
+        return all(
+            tensor is not None
+            and (geometry_of(tensor), tensor.dtype, tensor.device) == (was.ref.geometry, was.ref.dtype, was.device)
+            for was, tensor in found
+        )
+
+    def replaced(self, before: list[tuple[int, torch.Tensor]], block: nn.Module) -> Source | None:
+        """What hung on the block when a call began and is not what hangs there now, if anything."""
+        for place in self._held:
+            _, source = self.externals[place]
+            now = find_external(source, block, (), {})
+            if now is None or now.untyped_storage()._cdata != before[place][1].untyped_storage()._cdata:
+                return source
+        return None
+
+    def program_out_of_order(self, slot: int, environment: Environment) -> Program:
+        made = {value for value, tensor in enumerate(environment) if tensor is not None}
+        return single_program(self._with_equals, self.store, slot, made)
+
+    def _roots_of(self, value: int) -> tuple[int, ...]:
+        """Stored values that remaking `value` from scratch reads."""
+        _, leaves = closure(self._with_equals, value, self.store.__contains__)
+        return tuple(leaf for leaf in leaves if leaf in self.store.retained or leaf in self.store.compressed)
+
+    def _read_by_replay(self) -> set[int]:
+        """Values that operators read when anything that is not at hand is remade, parameters and the like aside."""
+        runs = [closure(self._with_equals, value, self.store.__contains__)[0] for value in self.needs]
+        read = {value for run in runs for number in run for value in self._with_equals.operators[number].inputs()}
+        return {value for value in read if not self.tape.is_held_elsewhere(value)}
+
+    def _slot(self, ref: TensorRef, read: set[int]) -> Slot:
+        needs = self.needs.get(ref.value)
+        in_cell = ref.value in self.roots
+        return Slot(ref, in_cell, needs, self.tape.values[ref.value].source is None, ref.value in read)
+
+    def _externals(self) -> list[tuple[int, Source]]:
+        read = {
+            value for needs in self.needs for value in closure(self._with_equals, needs, self.store.__contains__)[1]
+        }
+        saved = set(self._with_equals.saved_values())
+        early = [v for v in sorted(read) if v in self.store.persistent or (v in self.roots and v not in saved)]
+        return [(value, self.tape.values[value].source) for value in early]
+
+
+def _store(tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> Store:
+    state = {value.index for value in tape.values if tape.is_module_state(value.index)}
+    compressed = {value for value, choice in choices.items() if choice.action is Action.COMPRESS}
+    retained = {value for value, choice in choices.items() if choice.action is Action.RETAIN}
+    retained = {value for value in retained if not tape.values[value].overwritten}
+    return Store(frozenset(state | shared), frozenset(retained), frozenset(compressed))
+
+
+def _taken_from_equals(tape: Tape, choices: dict[int, Choice]) -> dict[int, int]:
+    """The values that this plan does not store itself and takes from an equal one that it has a choice for."""
+    if all(choice != RECOMPUTE for choice in choices.values()):
+        return {}
+    saved = set(tape.saved_values())
+    not_stored = {value for value in tape.equal if value not in saved or choices.get(value) == RECOMPUTE}
+    return {value: tape.equal[value] for value in sorted(not_stored) if tape.equal[value] in choices}
+
+
+def encode_view(tape: Tape, value: int) -> TensorRef:
+    """The value's base with its dimensions in the order of memory, so that codecs read one dense stretch."""
+    ref = tape.values[value].ref
+    size, stride, offset = ref.geometry
+    order = sorted(range(len(size)), key=lambda d: (-stride[d], d))
+    return TensorRef(value, (tuple(size[d] for d in order), tuple(stride[d] for d in order), offset), ref.dtype)
+
+
+# What becomes of a plan's choices on a tape that they may not have been made for.
+
+
+def can_follow(choice: Choice, tape: Tape, value: int) -> bool:
+    """Whether `choice` can be carried out for `value` of `tape`, which may not be the tape that it was made for."""
+    if choice.action is Action.RECOMPUTE:
+        return value in tape.recomputable
+    if choice.action is Action.COMPRESS:
+        record, codec = tape.values[value], _codec(choice)
+        return record.is_encodable and codec.supports(record.ref.geometry[0], record.ref.dtype)
+    return True
+
+
+def unfit(choices: Mapping[int, Choice], tape: Tape) -> list[int]:
+    """Values whose choice cannot be carried out on `tape`, or would make what no replay may (`index_values.py`)."""
+    coded = {v for v, c in choices.items() if c.action is Action.COMPRESS and not _codec(c).lossless}
+    kept = decided(
+        ((operator.inputs(), operator.made()) for operator in tape.operators),
+        lambda value: _is_index(tape.values[value].ref.dtype),
+        coded,
+        set(tape.saved_values()),
+    )
+
+    def is_unfit(value: int, choice: Choice) -> bool:
+        if not can_follow(choice, tape, value):
+            return True
+        return choice == RECOMPUTE and (value in kept or _is_statistic_of(coded, value, choices, tape))
+
+    return [value for value, choice in choices.items() if is_unfit(value, choice)]
+
+
+def _is_statistic_of(coded: Collection[int], value: int, choices: Collection[int], tape: Tape) -> bool:
+    """Whether a value has one number for each row, and a replay would make it from rows in `coded`."""
+
+    def reads(made: int) -> tuple[int, ...]:
+        producer = tape.values[made].producer
+        return () if producer is None else tape.operators[producer].inputs()
+
+    if not is_statistic(tape.values[value].ref.geometry[0]):
+        return False
+    return not made_from(value, reads, choices.__contains__).isdisjoint(coded)
+
+
+def _codec(choice: Choice) -> Codec:
+    return get_codec(choice.codec, **dict(choice.options))
+
+
+def _is_index(dtype: torch.dtype) -> bool:
+    """As `Value.is_index`."""
+    return not (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
+
+
+def least_memory_choices(tape: Tape) -> dict[int, Choice]:
+    """The lossless choices that store least."""
+    inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
+    made = [value for value in tape.saved_values() if tape.values[value].source is None]
+    return dict.fromkeys(inputs, RETAIN) | {value: least_memory(tape, value) for value in made}
+
+
+def least_memory(tape: Tape, value: int) -> Choice:
+    """The lossless choice that stores least for a value that the block made."""
+    record = tape.values[value]
+    if value in tape.recomputable:
+        return RECOMPUTE
+    is_mask = record.ref.dtype is torch.bool and record.is_encodable
+    return Choice(action=Action.COMPRESS, codec="bitmask") if is_mask else RETAIN

@@ -1,0 +1,520 @@
+"""One tape for all sizes: a tape whose numbers are expressions of the sizes that a call is given.
+
+NOTE [Which sizes a family serves]
+A block's Python decides which operators run by comparing sizes with numbers of its own (a window that starts to bind)
+or with 1, seldom in another way. So a family is trusted at sizes that lie between sizes at which the block was
+recorded, in each dimension, and which are told apart from 0 and 1, and on a GPU by whether they are aligned, as its
+kernels tell them apart. There the first block that runs a size is compared with what the family says, operator by
+operator (size_check.py), and each block by what autograd saves (rule R8). Beyond, each block is compared by operators.
+Where records at sizes that lie within each other have other operators, no range tells which of them a new size runs:
+each size is recorded. Whether the same operators give the same bits again is compared at every so many new sizes (rule
+R7).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from adacc_hf.artifacts.profile_sizes import Basis, Column, Polynomial, independent
+from adacc_hf.tape.tape import Geometry, Tape, TapeOperator, TapeValue, TensorRef
+from adacc_hf.tape.verification import obtainable
+
+ENOUGH = 3
+"""Records that a family is made of: two sizes tell what a number is a multiple of, the third one checks it."""
+MOST_RECORDS = 8
+"""Records that expressions are looked for in. Numbers that follow no rule in so many follow none: a length that is
+rounded up to a window's, say."""
+MOST_GROUPS = 8
+"""Sorts of tapes that a block may have at the sizes of one outline; in any more of them no family is looked for."""
+MOST_SIZES = 32
+"""Sizes whose tapes are kept at hand. To evaluate one anew takes less than a millisecond."""
+
+_PLANS_IN_SECOND_THREADS = ("_scaled_dot_product_cudnn_attention",)
+"""Operators whose library builds a plan for each shape in each thread: replayed, they would build a second one in
+autograd's thread, which takes up to half a second at every new size."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallSizes:
+    """What a call of a block is given, apart from the numbers in it."""
+
+    outline: Hashable
+    """What has to be equal for two calls to be of one family."""
+    dimensions: tuple[int, ...]
+    """The sizes of its tensors, and whole numbers among its arguments."""
+    layout: tuple[int, ...]
+    """Strides and offsets of its tensors, which follow from the sizes where one family serves them."""
+
+    @classmethod
+    def of(cls, given: Any, alignment: int) -> CallSizes:
+        """Those of `Key.given_to`. Sizes that are multiples of `alignment`, if not 1, are told from others."""
+        (tensors, plain, *settings), data, state = given
+        dimensions: list[int] = []
+        layout: list[int] = []
+        described = []
+        for path, shape, place, dtype, requires_grad, alias in tensors:
+            dimensions += shape
+            is_strided = isinstance(place, tuple)
+            if is_strided:
+                layout += (*place[0], place[1])
+            sizes = tuple([_class_of(n, alignment) for n in shape])
+            described.append((path, sizes, None if is_strided else place, dtype, requires_grad, alias))
+        rest = _without_numbers(plain, dimensions)
+        return cls((tuple(described), rest, tuple(settings), data, state), tuple(dimensions), tuple(layout))
+
+
+def _class_of(size: int, alignment: int) -> int | str:
+    if size < 2:
+        return size
+    return "odd" if size % alignment else "aligned"  # no truth values: these are equal to 0 and 1
+
+
+def _without_numbers(tree: Any, numbers: list[int]) -> Any:
+    if isinstance(tree, tuple):
+        return tuple([_without_numbers(item, numbers) for item in tree])
+    if type(tree) is int and tree > 1:
+        numbers.append(tree)
+        return int
+    return tree
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One recorded call."""
+
+    sizes: CallSizes
+    tape: Tape
+
+
+class TapeFamily:
+    """The tapes of a block's calls at all sizes. Make one with `TapeFamily.of`."""
+
+    def __init__(self, records: Sequence[Record], expressions: _Expressions, template: _Template) -> None:
+        self._expressions, self._template = expressions, template
+        self._sized: OrderedDict[tuple[int, ...], Tape] = OrderedDict()
+        tapes = [record.tape for record in records]
+        recomputable = frozenset.intersection(*(tape.recomputable for tape in tapes))
+        recomputable = without_values(tapes[0], recomputable, _made_by(tapes[0], _PLANS_IN_SECOND_THREADS))
+        equal = {v: e for v, e in tapes[0].equal.items() if all(tape.equal.get(v) == e for tape in tapes)}
+        self.base = replace(tapes[0], recomputable=recomputable, equal=_kept(equal, recomputable))
+        """The tape that plans are made for; those of all sizes have its values, operators and slots."""
+        self.is_in_force = True
+        """Whether calls at new sizes may run as this family says still."""
+        self._identity = hashlib.sha256(repr(identity_of(records)).encode()).hexdigest()
+        """Tells its tapes from those of a family that was made of fewer records."""
+        self._recorded = frozenset(record.sizes.dimensions for record in records)
+        self._num_new = 0
+        """Sizes that came so far and were not recorded."""
+        self._to_compare: Tape | None = None
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> TapeFamily | None:
+        """The family of calls that all ran the same operators; None if their numbers follow no rule."""
+        tapes = [record.tape for record in records]
+        calls = [record.sizes.dimensions for record in records]
+        symbols = independent(calls)
+        if symbols is None:
+            return None
+        columns = [_Columns(tape) for tape in tapes]
+        given = [record.sizes.dimensions + record.sizes.layout for record in records]
+        expressions = _Expressions.of(symbols, calls, given, [column.numbers for column in columns])
+        return None if expressions is None else cls(records, expressions, _Template(tapes[0], expressions.places))
+
+    def forget_sizes(self) -> None:
+        """Evaluate the tapes of all sizes anew."""
+        self._sized.clear()
+
+    def tape_at(self, sizes: CallSizes, order: tuple[int, ...] | None) -> Tape | None:
+        """The tape of a call of these sizes; None if they do not hang together as the family's do.
+
+        `order` is that of `Tape.order`.
+        """
+        known = self._sized.get(sizes.dimensions)
+        if known is None:
+            numbers = self._expressions.at(sizes)
+            if numbers is None:
+                return None
+            known = self._sized[sizes.dimensions] = self._filled(numbers, sizes)
+            known.order = order
+            if sizes.dimensions not in self._recorded:
+                self._note_new(known)
+            if len(self._sized) > MOST_SIZES:
+                self._sized.popitem(last=False)
+        elif not self.covers(sizes):
+            return None
+        return known
+
+    def _note_new(self, tape: Tape) -> None:
+        self._num_new += 1
+        if self._num_new & (self._num_new - 1) == 0:
+            self._to_compare = tape
+
+    def agrees(self, tape: Tape, sizes: CallSizes) -> bool:
+        """Whether a recorded call of these sizes ran as the family says."""
+        numbers = self._expressions.at(sizes)
+        if numbers is None:
+            return False
+        said, ran = _Columns(self._filled(numbers, sizes)), _Columns(tape)
+        return said.numbers == ran.numbers and said.outline == ran.outline
+
+    def covers(self, sizes: CallSizes) -> bool:
+        """Whether these sizes hang together as the family's do."""
+        return self._expressions.fits_layout(sizes)
+
+    def _filled(self, numbers: list[int], sizes: CallSizes) -> Tape:
+        digest = f"{self._identity}@{'x'.join(map(str, sizes.dimensions))}"
+        return self._template.fill(self.base, numbers, digest)
+
+    def refuse(self, values: Collection[int]) -> None:
+        """Never replay `values` again, at any size, nor what follows from them alone."""
+        recomputable = without_values(self.base, self.base.recomputable, values)
+        self.base = replace(self.base, recomputable=recomputable, equal=_kept(self.base.equal, recomputable))
+        self.forget_sizes()
+
+    def takes_comparison(self, tape: Tape) -> bool:
+        """Whether a call of the size of `tape` is to be recorded, and its replay compared, by whoever asks first.
+
+        The 1st, 2nd, 4th, 8th ... new size is (rule R7).
+        """
+        is_due = tape is self._to_compare
+        if is_due:
+            self._to_compare = None
+        return is_due
+
+
+def outline_of(tape: Tape) -> str:
+    """What tapes of one family have in common: everything but whole numbers."""
+    return _Columns(tape).outline
+
+
+class _Expressions:
+    """The polynomials of a family: those that tell whether a call is one of it, and those of its tape's numbers."""
+
+    def __init__(
+        self,
+        symbols: tuple[int, ...],
+        basis: Basis,
+        given: list[Polynomial],
+        distinct: list[Polynomial],
+        places: list[int],
+    ) -> None:
+        self._symbols, self._basis, self._given, self._distinct = symbols, basis, given, distinct
+        self.places = places
+        """For each of the tape's numbers, which of the distinct ones it is."""
+
+    @classmethod
+    def of(
+        cls,
+        symbols: tuple[int, ...],
+        calls: Sequence[tuple[int, ...]],
+        given: Sequence[tuple[int, ...]],
+        numbers: Sequence[list[int]],
+    ) -> _Expressions | None:
+        basis = Basis([tuple(call[p] for p in symbols) for call in calls])
+        fitted: dict[Column, Polynomial | None] = {}
+
+        def fit(column: Column) -> Polynomial | None:
+            if column not in fitted:
+                fitted[column] = basis.fit(column)
+            return fitted[column]
+
+        given_columns = list(zip(*given, strict=True))
+        columns = list(zip(*numbers, strict=True))
+        distinct = list(dict.fromkeys(columns))
+        if any(
+            fit(column) is None for column in (*given_columns, *distinct)
+        ):  # it takes long to find out that none fits
+            return None
+        given_fits, number_fits = ([fitted[column] for column in each] for each in (given_columns, distinct))
+        index = {column: place for place, column in enumerate(distinct)}
+        return cls(symbols, basis, given_fits, number_fits, [index[column] for column in columns])
+
+    def at(self, sizes: CallSizes) -> list[int] | None:
+        """The distinct numbers of a tape of these sizes."""
+        products = self._products(sizes)
+        if not self._is_given(sizes, products):
+            return None
+        numbers = [polynomial(products) for polynomial in self._distinct]
+        return None if None in numbers else numbers
+
+    def fits_layout(self, sizes: CallSizes) -> bool:
+        """Whether a call's numbers hang together as the family's do."""
+        return self._is_given(sizes, self._products(sizes))
+
+    def _products(self, sizes: CallSizes) -> list[int]:
+        return self._basis.products(tuple([sizes.dimensions[p] for p in self._symbols]))
+
+    def _is_given(self, sizes: CallSizes, products: list[int]) -> bool:
+        numbers = sizes.dimensions + sizes.layout
+        return all(polynomial(products) == number for polynomial, number in zip(self._given, numbers, strict=True))
+
+
+class _Columns:
+    """A tape taken apart into its whole numbers, in order, and everything else."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.numbers: list[int] = []
+        parts: list[Any] = [tape.structure, sorted(map(repr, tape.reads.items()))]
+        for value in tape.values:
+            self.numbers.append(value.nbytes)
+            parts.append((self._geometry(value.ref), value.device, value.overwritten))
+        for operator in tape.operators:
+            parts.append((self._outline(operator.args), self._outline(operator.kwargs)))
+        parts += [(slot.value, self._geometry(slot)) for slot in tape.slots]
+        self.outline = hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def _geometry(self, ref: TensorRef) -> tuple[int, torch.dtype]:
+        size, stride, offset = ref.geometry
+        self.numbers += (*size, *stride, offset)
+        return len(size), ref.dtype
+
+    def _outline(self, tree: Any) -> Any:
+        if isinstance(tree, TensorRef):
+            return tree.value, self._geometry(tree)
+        if type(tree) is int:
+            self.numbers.append(tree)
+            return int
+        if isinstance(tree, (tuple, list)):
+            return [self._outline(item) for item in tree]
+        if isinstance(tree, dict):
+            return [(name, self._outline(item)) for name, item in tree.items()]
+        return tree
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """Stands in a template for the distinct number at `place`."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Ref:
+    """Stands in a template for the tensor reference at `place`."""
+
+    place: int
+
+
+class _Template:
+    """A tape with places for numbers. What is the same at all sizes is shared by all of its tapes."""
+
+    def __init__(self, tape: Tape, places: list[int]) -> None:
+        self._numbers = iter(places)
+        self._refs: dict[tuple[Any, ...], int] = {}
+        """(value, dtype, places of size, of stride, of the offset), each once."""
+        self._values = [(next(self._numbers), self._ref(value.ref).place) for value in tape.values]
+        self._operators = [(self._tree(op.args), self._tree(op.kwargs)) for op in tape.operators]
+        self._slots = [self._ref(slot).place for slot in tape.slots]
+        tape.consumers(0)  # noted once, for the tapes of all sizes
+
+    def fill(self, base: Tape, numbers: list[int], digest: str) -> Tape:
+        """The tape of the distinct `numbers`."""
+        at = numbers.__getitem__
+        geometries: dict[Any, Geometry] = {}
+        refs = []
+        for value, dtype, *geometry in self._refs:
+            size, stride, offset = key = tuple(geometry)
+            known = geometries.get(key)
+            if known is None:
+                known = geometries[key] = tuple(map(at, size)), tuple(map(at, stride)), at(offset)
+            refs.append(TensorRef(value, known, dtype))
+        values = [
+            TapeValue(
+                v.index, at(nbytes), refs[ref], v.device, v.source, v.producer, v.name, v.overwritten
+            )  # by position: there are a hundred of them, at every new size
+            for v, (nbytes, ref) in zip(base.values, self._values, strict=True)
+        ]
+        operators = [
+            TapeOperator(
+                op.index, op.target, _filled(args, at, refs), _filled(kwargs, at, refs), op.outputs, op.mutations,
+                op.random, op.module, op._inputs,
+            )
+            for op, (args, kwargs) in zip(base.operators, self._operators, strict=True)
+        ]  # fmt: skip
+        return Tape(
+            block_class=base.block_class,
+            values=values,
+            operators=operators,
+            slots=[refs[ref] for ref in self._slots],
+            reads=base.reads,
+            identity=base.identity,
+            structure=base.structure,
+            digest=digest,
+            recomputable=base.recomputable,
+            equal=base.equal,
+            is_checked=False,
+            _consumers=base._consumers,
+        )
+
+    def _ref(self, ref: TensorRef) -> _Ref:
+        size, stride, _ = ref.geometry
+        places = tuple(next(self._numbers) for _ in size), tuple(next(self._numbers) for _ in stride)
+        key = ref.value, ref.dtype, *places, next(self._numbers)
+        return _Ref(self._refs.setdefault(key, len(self._refs)))
+
+    def _tree(self, tree: Any) -> Any:
+        if isinstance(tree, TensorRef):
+            return self._ref(tree)
+        if type(tree) is int:
+            return _Number(next(self._numbers))
+        if isinstance(tree, tuple):
+            items = [self._tree(item) for item in tree]
+            return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
+        if isinstance(tree, list):
+            return [self._tree(item) for item in tree]
+        if isinstance(tree, dict):
+            return {name: self._tree(item) for name, item in tree.items()}
+        return tree
+
+
+def _filled(tree: Any, at: Callable[[int], int], refs: list[TensorRef]) -> Any:
+    kind = type(tree)
+    if kind is _Ref:
+        return refs[tree.place]
+    if kind is _Number:
+        return at(tree.place)
+    if kind is tuple:
+        return tuple([_filled(item, at, refs) for item in tree])
+    if kind is list:
+        return [_filled(item, at, refs) for item in tree]
+    if kind is dict:
+        return {name: _filled(item, at, refs) for name, item in tree.items()} if tree else tree
+    if isinstance(tree, tuple):
+        return kind(*[_filled(item, at, refs) for item in tree])
+    return tree
+
+
+_REST = "rest"
+"""Where tapes of too many sorts go: of them no more is known than which sizes they were recorded at."""
+
+
+class SeenSizes:
+    """What one block has shown at the sizes of one outline: records, and the families that they make."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, _Group] = {}
+        """By what their tapes have in common."""
+        self.untrusted: Tape | None = None
+        """A tape that must not be used, where all sizes so far had such."""
+        self._num_untrusted = 0
+
+    def add(self, record: Record, make: Callable[[Sequence[Record]], TapeFamily | None]) -> None:
+        """Note a recorded call; `make` is asked for the family of some that ran the same operators."""
+        if record.tape.untrusted is not None:
+            self._num_untrusted += 1
+            self.untrusted = record.tape if self._num_untrusted >= ENOUGH - 1 and not self._groups else None
+            return
+        self.untrusted = None
+        outline = outline_of(record.tape)
+        if outline in self._groups or len(self._groups) < MOST_GROUPS:
+            self._groups.setdefault(outline, _Group()).add(record, make)
+        else:
+            self._groups.setdefault(_REST, _Group(is_given_up=True)).add(record, make)
+
+    def take(self, other: SeenSizes, make: Callable[[Sequence[Record]], TapeFamily | None]) -> None:
+        """Know what `other` has recorded."""
+        for group in other._groups.values():
+            for record in group.records:
+                self.add(record, make)
+        if not self._groups:
+            self.untrusted, self._num_untrusted = other.untrusted, other._num_untrusted
+
+    def family_at(self, sizes: CallSizes) -> TapeFamily | None:
+        """The family that serves a call of these sizes, if exactly one does (NOTE [Which sizes a family serves])."""
+        around = [group for group in self._groups.values() if group.spans(sizes)]
+        family = around[0].family if len(around) == 1 else None
+        return family if family is not None and family.is_in_force else None
+
+    def family_beyond(self, sizes: CallSizes) -> TapeFamily | None:
+        """The family that a call of sizes beyond all recorded ones probably belongs to."""
+        groups = self._groups.values()
+        known = [group.family for group in groups if group.family is not None and group.family.is_in_force]
+        return known[0] if len(known) == 1 and not any(group.spans(sizes) for group in groups) else None
+
+    def extend(self, family: TapeFamily, sizes: CallSizes) -> None:
+        """Note that a call of these sizes ran as `family` says."""
+        for group in self._groups.values():
+            if group.family is family:
+                group.extend(sizes)
+
+    def distrust(self, family: TapeFamily) -> None:
+        """Have each size of `family` recorded from now on: it did not run as its expressions say."""
+        for group in self._groups.values():
+            if group.family is family:
+                group.give_up()
+
+
+class _Group:
+    """Records of calls that ran the same operators."""
+
+    def __init__(self, is_given_up: bool = False) -> None:
+        self.family: TapeFamily | None = None
+        self.records: list[Record] = []
+        self._least: tuple[int, ...] = ()
+        self._most: tuple[int, ...] = ()
+        self._is_given_up = is_given_up
+
+    def add(self, record: Record, make: Callable[[Sequence[Record]], TapeFamily | None]) -> None:
+        sizes = record.sizes.dimensions
+        if any(known.sizes.dimensions == sizes for known in self.records):
+            return
+        self.extend(record.sizes)
+        if self._is_given_up or self._has_foreseen(record):
+            return
+        self.records.append(record)
+        self._follow(make(self.records) if len(self.records) >= ENOUGH else None)
+        if self.family is None and len(self.records) >= MOST_RECORDS:
+            self.give_up()
+
+    def spans(self, sizes: CallSizes) -> bool:
+        return all(low <= n <= high for low, n, high in zip(self._least, sizes.dimensions, self._most, strict=True))
+
+    def extend(self, sizes: CallSizes) -> None:
+        """Count these sizes among those at which calls were seen."""
+        self._least = tuple(map(min, self._least or sizes.dimensions, sizes.dimensions))
+        self._most = tuple(map(max, self._most or sizes.dimensions, sizes.dimensions))
+
+    def _has_foreseen(self, record: Record) -> bool:
+        family = self.family
+        return family is not None and family.is_in_force and family.agrees(record.tape, record.sizes)
+
+    def give_up(self) -> None:
+        self._follow(None)
+        self.records, self._is_given_up = [], True
+
+    def _follow(self, family: TapeFamily | None) -> None:
+        if self.family is not None and self.family is not family:
+            self.family.is_in_force = False
+        self.family = family
+
+
+def _made_by(tape: Tape, names: Collection[str]) -> set[int]:
+    """Values that operators of these names make."""
+    return {value for op in tape.operators if op.target._opname in names for value in op.made()}
+
+
+def without_values(tape: Tape, recomputable: frozenset[int], values: Collection[int]) -> frozenset[int]:
+    """`recomputable` without `values`, and without what cannot be had then."""
+    gone = recomputable.intersection(values)
+    return obtainable(tape, recomputable - gone, tape.saved_values()) if gone else recomputable
+
+
+def _kept(equal: dict[int, int], recomputable: frozenset[int]) -> dict[int, int]:
+    """What equal values stand for each other still, where these can be replayed."""
+    return {v: other for v, other in equal.items() if v in recomputable and other in recomputable}
+
+
+def _flat(records: Sequence[Record]) -> Iterator[Hashable]:
+    for record in records:
+        yield record.tape.digest, record.sizes
+
+
+def identity_of(records: Sequence[Record]) -> Hashable:
+    """What makes two blocks share a family: the same tapes at the same sizes."""
+    return tuple(_flat(records))

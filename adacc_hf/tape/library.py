@@ -1,0 +1,295 @@
+"""The tapes of a model and the plans compiled for them, each kept once."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from torch import nn
+
+from adacc_hf.artifacts.files import note_latest
+from adacc_hf.artifacts.policy import Choice
+from adacc_hf.artifacts.profile import KindProfile, unpack_order
+from adacc_hf.tape.compiled_plan import CompiledPlan
+from adacc_hf.tape.family import CallSizes, Record, SeenSizes, TapeFamily, identity_of, without_values
+from adacc_hf.tape.recorder import Recorder
+from adacc_hf.tape.tape import Tape
+from adacc_hf.tape.verification import equal_values, verify
+
+log = logging.getLogger(__name__)
+
+MOST_OUTLINES = 16
+"""Sorts of calls of a block whose sizes are remembered: with and without a padding mask, say."""
+CUDA_ALIGNMENT = 16
+"""Elements that attention's kernels on a GPU want the last dimension of a mask to be a multiple of; others are padded,
+by operators of their own."""
+
+
+class TapeLibrary:
+    """The tapes of a model, shared by all blocks that recorded the same; one goes when no block remembers its shape.
+
+    Those of a profile stay: see `library_of_profiles`.
+    """
+
+    def __init__(self, verify: Callable[[Tape, list[torch.Tensor]], frozenset[int]] = verify) -> None:
+        self._verify = verify
+        self._tapes: WeakValueDictionary[str, Tape] = WeakValueDictionary()
+        self._compiled: WeakValueDictionary[Any, CompiledPlan] = WeakValueDictionary()
+        self._of_calls: WeakValueDictionary[tuple[str, Hashable, str | None], Tape] = WeakValueDictionary()
+        """By structure, what was given, and the block; None: whichever ran last."""
+        self._kept: dict[str, Tape] = {}
+        """What was taken from other libraries, by digest."""
+        self._seen: dict[str, OrderedDict[Hashable, SeenSizes]] = {}
+        """By block, and by what its calls have in common but for sizes."""
+        self._families: WeakValueDictionary[Hashable, TapeFamily] = WeakValueDictionary()
+        """By the records that they are made of."""
+        self._refused: dict[str, set[int]] = {}
+        """By structure, values that replay did not remake at some size."""
+        self._alignment = 1
+        self._orders: dict[str, tuple[int, ...]] = {}
+        """In which order backward asks for saved tensors, by structure: sizes do not change it."""
+        self._warned: set[str] = set()
+        self._has_unplanned = False
+
+    def verified(self, recorder: Recorder) -> Tape:
+        """The tape of what `recorder` saw; replay is verified for the first of its kind."""
+        tape = recorder.tape()
+        known = self._tapes.get(tape.digest)
+        if known is not None:
+            return known.with_reads(tape.reads)
+        if tape.untrusted is None:
+            with torch.no_grad(), _autocast_off(tape):
+                found = self._verify(tape, recorder.bases)
+                tape.recomputable = without_values(tape, found, self._refused.get(tape.structure, ()))
+                tape.equal = equal_values(tape, tape.recomputable)
+        tape.order = self._orders.get(_structure(tape.structure))
+        self._tapes[tape.digest] = tape
+        return tape
+
+    def expect_orders(self, kinds: Iterable[KindProfile]) -> None:
+        """Expect backward to ask for slots in the order that was seen when `kinds` were profiled."""
+        for kind in kinds:
+            if kind.fallback is None:
+                self._expect_order(kind.digest, unpack_order(kind.backward))
+
+    def remember(self, tape: Tape, given: Hashable, block: str) -> None:
+        """Note that `block`, given that, ran as `tape` says."""
+        for name in (block, None):
+            self._of_calls[_structure(tape.kind), given, name] = tape
+        if any(value.device.type == "cuda" for value in tape.values):
+            self._alignment = CUDA_ALIGNMENT
+        if not tape.reads:  # what runs at another size, with other data, is not known
+            sizes = CallSizes.of(given, self._alignment)
+            self._seen_sizes(block, sizes).add(Record(sizes, tape), self._family)
+
+    def family_at(self, given: Hashable, block: str) -> tuple[TapeFamily, CallSizes] | None:
+        """The family that serves a call of `block` that is given that, at a size that may be new; and the sizes."""
+        sizes = CallSizes.of(given, self._alignment)
+        family = self._seen_sizes(block, sizes).family_at(sizes)
+        return None if family is None else (family, sizes)
+
+    def family_beyond(self, given: Hashable, block: str) -> tuple[TapeFamily, CallSizes] | None:
+        """The family that a call of `block` at sizes beyond the recorded ones is to be compared with; and the sizes."""
+        sizes = CallSizes.of(given, self._alignment)
+        family = self._seen_sizes(block, sizes).family_beyond(sizes)
+        return None if family is None else (family, sizes)
+
+    def extend(self, family: TapeFamily, given: Hashable, block: str) -> None:
+        """Note that `block`, given that, ran as `family` says: it serves the sizes between as well."""
+        sizes = CallSizes.of(given, self._alignment)
+        self._seen_sizes(block, sizes).extend(family, sizes)
+
+    def tape_of(self, family: TapeFamily, sizes: CallSizes) -> Tape | None:
+        """The tape of a call of these sizes; None if they do not hang together as the family's do."""
+        return family.tape_at(sizes, self._orders.get(_structure(family.base.structure)))
+
+    def untrusted_at(self, given: Hashable, block: str) -> Tape | None:
+        """A tape of `block` at another size, if at all sizes so far it had such as must not be used."""
+        return self._seen_sizes(block, CallSizes.of(given, self._alignment)).untrusted
+
+    def refuse(self, family: TapeFamily, values: Collection[int], block: str) -> None:
+        """Replay did not remake `values` at a new size: retain them at all sizes."""
+        names = ", ".join(family.base.values[value].name for value in sorted(values))
+        log.warning(
+            "Adacc: at a new size replay did not remake %s of block %s bit for bit: retained from now on, at all sizes",
+            names,
+            block,
+        )
+        self._refused.setdefault(family.base.structure, set()).update(values)
+        for known in list(self._families.values()):
+            if known.base.structure == family.base.structure:
+                known.refuse(values)
+
+    def distrust(self, family: TapeFamily, block: str, why: object) -> None:
+        """A call at a new size did not run as `family` says: have each size recorded from now on."""
+        log.warning(
+            "Adacc: block %s runs other operators at some sizes of a batch than at others (%s): each new size is "
+            "recorded from now on, which takes time; pad batches to few lengths (pad_to_multiple_of) to save it",
+            block,
+            why,
+        )
+        for outlines in self._seen.values():
+            for seen in outlines.values():
+                seen.distrust(family)
+
+    def _seen_sizes(self, block: str, sizes: CallSizes) -> SeenSizes:
+        outlines = self._seen.setdefault(block, OrderedDict())
+        seen = outlines.get(sizes.outline) or SeenSizes()
+        note_latest(outlines, sizes.outline, seen, MOST_OUTLINES)
+        return seen
+
+    def _family(self, records: Sequence[Record]) -> TapeFamily | None:
+        """The family of `records`, one for all blocks that recorded the same."""
+        key = identity_of(records)
+        family = self._families.get(key)
+        if family is None:
+            family = TapeFamily.of(records)
+            if family is not None:
+                family.refuse(self._refused.get(family.base.structure, ()))
+                self._families[key] = family
+        return family
+
+    def forget(self, kind: str, given: Hashable) -> None:
+        """A block with a plan for `kind` that was `given` that ran otherwise: expect nothing of any more."""
+        for key in list(self._of_calls):
+            if key[:2] == (_structure(kind), given):
+                self._of_calls.pop(key, None)
+
+    def expected(self, kind: str, given: Hashable, block: str) -> Tape | None:
+        """What `block`, with a plan for `kind`, probably runs when it is `given` that.
+
+        What it ran before, in a profile, else what another such block ran: numbers may differ from layer to layer.
+        """
+        known = (self._of_calls.get((_structure(kind), given, name)) for name in (block, None))
+        return next((tape for tape in known if tape is not None), None)
+
+    def take(self, other: TapeLibrary) -> None:
+        """Know and keep what `other` knows."""
+        self._kept |= other._tapes
+        self._tapes.update(other._tapes)
+        self._of_calls.update(other._of_calls)
+        self._orders.update(other._orders)
+        for structure, values in other._refused.items():
+            self._refused.setdefault(structure, set()).update(values)
+        self._alignment = max(self._alignment, other._alignment)
+        # Families are made anew: what is found out of one, as it is followed here, is no affair of others.
+        for block, outlines in other._seen.items():
+            mine = self._seen.setdefault(block, OrderedDict())
+            for outline, seen in outlines.items():
+                mine.setdefault(outline, SeenSizes()).take(seen, self._family)
+
+    def compiled(self, tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> CompiledPlan:
+        # Codecs stand in no program: a plan with other outlier channels, say, runs the same one.
+        actions = tuple(sorted((value, choice.action) for value, choice in choices.items()))
+        equal = tuple(tape.equal.items())  # a family's tape has fewer than the one that it was first recorded as
+        return self._once((tape.digest, (actions, shared, equal)), lambda: CompiledPlan(tape, choices, shared))
+
+    def resized(self, plan: CompiledPlan, tape: Tape) -> CompiledPlan:
+        """`plan`, on a tape of the same family."""
+        return self._once((tape.digest, plan), lambda: plan.resized(tape))
+
+    def _once(self, key: Hashable, make: Callable[[], CompiledPlan]) -> CompiledPlan:
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = make()
+        return compiled
+
+    def warn_untrusted(self, name: str, tape: Tape) -> None:
+        """Say once per kind that torch's checkpoint takes over."""
+        self._warn_once(
+            tape, "Adacc: block %s and others like it are run under torch's checkpoint: %s", name, tape.untrusted
+        )
+
+    def warn_varying(self, name: str, tape: Tape) -> None:
+        """Say once per kind that operators vary from call to call."""
+        self._warn_once(
+            tape,
+            "Adacc: block %s and others like it %s: their operators, or the numbers given to them, vary from call to "
+            "call",
+            name,
+            _instead(tape),
+        )
+
+    def warn_restless(self, name: str, tape: Tape, changed: tuple[str, ...]) -> None:
+        """Say once per kind that what the block's modules hold changes again and again."""
+        self._warn_once(
+            tape,
+            "Adacc: block %s and others like it %s: %s changes again and again, and their operators with it; change it "
+            "less often to have them run under their plans",
+            name,
+            _instead(tape),
+            ", ".join(changed),
+        )
+
+    def warn_unplanned(self, name: str, tape: Tape) -> None:
+        """Say once that a shape has no plan, and what to do; of further kinds and shapes it is information."""
+        if tape.structure in self._warned:
+            return
+        self._warned.add(tape.structure)
+        level, self._has_unplanned = logging.INFO if self._has_unplanned else logging.WARNING, True
+        log.log(
+            level,
+            "Adacc: given %s, block %s and others like it run other operators than when profiled, as a smaller last "
+            "batch or one without padding does: such batches are trained with the least memory that is lossless; to "
+            "have none, set dataloader_drop_last=True, or pad to one length",
+            ", ".join(str(value.ref.geometry[0]) for value in tape.values if tape.is_block_input(value.index)),
+            name,
+        )
+
+    def _warn_once(self, tape: Tape, message: str, *details: object) -> None:
+        if tape.structure not in self._warned:
+            self._warned.add(tape.structure)
+            log.warning(message, *details)
+
+    def learn_order(self, tape: Tape, asked: Iterable[int]) -> None:
+        """Expect backward to ask for slots of `tape` as it has `asked` for them, if it never asked for more."""
+        order = tuple(dict.fromkeys(asked))
+        if len(order) <= len(tape.order or ()):
+            return
+        tape.order = order
+        self._expect_order(tape.structure, order)
+        for (digest, _), compiled in self._compiled.items():
+            if digest == tape.digest:
+                compiled.follow(tape.order)
+
+    def _expect_order(self, kind: str, order: tuple[int, ...]) -> None:
+        """Expect backward to ask for slots of a new tape of that kind or structure in `order`, unless it asked for
+        more."""
+        structure = _structure(kind)
+        self._orders[structure] = max(self._orders.get(structure, ()), order, key=len)
+
+
+def _structure(kind: str) -> str:
+    """What kinds of any size have in common whose blocks run the same operators: the beginning of their structure."""
+    return kind.partition("-")[0][:24]
+
+
+_OF_PROFILES: WeakKeyDictionary[nn.Module, TapeLibrary] = WeakKeyDictionary()
+
+
+def library_of_profiles(model: nn.Module) -> TapeLibrary:
+    """The tapes that profiles of `model` have recorded; they are forgotten with the model.
+
+    A policy's first calls are compared with them. To record and verify anew takes the memory of all that a block makes,
+    twice: more than the policy's budget may have.
+    """
+    return _OF_PROFILES.setdefault(model, TapeLibrary())
+
+
+def _instead(tape: Tape) -> str:
+    """What becomes of a block whose operators vary: what other ranks take part in must not run again (rule R13)."""
+    return "retain everything" if tape.has_collectives else "are run under torch's checkpoint"
+
+
+@contextmanager
+def _autocast_off(tape: Tape) -> Iterator[None]:
+    """While open, no value of `tape` is cast: a block on a GPU may have numbers on the CPU too (random seeds)."""
+    with ExitStack() as stack:
+        for device_type in {value.device.type for value in tape.values}:
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield

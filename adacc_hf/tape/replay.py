@@ -1,0 +1,258 @@
+"""Replaying operators of a tape: one step, and a schedule of steps over a block's backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from adacc_hf.tape.tape import Geometry, Tape, TapeOperator, TensorRef, leaves, map_tensors, tensor_refs
+
+Environment = list["torch.Tensor | None"]
+"""The base tensor of every value that is at hand, by value index."""
+
+
+def view(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:
+    """The tensor that `ref` describes, on the storage of `base` (rule R2: same size, stride, offset and dtype)."""
+    if base.dtype is ref.dtype:
+        return base.as_strided(*ref.geometry)
+    size, stride, offset = ref.geometry
+    return torch.empty(0, dtype=ref.dtype, device=base.device).set_(base.untyped_storage(), offset, size, stride)
+
+
+def share_elements(left: TensorRef, right: TensorRef) -> bool:
+    """Whether two views of one storage have elements in common; those of other sizes are taken to."""
+    if left.dtype.itemsize != right.dtype.itemsize:
+        return True
+    ends = [
+        offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        for size, stride, offset in (left.geometry, right.geometry)
+    ]
+    taken = torch.zeros(max(*ends, 0), dtype=torch.bool, device="cpu")
+    taken.as_strided(*left.geometry).fill_(True)
+    return bool(taken.as_strided(*right.geometry).any())
+
+
+def copy_with_storage(base: torch.Tensor) -> torch.Tensor:
+    """A tensor like `base` on a copy of its whole storage."""
+    storage = base.untyped_storage().clone()
+    copy = torch.empty(0, dtype=base.dtype, device=base.device)
+    return copy.set_(storage, base.storage_offset(), base.shape, base.stride())
+
+
+class Step:
+    """One operator of the tape, prepared to run on an environment."""
+
+    __slots__ = (
+        "_args",
+        "_kwargs",
+        "_nested",
+        "_tensors",
+        "copies",
+        "frees",
+        "loads",
+        "mutations",
+        "operator",
+        "outputs",
+        "target",
+    )
+
+    def __init__(self, operator: TapeOperator, tape: Tape) -> None:
+        self.target: Callable[..., Any] = operator.target
+        self.outputs = operator.outputs
+        self.mutations = operator.mutations
+        self.copies: tuple[int, ...] = tuple(old for old, _ in operator.mutations)
+        """Values that must be copied before this operator overwrites them (rule R6)."""
+        self.loads: tuple[int, ...] = ()
+        """Values to fetch from the store just before: decoded any earlier they would add to other operators' peak."""
+        self.frees: tuple[int, ...] = ()
+        """Values nobody needs once this operator has run."""
+        self._prepare(operator, tape)
+
+    def resized(self, operator: TapeOperator, tape: Tape) -> Step:
+        """The same step on `tape`, whose `operator` differs from this one's in numbers alone."""
+        step = copy(self)
+        step._prepare(operator, tape)
+        return step
+
+    def _prepare(self, operator: TapeOperator, tape: Tape) -> None:
+        """Take the arguments of `operator`, which is run with what is made in their places."""
+        self.operator = operator
+        self._args = list(operator.args)
+        self._kwargs = operator.kwargs
+        self._tensors: list[tuple[int, TensorRef, Geometry | None]] = []
+        nested = any(_holds_tensor(arg) for arg in operator.args if not isinstance(arg, TensorRef))
+        self._nested = nested or _holds_tensor(operator.kwargs)
+        for position, argument in enumerate(operator.args):
+            if isinstance(argument, TensorRef):
+                base = tape.values[argument.value].ref
+                is_base = base.geometry == argument.geometry and base.dtype is argument.dtype
+                self._tensors.append((position, argument, None if is_base else argument.geometry))
+
+    def run(self, environment: Environment) -> None:
+        """Run the operator on the values in `environment` and put what it makes there."""
+        untouched = [environment[old] for old in self.copies]
+        for old in self.copies:
+            environment[old] = copy_with_storage(environment[old])
+        result = self._call(environment)
+        if self.outputs:
+            made = (result,) if isinstance(result, torch.Tensor) else leaves(result)
+            for position, value in self.outputs:
+                environment[value] = made[position]
+        for old, new in self.mutations:
+            environment[new] = environment[old]
+        for old, tensor in zip(self.copies, untouched, strict=True):
+            environment[old] = tensor
+        for value in self.frees:
+            environment[value] = None
+
+    def _call(self, environment: Environment) -> Any:
+        if self._nested:
+            args, kwargs = map_tensors(
+                (self.operator.args, self._kwargs), TensorRef, lambda ref: view(environment[ref.value], ref)
+            )
+            return self.target(*args, **kwargs)
+        args = self._args.copy()
+        for position, ref, geometry in self._tensors:
+            base = environment[ref.value]
+            if geometry is None:
+                args[position] = base
+            elif base.dtype is ref.dtype:
+                args[position] = base.as_strided(*geometry)
+            else:
+                args[position] = view(base, ref)
+        return self.target(*args, **self._kwargs)
+
+
+def _holds_tensor(tree: Any) -> bool:
+    return next(tensor_refs(tree), None) is not None
+
+
+SOON = 4
+"""Unpacks within which a decoded value is wanted again for it to be kept. One operator's slots are next to each other
+and its neighbour's follow; a mask that a replay reads at the start of backward and autograd at its end is decoded twice
+instead of taking 32 times its payload for all that time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Where each value is found without replay."""
+
+    persistent: frozenset[int]
+    """Parameters, buffers and shared inputs: in the environment from the start."""
+    retained: frozenset[int]
+    """Tensors kept for backward: fetched for one unpack at a time, since only the slots that need them may own them."""
+    compressed: frozenset[int]
+    """Payloads kept for backward: decoded when an unpack needs them, and kept decoded if another one soon does."""
+
+    def __contains__(self, value: int) -> bool:
+        return value in self.persistent or value in self.retained or value in self.compressed
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What one unpack runs: steps, then values to fetch from the store, then values to let go."""
+
+    loads: tuple[int, ...]
+    """Values that the slot itself takes from the store; steps have their own."""
+    steps: tuple[Step, ...]
+    frees: tuple[int, ...]
+    reads: tuple[int, ...]
+    """What of the persistent values it reads."""
+
+    def fetched(self) -> list[int]:
+        """All values that it takes from the store."""
+        return [value for part in (*self.steps, self) for value in part.loads]
+
+
+def closure(tape: Tape, value: int, at_hand: Callable[[int], bool]) -> tuple[list[int], list[int]]:
+    """What remaking `value` takes: (operators in order, values read that are at hand or come from outside)."""
+    operators: set[int] = set()
+    leaves: dict[int, None] = {}
+    pending = [value]
+    while pending:
+        current = pending.pop()
+        producer = tape.values[current].producer
+        if producer is None or at_hand(current):
+            leaves[current] = None
+        elif producer not in operators:
+            operators.add(producer)
+            pending += tape.operators[producer].inputs()
+    return sorted(operators), list(leaves)
+
+
+def schedule(tape: Tape, store: Store, order: Sequence[int], given_back: Collection[int] = ()) -> list[Program]:
+    """The program of each unpack, if slots are asked for in `order`.
+
+    Each operator runs at most once, at the first unpack that needs it; what a later unpack needs is kept, and every
+    value goes with its last use. Slots of the values `given_back` run none: autograd gets back the very tensor.
+    """
+    made: set[int] = set()
+    runs = []
+    for value in (tape.slots[slot].value for slot in order):
+        runs.append([] if value in given_back else missing_operators(tape, store, value, made))
+        made.update(value for operator in runs[-1] for value in tape.operators[operator].made())
+    uses = _last_uses(tape, order, runs)
+    values = [tape.slots[slot].value for slot in order]
+    programs = [_program(tape, store, value, rank, runs[rank], uses) for rank, value in enumerate(values)]
+    return [_drop_decoded(program, store, programs[rank + 1 :][:SOON]) for rank, program in enumerate(programs)]
+
+
+def _drop_decoded(program: Program, store: Store, next_programs: Sequence[Program]) -> Program:
+    """`program`, letting go of decoded values that none of `next_programs` fetches."""
+    soon = {value for later in next_programs for value in later.fetched()}
+    dropped = [value for value in program.fetched() if value in store.compressed and value not in soon]
+    return replace(program, frees=tuple(dict.fromkeys([*program.frees, *dropped])))
+
+
+def single_program(tape: Tape, store: Store, slot: int, made: set[int]) -> Program:
+    """The program of an unpack out of order, when the values `made` are at hand; nothing remade is let go."""
+    value = tape.slots[slot].value
+    run = missing_operators(tape, store, value, made)
+    forever = (1, 0)
+    uses = dict.fromkeys(range(len(tape.values)), forever)
+    return _program(tape, store, value, 0, run, uses)
+
+
+def missing_operators(tape: Tape, store: Store, value: int, made: set[int]) -> list[int]:
+    """Operators to run so that `value` is at hand when the values `made` are."""
+    return closure(tape, value, lambda v: v in store or v in made)[0]
+
+
+def _last_uses(tape: Tape, order: Sequence[int], runs: list[list[int]]) -> dict[int, tuple[int, int]]:
+    """Last (rank, step) that needs each value; the step past a run's last one is the slot itself."""
+    last: dict[int, tuple[int, int]] = {}
+    for rank, (slot, run) in enumerate(zip(order, runs, strict=True)):
+        for step, number in enumerate(run):
+            operator = tape.operators[number]
+            last.update(dict.fromkeys([*operator.inputs(), *operator.made()], (rank, step)))
+        last[tape.slots[slot].value] = (rank, len(run))
+    return last
+
+
+def _program(
+    tape: Tape, store: Store, value: int, rank: int, run: list[int], uses: dict[int, tuple[int, int]]
+) -> Program:
+    read = dict.fromkeys([v for number in run for v in tape.operators[number].inputs()] + [value])
+    stored = {v for v in read if v in store.retained or v in store.compressed}
+    steps = tuple(_step(tape, store, number, (rank, index), uses) for index, number in enumerate(run))
+    for step in steps:
+        step.loads = tuple(v for v in dict.fromkeys(step.operator.inputs()) if v in stored)
+        stored.difference_update(step.loads)
+    ended = [v for v in read if v not in store.persistent and uses[v] <= (rank, len(run))]
+    kept_out = [v for v in read if v in store.retained]
+    persistent = tuple(v for v in read if v in store.persistent)
+    return Program(tuple(stored & {value}), steps, tuple(dict.fromkeys([*ended, *kept_out])), persistent)
+
+
+def _step(tape: Tape, store: Store, number: int, moment: tuple[int, int], uses: dict[int, tuple[int, int]]) -> Step:
+    operator = tape.operators[number]
+    step = Step(operator, tape)
+    step.outputs = tuple((position, v) for position, v in operator.outputs if v not in store)
+    step.copies = tuple(old for old, _ in operator.mutations if old in store or uses[old] > moment)
+    touched = dict.fromkeys([*operator.inputs(), *operator.made()])
+    step.frees = tuple(v for v in touched if v not in store.persistent and uses[v] == moment)
+    return step

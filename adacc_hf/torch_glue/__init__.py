@@ -1,0 +1,1 @@
+"""What torch and Transformers lack, and every private name of theirs that is used."""

@@ -1,0 +1,95 @@
+"""Runs in which an AdaccCallback cannot do its work, refused or reported when they begin."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.policy import Policy
+from adacc_hf.callbacks.trainer import TrainerGuard, calling_trainer
+from adacc_hf.torch_glue.compat import CHECKPOINTING
+
+log = logging.getLogger(__name__)
+
+
+def check_arguments(config: Any, policy: Any) -> None:
+    """Raise TypeError for what is no AdaccConfig, and for a policy that is none and leads to none."""
+    if config is not None and not isinstance(config, AdaccConfig):
+        raise TypeError(
+            f"config={config!r} is no AdaccConfig: give settings by name, as in AdaccCallback(memory_budget=0.5), or "
+            f"AdaccConfig(memory_budget=0.5) first"
+        )
+    if policy is not None and not isinstance(policy, (str, Path, Policy)) and not callable(policy):
+        raise TypeError(
+            f"policy={policy!r} has type {type(policy).__name__}: give a Policy, the path of a file that Policy.save "
+            f"wrote, or a function that makes a Policy of a Profile"
+        )
+
+
+def refuse_data_parallel(args: TrainingArguments) -> None:
+    """Raise ValueError where one process trains on several devices."""
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"n_gpu={args.n_gpu}: nn.DataParallel calls one block from several threads, which AdaccCallback does not "
+            f"support; start the run with `accelerate launch` or torchrun, or set CUDA_VISIBLE_DEVICES to one device"
+        )
+
+
+def refuse_context_parallel(trainer: Trainer) -> None:
+    """Raise ValueError where ranks have parts of one sequence and attend in a ring."""
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    if parallelism is not None and parallelism.cp_enabled:
+        raise ValueError(
+            f"cp_size={parallelism.cp_size}: in ring attention each rank runs other operators, and one policy cannot "
+            f"fit them all; set cp_size=1 in ParallelismConfig and give AdaccCallback a memory_budget, or train "
+            f"without AdaccCallback"
+        )
+
+
+def refuse_second_run(callback: TrainerCallback, guard: TrainerGuard | None) -> None:
+    """Raise RuntimeError if `callback`, whose present run has `guard`, is asked to begin one of another Trainer."""
+    found = calling_trainer(callback)
+    if guard is not None and found is not None and found[0] is not guard.trainer:
+        raise RuntimeError(
+            f"this {type(callback).__name__} is at work in another Trainer's run: give each Trainer one of its own, or "
+            f"call its detach() if that run was broken off"
+        )
+
+
+def refuse_second_callback(callback: TrainerCallback, trainer: Trainer) -> None:
+    """Raise ValueError if `trainer` has another callback of the same class, which would want the same blocks."""
+    same = [other for other in trainer.callback_handler.callbacks if isinstance(other, type(callback))]
+    if any(other is not callback for other in same):
+        raise ValueError(
+            f"the Trainer has {len(same)} callbacks of class {type(callback).__name__}, and a block can follow one "
+            f"policy only: leave one of them in callbacks=[...]"
+        )
+
+
+def warn_of_checkpointing(args: TrainingArguments, config: AdaccConfig) -> None:
+    """Say that a policy takes the place of torch's checkpointing, which TRL's arguments switch on by default."""
+    if getattr(args, CHECKPOINTING, False):  # without a Trainer, whoever calls gives what arguments there are
+        log.warning(
+            "Adacc: gradient_checkpointing=True (the default of TRL's arguments): once there is a policy, it takes the "
+            "place of checkpointing, and its peak may be higher than that of checkpointing, as memory_budget=%r "
+            "allows; set gradient_checkpointing=False to have this line no more, and a smaller memory_budget to save "
+            "more",
+            config.memory_budget,
+        )
+
+
+def warn_of_short_run(state: TrainerState, profile_steps: int) -> None:
+    """Say that no policy will be set, where a run ends before its profile or with it."""
+    num_steps = state.max_steps - state.global_step
+    if state.max_steps > 0 and num_steps <= profile_steps:  # 0 is a state that no Trainer filled in
+        log.warning(
+            "Adacc: max_steps=%d leaves %d steps, all of them under full recomputation: the policy is set after "
+            "profile_steps=%d; train for more steps, or give a policy",
+            state.max_steps,
+            num_steps,
+            profile_steps,
+        )

@@ -1,0 +1,344 @@
+"""What callbacks need of the Trainer that runs them and no event gives.
+
+Transformers calls no event when a run fails, and a callback must leave no trace then: so what runs between
+on_train_begin and on_train_end is wrapped. And what `on_log` adds to a log reaches only the callbacks further down the
+list, which TensorBoard and the other reporters are not: so guarded callbacks go to the front while the run lasts.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+
+from adacc_hf.price.optimizer_memory import OptimizerMeter, measure_clipping
+from adacc_hf.price.whole_model import ComputeLoss
+
+GUARDED_METHODS = ("_run_epoch", "_evaluate", "_finalize_training")
+"""Methods of the Trainer that run between on_train_begin and on_train_end."""
+
+_ATTRIBUTE = "_adacc_guard"
+_ABSENT = object()
+
+
+class TrainerGuard:
+    """One run of a Trainer, on behalf of one or more callbacks. It is gone when the last of them has left."""
+
+    def __init__(self, trainer: Trainer, checkpoint: str | None) -> None:
+        self.checkpoint = checkpoint
+        """The folder that the run resumes from."""
+        self.trainer = trainer
+        self._handler = trainer.callback_handler
+        self._before: list[TrainerCallback] = self._handler.callbacks
+        self._on_failure: dict[TrainerCallback, Callable[[], None]] = {}
+        self._undo: list[tuple[Any, str, Any]] = []
+
+    @classmethod
+    def around_caller(cls, callback: TrainerCallback, on_failure: Callable[[], None]) -> TrainerGuard | None:
+        """The guard of the Trainer that is calling `callback.on_train_begin`; None where something else calls it.
+
+        `on_failure` is called when the run raises; it must `leave` the guard.
+        """
+        found = calling_trainer(callback)
+        if found is None:
+            return None
+        trainer, checkpoint = found
+        guard = trainer.__dict__.get(_ATTRIBUTE)
+        if guard is None:
+            guard = cls(trainer, checkpoint)
+            guard._install(callback)
+        guard._admit(callback, on_failure)
+        return guard
+
+    def leave(self, callback: TrainerCallback) -> None:
+        """`callback` needs no guard any more. Harmless when called again."""
+        if self._on_failure.pop(callback, None) is None or self._on_failure:
+            return
+        while self._undo:
+            owner, name, before = self._undo.pop()
+            if before is _ABSENT:
+                owner.__dict__.pop(name, None)
+            else:
+                owner.__dict__[name] = before
+        self._restore_order()
+
+    def wrap(self, name: str, around: Callable[..., Any]) -> None:
+        """Until the guard is gone, the Trainer's method `name` is `around(method, *args, **kwargs)`."""
+        method = getattr(self.trainer, name)
+        self._set(self.trainer, name, partial(around, method))
+
+    def _install(self, callback: TrainerCallback) -> None:
+        self._set(self.trainer, _ATTRIBUTE, self)
+        for name in GUARDED_METHODS:
+            self._guard(self.trainer, name)
+        self._guard(self._handler, "on_epoch_begin")
+        for later in self._before[self._before.index(callback) + 1 :]:
+            self._guard(later, "on_train_begin")
+
+    def _admit(self, callback: TrainerCallback, on_failure: Callable[[], None]) -> None:
+        self._on_failure[callback] = on_failure
+        others = [other for other in self._handler.callbacks if other not in self._on_failure]
+        # A new list: the handler is iterating over the present one, and moving items in it would skip some.
+        self._handler.callbacks = [*self._on_failure, *others]
+
+    def _restore_order(self) -> None:
+        """Give the handler its own list again, less what was removed from it during the run and with what was added."""
+        now = self._handler.callbacks
+        kept = [callback for callback in self._before if callback in now]
+        self._before[:] = kept + [callback for callback in now if callback not in kept]
+        self._handler.callbacks = self._before
+
+    def _guard(self, owner: Any, name: str) -> None:
+        method = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except BaseException:
+                for on_failure in list(self._on_failure.values()):
+                    on_failure()
+                raise
+
+        self._set(owner, name, call)
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        self._undo.append((owner, name, owner.__dict__.get(name, _ABSENT)))
+        owner.__dict__[name] = value
+
+
+def calling_trainer(callback: TrainerCallback) -> tuple[Trainer, str | None] | None:
+    """The Trainer whose training loop is on the stack, and the checkpoint that it resumes from."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        names = frame.f_locals
+        caller = names.get("self")
+        if isinstance(caller, Trainer) and callback in caller.callback_handler.callbacks:
+            # No event and no attribute of the Trainer tells where a run resumes from, only its loop's argument does.
+            return caller, names.get("resume_from_checkpoint")
+        frame = frame.f_back
+    return None
+
+
+# The Trainer's logs of training steps: which are its own, and adding metrics to them.
+
+TRAINING_KEYS = frozenset({"loss", "train_loss"})
+"""Keys that the Trainer's logs of training steps and of the whole run have, and those of evaluation have not."""
+
+
+def is_training_log(logs: dict[str, float] | None) -> bool:
+    return logs is not None and not TRAINING_KEYS.isdisjoint(logs)
+
+
+def add_to_log(logs: dict[str, float], state: TrainerState, metrics: dict[str, float]) -> None:
+    """Add `metrics` to `logs`, which later callbacks see, and to the copy of it in the Trainer's history."""
+    logs.update(metrics)
+    if state.log_history:
+        state.log_history[-1].update(metrics)
+
+
+class OwnLogs:
+    """Tells the logs that the Trainer makes of training steps, on all ranks, from those of its user.
+
+    A user may log a loss on one rank alone, where whoever asks the other ranks about it waits for ever.
+    """
+
+    def __init__(self, trainer: Trainer | None) -> None:
+        self._trainer = trainer
+        self._last_step = self._step_logged()
+
+    def has_another(self) -> bool:
+        """Whether the log that is being made is one; to be asked once for each log. True where there is no Trainer."""
+        before, self._last_step = self._last_step, self._step_logged()
+        return self._trainer is None or self._last_step != before
+
+    def _step_logged(self) -> int | None:
+        # No event tells who logs, but the Trainer notes the step right before it does.
+        return None if self._trainer is None else self._trainer._globalstep_last_logged
+
+
+# What a Trainer counts while it computes losses: figures that it logs later.
+#
+# A profile calls `compute_loss` some times more than training does. Trainers of preferences and rewards gather their
+# metrics there, and users log theirs, which must be those of training alone.
+
+
+@contextmanager
+def keep_figures(trainer: Trainer | None) -> Iterator[None]:
+    """While open the attributes of `trainer` may change; then they are as before, and what dicts and lists held too.
+
+    Until then nothing is logged either.
+    """
+    if trainer is None:
+        yield
+        return
+    put_back = _keeping_dict(vars(trainer))
+    trainer.log = _log_nothing
+    try:
+        yield
+    finally:
+        put_back()
+
+
+def _log_nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands for `Trainer.log`."""
+
+
+def _keeping(found: Any) -> Callable[[], None] | None:
+    """What puts the content of a dict back, dicts in it included, or of a list; None for anything else."""
+    if isinstance(found, dict):
+        return _keeping_dict(found)
+    if isinstance(found, (list, deque)):
+        items = list(found)
+
+        def put_back() -> None:
+            found.clear()
+            found.extend(items)
+
+        return put_back
+    return None
+
+
+def _keeping_dict(found: dict[Any, Any]) -> Callable[[], None]:
+    items = dict(found)
+    inner = [keeping for keeping in map(_keeping, items.values()) if keeping is not None]
+
+    def put_back() -> None:
+        for name in [name for name in found if name not in items]:
+            del found[name]
+        found.update(items)
+        for again in inner:
+            again()
+
+    return put_back
+
+
+# Whether an optimizer steps inside the Trainer's `training_step`, where no callback sees it.
+
+
+class InnerSteps(AbstractContextManager["InnerSteps"]):
+    """Notes whether any of torch's optimizers steps while it is open: under DeepSpeed, or layer by layer."""
+
+    def __init__(self) -> None:
+        self.were_seen = False
+        self._hook: Any = None
+
+    def __enter__(self) -> InnerSteps:
+        self._hook = register_optimizer_step_pre_hook(self._see)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hook.remove()
+
+    def _see(self, *_: Any) -> None:
+        self.were_seen = True
+
+
+# What the Trainer's clipping and optimizer step take for a while, seen in one of the run's own steps.
+
+log = logging.getLogger(__name__)
+
+
+class OptimizerWatch:
+    """Counts between the Trainer's on_pre_optimizer_step and on_optimizer_step."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        """Most bytes that clipping or the step took beside parameters, gradients and state; 0 until it was seen."""
+        self.has_seen = False
+        """Whether a step was seen, or it was found that none can be."""
+        self._meter: OptimizerMeter | None = None
+
+    def begin(self, args: TrainingArguments, model: nn.Module) -> None:
+        """The optimizer is about to step. Gradients were clipped already, so that is done again, without effect."""
+        self.has_seen = True
+        device = next(model.parameters()).device
+        if device.type == "cpu" and torch.autograd.profiler._is_profiler_enabled:
+            log.info("Adacc: another profiler is at work: the optimizer's temporary memory is not in the plan")
+            return
+        if args.max_grad_norm:
+            self.nbytes = max(self.nbytes, measure_clipping(model.parameters()))
+        self._meter = OptimizerMeter(device)
+        self._meter.__enter__()
+
+    def end(self) -> None:
+        """The optimizer has stepped. Harmless when nothing is counted."""
+        if self._meter is not None:
+            self._meter.__exit__(None, None, None)
+            self.nbytes = max(self.nbytes, self._meter.nbytes)
+        self._meter = None
+
+
+# The batch that a profile is made of: what a model was trained on last, and who made the loss of it.
+
+
+class LastBatch:
+    """Keeps the last batch that `model` was trained on, until `remove()`.
+
+    Where the loss is not the model's own, because the Trainer makes one (label smoothing, preferences, a `compute_loss`
+    of the user's), or takes several calls of the model, the batch is what the Trainer's `compute_loss` was given, and
+    `compute_loss` is set.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.batch: dict[str, Any] | None = None
+        self.compute_loss: ComputeLoss | None = None
+        self._given: tuple[dict[str, Any], ComputeLoss] | None = None
+        self._own: Node | None = None
+        """What the model's own loss was made by, until the Trainer has returned its loss."""
+        self._num_calls = 0
+        """Of the model, since the last batch was given."""
+        self._hook = model.register_forward_hook(self._keep, with_kwargs=True)
+
+    def remove(self) -> None:
+        """Keep nothing more, and let go of the batch. Harmless when called again."""
+        self._hook.remove()
+        self.batch = self.compute_loss = self._given = self._own = None
+
+    def given(self, trainer: Trainer, compute: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any) -> None:
+        """`compute`, the `compute_loss` of `trainer`, is about to be called with these arguments after the model."""
+
+        def compute_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+            with trainer.compute_loss_context_manager():
+                result = compute(model, batch, *args, **kwargs)
+            return result[0] if isinstance(result, tuple) else result
+
+        if isinstance(inputs, Mapping):
+            self._given = (dict(inputs), compute_loss)  # a copy: the Trainer takes the labels out
+            self._num_calls = 0
+
+    def loss_is_made(self, result: Any) -> None:
+        """`compute_loss` has returned `result`, made of other outputs unless it is a multiple of the model's loss."""
+        loss = result[0] if isinstance(result, tuple) else result
+        if self._own is not None and not _leads_to(loss.grad_fn, self._own):
+            self.batch, self.compute_loss = self._given
+        self._own = None
+
+    def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if not module.training or not torch.is_grad_enabled():
+            return
+        self._num_calls += 1
+        loss = getattr(output, "loss", None)
+        is_whole = self._num_calls == 1 and kwargs and loss is not None
+        self._own = loss.grad_fn if self._given is not None and is_whole else None
+        if self._given is not None and not is_whole:
+            self.batch, self.compute_loss = self._given
+        elif kwargs:
+            self.batch, self.compute_loss = dict(kwargs), None
+
+
+def _leads_to(node: Node | None, wanted: Node) -> bool:
+    """Whether one path alone leads from `node` down the graph, and to `wanted`: a loss that was scaled."""
+    while node is not None and node is not wanted:
+        following = [child for child, _ in node.next_functions if child is not None]
+        node = following[0] if len(following) == 1 else None
+    return node is wanted

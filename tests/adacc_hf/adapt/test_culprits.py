@@ -1,0 +1,91 @@
+"""Which activations a gradient's error is blamed on, where that error is made up from which ones are compressed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adacc_hf.adapt.judging import fewest
+
+EACH = 0.1
+"""What each activation's codec adds to the gradient's error, as INT4 does."""
+
+
+class Gradient:
+    """A gradient's error from the errors of what is compressed, added as if they were independent.
+
+    `spoils` are sets of activations: one adds `much` if what is compressed holds all of it.
+    """
+
+    def __init__(self, num, *spoils, much=2.0):
+        self.num, self.spoils, self.much = num, spoils, much
+        self.asked = []
+
+    def error_without(self, kept):
+        self.asked.append(kept)
+        coded = set(range(self.num)) - kept
+        squares = [EACH**2] * len(coded) + [self.much**2 for spoil in self.spoils if spoil <= coded]
+        return math.sqrt(sum(squares))
+
+    def culprits(self, bound=0.5):
+        return fewest(range(self.num), bound, self.error_without)
+
+
+@pytest.mark.parametrize("much", [2.0, math.inf], ids=["twice-its-length", "not-finite"])
+@pytest.mark.parametrize(
+    ("spoils", "expected"),
+    [([{3}], {3}), ([{2}, {5}], {2, 5}), ([{2}, {5}, {2, 5}], {2, 5}), ([{7}, {1}, {4}], {1, 4, 7})],
+    ids=["one", "two", "a-pair-of-which-either-does", "three"],
+)
+def test_what_spoils_by_itself_is_found_and_nothing_else(spoils, expected, much):
+    """Of queries and keys that both spoil, leaving out either one alone helps little."""
+    gradient = Gradient(12, *spoils, much=much)
+    assert gradient.culprits() == expected
+    assert len(gradient.asked) <= 2 * 12 + 1
+
+
+@pytest.mark.parametrize(("num_culprits", "pairs"), [(1, [{2, 5}]), (1, [{2, 5}, {5, 9}]), (2, [{2, 5}, {3, 4}])])
+def test_of_those_that_spoil_together_no_more_than_it_takes(num_culprits, pairs):
+    found = Gradient(12, *pairs).culprits()
+    assert all(found & pair for pair in pairs)
+    assert len(found) >= num_culprits
+    assert len(found) < len(set().union(*pairs))
+
+
+@given(
+    errors=st.lists(st.floats(0.0, 2.0), min_size=1, max_size=9),
+    bound=st.floats(0.01, 1.0),
+)
+def test_where_errors_add_up_no_smaller_set_would_do(errors, bound):
+    def error_without(kept):
+        return math.sqrt(sum(error**2 for value, error in enumerate(errors) if value not in kept))
+
+    found = fewest(range(len(errors)), bound, error_without)
+    assert error_without(found) <= bound
+    worst = sorted(range(len(errors)), key=lambda value: -errors[value])
+    # Leaving out the worst ones is the best that so many can do; equal errors are summed up in another order.
+    assert not found or error_without(set(worst[: len(found) - 1])) > bound * (1 - 1e-12)
+
+
+def test_the_error_of_all_that_is_compressed_may_be_what_is_too_much():
+    """100 codecs that leave 0.1 each: 75 have to go for the others to leave 0.5 together."""
+    assert len(Gradient(100).culprits(bound=0.505)) == 75  # 0.5 is on the brink, where roundings decide
+
+
+def test_none_is_found_where_no_activation_is_to_blame():
+    assert fewest(range(5), 0.5, lambda kept: 0.6) is None
+    assert fewest([], 0.5, lambda kept: 0.6) is None
+
+
+@pytest.mark.parametrize("last", range(13))
+def test_none_is_found_where_memory_ends_the_search(last):
+    gradient = Gradient(6, {2}, {4})
+
+    def error_without(kept):
+        return None if len(gradient.asked) == last else gradient.error_without(kept)
+
+    found = fewest(range(6), 0.5, error_without)
+    assert found == (None if last < 6 + 4 else {2, 4})

@@ -1,0 +1,87 @@
+"""When the solver is asked again, and that nothing is missed where it is not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import adacc_hf.adapt.judging as judging_module
+from adacc_hf import AdaccConfig, Policy, profile_model
+from adacc_hf.adapt.judging import MIN_FREED, current_policy, freed_bytes, judged
+from adacc_hf.adapt.repricing import with_errors, with_outliers
+from adacc_hf.adapt.tracking import OUTLIER_CODEC
+
+CONFIG = AdaccConfig(min_compress_bytes=0, memory_budget=1.0)
+
+
+@pytest.fixture(scope="module")
+def profile(tiny_gpt2, token_batch):
+    return profile_model(tiny_gpt2(), token_batch(), CONFIG)
+
+
+def with_channels(profile, count):
+    """`profile` with `count` outlier channels in every activation that may have some and is wide enough."""
+    wide = [v.index for v in profile.kinds[0].values if v.encoded_shape[-1:] > (8,)]
+    return with_outliers(profile, {(0, value): count for value in wide})
+
+
+@settings(max_examples=25)
+@given(before=st.integers(0, 8), after=st.integers(0, 8), seed=st.integers(0, 99))
+def test_no_policy_can_save_more_than_was_freed(profile, before, after, seed):
+    earlier, later = with_channels(profile, before), with_channels(profile, after)
+    policy = Policy.random(earlier, seed, ("retain", "compress", "recompute"))
+    then, now = (current_policy(prices, policy).predicted_stored_bytes for prices in (earlier, later))
+    freed = freed_bytes(earlier, later, CONFIG)
+    assert then - now <= freed
+    assert (freed > 0) == (after < before)
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """The prices that the solver was asked with; it answers that nothing is compressed."""
+    asked = []
+
+    def solve(profile, *_):
+        asked.append(profile)
+        return Policy.uniform(profile, "retain")
+
+    monkeypatch.setattr(judging_module, "solve_policy", solve)
+    return asked
+
+
+def test_the_solver_is_asked_once_enough_was_freed_however_slowly(profile, searches):
+    stored = Policy.uniform(profile, "compress").predicted_stored_bytes
+    one_channel = freed_bytes(with_channels(profile, 1), profile, CONFIG)
+    needed = math.ceil(MIN_FREED * stored / one_channel)
+    searched = with_channels(profile, needed + 2)
+    policy = Policy.uniform(searched, "compress")
+    for count in range(needed + 1, -1, -1):
+        prices = with_channels(profile, count)
+        found = judged(prices, policy, 1.0, CONFIG, searched)
+        if found.searched:
+            break
+        policy = found.policy
+    freed = freed_bytes(searched, prices, CONFIG)
+    assert searches == [prices]
+    assert MIN_FREED * current_policy(prices, policy).predicted_stored_bytes <= freed
+    assert found.reason.endswith("overhead gained")
+
+
+def test_the_solver_is_not_asked_as_long_as_memory_is_only_lost(profile, searches):
+    policy = Policy.uniform(profile, "compress")
+    found = judged(with_channels(profile, 3), policy, 1.0, CONFIG, profile)
+    assert not searches
+    assert not found.searched
+    assert found.policy == current_policy(with_channels(profile, 3), policy)
+
+
+def test_a_codec_that_keeps_to_the_bound_again_is_memory_freed(profile):
+    bounded = CONFIG.with_overrides(max_error=0.5)
+    keys = [(0, v.index, OUTLIER_CODEC) for v in profile.kinds[0].values if v.codecs]
+    spoiled = with_errors(profile, dict.fromkeys(keys, 0.9))
+    assert freed_bytes(spoiled, profile, CONFIG) == 0
+    assert freed_bytes(spoiled, profile, bounded) > 0
+    assert freed_bytes(profile, spoiled, bounded) == 0

@@ -1,0 +1,76 @@
+"""The memory of steps that hold a block's input and gradient for comparison."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from adacc_hf import AdaccConfig, apply_policy, profile_model
+from adacc_hf.adapt.accuracy import peaks_with_samples
+from adacc_hf.adapt.rectifier import Rectifier
+from adacc_hf.artifacts.policy import Policy
+from adacc_hf.torch_glue.memory import measure_step
+
+NUM_LAYERS = 5
+INPUT_BYTES = 8 * 32 * 64 * 4
+ROUNDED = 20_000
+"""Scalars and codecs' small tensors that the simulator does not see, of several megabytes."""
+
+
+@pytest.fixture(scope="module")
+def case():
+    """A model, a batch and their profile."""
+    torch.manual_seed(0)
+    tokens = {"bos_token_id": 0, "eos_token_id": 0, "loss_type": "ForCausalLM", "use_cache": False}
+    sizes = {"n_layer": NUM_LAYERS, "n_embd": 64, "n_head": 2, "n_positions": 32, "vocab_size": 97}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **tokens)).train()
+    ids = torch.randint(0, 97, (8, 32), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids}
+    return model, batch, profile_model(model, batch, AdaccConfig(min_compress_bytes=4096))
+
+
+def settle(model, batch):
+    """The first two calls of a block are recorded, which takes memory of its own."""
+    for _ in range(2):
+        measure_step(model, batch)
+
+
+@pytest.mark.parametrize("action", ["compress", "recompute"])
+def test_a_step_with_a_sample_takes_no_more_than_predicted(case, action, monkeypatch):
+    model, batch, profile = case
+    policy = Policy.uniform(profile, action)
+    peaks = peaks_with_samples(profile, policy)
+    assert list(peaks) == [block.name for block in profile.blocks]
+    rectifier = Rectifier(profile, policy, AdaccConfig(min_compress_bytes=4096))
+    measured = {}
+    with apply_policy(model, policy) as handle:
+        settle(model, batch)
+        for name in peaks:
+            monkeypatch.setattr(rectifier, "_sampled", lambda every_kind, name=name: [name])
+            rectifier.start_tracking(handle.plans)
+            measured[name] = measure_step(model, batch).peak_bytes
+            rectifier.finish_tracking()
+    assert all(measured[name] <= peaks[name] + ROUNDED for name in peaks), (measured, peaks)
+    # What is predicted errs by the block's own input and gradient at most, which it may hold at its peak anyway.
+    assert all(peaks[name] <= measured[name] + 2 * INPUT_BYTES for name in peaks), (measured, peaks)
+
+
+def test_only_blocks_that_the_budget_has_room_for_are_sampled(case):
+    model, batch, profile = case
+    seen = {}
+    plain = Policy.uniform(profile, "compress").predicted_peak_bytes
+    for extra in (0, INPUT_BYTES, 3 * INPUT_BYTES):
+        config = AdaccConfig(min_compress_bytes=4096, memory_budget=plain + extra, guard_blocks=1)
+        policy = Policy.uniform(profile, "compress")
+        rectifier = Rectifier(profile, policy, config)
+        seen[extra] = set()
+        with apply_policy(model, policy) as handle:
+            settle(model, batch)
+            for _ in range(NUM_LAYERS):
+                rectifier.start_tracking(handle.plans)
+                seen[extra] |= rectifier._samples.keys()
+                assert measure_step(model, batch).peak_bytes <= plain + extra + ROUNDED
+                rectifier.finish_tracking()
+    assert seen[0] <= seen[INPUT_BYTES] <= seen[3 * INPUT_BYTES]
+    assert len(seen[3 * INPUT_BYTES]) == NUM_LAYERS

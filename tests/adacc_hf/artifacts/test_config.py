@@ -1,0 +1,122 @@
+"""Settings outside their range are refused by name, with the range."""
+
+import dataclasses
+import re
+
+import pytest
+
+from adacc_hf.artifacts.config import AdaccConfig, check_memory_budget
+from adacc_hf.artifacts.policy import Action
+from adacc_hf.kernels._symmetric import GROUP_SIZES
+from adacc_hf.kernels.codecs import get_codec
+
+
+def test_the_defaults_are_valid_and_frozen():
+    config = AdaccConfig()
+    assert config.parsed_actions == frozenset(Action)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.group_size = 32
+
+
+@pytest.mark.parametrize("budget", ["auto", "20GiB", "1 gb", "65536", 65536, 10**12, 1.0, 1e-9])
+def test_budgets_of_every_form_are_taken(budget):
+    assert AdaccConfig(memory_budget=budget).memory_budget == budget
+
+
+@pytest.mark.parametrize(
+    "budget", [0, -1, "0", 0.0, 1.0001, -0.5, float("nan"), True, None, "all", "20 GiBs", "", [1], 2**63], ids=repr
+)
+def test_other_budgets_are_refused(budget):
+    with pytest.raises(ValueError, match="memory_budget="):
+        check_memory_budget(budget)
+
+
+@pytest.mark.parametrize(
+    ("budget", "meant"),
+    [
+        (1, r'as 1\.0, all that plain training stores, or "1GiB": use'),
+        ("1", r'as 1\.0, all that plain training stores, or "1GiB": use'),
+        (20, 'as "20GiB": use'),
+        ("20 B", 'as "20GiB": use'),
+        (40_000, 'as "40000MiB": use'),
+    ],
+)
+def test_a_number_without_its_unit_is_refused_with_what_may_have_been_meant(budget, meant):
+    written = re.escape(repr(budget))
+    with pytest.raises(ValueError, match=rf"memory_budget={written} is outside \[65536, \d+\] bytes, .* {meant}"):
+        AdaccConfig(memory_budget=budget)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("memory_margin", 0.95, r"memory_margin=0\.95 is outside \[0, 0\.9\]"),
+        ("memory_margin", True, "memory_margin=True"),
+        ("actions", ("retain", "forget"), "action='forget' is unknown"),
+        ("actions", ("recompute",), "must contain 'retain'"),
+        ("actions", "retain", r"actions='retain' must be a tuple of names: write \('retain',\)"),
+        ("actions", None, "actions=None must be a tuple of names"),
+        ("tracked_modules", 5, "tracked_modules=5 must be a tuple of names"),
+        ("tracked_modules", ("mlp.*", 5), "tracked_modules=.* must be a tuple of names, each of them a string"),
+        (
+            "block_classes",
+            (AdaccConfig,),
+            "block_classes=.*AdaccConfig.* must be a tuple of names, each of them a string",
+        ),
+        ("codecs", ("zip",), r"codecs=\['zip'\] are unknown: choose from .*int8"),
+        ("outliers", "no", "outliers='no' must be True or False"),
+        ("zscore_threshold", -1, "zscore_threshold=-1 is outside"),
+        ("group_size", 63, "group_size=63 is no power of two: choose 16, 32, 64"),
+        ("group_size", 0, r"group_size=0 is not an int in \[16, 1024\]"),
+        ("group_size", 64.0, r"group_size=64\.0 is not an int"),
+        ("min_compress_bytes", -1, "min_compress_bytes=-1 is not an int"),
+        ("profile_steps", 0, "profile_steps=0 is not an int"),
+        ("tracking", "often", "tracking='often' must be"),
+        ("tracking", 0, "tracking=0 must be"),
+        ("tracking", True, "tracking=True must be"),
+        ("max_error", -0.1, r"max_error=-0\.1 is outside"),
+    ],
+)
+def test_a_wrong_setting_is_named(name, value, message):
+    with pytest.raises(ValueError, match=message):
+        AdaccConfig(**{name: value})
+
+
+def test_what_settings_allow_codecs_take():
+    """A setting that a codec refuses would be told steps later, when the first batch is profiled."""
+    for size in range(1, 2050):
+        try:
+            AdaccConfig(group_size=size)
+        except ValueError:
+            assert size not in GROUP_SIZES
+        else:
+            assert size in GROUP_SIZES
+    for threshold in (0.0, 1e6):
+        config = AdaccConfig(zscore_threshold=threshold)
+        assert get_codec("outlier_int4", zscore_threshold=config.zscore_threshold).zscore_threshold == threshold
+
+
+def test_lists_become_tuples_so_that_a_config_can_be_hashed():
+    config = AdaccConfig(actions=["retain", "recompute"], block_classes=["GPT2Block"])
+    assert config.actions == ("retain", "recompute")
+    assert hash(config) == hash(config.with_overrides())
+
+
+def test_overrides_are_checked_like_the_rest():
+    assert AdaccConfig().with_overrides(group_size=32).group_size == 32
+    with pytest.raises(ValueError, match="group_size=24 is no power of two"):
+        AdaccConfig().with_overrides(group_size=24)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("memory_buget", "memory_budget"),
+        ("groups", "group_size"),
+        ("budget", "memory_budget"),
+        ("zzz", "memory_budget, m"),
+    ],
+)
+def test_a_setting_that_does_not_exist_is_named_with_the_nearest(name, meant):
+    with pytest.raises(TypeError, match=f"{name}=3 is no setting of AdaccConfig: choose {meant}"):
+        AdaccConfig().with_overrides(**{name: 3})

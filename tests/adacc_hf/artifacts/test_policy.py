@@ -1,0 +1,153 @@
+"""Policies as records: how they are built, shown, saved and refused."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from adacc_hf.artifacts.errors import PolicyMismatchError
+from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice, Plan, Policy
+
+
+@pytest.fixture
+def profile(gpt2_like_profile):
+    return gpt2_like_profile(num_blocks=3)
+
+
+@pytest.fixture
+def policy(profile):
+    return Policy.random(profile, seed=3, actions=("retain", "compress", "recompute"))
+
+
+@pytest.mark.parametrize("action", list(Action))
+def test_uniform_gives_the_action_to_all_that_can_take_it(profile, action):
+    policy = Policy.uniform(profile, action)
+    assert len(policy.plans) == 1
+    kind = profile.kinds[0]
+    for value, choice in policy.plans[0].choices:
+        able = {
+            Action.RETAIN: True,
+            Action.RECOMPUTE: kind.values[value].recomputable,
+            Action.COMPRESS: bool(kind.values[value].codecs),
+        }[action]
+        assert (choice.action is action) or not able
+    assert [name for name, _ in policy.blocks] == ["h.0", "h.1", "h.2"]
+
+
+def test_uniform_recompute_stores_masks_as_bits(profile):
+    choices = dict(Policy.uniform(profile, "recompute").plans[0].choices)
+    masks = [value.index for value in profile.kinds[0].activations if value.name.endswith(".mask")]
+    assert len(masks) == 2
+    assert {choices[mask].codec for mask in masks} == {"bitmask"}
+
+
+def test_uniform_takes_one_codec_where_asked(profile):
+    policy = Policy.uniform(profile, "compress", "int8")
+    assert {choice.codec for _, choice in policy.plans[0].choices} == {None, "int8"}
+    with pytest.raises(ValueError, match=r"codec='zip' was not priced in this profile, which has .*int8"):
+        Policy.uniform(profile, "compress", "zip")
+    (kind,) = profile.kinds
+    coarse = replace(kind.values[0], too_coarse=(("zip", 0.3),))
+    with pytest.raises(ValueError, match=r"'zip' would spoil gradients wherever it was tried, .* has .*int8"):
+        Policy.uniform(replace(profile, kinds=(replace(kind, values=(coarse, *kind.values[1:])),)), "compress", "zip")
+
+
+def test_random_is_reproducible_and_uses_the_actions_it_may(profile):
+    first = Policy.random(profile, seed=1)
+    assert first == Policy.random(profile, seed=1) != Policy.random(profile, seed=2)
+    assert set(first.action_counts()) == {"retain", "recompute"}
+    lossless = Policy.random(profile, 1, tuple(Action), lossless=True)
+    assert {choice.codec for plan in lossless.plans for _, choice in plan.choices} == {None, "bitmask"}
+
+
+def test_a_policy_names_its_plans_and_counts_its_actions(policy):
+    assert policy.plan_of("h.1") == policy.plans[dict(policy.blocks)["h.1"]]
+    counts = policy.action_counts()
+    assert counts == Counter(
+        choice.action.value for name, _ in policy.blocks for _, choice in policy.plan_of(name).choices
+    )
+    assert not policy.is_plain
+    assert f"3 blocks, {counts['retain']} retain" in policy.summary()
+    assert "plan 2, kind gpt2-sdpa, 1 blocks: h.2" in str(policy)
+    assert "compress(outlier_int4)" in str(policy)
+
+
+def test_masks_that_become_bits_are_not_counted_as_compressed(profile):
+    """Two of each block's activations are dropout masks, which nothing is lost of."""
+    lossless = Policy.uniform(profile, "recompute")
+    assert ", 0 compress, " in lossless.summary()
+    assert ", 6 masks as bits; stored" in lossless.summary()
+    everything = Policy.uniform(profile, "compress")
+    num_lossy = everything.action_counts()["compress"] - 6
+    assert num_lossy > 0
+    assert f", {num_lossy} compress, 0 recompute, 6 masks as bits; stored" in everything.summary()
+    assert "bits" not in Policy.uniform(profile, "retain").summary()
+
+
+def test_only_all_retain_is_plain():
+    assert Plan(kind="k", choices=((0, RETAIN), (1, RETAIN))).is_plain
+    assert not Plan(kind="k", choices=((0, RETAIN), (1, RECOMPUTE))).is_plain
+    assert Plan(kind="k", choices=((0, RETAIN), (5, RECOMPUTE))).choice(5) == RECOMPUTE
+
+
+def test_what_is_saved_is_loaded(policy, tmp_path):
+    path = tmp_path / "runs" / "policy.json"
+    policy.save(path)
+    assert Policy.load(path) == policy
+    assert [file.name for file in path.parent.iterdir()] == ["policy.json"]
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"policy file .*none\.json does not exist"):
+        Policy.load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is not an adacc_hf policy file"),
+        ('{"format": "adacc_hf.artifacts.profile"}', "is not an adacc_hf policy file"),
+        ('{"format": "adacc_hf.artifacts.policy", "version": 99}', "policy format version 99, this release reads 2"),
+        ('{"format": "adacc_hf.artifacts.policy", "version": 2}', "is a damaged policy file"),
+    ],
+    ids=["cut", "list", "profile", "future", "empty"],
+)
+def test_what_is_no_policy_is_refused(tmp_path, text, message):
+    path = tmp_path / "policy.json"
+    path.write_text(text)
+    with pytest.raises(PolicyMismatchError, match=message):
+        Policy.load(path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda record: record["blocks"].update({"h.0": 17}),
+        lambda record: record["plans"][0].pop("kind"),
+        lambda record: record["plans"][0]["choices"].update({"0": {"action": "forget"}}),
+        lambda record: record.update(predicted_peak_bytes=None),
+        lambda record: record.update(predicted_peak_bytes=float("inf")),
+        lambda record: record.update(facts=None),
+    ],
+    ids=["plan", "kind", "action", "peak", "infinite", "facts"],
+)
+def test_a_damaged_file_is_refused(policy, tmp_path, damage):
+    record = policy.to_json()
+    damage(record)
+    path = tmp_path / "policy.json"
+    path.write_text(json.dumps(record))
+    with pytest.raises(PolicyMismatchError, match="is a damaged policy file"):
+        Policy.load(path)
+
+
+def test_actions_are_parsed_and_unknown_ones_refused():
+    assert Action.parse("compress") is Action.parse(Action.COMPRESS) is Action.COMPRESS
+    with pytest.raises(ValueError, match=r"action='drop' is unknown: choose from retain, compress, recompute"):
+        Action.parse("drop")
+
+
+def test_a_choice_shows_its_codec():
+    assert str(RECOMPUTE) == "recompute"
+    assert str(Choice(action=Action.COMPRESS, codec="int8")) == "compress(int8)"

@@ -1,0 +1,108 @@
+"""torch.compile with our backend, through Inductor to machine code."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
+
+from adacc_hf.compiler.backend import adacc
+
+# Importing Inductor makes torch warn of torch.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+
+
+@pytest.fixture
+def empty_cache() -> Iterator[None]:
+    """No code of Inductor's before or after."""
+    from torch._inductor.utils import fresh_cache
+
+    with fresh_cache():
+        yield
+
+
+def _gradients(model: nn.Module, call: nn.Module, x: Tensor) -> list[Tensor]:
+    call(x).square().mean().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    return gradients
+
+
+@pytest.mark.usefixtures("fresh_dynamo", "empty_cache")
+def test_a_model_trains_under_the_backend_and_its_code_is_found_again() -> None:
+    torch.manual_seed(0)
+    # The mask of what lies above zero is handed over as bits.
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.ReLU())
+    x = torch.randn(128, 64)
+    options = {"memory_budget": 0.4, "min_compress_bytes": 0, "codecs": ("int8",)}
+
+    def compiled_gradients(enable_autograd_cache: bool) -> list[Tensor]:
+        """Gradients by code that is compiled, or found, as a new process would."""
+        torch._dynamo.reset()
+        counters.clear()
+        with functorch_config.patch(enable_autograd_cache=enable_autograd_cache):
+            return _gradients(model, torch.compile(model, backend=adacc, options=options), x)
+
+    first = compiled_gradients(enable_autograd_cache=True)
+    for gradient, expected in zip(first, _gradients(model, model, x), strict=True):
+        # INT8 in groups of 64 is off by 0.006 on normal noise; a few such tensors enter each gradient.
+        assert (gradient - expected).norm() < 0.03 * expected.norm()
+    again = compiled_gradients(enable_autograd_cache=True)
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+    partitioned_again = compiled_gradients(enable_autograd_cache=False)
+    assert (counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]) == (2, 0)
+    assert all(map(torch.equal, first, again))
+    assert all(map(torch.equal, first, partitioned_again))
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What Inductor is asked for each time; it compiles nothing."""
+    from torch._inductor import compile_fx
+
+    asked: list[dict[str, Any]] = []
+
+    def compile_nothing(module: fx.GraphModule, inputs: Any, config_patches: dict[str, Any]) -> fx.GraphModule:
+        asked.append(config_patches)
+        return module
+
+    monkeypatch.setattr(compile_fx, "compile_fx", compile_nothing)
+    return asked
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_cache_does_not_bring_back_a_cut_for_other_sizes(settings: list[dict[str, Any]]) -> None:
+    for batch in (8, 32, 8):
+        torch._dynamo.reset()
+        torch.compile(nn.Linear(4, 4), backend=adacc, dynamic=True)(torch.randn(batch, 4))
+    small, large, again = (one["custom_partitioner_fn"].uuid() for one in settings)
+    assert small == again != large
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(
+    "asked",
+    [{"mode": "max-autotune-no-cudagraphs"}, {"options": {"memory_budget": 0.5, "max_autotune": True}}],
+    ids=str,
+)
+def test_inductor_gets_its_own_settings(settings: list[dict[str, Any]], asked: dict[str, Any]) -> None:
+    torch.compile(nn.Linear(4, 4), backend=adacc, **asked)(torch.randn(2, 4))
+    assert settings[0]["max_autotune"] is True
+    assert settings[0]["custom_partitioner_fn"].config.memory_budget == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": 0.5}, r"options=\['budget'\] have no meaning for backend 'adacc': choose from memory_b"),
+        ({"memory_budget": 0.5, "head": "chunked"}, r"options=\['head'\] have no meaning for backend 'adacc'"),
+        ([1], r"options=\[1\] is a list, not a dict: write options="),
+    ],
+    ids=["unknown", "not-of-graphs", "no-dict"],
+)
+def test_options_that_mean_nothing_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        adacc(torch.fx.symbolic_trace(nn.Linear(2, 2)), [torch.ones(1, 2)], options=options)

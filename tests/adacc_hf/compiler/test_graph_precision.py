@@ -1,0 +1,133 @@
+"""What must not be compressed in a graph."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from adacc_hf.compiler.functorch import short_name
+from adacc_hf.compiler.graph_precision import exponents, spoiled_by_codecs
+from adacc_hf.compiler.joint_graph import JointGraph
+
+
+class Masked(nn.Module):
+    """Scores with a float mask made of an integer one, and a norm before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        mask = torch.where(attended.bool(), 0.0, torch.finfo(x.dtype).min)
+        hidden = self.linear(self.norm(x))
+        weights = (hidden @ hidden.transpose(-1, -2) + mask).softmax(-1)
+        # What is chosen by a mask is no mask, wherever the truth of it comes from.
+        weights = torch.where((mask == 0.0).any(), weights, 0.0)
+        return weights @ hidden.tanh()
+
+
+class Classifier(nn.Module):
+    """A cross-entropy over what a linear layer gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.linear(x.tanh()), labels)
+
+
+@pytest.fixture
+def joint(joint_graph_of: Any) -> JointGraph:
+    torch.manual_seed(0)
+    return joint_graph_of(Masked(), torch.randn(2, 8, 16, requires_grad=True), torch.ones(2, 1, 8, dtype=torch.int64))
+
+
+def _targets(joint: JointGraph, values: set[int]) -> set[str]:
+    return {str(joint.nodes[value].target).removeprefix("aten.").split(".")[0] for value in values}
+
+
+def test_masks_and_what_they_are_added_to_are_spoiled(joint: JointGraph) -> None:
+    spoiled = spoiled_by_codecs(joint)
+    assert "where" in _targets(joint, spoiled)
+    (scores,) = [i for i, n in enumerate(joint.nodes) if "add" in str(n.target) and "where" in str(n.all_input_nodes)]
+    assert scores in spoiled
+
+
+def test_what_is_chosen_by_the_look_of_a_mask_is_not(joint: JointGraph) -> None:
+    (chosen,) = [i for i, n in enumerate(joint.nodes) if "where" in str(n.target) and "div" in str(n.all_input_nodes)]
+    assert chosen not in spoiled_by_codecs(joint)
+
+
+def test_statistics_of_norms_are_spoiled(joint: JointGraph) -> None:
+    assert {"rsqrt"} <= _targets(joint, spoiled_by_codecs(joint))
+
+
+def test_scores_are_spoiled_before_softmax_and_not_after(joint: JointGraph) -> None:
+    spoiled = spoiled_by_codecs(joint)
+    by_target = {str(node.target).removeprefix("aten.").split(".")[0]: i for i, node in enumerate(joint.nodes)}
+    scores = min(i for i, node in enumerate(joint.nodes) if "bmm" in str(node.target))
+    assert {scores, by_target["sub"]} <= spoiled
+    assert by_target["exp"] not in spoiled
+
+
+def test_logits_and_what_a_loss_takes_the_exponential_of_are_spoiled(joint_graph_of: Any) -> None:
+    """An INT4 logarithm of a probability is off by 1 or more where most are -20: the gradient by a factor."""
+    joint = joint_graph_of(Classifier(), torch.randn(64, 16, requires_grad=True), torch.zeros(64, dtype=torch.int64))
+    spoiled = spoiled_by_codecs(joint)
+    assert {"addmm", "sub"} <= _targets(joint, spoiled)
+    assert "tanh" in _targets(joint, set(range(len(joint.nodes))) - spoiled)
+
+
+@pytest.mark.parametrize(
+    ("function", "divisor"),
+    [
+        (torch.log, "exp"),
+        (torch.sqrt, "sqrt"),
+        (lambda x: x.mean() / x, "exp"),
+        (lambda x: x**0.5, "exp"),
+        (lambda x: (x * x).clamp(max=1e3).log(), "exp"),
+    ],
+    ids=["log", "sqrt", "div", "root", "made of it"],
+)
+def test_what_backward_divides_by_is_spoiled(joint_graph_of: Any, function: Any, divisor: str) -> None:
+    """INT4 makes a small element 0 beside large ones, and a gradient infinite."""
+
+    class Divided(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return function(super().forward(x).exp()) * x.tanh()
+
+    joint = joint_graph_of(Divided(16, 16), torch.randn(64, 16, requires_grad=True))
+    spoiled = spoiled_by_codecs(joint)
+    assert divisor in _targets(joint, spoiled)
+    assert "tanh" in _targets(joint, set(range(len(joint.nodes))) - spoiled)
+
+
+def test_activations_and_attention_weights_are_not(joint: JointGraph) -> None:
+    allowed = set(range(len(joint.nodes))) - spoiled_by_codecs(joint)
+    assert {"addmm", "tanh", "exp", "div"} <= _targets(joint, allowed)
+
+
+class Gated(nn.Module):
+    """A gate through SiLU, which Inductor takes apart into x / (1 + exp(-x)), or through the exponential alone too."""
+
+    def __init__(self, is_bounded: bool) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+        self.is_bounded = is_bounded
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.gate(x)
+        gated = nn.functional.silu(gate) * self.up(x)
+        return gated if self.is_bounded else gated + torch.exp(-gate)
+
+
+@pytest.mark.parametrize("is_bounded", [True, False])
+def test_an_exponential_is_harmless_where_it_is_only_a_part_of_a_sigmoid(joint_graph_of: Any, is_bounded: bool) -> None:
+    joint = joint_graph_of(Gated(is_bounded), torch.randn(2, 8, 16, requires_grad=True))
+    power = next(node for node in joint.operators if short_name(node) == "exp")
+    gate = joint.value_of(power.args[0].args[0])
+    assert short_name(joint.nodes[gate]) == "mm"
+    assert (gate in spoiled_by_codecs(joint)) is not is_bounded
+    assert (joint.nodes[gate] in exponents(power.graph)) is not is_bounded

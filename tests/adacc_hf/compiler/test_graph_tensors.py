@@ -1,0 +1,34 @@
+"""Names of what a plan decides about."""
+
+import json
+
+import pytest
+from torch import fx
+
+from adacc_hf.compiler.region import GraphTensor, module_path
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("L['self'].transformer.h.0.mlp", "transformer.h.0.mlp"),
+        ("L['self']", ""),
+        ("L['self'].module.h.1", "h.1"),
+        ("L['self']._orig_mod.h.1", "h.1"),
+        ("h.1", "h.1"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["nn_module_stack", "fwd_nn_module_stack"])
+def test_module_paths_begin_at_the_model(path: str, expected: str, kind: str) -> None:
+    node = fx.Graph().placeholder("x")
+    assert module_path(node) == ""
+    node.meta[kind] = {"outer": ("L['self']", object), "inner": (path, object)}
+    assert module_path(node) == expected
+
+
+def test_a_tensor_comes_back_from_json() -> None:
+    tensor = GraphTensor(
+        name="mul", module="h.0", operator="aten.mul.Tensor", shape=(2, 3), dtype="float32", nbytes=24,
+        action="compress", codec="int8", stored_bytes=8,
+    )  # fmt: skip
+    assert GraphTensor.from_json(json.loads(json.dumps(vars(tensor)))) == tensor

@@ -1,0 +1,68 @@
+"""Policies exported to torch's selective checkpointing."""
+
+import pytest
+
+from adacc_hf import AdaccConfig, Policy, PolicyMismatchError, profile_model, solve_policy
+from adacc_hf.compiler.selective_checkpoint import selective_contexts
+from adacc_hf.price.whole_model import WithLoss
+from adacc_hf.torch_glue.compat import switch_checkpointing
+from adacc_hf.torch_glue.memory import measure_step
+
+
+@pytest.fixture(scope="module", params=["sdpa", "eager"])
+def planned(request, tiny_gpt2, token_batch):
+    model, batch = tiny_gpt2(request.param, layers=3), token_batch()
+    config = AdaccConfig(min_compress_bytes=0, actions=("retain", "recompute"))
+    return model, batch, profile_model(model, batch, config), config
+
+
+def test_torch_saves_what_the_policy_stores_and_trains_the_same(planned, run_steps, assert_same_steps):
+    model, batch, profile, config = planned
+    plain, plain_bytes = run_steps(model, batch), measure_step(model, batch).stored_bytes
+    stored = []
+    for share in (0.3, 0.6):
+        contexts = selective_contexts(profile, solve_policy(profile, share, config))
+        switch_checkpointing(model, on=True, torch_options={"use_reentrant": False, "context_fn": contexts})
+        assert_same_steps(run_steps(model, batch), plain)
+        stored.append(measure_step(model, batch).stored_bytes)
+        switch_checkpointing(model, on=False)
+    assert 0 < stored[0] < stored[1] < plain_bytes
+
+
+def test_everything_or_nothing_may_be_saved(planned):
+    model, batch, profile, _ = planned
+    stored = {}
+    for action in ("retain", "recompute"):
+        contexts = selective_contexts(profile, Policy.uniform(profile, action))
+        switch_checkpointing(model, on=True, torch_options={"use_reentrant": False, "context_fn": contexts})
+        stored[action] = measure_step(model, batch).stored_bytes
+        switch_checkpointing(model, on=False)
+    switch_checkpointing(model, on=True, torch_options={"use_reentrant": False})
+    stored["torch"] = measure_step(model, batch).stored_bytes
+    switch_checkpointing(model, on=False)
+    assert stored["torch"] <= stored["recompute"] < stored["retain"]
+
+
+def test_every_call_of_a_block_has_its_own_decisions(tiny_gpt2, token_batch, run_steps, assert_same_steps):
+    """A loss that calls the model twice: torch asks for a context per call, in the order of the policy."""
+
+    def twice(model, batch):
+        return model(**batch).loss + model(**batch).loss
+
+    model, batch = tiny_gpt2(layers=2), token_batch()
+    step = WithLoss(model, twice)
+    profile = profile_model(model, batch, AdaccConfig(min_compress_bytes=0), compute_loss=twice)
+    plain = run_steps(step, batch)
+    policy = Policy.random(profile, 0, ("retain", "recompute"))
+    assert len(policy.plans) == 4
+    contexts = selective_contexts(profile, policy)
+    switch_checkpointing(model, on=True, torch_options={"use_reentrant": False, "context_fn": contexts})
+    assert_same_steps(run_steps(step, batch), plain)
+    switch_checkpointing(model, on=False)
+
+
+def test_policies_of_other_models_are_refused(planned, tiny_gpt2, token_batch):
+    _, _, profile, config = planned
+    other = profile_model(tiny_gpt2("eager", layers=2, width=48), token_batch(), config)
+    with pytest.raises(PolicyMismatchError, match="is not one of the profile"):
+        selective_contexts(profile, Policy.uniform(other, "retain"))

@@ -1,0 +1,175 @@
+"""What is read off tensors without memory against what real runs give, for the same model on the same device."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GPT2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    T5Config,
+)
+
+from adacc_hf import AdaccConfig, Policy, Profile, profile_model, solve_policy
+from adacc_hf.artifacts.profile import KindProfile
+from adacc_hf.estimate.devices import find_device, operator_ms
+from adacc_hf.estimate.fake_device import fake_autocast, fake_tensors
+from adacc_hf.estimate.fake_measurement import FakeInstruments
+
+pytestmark = pytest.mark.usefixtures("one_thread")  # each thread converts in a buffer of its own
+
+SCALAR_BYTES = 512
+"""Numbers of 8 bytes that real runs keep here and there (a scale, a token count) are Python numbers on fake tensors; in
+BERT and GPT-2 a handful per block."""
+
+LOSSLESS = AdaccConfig(actions=("retain", "recompute"))
+"""Without codecs to be timed on the real tensors, which the comparison leaves out."""
+
+
+def gpt2(width: int, layers: int) -> PretrainedConfig:
+    return GPT2Config(
+        n_layer=layers, n_embd=width, n_head=4, n_positions=64, vocab_size=500, bos_token_id=0, eos_token_id=0
+    )
+
+
+def llama(width: int, layers: int) -> PretrainedConfig:
+    return LlamaConfig(
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=500,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+
+def t5(width: int, layers: int) -> PretrainedConfig:
+    return T5Config(
+        d_model=width,
+        d_ff=4 * width,
+        num_layers=layers,
+        num_heads=4,
+        d_kv=width // 4,
+        vocab_size=500,
+        decoder_start_token_id=0,
+    )
+
+
+def profile(config: PretrainedConfig, attention: str, dtype: torch.dtype | None, fake: bool) -> Profile:
+    """The profile of a model on the CPU, with memory or without."""
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation=attention).train()
+    model.config.use_cache = False
+    ids = torch.zeros((2, 48), dtype=torch.long)
+    with fake_autocast("cpu", dtype):
+        instruments = FakeInstruments(find_device("cpu")) if fake else None
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        return profile_model(model, batch, LOSSLESS, instruments=instruments)
+
+
+def activations(kind: KindProfile) -> Counter[tuple[Any, ...]]:
+    """How many activations of each shape, dtype, size and fate a kind has, in whatever order they were met."""
+    records = [(v.shape, v.dtype, v.nbytes, v.saved, v.recomputable, v.role) for v in kind.activations]
+    return Counter(records)
+
+
+CASES = {
+    "gpt2-sdpa-fp32": (gpt2(32, 2), "sdpa", None),
+    "gpt2-eager-bf16-amp": (gpt2(96, 2), "eager", torch.bfloat16),
+    "llama-sdpa-bf16-amp": (llama(96, 2), "sdpa", torch.bfloat16),
+    "llama-eager-fp32": (llama(32, 2), "eager", None),
+    "t5-sdpa-fp32": (t5(32, 2), "sdpa", None),
+    "t5-eager-bf16-amp": (t5(64, 1), "eager", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_activations_and_peaks_equal_those_of_a_real_run(case: str) -> None:
+    config, attention, dtype = CASES[case]
+    real = profile(config, attention, dtype, fake=False)
+    with fake_tensors("cpu"):
+        fake = profile(config, attention, dtype, fake=True)
+    assert [block.name for block in fake.blocks] == [block.name for block in real.blocks]
+    for mine, theirs in zip(fake.kinds, real.kinds, strict=True):
+        assert activations(mine) == activations(theirs)
+    assert fake.static_bytes == real.static_bytes
+    assert abs(fake.plain_stored_bytes - real.plain_stored_bytes) <= SCALAR_BYTES
+    plain = [Policy.uniform(p, "retain").predicted_peak_bytes for p in (fake, real)]
+    assert abs(plain[0] - plain[1]) <= SCALAR_BYTES
+    full = [Policy.uniform(p, "recompute").predicted_peak_bytes for p in (fake, real)]
+    # Under bf16 the CPU's softmax and norms convert in buffers of their own, which only a real run shows.
+    assert abs(full[0] - full[1]) <= (0.03 * full[1] if dtype else SCALAR_BYTES)
+
+
+@pytest.mark.parametrize("config", [gpt2(768, 1), llama(1024, 1), t5(512, 1)], ids=["gpt2", "llama", "t5"])
+def test_published_widths(config: PretrainedConfig) -> None:
+    """The widths of GPT-117M and T5-small, and a LLaMA of 1024, with one layer of each kind."""
+    real = profile(config, "sdpa", None, fake=False)
+    with fake_tensors("cpu"):
+        fake = profile(config, "sdpa", None, fake=True)
+    assert [activations(kind) for kind in fake.kinds] == [activations(kind) for kind in real.kinds]
+    assert fake.static_bytes == real.static_bytes
+
+
+def test_tensors_on_cuda_take_the_decisions_of_cuda() -> None:
+    """Under CUDA's autocast `pow` runs in float32, dropout keeps a boolean mask, and attention is one operator."""
+    with fake_tensors("cuda"):
+        fake = profile_on_cuda(gpt2(64, 2))
+    (kind,) = fake.kinds
+    assert {value.dtype for value in kind.activations if "dropout" in value.name and value.saved} == {"bool"}
+    assert "attn:scaled_dot_product_flash_attention" in {value.name for value in kind.values}
+    assert any(value.dtype == "float32" and value.name.startswith("mlp.act") for value in kind.activations)
+
+
+def profile_on_cuda(config: PretrainedConfig) -> Profile:
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    model.config.use_cache = False
+    ids = torch.zeros((2, 48), dtype=torch.long)
+    with fake_autocast("cuda", torch.bfloat16):
+        return profile_model(
+            model, {"input_ids": ids, "labels": ids.clone()}, instruments=FakeInstruments(find_device("h100"))
+        )
+
+
+def test_random_operators_are_never_replayed_and_all_else_of_torch_is() -> None:
+    with fake_tensors("cuda"):
+        (kind,) = profile_on_cuda(gpt2(64, 2)).kinds
+    drawing = {"aten.native_dropout.default", "aten._scaled_dot_product_flash_attention.default"}
+    assert {operator.name for operator in kind.operators if not operator.replayable} == drawing
+
+
+def test_a_plan_can_be_solved_from_it() -> None:
+    with fake_tensors("cuda"):
+        fake = profile_on_cuda(gpt2(512, 3))
+    policy = solve_policy(fake, 0.5)
+    assert policy.predicted_stored_bytes <= 0.5 * fake.plain_stored_bytes
+    assert policy.predicted_overhead_ms > 0
+
+
+def test_a_step_timed_while_its_memory_is_measured_takes_as_long_as_one_timed_apart() -> None:
+    device = find_device("h100")
+    with fake_tensors("cuda"), fake_autocast("cuda", torch.bfloat16):
+        model = AutoModelForCausalLM.from_config(gpt2(64, 2)).train()
+        ids = torch.zeros((2, 32), dtype=torch.long)
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        together, apart = (
+            profile_model(model, batch, instruments=FakeInstruments(device, times_measured=flag))
+            for flag in (True, False)
+        )
+    assert together == apart
+    assert together.step_ms > 0
+
+
+def test_a_question_to_a_tensor_takes_no_time() -> None:
+    """Torch dispatches a fake tensor's device as an operator; no kernel answers it."""
+    device = find_device("h100")
+    with fake_tensors("cuda"):
+        hidden = torch.empty(1024, 1024)
+        assert operator_ms(device, torch.ops.prim.device.default, (hidden,), {}, hidden.device) == 0
+        assert operator_ms(device, torch.ops.aten.exp.default, (hidden,), {}, hidden.exp()) > 0

@@ -1,0 +1,92 @@
+"""Static memory against what torch's optimizers really allocate, and the arithmetic of sharding."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from adacc_hf.estimate.static_memory import OPTIMIZERS, Sharding, static_memory
+
+STEP_COUNTERS = 64
+"""torch keeps a step count of 4 bytes per parameter, which we leave out: 4 parameters here, on up to 16 bytes each."""
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(96, 64), nn.Linear(64, 96))
+
+
+def of(optimizer: str, sharding: Sharding | None = None, master_weights: bool = False, net: nn.Module | None = None):
+    net = net or model()
+    return static_memory(net, [net[1]], optimizer, sharding or Sharding(), master_weights)
+
+
+def allocated(optimizer: torch.optim.Optimizer, net: nn.Module) -> int:
+    """Bytes of the optimizer's state after a step."""
+    net(torch.ones(2, 96)).sum().backward()
+    optimizer.step()
+    leaves = tree_leaves(list(optimizer.state.values()))
+    return sum(leaf.untyped_storage().nbytes() for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["adamw", "sgd_momentum"])
+def test_state_is_what_torch_allocates(name: str, dtype: torch.dtype) -> None:
+    net = model().to(dtype)
+    made = {"adamw": torch.optim.AdamW, "sgd_momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9)}[name]
+    net.forward = lambda x, net=net: net[1](net[0](x.to(dtype)))  # type: ignore[method-assign]
+    assert abs(allocated(made(net.parameters()), net) - of(name, net=net).optimizer_bytes) <= STEP_COUNTERS
+
+
+def test_adafactor_is_factored() -> None:
+    from transformers import Adafactor
+
+    net = model()
+    real = allocated(Adafactor(net.parameters(), lr=1e-3, relative_step=False, scale_parameter=False), net)
+    assert abs(real - of("adafactor", net=net).optimizer_bytes) <= STEP_COUNTERS
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_only_trained_parameters_have_gradients_and_state(name: str) -> None:
+    net = model()
+    net[0].requires_grad_(False)
+    memory, whole = of(name, net=net), of(name)
+    assert memory.parameters_bytes == whole.parameters_bytes
+    assert memory.gradients_bytes == sum(p.numel() * 4 for p in net[1].parameters())
+    assert memory.optimizer_bytes < whole.optimizer_bytes or whole.optimizer_bytes == 0
+
+
+def test_what_each_method_divides() -> None:
+    whole = of("adamw")
+
+    def divided(method: str) -> list[int]:
+        part = of("adamw", Sharding(method=method, num_devices=4))
+        names = ("parameters_bytes", "gradients_bytes", "optimizer_bytes")
+        return [round(getattr(whole, name) / getattr(part, name)) for name in names]
+
+    assert divided("ddp") == [1, 1, 1]
+    assert divided("zero1") == [1, 1, 4]
+    assert divided("zero2") == [1, 4, 4]
+    assert divided("zero3") == divided("fsdp") == [4, 4, 4]
+
+
+def test_ddp_keeps_its_buckets_and_fsdp_whole_layers() -> None:
+    whole = of("adamw")
+    assert of("adamw", Sharding(method="ddp", num_devices=2)).buckets_bytes == whole.gradients_bytes
+    assert of("adamw", Sharding(method="fsdp", num_devices=2)).unsharded_bytes == whole.parameters_bytes
+
+
+def test_deepspeed_keeps_float32_masters() -> None:
+    net = model().to(torch.bfloat16)
+    sharding = Sharding(method="zero2", num_devices=2)
+    count = sum(p.numel() for p in net.parameters())
+    assert of("adamw", sharding, master_weights=True, net=net).optimizer_bytes == count * 12 // 2
+
+
+def test_unknown_optimizer_names_the_known() -> None:
+    with pytest.raises(ValueError, match=r"--optimizer=adam is not known: choose from adamw, .*sgd"):
+        of("adam")
+
+
+def test_sharding_over_one_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="--fsdp with 1 devices shares nothing"):
+        Sharding(method="fsdp", num_devices=1)

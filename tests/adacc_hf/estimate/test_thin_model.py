@@ -1,0 +1,35 @@
+"""The profile of a whole model from a trace of a few of its blocks, against a trace of all."""
+
+import pytest
+from transformers import GPT2Config, LlamaConfig, PretrainedConfig, T5Config
+
+from adacc_hf import Policy
+from adacc_hf.estimate.devices import find_device
+from adacc_hf.estimate.fake_model import PRECISIONS, Workload, fake_model
+
+GPT2 = GPT2Config(n_layer=6, n_embd=64, n_head=4, n_positions=64, vocab_size=500, bos_token_id=0, eos_token_id=0)
+T5 = T5Config(d_model=64, d_ff=128, num_layers=6, num_heads=4, d_kv=16, vocab_size=500, decoder_start_token_id=0)
+LLAMA = LlamaConfig(
+    hidden_size=64, intermediate_size=96, num_hidden_layers=5, num_attention_heads=4, vocab_size=500, bos_token_id=0
+)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-amp"])
+@pytest.mark.parametrize("config", [GPT2, T5, LLAMA], ids=["gpt2", "t5", "llama"])
+def test_a_few_blocks_tell_the_whole(config: PretrainedConfig, precision: str) -> None:
+    workload = Workload(config=config, device=find_device("h100"), precision=PRECISIONS[precision])
+    with fake_model(workload) as model:
+        whole = model.profile(2, 32)
+        estimate = model.estimate(2, 32)
+        again = model.profile(2, 32)
+    assert estimate.blocks == whole.blocks
+    assert estimate.kinds == whole.kinds
+    for name in ("static_bytes", "outside_stored_bytes", "tail_peak_bytes"):
+        assert getattr(estimate, name) == getattr(whole, name), name
+    assert estimate.outside_peak_bytes >= whole.outside_peak_bytes
+    if precision == "fp32":
+        assert estimate.outside_peak_bytes == whole.outside_peak_bytes
+        for action in ("retain", "recompute"):
+            plans = [Policy.uniform(profile, action).predicted_peak_bytes for profile in (estimate, whole)]
+            assert plans[0] == plans[1]
+    assert again == whole, "the model is whole again"

@@ -1,0 +1,76 @@
+"""The codecs of each activation: which are tried, their options and their errors."""
+
+import pytest
+import torch
+
+from adacc_hf import AdaccConfig, profile_model
+from adacc_hf.price.codec_options import make_codec, relative_error
+
+
+@pytest.mark.parametrize(
+    ("config", "codecs"),
+    [
+        pytest.param({"actions": ("retain", "recompute")}, {"bitmask"}, id="no-compress"),
+        pytest.param({"codecs": ("int8",)}, {"int8"}, id="int8"),
+        pytest.param({"codecs": ("int8", "token_int4", "bitmask")}, {"int8", "token_int4", "bitmask"}, id="three"),
+        pytest.param({"min_compress_bytes": 2**30}, set(), id="all-too-small"),
+    ],
+)
+def test_settings_narrow_the_candidates(tiny_gpt2, token_batch, config, codecs):
+    profile = profile_model(tiny_gpt2(), token_batch(), AdaccConfig(**{"min_compress_bytes": 0, **config}))
+    priced = {option.codec for kind in profile.kinds for value in kind.values for option in value.codecs}
+    assert priced == codecs
+
+
+def test_small_activations_are_never_compressed(tiny_gpt2, token_batch):
+    floor = 4096
+    profile = profile_model(tiny_gpt2(), token_batch(), AdaccConfig(min_compress_bytes=floor))
+    sizes = {bool(v.codecs): [] for v in profile.kinds[0].activations}
+    for value in profile.kinds[0].activations:
+        sizes[bool(value.codecs)].append(value.nbytes)
+    assert min(sizes[True]) >= floor
+    assert min(sizes[False]) < floor
+
+
+def test_outlier_channels_of_the_neediest_block_are_kept(toy_model, toy_batch):
+    """Blocks of one kind share a plan, so its codec keeps as many channels as any of them needs."""
+    model, batch = toy_model(lambda block, hidden: block.down(block.up(hidden).tanh()), num_blocks=2), toy_batch(64)
+    config = AdaccConfig(min_compress_bytes=0, zscore_threshold=1.5)
+    options = {}
+    for outliers in (True, False):
+        profile = profile_model(model, batch, config.with_overrides(outliers=outliers))
+        tanh = next(value for value in profile.kinds[0].activations if value.name.endswith("tanh"))
+        options[outliers] = dict(tanh.codecs[0].options)["num_outliers"]
+    assert options[False] == 0
+    with torch.no_grad():
+        model.layers[1].up.weight.mul_(0.01)
+        model.layers[1].up.weight[3].fill_(10.0)
+        model.layers[1].up.bias.fill_(0.0)
+    profile = profile_model(model, batch, config)
+    tanh = next(value for value in profile.kinds[0].activations if value.name.endswith("tanh"))
+    assert dict(tanh.codecs[0].options)["num_outliers"] >= max(1, options[True])
+
+
+def test_outlier_channels_of_a_block_input_are_kept(toy_model, toy_batch):
+    """One that autograd does not save, too: replay may start from it."""
+    model = toy_model(lambda block, hidden: hidden + block.down((2 * hidden).tanh()), num_blocks=2)
+    with torch.no_grad():
+        model.layers[0].down.weight[3].fill_(100.0)
+    config = AdaccConfig(min_compress_bytes=0, codecs=("outlier_int4",), zscore_threshold=2.0)
+    (kind,) = profile_model(model, toy_batch(64), config).kinds
+    start = kind.activations[0]
+    assert not start.saved
+    assert dict(start.codecs[0].options)["num_outliers"] == 1
+
+
+def test_options_come_from_the_settings():
+    config = AdaccConfig(group_size=32, zscore_threshold=2.0)
+    assert make_codec("outlier_int4", config, 5).options["num_outliers"] == 5
+    assert make_codec("outlier_int4", config, 5).options["group_size"] == 32
+    assert make_codec("int8", config, 0).options["group_size"] == 32
+    assert make_codec("bitmask", config, 0).options == {}
+
+
+def test_relative_error():
+    assert relative_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 3.0])) == pytest.approx(0.2)
+    assert relative_error(torch.zeros(2), torch.zeros(2)) == 0.0

@@ -1,0 +1,132 @@
+"""Kinds that torch's checkpoint runs: the profile says what that stores and costs."""
+
+import random
+
+import numpy
+import pytest
+import torch
+
+from adacc_hf import AdaccConfig, InfeasibleBudgetError, Policy, Profile, apply_policy, profile_model, solve_policy
+from adacc_hf.reports.explain import explain_policy
+from adacc_hf.torch_glue.memory import measure_step
+
+CONFIG = AdaccConfig(min_compress_bytes=0)
+
+
+def reads_data(block, hidden, scale=None, unused=None):
+    x = block.up(hidden).tanh()
+    x = x / (1 + abs(x.max().item()))
+    return hidden + block.down(x if scale is None else x * scale)
+
+
+@pytest.fixture
+def fallback(toy_model, toy_batch):
+    """A model whose blocks read data into Python, and its batch, large beside the state of the random generator."""
+    return toy_model(reads_data, num_blocks=3, kwargs_of=lambda x: {"scale": x + 1, "unused": x * 2}), toy_batch(64)
+
+
+@pytest.fixture
+def profile(fallback):
+    return profile_model(*fallback, CONFIG)
+
+
+def test_stored_bytes_are_those_of_the_checkpoint(fallback, profile, run_steps, assert_same_steps):
+    model, batch = fallback
+    plain = run_steps(model, batch)
+    assert measure_step(model, batch).stored_bytes == profile.plain_stored_bytes
+    policies = [Policy.uniform(profile, "recompute"), Policy.uniform(profile, "retain"), solve_policy(profile, 0.9)]
+    for policy in [*policies, *(Policy.random(profile, seed) for seed in range(4))]:
+        with apply_policy(model, policy, CONFIG):
+            assert_same_steps(run_steps(model, batch), plain)
+            memory = measure_step(model, batch)
+        assert memory.stored_bytes == policy.predicted_stored_bytes
+        assert memory.peak_bytes <= policy.predicted_peak_bytes
+
+
+def test_the_peak_of_the_checkpoint_is_exact(fallback, profile):
+    model, batch = fallback
+    policy = Policy.uniform(profile, "recompute")
+    with apply_policy(model, policy, CONFIG):
+        model(**batch).loss.backward()
+        model.zero_grad(set_to_none=True)
+        assert measure_step(model, batch).peak_bytes == policy.predicted_peak_bytes
+
+
+def test_the_block_is_one_activation(profile):
+    (kind,) = profile.kinds
+    assert "_local_scalar_dense" in kind.fallback
+    saved = [value for value in kind.activations if value.saved]
+    assert [value.name for value in saved] == ["all that the block saves"]
+    assert Policy.uniform(profile, "recompute").predicted_overhead_ms == pytest.approx(
+        len(profile.blocks) * kind.forward_ms
+    )
+    assert all(value.codecs == () for value in kind.values)
+    assert kind.forward_ms > 0.0
+    # What all blocks are given, read or not, is held once.
+    assert len(profile.shared) == 2
+
+
+def test_the_explanation_says_why(profile):
+    text = explain_policy(Policy.uniform(profile, "recompute"), profile)
+    assert "fallback: torch's checkpoint runs these blocks" in text
+    assert "_local_scalar_dense" in text
+
+
+def test_an_impossible_budget_names_the_floor(profile):
+    floor = Policy.uniform(profile, "recompute").predicted_stored_bytes
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        solve_policy(profile, 0.01, CONFIG)
+    assert caught.value.smallest_budget_bytes == floor
+
+
+def test_a_checkpoint_that_saves_nothing_is_not_chosen(toy_model, toy_batch):
+    """In a tiny block the state of the random generator takes more than what the block saves."""
+    model, batch = toy_model(reads_data), toy_batch(1)
+    profile = profile_model(model, batch, CONFIG)
+    assert Policy.uniform(profile, "recompute").predicted_stored_bytes > profile.plain_stored_bytes
+    with pytest.raises(InfeasibleBudgetError):
+        solve_policy(profile, 0.99, CONFIG)
+
+
+def test_a_profile_with_fallbacks_survives_the_disk(profile, tmp_path):
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_block_that_skips_itself_by_chance_is_exact(toy_model, toy_batch, draw, seed):
+    """Whatever dice the profile's passes and the steps throw; a block that was skipped has no operators to price."""
+
+    def skips(block, hidden):
+        return hidden if draw() < 0.5 else hidden + block.down(block.up(hidden).tanh())
+
+    def losses_and_gradients():
+        random.seed(seed)
+        numpy.random.seed(seed)
+        found = []
+        for _ in range(4):
+            model.zero_grad()
+            loss = model(**batch).loss
+            loss.backward()
+            found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        return found, draw()
+
+    model, batch = toy_model(skips, num_blocks=4), toy_batch(64)
+    random.seed(seed)
+    numpy.random.seed(seed)
+    profile = profile_model(model, batch, CONFIG)
+    assert all("Python's or numpy's random generators" in kind.fallback for kind in profile.kinds)
+    plain, after = losses_and_gradients()
+    for policy in (Policy.uniform(profile, "recompute"), solve_policy(profile, 0.9), Policy.uniform(profile, "retain")):
+        with apply_policy(model, policy, CONFIG):
+            ours, our_after = losses_and_gradients()
+        assert our_after == after
+        assert len(ours) == len(plain)
+        assert all(map(torch.equal, ours, plain))
+
+
+def test_a_block_that_passes_on_what_it_is_given_has_nothing_to_decide(toy_model, toy_batch):
+    model, batch = toy_model(lambda block, hidden: hidden), toy_batch(4)
+    profile = profile_model(model, batch, CONFIG)
+    assert solve_policy(profile, "1GiB").is_plain

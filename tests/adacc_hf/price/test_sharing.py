@@ -1,0 +1,119 @@
+"""What is stored once is counted once: slots that die in forward, and outputs that others keep."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model, solve_policy
+from adacc_hf.torch_glue.memory import measure_step
+
+CONFIG = AdaccConfig(min_compress_bytes=0)
+ACTIONS = ("retain", "recompute", "compress")
+
+
+@pytest.fixture
+def assert_stores_as_predicted(run_steps, assert_same_steps):
+    """`assert_stores_as_predicted(model, batch)`: under any policy, and trains exactly; returns the profile."""
+
+    def check(model, batch):
+        plain = run_steps(model, batch)
+        profile = profile_model(model, batch, CONFIG)
+        assert measure_step(model, batch).stored_bytes == profile.plain_stored_bytes
+        policies = [Policy.random(profile, seed, ACTIONS, lossless=True) for seed in range(4)]
+        for policy in [Policy.uniform(profile, "retain"), Policy.uniform(profile, "recompute"), *policies]:
+            with apply_policy(model, policy, CONFIG):
+                assert_same_steps(run_steps(model, batch), plain)
+                assert measure_step(model, batch).stored_bytes == policy.predicted_stored_bytes
+        return profile
+
+    return check
+
+
+def value_named(kind, name):
+    return next(value for value in kind.values if value.name == name)
+
+
+def looks_aside(block, hidden):
+    """Computes with gradients what no output depends on, as routers of experts do."""
+    x = block.up(hidden).tanh()
+    (x.exp().sin() * x).sum()
+    return hidden + block.down(x)
+
+
+def test_what_dies_in_forward_is_no_activation(toy_model, toy_batch, assert_stores_as_predicted):
+    model, batch = toy_model(looks_aside), toy_batch()
+    kind = assert_stores_as_predicted(model, batch).kinds[0]
+    for name in ("block:exp", "block:sin"):
+        assert not value_named(kind, name).saved
+        assert not value_named(kind, name).activation
+    tanh = value_named(kind, "block:tanh")
+    assert tanh.saved  # by its own node and by `down`; the product that saves it too is dead
+    assert kind.slots.count(tanh.index) == 2
+
+
+def draws_aside(block, hidden):
+    """Only a dead slot saves the noise, and it cannot be replayed: what follows from it must be stored."""
+    noise = torch.rand_like(hidden)
+    (noise * block.up(hidden)).sum()
+    return hidden + block.down((noise + hidden).tanh())
+
+
+def test_nothing_is_replayed_from_what_died(toy_model, toy_batch, assert_stores_as_predicted):
+    model, batch = toy_model(draws_aside), toy_batch()
+    kind = assert_stores_as_predicted(model, batch).kinds[0]
+    assert not value_named(kind, "block:rand_like").activation
+    assert not value_named(kind, "block:tanh").recomputable
+
+
+def ends_in_tanh(block, hidden):
+    return block.down(block.up(hidden).sin()).tanh()
+
+
+def test_an_output_that_its_maker_saves_is_counted_there(toy_model, toy_batch, assert_stores_as_predicted):
+    """tanh saves its result, which the next block's layer saves as its input, or the head."""
+    model, batch = toy_model(ends_in_tanh, num_blocks=4), toy_batch()
+    profile = assert_stores_as_predicted(model, batch)
+    assert len(profile.kinds) == 2  # the first block's input comes from elsewhere
+    for kind in profile.kinds:
+        result = value_named(kind, "block:tanh")
+        assert result.activation
+        assert not result.recomputable
+        assert result.codecs == ()
+    assert [shared.nbytes for shared in profile.shared] == [0]
+
+
+def test_a_bias_passed_on_is_counted_once(toy_model, toy_batch, assert_stores_as_predicted):
+    """The first layer makes and saves a bias that all later ones are given and save, as in WavLM."""
+
+    def forward(block, hidden, bias=None):
+        if bias is None:
+            bias = torch.sigmoid(block.up(hidden))
+        return hidden + block.down((block.up(hidden) * bias).tanh()), bias
+
+    model, batch = toy_model(forward, num_blocks=3), toy_batch()
+
+    def run(x):
+        hidden, bias = model.inlet(x), None
+        for layer in model.layers:
+            hidden, bias = layer(hidden, bias=bias)
+        return SimpleNamespace(loss=model.head(hidden).square().mean())
+
+    model.forward = run
+    profile = assert_stores_as_predicted(model, batch)
+    first, later = (profile.kinds[block.kind] for block in profile.blocks[:2])
+    assert value_named(first, "block:sigmoid").activation
+    assert not value_named(first, "block:sigmoid").recomputable
+    assert value_named(later, "argument bias").shared is not None
+    assert len(profile.kinds) == 2
+
+
+def test_budgets_are_kept_with_dead_slots(toy_model, toy_batch):
+    model, batch = toy_model(looks_aside), toy_batch()
+    profile = profile_model(model, batch, CONFIG)
+    policy = solve_policy(profile, 0.6, CONFIG)
+    with apply_policy(model, policy, CONFIG):
+        for _ in range(3):
+            model(**batch).loss.backward()
+        model.zero_grad(set_to_none=True)
+        assert measure_step(model, batch).stored_bytes == policy.predicted_stored_bytes

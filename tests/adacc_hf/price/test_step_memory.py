@@ -1,0 +1,94 @@
+"""The measured step taken apart: events of a block's forward and backward, and what lives besides."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.torch_glue.memory import measure_step
+
+CONFIG = AdaccConfig(min_compress_bytes=0)
+
+
+@pytest.fixture(scope="module")
+def gpt2_profile(tiny_gpt2, token_batch):
+    return profile_model(tiny_gpt2(layers=3), token_batch(), CONFIG)
+
+
+def test_backward_asks_for_each_slot_once_and_lets_it_go_after(gpt2_profile):
+    (kind,) = gpt2_profile.kinds
+    slots = range(len(kind.slots))
+    asked = [event.slot for event in kind.backward if not event.release]
+    released = [event.slot for event in kind.backward if event.release]
+    assert sorted(asked) == sorted(released) == list(slots)
+    order = [(event.slot, event.release) for event in kind.backward]
+    assert all(order.index((slot, False)) < order.index((slot, True)) for slot in slots)
+    assert all(event.entry_bytes <= event.extra_bytes for event in kind.backward)
+
+
+def test_backward_starts_at_the_end_of_the_block(gpt2_profile):
+    (kind,) = gpt2_profile.kinds
+    first = kind.values[kind.slots[kind.backward[0].slot]]
+    assert first.role == "mask"  # of the last dropout
+
+
+def test_forward_starts_with_the_block_and_frees_only_what_was_saved(gpt2_profile):
+    (kind,) = gpt2_profile.kinds
+    start, *rest = kind.forward
+    assert (start.value, start.death) == (-1, False)
+    packed = [event.value for event in rest if not event.death]
+    died = [event.value for event in rest if event.death]
+    assert sorted(packed) == sorted({value for value in kind.slots if value >= 0})
+    assert set(died) <= set(packed)
+    assert len(died) == len(set(died))
+    assert all(event.extra_bytes >= 0 for event in kind.forward)
+
+
+def test_gradients_gather_from_the_last_block_to_the_first(gpt2_profile, tiny_gpt2):
+    """When a block's backward starts, gradients of all later blocks are there, and scalars that their operators held
+    as tensors of 8 bytes are gone: a handful per block."""
+    bases = [block.backward_base_bytes for block in gpt2_profile.blocks]
+    block_bytes = sum(p.nbytes for p in tiny_gpt2().transformer.h[0].parameters())
+    for earlier, later in pairwise(bases):
+        assert earlier - later == pytest.approx(block_bytes, abs=64)
+    assert gpt2_profile.static_bytes < bases[-1]
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(
+    frozen=st.lists(st.booleans(), min_size=2, max_size=4),
+    is_inlet_frozen=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_peaks_are_as_predicted_whichever_blocks_are_frozen(
+    tiny_gpt2, token_batch, run_steps, peak_of, frozen, is_inlet_frozen, seed
+):
+    """No gradient flows through frozen blocks below the first that trains; through those above it does."""
+    model, batch = tiny_gpt2(layers=len(frozen)), token_batch(4, 24)
+    for block, is_frozen in zip(model.transformer.h, frozen, strict=True):
+        block.requires_grad_(not is_frozen)
+    for embedding in (model.transformer.wte, model.transformer.wpe):  # the first is the head too
+        embedding.requires_grad_(not is_inlet_frozen)
+    model.transformer.ln_f.requires_grad_(True)
+    profile = profile_model(model, batch, CONFIG)
+    for policy in (Policy.uniform(profile, "recompute"), Policy.random(profile, seed)):
+        with apply_policy(model, policy, CONFIG):
+            run_steps(model, batch, num_steps=2)
+            measured = measure_step(model, batch)
+        assert measured.stored_bytes == policy.predicted_stored_bytes
+        assert measured.peak_bytes == peak_of(policy)
+
+
+def test_casts_in_autocasts_cache_are_told(tiny_gpt2, token_batch):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        profile = profile_model(tiny_gpt2(), token_batch(), CONFIG)
+    cached = {value.name for kind in profile.kinds for value in kind.values if value.cached}
+    assert cached
+    assert all(value.role == "parameter" for kind in profile.kinds for value in kind.values if value.cached)
+
+
+def test_no_cache_without_autocast(gpt2_profile):
+    assert not any(value.cached for kind in gpt2_profile.kinds for value in kind.activations)

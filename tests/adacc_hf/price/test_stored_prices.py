@@ -1,0 +1,78 @@
+"""Prices that profiling keeps, and takes again when asked."""
+
+import logging
+
+import pytest
+
+from adacc_hf import AdaccConfig, profile_model
+from adacc_hf.price.measurement import Instruments
+from adacc_hf.price.price_store import VARIABLE, ProfileStore
+
+CONFIG = AdaccConfig(min_compress_bytes=0)
+REUSE = CONFIG.with_overrides(reuse_prices=True)
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch) -> ProfileStore:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "profiles.sqlite3"))
+    return ProfileStore()
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The block classes of the tapes that were priced by measuring."""
+    classes = []
+    price = Instruments.price
+
+    def watched(self, tape, *others):
+        classes.append(tape.block_class)
+        return price(self, tape, *others)
+
+    monkeypatch.setattr(Instruments, "price", watched)
+    return classes
+
+
+def prices(profile):
+    return [([operator.ms for operator in kind.operators], [v.codecs for v in kind.values]) for kind in profile.kinds]
+
+
+def test_known_tapes_are_not_priced_again_when_asked(store, measured, tiny_gpt2, token_batch):
+    model, batch = tiny_gpt2(), token_batch()
+    first = profile_model(model, batch, CONFIG)
+    assert len(measured) == len(store.list()) == 1
+    again = profile_model(model, batch, REUSE)
+    assert len(measured) == 1
+    assert prices(again) == prices(first)
+    profile_model(model, batch, CONFIG)
+    assert len(measured) == 2, "not asked"
+
+
+@pytest.mark.parametrize("change", ["batch", "settings", "attention"])
+def test_anything_else_is_priced(store, measured, tiny_gpt2, token_batch, change):
+    profile_model(tiny_gpt2("sdpa"), token_batch(), CONFIG)
+    batch = token_batch(3) if change == "batch" else token_batch()
+    config = REUSE.with_overrides(group_size=32) if change == "settings" else REUSE
+    profile_model(tiny_gpt2("eager" if change == "attention" else "sdpa"), batch, config)
+    assert len(measured) == len(store.list()) == 2
+
+
+def test_a_broken_file_never_loses_a_run(store, measured, tiny_gpt2, token_batch, caplog):
+    store.path.write_text("no database at all" * 10)
+    with caplog.at_level(logging.WARNING):
+        profile = profile_model(tiny_gpt2(), token_batch(), REUSE)
+    assert profile.kinds
+    assert len(measured) == 1
+    (record,) = caplog.records
+    assert "prices are measured and not kept" in record.message
+    assert "adacc profiles clear" in record.message
+
+
+@pytest.mark.parametrize("damage", [{"operators": [{"name": "one"}], "activations": []}, {"scarce": "memory"}])
+def test_damaged_prices_are_measured_anew(store, measured, tiny_gpt2, token_batch, caplog, damage):
+    profile_model(tiny_gpt2(), token_batch(), CONFIG)
+    (row,) = store.list()
+    store.put(row.key, row.block_class, row.prices | damage)
+    with caplog.at_level(logging.WARNING):
+        profile_model(tiny_gpt2(), token_batch(), REUSE)
+    assert len(measured) == 2
+    assert "are damaged" in caplog.text

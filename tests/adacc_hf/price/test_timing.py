@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from adacc_hf.price.timing import Timing, bottleneck, median_ms, on_cuda, time_of, wait_for
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("threads", "clock_name"), [(1, "thread_time"), (2, "perf_counter")])
+def test_the_median_ignores_one_interruption(monkeypatch, threads, clock_name):
+    """Five runs after one to warm up, of which one takes a second; with one thread, of what that computes."""
+    clock = iter([0.0, 0.002, 1.0, 1.002, 2.0, 3.0, 4.0, 4.003, 5.0, 5.002])
+    monkeypatch.setattr(f"adacc_hf.price.timing.time.{clock_name}", lambda: next(clock))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    runs = []
+    assert median_ms(lambda: runs.append(1), CPU) == pytest.approx(2.0)
+    assert len(runs) == 6
+
+
+class Gpu:
+    """A GPU that works through what the host launches, both on one clock of seconds."""
+
+    HERTZ = 2e9
+
+    def __init__(self) -> None:
+        self.now = self.free_at = 0.0
+
+    def launch(self, host_s: float, device_s: float) -> None:
+        self.now += host_s
+        self.free_at = max(self.now, self.free_at) + device_s
+
+    def synchronize(self, *_: object) -> None:
+        self.now = max(self.now, self.free_at)
+
+    def put_in_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.reached_at = max(gpu.now, gpu.free_at)
+
+            def synchronize(self) -> None:
+                gpu.synchronize()
+
+            def elapsed_time(self, end: Event) -> float:
+                return (end.reached_at - self.reached_at) * 1e3
+
+        monkeypatch.setattr("adacc_hf.price.timing.time.perf_counter", lambda: gpu.now)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        monkeypatch.setattr(torch.cuda, "device", nullcontext)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.launch(1e-6, cycles / self.HERTZ))
+
+
+@pytest.mark.parametrize(("host_s", "device_s"), [(10e-6, 2e-6), (10e-6, 50e-6)], ids=["short", "long"])
+def test_a_gpu_is_not_timed_while_it_waits_for_launches(monkeypatch, host_s, device_s):
+    gpu = Gpu()
+    gpu.put_in_place(monkeypatch)
+
+    def run() -> None:
+        for _ in range(3):
+            gpu.launch(host_s, device_s)
+
+    timing = time_of(run, torch.device("cuda", 0))
+    assert timing.device_ms == pytest.approx(3 * device_s * 1e3)
+    assert timing.host_ms == pytest.approx(3 * host_s * 1e3)
+
+
+def test_what_comes_before_a_run_on_a_gpu_is_not_timed(monkeypatch):
+    gpu = Gpu()
+    gpu.put_in_place(monkeypatch)
+    order = []
+
+    def step(name: str, device_s: float) -> None:
+        order.append(name)
+        gpu.launch(10e-6, device_s)
+
+    timings = on_cuda(lambda: step("run", 2e-6), torch.device("cuda", 0), 2, before=lambda: step("flush", 90e-6))
+    assert order == ["flush", "run"] * 3
+    assert [timing.device_ms for timing in timings] == pytest.approx([2e-3, 2e-3])
+
+
+def test_on_the_cpu_host_and_device_are_one():
+    timing = time_of(lambda: torch.ones(1000).sum(), CPU)
+    assert timing.device_ms == timing.host_ms > 0
+
+
+def test_the_bottleneck_is_what_takes_longer_in_all():
+    assert bottleneck([Timing(1.0, 0.5), Timing(0.1, 0.5)]) == "device_ms"
+    assert bottleneck([Timing(1.0, 0.5), Timing(0.1, 0.7)]) == "host_ms"
+    assert bottleneck([Timing(0.0, 0.0)]) == "device_ms"
+
+
+def test_only_a_gpu_is_waited_for(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    wait_for(torch.device("cpu"))
+    wait_for(torch.device("cuda", 1))
+    assert waited == [torch.device("cuda", 1)]

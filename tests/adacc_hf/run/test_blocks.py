@@ -1,0 +1,354 @@
+"""Finding blocks, putting a function around each, and taking it off without a trace."""
+
+import copy
+import io
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import DynamicCache, EncoderDecoderCache, SwinConfig, SwinForImageClassification
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.artifacts.errors import NestedHooksError, NoBlocksError
+from adacc_hf.run.blocks import Installation, find_blocks
+from adacc_hf.torch_glue.compat import FLAG, FUNCTION, GradientCheckpointingLayer, PreTrainedModel
+
+CONFIG = AdaccConfig(min_compress_bytes=0)
+NAMES = [n for n in ("gradient", "activation") if hasattr(PreTrainedModel, f"{n}_checkpointing_enable")]
+"""What Transformers calls checkpointing: both, or the first alone before 5.23."""
+hooks_forward = pytest.mark.skipif(
+    "__call__" in vars(GradientCheckpointingLayer), reason="this release hooks a block's call: no patch gets round it"
+)
+
+
+class NoteCalls:
+    """A strategy that notes the arguments of each call."""
+
+    def __init__(self):
+        self.calls = []
+
+    def run(self, block, fn, args, kwargs):
+        self.calls.append((block, args, kwargs))
+        return fn(*args)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, hidden, scale=1.0):
+        return hidden + self.linear(hidden).tanh() * scale
+
+
+class PlainModel(nn.Module):
+    """No Transformers in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inlet = nn.Linear(8, 8)
+        self.layers = nn.ModuleList([Layer() for _ in range(3)])
+
+    def forward(self, x):
+        hidden = self.inlet(x)
+        for layer in self.layers:
+            hidden = layer(hidden, scale=2.0)
+        return SimpleNamespace(loss=hidden.square().mean())
+
+
+@pytest.fixture
+def plain_model(one_thread):
+    torch.manual_seed(0)
+    return PlainModel()
+
+
+@pytest.fixture
+def recomputing(tiny_gpt2, token_batch):
+    """(model, batch, policy that recomputes everything)."""
+    model, batch = tiny_gpt2(), token_batch()
+    return model, batch, Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+
+
+def state_of(model):
+    """Everything a module carries, its hooks and attributes included."""
+    return {name: {**module.__dict__} for name, module in model.named_modules()}
+
+
+def test_blocks_are_the_checkpointing_layers(tiny_gpt2):
+    assert [name for name, _ in find_blocks(tiny_gpt2(layers=3))] == [f"transformer.h.{i}" for i in range(3)]
+
+
+def test_only_the_outermost_of_nested_blocks_counts(toy_model):
+    model = toy_model(lambda block, hidden: hidden)
+    model.layers[0].inside = copy.deepcopy(model.layers[1])
+    assert [name for name, _ in find_blocks(model)] == ["layers.0", "layers.1"]
+    model.layers_after = copy.deepcopy(model.layers[1])  # a name that starts alike is no nesting
+    assert [name for name, _ in find_blocks(model)] == ["layers.0", "layers.1", "layers_after"]
+
+
+def test_no_blocks_is_an_error_with_a_way_out(plain_model):
+    with pytest.raises(NoBlocksError, match=r"PlainModel has no repeated blocks.*block_classes=\('MyLayer',\)"):
+        find_blocks(plain_model)
+    with pytest.raises(NoBlocksError, match=r"no module is block_classes=\('Lair',\)"):
+        profile_model(plain_model, {"x": torch.ones(1, 8)}, AdaccConfig(block_classes=("Lair",)))
+
+
+def test_each_block_gets_a_function_of_its_own(tiny_gpt2):
+    model = tiny_gpt2()
+    installation = Installation(model)
+    touched = [name for name, module in model.named_modules() if FUNCTION in module.__dict__]
+    assert touched == ["transformer.h.0", "transformer.h.1"]
+    functions = [model.get_submodule(name).__dict__[FUNCTION] for name in touched]
+    assert functions == list(installation.functions.values())
+    assert functions[0] is not functions[1]
+    installation.remove()
+
+
+def test_caches_are_nulled(tiny_gpt2, token_batch):
+    """Replay would append to a cache again, wherever it stands among the arguments."""
+    model, hidden = tiny_gpt2(), torch.randn(1, 4, 32, requires_grad=True)
+    installation = Installation(model)
+    notes = NoteCalls()
+    installation.functions["transformer.h.0"].strategy = notes
+    function = installation.functions["transformer.h.0"]
+    kept = torch.ones(1)
+
+    def fn(hidden, cache=None, **kwargs):
+        assert cache is None
+        assert kwargs.get("past") is None
+        return hidden
+
+    function(partial(fn, past=DynamicCache(), mask=kept), hidden, DynamicCache())
+    ((_, args, kwargs),) = notes.calls
+    assert args == (hidden, None)
+    assert kwargs == {"past": None, "mask": kept}
+    installation.remove()
+
+
+def test_a_cache_in_training_is_not_filled(tiny_gpt2, token_batch, recomputing):
+    model, batch, policy = recomputing
+    cache = DynamicCache()
+    with apply_policy(model, policy):
+        model(**batch, past_key_values=cache, use_cache=True).loss.backward()
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft 0.21 with Transformers 5.23
+@pytest.mark.parametrize(("name", "words"), [("PrefixTuningConfig", "prefix tuning"), ("CartridgeConfig", "cartridge")])
+def test_adapters_that_are_caches_are_refused(tiny_gpt2, name, words):
+    peft = pytest.importorskip("peft")
+    config = getattr(peft, name)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(ValueError, match=f"^{words} hands its prefix to the blocks"):
+        Installation(peft.get_peft_model(tiny_gpt2(), config))
+
+
+@pytest.mark.parametrize("wrap", [lambda cache: cache, lambda cache: EncoderDecoderCache(cache, DynamicCache())])
+def test_a_cache_that_holds_keys_is_refused(recomputing, wrap):
+    """A prefix that is trained, say: left out in silence, it would not be trained."""
+    model, batch, policy = recomputing
+    cache = DynamicCache()
+    for layer in range(2):
+        cache.update(*torch.randn(2, len(batch["input_ids"]), 4, 3, 8), layer)
+    with apply_policy(model, policy), pytest.raises(ValueError, match=r"h\.0 is given past_key_values that hold keys"):
+        model(**batch, past_key_values=wrap(cache), use_cache=True)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")  # the old names, which TRL still calls
+@pytest.mark.parametrize("family", NAMES)
+def test_survives_others_switching_checkpointing_off_and_on(recomputing, run_steps, assert_same_steps, family):
+    """As TRL does around a reference forward, which would drop our functions in silence."""
+    model, batch, policy = recomputing
+    plain = run_steps(model, batch)
+    with apply_policy(model, policy) as handle:
+        run_steps(model, batch, num_steps=1)
+        getattr(model, f"{family}_checkpointing_disable")()
+        calls = [function.num_calls for function in handle.installation.functions.values()]
+        assert_same_steps(run_steps(model, batch), plain)
+        assert [function.num_calls for function in handle.installation.functions.values()] == calls
+        getattr(model, f"{family}_checkpointing_enable")()
+        assert_same_steps(run_steps(model, batch), plain)
+        assert [function.num_calls for function in handle.installation.functions.values()] == [c + 3 for c in calls]
+
+
+def test_removal_leaves_no_trace(recomputing, run_steps, assert_same_steps):
+    model, batch, policy = recomputing
+    before, keys = state_of(model), list(model.state_dict())
+    plain = run_steps(model, batch)
+    handle = apply_policy(model, policy)
+    assert list(model.state_dict()) == keys
+    run_steps(model, batch)
+    assert list(model.state_dict()) == keys
+    handle.remove()
+    assert state_of(model) == before
+    handle.remove()
+    assert state_of(model) == before
+    assert_same_steps(run_steps(model, batch), plain)
+
+
+def test_removal_brings_back_the_users_checkpointing(recomputing):
+    model, batch, policy = recomputing
+    getattr(model, f"{NAMES[-1]}_checkpointing_enable")()
+    block = model.transformer.h[0]
+    before = (block.__dict__[FLAG], block.__dict__[FUNCTION])
+    with apply_policy(model, policy):
+        model(**batch).loss.backward()
+        assert block.__dict__[FUNCTION] is not before[1]
+    assert (block.__dict__[FLAG], block.__dict__[FUNCTION]) == before
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
+def test_layers_inside_a_block_are_not_checkpointed_meanwhile():
+    """Swin's stages are blocks, and their layers are checkpointed by themselves where the user has switched it on."""
+    torch.manual_seed(0)
+    config = SwinConfig(image_size=16, patch_size=4, embed_dim=8, depths=[1, 2], num_heads=[1, 2], window_size=2)
+    model = SwinForImageClassification(config).train()
+    batch = {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.tensor([0, 1])}
+    plain_bytes = profile_model(model, batch, CONFIG).plain_stored_bytes
+    switch_on = getattr(model, f"{NAMES[-1]}_checkpointing_enable")
+    switch_on()
+    assert profile_model(model, batch, CONFIG).plain_stored_bytes == plain_bytes
+    inner = model.swin.encoder.layers[0].blocks[0]
+    installation = Installation(model)
+    switch_on()
+    assert not inner.gradient_checkpointing
+    installation.remove()
+    assert inner.gradient_checkpointing
+
+
+def test_an_exception_while_applied_leaves_no_trace(recomputing):
+    model, _, policy = recomputing
+    before = state_of(model)
+    with pytest.raises(KeyError), apply_policy(model, policy):
+        raise KeyError
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "save"])
+def test_a_copy_made_meanwhile_trains_plainly(recomputing, run_steps, assert_same_steps, how):
+    model, batch, policy = recomputing
+    plain = run_steps(model, batch)
+    with apply_policy(model, policy) as handle:
+        run_steps(model, batch, num_steps=1)
+        calls = [function.num_calls for function in handle.installation.functions.values()]
+        twin = copied(model, how)
+        assert_same_steps(run_steps(twin, batch), plain)
+        assert [function.num_calls for function in handle.installation.functions.values()] == calls
+        getattr(twin, f"{NAMES[-1]}_checkpointing_enable")()
+        getattr(twin, f"{NAMES[-1]}_checkpointing_disable")()
+        assert_same_steps(run_steps(model, batch), plain)
+
+
+def copied(model, how):
+    if how == "deepcopy":
+        return copy.deepcopy(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "save"])
+def test_a_copy_of_a_plain_model_trains_plainly(plain_model, run_steps, assert_same_steps, how):
+    batch = {"x": torch.randn(2, 8)}
+    plain = run_steps(plain_model, batch)
+    config = AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
+    policy = Policy.uniform(profile_model(plain_model, batch, config), "recompute")
+    with apply_policy(plain_model, policy, config):
+        twin = copied(plain_model, how)
+        with torch.no_grad():
+            for parameter in plain_model.parameters():
+                parameter.zero_()  # a copy that called the original's forward would show
+        assert_same_steps(run_steps(twin, batch), plain)
+
+
+@hooks_forward
+def test_uncalled_blocks_are_reported(recomputing):
+    """Something replaced the forward of a block: its function is never reached."""
+    model, batch, policy = recomputing
+    with apply_policy(model, policy) as handle:
+        block = model.transformer.h[1]
+        block.forward = lambda hidden, *args, **kwargs: hidden
+        model(**batch).loss.backward()
+        assert handle.uncalled() == ["transformer.h.1"]
+        del block.forward
+        model(**batch).loss.backward()
+        assert handle.uncalled() == []
+
+
+def test_outer_hooks_are_refused(recomputing):
+    model, batch, policy = recomputing
+    with apply_policy(model, policy):
+        with (
+            torch.autograd.graph.save_on_cpu(),
+            pytest.raises(NestedHooksError, match=r"transformer\.h\.0 runs inside"),
+        ):
+            model(**batch)
+        model(**batch).loss.backward()
+
+
+def test_an_outer_checkpoint_is_refused(recomputing):
+    model, batch, policy = recomputing
+    with apply_policy(model, policy), pytest.raises(NestedHooksError, match="an outer checkpoint"):
+        torch.utils.checkpoint.checkpoint(lambda: model(**batch).loss, use_reentrant=False)
+
+
+def test_profiling_inside_hooks_is_refused(tiny_gpt2, token_batch):
+    model = tiny_gpt2()
+    before = state_of(model)
+    with torch.autograd.graph.save_on_cpu(), pytest.raises(NestedHooksError, match="activation offloading"):
+        profile_model(model, token_batch(), CONFIG)
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize("path", ["transformer.h.1", "transformer.h.0.mlp"])
+def test_checkpoint_wrappers_are_refused(tiny_gpt2, token_batch, path):
+    """FSDP's activation_checkpointing puts them around blocks; inside one they are no better."""
+    model = tiny_gpt2()
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, checkpoint_wrapper(model.get_submodule(path)))
+    with pytest.raises(NestedHooksError, match=rf"{path} is wrapped .*activation_checkpointing"):
+        profile_model(model, token_batch(), CONFIG)
+    assert not any(FUNCTION in module.__dict__ for module in model.modules())
+
+
+def test_named_classes_of_a_plain_model(plain_model, run_steps, assert_same_steps):
+    batch = {"x": torch.randn(2, 8)}
+    config = AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
+    before = state_of(plain_model)
+    plain = run_steps(plain_model, batch)
+    profile = profile_model(plain_model, batch, config)
+    assert [block.name for block in profile.blocks] == ["layers.0", "layers.1", "layers.2"]
+    assert len(profile.kinds) == 1
+    assert state_of(plain_model) == before
+    with apply_policy(plain_model, Policy.uniform(profile, "recompute"), config) as handle:
+        assert_same_steps(run_steps(plain_model, batch), plain)
+        assert handle.uncalled() == []
+        loss = plain_model.eval()(**batch).loss
+    assert state_of(plain_model.train()) == before
+    assert torch.equal(plain_model(**batch).loss, loss)
+
+
+def test_named_classes_may_be_checkpointing_layers(tiny_gpt2, token_batch):
+    model = tiny_gpt2()
+    assert isinstance(model.transformer.h[0], GradientCheckpointingLayer)
+    profile = profile_model(model, token_batch(), AdaccConfig(block_classes=("GPT2Block",)))
+    assert [block.name for block in profile.blocks] == ["transformer.h.0", "transformer.h.1"]
+
+
+@hooks_forward
+def test_a_replaced_forward_is_reported_and_can_be_wrapped(tiny_gpt2, token_batch, monkeypatch):
+    """A class-level patch of forward loses Transformers' hook; naming the class wraps what is there now."""
+    model = tiny_gpt2()
+    block_class = type(model.transformer.h[0])
+    forward = block_class.forward.__wrapped__
+    monkeypatch.setattr(block_class, "forward", lambda self, *args, **kwargs: forward(self, *args, **kwargs))
+    with pytest.raises(ValueError, match=r"transformer\.h\.0 first, were not called.*block_classes"):
+        profile_model(model, token_batch())
+    config = AdaccConfig(block_classes=("GPT2Block",))
+    profile = profile_model(model, token_batch(), config)
+    with apply_policy(model, Policy.uniform(profile, "recompute"), config) as handle:
+        model(**token_batch()).loss.backward()
+        assert handle.uncalled() == []

@@ -1,0 +1,301 @@
+"""What autograd gets back from a call, what a call stores, and that it lets go (rules R2, R3 and R11)."""
+
+import gc
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.run.blocks import Installation
+from adacc_hf.run.call import Call
+from adacc_hf.torch_glue.memory import MemoryMeter, measure_step
+
+CONFIG = AdaccConfig(min_compress_bytes=0)
+ACTIONS = ("retain", "recompute", "compress")
+
+
+def look_of(tensor):
+    return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+
+
+class NoteSaved:
+    """A strategy that trains plainly and notes what autograd saves, by block and slot."""
+
+    def __init__(self, name, notes):
+        self.name = name
+        self.notes = notes
+
+    def run(self, block, fn, args, kwargs):
+        count = iter(range(10**6))
+
+        def pack(tensor):
+            self.notes[self.name, next(count)] = (look_of(tensor), tensor.detach().clone())
+            return tensor.detach()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return fn(*args)
+
+
+def plainly_saved(model, batch):
+    notes = {}
+    installation = Installation(model)
+    for name, function in installation.functions.items():
+        function.strategy = NoteSaved(name, notes)
+    torch.manual_seed(0)
+    model(**batch).loss.backward()
+    installation.remove()
+    return notes
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+def test_what_is_given_back_looks_like_what_was_saved(tiny_gpt2, token_batch, monkeypatch, attention, autocast):
+    """Rule R2: dtype, size, stride and offset; and the bits, since the policies are lossless."""
+    model, batch = tiny_gpt2(attention), token_batch()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        saved = plainly_saved(model, batch)
+        profile = profile_model(model, batch, CONFIG)
+    given = {}
+    unpack = Call.unpack
+
+    def note(call, packed):
+        tensor = unpack(call, packed)
+        given[call.block, packed[0]] = (look_of(tensor), tensor.clone())
+        return tensor
+
+    monkeypatch.setattr(Call, "unpack", note)
+    for policy in (Policy.uniform(profile, "recompute"), Policy.random(profile, 2, ACTIONS, lossless=True)):
+        with apply_policy(model, policy):
+            for _ in range(3):
+                given.clear()
+                torch.manual_seed(0)
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                    loss = model(**batch).loss
+                loss.backward()
+                assert given.keys() == saved.keys()
+                assert not [slot for slot in saved if given[slot][0] != saved[slot][0]]
+                assert not [slot for slot in saved if not torch.equal(given[slot][1], saved[slot][1])]
+
+
+def test_lossy_codecs_give_back_the_same_look(tiny_gpt2, token_batch, monkeypatch):
+    model, batch = tiny_gpt2("eager"), token_batch()
+    saved = plainly_saved(model, batch)
+    unpack = Call.unpack
+    different = []
+
+    def compare(call, packed):
+        tensor = unpack(call, packed)
+        different.extend([(call.block, packed[0])] * (look_of(tensor) != saved[call.block, packed[0]][0]))
+        return tensor
+
+    monkeypatch.setattr(Call, "unpack", compare)
+    with apply_policy(model, Policy.uniform(profile_model(model, batch, CONFIG), "compress")):
+        for _ in range(3):
+            model(**batch).loss.backward()
+    assert not different
+
+
+class CountingCodec:
+    def __init__(self, codec, value, counts):
+        self.codec = codec
+        self.value = value
+        self.counts = counts
+
+    def encode(self, tensor):
+        self.counts["encode", self.value] = self.counts.get(("encode", self.value), 0) + 1
+        return self.codec.encode(tensor)
+
+    def decode(self, payload):
+        self.counts["decode", self.value] = self.counts.get(("decode", self.value), 0) + 1
+        return self.codec.decode(payload)
+
+
+def attends_thrice(block, hidden):
+    """Three layers read `x`: autograd saves it three times, once per layer."""
+    x = hidden.tanh()
+    return block.down(block.up(x) * torch.nn.functional.linear(x, block.down.weight)) + block.up(x)
+
+
+def decodes_of(schedule):
+    """How often each value is decoded in a backward: whenever a program fetches it and it is not at hand."""
+    decodes, at_hand = Counter(), set()
+    for program in schedule.programs:
+        for part in (*program.steps, program):
+            decodes.update(set(part.loads) - at_hand)
+            at_hand = at_hand.union(part.loads).difference(part.frees)
+    return decodes
+
+
+def test_one_storage_is_encoded_once(toy_model, toy_batch):
+    """Rule R3, however many operators save it."""
+    model, batch = toy_model(attends_thrice), toy_batch()
+    profile = profile_model(model, batch, CONFIG)
+    kind = profile.kinds[0]
+    shared = next(value.index for value in kind.activations if value.name.endswith("tanh"))
+    assert kind.slots.count(shared) == 4  # tanh saves its result, and each layer its input
+    counts = {}
+    with apply_policy(model, Policy.uniform(profile, "compress")) as handle:
+        model(**batch).loss.backward()
+        strategy = handle.plans.strategies["layers.0"]
+        (entry,) = strategy.entries.values()
+        strategy.wrap_codec = lambda value, codec: CountingCodec(codec, value, counts)
+        model(**batch).loss.backward()
+        strategy.wrap_codec = None
+        before, schedule = dict(counts), entry.compiled.schedule
+        model(**batch).loss.backward()
+    assert counts == before
+    encoded = {value for moment, value in counts if moment == "encode"}
+    assert encoded == {value.index for value in kind.activations if value.saved}
+    assert {count for (moment, _), count in counts.items() if moment == "encode"} == {1}
+    # Decoded as often as the schedule says: again only for a slot that asks much later.
+    decoded = decodes_of(schedule)
+    assert {value: count for (moment, value), count in counts.items() if moment == "decode"} == decoded
+    assert all(count <= kind.slots.count(value) for value, count in decoded.items())
+    assert decoded[shared] == 2  # its own slot and two layers' come one after another, the third layer's before them
+
+
+def test_retained_tensors_share_their_storage(toy_model, toy_batch, monkeypatch):
+    """Rule R3 for RETAIN: what is stored is the storage itself, held by all slots that save it."""
+    model, batch = toy_model(attends_thrice, num_blocks=1), toy_batch()
+    profile = profile_model(model, batch, CONFIG)
+    storages = {}
+    unpack = Call.unpack
+
+    def note(call, packed):
+        tensor = unpack(call, packed)
+        storages.setdefault(call.plan.slots[packed[0]].value, set()).add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    monkeypatch.setattr(Call, "unpack", note)
+    policy = Policy.random(profile, 1, ("retain", "recompute"))
+    retained = [value for value, choice in policy.plans[0].choices if choice.action == "retain"]
+    assert retained
+    with apply_policy(model, policy):
+        for _ in range(2):
+            storages.clear()
+            model(**batch).loss.backward()
+    assert {value: len(storages[value]) for value in retained if value in storages} == {
+        value: 1 for value in retained if value in storages
+    }
+
+
+@pytest.fixture(scope="module")
+def gpt2_profile(tiny_gpt2, token_batch):
+    return profile_model(tiny_gpt2("eager"), token_batch(), CONFIG)
+
+
+@pytest.fixture(params=["retain", "recompute", "compress", "random"])
+def any_policy(request, gpt2_profile):
+    if request.param == "random":
+        return Policy.random(gpt2_profile, 4, ACTIONS)
+    return Policy.uniform(gpt2_profile, request.param)
+
+
+def test_nothing_outlives_a_graph_that_is_dropped(tiny_gpt2, token_batch, any_policy):
+    """Rule R11: without any garbage collection, stored bytes go with the loss; after a backward, with the graph."""
+    model, batch = tiny_gpt2("eager"), token_batch()
+    gc.collect()
+    gc.disable()
+    try:
+        with apply_policy(model, any_policy):
+            model(**batch).loss.backward()
+            model.zero_grad(set_to_none=True)
+            with MemoryMeter.for_device(torch.device("cpu")) as meter:
+                loss = model(**batch).loss
+                meter.mark(("forward",))
+                del loss
+                meter.mark(("dropped",))
+                model(**batch).loss.backward()
+                model.zero_grad(set_to_none=True)
+                meter.mark(("backward",))
+    finally:
+        gc.enable()
+    live = {point.label[0]: point.live_bytes for point in meter.points}
+    assert live["forward"] > 0
+    assert live["dropped"] == 0
+    assert live["backward"] == 0
+
+
+@pytest.mark.parametrize("actions", [("retain",), ("recompute",), ACTIONS])
+def test_nothing_outlives_a_recorded_graph_that_is_dropped(tiny_gpt2, token_batch, gpt2_profile, actions):
+    """The same for the first step, which holds every intermediate tensor until a block has returned. Lossless codecs
+    only: others keep a map of their outlier channels from their first step on."""
+    model, batch = tiny_gpt2("eager"), token_batch()
+    policy = Policy.random(gpt2_profile, 4, actions, lossless=True)
+    gc.collect()
+    with apply_policy(model, policy), MemoryMeter.for_device(torch.device("cpu")) as meter:
+        loss = model(**batch).loss
+        meter.mark(("forward",))
+        del loss
+        gc.collect()
+        meter.mark(("dropped",))
+    live = {point.label[0]: point.live_bytes for point in meter.points}
+    assert live["forward"] > 0
+    assert live["dropped"] == 0
+
+
+@pytest.mark.parametrize("num_steps_before", [0, 1, 2])
+def test_a_parameter_changed_before_backward_is_refused(tiny_gpt2, token_batch, any_policy, num_steps_before):
+    """Rule R11: in the recorded step, the next and the one with the learned order."""
+    model, batch = tiny_gpt2("eager"), token_batch()
+    with apply_policy(model, any_policy):
+        for _ in range(num_steps_before):
+            model(**batch).loss.backward()
+        loss = model(**batch).loss
+        with torch.no_grad():
+            model.transformer.h[1].mlp.c_fc.weight.add_(1.0)
+        with pytest.raises(RuntimeError, match=r"changed in place after the forward|modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("num_steps_before", [0, 1])
+@pytest.mark.parametrize("action", ["retain", "recompute"])
+def test_an_activation_changed_before_backward(toy_model, toy_batch, run_steps, action, num_steps_before):
+    """Refused if it was retained; remade as it was if it was recomputed."""
+    watched, seen = [], []
+
+    def forward(block, hidden):
+        x = block.up(hidden).tanh()
+        if block in watched:
+            seen[:] = [x]
+        return hidden + block.down(x)
+
+    model, batch = toy_model(forward), toy_batch()
+    profile = profile_model(model, batch, CONFIG)
+    plain = run_steps(model, batch, num_steps=1)[0]
+    policy = Policy.uniform(profile, action)
+    with apply_policy(model, policy):
+        for _ in range(num_steps_before):
+            model(**batch).loss.backward()
+        model.zero_grad()
+        watched.append(model.layers[1])  # not while it was profiled: what is held anyway is not recomputed
+        loss = model(**batch).loss
+        with torch.no_grad():
+            seen[0].zero_()
+        if action == "retain":
+            with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace operation"):
+                loss.backward()
+        else:
+            loss.backward()
+            gradient = model.layers[0].up.weight.grad
+            assert torch.equal(gradient, plain["layers.0.up.weight"])
+
+
+def test_a_call_stores_the_bytes_of_its_payloads(toy_model, toy_batch):
+    """A linear layer's input, saved alone."""
+
+    def forward(block, hidden):
+        return nn.functional.linear(hidden, block.up.weight)
+
+    model, batch = toy_model(forward, num_blocks=1), toy_batch(batch=64)
+    profile = profile_model(model, batch, CONFIG)
+    (value,) = profile.kinds[0].activations
+    (option,) = value.codecs
+    measured = {}
+    for action in ("retain", "compress"):
+        with apply_policy(model, Policy.uniform(profile, action)):
+            model(**batch).loss.backward()
+            measured[action] = measure_step(model, batch).stored_bytes
+    assert measured["retain"] - measured["compress"] == value.nbytes - option.nbytes

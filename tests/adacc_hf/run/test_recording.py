@@ -1,0 +1,60 @@
+"""Recorded calls: replay starts from what the call was given, whatever the block put in its place meanwhile."""
+
+import pytest
+import torch
+from torch import nn
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.tape.library import library_of_profiles
+
+CONFIG = AdaccConfig(min_compress_bytes=0)
+
+
+def changes_a_list(block, hidden, features):
+    x = (block.up(hidden) + features[0] * 0.5).tanh()
+    features.insert(0, x.detach().cos())
+    return hidden + block.down(x)
+
+
+def replaces_a_buffer(block, hidden, features):
+    x = block.up(hidden)
+    y = (x + block.mean).tanh()
+    block.mean = 0.9 * block.mean + 0.1 * x.detach().mean((0, 1))
+    return hidden + block.down(y)
+
+
+def replaces_the_data_of_a_buffer(block, hidden, features):
+    x = block.up(hidden)
+    y = (x + block.mean).tanh()
+    block.mean.data = 0.9 * block.mean + 0.1 * x.detach().mean((0, 1))
+    return hidden + block.down(y)
+
+
+def replaces_a_parameter(block, hidden, features):
+    x = (block.up(hidden) + block.shift).tanh()
+    block.shift = nn.Parameter(0.9 * block.shift + 0.2, requires_grad=False)
+    return hidden + block.down(x)
+
+
+def give_state(block):
+    block.register_buffer("mean", torch.ones(8))
+    block.shift = nn.Parameter(torch.ones(8), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    "forward", [changes_a_list, replaces_a_buffer, replaces_the_data_of_a_buffer, replaces_a_parameter]
+)
+def test_what_a_call_was_given_is_replayed_from(toy_model, toy_batch, run_steps, assert_same_steps, forward):
+    """In the first call, whose plan is made when it is over, and in those after it."""
+
+    def build():
+        return toy_model(forward, setup=give_state, kwargs_of=lambda x: {"features": [x.sin()]})
+
+    batch = toy_batch()
+    plain = run_steps(build(), batch)
+    profile = profile_model(build(), batch, CONFIG)
+    assert any(value.recomputable for value in profile.kinds[0].activations)
+    model = build()
+    assert not library_of_profiles(model)._tapes  # so that the first call is recorded alone
+    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG):
+        assert_same_steps(run_steps(model, batch), plain)

@@ -1,0 +1,72 @@
+"""Counting the calls of a block in a step: what ends a step, and what is left on its graph."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from adacc_hf.run.blocks import StepCount
+
+
+@pytest.fixture
+def count():
+    return StepCount()
+
+
+def call(count, expected=3):
+    """(number of the call that begins, what it returns)."""
+    number = count.next_of(expected)
+    result = torch.ones(2, requires_grad=True) * 2
+    count.returned((result, None))
+    return number, result
+
+
+def test_backward_ends_a_step(count):
+    calls = [call(count) for _ in range(2)]
+    assert [number for number, _ in calls] == [0, 1]
+    calls[0][1].sum().backward()
+    assert call(count)[0] == 0
+
+
+def test_a_second_backward_through_the_same_call_ends_no_other_step(count):
+    _, first = call(count)
+    first.sum().backward(retain_graph=True)
+    held = [call(count)]
+    first.sum().backward()
+    held.append(call(count))
+    assert [number for number, _ in held] == [0, 1]
+
+
+def test_a_step_whose_graphs_are_gone_has_ended(count):
+    number, result = call(count)
+    other, kept = call(count)
+    del result
+    assert (number, other) == (0, 1)
+    assert count.next_of(3) == 2, "the other call's graph is there"
+    del kept
+    assert count.next_of(3) == 0
+
+
+def test_calls_beyond_those_that_are_expected_begin_anew(count):
+    held = [call(count, expected=2) for _ in range(5)]
+    assert [number for number, _ in held] == [0, 1, 0, 1, 0]
+
+
+def test_calls_without_gradients_are_counted_round(count):
+    """A frozen block has no backward that would end its step."""
+    numbers = []
+    for _ in range(5):
+        numbers.append(count.next_of(2))
+        count.returned(SimpleNamespace())
+    assert numbers == [0, 1, 0, 1, 0]
+
+
+def test_a_call_that_fails_is_not_counted(count):
+    assert [count.next_of(3), count.next_of(3)] == [0, 0]
+
+
+def test_nothing_is_left_on_the_graph(count):
+    results = [call(count)[1] for _ in range(2)]
+    assert all(result._backward_hooks for result in results)
+    count.reset()
+    assert not any(result._backward_hooks for result in results)

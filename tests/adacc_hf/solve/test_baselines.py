@@ -1,0 +1,63 @@
+"""The bandwidths of the paper's Table 1, by its own numbers and by hand, and the policies that they order."""
+
+from __future__ import annotations
+
+import pytest
+
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.errors import InfeasibleBudgetError
+from adacc_hf.artifacts.policy import Action
+from adacc_hf.eval.trials.greedy import solve_greedy
+from adacc_hf.solve.baselines import bandwidths, greedy_policies
+from adacc_hf.solve.milp import build_model
+
+PAPER = [  # tensor MB, recompute ms, compression ms, MB after compression, action that wins
+    (96, 0.36, 0.37, 24, Action.RECOMPUTE),
+    (42, 1.02, 0.16, 12, Action.COMPRESS),
+    (42, 0.58, 0.16, 12, Action.COMPRESS),
+]
+
+
+@pytest.mark.parametrize(("size", "recompute_ms", "compress_ms", "payload", "winner"), PAPER)
+def test_the_paper_s_tensors_go_the_paper_s_way(
+    tape_builder, make_codec, size, recompute_ms, compress_ms, payload, winner
+):
+    tape = tape_builder()
+    start = tape.value("input", 8)
+    (tensor,) = tape.operator("f", [start], [("T", size)], ms=recompute_ms, save=[-1])
+    tape.values[tensor]["codecs"] = (make_codec("int4", payload, compress_ms / 2, compress_ms / 2),)
+    rows = {row.value: row for row in bandwidths(build_model(tape.kind(), AdaccConfig()))}
+    assert rows[tensor].choice.action is winner
+    assert rows[tensor].recompute == pytest.approx(size / recompute_ms)
+    assert rows[tensor].compress == pytest.approx((size - payload) / compress_ms)
+    assert rows[start].choice.action is Action.RETAIN  # nothing saves the block input
+
+
+def test_paper_s_bandwidths_of_t1(tape_builder, make_codec):
+    """The paper's text: 266 and 194."""
+    tape = tape_builder()
+    start = tape.value("input", 8)
+    (tensor,) = tape.operator("f", [start], [("T1", 96)], ms=0.36, save=[-1])
+    tape.values[tensor]["codecs"] = (make_codec("int4", 24, 0.3, 0.07),)
+    row = next(row for row in bandwidths(build_model(tape.kind(), AdaccConfig())) if row.value == tensor)
+    assert (int(row.recompute), int(row.compress)) == (266, 194)
+
+
+def test_policies_store_less_and_less_and_take_longer(gpt2_like_profile):
+    profile = gpt2_like_profile(num_blocks=3, attention="eager")
+    models = [build_model(kind, AdaccConfig()) for kind in profile.kinds]
+    policies = list(greedy_policies(profile, models))
+    assert all(column.plan.is_plain for column in policies[0])
+    ms = [sum(column.ms for column in policy) for policy in policies]
+    assert ms == sorted(ms)
+    # One activation of one block at a time, each to be changed once.
+    assert len(policies) == 1 + 3 * sum(row.choice.action is not Action.RETAIN for row in bandwidths(models[0]))
+
+
+def test_a_budget_below_the_rule_s_end_is_refused(gpt2_like_profile):
+    profile = gpt2_like_profile(num_blocks=2)
+    with pytest.raises(InfeasibleBudgetError, match="greedy rule ends at") as error:
+        solve_greedy(profile, 0.001)
+    least = error.value.smallest_budget_bytes
+    assert solve_greedy(profile, least / profile.plain_stored_bytes).predicted_stored_bytes == least
+    assert solve_greedy(profile, 1.0).is_plain

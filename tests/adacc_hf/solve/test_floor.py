@@ -1,0 +1,88 @@
+"""The least peak: between the bound that holds for every policy and what plans of the frontier reach."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.errors import InfeasibleBudgetError
+from adacc_hf.artifacts.step_peak import simulate
+from adacc_hf.solve.frontier import frontiers
+from adacc_hf.solve.linear_program import SolverLog
+from adacc_hf.solve.milp import build_model
+from adacc_hf.solve.minimum_peak import PeakOracle, descent, least_bound
+from adacc_hf.solve.solver import solve_policy
+
+SOLVING = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+
+def every_peak(every_plan, profile):
+    """The peak of every policy of a profile with one block."""
+    (kind,) = profile.kinds
+    for plan in every_plan(kind):
+        try:
+            yield simulate(profile, [plan]).peak_bytes
+        except ValueError:
+            continue
+
+
+@SOLVING
+@given(data=st.data())
+def test_the_least_peak_lies_between_the_bound_and_the_frontier_s(profiles, every_plan, data):
+    profile = data.draw(profiles())
+    models = [build_model(kind, AdaccConfig()) for kind in profile.kinds]
+    columns = frontiers(SolverLog(), models)
+    oracle = PeakOracle(profile)
+    trail = [oracle.peak_bytes(policy) for policy in descent(oracle, models, columns, oracle.least_peak(columns))]
+    assert trail == sorted(set(trail), reverse=True)
+    assert trail[0] == oracle.peak_bytes(oracle.least_peak(columns))
+    assert least_bound(profile, columns) <= min(every_peak(every_plan, profile)) <= trail[-1]
+
+
+def test_a_floor_that_is_proven_says_nothing_of_a_bound(gpt2_like_profile):
+    profile = gpt2_like_profile(num_blocks=3)
+    with pytest.raises(InfeasibleBudgetError) as error:
+        solve_policy(profile, 1)
+    assert error.value.bound_bytes == error.value.smallest_budget_bytes
+    assert "no policy needs less" not in str(error.value)
+
+
+def test_the_bound_is_that_of_every_head(gpt2_like_profile, add_chunked_head):
+    profile = add_chunked_head(gpt2_like_profile(num_blocks=3), saved_bytes=10 << 30)
+    models = [build_model(kind, AdaccConfig()) for kind in profile.kinds]
+    columns = frontiers(SolverLog(), models)
+    bounds = [least_bound(profile.with_head(name), columns) for name in profile.heads]
+    with pytest.raises(InfeasibleBudgetError) as error:
+        solve_policy(profile, 1)
+    assert error.value.bound_bytes == min(*bounds, error.value.smallest_budget_bytes)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_model_without_a_large_head_has_a_lower_floor_and_more_memory_never_costs_time(gpt2_like_profile, attention):
+    profile = gpt2_like_profile(num_blocks=3, attention=attention)
+    profile = replace(profile, outside_peak_bytes=profile.static_bytes, loss_peak_bytes=profile.static_bytes)
+    models = [build_model(kind, AdaccConfig()) for kind in profile.kinds]
+    columns = frontiers(SolverLog(), models)
+    oracle = PeakOracle(profile)
+    trail = [oracle.peak_bytes(policy) for policy in descent(oracle, models, columns, oracle.least_peak(columns))]
+    assert trail[-1] < trail[0]
+    bound = least_bound(profile, columns)
+    with pytest.raises(InfeasibleBudgetError, match=f"no policy needs less than {bound} bytes") as error:
+        solve_policy(profile, trail[-1] - 1)
+    assert error.value.smallest_budget_bytes == trail[-1]
+    assert error.value.bound_bytes == bound < trail[-1]
+    assert pickle.loads(pickle.dumps(error.value)).bound_bytes == bound
+    previous_ms = float("inf")
+    budgets = sorted({*trail, *(trail[-1] + (trail[0] - trail[-1]) * i // 3 for i in range(10))})
+    for budget in budgets:
+        policy = solve_policy(profile, budget)
+        assert policy.predicted_peak_bytes <= budget
+        assert policy.predicted_overhead_ms <= previous_ms + 1e-9  # sums in another order
+        previous_ms = policy.predicted_overhead_ms

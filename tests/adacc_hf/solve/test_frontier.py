@@ -1,0 +1,118 @@
+"""The frontier against the convex hull of all plans, and the chain of policies that it makes."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.step_peak import run_block
+from adacc_hf.solve.frontier import chain, frontiers
+from adacc_hf.solve.linear_program import SolverLog
+from adacc_hf.solve.milp import build_model
+
+SOLVING = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+
+def every_point(every_plan, kind):
+    """(bytes, ms) of every plan that can be carried out, by the simulator."""
+    for plan in every_plan(kind):
+        try:
+            outcome = run_block(kind, plan)
+        except ValueError:
+            continue
+        yield outcome.stored_bytes, outcome.overhead_ms
+
+
+def on_line(columns, nbytes):
+    """The ms of the frontier, mixtures included, at `nbytes`."""
+    if nbytes >= columns[0].nbytes:
+        return 0.0
+    for left, right in pairwise(columns):
+        if right.nbytes <= nbytes:
+            return left.ms + (right.ms - left.ms) * (left.nbytes - nbytes) / (left.nbytes - right.nbytes)
+    raise AssertionError(f"a plan stores {nbytes} bytes, less than the frontier's least")
+
+
+@SOLVING
+@given(data=st.data())
+def test_no_plan_is_better_than_the_frontier(profiles, every_plan, data):
+    kind = data.draw(profiles()).kinds[0]
+    (columns,) = frontiers(SolverLog(), [build_model(kind, AdaccConfig())])
+    points = list(every_point(every_plan, kind))
+    assert min(nbytes for nbytes, _ in points) == columns[-1].nbytes
+    for nbytes, ms in points:
+        # 1e-6 of the times, of the order of 10 ms here, is what the frontier may leave (frontier.TOLERANCE).
+        assert ms >= on_line(columns, nbytes) - 1e-4
+    for column in columns:
+        outcome = run_block(kind, column.plan)
+        assert (outcome.stored_bytes, outcome.shared) == (column.nbytes, column.shared)
+        # Sums of few terms in another order.
+        assert outcome.overhead_ms == pytest.approx(column.ms, abs=1e-9)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_gpt2_s_frontier_bends_one_way_and_starts_with_plain(gpt2_like_profile, attention):
+    kind = gpt2_like_profile(attention=attention).kinds[0]
+    log = SolverLog()
+    (columns,) = frontiers(log, [build_model(kind, AdaccConfig())])
+    assert columns[0].plan.is_plain
+    slopes = [(right.ms - left.ms) / (left.nbytes - right.nbytes) for left, right in pairwise(columns)]
+    assert slopes == sorted(slopes)
+    assert slopes[0] > 0
+    assert len(columns) > 5
+    # Two runs for the least bytes; a corner takes one that finds it, and each of the gaps beside it one that does not.
+    assert log.num_solves <= 2 + 2 * len(columns)
+
+
+def test_kinds_are_solved_together_as_alone(gpt2_like_profile):
+    models = [build_model(gpt2_like_profile(attention=a).kinds[0], AdaccConfig()) for a in ("sdpa", "eager")]
+    together = frontiers(SolverLog(), models)
+    alone = [frontiers(SolverLog(), [model])[0] for model in models]
+    assert [[(c.nbytes, c.ms) for c in columns] for columns in together] == [
+        [(c.nbytes, c.ms) for c in columns] for columns in alone
+    ]
+
+
+def test_the_chain_changes_one_block_at_a_time_and_the_first_ones_first(gpt2_like_profile):
+    models = [build_model(gpt2_like_profile(attention=a).kinds[0], AdaccConfig()) for a in ("sdpa", "eager")]
+    columns = frontiers(SolverLog(), models)
+    kinds = [0, 1, 1, 0, 0]
+    policies = list(chain(kinds, columns))
+    assert policies[0] == [columns[kind][0] for kind in kinds]
+    assert policies[-1] == [columns[kind][-1] for kind in kinds]
+    slopes = []
+    for before, after in pairwise(policies):
+        changed = [i for i in range(5) if before[i] is not after[i]]
+        assert len(changed) == 1
+        left, right = before[changed[0]], after[changed[0]]
+        slopes.append((right.ms - left.ms) / (left.nbytes - right.nbytes))
+    assert slopes == sorted(slopes)
+    for policy in policies:
+        for kind in (0, 1):
+            stored = [column.nbytes for column, k in zip(policy, kinds, strict=True) if k == kind]
+            assert stored == sorted(stored)
+
+
+def test_a_kind_with_nothing_to_choose_has_one_plan(tape_builder):
+    tape = tape_builder()
+    tape.operator("rand", [tape.value("input", 8)], [("mask", 8)], ms=1.0, save=[-1], replayable=False)
+    (columns,) = frontiers(SolverLog(), [build_model(tape.kind(), AdaccConfig())])
+    assert [column.plan.is_plain for column in columns] == [True]
+
+
+def test_what_the_relaxation_divides_is_decided_by_an_integer_program(tape_builder, make_codec, every_plan):
+    """Half of the input coded and half of it whole would let half of a value be remade that a coded one forbids."""
+    tape = tape_builder()
+    start = tape.value("input", 12, codecs=(make_codec("int4", 4, 0.0, 0.0),))
+    (fragile,) = tape.operator("first", [start], [("fragile", 4)], 1.0, save=[-1])
+    tape.operator("second", [start], [("other", 8)], 1.0, save=[-1])
+    tape.values[fragile]["replay_error"] = 1.0
+    kind = tape.kind()
+    (columns,) = frontiers(SolverLog(), [build_model(kind, AdaccConfig())])
+    points = list(every_point(every_plan, kind))
+    assert columns[-1].nbytes == min(nbytes for nbytes, _ in points) == 8
+    assert all(ms >= on_line(columns, nbytes) - 1e-9 for nbytes, ms in points)

@@ -1,0 +1,123 @@
+"""Programs in numbers: what HiGHS makes of them, again and again, and what is noted about its runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from adacc_hf.solve.linear_program import Program, Solver, SolverLog, combine
+
+
+def knapsack() -> tuple[Program, int]:
+    """Three things of 3, 4 and 5 bytes, of which 7 bytes may be taken."""
+    program = Program()
+    things = [program.variable() for _ in range(3)]
+    return program, program.constrain(zip(things, (3.0, 4.0, 5.0), strict=True), high=7.0)
+
+
+def test_a_row_without_bounds_gets_them_later() -> None:
+    program = Program()
+    x = program.variable(2.0)
+    row = program.constrain([(x, 3.0)])
+    solver = Solver(program, SolverLog(), integer=False)
+    assert solver.minimize([(x, -1.0)]) == pytest.approx([2.0])
+    solver.bound(row, high=3.0)
+    assert solver.minimize([(x, -1.0)]) == pytest.approx([1.0])
+    solver.bound(row)
+    assert solver.minimize([(x, -1.0)]) == pytest.approx([2.0])
+
+
+def test_the_solution_has_every_variable_in_its_own_place() -> None:
+    program = Program()
+    xs = [program.variable(float(k)) for k in range(12)]  # the last two in no row
+    program.constrain([(x, 1.0) for x in xs[:10]], low=0.0)
+    program.constrain([(xs[1], 1.0), (xs[2], 1.0)], low=2.0, high=2.0)
+    solution = Solver(program, SolverLog(), integer=False).minimize((x, -2.0 if x == xs[2] else -1.0) for x in xs)
+    assert solution == pytest.approx([0, 0, *range(2, 12)])
+
+
+VALUES = [(0, -4.0), (1, -5.0), (2, -6.0)]
+
+
+def test_a_variable_may_occur_twice_in_a_sum() -> None:
+    assert combine([(0, 1), (1, 4), (0, 2)]) == {0: 3, 1: 4}
+    program = Program()
+    x = program.variable(10)
+    program.constrain([(x, 1), (x, 2)], high=12)
+    (value,) = Solver(program, SolverLog(), integer=False).minimize([(x, -1), (x, -1)])
+    assert value == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("integer", [True, False])
+def test_costs_and_bounds_may_change_between_runs(integer: bool) -> None:
+    program, row = knapsack()
+    solver = Solver(program, SolverLog(), integer=integer)
+    assert solver.minimize(VALUES) == pytest.approx([1, 1, 0])
+    solver.bound(row, high=12.0)
+    assert solver.minimize(VALUES) == pytest.approx([1, 1, 1])
+    assert solver.minimize([(0, 1.0), (1, -1.0), (2, 1.0)]) == pytest.approx([0, 1, 0])
+
+
+def test_only_the_integer_program_rounds() -> None:
+    program, row = knapsack()
+    relaxed, whole = (Solver(program, SolverLog(), integer=integer) for integer in (False, True))
+    for solver in (relaxed, whole):
+        solver.bound(row, high=8.0)
+    assert relaxed.minimize(VALUES) == pytest.approx([1, 1, 0.2])
+    assert whole.minimize(VALUES) == pytest.approx([1, 0, 1])
+
+
+def test_a_program_without_a_solution_says_so() -> None:
+    program = Program()
+    x = program.variable()
+    program.constrain([(x, 1)], low=2)
+    log = SolverLog()
+    assert Solver(program, log, integer=True).minimize([(x, 1.0)]) is None
+    assert (log.num_solves, log.num_unproven, log.worst_gap) == (1, 0, 0.0)
+
+
+def test_a_proof_leaves_no_gap() -> None:
+    program, _ = knapsack()
+    log = SolverLog()
+    Solver(program, log, integer=True).minimize(VALUES)
+    assert (log.num_solves, log.num_unproven, log.worst_gap) == (1, 0, 0.0)
+
+
+def test_a_limit_leaves_the_best_solution_or_none() -> None:
+    program, _ = knapsack()
+    log = SolverLog()
+    solver = Solver(program, log, integer=True)
+    assert solver.minimize(VALUES, -8.5) == pytest.approx([1, 1, 0])
+    assert solver.minimize(VALUES, -9.0) is None
+    assert solver.minimize(VALUES) == pytest.approx([1, 1, 0])
+    assert (log.num_unproven, log.worst_gap) == (0, 0.0)
+
+
+def test_a_relaxation_keeps_to_a_limit_too() -> None:
+    program, _ = knapsack()
+    solver = Solver(program, SolverLog(), integer=False)
+    assert solver.minimize(VALUES, -8.9) == pytest.approx([1, 1, 0])
+    assert solver.minimize(VALUES, -9.1) is None
+
+
+def test_the_first_program_leaves_nothing_of_its_callers_alive() -> None:
+    """PuLP keeps errors of its import, with the frames below it; a new process imports it anew."""
+    code = """
+import gc, weakref
+from adacc_hf.solve.linear_program import Program
+
+class Model: pass
+
+def solve():
+    model = Model()
+    Program()
+    return weakref.ref(model)
+
+model = solve()
+gc.collect()
+assert model() is None
+"""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr

@@ -1,0 +1,235 @@
+"""Data that a block reads into Python: which is seen, which is a ground for a tape, and that calls are told apart."""
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.tape.call_inputs import MAX_READ_BYTES, data_of, deciding_tensors, watched
+
+CONFIG = AdaccConfig(min_compress_bytes=0)
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def tape_of(record_call):
+    """`tape_of(forward, *args)`: the tape of `forward(block, *args)`."""
+    return lambda forward, *args: record_call(forward, torch.nn.Linear(4, 4), *args)[0]
+
+
+def x():
+    return torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        pytest.param(lambda t: t.tolist(), id="tolist"),
+        pytest.param(lambda t: t.cpu().numpy(), id="numpy"),
+        pytest.param(np.asarray, id="asarray"),
+        pytest.param(lambda t: torch.split(torch.zeros(6), t.tolist()), id="split"),
+    ],
+)
+def test_what_runs_no_operator_is_seen_too(read):
+    """Lists and arrays are made without an operator, which a dispatch mode would see."""
+    seen = []
+    with watched(lambda tensor, by: seen.append(by)):
+        read(torch.tensor([2, 4]))
+    assert len(seen) == 1
+    assert not {"tolist", "numpy"} & torch.Tensor.__dict__.keys()
+
+
+def test_threads_that_watch_at_once_see_their_own_reads():
+    """The one that began first ends first, in the midst of the other's watch."""
+    seen, turns = {"first": [], "second": []}, Barrier(2, timeout=30)
+
+    def watch(name, ends_first):
+        if not ends_first:
+            turns.wait()  # until the first one watches
+        with watched(lambda tensor, by: seen[name].append(tensor.item())):
+            if ends_first:
+                turns.wait()
+            turns.wait()
+            torch.tensor([len(name)]).tolist()
+            turns.wait()
+            if not ends_first:
+                turns.wait()  # until the first one watches no more
+                torch.tensor([0]).tolist()
+        if ends_first:
+            turns.wait()
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(watch, "first", True), threads.submit(watch, "second", False)]:
+            done.result()
+    assert seen == {"first": [5], "second": [6, 0]}
+    assert not {"tolist", "numpy"} & torch.Tensor.__dict__.keys()
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "deciding"),
+    [
+        (aten.add.Tensor, (torch.ones(2), torch.ones(2)), []),
+        (aten.index.Tensor, (torch.ones(3), [torch.tensor([0, 2])]), []),
+        (aten.index.Tensor, (torch.ones(3), [torch.tensor([True, False, True])]), [1]),
+        (aten.masked_select.default, (torch.ones(3), torch.tensor([True, False, True])), [1]),
+        (aten.nonzero.default, (torch.ones(3),), [0]),
+    ],
+)
+def test_what_decides_a_size(func, args, deciding):
+    flat = [args[0], *(args[1] if len(args) > 1 and isinstance(args[1], list) else args[1:])]
+    found = deciding_tensors(func, args)
+    assert [id(tensor) for tensor in found] == [id(flat[place]) for place in deciding]
+
+
+def split_at(block, hidden, lengths):
+    parts = [block(part).tanh() for part in hidden.split(lengths.tolist(), dim=1)]
+    return torch.cat(parts, dim=1)
+
+
+@pytest.mark.parametrize(
+    ("forward", "argument"),
+    [
+        pytest.param(split_at, torch.tensor([2, 4]), id="lengths"),
+        pytest.param(
+            lambda block, hidden, ends: split_at(block, hidden, ends[1:] - ends[:-1]),
+            torch.tensor([0, 2, 6]),
+            id="ends",
+        ),
+        pytest.param(lambda block, hidden, mask: hidden[mask], torch.ones(2, 6, dtype=torch.bool), id="mask"),
+        pytest.param(lambda block, hidden, n: hidden * n.max().item(), torch.tensor([3]), id="item"),
+    ],
+)
+def test_what_follows_from_small_whole_arguments_is_known(tape_of, forward, argument):
+    tape = tape_of(forward, x(), argument)
+    assert tape.untrusted is None
+    assert tape.reads == {(1,): data_of(argument)}
+
+
+def test_numbers_that_the_block_makes_of_numbers_are_no_data(tape_of):
+    """DeBERTa takes the root of a width, and Gemma 3n a quantile of a share, from tensors of one number."""
+    tape = tape_of(lambda block, hidden: hidden * torch.tensor(6.0).sqrt().item() + torch.tensor([2.0]), x())
+    assert tape.untrusted is None
+    assert tape.reads == {}
+    assert not [value for value in tape.values if value.source is not None and value.source.place == "unknown"]
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        pytest.param(lambda block, hidden, ints: hidden.detach().tolist(), id="hidden"),
+        pytest.param(lambda block, hidden, ints: (hidden.argmax(-1) + ints[0]).tolist(), id="routing"),
+        pytest.param(lambda block, hidden, ints: block.weight.detach().tolist(), id="parameter"),
+        pytest.param(lambda block, hidden, ints: torch.rand(2).tolist(), id="random"),
+        pytest.param(lambda block, hidden, ints: ints.add_(1).tolist(), id="changed"),
+    ],
+)
+def test_what_follows_from_anything_else_is_no_ground(tape_of, forward):
+    tape = tape_of(forward, x(), torch.tensor([2, 4]))
+    assert "Tensor.tolist reads data into Python" in tape.untrusted
+    assert tape.reads == {}
+
+
+def test_large_arguments_are_no_ground():
+    just, above = (torch.zeros(MAX_READ_BYTES + more, dtype=torch.uint8) for more in (0, 1))
+    assert data_of(just) == bytes(MAX_READ_BYTES)
+    assert data_of(above) is None
+    assert data_of(torch.zeros(2)) is data_of(None) is None
+
+
+def test_data_is_what_an_argument_views():
+    """What its storage has besides may be what was in memory before: `unique` allocates for the worst case."""
+    rows = torch.tensor([[1, 2], [3, 4]])
+    assert data_of(rows[:, 0]) == torch.tensor([1, 3]).numpy().tobytes()
+    assert data_of(rows[0]) == rows[0].clone().numpy().tobytes()
+
+
+def test_arguments_on_one_storage_are_told_apart_together(tape_of):
+    """A storage has one place on the tape; either of its views may have been read."""
+    ends = torch.tensor([0, 2, 6])
+    tape = tape_of(lambda block, hidden, first, rest: rest.tolist(), x(), ends[:1], ends[1:])
+    assert tape.reads == {(1,): data_of(ends[:1]), (2,): data_of(ends[1:])}
+
+
+LENGTHS = ([1, 3, 2], [3, 2, 1], [2, 2, 2])
+
+
+@pytest.fixture
+def splitting(toy_model):
+    """A model whose blocks split their tokens as Qwen2-VL's vision blocks do, at lengths that can be set."""
+    lengths = torch.tensor(LENGTHS[0])
+
+    def forward(block, hidden, ends, unused):
+        counts = ends[1:] - ends[:-1]
+        parts = [block.up(part).tanh().cumsum(1) for part in hidden.split(counts.tolist(), dim=1)]
+        return hidden + block.down(torch.cat(parts, dim=1))
+
+    def given(hidden):
+        ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        return {"ends": ends, "unused": None}
+
+    def set_lengths(new):
+        lengths.copy_(torch.tensor(new))
+
+    return toy_model(forward, kwargs_of=given), set_lengths
+
+
+@pytest.fixture
+def batch(toy_batch):
+    return toy_batch(4)
+
+
+@pytest.mark.parametrize("action", ["recompute", "retain", "random"])
+def test_other_data_at_one_shape_is_exact(splitting, batch, run_steps, assert_same_steps, recorded, action):
+    model, set_lengths = splitting
+    profile = profile_model(model, batch, CONFIG)
+    assert all(kind.fallback is None for kind in profile.kinds)
+    policy = Policy.random(profile, 3, lossless=True) if action == "random" else Policy.uniform(profile, action)
+    plain = {}
+    for lengths in LENGTHS:
+        set_lengths(lengths)
+        plain[tuple(lengths)] = run_steps(model, batch)
+    recorded.clear()
+    with apply_policy(model, policy, CONFIG):
+        for lengths in [*LENGTHS, *LENGTHS, *LENGTHS]:
+            set_lengths(lengths)
+            assert_same_steps(run_steps(model, batch), plain[tuple(lengths)])
+    first = recorded.count(recorded[0])
+    # Each of three lengths is recorded when it comes for the second time, and checked once; one that is plain never.
+    assert first == (1 if policy.is_plain else 2 * len(LENGTHS))
+
+
+def test_the_first_call_may_have_other_data_than_the_profile(splitting, batch, run_steps, assert_same_steps):
+    """Its operators differ from the profiled ones at the same shape: that is no other model."""
+    model, set_lengths = splitting
+    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    set_lengths([5, 1, 0])
+    plain = run_steps(model, batch)
+    with apply_policy(model, policy, CONFIG):
+        assert_same_steps(run_steps(model, batch), plain)
+
+
+@settings(max_examples=10)
+@given(order=st.lists(st.sampled_from(range(len(LENGTHS))), min_size=3, max_size=12), seed=st.integers(0, 9))
+def test_any_order_of_data_is_exact(toy_model, toy_batch, run_steps, assert_same_steps, order, seed):
+    lengths = [list(LENGTHS[0])]
+
+    def forward(block, hidden, counts):
+        parts = [block.up(part).sigmoid() for part in hidden.split(counts.tolist(), dim=1)]
+        return hidden + block.down(torch.cat(parts, dim=1))
+
+    model = toy_model(forward, kwargs_of=lambda hidden: {"counts": torch.tensor(lengths[0])})
+    batch = toy_batch()
+    policy = Policy.random(profile_model(model, batch, CONFIG), seed, lossless=True)
+    plain = {}
+    for index, each in enumerate(LENGTHS):
+        lengths[0] = each
+        plain[index] = run_steps(model, batch, num_steps=1)
+    with apply_policy(model, policy, CONFIG):
+        for index in order:
+            lengths[0] = LENGTHS[index]
+            assert_same_steps(run_steps(model, batch, num_steps=1), plain[index])

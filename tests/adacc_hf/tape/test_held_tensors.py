@@ -1,0 +1,204 @@
+"""Tensors that hang on a block's modules and parameters: found, replayed from, and missed where they are gone."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.artifacts.errors import TapeMismatchError
+from adacc_hf.tape.call_inputs import find_held, held_tensors
+from adacc_hf.torch_glue.memory import measure_step
+
+CONFIG = AdaccConfig(min_compress_bytes=0)
+
+
+def scale_of(number):
+    return torch.linspace(0.5, 1.5, 8) * number
+
+
+def give_scales(block):
+    block.state = SimpleNamespace(scale=scale_of(1))
+    block.by_name = {"default": [scale_of(2)]}
+    block.up.weight.scale = scale_of(3)
+
+
+def scaled(block, hidden):
+    x = block.up(hidden) * block.state.scale * block.up.weight.scale
+    return hidden + block.down((x * block.by_name["default"][0].unsqueeze(0)).tanh())
+
+
+@pytest.fixture
+def model(toy_model):
+    return toy_model(scaled, setup=give_scales)
+
+
+def test_all_of_them_are_found_again(model):
+    block = model.layers[0]
+    found = {str(source): (source, tensor) for source, tensor in held_tensors(block)}
+    assert list(found) == ["attached up.weight.scale", "module .state.scale", "module .by_name.default.0"]
+    for source, tensor in found.values():
+        owner = block.up.weight if source.place == "attached" else block
+        assert torch.equal(find_held(owner, source.path[1:]), tensor)
+    assert find_held(block, ("state", "offset")) is None
+    assert find_held(block, ("by_name", "default", 1)) is None
+    assert find_held(block, ("state",)) is None
+
+
+def test_what_depends_on_them_is_replayed(model, toy_batch, assert_exact):
+    profile = assert_exact(model, toy_batch(), num_policies=3)
+    assert all(value.recomputable for value in profile.kinds[0].activations if value.producer is not None)
+
+
+def replaced(block):
+    block.state.scale = scale_of(7)
+    block.by_name["default"] = [scale_of(5)]
+
+
+def moved(block):
+    """As a quantized layer does once its adapter was merged and taken out again."""
+    block.state = SimpleNamespace(scale=torch.cat([scale_of(2), scale_of(3)])[3:11])
+
+
+@pytest.mark.parametrize("change", [replaced, moved])
+def test_others_in_their_place_are_those_of_the_call(model, toy_batch, run_steps, assert_same_steps, change):
+    """Another tensor of the same form is replayed from; what is there in another form is not."""
+    batch = toy_batch()
+    profile = profile_model(model, batch, CONFIG)
+    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG):
+        run_steps(model, batch)
+        for block in model.layers:
+            change(block)
+        ours = run_steps(model, batch)
+    assert_same_steps(ours, run_steps(model, batch))
+
+
+def test_what_went_elsewhere_during_the_recorded_call_is_not_replayed_from(toy_model, toy_batch, assert_exact):
+    """8-bit layers take their scales off the weight when they are called first."""
+
+    def setup(block):
+        block.up.weight.scale, block.state = scale_of(3), SimpleNamespace(scale=None)
+
+    def forward(block, hidden):
+        if block.state.scale is None:
+            block.state.scale, block.up.weight.scale = block.up.weight.scale, None
+        return hidden + block.down((block.up(hidden) * block.state.scale).tanh())
+
+    model, batch = toy_model(forward, setup=setup), toy_batch()
+    for can_be in (False, True):
+        tanh = {value.name: value for value in profile_model(model, batch, CONFIG).kinds[0].activations}["block:tanh"]
+        assert tanh.recomputable is can_be
+    assert_exact(model, batch, num_policies=2)
+
+
+def test_another_one_in_its_place_within_a_call_is_refused(toy_model, toy_batch):
+    tables = [scale_of(1)] * 9
+
+    def forward(block, hidden):
+        block.state.scale = tables[0]
+        return scaled(block, hidden)
+
+    model, batch = toy_model(forward, setup=give_scales), toy_batch()
+    model(**batch)
+    profile = profile_model(model, batch, CONFIG)
+    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG):
+        for _ in range(3):
+            model(**batch).loss.backward()
+        tables[0] = scale_of(2)
+        with pytest.raises(
+            TapeMismatchError, match=r"another tensor in the place of module \.state\.scale within a call"
+        ):
+            model(**batch)
+
+
+class KeepsItsInput(torch.autograd.Function):
+    """x * 2, whose node holds x in an attribute, as bitsandbytes' 8-bit product does on a CPU."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x = x
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2 + 0 * ctx.x
+
+
+@pytest.mark.parametrize("policy", ["retain", "recompute", 0, 1, 2])
+def test_what_an_autograd_function_holds_is_not_recomputed(toy_model, toy_batch, run_steps, peak_of, policy):
+    """Nothing would be saved by it: the bytes are there in any case."""
+
+    def forward(block, hidden):
+        x = block.up(hidden).tanh()
+        return hidden + block.down(KeepsItsInput.apply(x).sigmoid())
+
+    model, batch = toy_model(forward, num_blocks=3), toy_batch(16)
+    profile = profile_model(model, batch, CONFIG)
+    named = {value.name: value for value in profile.kinds[-1].activations}
+    assert not named["block:tanh"].recomputable
+    assert named["block:sigmoid"].recomputable
+    made = Policy.uniform(profile, policy) if isinstance(policy, str) else Policy.random(profile, policy)
+    with apply_policy(model, made, CONFIG):
+        run_steps(model, batch, num_steps=2)
+        measured = measure_step(model, batch)
+    assert measured.stored_bytes == made.predicted_stored_bytes
+    assert measured.peak_bytes == peak_of(made)
+
+
+@pytest.mark.parametrize("policy", ["retain", "recompute", "compress"])
+def test_an_input_that_autograd_gives_a_gradient_is_there_anyway(toy_model, toy_batch, run_steps, peak_of, policy):
+    """`enable_input_require_grads` makes a leaf of the first block's input."""
+    model, batch = toy_model(lambda block, hidden: hidden + block.down(block.up(hidden).tanh())), toy_batch(16)
+    model.inlet.requires_grad_(False)
+    model.inlet.register_forward_hook(lambda module, args, output: output.requires_grad_(True))
+    profile = profile_model(model, batch, CONFIG)
+    assert [shared.saved for shared in profile.shared if shared.nbytes] == [True]
+    made = Policy.uniform(profile, policy)
+    with apply_policy(model, made, CONFIG):
+        run_steps(model, batch, num_steps=2)
+        measured = measure_step(model, batch)
+    assert measured.stored_bytes == made.predicted_stored_bytes
+    assert measured.peak_bytes == peak_of(made)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")  # torch says that its sparse tensors may change yet
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sparse_arguments_are_left_to_torchs_checkpoint(toy_model, toy_batch, assert_exact, layout):
+    """As a graph's adjacency is given to every layer."""
+    adjacency = torch.eye(6).to_sparse(layout=layout)
+
+    def forward(block, hidden, adjacency):
+        return hidden + block.down(torch.stack([adjacency @ x for x in block.up(hidden)]).tanh())
+
+    model = toy_model(forward, kwargs_of=lambda x: {"adjacency": adjacency})
+    profile = assert_exact(model, toy_batch(), num_policies=1)
+    assert all("sparse" in kind.fallback for kind in profile.kinds)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # deprecated, and still there
+def test_quantized_tensors_are_left_to_torchs_checkpoint(toy_model, toy_batch, assert_exact):
+    def forward(block, hidden):
+        x = block.up(hidden)
+        rounded = torch.quantize_per_tensor(x.detach(), 0.05, 128, torch.quint8).dequantize()
+        return hidden + block.down((x + (rounded - x).detach()).tanh())
+
+    profile = assert_exact(toy_model(forward), toy_batch(), num_policies=1)
+    assert all("quantized" in kind.fallback for kind in profile.kinds)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")  # torch says that its sparse tensors may change yet
+def test_sparse_tensors_are_left_to_torchs_checkpoint(toy_model, toy_batch, run_steps, assert_same_steps):
+    def forward(block, hidden):
+        weight = torch.sparse_coo_tensor(torch.tensor([[0, 3], [1, 2]]), block.few, (8, 8), check_invariants=False)
+        return hidden + block.down(torch.sparse.mm(weight, hidden.reshape(-1, 8).T).T.reshape(hidden.shape).tanh())
+
+    def setup(block):
+        block.few = nn.Parameter(torch.ones(2))
+
+    model, batch = toy_model(forward, setup=setup), toy_batch()
+    plain = run_steps(model, batch)
+    profile = profile_model(model, batch, CONFIG)
+    assert all("sparse" in kind.fallback for kind in profile.kinds)
+    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG):
+        assert_same_steps(run_steps(model, batch), plain)

@@ -1,0 +1,297 @@
+"""Replay: rules R5 and R6 on blocks made to break them, and the schedule of a backward."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.tape.replay import Step, Store, copy_with_storage, schedule, share_elements, single_program, view
+from adacc_hf.tape.tape import TensorRef
+from adacc_hf.tape.verification import verify
+
+
+def overwrites_what_was_read(block, hidden):
+    """`second` reads a version of x that is gone when the forward ends, after a replay has made the next one."""
+    x = block.up(hidden)
+    second = x.tanh()
+    x.add_(1.0)
+    third = x.sigmoid()
+    x.mul_(hidden)
+    fourth = x.exp()
+    x.masked_fill_(x > 0, 0.5)
+    return hidden + block.down(x) * second + third * fourth
+
+
+def relu_in_place(block, hidden):
+    return hidden + block.down(torch.relu_(block.up(hidden)))
+
+
+def buckets_in_place(block, hidden):
+    """As T5 makes its relative position bias: integers changed in place, then looked up."""
+    distance = torch.arange(6)[:, None] - torch.arange(6)[None, :]
+    buckets = (distance > 0).long() * 4
+    buckets += torch.where(distance.abs() < 2, distance.abs(), torch.full_like(distance, 3))
+    bias = nn.functional.embedding(buckets, block.up.weight)
+    scores = (block.up(hidden) @ hidden.transpose(1, 2)) + bias[..., 0]
+    return hidden + block.down(scores.softmax(-1) @ hidden)
+
+
+def overwrites_what_nobody_differentiates(block, hidden):
+    """Autograd saves x for the sine and would refuse its backward, but no gradient flows there. The exponential reads
+    the version that was overwritten."""
+    x = block.up(hidden)
+    block.diagnostic = x.sin().detach()
+    y = x.exp()
+    x.mul_(2.0)
+    return hidden + block.down(x.tanh()) * y
+
+
+def writes_into_view(block, hidden):
+    x = block.up(hidden)
+    y = x.clone()
+    y[..., :4].mul_(2.0)
+    y[..., 4:] = x[..., :4].sigmoid()
+    return hidden + block.down(y).tanh() * y.exp()
+
+
+def rotates_complex(block, hidden):
+    pairs = torch.view_as_complex(block.up(hidden).unflatten(-1, (4, 2)))
+    turned = pairs * torch.polar(torch.ones(4), torch.arange(4.0))
+    return hidden + block.down(torch.view_as_real(turned).flatten(-2)).tanh()
+
+
+def conjugates_lazily(block, hidden):
+    pairs = torch.view_as_complex(block.up(hidden).unflatten(-1, (4, 2)))
+    return hidden + block.down(torch.view_as_real(pairs.conj() * pairs.exp()).flatten(-2))
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        overwrites_what_was_read,
+        relu_in_place,
+        buckets_in_place,
+        overwrites_what_nobody_differentiates,
+        writes_into_view,
+        rotates_complex,
+        conjugates_lazily,
+    ],
+)
+def test_blocks_with_versions_and_views_train_exactly(toy_model, toy_batch, assert_exact, forward):
+    """Rule R6, and rule R2 for complex views of real storages."""
+    assert_exact(toy_model(forward), toy_batch(), num_policies=8)
+
+
+def add_buffer(block):
+    block.register_buffer("count", torch.zeros(8))
+
+
+def add_batch_norm(block):
+    block.norm = nn.BatchNorm1d(6)
+
+
+def reads_and_updates_buffer(block, hidden):
+    x = block.up(hidden) * (1 + block.count)
+    block.count.add_(1.0)
+    return hidden + block.down(x.sigmoid()) * (2 + block.count.clone())
+
+
+def normalises_batch(block, hidden):
+    """torch's batch normalisation writes its running statistics without declaring it."""
+    return hidden + block.down(block.norm(block.up(hidden)).relu())
+
+
+@pytest.mark.parametrize(
+    ("forward", "setup"), [(reads_and_updates_buffer, add_buffer), (normalises_batch, add_batch_norm)]
+)
+def test_buffers_changed_in_place_change_once_per_step(toy_model, toy_batch, assert_exact, forward, setup):
+    """`assert_exact` compares the buffers too: a replay that updated them again would show."""
+    assert_exact(toy_model(forward, setup=setup), toy_batch())
+
+
+def add_quantized_weight(block):
+    """A weight of small integers whose scales hang on it, one level down and two, as bitsandbytes has them."""
+    block.codes = nn.Parameter(torch.randint(-8, 8, (8, 8), dtype=torch.int8), requires_grad=False)
+    block.codes.state = SimpleNamespace(scale=torch.rand(8), nested=SimpleNamespace(offset=torch.rand(())))
+
+
+def multiplies_by_quantized_weight(block, hidden):
+    state = block.codes.state
+    weight = block.codes * state.scale + state.nested.offset
+    return hidden + block.down((block.up(hidden) @ weight).tanh())
+
+
+def test_what_hangs_on_a_parameter_is_looked_up_at_each_call(
+    toy_model, toy_batch, assert_exact, run_steps, assert_same_steps
+):
+    """Rule R12 for the scales of quantized weights, without which nothing after such a weight could be replayed."""
+    model, batch = toy_model(multiplies_by_quantized_weight, setup=add_quantized_weight), toy_batch()
+    profile = assert_exact(model, batch)
+    (kind,) = profile.kinds
+    assert all(value.recomputable for value in kind.activations if value.producer is not None)
+    policy = Policy.uniform(profile, "recompute")
+    with apply_policy(model, policy):
+        run_steps(model, batch)
+        for block in model.layers:
+            block.codes.state = SimpleNamespace(scale=torch.rand(8), nested=SimpleNamespace(offset=torch.rand(())))
+        found = run_steps(model, batch)
+    assert_same_steps(found, run_steps(model, batch))
+
+
+def add_recurrent_cells(block):
+    block.lstm, block.gru = nn.LSTM(8, 8, batch_first=True), nn.GRU(8, 8, batch_first=True)
+
+
+def runs_recurrent_cells(block, hidden):
+    return hidden + block.down(block.gru(block.lstm(block.up(hidden))[0])[0].tanh())
+
+
+def test_recurrent_cells_train_exactly(toy_model, toy_batch, assert_exact):
+    """LSTM runs another kernel without gradients. GRU saves parts of tensors and overwrites the others, so that replay
+    starts from versions that are retained and cannot be had again."""
+    profile = assert_exact(toy_model(runs_recurrent_cells, setup=add_recurrent_cells), toy_batch(), num_policies=4)
+    values = {value.name: value for value in profile.kinds[0].activations if value.producer is not None}
+    assert not values["lstm:mkldnn_rnn_layer"].recomputable
+    assert any(value.recomputable for name, value in values.items() if name.startswith("gru"))
+
+
+def writes_unseen(block, hidden):
+    x = block.up(hidden)
+    y = x.tanh()
+    z = x * y
+    y.data.mul_(0.5)
+    return hidden + block.down(z) * x.sigmoid()
+
+
+def test_what_autograd_does_not_see_changed_is_left_to_torch(toy_model, toy_batch, assert_exact):
+    """Backward reads the tanh as it is then. A replay would make it as it was, without which the product is another."""
+    profile = assert_exact(toy_model(writes_unseen), toy_batch())
+    assert "behind autograd's back" in profile.kinds[0].fallback
+
+
+def test_backward_leaves_the_generator_alone(tiny_gpt2, token_batch):
+    """Rule R5: dropout is in every block, and nothing of it is drawn again."""
+    model, batch = tiny_gpt2("eager"), token_batch()
+    profile = profile_model(model, batch, AdaccConfig(min_compress_bytes=0))
+    with apply_policy(model, Policy.uniform(profile, "recompute")):
+        for _ in range(3):
+            loss = model(**batch).loss
+            before = torch.get_rng_state()
+            loss.backward()
+            assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_fused_dropout_is_remade_from_its_mask(toy_model, toy_batch, assert_exact):
+    """Rule R5: of native_dropout only the mask is random."""
+
+    def forward(block, hidden):
+        thinned, _ = torch.native_dropout(block.up(hidden), 0.3, True)
+        return hidden + block.down(thinned.tanh()) * thinned
+
+    profile = assert_exact(toy_model(forward), toy_batch())
+    by_role = {value.role: value for value in profile.kinds[0].activations if "native_dropout" in value.name}
+    mask = by_role.pop("mask")
+    assert mask.dtype == "bool"
+    assert not mask.recomputable
+    assert [option.codec for option in mask.codecs] == ["bitmask"]
+    (thinned,) = by_role.values()
+    assert thinned.recomputable
+
+
+@pytest.fixture
+def chain(record_call):
+    """A tape with a version chain and a shared cheap start, and its recorder."""
+    torch.manual_seed(0)
+
+    def forward(block, hidden):
+        x = block(hidden)
+        y = x.tanh()
+        x.add_(1.0)
+        z = x.sigmoid()
+        return (y * z).exp()
+
+    return record_call(forward, nn.Linear(8, 8), torch.randn(3, 8, requires_grad=True))
+
+
+def environment_of(tape, recorder, at_hand):
+    return [recorder.bases[value] if value in at_hand else None for value in range(len(tape.values))]
+
+
+def outside(tape):
+    return frozenset(value.index for value in tape.values if value.source is not None)
+
+
+def test_every_order_of_unpacks_gives_the_recorded_tensors(chain):
+    """Each operator runs at most once, every order gives the same bits, and nothing is left at the end."""
+    tape, recorder = chain
+    assert verify(tape, recorder.bases) >= {v for v in tape.saved_values() if tape.values[v].source is None}
+    store = Store(outside(tape), frozenset(), frozenset())
+    own = [slot for slot, ref in enumerate(tape.slots) if tape.values[ref.value].source is None]
+    assert len(own) == 5
+    for order in itertools.permutations(own):
+        environment = environment_of(tape, recorder, outside(tape))
+        ran = []
+        for slot, program in zip(order, schedule(tape, store, order), strict=True):
+            for step in program.steps:
+                step.run(environment)
+                ran.append(step.operator.index)
+            ref = tape.slots[slot]
+            restored = view(environment[ref.value], ref)
+            expected = view(recorder.bases[ref.value], ref)
+            assert torch.equal(restored, expected)
+            assert restored.stride() == expected.stride()
+            for value in program.frees:
+                environment[value] = None
+        assert len(ran) == len(set(ran))
+        assert {value for value, tensor in enumerate(environment) if tensor is not None} == outside(tape)
+
+
+def test_an_unpack_out_of_order_uses_what_is_at_hand(chain):
+    tape, _ = chain
+    store = Store(outside(tape), frozenset(), frozenset())
+    last = len(tape.slots) - 1
+    whole = single_program(tape, store, last, set())
+    assert [step.operator.index for step in whole.steps] == sorted({step.operator.index for step in whole.steps})
+    assert not whole.frees
+    assert single_program(tape, store, last, {tape.slots[last].value}).steps == ()
+
+
+def test_a_step_spares_the_version_that_is_needed_later(chain):
+    tape, recorder = chain
+    operator = next(operator for operator in tape.operators if operator.mutations)
+    ((old, new),) = operator.mutations
+    environment = environment_of(tape, recorder, outside(tape))
+    environment[old] = torch.zeros(3, 8)
+    Step(operator, tape).run(environment)
+    assert torch.equal(environment[old], torch.zeros(3, 8))
+    assert torch.equal(environment[new], torch.ones(3, 8))
+
+
+def test_a_copy_takes_the_whole_storage():
+    storage = torch.arange(10.0)
+    copy = copy_with_storage(storage[2:6:2])
+    assert copy.untyped_storage().nbytes() == 40
+    assert (copy.storage_offset(), copy.stride()) == (2, (2,))
+    assert torch.equal(copy, storage[2:6:2])
+    copy.fill_(0)
+    assert torch.equal(storage, torch.arange(10.0))
+
+
+def test_view_can_change_the_dtype():
+    base = torch.arange(8.0)
+    pairs = view(base, TensorRef(0, ((2,), (2,), 1), torch.complex64))
+    assert torch.equal(pairs, torch.view_as_complex(base.view(4, 2))[1::2])
+    assert pairs.untyped_storage()._cdata == base.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("default_device", ["cpu", "meta"])
+def test_views_share_elements_where_both_reach_whatever_the_default_device(default_device):
+    def columns(first):
+        return TensorRef(0, ((4, 2), (6, 1), first), torch.float32)
+
+    with torch.device(default_device):
+        assert share_elements(columns(0), columns(1))
+        assert not share_elements(columns(0), columns(2))

@@ -1,0 +1,130 @@
+"""The tape as a record: digests, references, and what a value says about its storage."""
+
+from collections import namedtuple
+
+import pytest
+import torch
+from torch import nn
+
+from adacc_hf.tape.recorder import Recorder
+from adacc_hf.tape.tape import Source, TapeValue, TensorRef, geometry_of, map_tensors, tensor_refs
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+def record(module, *args, forward=None):
+    recorder = Recorder(module, args, {})
+    with torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda slot: None), recorder:
+        (forward or module)(*args)
+    return recorder.tape()
+
+
+def value(size, stride, offset=0, dtype=torch.float32, nbytes=96, overwritten=False):
+    ref = TensorRef(0, (size, stride, offset), dtype)
+    return TapeValue(0, nbytes, ref, torch.device("cpu"), None, overwritten=overwritten)
+
+
+@pytest.mark.parametrize(
+    ("record", "encodable"),
+    [
+        pytest.param(value((4, 6), (6, 1)), True, id="contiguous"),
+        pytest.param(value((6, 4), (1, 6)), True, id="transposed"),
+        pytest.param(value((4, 1, 6), (6, 999, 1)), True, id="a stride of a dimension of one says nothing"),
+        pytest.param(value((4, 5), (6, 1)), False, id="columns missing"),
+        pytest.param(value((3, 6), (6, 1)), False, id="rows missing"),
+        pytest.param(value((3, 6), (6, 1), offset=6), False, id="starts later"),
+        pytest.param(value((4, 6), (0, 1)), False, id="expanded"),
+        pytest.param(value((4, 6), (6, 1), nbytes=48, dtype=torch.bfloat16), True, id="two bytes each"),
+        pytest.param(value((), (), nbytes=4), True, id="scalar"),
+        pytest.param(value((4, 6), (6, 1), overwritten=True), False, id="overwritten"),
+    ],
+)
+def test_what_can_be_encoded_whole(record, encodable):
+    assert record.is_encodable is encodable
+
+
+def test_references_are_found_and_mapped_in_nested_containers():
+    a, b, c = (TensorRef(i, ((2,), (1,), 0), torch.float32) for i in range(3))
+    tree = (a, [b, {"x": c, "y": 3}], Pair(a, None), "b")
+    assert [ref.value for ref in tensor_refs(tree)] == [0, 1, 2, 0]
+    mapped = map_tensors(tree, TensorRef, lambda ref: ref.value)
+    assert mapped == (0, [1, {"x": 2, "y": 3}], Pair(0, None), "b")
+    assert isinstance(mapped[2], Pair)
+
+
+def test_geometry_is_in_elements():
+    assert geometry_of(torch.zeros(4, 6)[1:, ::2]) == ((3, 3), (6, 2), 6)
+
+
+def test_equal_blocks_have_equal_digests():
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    x = torch.randn(2, 4, requires_grad=True)
+    one, two = record(first, x), record(second, torch.randn(2, 4, requires_grad=True))
+    assert one.digest == two.digest
+    assert one.kind == two.kind
+
+
+@pytest.mark.parametrize(
+    ("forward", "same_structure"),
+    [
+        pytest.param(lambda m, x: m(x * 3.0), True, id="another constant"),
+        pytest.param(lambda m, x: m(x[:1] * 2.0), True, id="another shape"),
+        pytest.param(lambda m, x: m(x + 2.0), False, id="another operator"),
+        pytest.param(lambda m, x: m(x * 2.0).tanh(), False, id="one more operator"),
+        pytest.param(lambda m, x: m(m(x * 2.0)), False, id="wired otherwise"),
+    ],
+)
+def test_what_digests_tell_apart(forward, same_structure):
+    """The structure leaves sizes and constants out, the digest has them."""
+    module, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    base = record(module, x, forward=lambda x: module(x * 2.0))
+    other = record(module, x, forward=lambda x: forward(module, x))
+    assert (base.structure == other.structure) is same_structure
+    assert base.digest != other.digest
+    assert base.identity == other.identity
+
+
+def test_equal_operators_are_found_whatever_autograd_saves_of_them():
+    module, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    base = record(module, x)
+    frozen = record(module.requires_grad_(False), x)
+    assert base.structure != frozen.structure
+    same = base.values_in(frozen)
+    assert sorted(same) == [value.index for value in base.values]
+    assert [str(base.values[v].source) for v in same] == [str(frozen.values[v].source) for v in same.values()]
+    assert any(value != found for value, found in same.items())  # the input is not saved, and so comes later
+    assert base.values_in(record(module, x, forward=lambda x: module(x).tanh())) is None
+    assert base.values_in(record(module, x, forward=lambda x: x @ module.weight.T + module.bias)) is None
+
+
+def test_the_kind_names_structure_sizes_identity_and_call():
+    module = nn.Linear(4, 4)
+    base = record(module, torch.randn(2, 4, requires_grad=True)).kind.split("-")
+    longer = record(module, torch.randn(3, 4, requires_grad=True)).kind.split("-")
+    wider = record(nn.Linear(4, 5), torch.randn(2, 4, requires_grad=True)).kind.split("-")
+    assert [a == b for a, b in zip(base, longer, strict=True)] == [True, False, True, False]
+    assert [a == b for a, b in zip(base, wider, strict=True)] == [False, False, False, True]
+
+
+def test_precision_belongs_to_the_identity():
+    module, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    plain = record(module, x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert record(module, x).identity != plain.identity
+
+
+def test_consumers_and_saved_values():
+    module, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    tape = record(module, x, forward=lambda x: module(x.tanh()).exp() * 2)
+    tanh = next(v for v in tape.values if "tanh" in v.name)
+    assert [tape.operators[index].name for index in tape.consumers(tanh.index)] == ["aten.addmm.default"]
+    saved = [tape.values[index].name for index in tape.saved_values()]
+    assert saved == ["block:tanh", "parameter weight", "block:exp"]  # tanh is saved twice, named once
+    assert len(tape.slots) == 4
+
+
+def test_sources_print_as_a_path():
+    assert str(Source("argument", (1, "mask", 0))) == "argument 1.mask.0"
+    assert str(Source("parameter", ("mlp.weight",))) == "parameter mlp.weight"
+    assert str(Source("unknown", ())) == "unknown"

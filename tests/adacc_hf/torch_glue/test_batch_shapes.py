@@ -1,0 +1,88 @@
+"""Sizes of batches: which are alike, and batches made to another size."""
+
+import pytest
+import torch
+
+from adacc_hf.torch_glue.batch_shapes import (
+    TensorShape,
+    batch_shapes,
+    bucket_of,
+    fits_in,
+    is_alike,
+    resized,
+    shapes_from_json,
+    shapes_to_json,
+)
+
+
+def rollouts(samples, prompt, completion):
+    """A batch of reinforcement learning."""
+    ids = {"prompt_ids": (samples, prompt), "completion_ids": (samples, completion)}
+    tokens = {name: torch.ones(size, dtype=torch.long) for name, size in ids.items()}
+    return tokens | {"old_logps": torch.zeros(samples, completion), "advantages": torch.zeros(samples), "beta": 0.1}
+
+
+def sounds(length):
+    """A batch of Wav2Vec2, whose feature extractor makes no mask."""
+    return {"input_values": torch.zeros(2, length), "labels": torch.ones(2, 7, dtype=torch.long)}
+
+
+def images(height, width):
+    return {"pixel_values": torch.zeros(2, 3, height, width), "pixel_mask": torch.ones(2, height, width)}
+
+
+@pytest.mark.parametrize(
+    ("small", "large"),
+    [
+        pytest.param(rollouts(2, 5, 6), rollouts(4, 6, 7), id="texts"),
+        pytest.param(sounds(600), sounds(640), id="sounds"),
+        pytest.param(images(20, 30), images(32, 30), id="images"),
+    ],
+)
+def test_sizes_differ_from_batch_to_batch(small, large):
+    small, large = batch_shapes(small), batch_shapes(large)
+    assert is_alike(small, large)
+    assert fits_in(small, large)
+    assert not fits_in(large, small)
+
+
+def test_one_policy_is_for_sizes_up_to_a_power_of_two():
+    assert bucket_of(batch_shapes(sounds(513))) == bucket_of(batch_shapes(sounds(1024)))
+    assert bucket_of(batch_shapes(sounds(512))) != bucket_of(batch_shapes(sounds(513)))
+
+
+def test_images_are_as_many_as_a_text_says():
+    one, two = (batch_shapes({"pixel_values": torch.zeros(2, n, 3, 8, 8)}) for n in (1, 2))
+    assert not is_alike(one, two)
+    three, four = (batch_shapes({"pixel_values": torch.zeros(2, n, 3, 8, 8)}) for n in (3, 4))
+    assert bucket_of(three) != bucket_of(four)
+
+
+def test_other_tensors_make_another_sort_of_batch():
+    ids = torch.ones(2, 8, dtype=torch.long)
+    for other in ({"input_ids": ids, "attention_mask": ids}, {"inputs": ids}, {"input_ids": ids.unsqueeze(-1)}):
+        assert not is_alike(batch_shapes({"input_ids": ids}), batch_shapes(other))
+
+
+def test_sizes_go_into_a_checkpoint_and_back():
+    shapes = batch_shapes(images(20, 30))
+    assert shapes_from_json(shapes_to_json(shapes)) == shapes
+    assert shapes_from_json([["input_ids", [2, 8], 2]]) == (TensorShape("input_ids", (2, 8)),)  # as it once was
+
+
+def test_a_batch_made_to_another_size():
+    shapes = [batch_shapes(rollouts(4, 6, 9)), batch_shapes(rollouts(3, 7, 5))]
+    made = resized(rollouts(4, 6, 9), *shapes)
+    assert batch_shapes(made) == shapes[1]
+    assert made["beta"] == 0.1
+
+
+def test_a_batch_may_lack_tensors_of_a_larger_one():
+    """Text alone needs less than text with images."""
+    ids, patches = torch.ones(2, 8, dtype=torch.long), torch.zeros(12, 3)
+    seeing = batch_shapes({"input_ids": ids, "pixel_values": patches})
+    assert fits_in(batch_shapes({"input_ids": ids[:, :6]}), seeing)
+    assert not fits_in(batch_shapes({"input_ids": ids.repeat(1, 2)}), seeing)
+    assert not fits_in(seeing, batch_shapes({"input_ids": ids}))
+    assert not fits_in(batch_shapes({"input_ids": ids, "attention_mask": ids}), seeing)
+    assert fits_in(seeing, seeing)

@@ -1,0 +1,64 @@
+"""What Transformers says of caches and checkpointing, which is news only to who has asked for checkpointing."""
+
+import logging
+
+import pytest
+
+from adacc_hf import Policy, apply_policy, profile_model
+from adacc_hf.torch_glue.compat import FLAG, GradientCheckpointingLayer, switch_checkpointing
+
+LOG = logging.getLogger(GradientCheckpointingLayer.__module__)
+
+
+@pytest.fixture
+def said(caplog):
+    """The messages of Transformers' layers so far, which it has never said before."""
+    logging.Logger.warning_once.cache_clear()
+    LOG.addHandler(caplog.handler)
+    # Once each: Transformers may hand its records on to pytest too.
+    yield lambda: list(dict.fromkeys(r.getMessage() for r in caplog.records if r.name == LOG.name))
+    LOG.removeHandler(caplog.handler)
+
+
+def recomputing(model, batch):
+    """`model` under a policy, of a profile that was taken without a word."""
+    return apply_policy(model, Policy.uniform(profile_model(model, batch), "recompute"))
+
+
+def checkpoint_layers(model):
+    """Switch checkpointing on for each layer: where the model has it on, it leaves the cache out by itself."""
+    switch_checkpointing(model, True)
+    for module in model.modules():
+        if hasattr(module, FLAG) and not isinstance(module, GradientCheckpointingLayer):
+            setattr(module, FLAG, False)
+
+
+def caching(token_batch):
+    return {**token_batch(), "use_cache": True}
+
+
+def test_our_own_flag_is_not_warned_of(tiny_gpt2, token_batch, run_steps, said):
+    model = tiny_gpt2(use_cache=True)
+    with recomputing(model, token_batch()):
+        run_steps(model, caching(token_batch), num_steps=1)
+        LOG.warning("another matter")
+        LOG.warning_once("Caching is incompatible with gradient checkpointing in somebody else's layer.")
+    assert [text.split(" in ")[-1] for text in said()] == ["another matter", "somebody else's layer."]
+
+
+def test_who_checkpoints_afterwards_is_still_told(tiny_gpt2, token_batch, run_steps, said):
+    model = tiny_gpt2(use_cache=True)
+    with recomputing(model, token_batch()):
+        run_steps(model, caching(token_batch), num_steps=1)
+    assert not said()
+    checkpoint_layers(model)
+    run_steps(model, caching(token_batch), num_steps=1)
+    assert any(text.startswith("Caching is incompatible") for text in said())
+
+
+def test_who_has_checkpointing_on_is_told_all_the_same(tiny_gpt2, token_batch, run_steps, said):
+    model = tiny_gpt2(use_cache=True)
+    checkpoint_layers(model)
+    with recomputing(model, token_batch()):
+        run_steps(model, caching(token_batch), num_steps=1)
+    assert any(text.startswith("Caching is incompatible") for text in said())

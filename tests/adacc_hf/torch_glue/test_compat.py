@@ -1,0 +1,173 @@
+"""What is taken from Transformers and torch that a release may change."""
+
+import random
+from functools import partial
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FSDPModule
+from transformers import DynamicCache, StaticCache, TrainingArguments
+
+from adacc_hf.torch_glue import compat
+from adacc_hf.torch_glue.states import PythonStates
+
+
+def test_the_names_that_transformers_reads_are_there(tiny_gpt2):
+    """A renamed flag would make every policy do nothing."""
+    block = tiny_gpt2().transformer.h[0]
+    assert getattr(block, compat.FLAG) is False
+    assert callable(getattr(compat.PreTrainedModel, compat.SETTER))
+    called = []
+
+    def function(fn, *args):
+        called.append(fn)
+        return fn(*args)
+
+    block.__dict__[compat.FLAG], block.__dict__[compat.FUNCTION] = True, function
+    block(torch.zeros(1, 2, 32))
+    assert len(called) == 1
+    assert compat.keyword_arguments(called[0]) == {}
+
+
+def test_keyword_arguments_are_those_of_a_partial():
+    assert compat.keyword_arguments(partial(print, end="x")) == {"end": "x"}
+    assert compat.keyword_arguments(print) == {}
+
+
+def test_the_block_of_a_call_is_found_as_every_release_hands_it_over():
+    block = nn.Linear(2, 2)
+    handed = [partial(block.__call__, x=1), partial(nn.Linear.forward, block, x=1), block.__call__, block.forward]
+    assert [compat.block_of(fn) for fn in handed] == [block] * 4
+    assert [compat.block_of(fn) for fn in (torch.sin, partial(torch.sin, out=None), [].append)] == [None] * 3
+
+
+def test_caches_of_all_kinds_go_and_all_else_stays(tiny_gpt2):
+    static = StaticCache(config=tiny_gpt2().config, max_cache_len=4)
+    fn = partial(max, past=DynamicCache(), key="kept")
+    new, args = compat.without_caches(fn, (1, static, "kept"))
+    assert args == (1, None, "kept")
+    assert new.keywords == {"past": None, "key": "kept"}
+    assert new.func is max
+    assert fn.keywords["past"] is not None
+    assert compat.without_caches(max, (1,)) == (max, (1,))
+
+
+def test_outer_hooks_are_seen():
+    assert compat.outer_hooks() is None
+    with torch.autograd.graph.save_on_cpu():
+        assert compat.outer_hooks() is not None
+    assert compat.outer_hooks() is None
+
+
+def test_checkpoint_wrappers_are_known():
+    assert compat.is_checkpoint_wrapper(checkpoint_wrapper(nn.Linear(1, 1)))
+    assert not compat.is_checkpoint_wrapper(nn.Sequential(checkpoint_wrapper(nn.Linear(1, 1))))
+
+
+def test_attention_implementations_are_found(tiny_gpt2):
+    assert compat.attention_of(tiny_gpt2("eager").transformer.h[0]) == ["eager"]
+    assert compat.attention_of(tiny_gpt2("sdpa").transformer.h[0]) == ["sdpa"]
+    assert compat.attention_of(nn.Linear(1, 1)) == []
+
+
+def test_class_names_are_those_before_fsdp2(tiny_gpt2):
+    block = tiny_gpt2().transformer.h[0]
+    assert compat.class_name(block) == "GPT2Block"
+    block.__class__ = type("FSDPGPT2Block", (FSDPModule, type(block)), {})
+    assert compat.class_name(block) == "GPT2Block"
+
+
+def test_a_blocks_hooks_run_around_what_is_recorded():
+    """As every release hands the call over: the whole of it, or the forward alone."""
+    block, order = nn.Linear(2, 2), []
+    block.register_forward_pre_hook(lambda *_: order.append("before"))
+    block.register_forward_hook(lambda *_: order.append("after"))
+    x = torch.ones(1, 2)
+
+    def run(fn, args):
+        order.append("run")
+        return fn(*args)
+
+    expected = block.forward(x)
+    assert torch.equal(compat.run_inside_hooks(partial(block.__call__, input=x), (), run), expected)
+    assert order == ["before", "run", "after"]
+    assert torch.equal(compat.run_inside_hooks(partial(nn.Linear.forward, block), (x,), run), expected)
+    assert order[3:] == ["run"]
+    assert "forward" not in vars(block)
+
+
+def test_torchs_checkpoint_takes_its_hooks_off_when_the_function_raises():
+    def fail(x):
+        raise KeyError("planned")
+
+    with pytest.raises(KeyError, match="planned") as held:
+        compat.checkpointed(fail, torch.ones(1, requires_grad=True))
+    assert held.value is not None
+    assert compat.outer_hooks() is None
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
+def test_a_checkpointed_function_throws_the_same_dice_in_backward(draw):
+    def skips(x):
+        drawn.append(draw())
+        return x.exp() if drawn[-1] < 0.5 else x.sin().exp()
+
+    drawn = []
+    x = torch.ones(1, requires_grad=True)
+    outputs = [compat.checkpointed(skips, x) for _ in range(12)]
+    state = PythonStates()
+    torch.autograd.grad(sum(outputs), x)
+    assert not state.have_moved()
+    assert sorted(drawn[:12]) == sorted(drawn[12:])
+
+
+def test_a_checkpointed_function_may_fail_in_backward():
+    calls = []
+
+    def fail_later(x):
+        calls.append(1)
+        if len(calls) > 1:
+            raise KeyError("planned")
+        return x.exp()
+
+    y = compat.checkpointed(fail_later, torch.ones(1, requires_grad=True))
+    with pytest.raises(KeyError, match="planned"):
+        y.backward()
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def test_an_owner_keeps_the_graph_of_a_tensor_that_is_gone():
+    x = torch.ones(1, requires_grad=True)
+    owner = compat.owner_of(Twice.apply(x * 3))
+    node = owner if owner.name() == "TwiceBackward" else owner.next_functions[0][0]
+    assert node.name() == "TwiceBackward"
+    assert node.next_functions[0][0].name() == "MulBackward0"
+    assert compat.owns_its_node(owner)
+
+
+def test_checkpointing_is_switched_by_its_name_in_every_release(tiny_gpt2):
+    model = tiny_gpt2()
+    compat.switch_checkpointing(model, on=True, torch_options={"use_reentrant": False})
+    assert model.transformer.h[0].gradient_checkpointing
+    compat.switch_checkpointing(model, on=False)
+    assert not model.transformer.h[0].gradient_checkpointing
+    assert hasattr(TrainingArguments, compat.CHECKPOINTING)
+
+
+def test_a_cast_tells_what_it_is_a_copy_of():
+    leaf = torch.ones(2, requires_grad=True)
+    assert compat.cast_from(leaf.to(torch.bfloat16)) is leaf
+    others = [leaf, leaf * 2, leaf.detach().to(torch.bfloat16), (leaf * 2).to(torch.bfloat16), leaf.double().float()]
+    assert [compat.cast_from(tensor) for tensor in others] == [None] * 5

@@ -1,0 +1,100 @@
+"""What threads other than the profiled one take and free, in the account of the CPU's allocator."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from adacc_hf.torch_glue import memory as cpu_account
+from adacc_hf.torch_glue.memory import CpuMemoryMeter, all_threads_counted
+
+
+def in_another_thread(call):
+    """Run `call` to its end, but not here."""
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+def live_after_another_thread_frees():
+    """Live bytes of a meter before and after another thread lets go of 4000 bytes, with 40 more of its own."""
+    held = []
+    with CpuMemoryMeter() as meter:
+        held.append(torch.empty(1000))
+        meter.mark(("held",))
+        in_another_thread(held.clear)
+        own = torch.empty(10)
+        meter.mark(("freed",))
+    del own
+    return [point.live_bytes for point in meter.points[1:]]
+
+
+def test_what_another_thread_frees_is_not_live():
+    assert live_after_another_thread_frees() == [4000, 40]
+
+
+def test_what_another_thread_takes_is_live():
+    taken = []
+
+    def take():
+        taken.append(torch.empty(1000))
+
+    with CpuMemoryMeter() as meter:
+        in_another_thread(take)
+        own = torch.empty(10)
+        meter.mark(("taken",))
+    assert meter.points[-1].live_bytes == 4040
+    del own
+
+
+def test_without_the_switch_a_meter_counts_its_own_thread(monkeypatch):
+    monkeypatch.setattr(cpu_account, "flag", None)
+    assert live_after_another_thread_frees() == [4000, 4040]
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_the_switch_is_left_as_it_was(before):
+    flag = cpu_account.flag
+    assert flag is not None, "this build of torch has none: what gloo's threads free counts as live"
+    kept, flag.value = flag.value, before
+    try:
+        with CpuMemoryMeter():
+            assert flag.value
+        assert flag.value is before
+    finally:
+        flag.value = kept
+
+
+def test_the_switch_is_left_as_it_was_after_an_error():
+    with pytest.raises(KeyError), all_threads_counted():
+        raise KeyError
+    assert not cpu_account.flag.value
+
+
+FREE_WHAT_WAS_THERE = """
+import os, sys, torch
+from adacc_hf.torch_glue.memory import CpuMemoryMeter
+
+before = torch.empty(1000)
+with CpuMemoryMeter():
+    del before
+    print("the user's line", file=sys.stderr, flush=True)
+    os.write(2, b"a library's line\\n")
+"""
+
+
+def test_blocks_that_were_there_before_are_freed_without_a_word():
+    """torch says so once per process: hence one of its own."""
+    run = subprocess.run([sys.executable, "-c", FREE_WHAT_WAS_THERE], capture_output=True, text=True, check=True)
+    assert "of unknown size" not in run.stderr
+    assert "the user's line\na library's line\n" in run.stderr
+
+
+@pytest.mark.skipif(cpu_account.threshold is None, reason="a build without the variable")
+def test_the_threshold_is_as_it_was_afterwards():
+    before = cpu_account.threshold.value
+    with all_threads_counted():
+        assert cpu_account.threshold.value == max(2, before)
+    assert cpu_account.threshold.value == before

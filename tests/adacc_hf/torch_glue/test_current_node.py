@@ -1,0 +1,53 @@
+"""Which node an unpack is for, under torch's engine and under the backward over tensors without memory."""
+
+import torch
+
+from adacc_hf.estimate.fake_backward import FakeBackward
+from adacc_hf.estimate.fake_device import fake_tensors
+from adacc_hf.torch_glue.tensors import calling, current_node
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+def loss_and_unpacks():
+    """A loss, and the names of the nodes that what was saved for it will be unpacked for."""
+    names = []
+
+    def unpack(tensor):
+        node = current_node()
+        names.append((type(node), node.name()))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+        loss = Square.apply(torch.ones(2, requires_grad=True).exp()).sigmoid().sum()
+    return loss, names
+
+
+def test_backward_without_memory_unpacks_for_the_nodes_that_the_engine_does() -> None:
+    real, expected = loss_and_unpacks()
+    real.backward()
+    with fake_tensors("cpu"):
+        fake, names = loss_and_unpacks()
+        FakeBackward().run(fake)
+    assert names == expected
+    assert [name for _, name in names] == ["SigmoidBackward0", "SquareBackward", "ExpBackward0"]
+
+
+def test_the_engines_own_backward_inside_goes_first() -> None:
+    node = torch.ones(2, requires_grad=True).exp().grad_fn
+    with calling(node):
+        loss, names = loss_and_unpacks()
+        loss.backward()
+        assert [name for _, name in names] == ["SigmoidBackward0", "SquareBackward", "ExpBackward0"]
+        assert current_node() is node
+    assert current_node() is None

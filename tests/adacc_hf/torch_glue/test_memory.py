@@ -1,0 +1,297 @@
+"""Measured bytes against predicted bytes, and the meter that measures them."""
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.estimate.fake_device import FakeMemoryMeter
+from adacc_hf.price.measurement import Instruments
+from adacc_hf.torch_glue.compat import switch_checkpointing
+from adacc_hf.torch_glue.memory import (
+    CpuMemoryMeter,
+    MemoryMeter,
+    allocate_workspaces,
+    allocated_bytes,
+    available_bytes,
+    collecting_no_garbage,
+    count_static_bytes,
+    distinct_bytes,
+    forward_loss,
+    measure_step,
+    static_bytes,
+)
+
+CPU = torch.device("cpu")
+ACTIONS = ("retain", "recompute", "compress")
+SETTINGS = [
+    pytest.param(("sdpa", None), id="sdpa-fp32"),
+    pytest.param(("sdpa", torch.bfloat16), id="sdpa-bf16"),
+    pytest.param(("eager", None), id="eager-fp32"),
+    pytest.param(("eager", torch.bfloat16), id="eager-bf16"),
+]
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def measured(request, tiny_gpt2, token_batch):
+    """(profile, a function that measures a step under a policy, or plainly)."""
+    attention, dtype = request.param
+    model, batch = tiny_gpt2(attention, layers=3), token_batch()
+    autocast = torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+    with autocast:
+        profile = profile_model(model, batch, AdaccConfig(min_compress_bytes=0))
+
+    def measure(policy=None):
+        with autocast:
+            if policy is None:
+                measure_step(model, batch)  # the first step may fill caches of torch's own
+                return measure_step(model, batch)
+            with apply_policy(model, policy):
+                for _ in range(2):  # recorded, and with the order of backward learned
+                    forward_loss(model, batch).backward()
+                model.zero_grad(set_to_none=True)
+                return measure_step(model, batch)
+
+    return profile, measure
+
+
+@pytest.mark.parametrize("actions", [("retain", "recompute"), ACTIONS, ("compress",)], ids="+".join)
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_prediction_is_what_is_measured(measured, peak_of, actions, seed):
+    """Lossy codecs are among the choices."""
+    profile, measure = measured
+    policy = Policy.random(profile, seed, actions)
+    step = measure(policy)
+    assert step.stored_bytes == policy.predicted_stored_bytes
+    assert step.peak_bytes == peak_of(policy)
+
+
+def test_retaining_everything_is_plain_training(measured):
+    profile, measure = measured
+    policy = Policy.uniform(profile, "retain")
+    plain = measure()
+    step = measure(policy)
+    assert plain.stored_bytes == step.stored_bytes == profile.plain_stored_bytes == policy.predicted_stored_bytes
+    assert plain.peak_bytes == step.peak_bytes
+
+
+def test_full_recomputation_stores_and_peaks_less(measured):
+    profile, measure = measured
+    plain, step = measure(), measure(Policy.uniform(profile, "recompute"))
+    assert step.stored_bytes < 0.6 * plain.stored_bytes
+    assert step.peak_bytes < plain.peak_bytes
+
+
+def test_recomputation_peaks_no_higher_than_torchs_checkpoint(tiny_gpt2, token_batch, peak_of):
+    """The size that the comparison was promised at. Embeddings are small, so that blocks decide the peak."""
+    model, batch = tiny_gpt2(layers=6, width=256, n_head=4, n_positions=256), token_batch(8, 256)
+    policy = Policy.uniform(profile_model(model, batch), "recompute")
+    with apply_policy(model, policy):
+        for _ in range(2):
+            model(**batch).loss.backward()
+        model.zero_grad(set_to_none=True)
+        ours = measure_step(model, batch)
+    switch_checkpointing(model, on=True, torch_options={"use_reentrant": False})
+    theirs = measure_step(model, batch)
+    switch_checkpointing(model, on=False)
+    assert ours.peak_bytes <= theirs.peak_bytes
+    assert ours.peak_bytes == peak_of(policy)
+
+
+def test_the_meter_counts_live_and_peak_bytes():
+    with MemoryMeter.for_device(CPU) as meter:
+        kept = torch.empty(1000)
+        meter.mark(("kept",))
+        for _ in range(3):
+            torch.empty(500)
+        meter.mark(("after temporaries",))
+        del kept
+        meter.mark(("end",))
+    points = {point.label[0]: point for point in meter.points}
+    assert [point.label[0] for point in meter.points] == ["start", "kept", "after temporaries", "end"]
+    assert (points["start"].live_bytes, points["start"].max_bytes) == (0, 4000)
+    assert (points["kept"].live_bytes, points["kept"].max_bytes) == (4000, 6000)
+    assert points["after temporaries"].live_bytes == 4000
+    assert (points["end"].live_bytes, points["end"].max_bytes) == (0, 0)
+    assert meter.peak_bytes == 6000
+
+
+@pytest.mark.parametrize("kind", [CpuMemoryMeter, FakeMemoryMeter])
+def test_a_mark_made_while_a_tensor_dies_does_not_count_it(kind):
+    with kind() as meter:
+        kept, dying = torch.empty(100), torch.empty(1000)
+        storage = dying.untyped_storage()
+        weakref.finalize(storage, meter.mark, ("death",), storage.nbytes())
+        del storage, dying
+        torch.empty(20)
+    death = meter.points[-1]
+    assert (death.label, death.live_bytes, death.max_bytes) == (("death",), 400, 480)
+    del kept
+
+
+def test_marks_after_the_end_are_ignored():
+    with MemoryMeter.for_device(CPU) as first:
+        pass
+    with MemoryMeter.for_device(CPU) as second:
+        first.mark(("late",))
+        kept = torch.empty(10)
+    assert [point.label for point in first.points] == [point.label for point in second.points] == [("start",)]
+    assert second.peak_bytes == 40
+    del kept
+
+
+def test_an_unknown_device_is_refused():
+    with pytest.raises(ValueError, match="memory on device meta cannot be measured: use cpu or cuda"):
+        MemoryMeter.for_device(torch.device("meta"))
+
+
+def test_storages_are_counted_once():
+    storage = torch.zeros(10)
+    assert distinct_bytes([storage, storage[2:], storage.view(2, 5).t(), torch.zeros(3)]) == 52
+
+
+@pytest.mark.filterwarnings("ignore")  # what torchao says of its versions is its own matter
+def test_a_quantized_weight_takes_what_its_codes_and_scales_take():
+    quantization = pytest.importorskip("torchao.quantization")
+    layer = nn.Sequential(nn.Linear(64, 64, bias=False))
+    quantization.quantize_(layer, quantization.Int8WeightOnlyConfig())
+    codes, *scales = (part for part in vars(layer[0].weight).values() if isinstance(part, torch.Tensor))
+    assert codes.nbytes == 64 * 64
+    assert count_static_bytes(layer, {}) == codes.nbytes + sum(scale.nbytes for scale in scales)
+
+
+def test_static_bytes_have_everything_that_lives_between_steps():
+    model = nn.Linear(4, 4, bias=False)
+    model.tied = model.weight
+    model.register_buffer("buffer", torch.zeros(5))
+    batch = {"x": torch.zeros(2, 4), "rest": (torch.zeros(3), 1)}
+    optimizer = torch.optim.Adam(model.parameters())
+    assert count_static_bytes(model, batch, optimizer) == 64 + 20 + 32 + 12
+    model(batch["x"]).sum().backward()
+    optimizer.step()
+    assert (
+        count_static_bytes(model, batch, optimizer) == 3 * 64 + 64 + 20 + 32 + 12 + 4
+    )  # two moments, the step's count
+    state = optimizer.state[model.weight]
+    state["exp_avg"] = state["exp_avg"].to("meta")
+    assert count_static_bytes(model, batch, optimizer) == 2 * 64 + 64 + 20 + 32 + 12 + 4  # what lies elsewhere is not
+
+
+def test_what_else_is_on_a_gpu_is_live_too(monkeypatch, tiny_gpt2, token_batch):
+    """A second model, say. Gradients that are there are no part of what a profile's step stands on."""
+    model, batch = tiny_gpt2(), token_batch()
+    alone = profile_model(model, batch)
+    model(**batch).loss.backward()
+    gradient_bytes = distinct_bytes(parameter.grad for parameter in model.parameters())
+    besides = 10_000_000
+    allocated = count_static_bytes(model, batch) + besides
+    monkeypatch.setattr("adacc_hf.torch_glue.memory.allocated_bytes", lambda device: allocated)
+    beside_it = profile_model(model, batch)
+    assert beside_it.static_bytes == allocated - gradient_bytes == alone.static_bytes + besides
+    assert beside_it.loss_peak_bytes == alone.loss_peak_bytes + besides
+    assert measure_step(model, batch).static_bytes == allocated
+
+
+def test_workspaces_are_taken_for_a_profile_and_not_for_every_count(monkeypatch):
+    made = []
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *size, device, **options: made.append(device) or ones(*size, **options))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * len(made))
+    gpu = torch.device("cuda", 0)
+    assert allocated_bytes(gpu) == 0
+    assert not made
+    allocate_workspaces(gpu)
+    assert allocated_bytes(gpu) == 10
+    assert made == [gpu]
+    allocate_workspaces(CPU)
+    assert allocated_bytes(CPU) == 0
+    assert made == [gpu]
+
+
+def test_what_a_profile_and_a_measured_step_stand_on_has_workspaces_in_it(monkeypatch, tiny_gpt2, token_batch):
+    asked = []
+    for module in ("memory", "profiling.instruments"):
+        monkeypatch.setattr(f"adacc_hf.{module}.allocate_workspaces", asked.append)
+    model, batch = tiny_gpt2(), token_batch()
+    static_bytes(model, batch)
+    assert asked == []
+    Instruments().static_bytes(model, batch, None)
+    assert asked == [CPU]
+    measure_step(model, batch)
+    assert asked == [CPU, CPU]
+
+
+@pytest.mark.parametrize(("share", "nbytes"), [(1.0, 1300), (0.13, 1300), (0.1, 1000)])
+@pytest.mark.parametrize(
+    ("backend", "is_expandable", "kept"), [("native", True, 1), ("native", False, 0.9), ("cudaMallocAsync", False, 1)]
+)
+def test_a_gpu_has_what_is_free_and_ours_within_its_share_but_for_fragments(
+    monkeypatch, share, nbytes, backend, is_expandable, kept
+):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 10000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": is_expandable}])
+    assert available_bytes(torch.device("cuda", 0), static_bytes=7) == pytest.approx(nbytes * kept, abs=1)
+
+
+def test_a_cpu_has_what_is_free_and_what_is_live(monkeypatch):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=100))
+    assert available_bytes(CPU, static_bytes=7) == 107
+
+
+def test_a_measured_step_leaves_gradients_as_they_were(tiny_gpt2, token_batch):
+    model, batch = tiny_gpt2(), token_batch()
+    model(**batch).loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    copies = [gradient.clone() for gradient in gradients]
+    step = measure_step(model, batch)
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+    assert step.static_bytes == count_static_bytes(model, batch)
+    assert [label for label, _ in step.timeline] == ["start", "forward", "backward"]
+    assert step.peak_bytes == max(nbytes for _, nbytes in step.timeline)
+    changed = [g for g, c in zip(gradients, copies, strict=True) if not torch.equal(g, c)]
+    assert not changed
+
+
+def test_a_step_under_torchs_checkpoint_stores_the_input_and_the_generators_state():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            hidden = checkpoint(lambda h: self.layer(h).tanh().sin().exp(), x * 2, use_reentrant=False)
+            return SimpleNamespace(loss=hidden.sum())
+
+    x = torch.ones(4, 8)
+    assert measure_step(Model(), {"x": x}).stored_bytes == x.nbytes + torch.get_rng_state().nbytes
+
+
+def test_a_batch_without_labels_is_refused(tiny_gpt2, token_batch):
+    with pytest.raises(ValueError, match="gives no loss to train on: pass the labels with it"):
+        measure_step(tiny_gpt2(), {"input_ids": token_batch()["input_ids"]})
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_no_garbage_is_collected_meanwhile(was_enabled):
+    """A cycle that holds a tensor stays live however often Python would collect, and all is as before."""
+    (gc.enable if was_enabled else gc.disable)()
+    try:
+        with collecting_no_garbage(), MemoryMeter.for_device(CPU) as meter:
+            cycle = [torch.ones(1000)]
+            cycle.append(cycle)
+            del cycle
+            kept = [[] for _ in range(10 * gc.get_threshold()[0])]
+            meter.mark(("end",))
+        assert kept
+        assert meter.points[-1].live_bytes == 4000
+        assert gc.isenabled() is was_enabled
+    finally:
+        gc.enable()

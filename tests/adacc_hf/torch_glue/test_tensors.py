@@ -1,0 +1,121 @@
+"""Parts of DTensors, on a mesh of this process alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from adacc_hf.tape.recorder import Recorder
+from adacc_hf.torch_glue.memory import distinct_bytes
+from adacc_hf.torch_glue.tensors import (
+    arrived,
+    copied,
+    local_of,
+    parts_with_memory,
+    runs_on_parts,
+    spec_of,
+    storage_of,
+    whole,
+)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("make", [torch.Tensor.clone, nn.Parameter], ids=["tensor", "parameter"])
+def test_a_plain_tensor_is_its_own_part(make) -> None:
+    tensor = make(torch.arange(6.0))
+    assert local_of(tensor) is tensor
+    assert arrived(tensor) is tensor
+    assert spec_of(tensor) is None
+    assert whole(tensor, None) is tensor
+    assert not runs_on_parts(type(tensor))
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
+def test_a_part_becomes_the_whole_again(mesh: DeviceMesh, placement) -> None:
+    tensor = distribute_tensor(torch.randn(4, 6), mesh, [placement])
+    again = whole(local_of(tensor), spec_of(tensor))
+    assert runs_on_parts(DTensor)
+    assert again.placements == tensor.placements
+    assert torch.equal(again.full_tensor(), tensor.full_tensor())
+
+
+def test_a_copy_has_memory_of_its_own(mesh: DeviceMesh) -> None:
+    tensor = distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)])
+    before, copy = tensor.full_tensor().clone(), copied(tensor)
+    local_of(copy).zero_()
+    assert copy.placements == tensor.placements
+    assert torch.equal(tensor.full_tensor(), before)
+
+
+def test_what_is_on_its_way_is_waited_for() -> None:
+    tensor = torch.randn(3)
+    pending = AsyncCollectiveTensor(tensor)
+    assert runs_on_parts(AsyncCollectiveTensor)
+    assert torch.equal(local_of(pending), tensor)
+    assert type(arrived(pending)) is torch.Tensor
+
+
+def test_memory_is_that_of_the_part(mesh: DeviceMesh) -> None:
+    tensor = distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)])
+    assert distinct_bytes([tensor, local_of(tensor), torch.zeros(3)]) == 96 + 12
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")  # torch says that its sparse tensors may change yet
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_memory_of_a_sparse_tensor_is_that_of_its_elements_and_indices(layout) -> None:
+    tensor = torch.eye(6).to_sparse(layout=layout)
+    assert sorted(part.nbytes for part in parts_with_memory(tensor)) == sorted(
+        [6 * 4, *([2 * 6 * 8] if layout is torch.sparse_coo else [6 * 8, 7 * 8])]
+    )
+    assert storage_of(tensor)._cdata == storage_of(tensor)._cdata != storage_of(torch.ones(6))._cdata
+
+
+class Reduced(nn.Module):
+    """Adds up what all ranks have, then squares it."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # named as modules name it
+        doubled = input * 2
+        dist.all_reduce(doubled)
+        return doubled.exp()
+
+
+def test_what_other_ranks_take_part_in_is_a_new_version_that_never_runs_again(mesh: DeviceMesh) -> None:
+    block, given = Reduced(), torch.randn(3)
+    recorder = Recorder(block, (given,), {})
+    with recorder:
+        block(given)
+    tape = recorder.tape()
+    assert [operator.is_collective for operator in tape.operators] == [False, True, False]
+    assert [operator.may_run_again for operator in tape.operators] == [True, False, True]
+    doubled, summed = tape.operators[0].made() + tape.operators[1].made()
+    assert tape.values[doubled].overwritten
+    assert tape.operators[2].inputs() == (summed,)
+    assert tape.has_collectives
+
+
+def test_a_tape_of_freed_memory_is_not_trusted() -> None:
+    class Frees(nn.Module):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            gathered = input * 2
+            result = gathered.exp()
+            gathered.untyped_storage().resize_(0)
+            return result
+
+    block, given = Frees(), torch.randn(3)
+    recorder = Recorder(block, (given,), {})
+    with recorder:
+        block(given)
+    assert recorder.tape().untrusted.startswith("memory is taken away")
