@@ -1,4 +1,4 @@
-"""How a run comes by its policies: a batch is caught, profiled and solved for, on all ranks alike."""
+"""How a run comes by its policies: it waits under full recomputation; a batch is caught, profiled and solved for."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from adacc_hf import AdaccCallback, AdaccConfig
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.callbacks.adacc import AdaccCallback
 from adacc_hf.solve.baselines import NAIVE_CODEC, quantize_everything
 from adacc_hf.torch_glue.compat import CHECKPOINTING
 

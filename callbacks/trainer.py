@@ -1,4 +1,4 @@
-"""What callbacks need of the Trainer that runs them and no event gives.
+"""The one door to the Trainer: what callbacks need of it and no event gives, and its own logs, figures and batches.
 
 Transformers calls no event when a run fails, and a callback must leave no trace then: so what runs between
 on_train_begin and on_train_end is wrapped. And what `on_log` adds to a log reaches only the callbacks further down the

@@ -16,6 +16,12 @@ import adacc_hf
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = sorted((ROOT / "adacc_hf").rglob("*.py"))
+# From the ground up. A room imports those below it; nothing imports up, not even for type checkers or within functions.
+STAIRCASE = (
+    "kernels", "artifacts", "torch_glue", "tape", "head", "run", "price", "solve", "adapt", "callbacks",
+    "reports", "estimate", "compiler",  # annexes, which no room imports, for they stand above
+    "command line",
+)  # fmt: skip
 # The solving side reads and writes records; it runs where no torch is installed.
 TORCH_FREE = (
     "artifacts/units",
@@ -158,6 +164,57 @@ def imports_file(path: Path, file: Path) -> bool:
         return False
     module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
     return any(imports_any(name, (module,)) for name in imported_modules(path))
+
+
+def room_of(module: str) -> str | None:
+    """The room of a module of the product; None for all else."""
+    parts = module.split(".")
+    if parts[0] != "adacc_hf" or parts[1:2] == ["eval"]:
+        return None
+    return parts[1] if len(parts) > 1 and parts[1] in STAIRCASE else STAIRCASE[-1]
+
+
+def lines_that_import(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, what is imported), for all imports of a file."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def product_modules() -> Iterator[tuple[str, Path]]:
+    """(module, file) of the product; the packages' own files say what is public, and stand on no stair."""
+    for folder, package in (
+        ("adacc_hf", "adacc_hf"),
+        ("callbacks", "adacc_hf.callbacks"),
+        ("kernels", "adacc_hf.kernels"),
+    ):
+        for path in python_files(folder):
+            if path.name != "__init__.py" or path.parent.name in STAIRCASE:
+                inside = path.relative_to(ROOT / folder).with_suffix("").parts
+                yield ".".join((package, *inside)), path
+
+
+def test_imports_go_down_the_staircase() -> None:
+    up = []
+    for module, path in product_modules():
+        own = room_of(module)
+        for line, name in lines_that_import(path):
+            other = room_of(name)
+            if other is not None and STAIRCASE.index(other) > STAIRCASE.index(own):
+                up.append(f"{path.relative_to(ROOT)}:{line}: {own} imports {name}, of {other}")
+    assert sorted(set(up)) == []
+
+
+def test_every_folder_of_the_product_is_on_the_staircase() -> None:
+    folders = {path.parent.name for path in CORE if path.parent != ROOT / "adacc_hf"}
+    assert folders == set(STAIRCASE) - {"kernels", "callbacks", "command line"}
+
+
+def test_no_file_name_means_two_things() -> None:
+    stems = [path.stem for _, path in product_modules() if path.stem != "__init__"]
+    assert sorted({stem for stem in stems if stems.count(stem) > 1}) == []
 
 
 def test_kernels_import_only_each_other() -> None:

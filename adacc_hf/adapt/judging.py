@@ -1,4 +1,4 @@
-"""Whether another policy is worth following at today's prices."""
+"""Whether another policy is worth following at today's prices, and which codecs spoil a gradient."""
 
 from __future__ import annotations
 

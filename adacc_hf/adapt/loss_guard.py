@@ -1,4 +1,4 @@
-"""Suspicious losses, and the codecs that turn out to spoil gradients.
+"""Suspicious losses, told from what the Trainer logs, and the codecs that turn out to spoil gradients.
 
 A gradient is spoiled if its relative error is above SPOILED_ERROR. It is looked for in a block of every kind in the
 step after a suspicious loss, and in the sampled blocks of every tracking step. What spoils it is not used any more, and

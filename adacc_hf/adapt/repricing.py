@@ -1,4 +1,4 @@
-"""Profiles with new prices, from what was measured while training."""
+"""Profiles with new prices, from what was measured while training, and without the codecs that are switched off."""
 
 from __future__ import annotations
 

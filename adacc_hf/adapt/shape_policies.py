@@ -1,4 +1,4 @@
-"""The policies of a run by the size of the batch.
+"""The policies of a run by the size of the batch, and their figures for logs and history.
 
 Sizes are put into classes, a quarter apart (profile_sizes.py), and each class that comes gets a policy before its first
 batch runs: its profile is told from the one that was measured. Where a model takes no parts of a batch, so that sizes

@@ -1,4 +1,4 @@
-"""Measured time and peak of training steps, without synchronising in normal ones."""
+"""Times and peaks of training steps, without synchronising in normal ones."""
 
 from __future__ import annotations
 

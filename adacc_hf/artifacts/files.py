@@ -1,4 +1,4 @@
-"""JSON files that are whole or absent."""
+"""JSON files that are whole or absent, the files of a run by name, and memory of what came last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A profile at any size of batch: its numbers as functions of the batch's sizes.
+"""A profile at any size of batch: its numbers as exact polynomials of the batch's sizes, found from a few.
 
 A profile is taken at one size, and its memory at two more (price/other_sizes.py). What is a sum of products of
 sizes there, as the bytes of all tensors are, is found exactly (`Basis`). What is the larger of several

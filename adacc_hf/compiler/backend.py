@@ -1,4 +1,4 @@
-"""The backend of torch.compile that is called "adacc": Inductor with our partitioner."""
+"""The backend of torch.compile that is called "adacc", and our partitioner as torch's own setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Trainer's run with torch_compile=True: the partitioner cuts its graphs, and measured peaks set its share."""
+"""A Trainer's run with torch_compile=True: whether it is one, and how measured peaks set its graphs' share."""
 
 from __future__ import annotations
 

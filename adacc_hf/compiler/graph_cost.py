@@ -1,4 +1,4 @@
-"""What encoding and decoding a value take in the code that Inductor makes: other things on a CPU than on a GPU.
+"""What coding, replaying and storing take in the code that Inductor makes: other things on a CPU than on a GPU.
 
 On a CPU it is arithmetic, measured in fused kernels. A GPU waits for memory, so what counts is how often a kernel goes
 over the value once more; that was counted in the code that Inductor makes for one (for each codec, after and before a

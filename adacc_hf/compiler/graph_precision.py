@@ -1,4 +1,4 @@
-"""Which values of a graph a lossy codec would spoil, as far as the graph shows: there is no data to look at yet.
+"""Which values of a graph a lossy or a coarse codec would spoil, as far as the graph shows: there is no data yet.
 
 A mask's infinities, or the large numbers that stand for them, take up the whole scale of the group they are in, and
 what is added to them keeps them. Sums and norms have few elements, each of which decides about a whole row. What an

@@ -1,4 +1,4 @@
-"""The report of a run with torch.compile: what each region's plan does, and what happened while it was found."""
+"""A run with torch.compile reported and explained: what each region's plan does with each tensor, and what happened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a backward graph has live at any time, as its operators show it: what it is given, temporaries and gradients.
+"""What a backward graph has live at any time, as its operators show it, and as the code made of it runs.
 
 Operators run in the order of the graph. What lies in memory is what products, attention and gathers read and make, what
 reductions make, and gradients; all else is fused with what reads it. Inductor may run operators in another order and

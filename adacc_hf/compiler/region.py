@@ -1,4 +1,4 @@
-"""What is decided for compiled regions, and the file that keeps it."""
+"""What is decided for compiled regions, for people to read, and the files that keep it."""
 
 from __future__ import annotations
 

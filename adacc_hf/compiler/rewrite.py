@@ -1,4 +1,4 @@
-"""Codecs inside a partitioned pair of graphs: forward hands over payloads, backward decodes them.
+"""A partitioned pair of graphs rewritten: payloads and decoding in the place of values, products run early.
 
 The codecs are traced into plain operators, so Inductor fuses encoding with what makes a value and decoding with what
 reads it. Elements are taken in the order of memory, and a decoded value has the strides of the original.

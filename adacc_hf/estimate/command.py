@@ -1,4 +1,4 @@
-"""`adacc plan`: what a training run would take on a device that need not be here."""
+"""`adacc plan`: what a training run would take on a device that need not be here, as text and as JSON."""
 
 from __future__ import annotations
 

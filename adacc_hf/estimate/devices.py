@@ -1,4 +1,4 @@
-"""What devices can do, from their makers' data sheets: for prices of what was never run."""
+"""What devices can do, from data sheets or measured here, and what an operator that was never run takes on one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors without memory that behave as on a device this machine need not have.
+"""Tensors without memory that behave as on a device this machine need not have, and their live bytes.
 
 Under `fake_tensors("cuda")` torch takes its CUDA decisions: autocast by the CUDA lists, boolean dropout masks, fused
 attention. Only the choice of the attention kernel needs a GPU in torch, so it is made here by torch's rules for compute

@@ -1,4 +1,4 @@
-"""A model without memory, and its profile for any batch, by tracing a training step on tensors without memory."""
+"""A model without memory, thinned to a few blocks, and its profile for any batch, by tracing a training step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The codecs that each activation of a tape may be compressed with, priced on its recorded tensor."""
+"""The codecs that suit the role of each activation (paper, section 3.2), priced on its recorded tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prices of tapes that were profiled on this machine, in one SQLite file that several processes may use."""
+"""The prices of tapes that were profiled on this machine: kept, and taken from there when asked."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Prices of a tape: the time of each operator and, for each activation, of each codec that suits it (paper, section
-3.1)."""
+"""Prices of a tape: operators, and codecs for each activation (paper, section 3.1); or of a block without one."""
 
 from __future__ import annotations
 

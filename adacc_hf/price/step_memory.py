@@ -1,4 +1,4 @@
-"""The memory of one measured step, taken apart: what belongs to the blocks' stores, and what does not.
+"""The memory of one measured or counted step, taken apart: what belongs to the blocks' stores, and what does not.
 
 What is live besides stored tensors does not depend on the policy, so the simulator can put any policy's stores on
 top. One forward that stores nothing tells when forward itself lets go of each value. One forward and backward under

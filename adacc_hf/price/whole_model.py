@@ -1,4 +1,4 @@
-"""Blocks that a batch runs plainly, without gradients or in eval mode: a frozen or averaged teacher beside its student.
+"""A model around its blocks: a loss that somebody else makes, and blocks that a batch runs without gradients.
 
 They store nothing, so that there is nothing to decide. A profile has them as blocks without activations. A step that
 does train them runs them under torch's checkpoint, until there is a profile of such a step.

@@ -1,4 +1,4 @@
-"""Two pictures of a report, as PNG bytes: which activation gets which action, and memory over a training step."""
+"""The pictures of a report, as PNG bytes: actions by activation, memory over a step, and memory against time."""
 
 from __future__ import annotations
 

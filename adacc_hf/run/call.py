@@ -1,4 +1,4 @@
-"""One call of a block under a plan: what saved-tensor hooks store in forward and give back in backward.
+"""One call of a block: under a plan, recorded, or recorded on the way to check a plan (rule R8).
 
 NOTE [State of a call]
 1. Autograd's packed object is `(slot, held, version, spec)`. It owns what this slot needs: the tensor itself, or the

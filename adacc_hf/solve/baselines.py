@@ -1,4 +1,4 @@
-"""The rule behind the paper's Table 1: each activation goes the way that frees more bytes per ms.
+"""Policies without a solver: the rule behind the paper's Table 1, and its "Quantization" baseline.
 
 The optimization bandwidth of an action is what it frees over the time it takes, recomputation counted from the nearest
 activations. Each activation gets the action of the higher bandwidth, the highest bandwidths first. What actions cost

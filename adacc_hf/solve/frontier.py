@@ -1,4 +1,4 @@
-"""The plans worth mixing: for each kind, those that are cheapest at some price of memory, from RETAIN everything on.
+"""The plans worth mixing, those of each kind that are cheapest at some price of memory, and their best mixture.
 
 At a price of w ms per byte the best plan minimises ms + w * bytes; over all w these plans are the corners of the lower
 convex hull of (bytes, ms). At a fixed price the program's linear relaxation is integral but for what no replay may make

@@ -1,4 +1,4 @@
-"""Policies by the peak of the whole step, as the simulator sees it: their order over the blocks, and the least peak."""
+"""Policies by the peak of the whole step: their order over the blocks, the least peak, and a bound on any."""
 
 from __future__ import annotations
 

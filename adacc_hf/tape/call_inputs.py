@@ -1,5 +1,4 @@
-"""What one call of a block is given: the key that tells shapes apart, and the tensors that replay reads (rules R8,
-R12)."""
+"""What one call of a block is given: what tells shapes apart, what replay reads, data read into Python (R8, R12)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a block's calls: a tape for each shape, data that the block reads into Python, and state of it."""
+"""What tells the calls of a block apart, and what is known of each: shapes, data read, Python state (rule R8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan made ready to run on one tape: what each slot does in forward, and which program each unpack runs."""
+"""A plan made ready to run on one tape: which choices it can follow, what each slot does, what each unpack runs."""
 
 from __future__ import annotations
 

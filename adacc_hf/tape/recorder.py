@@ -1,4 +1,4 @@
-"""Recording a tape: one call of a block under a dispatch mode and a pair of saved-tensor hooks."""
+"""Recording a tape: one call of a block under a dispatch mode and saved-tensor hooks, and what cannot be seen so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which values of a tape replay remakes bit for bit, found out by replaying it once when it is recorded (rule R7)."""
+"""Which values of a tape replay remakes bit for bit (rule R7), and which are equal to each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Live tensor bytes over time, counted by the allocator itself: exact, temporaries inside operators included."""
+"""Live tensor bytes over time, counted by the allocator itself: temporaries and other threads' tensors included."""
 
 from __future__ import annotations
 

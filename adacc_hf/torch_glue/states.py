@@ -1,4 +1,4 @@
-"""The random generators that training draws from: torch's, and those of Python and numpy.
+"""State that a call draws from or changes: random generators, and what modules hold besides their weights.
 
 Transformers draws SpecAugment's masks from numpy, and models of users' own ask Python's dice which layer to leave out.
 """

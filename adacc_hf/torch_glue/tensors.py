@@ -1,4 +1,4 @@
-"""Tensors of which this rank has a part (DTensor), or whose values are still on their way from other ranks.
+"""Tensors that are more than they show (DTensor), and the autograd node that runs now.
 
 Operators run on the parts, so a tape knows these alone. Autograd saves the whole: what it gets back must be one again.
 """
