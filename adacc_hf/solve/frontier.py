@@ -27,7 +27,7 @@ may leave of an optimum."""
 INTEGRALITY = 1e-4
 """How far from an integer a variable may be: far above what HiGHS allows itself, and far below a half."""
 SCALE = 1e3
-"""What the costs of one run add up to at most: its tolerance of 1e-9 is absolute."""
+"""What the costs of one run, and an objective, add up to at most: HiGHS's tolerances are absolute."""
 
 
 def frontiers(log: SolverLog, models: Sequence[KindModel]) -> list[list[Column]]:
@@ -157,8 +157,6 @@ def _is_below(corner: Column, left: Column, right: Column) -> bool:
 # Blocks of one kind may act differently, which costs less than one plan for all: most take plans of their kind's
 # frontier, and a few of each kind, the free ones, share a plan of any shape, which uses up what the others leave.
 
-SCALE = 1e3
-"""What the objective comes to at most: HiGHS's tolerances are absolute."""
 TIE_BREAK = 1e-6
 """Weight of all stored bytes beside all ms in the objective: decides between plans that are equally fast."""
 CORRECTIONS = 3
