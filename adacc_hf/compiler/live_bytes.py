@@ -3,7 +3,7 @@
 Operators run in the order of the graph. What lies in memory is what products, attention and gathers read and make, what
 reductions make, and gradients; all else is fused with what reads it. Inductor may run operators in another order and
 fuse across a distance, so that more is live: a step's measured peak was up to 8 % above this on small models, and where
-next to nothing is stored up to 16 %. What `dry_run` finds once the graph is compiled is exact.
+next to nothing is stored up to 16 %. What is found once the graph is compiled is exact.
 """
 
 from __future__ import annotations

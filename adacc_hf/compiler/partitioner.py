@@ -20,13 +20,12 @@ from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Action, Choice
 from adacc_hf.artifacts.units import format_bytes, parse_bytes
 from adacc_hf.compiler import functorch
-from adacc_hf.compiler import live_bytes as dry_run
 from adacc_hf.compiler.graph_codecs import codec_options
 from adacc_hf.compiler.graph_cost import OperatorTimes, keep_ms
 from adacc_hf.compiler.graph_precision import sensitive_values, spoiled_by_codecs
 from adacc_hf.compiler.graph_program import GraphChoice, GraphModel, graph_model, keeping, least_bytes, least_time
 from adacc_hf.compiler.joint_graph import JointGraph, is_held, nbytes_of, read_joint_graph, root_of
-from adacc_hf.compiler.live_bytes import GraphInput, graph_inputs, most_live_bytes
+from adacc_hf.compiler.live_bytes import GraphInput, graph_inputs, most_live_bytes, most_live_bytes_of_code
 from adacc_hf.compiler.region import CompiledPolicy, PlanStore, RegionPlan, graph_digest, graph_tensors, plan_for
 from adacc_hf.compiler.rewrite import compress_saved, keep_products_apart
 from adacc_hf.kernels.codecs import Codec, get_codec
@@ -295,8 +294,8 @@ class _Graph:
     def code_bytes(self) -> tuple[int, int] | None:
         """Most that the code of forward and of backward has live; None where it cannot be known, or not yet."""
         function = None if self.function is None else self.function()
-        forward = dry_run.most_live_bytes(functorch.code_of(function, "compiled_fw"), self.forward)
-        backward = dry_run.most_live_bytes(functorch.code_of(function, "compiled_bw"), self.backward)
+        forward = most_live_bytes_of_code(functorch.code_of(function, "compiled_fw"), self.forward)
+        backward = most_live_bytes_of_code(functorch.code_of(function, "compiled_bw"), self.backward)
         return None if forward is None or backward is None else (forward, backward)
 
 

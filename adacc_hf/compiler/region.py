@@ -44,7 +44,7 @@ class RegionPlan:
     backward_bytes: int = 0
     """Most that its backward has live in all, temporaries and gradients with it, as `live_bytes` reads the graph."""
     code_bytes: tuple[int, int] | None = None
-    """The same of its forward, what it is given not counted, and of its backward, as `dry_run` finds in the compiled
+    """The same of its forward, what it is given not counted, and of its backward, as is found in the compiled
     code; None until that was looked at, or where it cannot be."""
     overhead_ms: float = 0.0
     """What replay, storing and codecs take beyond those of torch's own partition, as priced; below 0 where they take
