@@ -36,6 +36,7 @@ from adacc_hf.eval.throughput import Run
 from adacc_hf.eval.trials.clock import CLOCKS, add_clock, check_clock, cpu_seconds
 from adacc_hf.eval.trials.isolation import Figures, Status, run_isolated
 from adacc_hf.eval.trials.limits import keeps_to
+from adacc_hf.eval.trials.lowest_peak import LowestPeak
 from adacc_hf.eval.trials.workload import Batch, Workload
 from adacc_hf.price.timing import seconds_of
 from adacc_hf.torch_glue.memory import backward, forward_loss, measure_step
@@ -125,24 +126,24 @@ def measure_budgets(family: str, shares: Sequence[float], clock: str, device: st
     # Bytes, not a share, so that what is remade counts against the budget: the shares are given region by region.
     partitioner = AdaccPartitioner(AdaccConfig(memory_budget=2**60), CompiledPolicy(share=1.0))
     installed = InstalledPartitioner(partitioner)
-    compiled = torch.compile(model)
+    lowest, compiled = LowestPeak(installed), torch.compile(model)
     trials = []
     for share in (1.0, *shares):
         partitioner.start_over(share)
         installed.compile_again()
-        trials.append({"share": share, **_figures(compiled, model, batch, clock, installed)})
+        trials.append({"share": share, **_figures(compiled, model, batch, clock, lowest)})
     installed.remove()
     return {"plain": trials[0], "trials": trials[1:]}
 
 
-def _figures(compiled: Any, model: Any, batch: Batch, clock: str, installed: InstalledPartitioner) -> Figures:
-    _compile(compiled, model, batch, installed)
-    went_back = installed.keep_lowest()
+def _figures(compiled: Any, model: Any, batch: Batch, clock: str, lowest: LowestPeak) -> Figures:
+    _compile(compiled, model, batch, lowest)
+    went_back = lowest.keep_lowest()
     if went_back:
-        _compile(compiled, model, batch, installed)
+        _compile(compiled, model, batch, lowest)
     _step(compiled, model, batch)
     times = [_step_ms(compiled, model, batch, clock) for _ in range(ROUNDS)]
-    memory, policy = measure_step(compiled, batch), installed.partitioner.policy
+    memory, policy = measure_step(compiled, batch), lowest.installed.partitioner.policy
     return {
         "went_back": went_back,
         "predicted_bytes": policy.stored_bytes,
@@ -156,13 +157,13 @@ def _figures(compiled: Any, model: Any, batch: Batch, clock: str, installed: Ins
     }
 
 
-def _compile(compiled: Any, model: Any, batch: Batch, installed: InstalledPartitioner) -> None:
+def _compile(compiled: Any, model: Any, batch: Batch, lowest: LowestPeak) -> None:
     """Run the step that compiles all, and look at the code it made."""
     loss = forward_loss(compiled, batch)
-    installed.count_calls(loss)
+    lowest.installed.count_calls(loss)
     backward(loss)
     model.zero_grad(set_to_none=True)
-    installed.look_at_code()
+    lowest.look_at_code()
 
 
 def measure_compilation(family: str, name: str, cache: str, device: str, seed: int, threads: int) -> Figures:

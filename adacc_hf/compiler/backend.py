@@ -12,11 +12,9 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor
 
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.policy import Choice
-from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.compiler.functorch import hint
 from adacc_hf.compiler.partitioner import GRAPH_SETTINGS, AdaccPartitioner
-from adacc_hf.compiler.region import CompiledPolicy, PlanStore
+from adacc_hf.compiler.region import PlanStore
 
 
 def adacc(
@@ -91,8 +89,6 @@ class InstalledPartitioner:
         self._cache_was_on, functorch_config.enable_autograd_cache = functorch_config.enable_autograd_cache, False
         self._num_counted = 0
         self._num_seen = 0
-        self._seen: list[CompiledPolicy] = []
-        """The policies whose code was looked at."""
         self.compile_again()
 
     def compile_again(self) -> None:
@@ -113,32 +109,6 @@ class InstalledPartitioner:
         if num_regions == self._num_counted != self._num_seen:
             self.partitioner.look_at_code()
             self._num_seen = num_regions
-            self._seen.append(self.partitioner.policy)
-
-    def keep_lowest(self) -> bool:
-        """Go back to the code with the lowest peak of all for this share or larger ones, if this code has no lower one.
-
-        How Inductor orders and fuses what a plan leaves to it is known from its code only, and can cost more than the
-        plan saves. What was made for a larger share takes less time, too. True if all must be compiled again for that.
-        """
-        policy = self.partitioner.policy
-        others = [seen for seen in self._seen if seen.code_bytes is not None and _share(seen) >= _share(policy)]
-        if policy.code_bytes is None or not others:
-            return False
-        lowest = min(others, key=lambda seen: seen.code_bytes)
-        if lowest.code_bytes > policy.code_bytes or _stored(lowest) == _stored(policy):
-            return False
-        log.info(
-            "Adacc: the code for a share of %.3f would have up to %s live in a step, and that for %.3f only %s: the "
-            "latter is taken",
-            _share(policy),
-            format_bytes(policy.code_bytes),
-            _share(lowest),
-            format_bytes(lowest.code_bytes),
-        )
-        self.partitioner.start_over(lowest.share, lowest.regions)
-        self.compile_again()
-        return True
 
     def remove(self) -> None:
         """Harmless when removed already."""
@@ -146,12 +116,3 @@ class InstalledPartitioner:
             inductor.custom_partitioner_fn = None
             functorch_config.enable_autograd_cache = self._cache_was_on
             self.compile_again()
-
-
-def _share(policy: CompiledPolicy) -> float:
-    """The fraction that regions were allowed; 0 for the least possible."""
-    return 0.0 if policy.share is None else policy.share
-
-
-def _stored(policy: CompiledPolicy) -> list[tuple[tuple[str, Choice], ...]]:
-    return [plan.stored for plan in policy.regions]

@@ -40,19 +40,31 @@ def _summary(policy: CompiledPolicy) -> list[Part]:
             format_bytes(plan.stored_bytes),
             percent(plan.stored_bytes, plan.plain_bytes),
             format_bytes(plan.peak_bytes),
+            "-" if plan.code_bytes is None else format_bytes(max(plan.code_bytes)),
             f"{plan.overhead_ms:.2f}",
             f"as torch.compile cuts it: {plan.reason}" if plan.reason else "planned",
         )
         for plan in policy.regions
     ]
-    headers = ("region", "calls", "torch.compile stores", "stored", "of that", "held at most", "overhead ms", "how")
+    headers = (
+        "region",
+        "calls",
+        "torch.compile stores",
+        "stored",
+        "of that",
+        "held at most",
+        "code",
+        "overhead ms",
+        "how",
+    )
     return [
         Paragraph(f"{describe_compiled(policy)}."),
         Table(headers, rows, numbers=frozenset(headers[1:-1])),
         Paragraph(
             "A region is a graph that torch.compile makes; calls are those of one micro-batch. Stored is what one "
             "call's forward hands to its backward, parameters and the batch left out; held at most has what is remade "
-            "meanwhile. Overhead is replay, storing and codecs, as priced."
+            "meanwhile; code is the most that forward or backward has live by the code that Inductor made, temporaries "
+            "and gradients included. Overhead is replay, storing and codecs, as priced."
         ),
     ]
 
