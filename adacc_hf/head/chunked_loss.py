@@ -4,8 +4,9 @@ Each chunk of rows makes its logits, adds to the loss and leaves its share of th
 product runs once, as in plain training. Recomputing the logits in backward needs as much memory at its peak and one
 product in four more.
 
-torch 2.13 has `F.linear_cross_entropy`, which does the same; 2.11 has not. `python -m adacc_hf.eval.chunked_head --tokens 512
---width 64 --vocabulary 4096 --rounds 3` on a CPU, as parts of whole logits' time, live MiB, error of the gradients:
+torch 2.13 has `F.linear_cross_entropy`, which does the same; 2.11 has not. On a CPU, by `python -m
+adacc_hf.eval.chunked_head --tokens 512 --width 64 --vocabulary 4096 --rounds 3`, as parts of whole logits' time, live
+MiB, and error of the gradients:
 
 | dtype    | ours                | torch's, chunks as large | torch's, as it chooses |
 | -------- | ------------------- | ------------------------ | ---------------------- |
