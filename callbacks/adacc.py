@@ -37,7 +37,7 @@ from adacc_hf.callbacks.preconditions import (
     warn_of_checkpointing,
     warn_of_short_run,
 )
-from adacc_hf.callbacks.trainer import OwnLogs, TrainerGuard, add_to_log, is_training_log
+from adacc_hf.callbacks.trainer import OwnLogs, TrainerGuard, add_to_log, compiler_of, is_training_log
 from adacc_hf.compiler.compiled_run import begin_compiled_run, is_compiled
 from adacc_hf.run.executor import PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, batch_shapes, describe, from_plain
@@ -136,7 +136,7 @@ class AdaccCallback(TrainerCallback):
             raise
 
     def _begin(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
-        if is_compiled(args, None if self._guard is None else self._guard.trainer):
+        if is_compiled(args, None if self._guard is None else compiler_of(self._guard.trainer)):
             checkpoint = self._checkpoint(args)
             begun = begin_compiled_run(self.config, model, self._note, self._given, checkpoint)
             self._compiled, self.history = begun

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
 from torch import nn
 from transformers import Trainer
 
@@ -19,7 +17,7 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError, OptimizerStateError, UncalledBlocksError, as_sentence
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.callbacks.trainer import InnerSteps, LastBatch, OptimizerWatch, keep_figures
+from adacc_hf.callbacks.trainer import InnerSteps, LastBatch, OptimizerWatch, keep_figures, no_sync_of
 from adacc_hf.head.head import ChunkedHead
 from adacc_hf.price.optimizer_memory import coming_state_bytes
 from adacc_hf.price.profiler import describe_uncalled, profile_model
@@ -254,11 +252,7 @@ class PolicyMaker:
         """What the Trainer runs the micro-batches before a step's last one in, where ranks hold parts of gradients."""
         if self._trainer is None or not is_sharded(model):
             return None
-        accelerator = self._trainer.accelerator
-        syncs_each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        if syncs_each or accelerator.distributed_type == DistributedType.DEEPSPEED:
-            return None
-        return partial(accelerator.no_sync, model=model)
+        return no_sync_of(self._trainer, model)
 
     def _is_provisional(self, profile: Profile) -> bool:
         if self._given is not None or not any(of_all_ranks(self.inner_steps.were_seen)):

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Policy
-from adacc_hf.callbacks.trainer import TrainerGuard, calling_trainer
+from adacc_hf.callbacks.trainer import TrainerGuard, callbacks_of, calling_trainer, parallelism_of
 from adacc_hf.torch_glue.compat import CHECKPOINTING
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def refuse_data_parallel(args: TrainingArguments) -> None:
 
 def refuse_context_parallel(trainer: Trainer) -> None:
     """Raise ValueError where ranks have parts of one sequence and attend in a ring."""
-    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    parallelism = parallelism_of(trainer)
     if parallelism is not None and parallelism.cp_enabled:
         raise ValueError(
             f"cp_size={parallelism.cp_size}: in ring attention each rank runs other operators, and one policy cannot "
@@ -62,7 +62,7 @@ def refuse_second_run(callback: TrainerCallback, guard: TrainerGuard | None) -> 
 
 def refuse_second_callback(callback: TrainerCallback, trainer: Trainer) -> None:
     """Raise ValueError if `trainer` has another callback of the same class, which would want the same blocks."""
-    same = [other for other in trainer.callback_handler.callbacks if isinstance(other, type(callback))]
+    same = [other for other in callbacks_of(trainer) if isinstance(other, type(callback))]
     if any(other is not callback for other in same):
         raise ValueError(
             f"the Trainer has {len(same)} callbacks of class {type(callback).__name__}, and a block can follow one "

@@ -3,6 +3,9 @@
 Transformers calls no event when a run fails, and a callback must leave no trace then: so what runs between
 on_train_begin and on_train_end is wrapped. And what `on_log` adds to a log reaches only the callbacks further down the
 list, which TensorBoard and the other reporters are not: so guarded callbacks go to the front while the run lasts.
+
+Tested with Transformers 5.17 and 5.23, and Accelerate 1.15. tests/callbacks/test_trainer_door.py looks for each of the
+names.
 """
 
 from __future__ import annotations
@@ -16,16 +19,23 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.autograd.graph import Node
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from adacc_hf.price.optimizer_memory import OptimizerMeter, measure_clipping
+from adacc_hf.price.step_memory import NoSync
 from adacc_hf.price.whole_model import ComputeLoss
+from adacc_hf.torch_glue.private import is_profiling
 
 GUARDED_METHODS = ("_run_epoch", "_evaluate", "_finalize_training")
 """Methods of the Trainer that run between on_train_begin and on_train_end."""
+LAST_LOGGED = "_globalstep_last_logged"
+"""The attribute in which the Trainer notes the step, right before it logs one; there is none before its first run."""
+RESUMED_FROM = "resume_from_checkpoint"
+"""The argument of the Trainer's loop, that its frames have by this name."""
 
 _ATTRIBUTE = "_adacc_guard"
 _ABSENT = object()
@@ -122,11 +132,43 @@ def calling_trainer(callback: TrainerCallback) -> tuple[Trainer, str | None] | N
     while frame is not None:
         names = frame.f_locals
         caller = names.get("self")
-        if isinstance(caller, Trainer) and callback in caller.callback_handler.callbacks:
+        if isinstance(caller, Trainer) and callback in callbacks_of(caller):
             # No event and no attribute of the Trainer tells where a run resumes from, only its loop's argument does.
-            return caller, names.get("resume_from_checkpoint")
+            return caller, names.get(RESUMED_FROM)
         frame = frame.f_back
     return None
+
+
+def callbacks_of(trainer: Trainer) -> list[TrainerCallback]:
+    """The callbacks of `trainer`, in the order in which it calls them."""
+    return trainer.callback_handler.callbacks
+
+
+# What the Trainer was told about devices and ranks, which it hands on to Accelerate.
+
+
+def parallelism_of(trainer: Trainer) -> Any:
+    """The ParallelismConfig, or None."""
+    return getattr(trainer.accelerator, "parallelism_config", None)
+
+
+def compiler_of(trainer: Trainer) -> str | None:
+    """The backend of torch.compile that Accelerate was told to compile with, in lower case; None for none."""
+    plugin = trainer.accelerator.state.dynamo_plugin
+    backend = "no" if plugin is None else plugin.backend.value.lower()
+    return None if backend == "no" else backend
+
+
+def no_sync_of(trainer: Trainer, model: nn.Module) -> NoSync | None:
+    """What `trainer` runs the micro-batches before a step's last one in, where that puts off the exchange of gradients.
+
+    None where each micro-batch exchanges its own.
+    """
+    accelerator = trainer.accelerator
+    syncs_each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+    if syncs_each or accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return None
+    return partial(accelerator.no_sync, model=model)
 
 
 # The Trainer's logs of training steps: which are its own, and adding metrics to them.
@@ -163,7 +205,7 @@ class OwnLogs:
 
     def _step_logged(self) -> int | None:
         # No event tells who logs, but the Trainer notes the step right before it does.
-        return None if self._trainer is None else self._trainer._globalstep_last_logged
+        return None if self._trainer is None else getattr(self._trainer, LAST_LOGGED)
 
 
 # What a Trainer counts while it computes losses: figures that it logs later.
@@ -262,7 +304,7 @@ class OptimizerWatch:
         """The optimizer is about to step. Gradients were clipped already, so that is done again, without effect."""
         self.has_seen = True
         device = next(model.parameters()).device
-        if device.type == "cpu" and torch.autograd.profiler._is_profiler_enabled:
+        if device.type == "cpu" and is_profiling():
             log.info("Adacc: another profiler is at work: the optimizer's temporary memory is not in the plan")
             return
         if args.max_grad_norm:

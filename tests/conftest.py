@@ -1,7 +1,9 @@
 """What holds for all tests."""
 
+import ast
 import os
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -50,3 +52,86 @@ def tiny_budgets(monkeypatch):
     from adacc_hf.artifacts.config import check_memory_budget
 
     monkeypatch.setattr(check_memory_budget, "__defaults__", (1,))
+
+
+@pytest.fixture(scope="session")
+def private_uses():
+    """`private_uses(path)`: (line, name) of each private name of another package that the file uses.
+
+    Imports with a part that begins with an underscore, attributes that do, and those that are asked for by name; not
+    the file's own, nor those of files of ours that it imports from. Names of modules are written out, whatever they
+    were imported as.
+    """
+    return _private_uses
+
+
+_BY_NAME = ("getattr", "setattr", "hasattr", "delattr", "attrgetter", "methodcaller")
+_PUBLIC = ("_replace", "_asdict", "_fields", "_make", "_getframe")
+"""Of namedtuples, and of `sys`."""
+
+
+def _private_uses(path: Path) -> list[tuple[int, str]]:
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    written_out = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names
+    }
+    ours = [file for file in {_file_of(node.module) for node in imports} if file.is_file()]
+    own = _own_names(path).union(*map(_own_names, ours))
+    found = [(node.lineno, name) for node in imports for name in (f"{node.module}.{a.name}" for a in node.names)]
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif (
+            isinstance(node, ast.Attribute)
+            and _is_private(node.attr)
+            and node.attr not in own
+            and not _is_own(node.value)
+        ):
+            root, _, rest = ast.unparse(node.value).partition(".")
+            base = ".".join(filter(None, (written_out.get(root, root), rest)))
+            found.append((node.lineno, f"{base}.{node.attr}"))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _BY_NAME:
+            texts = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+            found += [(node.lineno, f"?.{text}") for text in texts if isinstance(text, str) and text not in own]
+    return [
+        (line, name)
+        for line, name in sorted(found)
+        if not name.startswith("adacc_hf.")
+        and any(map(_is_private, name.split(".")))
+        and name.rpartition(".")[2] not in _PUBLIC
+    ]
+
+
+def _is_own(base: ast.expr) -> bool:
+    return ast.unparse(base) in ("self", "cls", "super()")
+
+
+def _is_private(part: str) -> bool:
+    return part.startswith("_") and not part.startswith("__") and part != "_"
+
+
+def _file_of(module: str) -> Path:
+    """Where `module` is, if it is one of ours; callbacks and kernels are parts of adacc_hf that lie beside it."""
+    parts = module.split(".")
+    return Path(__file__).parents[1].joinpath(*parts[parts[1:2] in (["callbacks"], ["kernels"]) :]).with_suffix(".py")
+
+
+@cache
+def _own_names(path: Path) -> set[str]:
+    """The names that a file gives to functions, classes, fields and attributes of its own objects.
+
+    Less those that objects of torch have too: its own objects have these as attributes of `self`.
+    """
+    from adacc_hf.torch_glue.private import ATTRIBUTES
+
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_own(node.value):
+            names.add(node.attr)
+    return names - {attribute for _, attribute in ATTRIBUTES}

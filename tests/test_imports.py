@@ -238,3 +238,38 @@ def test_nobody_imports_a_folder_by_its_bare_name() -> None:
     folders = ("adacc_hf", "callbacks", "kernels", "eval", "recipes", "tests")
     paths = [path for folder in folders for path in python_files(folder)]
     assert offending(paths, ("kernels", "callbacks", "eval", "recipes", "tests")) == []
+
+
+PRIVATE_NAMES_IN = (ROOT / "adacc_hf" / "torch_glue" / "private.py", ROOT / "adacc_hf" / "compiler" / "functorch.py")
+"""The files that may use private names of other packages. Those of Trainers are texts, in callbacks/trainer.py."""
+
+
+def test_private_names_of_others_are_used_in_their_place_only(private_uses) -> None:
+    files = [path for folder in ("adacc_hf", "callbacks", "kernels") for path in python_files(folder)]
+    uses = [(path, *use) for path in files if path not in PRIVATE_NAMES_IN for use in private_uses(path)]
+    assert [f"{path.relative_to(ROOT)}:{line}: {name}" for path, line, name in uses] == []
+
+
+def test_what_is_private_is_told_from_what_is_a_file_s_own(tmp_path: Path, private_uses) -> None:
+    path = tmp_path / "file.py"
+    path.write_text(
+        "import torch._guards\n"
+        "from torch import Tensor, _dynamo\n"
+        "from torch._ops import OpOverload as Operator\n"
+        "from adacc_hf.kernels._layout import is_dense\n"
+        "class Own:\n"
+        "    _field: int = 0\n"
+        "    def __init__(self, other): self._slot, self._version = other._field, other._version\n"
+        "    def _method(self, other): return self._slot, other._slot, other._method(), self._buffers\n"
+        "def function(tensor, pair): return Tensor._values, tensor.layer._cdata, pair._replace(), tensor.__dict__\n"
+        "def by_name(trainer): return getattr(trainer, '_run_epoch', None), hasattr(trainer, '_slot')\n"
+    )
+    assert private_uses(path) == [
+        (1, "torch._guards"),
+        (2, "torch._dynamo"),
+        (3, "torch._ops.OpOverload"),
+        (7, "other._version"),
+        (9, "tensor.layer._cdata"),
+        (9, "torch.Tensor._values"),
+        (10, "?._run_epoch"),
+    ]

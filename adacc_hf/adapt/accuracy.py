@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from adacc_hf.artifacts.policy import Action
 from adacc_hf.artifacts.step_peak import BlockOutcome, run_block
 from adacc_hf.kernels.codecs import Payload
+from adacc_hf.torch_glue.private import tree_leaves, tree_map
 from adacc_hf.torch_glue.ranks import is_sharded
 from adacc_hf.torch_glue.states import RandomStates, random_states_kept
 from adacc_hf.torch_glue.tensors import without_gradient_hooks

@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from adacc_hf.price.step_memory import CountedStep, peaks_of
 from adacc_hf.run.blocks import BlockFunction, LaterCall
 from adacc_hf.torch_glue.memory import MemoryMeter, static_bytes
+from adacc_hf.torch_glue.private import is_profiling
 
 
 class StepMeter:
@@ -48,7 +48,7 @@ class StepMeter:
         Does nothing where another profiler is at work.
         """
         device = next(model.parameters()).device
-        if device.type == "cpu" and torch.autograd.profiler._is_profiler_enabled:
+        if device.type == "cpu" and is_profiling():
             return
         started = time.perf_counter()
         self.static_bytes = static_bytes(model, {}, optimizer)

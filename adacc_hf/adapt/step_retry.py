@@ -14,6 +14,7 @@ from torch import nn
 from adacc_hf.adapt.rectifier import Rectifier
 from adacc_hf.artifacts.errors import as_sentence
 from adacc_hf.solve.budget import Budget
+from adacc_hf.torch_glue.private import version_of
 from adacc_hf.torch_glue.states import RandomStates, gpus_in_use
 from adacc_hf.torch_glue.tensors import has_gradient_hooks
 
@@ -47,7 +48,7 @@ class GradientsBefore:
 
     def __init__(self, model: nn.Module) -> None:
         self._before = [
-            (parameter, parameter.grad, None if parameter.grad is None else parameter.grad._version)
+            (parameter, parameter.grad, None if parameter.grad is None else version_of(parameter.grad))
             for parameter in model.parameters()
             if parameter.requires_grad
         ]
@@ -55,7 +56,7 @@ class GradientsBefore:
     def restore(self) -> str | None:
         """Take away what a broken backward left; returns why that cannot be done, or None."""
         for parameter, gradient, version in self._before:
-            if gradient is not None and gradient._version != version:
+            if gradient is not None and version_of(gradient) != version:
                 return "earlier micro-batches' gradients are half changed"
             if has_gradient_hooks(parameter):
                 return "hooks have used some of its gradients (DeepSpeed, an optimizer that steps inside backward)"

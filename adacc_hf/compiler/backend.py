@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._functorch import config as functorch_config
-from torch._inductor import config as inductor
 
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.compiler.functorch import hint
+from adacc_hf.compiler.functorch import compile_by_inductor, functorch_config, hint, inductor_config, options_of_mode
 from adacc_hf.compiler.partitioner import GRAPH_SETTINGS, AdaccPartitioner
 from adacc_hf.compiler.region import PlanStore
 
@@ -34,28 +32,23 @@ def adacc(
     Raises ValueError for an option that there is not, or a value out of range, and InfeasibleBudgetError, which Dynamo
     shows as the cause of its BackendCompilerFailed, for bytes that the region cannot keep to.
     """
-    from torch._inductor import list_mode_options
-    from torch._inductor.compile_fx import compile_fx
-
     ours, inductors = _split(options or {})
     config = AdaccConfig(**{"memory_budget": 0.5, **ours})
     sizes = tuple(hint(size) for size in inputs if isinstance(size, torch.SymInt))
     partitioner = AdaccPartitioner(config, store=PlanStore(), example_sizes=sizes)
-    of_mode = {} if mode is None else list_mode_options(mode)
-    return compile_fx(module, inputs, config_patches={**of_mode, **inductors, "custom_partitioner_fn": partitioner})
+    of_mode = {} if mode is None else options_of_mode(mode)
+    return compile_by_inductor(module, inputs, {**of_mode, **inductors, "custom_partitioner_fn": partitioner})
 
 
 def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The options that graphs are cut by, and those that are settings of Inductor's."""
-    from torch._inductor import config as inductor
-
     if not isinstance(options, Mapping):
         raise ValueError(
             f"options={options!r} is a {type(options).__name__}, not a dict: write options={{'memory_budget': 0.5}}"
         )
     ours = {name: value for name, value in options.items() if name in GRAPH_SETTINGS}
     rest = {name: value for name, value in options.items() if name not in GRAPH_SETTINGS}
-    unknown = [name for name in rest if name not in inductor.get_config_copy()]
+    unknown = [name for name in rest if name not in inductor_config.get_config_copy()]
     if unknown:
         raise ValueError(
             f"options={unknown!r} have no meaning for backend 'adacc': choose from {', '.join(GRAPH_SETTINGS)}, or "
@@ -79,13 +72,13 @@ class InstalledPartitioner:
     """
 
     def __init__(self, partitioner: AdaccPartitioner) -> None:
-        if inductor.custom_partitioner_fn is not None:
+        if inductor_config.custom_partitioner_fn is not None:
             raise ValueError(
-                f"torch._inductor.config.custom_partitioner_fn={inductor.custom_partitioner_fn!r} is set: Adacc is "
-                f"such a partitioner itself, and two cannot cut one graph; set it to None"
+                f"torch._inductor.config.custom_partitioner_fn={inductor_config.custom_partitioner_fn!r} is set: Adacc "
+                f"is such a partitioner itself, and two cannot cut one graph; set it to None"
             )
         self.partitioner = partitioner
-        inductor.custom_partitioner_fn = partitioner
+        inductor_config.custom_partitioner_fn = partitioner
         self._cache_was_on, functorch_config.enable_autograd_cache = functorch_config.enable_autograd_cache, False
         self._num_counted = 0
         self._num_seen = 0
@@ -94,7 +87,7 @@ class InstalledPartitioner:
     def compile_again(self) -> None:
         """Let everything be compiled anew at its next call."""
         self._num_counted = self._num_seen = 0
-        torch._dynamo.reset()
+        torch.compiler.reset()
 
     def count_calls(self, loss: Tensor) -> None:
         """Let the policy know how often each region is called, if regions were compiled since it was counted last."""
@@ -112,7 +105,7 @@ class InstalledPartitioner:
 
     def remove(self) -> None:
         """Harmless when removed already."""
-        if inductor.custom_partitioner_fn is self.partitioner:
-            inductor.custom_partitioner_fn = None
+        if inductor_config.custom_partitioner_fn is self.partitioner:
+            inductor_config.custom_partitioner_fn = None
             functorch_config.enable_autograd_cache = self._cache_was_on
             self.compile_again()

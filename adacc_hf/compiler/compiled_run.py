@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 from adacc_hf.adapt.checkpoint_files import save_history
 from adacc_hf.adapt.step_meter import StepMeter
@@ -21,9 +20,11 @@ from adacc_hf.artifacts.files import COMPILED_FILE, HISTORY_FILE, read_json
 from adacc_hf.artifacts.units import format_bytes, parse_bytes
 from adacc_hf.compiler import AdaccPartitioner, CompiledPolicy
 from adacc_hf.compiler.backend import InstalledPartitioner
+from adacc_hf.compiler.functorch import recompile_limit
 from adacc_hf.compiler.partitioner import GRAPH_SETTINGS
 from adacc_hf.compiler.region import PlanStore
 from adacc_hf.torch_glue.memory import available_bytes
+from adacc_hf.torch_glue.private import tree_leaves
 from adacc_hf.torch_glue.ranks import from_first_rank, of_all_ranks
 
 log = logging.getLogger(__name__)
@@ -171,7 +172,7 @@ class CompiledRun:
                 "Adacc: a forward ran without compiled graphs, and so do others like it, which keep to no budget: "
                 "torch.compiler.set_stance asked for that, or torch._dynamo.config.recompile_limit=%d was reached "
                 "(torch warned of it): raise that, or train with batches of fewer sizes",
-                torch._dynamo.config.recompile_limit,
+                recompile_limit(),
             )
             self._is_warned = True
 
@@ -299,12 +300,12 @@ def _without_checkpointing(model: Any) -> Callable[[], None]:
 # Whether a Trainer's run is compiled, and how Adacc joins it; Inductor, slow to import, is imported only then.
 
 
-def is_compiled(args: TrainingArguments, trainer: Trainer | None) -> bool:
-    """Whether the run compiles its model. Raises ValueError for a way of compiling that has no partitioner."""
-    plugin = None if trainer is None else trainer.accelerator.state.dynamo_plugin
-    backend = args.torch_compile_backend if args.torch_compile else None
-    if plugin is not None and plugin.backend.value.lower() != "no":
-        backend = plugin.backend.value.lower()
+def is_compiled(args: TrainingArguments, launched_with: str | None) -> bool:
+    """Whether the run compiles its model: by its arguments, or by the backend that Accelerate was launched with.
+
+    Raises ValueError for a way of compiling that has no partitioner.
+    """
+    backend = launched_with or (args.torch_compile_backend if args.torch_compile else None)
     if backend is None:
         return False
     if backend != "inductor":

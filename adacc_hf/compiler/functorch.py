@@ -1,4 +1,4 @@
-"""What is used of torch's own partitioner, in one place: nothing of it is public (tested: torch 2.11, 2.13, 2.15)."""
+"""What is used of torch's compiler, in one place: next to nothing of it is public (tested: torch 2.11, 2.13, 2.15)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,33 @@ from typing import Any, Literal
 
 import torch
 from torch import fx
+from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._functorch.compile_utils import fx_graph_cse, raise_getitems
 from torch._functorch.partitioners import NodeInfo, min_cut_rematerialization_partition
+from torch._guards import CompileContext, TracingContext
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomKnapsackSolver, CustomPartitionerFn
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.fx.experimental import symbolic_shapes
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from adacc_hf.torch_glue.private import OpOverload, named, op_name, schema_of
+
 __all__ = [
-    "NodeInfo", "classify", "code_of", "compile_number", "extract", "graph_calls", "graph_number",
-    "has_unknown_sizes", "held_inputs", "hint", "is_getitem", "is_random", "is_view", "makes_sizes",
-    "min_cut_rematerialization_partition", "must_be_saved", "must_run_in_forward", "op_types", "plain_saved",
-    "prepare", "size_node",
+    "CustomKnapsackSolver", "CustomPartitionerFn", "NodeInfo", "cache_dir", "classify", "code_of",
+    "compile_by_inductor", "compile_number", "extract", "functorch_config", "graph_calls", "graph_number",
+    "has_unknown_sizes", "held_inputs", "hint", "inductor_config", "is_getitem", "is_random", "is_view", "makes_sizes",
+    "min_cut_rematerialization_partition", "must_be_saved", "must_run_in_forward", "op_types", "options_of_mode",
+    "plain_saved", "prepare", "recompile_limit", "select_decomp_table", "short_name", "size_node",
 ]  # fmt: skip
+
+_FUNCTION = named("CompiledFunctionBackward", "_forward_cls")
+"""The function that a node of autograd's graph is the backward of."""
+_GRAPH_NUMBER = named("CompiledFunction", "_aot_id")
+"""The number of the joint graph that AOTAutograd made a function of."""
 
 op_types = cache(partitioners.get_default_op_list)
 if hasattr(symbolic_shapes, "optimization_hint"):
@@ -35,15 +49,34 @@ def hint(size: int | torch.SymInt) -> int:
     return int(_number_of(size))
 
 
+def compile_by_inductor(module: fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> Callable[..., Any]:
+    """What Inductor makes of `module` under these settings of its own."""
+    from torch._inductor.compile_fx import compile_fx  # takes seconds
+
+    return compile_fx(module, inputs, config_patches=settings)
+
+
+def options_of_mode(mode: str) -> dict[str, Any]:
+    """The settings of Inductor's that one of torch.compile's modes stands for."""
+    from torch._inductor import list_mode_options
+
+    return list_mode_options(mode)
+
+
+def recompile_limit() -> int:
+    """How often Dynamo compiles one function before it runs as it is."""
+    return torch._dynamo.config.recompile_limit
+
+
 def compile_number() -> tuple[str, str]:
     """Numbers of the function that is being compiled and of this compilation; "" where torch.compile has no part."""
-    compiling = torch._guards.CompileContext.current_compile_id()
+    compiling = CompileContext.current_compile_id()
     return ("", "") if compiling is None else (str(compiling.frame_id), str(compiling))
 
 
 def graph_number() -> int | None:
     """The number of the joint graph that AOTAutograd is partitioning, by which `graph_calls` knows its calls."""
-    tracing = torch._guards.TracingContext.try_get()
+    tracing = TracingContext.try_get()
     names = None if tracing is None else tracing.aot_graph_name
     return int(names[0].partition("_")[0]) if names else None
 
@@ -59,8 +92,8 @@ def graph_calls(result: torch.Tensor) -> Iterator[tuple[int, type]]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        function = getattr(node, "_forward_cls", None)
-        number = getattr(function, "_aot_id", None)
+        function = getattr(node, _FUNCTION, None)
+        number = getattr(function, _GRAPH_NUMBER, None)
         if number is not None:
             yield number, function
         pending += [before for before, _ in node.next_functions]
@@ -90,7 +123,7 @@ def prepare(module: fx.GraphModule) -> str | None:
     """Simplify a joint graph as torch's partitioner does; returns why it must be left to that one, or None."""
     module.graph.eliminate_dead_code()
     module.recompile()
-    if torch._functorch.config.cse:
+    if functorch_config.cse:
         module.graph = fx_graph_cse(module.graph)
     _copy_what_forward_writes_to(module.graph)
     if partitioners.has_recomputable_ops(module):
@@ -174,16 +207,16 @@ def extract(
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers, or makes the seeds that others draw from."""
     target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
-    if target.namespace == "prims" and target._opname.startswith("inductor_"):
+    if target.namespace == "prims" and op_name(target).startswith("inductor_"):
         return True
     return torch.Tag.nondeterministic_seeded in target.tags and _argument(node, "dropout_p") != 0.0
 
 
 def _argument(node: fx.Node, name: str) -> Any:
     """What `node` is given for the argument `name` of its schema; None if it has no such argument."""
-    for position, argument in enumerate(node.target._schema.arguments):
+    for position, argument in enumerate(schema_of(node.target).arguments):
         if argument.name == name:
             given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
             return argument.default_value if given is None else given
@@ -201,7 +234,7 @@ def must_run_in_forward(node: fx.Node) -> bool:
 
 def short_name(node: fx.Node) -> str:
     """What an operator does, whichever overload of it does so, as tapes have it; "" for what is no operator."""
-    return getattr(node.target, "_opname", "").strip("_")
+    return op_name(node.target).strip("_") if isinstance(node.target, OpOverload) else ""
 
 
 def is_getitem(node: fx.Node) -> bool:
@@ -211,7 +244,7 @@ def is_getitem(node: fx.Node) -> bool:
 def is_view(node: fx.Node) -> bool:
     """Whether a node shows the storage of its first input: torch's partitioner has a list, and schemas say it too."""
     target: Any = node.target
-    return op_types().is_view(node) or (isinstance(target, torch._ops.OpOverload) and target.is_view)
+    return op_types().is_view(node) or (isinstance(target, OpOverload) and target.is_view)
 
 
 def has_unknown_sizes(tensor: torch.Tensor) -> bool:

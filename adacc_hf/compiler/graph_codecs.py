@@ -7,7 +7,6 @@ from functools import cache
 
 import torch
 from torch import fx
-from torch.utils._mode_utils import no_dispatch
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.profile import CodecOption
@@ -18,6 +17,7 @@ from adacc_hf.compiler.rewrite import memory_order
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.price.codec_options import FINER, assumed_outliers, codecs_of_role, make_codec, relative_error
 from adacc_hf.price.precision import attention_bias
+from adacc_hf.torch_glue.private import SOFTMAX, no_dispatch
 
 aten = torch.ops.aten
 _MASKING = {aten.where, aten.mul, aten.div, aten.clone, torch.ops.prims.convert_element_type}
@@ -86,7 +86,7 @@ def is_attention_bias(node: fx.Node) -> bool:
 def _is_softmax(node: fx.Node) -> bool:
     """Whether a value is a softmax, which is exp / sum once it is decomposed, perhaps masked, scaled or cast."""
     packet = getattr(node.target, "overloadpacket", None)
-    if packet is aten._softmax:
+    if packet is SOFTMAX:
         return True
     if packet is aten.div and getattr(getattr(node.args[0], "target", None), "overloadpacket", None) is aten.exp:
         return True

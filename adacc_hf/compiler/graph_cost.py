@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._mode_utils import no_dispatch
 
 from adacc_hf.compiler.functorch import hint, op_types
 from adacc_hf.compiler.joint_graph import is_held, nbytes_of, readers, root_of
 from adacc_hf.kernels.codecs import Codec
 from adacc_hf.price.timing import REPEATS, median_ms
+from adacc_hf.torch_glue.private import no_dispatch, tree_map_only
 
 
 @dataclass(frozen=True)
@@ -287,5 +287,5 @@ def _hinted(sizes: Any) -> tuple[int, ...]:
 
 def _measure(target: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> float:
     with no_dispatch(), torch.no_grad():
-        args, kwargs = torch.utils._pytree.tree_map_only(_Example, _Example.make, (args, kwargs))
+        args, kwargs = tree_map_only(_Example, _Example.make, (args, kwargs))
         return least_ms(lambda: target(*args, **kwargs), device)

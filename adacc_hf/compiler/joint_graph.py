@@ -25,6 +25,7 @@ from adacc_hf.compiler.functorch import (
     must_run_in_forward,
     op_types,
 )
+from adacc_hf.torch_glue.private import OpOverload, schema_of
 
 
 @dataclass(frozen=True)
@@ -192,8 +193,8 @@ def _is_replayable(node: fx.Node) -> bool:
     What makes sizes would make other ones.
     """
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+    if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
         return False
-    if is_random(node) or makes_sizes(node) or target._schema.is_mutable:
+    if is_random(node) or makes_sizes(node) or schema_of(target).is_mutable:
         return False
     return not any(must_be_saved(made) for made in (node, *node.users) if made is node or is_getitem(made))

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomKnapsackSolver
 
+from adacc_hf.compiler.functorch import CustomKnapsackSolver
 from adacc_hf.compiler.graph_cost import OperatorTimes
 from adacc_hf.solve.linear_program import Program, Solver, SolverLog
 

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from adacc_hf.compiler.functorch import hint, is_getitem, op_types
 from adacc_hf.compiler.joint_graph import is_held, nbytes_of, root_of
+from adacc_hf.torch_glue.private import TorchDispatchMode, tree_leaves
 
 
 def most_live_bytes(graph: fx.Graph, elsewhere: Set[str]) -> int:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, fx
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
@@ -41,7 +40,7 @@ GRAPH_SETTINGS = (
 """The fields of `AdaccConfig` that a graph is cut by; the others are about blocks, profiles and tracking."""
 
 
-class AdaccPartitioner(CustomPartitionerFn):
+class AdaccPartitioner(functorch.CustomPartitionerFn):
     """Keeps, codes or recomputes every forward value of a region, within `memory_budget`.
 
     A budget that is a fraction in (0, 1] is one of the bytes that torch's own partitioner would save; each region of a

@@ -11,15 +11,14 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor import config as inductor
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.files import read_json, write_json
 from adacc_hf.artifacts.policy import COMPILED_FORMAT, RECOMPUTE, Action, Choice
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.compiler.functorch import is_getitem
+from adacc_hf.compiler.functorch import cache_dir, inductor_config, is_getitem
 from adacc_hf.compiler.joint_graph import JointGraph
+from adacc_hf.torch_glue.private import COMPILED_MODULE
 
 FORMAT_VERSION = 3
 
@@ -246,7 +245,7 @@ def module_path(node: fx.Node) -> str:
         return ""
     path = str(list(stack.values())[-1][0])
     path = path.partition("]")[2].lstrip(".") if path.startswith("L[") else path
-    return ".".join(part for part in path.split(".") if part not in ("module", "_orig_mod"))
+    return ".".join(part for part in path.split(".") if part not in ("module", COMPILED_MODULE))
 
 
 # Plans of earlier runs, beside Inductor's code: prices are measured, and a plan made anew would miss that code.
@@ -276,4 +275,4 @@ class PlanStore:
 
 
 def _is_on() -> bool:
-    return inductor.fx_graph_cache and not inductor.force_disable_caches
+    return inductor_config.fx_graph_cache and not inductor_config.force_disable_caches

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from adacc_hf.compiler.functorch import hint, size_node
+from adacc_hf.compiler.functorch import hint, select_decomp_table, size_node
 from adacc_hf.compiler.joint_graph import root_of
 from adacc_hf.kernels.codecs import Codec
+from adacc_hf.torch_glue.private import FakeTensorMode, tree_leaves
 
 
 def compress_saved(
@@ -118,7 +117,7 @@ def _inline(graph: fx.Graph, traced: fx.GraphModule, inputs: Sequence[fx.Node]) 
         if node.op == "placeholder":
             found[node] = next(given)
         elif node.op == "output":
-            return [found[result] for result in torch.utils._pytree.tree_leaves(node.args[0])]
+            return [found[result] for result in tree_leaves(node.args[0])]
         else:
             found[node] = graph.node_copy(node, lambda read: found[read])
     raise AssertionError("a traced graph ends with its output")

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.policy import Action, Plan, Policy
 from adacc_hf.artifacts.profile import KindProfile, Profile
+from adacc_hf.torch_glue.private import schema_of
 
 
 def selective_contexts(profile: Profile, policy: Policy) -> Callable[[], tuple[Any, Any]]:
@@ -51,7 +52,7 @@ class _SaveCalls:
         call = (str(operator), counts[str(operator)])
         counts[str(operator)] += 1
         # What is changed in place is read as it was before too: its random numbers are drawn again instead.
-        is_saved = call in self._stored and not operator._schema.is_mutable
+        is_saved = call in self._stored and not schema_of(operator).is_mutable
         return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 

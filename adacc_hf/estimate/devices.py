@@ -13,6 +13,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from adacc_hf.price.timing import median_ms
+from adacc_hf.torch_glue.private import attention_operator, op_name, tree_leaves
 
 GB = 10**9
 TERA = 10**12
@@ -140,10 +141,10 @@ def _product_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict
 
 def _counted_as(target: Any) -> Any:
     """The operator whose count of operations stands for that of `target`."""
-    if target.overloadpacket is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-        return torch.ops.aten._scaled_dot_product_flash_attention
-    if target.overloadpacket is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        return torch.ops.aten._scaled_dot_product_flash_attention_backward
+    if target.overloadpacket is attention_operator("cpu"):
+        return attention_operator("flash")
+    if target.overloadpacket is attention_operator("cpu_backward"):
+        return attention_operator("flash_backward")
     return target.overloadpacket
 
 
@@ -152,9 +153,9 @@ def _with_all_heads(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
     torch before 2.13 cannot count the operations of fewer.
     """
-    if "scaled_dot_product" not in target._opname:
+    if "scaled_dot_product" not in op_name(target):
         return args
-    first = 1 if target._opname.endswith("backward") else 0  # the gradient comes before the queries
+    first = 1 if op_name(target).endswith("backward") else 0  # the gradient comes before the queries
     query, key, value = args[first : first + 3]
     heads = [tensor[:, :1].expand(-1, query.shape[1], -1, -1) for tensor in (key, value)]
     return (*args[: first + 1], *heads, *args[first + 3 :])
@@ -167,7 +168,7 @@ def _touched_bytes(tensor: torch.Tensor) -> int:
 
 
 def _tensors(tree: Any) -> Sequence[torch.Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(tree)
+    leaves = tree_leaves(tree)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from adacc_hf.torch_glue.compat import owner_of, owns_its_node
+from adacc_hf.torch_glue.private import input_metadata, sequence_number, storage_owners
 from adacc_hf.torch_glue.tensors import calling
 
 Key = tuple[str, int]
@@ -91,7 +92,7 @@ class _Walk:
 
     def _pass_on(self, child: Any, slot: int, gradient: torch.Tensor | None) -> None:
         key = _key(child)
-        metadata = child._input_metadata
+        metadata = input_metadata(child)
         inputs = self._gradients.setdefault(key, [None] * len(metadata))
         if gradient is not None:
             gradient = _fitted(gradient, metadata[slot])
@@ -111,7 +112,7 @@ class _Walk:
 
 def _key(node: Any) -> Key:
     variable = getattr(node, "variable", None)
-    return ("node", node._sequence_nr()) if variable is None else ("leaf", id(variable))
+    return ("node", sequence_number(node)) if variable is None else ("leaf", id(variable))
 
 
 def _count_edges(root: Any) -> dict[Key, int]:
@@ -131,7 +132,7 @@ def _count_edges(root: Any) -> dict[Key, int]:
 def _apply(node: Any, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """The gradients of a node's inputs."""
     if isinstance(node, torch.autograd.function.BackwardCFunction):
-        filled = [_zeros(m) if g is None else g for g, m in zip(gradients, node._input_metadata, strict=True)]
+        filled = [_zeros(m) if g is None else g for g, m in zip(gradients, input_metadata(node), strict=True)]
         result = node.apply(*filled)
     else:
         result = node(*gradients)
@@ -158,7 +159,7 @@ def _sum(earlier: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
 
 def _is_sole_owner(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
-    return tensor.is_contiguous() and torch._C._storage_Use_Count(storage._cdata) <= _ALONE
+    return tensor.is_contiguous() and storage_owners(storage) <= _ALONE
 
 
 def _accumulate(variable: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -176,7 +177,7 @@ def _accumulate(variable: torch.Tensor, gradient: torch.Tensor | None) -> None:
 def _owners_when_alone() -> int:
     tensor = torch.empty(1)
     storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata)
+    return storage_owners(storage)
 
 
 _ALONE = _owners_when_alone()

@@ -17,16 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from adacc_hf.artifacts.errors import FakeDeviceError
 from adacc_hf.kernels._compiler import build
 from adacc_hf.torch_glue.compat import no_packed_sequences
 from adacc_hf.torch_glue.memory import MemoryMeter, MemoryPoint
+from adacc_hf.torch_glue.private import FakeTensorMode, TorchDispatchMode, attention_operator, storage_key, tree_leaves
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FLASH_HEAD_DIM = 256
@@ -125,7 +123,7 @@ def _attention(
         return _flash(query, key, value, dropout_p, is_causal, scale)
     if not enable_gqa or query.shape[1] == key.shape[1]:
         return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
-    return torch.ops.aten._scaled_dot_product_attention_math(
+    return attention_operator("math")(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
 
@@ -141,7 +139,7 @@ def _flash(
     width = query.shape[-1]
     scale = width**-0.5 if scale is None else scale
     padded = [pad(t, (0, -width % _ALIGNED)) if width % _ALIGNED else t for t in (query, key, value)]
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention
+    kernel = attention_operator("flash")
     return kernel(*padded, dropout_p, is_causal, False, scale=scale)[0][..., :width]
 
 
@@ -156,7 +154,7 @@ def _efficient(
 ) -> torch.Tensor:
     if attn_mask is not None:
         attn_mask = _as_bias(attn_mask, query, key)
-    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    kernel = attention_operator("efficient")
     wants_sums = any(tensor.requires_grad for tensor in (query, key, value))
     return kernel(query, key, value, attn_mask, wants_sums, dropout_p, is_causal, scale=scale)[0]
 
@@ -211,7 +209,7 @@ class FakeMemoryMeter(MemoryMeter):
 
     def add(self, storage: torch.UntypedStorage) -> None:
         """Count a new storage until it dies."""
-        key, nbytes = storage._cdata, storage.nbytes()
+        key, nbytes = storage_key(storage), storage.nbytes()
         if key in self._storages:
             return
         self._storages.add(key)
@@ -238,9 +236,9 @@ class _WatchStorages(TorchDispatchMode):
         result = func(*args, **kwargs)
         if self._meter.price_ms is not None:
             self._meter.total_ms += self._meter.price_ms(func, args, kwargs, result)
-        given = {_storage(leaf)._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        given = {storage_key(_storage(leaf)) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and _storage(leaf)._cdata not in given:
+            if isinstance(leaf, torch.Tensor) and storage_key(_storage(leaf)) not in given:
                 self._meter.add(_storage(leaf))
         return result
 

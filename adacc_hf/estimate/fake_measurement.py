@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.profile import CodecOption
@@ -43,6 +41,7 @@ from adacc_hf.tape.replay import view
 from adacc_hf.tape.tape import Tape, TapeOperator, TensorRef, map_tensors
 from adacc_hf.tape.verification import obtainable
 from adacc_hf.torch_glue.memory import MemoryMeter, count_static_bytes, forward_loss
+from adacc_hf.torch_glue.private import TorchDispatchMode, schema_of, unset_fake_temporarily
 from adacc_hf.torch_glue.states import random_states_kept
 
 NUMBER_BYTES = 16
@@ -214,7 +213,7 @@ def _is_external(place: str, overwritten: bool) -> bool:
 
 def _probability(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The argument that says how much is dropped, or None."""
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.name in ("dropout_p", "p"):
             return args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
     return None

@@ -10,7 +10,6 @@ from itertools import groupby
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
@@ -28,6 +27,13 @@ from adacc_hf.price.codec_options import OUTLIER_SHARE
 from adacc_hf.price.profiler import profile_model
 from adacc_hf.run.blocks import find_blocks
 from adacc_hf.torch_glue.memory import distinct_bytes
+from adacc_hf.torch_glue.private import (
+    DataDependentOutputException,
+    buffers_of,
+    modules_of,
+    parameters_of,
+    unset_fake_temporarily,
+)
 
 
 @dataclass(frozen=True)
@@ -134,7 +140,7 @@ def fake_model(workload: Workload) -> Iterator[FakeModel]:
     with fake_tensors(workload.trace):
         try:
             yield FakeModel(workload)
-        except (torch._subclasses.fake_tensor.DataDependentOutputException, TypeError) as error:
+        except (DataDependentOutputException, TypeError) as error:
             name = type(workload.config).__name__
             raise AdaccError(
                 f"a step of {name}'s language model cannot be traced without data ({type(error).__name__}: {error}): "
@@ -165,7 +171,7 @@ def _from_meta(model: nn.Module) -> None:
     """Put new tensors on the default device in place of those on meta; one that is there twice stays one."""
     new: dict[int, torch.Tensor] = {}
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+        for tensors in (parameters_of(module), buffers_of(module)):
             for name, old in tensors.items():
                 if old is None:
                     continue
@@ -303,15 +309,15 @@ def plan_thinning(model: nn.Module, profile: Profile) -> Thinning:
 def thinned(model: nn.Module, thinning: Thinning) -> Iterator[None]:
     """While open, the blocks that `thinning` leaves out are not in `model`."""
     parents = [model.get_submodule(path) for path in {_parent(name) for name in thinning.dropped}]
-    before = [(parent, dict(parent._modules)) for parent in parents]
+    before = [(parent, dict(modules_of(parent))) for parent in parents]
     for name in thinning.dropped:
-        del model.get_submodule(_parent(name))._modules[name.rpartition(".")[2]]
+        del modules_of(model.get_submodule(_parent(name)))[name.rpartition(".")[2]]
     try:
         yield
     finally:
         for parent, modules in before:
-            parent._modules.clear()
-            parent._modules.update(modules)
+            modules_of(parent).clear()
+            modules_of(parent).update(modules)
 
 
 def _cached_bytes(profile: Profile, kind: int) -> int:

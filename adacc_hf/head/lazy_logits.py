@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
 
 from adacc_hf.artifacts.errors import ChunkedHeadError
 from adacc_hf.head.chunked_loss import chunked_cross_entropy
+from adacc_hf.torch_glue.private import DisableTorchFunctionSubclass, keeps_graph, make_wrapper_subclass, tree_map
 
 
 class Watcher(Protocol):
@@ -133,7 +133,7 @@ class LazyLogits(Tensor):
 
     def handed_on(self) -> LazyLogits:
         """The same logits for an autograd function to return."""
-        lazy = Tensor._make_wrapper_subclass(LazyLogits, self.shape, dtype=self.dtype, device=self.device)
+        lazy = make_wrapper_subclass(LazyLogits, self.shape, dtype=self.dtype, device=self.device)
         lazy.call, lazy.rows, lazy.make, lazy.made = self.call, self.rows, lambda: self.whole().detach(), None
         lazy.is_handed_on = True
         return lazy
@@ -147,12 +147,12 @@ class LazyLogits(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else kwargs.get("input")
         if isinstance(first, LazyLogits) and first.made is None:
             if func is Tensor.register_hook and _is_of_deepspeed(*args[1:], **kwargs):
-                with torch._C.DisableTorchFunctionSubclass():
+                with DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if func in _UNSUPPORTED:
                 raise ChunkedHeadError(
@@ -180,7 +180,7 @@ class _Stand(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.remake, ctx.sources = remake, sources
         device = sources[0].device
-        return Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=device, requires_grad=False)
+        return make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=device, requires_grad=False)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -202,7 +202,7 @@ class _Stand(torch.autograd.Function):
 def _let_go(ctx: Any) -> None:
     """Free what a stand-in is made from as autograd frees saved tensors, which lazy logits must not be: saved, they
     would be shown to hooks, and made."""
-    if not torch._C._autograd._get_current_graph_task_keep_graph():
+    if not keeps_graph():
         ctx.remake, ctx.sources = None, ()
 
 

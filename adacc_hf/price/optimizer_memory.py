@@ -14,6 +14,7 @@ from torch import nn
 
 from adacc_hf.artifacts.errors import OptimizerStateError
 from adacc_hf.torch_glue.memory import MemoryMeter, members_of, optimizer_tensors, tensors_beside_state, tensors_in
+from adacc_hf.torch_glue.private import storage_key
 from adacc_hf.torch_glue.states import random_states_kept
 from adacc_hf.torch_glue.tensors import local_of, parts_with_memory
 
@@ -212,4 +213,4 @@ def _storages(tensors: Iterable[torch.Tensor], device: torch.device | None = Non
     """The bytes of the distinct storages of `tensors`, of those on `device` if it is given."""
     here = [tensor for tensor in tensors if device is None or tensor.device == device]
     storages = [part.untyped_storage() for tensor in here for part in parts_with_memory(tensor)]
-    return {storage._cdata: storage.nbytes() for storage in storages}
+    return {storage_key(storage): storage.nbytes() for storage in storages}

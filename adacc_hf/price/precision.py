@@ -14,6 +14,7 @@ from typing import Any
 
 from adacc_hf.artifacts.index_values import is_statistic
 from adacc_hf.tape.tape import Tape, TapeOperator, TensorRef, tensor_refs
+from adacc_hf.torch_glue.private import OpOverload, schema_of
 
 SUMMARY_RATIO = 8
 """What has a dimension less than what it is made of and this many times fewer elements saves little by codecs, and each
@@ -75,7 +76,7 @@ def attention_bias(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 def attention_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments by name of an operator that is fused attention, or its backward; none of another one."""
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target) if isinstance(target, OpOverload) else None
     if schema is not None and any(name in schema.name for name in ("attention", "attn")):
         names = [argument.name for argument in schema.arguments]
     elif getattr(target, "__name__", "").startswith("flex_attention"):

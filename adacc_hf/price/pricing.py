@@ -19,6 +19,7 @@ from adacc_hf.tape.recorder import MOVES_STORAGE, is_freed
 from adacc_hf.tape.replay import Environment, Step
 from adacc_hf.tape.tape import Tape
 from adacc_hf.torch_glue.memory import MemoryMeter
+from adacc_hf.torch_glue.private import schema_of
 from adacc_hf.torch_glue.tensors import storage_of
 
 log = logging.getLogger(__name__)
@@ -137,7 +138,7 @@ def _runs(tape: Tape, bases: Sequence[torch.Tensor]) -> Iterator[tuple[int, Call
         else:
             # Collectives are left out: the other ranks may know the prices already, and would not take part.
             is_own = not operator.is_collective
-            ready = bool(operator.made()) and is_own and operator.target._schema.name not in MOVES_STORAGE
+            ready = bool(operator.made()) and is_own and schema_of(operator.target).name not in MOVES_STORAGE
         if not ready or any(environment[value] is None for value in operator.inputs()):
             continue
         step = Step(operator, tape)

@@ -14,6 +14,7 @@ from adacc_hf.artifacts.profile import Shared
 from adacc_hf.price.gradient_probe import GradientErrors
 from adacc_hf.tape.call_key import KnownShapes
 from adacc_hf.tape.tape import Source, Tape
+from adacc_hf.torch_glue.private import storage_key
 from adacc_hf.torch_glue.tensors import storage_of
 
 
@@ -137,4 +138,4 @@ class Sharing:
 
 def address_of(tensor: torch.Tensor) -> int:
     """What tells storages apart as long as they live."""
-    return storage_of(tensor)._cdata
+    return storage_key(storage_of(tensor))

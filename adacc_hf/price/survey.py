@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.index_values import SPOILED_ERROR
@@ -35,6 +34,7 @@ from adacc_hf.tape.recorder import HIDDEN, Recorder
 from adacc_hf.tape.tape import Source, Tape
 from adacc_hf.tape.verification import obtainable
 from adacc_hf.torch_glue.memory import forward_loss
+from adacc_hf.torch_glue.private import storage_key, tree_leaves
 from adacc_hf.torch_glue.ranks import all_or_none, is_sharded
 from adacc_hf.torch_glue.tensors import storage_of
 
@@ -171,8 +171,8 @@ class Survey:
 
     def _note_outside(self, tensor: torch.Tensor) -> None:
         storage = storage_of(tensor)
-        if storage._cdata not in self._outside:
-            self._outside[storage._cdata] = StorageWeakRef(storage)
+        if storage_key(storage) not in self._outside:
+            self._outside[storage_key(storage)] = StorageWeakRef(storage)
 
     def kinds(self) -> list[KindProfile]:
         """One profile per kind, its memory still to be measured; every block is told its kind."""

@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from adacc_hf.torch_glue.private import sleep_on_gpu
+
 REPEATS = 5
 """Runs per price, after one to warm up; the median stands. Five bound the effect of one interruption."""
 
@@ -91,7 +93,7 @@ def on_cuda(
             if before is not None:
                 before()
             torch.cuda.synchronize()
-            torch.cuda._sleep(busy_cycles)
+            sleep_on_gpu(busy_cycles)
             start.record()
             begin = time.perf_counter()
             run()

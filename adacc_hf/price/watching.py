@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from adacc_hf.artifacts.profile import KindProfile, Shared
 from adacc_hf.price.measurement import Instruments
@@ -16,6 +15,7 @@ from adacc_hf.run.blocks import Strategy
 from adacc_hf.tape.call_inputs import find_external
 from adacc_hf.tape.tape import Source
 from adacc_hf.torch_glue.memory import MemoryMeter
+from adacc_hf.torch_glue.private import tree_leaves
 from adacc_hf.torch_glue.tensors import local_of
 
 

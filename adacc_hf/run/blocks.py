@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from adacc_hf.artifacts.errors import CompiledBlockError, NestedHooksError, NoBlocksError
@@ -36,6 +35,7 @@ from adacc_hf.torch_glue.compat import (
     run_inside_hooks,
     without_caches,
 )
+from adacc_hf.torch_glue.private import tree_leaves
 
 _ABSENT = object()
 

@@ -24,9 +24,19 @@ from adacc_hf.kernels.codecs import Codec
 from adacc_hf.tape.comparison import CheckingRecorder
 from adacc_hf.tape.compiled_plan import CompiledPlan
 from adacc_hf.tape.recorder import CHANGED_UNSEEN, COMPILED, Drawing, Recorder, runs_compiled_code
-from adacc_hf.tape.replay import Program, copy_with_storage, view
+from adacc_hf.tape.replay import Program, view
 from adacc_hf.tape.tape import Source, Tape
-from adacc_hf.torch_glue.tensors import arrived, copied, current_node, is_plain, local_of, spec_of, whole
+from adacc_hf.torch_glue.private import version_of
+from adacc_hf.torch_glue.tensors import (
+    arrived,
+    copied,
+    copy_with_storage,
+    current_node,
+    is_plain,
+    local_of,
+    spec_of,
+    whole,
+)
 
 PackedSlot = tuple[int, Any, "int | None", Any]
 
@@ -77,7 +87,7 @@ class Call:
                 self._store(value, tensor)
             else:
                 self._environment[value] = local_of(tensor)
-                self._versions[value] = tensor, tensor._version
+                self._versions[value] = tensor, version_of(tensor)
         self._slot = 0
         self._schedule = plan.schedule
         self._rank = 0
@@ -105,7 +115,7 @@ class Call:
         if expected.in_cell and not self.has(expected.value):
             self._store(expected.value, tensor)
         if expected.needs is None:
-            return slot, tensor.detach(), tensor._version, None
+            return slot, tensor.detach(), version_of(tensor), None
         cells = self._cells
         return slot, [cells[value] for value in expected.needs], None, None if local is tensor else spec_of(tensor)
 
@@ -140,7 +150,7 @@ class Call:
             self.seen.append(slot)
         program = self._next_program(slot)
         if version is not None:
-            if held._version != version:
+            if version_of(held) != version:
                 raise self._modified(self.plan.slots[slot].value)
             return copied(held) if self.plan.slots[slot].is_read_by_replay and _may_be_overwritten() else held
         if torch.is_grad_enabled() or torch.is_autocast_enabled(self.plan.device_type):
@@ -182,7 +192,7 @@ class Call:
         """Put a stored value into the environment, decoded unless it is still there."""
         cell = cells[self.plan.slots[slot].position[value]]
         if cell.tensor is not None:
-            if cell.saved._version != cell.version:
+            if version_of(cell.saved) != cell.version:
                 raise self._modified(value)
             self._environment[value] = cell.tensor
         elif self._environment[value] is None:
@@ -196,12 +206,12 @@ class Call:
             if value in self._codecs:
                 cell.payload = self._codecs[value].encode(view(local_of(tensor), self.plan.encode_views[value]))
             else:
-                cell.saved, cell.version = tensor.detach(), tensor._version
+                cell.saved, cell.version = tensor.detach(), version_of(tensor)
                 cell.tensor = view(local_of(cell.saved), self.plan.tape.values[value].ref)
 
     def _check_unchanged(self, value: int) -> None:
         tensor, version = self._versions[value]
-        if tensor._version != version:
+        if version_of(tensor) != version:
             raise RuntimeError(
                 f"block {self.block}: {self.plan.tape.values[value].name}, which replay reads in backward, was changed "
                 f"in place after the forward: change it after backward, or on a copy, or train without replay "
@@ -245,7 +255,7 @@ class RecordedSlot:
     __slots__ = ("__weakref__", "content")
 
     def __init__(self, slot: int, tensor: torch.Tensor) -> None:
-        self.content: tuple[int, Any, int | None] = (slot, tensor.detach(), tensor._version)
+        self.content: tuple[int, Any, int | None] = (slot, tensor.detach(), version_of(tensor))
 
 
 class Recording:
@@ -286,7 +296,7 @@ class Recording:
             _, tensor, version = packed.content
             content = self._call.pack(tensor)
             # A tensor that the block changed since stays: backward refuses it, as plain autograd does.
-            if tensor._version == version:
+            if version_of(tensor) == version:
                 packed.content = content
         self._call.finish()
         return self._call.seen
@@ -319,7 +329,7 @@ class Recording:
         Backward reads it as it is then, which is neither what was saved nor what a replay would make.
         """
         slot, tensor, version = packed.content
-        return tensor._version == version and self.recorder.was_written_later(self.recorder.slots[slot])
+        return version_of(tensor) == version and self.recorder.was_written_later(self.recorder.slots[slot])
 
     def _pack(self, tensor: torch.Tensor) -> RecordedSlot:
         packed = RecordedSlot(self.recorder.save(tensor), tensor)
@@ -330,7 +340,7 @@ class Recording:
         if self._call is not None:
             return self._call.unpack(packed.content)
         slot, tensor, version = packed.content
-        if tensor._version != version:
+        if version_of(tensor) != version:
             raise changed_in_place(self.name, f"saved tensor {slot}")
         return tensor
 
@@ -345,7 +355,7 @@ class Kept:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor.detach()
-        self.version = tensor._version
+        self.version = version_of(tensor)
 
 
 class CheckedCall:
@@ -404,6 +414,6 @@ class CheckedCall:
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, Kept):
             return self._call.unpack(packed)
-        if packed.tensor._version != packed.version:
+        if version_of(packed.tensor) != packed.version:
             raise changed_in_place(self.name, "a saved tensor")
         return packed.tensor

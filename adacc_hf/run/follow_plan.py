@@ -25,6 +25,7 @@ from adacc_hf.tape.compiled_plan import CompiledPlan, can_follow, least_memory, 
 from adacc_hf.tape.family import MOST_SIZES, TapeFamily
 from adacc_hf.tape.library import TapeLibrary
 from adacc_hf.tape.tape import Tape
+from adacc_hf.torch_glue.private import version_of
 from adacc_hf.torch_glue.states import RandomStates
 
 log = logging.getLogger(__name__)
@@ -466,7 +467,7 @@ def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:
 def _versions(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
     """How often what a call of `block` might write into was written."""
     given = [tensor for _, tensor in argument_tensors(args, kwargs)]
-    return [tensor._version for tensor in (*block.buffers(), *given)]
+    return [version_of(tensor) for tensor in (*block.buffers(), *given)]
 
 
 def _fitting(codec: Codec, value: int, base: CompiledPlan, sized: CompiledPlan) -> Codec | None:

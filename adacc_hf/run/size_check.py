@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from adacc_hf.artifacts.errors import SavedOtherwiseError
 from adacc_hf.tape.call_inputs import find_external
 from adacc_hf.tape.tape import Tape, TapeOperator, TapeValue, TensorRef, has_storage, leaves
+from adacc_hf.torch_glue.private import TO_COPY, TorchDispatchMode, schema_of, storage_key
 from adacc_hf.torch_glue.tensors import local_of, runs_on_parts
 
-_CAST = torch.ops.aten._to_copy.default
 _CONSTANT = torch.ops.aten.lift_fresh.default
 _FULL = torch.ops.aten.full.default
 _NOT_RUN = (_FULL, torch.ops.aten.native_dropout_backward.default)
@@ -117,7 +116,7 @@ class SizeCheck(TorchDispatchMode):
     def _may_be_missing(self, operator: TapeOperator) -> bool:
         """Whether no operator may run in its place: autocast keeps casts of parameters, which are noted as they are
         read."""
-        if operator.target is _CAST:
+        if operator.target is TO_COPY:
             source = self._values[operator.args[0].value].source
             return source is not None and source.place == "parameter"
         return operator.target in _NOT_RUN
@@ -134,13 +133,13 @@ class SizeCheck(TorchDispatchMode):
 
     def _unexpected(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run what the tape does not have next: it must not make or change a storage."""
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             self._refuse(f"{func} runs, which it has not")
         result = func(*args, **kwargs)
         if _is_cast_of_parameter(func, args):
             return result
-        known = {tensor.untyped_storage()._cdata for tensor in _stored(args, kwargs)}
-        if any(tensor.untyped_storage()._cdata not in known for tensor in _stored(result)):
+        known = {storage_key(tensor.untyped_storage()) for tensor in _stored(args, kwargs)}
+        if any(storage_key(tensor.untyped_storage()) not in known for tensor in _stored(result)):
             self._refuse(f"{func} runs, which it has not")
         return result
 
@@ -150,7 +149,7 @@ class SizeCheck(TorchDispatchMode):
 
 
 def _is_cast_of_parameter(func: Any, args: tuple[Any, ...]) -> bool:
-    return func is _CAST and isinstance(args[0], nn.Parameter)
+    return func is TO_COPY and isinstance(args[0], nn.Parameter)
 
 
 def _same(expected: Any, given: Any) -> bool:

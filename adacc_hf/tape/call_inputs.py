@@ -16,6 +16,20 @@ from torch import nn
 
 from adacc_hf.tape.replay import closure
 from adacc_hf.tape.tape import Source, Tape, has_storage
+from adacc_hf.torch_glue.private import (
+    BUFFERS,
+    MODULES,
+    OPERATES,
+    PARAMETERS,
+    TensorBase,
+    buffers_of,
+    forward_hooks,
+    forward_pre_hooks,
+    modules_of,
+    parameters_of,
+    schema_of,
+    storage_key,
+)
 from adacc_hf.torch_glue.tensors import local_of, runs_on_parts, storage_of
 
 Args = tuple[Any, ...]
@@ -23,8 +37,6 @@ Kwargs = dict[str, Any]
 
 _INERT = frozenset({"num_items_in_batch"})
 """Arguments that Transformers passes through blocks to the loss; they differ at every step and change nothing here."""
-_REGISTERS = ("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks")
-"""Where a module has what decides which operators it runs."""
 _KEYS, _VALUES = methodcaller("keys"), methodcaller("values")
 
 
@@ -55,11 +67,11 @@ class StatePaths:
 
     def __init__(self, block: nn.Module) -> None:
         modules = dict(block.named_modules())
-        registers = [module._parameters for module in modules.values()]
+        registers = [parameters_of(module) for module in modules.values()]
         self._parameters = [(each, name) for each in registers for name, given in each.items() if given is not None]
-        self._registers = [vars(module)[name] for module in modules.values() for name in _REGISTERS]
+        self._registers = [vars(module)[name] for module in modules.values() for name in OPERATES]
         self._filled = [register for register in self._registers if register]  # most are empty, and counted only
-        self._children = [module._modules for module in modules.values() if module._modules]
+        self._children = [modules_of(module) for module in modules.values() if modules_of(module)]
         self._before = self._content()
         self.structure = hash(tuple((path, *_made_of(module)) for path, module in modules.items()))
         """The same for blocks of the same modules, with the same names and hooks."""
@@ -88,7 +100,7 @@ def call_key(paths: StatePaths, args: Args, kwargs: Kwargs) -> Any:
     tensors = []
     device_type = "cpu"
     for path, tensor in argument_tensors(args, kwargs):
-        alias = storages.setdefault(storage_of(tensor)._cdata, len(storages))
+        alias = storages.setdefault(storage_key(storage_of(tensor)), len(storages))
         device_type = tensor.device.type
         is_strided = tensor.layout is torch.strided
         place = (tensor.stride(), tensor.storage_offset()) if is_strided else tensor.layout
@@ -101,8 +113,8 @@ def call_key(paths: StatePaths, args: Args, kwargs: Kwargs) -> Any:
 
 def _made_of(module: nn.Module) -> tuple[Any, ...]:
     """A module's class, names and hooks, all by name: parametrize makes each module a class of its own."""
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    names = [*module._parameters, None, *module._buffers, None, *map(_name_of, hooks)]
+    hooks = [*forward_pre_hooks(module).values(), *forward_hooks(module).values()]
+    names = [*parameters_of(module), None, *buffers_of(module), None, *map(_name_of, hooks)]
     return _name_of(type(module)), tuple(names)
 
 
@@ -119,7 +131,7 @@ def state_layout(block: nn.Module) -> Hashable:
     storages: dict[int, int] = {}
     tensors = [local_of(tensor) for tensor in (*block.parameters(), *block.buffers())]
     return tuple(
-        (storages.setdefault(t.untyped_storage()._cdata, len(storages)), t.storage_offset(), t.stride())
+        (storages.setdefault(storage_key(t.untyped_storage()), len(storages)), t.storage_offset(), t.stride())
         for t in tensors
         if has_storage(t)
     )
@@ -143,8 +155,8 @@ def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) 
         path, name = _split(source.path[0])
         owner = _owner(block, path)
         if source.place == "buffer":
-            return owner._buffers[name].detach()  # `buffer.data = ...` leaves this one as it is
-        parameter = owner._parameters[name]
+            return buffers_of(owner)[name].detach()  # `buffer.data = ...` leaves this one as it is
+        parameter = parameters_of(owner)[name]
         return find_held(parameter, source.path[1:]) if source.place == "attached" else parameter
     return _argument(source.path, args, kwargs).detach()
 
@@ -182,7 +194,7 @@ def _split(name: str) -> tuple[tuple[str, ...], str]:
 
 def _owner(block: nn.Module, path: tuple[str, ...]) -> nn.Module:
     for step in path:
-        block = block._modules[step]
+        block = modules_of(block)[step]
     return block
 
 
@@ -198,7 +210,7 @@ PLACES = ("attached", "module")
 """Of their sources: on a parameter, and on a module."""
 _DEPTH = 2
 """Containers and objects between a module, or a parameter, and a tensor of its own."""
-_REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})
+_REGISTERED = frozenset({PARAMETERS, BUFFERS, MODULES})
 
 
 def held_tensors(block: nn.Module) -> Iterator[tuple[Source, torch.Tensor]]:
@@ -276,9 +288,9 @@ def deciding_tensors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
     """The tensors whose data decides what an operator returns into Python, or its result's size."""
     if not _TAGS.intersection(func.tags):
         return []
-    if func._schema.name == "aten::index":  # which depends on masks only; numbers are looked up
+    if schema_of(func).name == "aten::index":  # which depends on masks only; numbers are looked up
         return [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
-    if func._schema.name == "aten::masked_select":
+    if schema_of(func).name == "aten::masked_select":
         return [args[1]]
     return [arg for arg in args if isinstance(arg, torch.Tensor)]
 
@@ -319,7 +331,7 @@ class _Watch:
                     setattr(torch.Tensor, method, function)
 
     def _watching(self, method: str) -> Callable[..., Any]:
-        original = self._before[method] or getattr(torch._C.TensorBase, method)
+        original = self._before[method] or getattr(TensorBase, method)
 
         def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             notes = self._notes.get(get_ident())

@@ -18,6 +18,7 @@ from adacc_hf.tape.call_inputs import Args, Kwargs, StatePaths, call_key, data_a
 from adacc_hf.tape.family import TapeFamily
 from adacc_hf.tape.tape import Tape
 from adacc_hf.torch_glue.compat import PretrainedConfig
+from adacc_hf.torch_glue.private import MODULES
 
 MAX_SHAPES = 512
 """Shapes a block remembers; the least recently used one goes. A tape and a plan on it are some 130 KiB of Python
@@ -226,7 +227,7 @@ class PythonState:
         self._content: dict[str, str] = {}
         self._seen = _Seen()
         for path, values in _holders(self._block):
-            is_module = "_modules" in values
+            is_module = MODULES in values
             names = [name for name in values if not is_module or name not in _REGISTERS]
             names = [name for name in names if _is_plain(values[name]) and _join(path, name) not in self._ignored]
             self._content |= {_join(path, name): repr(values[name]) for name in names}

@@ -16,6 +16,7 @@ from adacc_hf.tape.call_inputs import PLACES, find_external
 from adacc_hf.tape.replay import Environment, Program, Store, closure, schedule, single_program
 from adacc_hf.tape.tape import Source, Tape, TapeOperator, TensorRef, geometry_of
 from adacc_hf.tape.verification import merged, substituted
+from adacc_hf.torch_glue.private import storage_key
 
 
 class Slot:
@@ -159,7 +160,7 @@ class CompiledPlan:
         for place in self._held:
             _, source = self.externals[place]
             now = find_external(source, block, (), {})
-            if now is None or now.untyped_storage()._cdata != before[place][1].untyped_storage()._cdata:
+            if now is None or storage_key(now.untyped_storage()) != storage_key(before[place][1].untyped_storage()):
                 return source
         return None
 

@@ -24,6 +24,7 @@ import torch
 from adacc_hf.artifacts.profile_sizes import Basis, Column, Polynomial, independent
 from adacc_hf.tape.tape import Geometry, Tape, TapeOperator, TapeValue, TensorRef
 from adacc_hf.tape.verification import obtainable
+from adacc_hf.torch_glue.private import attention_name, op_name
 
 ENOUGH = 3
 """Records that a family is made of: two sizes tell what a number is a multiple of, the third one checks it."""
@@ -35,7 +36,7 @@ MOST_GROUPS = 8
 MOST_SIZES = 32
 """Sizes whose tapes are kept at hand. To evaluate one anew takes less than a millisecond."""
 
-_PLANS_IN_SECOND_THREADS = ("_scaled_dot_product_cudnn_attention",)
+_PLANS_IN_SECOND_THREADS = (attention_name("cudnn"),)
 """Operators whose library builds a plan for each shape in each thread: replayed, they would build a second one in
 autograd's thread, which takes up to half a second at every new size."""
 
@@ -496,7 +497,7 @@ class _Group:
 
 def _made_by(tape: Tape, names: Collection[str]) -> set[int]:
     """Values that operators of these names make."""
-    return {value for op in tape.operators if op.target._opname in names for value in op.made()}
+    return {value for op in tape.operators if op_name(op.target) in names for value in op.made()}
 
 
 def without_values(tape: Tape, recomputable: frozenset[int], values: Collection[int]) -> frozenset[int]:

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from adacc_hf.tape.call_inputs import PLACES, Read, argument_tensors, deciding_tensors, held_tensors, judge, watched
 from adacc_hf.tape.replay import share_elements, view
@@ -29,6 +27,17 @@ from adacc_hf.tape.tape import (
     tensor_refs,
 )
 from adacc_hf.torch_glue.compat import attention_of, cast_from, class_name
+from adacc_hf.torch_glue.private import (
+    COMPILED_MODULE,
+    TO_COPY,
+    TensorBase,
+    TorchDispatchMode,
+    compiled_call,
+    op_name,
+    schema_of,
+    storage_key,
+    tree_leaves,
+)
 from adacc_hf.torch_glue.states import PythonStates
 from adacc_hf.torch_glue.tensors import local_of, runs_on_parts, storage_of, wraps_others
 
@@ -36,7 +45,6 @@ _NO_OPERATORS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, to
 """The last is how a tensor without memory is asked for its device."""
 _CONSTANT = torch.ops.aten.lift_fresh.default
 """What torch.tensor() puts its new tensor through."""
-_CAST = torch.ops.aten._to_copy.default
 MOVES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_"}
 """Operators that put another storage under a tensor."""
 DICE = "it draws from Python's or numpy's random generators, on which any of its operators may depend"
@@ -81,7 +89,7 @@ class Recorder(TorchDispatchMode):
         """By storage."""
         for path, tensor in argument_tensors(args, kwargs):
             self._expect(tensor, Source("argument", path))
-            self._arguments.setdefault(storage_of(tensor)._cdata, []).append((path, tensor))
+            self._arguments.setdefault(storage_key(storage_of(tensor)), []).append((path, tensor))
         self._is_fake = any(map(_is_fake, block.parameters()))
         self._parameters = {id(parameter): name for name, parameter in block.named_parameters()}
         for name, parameter in block.named_parameters(remove_duplicate=False):
@@ -101,7 +109,7 @@ class Recorder(TorchDispatchMode):
         if not has_storage(tensor):
             self.untrusted = self.untrusted or "a tensor is sparse or quantized, so that no storage shows what it holds"
             tensor = self._stand_in
-        key = tensor.untyped_storage()._cdata
+        key = storage_key(tensor.untyped_storage())
         if key not in self._current and key not in self._externals:
             self._note_cached_cast(tensor)
         if key not in self._current:
@@ -113,7 +121,7 @@ class Recorder(TorchDispatchMode):
 
     def made_value(self, tensor: torch.Tensor) -> int | None:
         """The value that `tensor` views, if the block made its storage."""
-        key = local_of(tensor).untyped_storage()._cdata
+        key = storage_key(local_of(tensor).untyped_storage())
         return None if key in self._externals else self._current.get(key)
 
     def save(self, tensor: torch.Tensor) -> int:
@@ -169,7 +177,7 @@ class Recorder(TorchDispatchMode):
         given = leaves(args, kwargs)
         if func in _NO_OPERATORS or not all(map(self._has_memory, given)):
             return func(*args, **kwargs)
-        if func is _CAST and self._autocast_keeps(args[0], kwargs):
+        if func is TO_COPY and self._autocast_keeps(args[0], kwargs):
             return func(*args, **kwargs)  # noted where it is first read, as one is that an earlier call has left there
         if func is _CONSTANT and self._is_new_number(args[0]):
             return self._note_number(func(*args, **kwargs))
@@ -197,7 +205,7 @@ class Recorder(TorchDispatchMode):
     def _note(self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor], result: Any, drew: bool) -> None:
         index = len(self.operators)
         module = self._modules[-1] if self._modules else ""
-        name = f"{module or 'block'}:{func._opname.strip('_')}"
+        name = f"{module or 'block'}:{op_name(func).strip('_')}"
         mutations = [self._next_version(tensor, index, name) for tensor in written]
         fresh = [
             (position, self._make(tensor, index, name))
@@ -243,7 +251,7 @@ class Recorder(TorchDispatchMode):
             module = self._modules[-1] if self._modules else ""
             value = self._make(tensor, index, f"{module or 'block'}:to_copy")
             kwargs = {"dtype": tensor.dtype}
-            self.operators.append(TapeOperator(index, _CAST, (parameter,), kwargs, ((0, value),), (), False, module))
+            self.operators.append(TapeOperator(index, TO_COPY, (parameter,), kwargs, ((0, value),), (), False, module))
 
     def _derive_dropout(self, dropout: TapeOperator) -> None:
         """Give dropout's result an operator of its own: input * mask * scale; only the mask is random (rule R5)."""
@@ -268,7 +276,7 @@ class Recorder(TorchDispatchMode):
     def _check_trust(self, func: Any, args: tuple[Any, ...]) -> None:
         for tensor in deciding_tensors(func, args):
             self._read(tensor, str(func))
-        if self.untrusted is None and func._schema.name in MOVES_STORAGE:
+        if self.untrusted is None and schema_of(func).name in MOVES_STORAGE:
             self.untrusted = f"{func} puts another storage under a tensor"
 
     def _read(self, tensor: torch.Tensor, by: str) -> None:
@@ -279,7 +287,7 @@ class Recorder(TorchDispatchMode):
         """Name what the block may read. It gets a value when it is read: unused arguments are no part of the tape."""
         local = local_of(tensor)
         if has_storage(local):
-            self._externals.setdefault(local.untyped_storage()._cdata, (local.detach(), source))
+            self._externals.setdefault(storage_key(local.untyped_storage()), (local.detach(), source))
 
     def _has_memory(self, leaf: Any) -> bool:
         """Whether `leaf` is no tensor without memory, on which DTensors find out shapes, if the block's own have it."""
@@ -291,13 +299,13 @@ class Recorder(TorchDispatchMode):
         now = dict(held_tensors(self.block)) if looked_up else {}
         for value in looked_up:
             tensor = now.get(value.source)
-            if tensor is None or tensor.untyped_storage()._cdata != self._storages[value.index]:
+            if tensor is None or storage_key(tensor.untyped_storage()) != self._storages[value.index]:
                 value.source = Source("unknown", ())
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         if not has_storage(tensor):
             return True
-        key = tensor.untyped_storage()._cdata
+        key = storage_key(tensor.untyped_storage())
         return key in self._current or key in self._externals
 
     def _make(self, tensor: torch.Tensor, operator: int, name: str) -> int:
@@ -319,8 +327,8 @@ class Recorder(TorchDispatchMode):
         ref = TensorRef(index, geometry_of(tensor), tensor.dtype)
         self.values.append(TapeValue(index, storage.nbytes(), ref, tensor.device, source, producer, name))
         self.bases.append(self._kept(tensor, index, source))
-        self._storages.append(storage._cdata)
-        self._current[storage._cdata] = index
+        self._storages.append(storage_key(storage))
+        self._current[storage_key(storage)] = index
         return index
 
     def _kept(self, tensor: torch.Tensor, value: int, source: Source | None) -> torch.Tensor | None:
@@ -364,7 +372,7 @@ class Recorder(TorchDispatchMode):
 
 def _is_compiled(name: str, module: nn.Module) -> bool:
     """Whether torch.compile was told to compile what the module at path `name` runs, as a wrapper or in place."""
-    return name.rpartition(".")[2] == "_orig_mod" or module._compiled_call_impl is not None
+    return name.rpartition(".")[2] == COMPILED_MODULE or compiled_call(module) is not None
 
 
 def is_freed(base: torch.Tensor, value: TapeValue) -> bool:
@@ -384,20 +392,20 @@ def _is_fake(tensor: torch.Tensor) -> bool:
 def may_write(func: Any) -> bool:
     """Whether an operator may write its arguments, as its schema declares. Those of torch.distributed declare nothing:
     any of theirs may be written."""
-    return func._schema.is_mutable or func.namespace == "c10d"
+    return schema_of(func).is_mutable or func.namespace == "c10d"
 
 
 def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Tensor arguments that the operator may write, one per storage."""
     written: dict[int, torch.Tensor] = {}
-    for position, argument in enumerate(func._schema.arguments if may_write(func) else ()):
+    for position, argument in enumerate(schema_of(func).arguments if may_write(func) else ()):
         is_declared = argument.alias_info is not None and argument.alias_info.is_write
         if not is_declared and func.namespace != "c10d":
             continue
         given = args[position] if position < len(args) else kwargs.get(argument.name)
         for tensor in leaves(given):
             if isinstance(tensor, torch.Tensor):
-                written.setdefault(tensor.untyped_storage()._cdata, tensor)
+                written.setdefault(storage_key(tensor.untyped_storage()), tensor)
     return list(written.values())
 
 
@@ -434,7 +442,7 @@ class Drawing:
             index = torch.cuda.current_device() if self._device.index is None else self._device.index
             generator = torch.cuda.default_generators[index]
             return generator.initial_seed(), generator.get_offset()
-        return torch._C.TensorBase.numpy(torch.get_rng_state()).tobytes()  # blocks' own calls of .numpy() are watched
+        return TensorBase.numpy(torch.get_rng_state()).tobytes()  # blocks' own calls of .numpy() are watched
 
 
 # What no operator of a block shows: code that torch.compile has made of a part of it, and what tensors consist of.

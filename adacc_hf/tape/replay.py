@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from adacc_hf.tape.tape import Geometry, Tape, TapeOperator, TensorRef, leaves, map_tensors, tensor_refs
+from adacc_hf.torch_glue.tensors import copy_with_storage
 
 Environment = list["torch.Tensor | None"]
 """The base tensor of every value that is at hand, by value index."""
@@ -34,13 +35,6 @@ def share_elements(left: TensorRef, right: TensorRef) -> bool:
     taken = torch.zeros(max(*ends, 0), dtype=torch.bool, device="cpu")
     taken.as_strided(*left.geometry).fill_(True)
     return bool(taken.as_strided(*right.geometry).any())
-
-
-def copy_with_storage(base: torch.Tensor) -> torch.Tensor:
-    """A tensor like `base` on a copy of its whole storage."""
-    storage = base.untyped_storage().clone()
-    copy = torch.empty(0, dtype=base.dtype, device=base.device)
-    return copy.set_(storage, base.storage_offset(), base.shape, base.stride())
 
 
 class Step:

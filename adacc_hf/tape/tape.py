@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from adacc_hf.kernels._layout import is_dense
+from adacc_hf.torch_glue.private import op_name
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 """Size, stride and storage offset, in elements."""
@@ -108,7 +109,7 @@ class TapeOperator:
     @property
     def short_name(self) -> str:
         """What it does, whichever overload of it does so, in place or not: "softmax" of aten::_softmax.out."""
-        return self.target._opname.strip("_")
+        return op_name(self.target).strip("_")
 
     @property
     def is_collective(self) -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from adacc_hf.tape.replay import Environment, Step, copy_with_storage, view
+from adacc_hf.tape.replay import Environment, Step, view
 from adacc_hf.tape.tape import Tape, TapeOperator, TensorRef, map_tensors
+from adacc_hf.torch_glue.tensors import copy_with_storage
 
 
 def verify(tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:

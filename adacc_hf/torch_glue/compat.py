@@ -18,11 +18,13 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
+from adacc_hf.torch_glue.private import CHECKPOINTED, eval_frame_callback, named, outer_hooks, sequence_number
 from adacc_hf.torch_glue.states import ModuleStates, PythonStates, states_before
 
 FLAG = "gradient_checkpointing"
-FUNCTION = "_gradient_checkpointing_func"
-SETTER = "_set_gradient_checkpointing"
+FUNCTION = named("GradientCheckpointingLayer", "_gradient_checkpointing_func")
+SETTER = named("PreTrainedModel", "_set_gradient_checkpointing")
+_ATTENTION = named("PretrainedConfig", "_attn_implementation")
 CHECKPOINTING = "activation_checkpointing" if hasattr(PreTrainedModel, "is_activation_checkpointing") else FLAG
 """What TrainingArguments call torch's checkpointing, and models the methods that switch it; 5.17 has the older name."""
 
@@ -108,12 +110,7 @@ def class_name(module: nn.Module) -> str:
 def attention_of(block: nn.Module) -> list[str]:
     """The attention implementations ("sdpa", "eager", ...) that the modules of a block are set to."""
     configs = [getattr(module, "config", None) for module in block.modules()]
-    return sorted({str(getattr(config, "_attn_implementation", None)) for config in configs if config is not None})
-
-
-def outer_hooks() -> Any:
-    """The innermost pair of saved-tensor hooks that is active now, or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return sorted({str(getattr(config, _ATTENTION, None)) for config in configs if config is not None})
 
 
 def is_compiled_around() -> bool:
@@ -121,8 +118,7 @@ def is_compiled_around() -> bool:
 
     `is_compiling` says so to the compiler, which goes no further then, and the second half when Python runs.
     """
-    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
-    return torch.compiler.is_compiling() or callback() not in (None, False)
+    return torch.compiler.is_compiling() or eval_frame_callback() not in (None, False)
 
 
 class _Same(torch.autograd.Function):
@@ -141,7 +137,7 @@ def _python_objects_own() -> bool:
     with torch.enable_grad():
         node = _Same.apply(torch.ones(1, device="cpu", requires_grad=True)).grad_fn
     try:
-        node._sequence_nr()
+        sequence_number(node)
     except RuntimeError:
         return False
     return True
@@ -173,7 +169,7 @@ def cast_from(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def is_checkpoint_wrapper(module: nn.Module) -> bool:
     """Whether `module` is torch's activation-checkpoint wrapper, which FSDP's activation_checkpointing installs."""
-    return hasattr(module, "_checkpoint_wrapped_module")
+    return hasattr(module, CHECKPOINTED)
 
 
 @contextmanager

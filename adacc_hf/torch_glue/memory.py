@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.profiler import profile, record_function
-from torch.utils._pytree import tree_leaves
 
+from adacc_hf.torch_glue.private import storage_key, tree_leaves
 from adacc_hf.torch_glue.tensors import parts_with_memory, without_gradient_hooks
 
 _MARK = "adacc_hf.torch_glue.memory.mark"
@@ -348,7 +348,7 @@ def batch_bytes(batch: Mapping[str, Any]) -> int:
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages of `tensors` on this rank, each counted once."""
     storages = [part.untyped_storage() for tensor in tensors for part in parts_with_memory(tensor)]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())
 
 
 def available_bytes(device: torch.device, static_bytes: int) -> int:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from adacc_hf.artifacts.errors import AdaccError, PolicyMismatchError, RankFailedError
+from adacc_hf.torch_glue.private import LOCAL_TENSOR, SHARDED_SIZE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,7 +43,7 @@ def of_all_ranks(value: T) -> list[T]:
 def is_sharded(module: nn.Module) -> bool:
     """Whether ranks hold parts of its parameters and gather them around forward (FSDP2, FSDP, ZeRO-3)."""
     return any(
-        hasattr(parameter, "_local_tensor") or hasattr(parameter, "_sharded_size") or parameter.numel() == 0
+        hasattr(parameter, LOCAL_TENSOR) or hasattr(parameter, SHARDED_SIZE) or parameter.numel() == 0
         for parameter in module.parameters()
     )
 

@@ -16,6 +16,8 @@ import numpy
 import torch
 from torch import nn
 
+from adacc_hf.torch_glue.private import buffers_of
+
 
 class PythonStates:
     """The states of Python's and numpy's default generators now, of which torch keeps no account."""
@@ -109,7 +111,7 @@ class ModuleStates:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        holders = [holder for module in modules for holder in (vars(module), module._buffers)]
+        holders = [holder for module in modules for holder in (vars(module), buffers_of(module))]
         held = [(holder, name, value) for holder in holders for name, value in holder.items()]
         self._values = [each for each in held if type(each[2]) in _SCALARS or _is_plain(each[2])]
         tensors = {id(value): value for _, _, value in held if _is_plain(value)}

@@ -12,28 +12,35 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from adacc_hf.tape.replay import copy_with_storage
+from adacc_hf.torch_glue.private import (
+    GRADIENT_HOOKS,
+    LOCAL_TENSOR,
+    SPEC,
+    coo_indices,
+    coo_values,
+    current_autograd_node,
+    is_traceable_wrapper_subclass,
+)
 
 _INDICES = {
     torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
     torch.sparse_bsr: (Tensor.crow_indices, Tensor.col_indices),
     torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices),
     torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices),
-    torch.sparse_coo: (Tensor._indices,),
+    torch.sparse_coo: (coo_indices,),
 }
 """What tells where the elements of a sparse tensor are."""
 
 
 def runs_on_parts(kind: type) -> bool:
     """Whether operators on tensors of that class are made of others (DTensor), or wait first (what is on its way)."""
-    return hasattr(kind, "_local_tensor") or hasattr(kind, "trigger_wait")
+    return hasattr(kind, LOCAL_TENSOR) or hasattr(kind, "trigger_wait")
 
 
 def local_of(tensor: Tensor) -> Tensor:
     """The part that this rank has, once it has arrived; a plain tensor itself."""
-    return tensor if is_plain(tensor) else arrived(getattr(tensor, "_local_tensor", tensor))
+    return tensor if is_plain(tensor) else arrived(getattr(tensor, LOCAL_TENSOR, tensor))
 
 
 def arrived(tensor: Tensor) -> Tensor:
@@ -43,7 +50,7 @@ def arrived(tensor: Tensor) -> Tensor:
 
 def spec_of(tensor: Tensor) -> Any:
     """What makes a DTensor of this rank's part of it; None for a plain tensor."""
-    return None if is_plain(tensor) else getattr(tensor, "_spec", None)
+    return None if is_plain(tensor) else getattr(tensor, SPEC, None)
 
 
 def whole(local: Tensor, spec: Any) -> Tensor:
@@ -77,13 +84,20 @@ def wraps_others(tensor: Tensor) -> bool:
     return not is_plain(tensor) and is_traceable_wrapper_subclass(tensor)
 
 
+def copy_with_storage(base: torch.Tensor) -> torch.Tensor:
+    """A tensor like `base` on a copy of its whole storage."""
+    storage = base.untyped_storage().clone()
+    copy = torch.empty(0, dtype=base.dtype, device=base.device)
+    return copy.set_(storage, base.storage_offset(), base.shape, base.stride())
+
+
 def copied(tensor: Tensor) -> Tensor:
     """`tensor` on a copy of its storage."""
     return whole(copy_with_storage(local_of(tensor)), spec_of(tensor))
 
 
 def _elements(tensor: Tensor) -> Tensor:
-    return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+    return coo_values(tensor) if tensor.layout is torch.sparse_coo else tensor.values()
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -102,7 +116,7 @@ _called: ContextVar[Any] = ContextVar("adacc_hf_called_node", default=None)
 
 def current_node() -> Any:
     """The node whose backward runs in this thread, or None outside of any backward."""
-    node = torch._C._current_autograd_node()
+    node = current_autograd_node()
     return _called.get() if node is None else node
 
 
@@ -118,13 +132,10 @@ def calling(node: Any) -> Iterator[None]:
 
 # Backward passes that nobody trains with.
 
-_KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-"""Where torch keeps a parameter's hooks: those called before its gradient is there, and after."""
-
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """Whether anything waits for the gradient of `parameter`."""
-    return any(getattr(parameter, kind) for kind in _KINDS)
+    return any(getattr(parameter, kind) for kind in GRADIENT_HOOKS)
 
 
 @contextmanager
@@ -135,7 +146,12 @@ def without_gradient_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]
     parameter by parameter (LOMO) would move the weights.
     """
     # torch calls what the dict holds at that time; handles that remove a hook know the dict, so it stays the same one.
-    found = [(hooks, dict(hooks)) for parameter in parameters for kind in _KINDS if (hooks := getattr(parameter, kind))]
+    found = [
+        (hooks, dict(hooks))
+        for parameter in parameters
+        for kind in GRADIENT_HOOKS
+        if (hooks := getattr(parameter, kind))
+    ]
     for hooks, _ in found:
         hooks.clear()
     try:

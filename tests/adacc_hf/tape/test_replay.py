@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.tape.replay import Step, Store, copy_with_storage, schedule, share_elements, single_program, view
+from adacc_hf.tape.replay import Step, Store, schedule, share_elements, single_program, view
 from adacc_hf.tape.tape import TensorRef
 from adacc_hf.tape.verification import verify
+from adacc_hf.torch_glue.tensors import copy_with_storage
 
 
 def overwrites_what_was_read(block, hidden):

@@ -1,0 +1,89 @@
+"""Every private name that is used of torch and Transformers is there, in the releases that are installed."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from adacc_hf.compiler import functorch
+from adacc_hf.torch_glue import compat, private
+
+# Inductor's import is told so.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+RELEASES = f"torch {torch.__version__} and Transformers {transformers.__version__}"
+
+
+@pytest.fixture(scope="module")
+def owners(tiny_gpt2) -> dict[str, Any]:
+    """An object of each class in `ATTRIBUTES`, or what stands for one."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.fsdp._flat_param import FlatParameter
+    from torch.distributed.tensor import DTensor
+
+    leaf = torch.ones(2, requires_grad=True)
+    model = tiny_gpt2()
+    compat.switch_checkpointing(model, True)
+    call = torch.compile(torch.sin, backend="aot_eager")(leaf).grad_fn
+    return {
+        "CheckpointWrapper": checkpoint_wrapper(nn.Identity()),
+        "CompiledFunction": getattr(call, "_forward_cls", None),
+        "CompiledFunctionBackward": call,
+        "DTensor": DTensor,
+        "FlatParameter": SimpleNamespace(**FlatParameter.__annotations__),  # FSDP sets them on each
+        "GradientCheckpointingLayer": model.transformer.h[0],
+        "Module": nn.Identity(),
+        "Node": leaf.sin().grad_fn,
+        "OpOverload": torch.ops.aten.add.Tensor,
+        "OptimizedModule": torch.compile(nn.Identity()),
+        "PreTrainedModel": model,
+        "PretrainedConfig": model.config,
+        "Tensor": leaf,
+        "UntypedStorage": leaf.untyped_storage(),
+        "torch.ops.aten": torch.ops.aten,
+    }
+
+
+def missing_attributes(owners: dict[str, Any]) -> list[str]:
+    return [f"{owner}.{name}" for owner, name in private.ATTRIBUTES if not hasattr(owners[owner], name)]
+
+
+def test_objects_have_the_attributes(owners):
+    assert missing_attributes(owners) == [], f"gone from {RELEASES}"
+
+
+def test_one_that_is_gone_is_named(owners):
+    assert missing_attributes({**owners, "UntypedStorage": object()}) == ["UntypedStorage._cdata"]
+
+
+def is_there(name: str) -> bool:
+    """Whether `name`, of a module or of something in one, can be had."""
+    parts = name.split(".")
+    found = importlib.import_module(parts[0])
+    for place, part in enumerate(parts[1:], start=2):
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(".".join(parts[:place]))
+            except ImportError:
+                return False
+        found = getattr(found, part)
+    return True
+
+
+@pytest.mark.parametrize("module", [private, functorch])
+def test_modules_have_the_functions(module, private_uses):
+    uses = private_uses(Path(module.__file__))
+    assert uses
+    missing = [f"{Path(module.__file__).name}:{line}: {name}" for line, name in uses if not is_there(name)]
+    assert missing == [], f"gone from {RELEASES}"
+
+
+def test_functions_that_are_gone_are_found_to_be():
+    assert not is_there("torch._inductor.nothing._of_the_kind")
+    assert not is_there("torch.Tensor._nothing")
