@@ -5,7 +5,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback, AdaccConfig
-from adacc_hf.solve.baselines import NAIVE_CODEC, quantize_everything
+from adacc_hf.kernels.codecs import baseline_codec
+from adacc_hf.solve.baselines import quantize_everything
 from adacc_hf.torch_glue.compat import CHECKPOINTING
 
 
@@ -21,7 +22,7 @@ def method_callbacks(method: str, memory_budget: str) -> tuple[list[TrainerCallb
     if method == "full":
         return [], {CHECKPOINTING: True}
     if method == "quantization":
-        config = AdaccConfig(actions=("retain", "compress"), codecs=(NAIVE_CODEC,), tracking="off")
+        config = AdaccConfig(actions=("retain", "compress"), codecs=(baseline_codec(),), tracking="off")
         return [AdaccCallback(config, policy=quantize_everything)], {}
     if method in ("adacc", "adacc_no_outlier"):
         return [AdaccCallback(AdaccConfig(memory_budget=budget, outliers=method == "adacc"))], {}

@@ -89,7 +89,7 @@ class Codec:
     suits: ClassVar[frozenset[str]] = frozenset()
     """Those of ROLES whose tensors may be stored with this codec unless the settings name others."""
     settings: ClassVar[frozenset[str]] = frozenset()
-    """Options that take their values from settings of the same name."""
+    """Options that take their values from the settings of the same name."""
     keeps_outliers: ClassVar[bool] = False
     """Whether its option `num_outliers` says how many channels are kept as they are: `count_outliers` finds as many."""
     stands_in: ClassVar[bool] = False

@@ -130,7 +130,7 @@ class OutlierInt4(Codec):
 
     name = "outlier_int4"
     suits = frozenset({"linear", "norm", "activation", "other"})
-    settings = frozenset({"group_size", "num_outliers", "zscore_threshold"})
+    settings = frozenset({"group_size", "zscore_threshold"})
     keeps_outliers = True
     triton = "outlier_int4_triton"
     cpu = Kernels(_encode_cpu, _decode_cpu)

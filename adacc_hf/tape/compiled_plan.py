@@ -11,7 +11,7 @@ from torch import nn
 
 from adacc_hf.artifacts.index_values import decided, is_statistic, made_from
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice
-from adacc_hf.kernels.codecs import Codec, get_codec
+from adacc_hf.kernels.codecs import MASK, Codec, codecs_suiting, get_codec
 from adacc_hf.tape.call_inputs import PLACES, find_external
 from adacc_hf.tape.replay import Environment, Program, Store, closure, schedule, single_program
 from adacc_hf.tape.tape import Source, Tape, TapeOperator, TensorRef, geometry_of
@@ -282,4 +282,8 @@ def least_memory(tape: Tape, value: int) -> Choice:
     if value in tape.recomputable:
         return RECOMPUTE
     is_mask = record.ref.dtype is torch.bool and record.is_encodable
-    return Choice(action=Action.COMPRESS, codec="bitmask") if is_mask else RETAIN
+    codecs = map(get_codec, codecs_suiting(MASK) if is_mask else ())
+    size, dtype = record.ref.geometry[0], record.ref.dtype
+    able = [codec for codec in codecs if codec.supports(size, dtype)]
+    smallest = min(able, key=lambda codec: codec.predicted_bytes(size, dtype), default=None)
+    return RETAIN if smallest is None else Choice(action=Action.COMPRESS, codec=smallest.name)
