@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from adacc_hf.artifacts.index_values import decided, is_statistic, made_from
+from adacc_hf.artifacts.index_values import decided, is_index, is_statistic, made_from
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice
 from adacc_hf.kernels.codecs import MASK, Codec, codecs_suiting, get_codec
 from adacc_hf.tape.call_inputs import PLACES, find_external
@@ -235,7 +235,7 @@ def unfit(choices: Mapping[int, Choice], tape: Tape) -> list[int]:
     coded = {v for v, c in choices.items() if c.action is Action.COMPRESS and not _codec(c).lossless}
     kept = decided(
         ((operator.inputs(), operator.made()) for operator in tape.operators),
-        lambda value: _is_index(tape.values[value].ref.dtype),
+        lambda value: is_index(str(tape.values[value].ref.dtype).removeprefix("torch.")),
         coded,
         set(tape.saved_values()),
     )
@@ -262,11 +262,6 @@ def _is_statistic_of(coded: Collection[int], value: int, choices: Collection[int
 
 def _codec(choice: Choice) -> Codec:
     return get_codec(choice.codec, **dict(choice.options))
-
-
-def _is_index(dtype: torch.dtype) -> bool:
-    """As `Value.is_index`."""
-    return not (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
 
 
 def least_memory_choices(tape: Tape) -> dict[int, Choice]:
