@@ -6,7 +6,8 @@ from transformers import TrainerCallback
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.callbacks.adacc import AdaccCallback
-from adacc_hf.solve.baselines import NAIVE_CODEC, quantize_everything
+from adacc_hf.kernels.codecs import baseline_codec
+from adacc_hf.solve.baselines import quantize_everything
 from adacc_hf.torch_glue.compat import CHECKPOINTING
 
 
@@ -22,7 +23,7 @@ def method_callbacks(method: str, memory_budget: str) -> tuple[list[TrainerCallb
     if method == "full":
         return [], {CHECKPOINTING: True}
     if method == "quantization":
-        config = AdaccConfig(actions=("retain", "compress"), codecs=(NAIVE_CODEC,), tracking="off")
+        config = AdaccConfig(actions=("retain", "compress"), codecs=(baseline_codec(),), tracking="off")
         return [AdaccCallback(config, policy=quantize_everything)], {}
     if method in ("adacc", "adacc_no_outlier"):
         return [AdaccCallback(AdaccConfig(memory_budget=budget, outliers=method == "adacc"))], {}

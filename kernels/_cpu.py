@@ -62,8 +62,8 @@ def library() -> ctypes.CDLL | None:
 
 
 def usable(tensor: Tensor) -> bool:
-    """Whether the functions below can take this float tensor."""
-    return tensor.device.type == "cpu" and tensor.dtype in DTYPES and library() is not None
+    """Whether the functions below can take this tensor, if it is of a dtype that they know."""
+    return tensor.is_cpu and library() is not None
 
 
 def _processor() -> str:

@@ -5,14 +5,18 @@ A dense tensor (some permutation of a contiguous one) is read and written in mem
 own strides.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import lru_cache
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from adacc_hf.kernels.codecs import Payload
+if TYPE_CHECKING:
+    from adacc_hf.kernels.codecs import Payload
 
 
 @lru_cache(maxsize=4096)
@@ -69,23 +73,24 @@ def as_matrix(tensor: Tensor) -> Tensor:
 
 
 def restore(fill: Callable[[Tensor], None], payload: Payload, keep_rows: bool = False) -> Tensor:
-    """A fresh tensor of the payload's layout, whose elements `fill` writes into the flat [N] tensor it is given.
+    """A fresh tensor of the payload's layout, whose elements `fill` writes into what it is given.
 
-    The order of the flat elements is that of `as_flat` for the same layout and keep_rows.
+    That is [N] in the order of `as_flat`, or with keep_rows [R, C] in that of `as_matrix`.
     """
     size, stride, dtype, device = payload.size, payload.stride, payload.dtype, payload.tensors[0].device
     out = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    shape = rows_and_columns(size) if keep_rows else (prod(size),)
     if has_dense_rows(size, stride) if keep_rows else is_dense(size, stride):
-        fill(out.as_strided((out.numel(),), (1,)))
+        fill(out.as_strided(shape, (*shape[1:], 1)))
         return out
-    flat = torch.empty(prod(size), dtype=dtype, device=device)
-    fill(flat)
+    filled = torch.empty(shape, dtype=dtype, device=device)
+    fill(filled)
     if not is_overlapping(size, stride):
-        return out.copy_(flat.view(size))
+        return out.copy_(filled.view(size))
     positions = _memory_positions(size, stride, device)
     # Overlapping elements were equal before encoding, so it does not matter which of them is written last.
     span = out.as_strided((out.untyped_storage().nbytes() // out.element_size(),), (1,))
-    span.index_put_((positions,), flat)
+    span.index_put_((positions,), filled.view(-1))
     return out
 
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from adacc_hf.kernels import _cpu, _symmetric
-from adacc_hf.kernels._layout import as_flat, restore
-from adacc_hf.kernels.codecs import Codec, Payload, register, without_gradients
+from adacc_hf.kernels.codecs import Codec, Kernels, register
 
 # Factor from half the range to half the scale, and the code of the offset.
 SCALE_FACTORS = {"range15": 1 / 15, "paper": 1 / 16}
@@ -56,6 +55,10 @@ class AsymmetricInt4(Codec):
     """INT4 in groups with an offset and a scale each."""
 
     name = "asymmetric_int4"
+    suits = frozenset({"softmax"})
+    settings = frozenset({"group_size"})
+    triton = "asymmetric_int4_triton"
+    cpu = Kernels(_cpu.encode_asymmetric, _cpu.decode_asymmetric)
 
     def __init__(self, group_size: int = 64, scale: str = "range15", rounding: str = "nearest", seed: int = 0) -> None:
         _symmetric.check_options(self.name, group_size, scale, rounding, seed, tuple(SCALE_FACTORS))
@@ -63,6 +66,7 @@ class AsymmetricInt4(Codec):
         self.scale = scale
         self.rounding = rounding
         self.seed = seed
+        self._formula = (SCALE_FACTORS[scale], OFFSET_CODES[scale])
 
     def supports(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         return dtype in _symmetric.FLOAT_DTYPES
@@ -71,36 +75,11 @@ class AsymmetricInt4(Codec):
         groups = _symmetric.even_groups(prod(shape), self.group_size)
         return groups * self.group_size // 2 + groups * (dtype.itemsize + _symmetric.PEAK_BYTES)
 
-    @without_gradients
-    def encode(self, tensor: Tensor) -> Payload:
-        self._require(tensor)
-        flat_N = as_flat(tensor)
-        formula = (SCALE_FACTORS[self.scale], OFFSET_CODES[self.scale])
-        if flat_N.is_cuda:
-            from adacc_hf.kernels import asymmetric_int4_triton
+    def _encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
+        return kernels.encode(x, self.group_size, *self._formula, self.rounding, self.seed)
 
-            tensors = asymmetric_int4_triton.encode(flat_N, self.group_size, *formula, self.rounding, self.seed)
-        elif _cpu.usable(flat_N):
-            tensors = _cpu.encode_asymmetric(flat_N, self.group_size, *formula, self.rounding, self.seed)
-        else:
-            tensors = self.encode_traceable(flat_N)
-        return Payload(tensors, tensor.dtype, tuple(tensor.shape), tensor.stride())
-
-    @without_gradients
-    def decode(self, payload: Payload) -> Tensor:
-        formula = (SCALE_FACTORS[self.scale], OFFSET_CODES[self.scale])
-
-        def fill(out_N: Tensor) -> None:
-            if out_N.is_cuda:
-                from adacc_hf.kernels import asymmetric_int4_triton
-
-                asymmetric_int4_triton.decode(out_N, *payload.tensors, *formula)
-            elif _cpu.usable(out_N):
-                _cpu.decode_asymmetric(out_N, *payload.tensors, *formula)
-            else:
-                out_N.copy_(self.decode_traceable(payload.tensors, tuple(out_N.shape), payload.dtype))
-
-        return restore(fill, payload)
+    def _decode_by(self, kernels: Kernels, out: Tensor, tensors: tuple[Tensor, ...]) -> None:
+        kernels.decode(out, *tensors, *self._formula)
 
     def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
         return encode_ref(tensor.reshape(-1), self.group_size, self.scale, self.rounding, self.seed)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from adacc_hf.kernels import _cpu, _symmetric
-from adacc_hf.kernels._layout import as_flat, restore
-from adacc_hf.kernels.codecs import Codec, Payload, register, without_gradients
+from adacc_hf.kernels._layout import as_flat
+from adacc_hf.kernels.codecs import MASK, Codec, Kernels, register
 
 # Integers of an element's width; bool has one, so that its patterns are 0 and 1.
 PATTERN_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -52,6 +52,9 @@ class Bitmask(Codec):
 
     name = "bitmask"
     lossless = True
+    suits = frozenset({MASK})
+    triton = "bitmask_triton"
+    cpu = Kernels(_cpu.pack_bits, _cpu.unpack_bits)
 
     def supports(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         return dtype in DTYPES
@@ -63,41 +66,18 @@ class Bitmask(Codec):
             return False
         if tensor.dtype == torch.bool or tensor.numel() == 0:
             return True
-        patterns = _patterns(tensor)
+        patterns = _patterns(as_flat(tensor))
         high, low = patterns.amax(), patterns.amin()
         return bool(((patterns == 0) | (patterns == torch.where(high == 0, low, high))).all())
 
     def predicted_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         return -(-prod(shape) // 8) + (0 if dtype == torch.bool else dtype.itemsize)
 
-    @without_gradients
-    def encode(self, tensor: Tensor) -> Payload:
-        self._require(tensor)
-        patterns_N = _patterns(tensor)
-        encode = encode_ref
-        if tensor.is_cuda:
-            from adacc_hf.kernels import bitmask_triton
+    def _encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
+        return kernels.encode(_patterns(x), x.dtype != torch.bool)
 
-            encode = bitmask_triton.encode
-        elif tensor.device.type == "cpu" and _cpu.library():
-            encode = _cpu.pack_bits
-        tensors = encode(patterns_N, tensor.dtype != torch.bool)
-        return Payload(tensors, tensor.dtype, tuple(tensor.shape), tensor.stride())
-
-    @without_gradients
-    def decode(self, payload: Payload) -> Tensor:
-        def fill(out_N: Tensor) -> None:
-            patterns_N = out_N.view(PATTERN_DTYPES[out_N.element_size()])
-            if out_N.is_cuda:
-                from adacc_hf.kernels import bitmask_triton
-
-                bitmask_triton.decode(patterns_N, *payload.tensors)
-            elif out_N.device.type == "cpu" and _cpu.library():
-                _cpu.unpack_bits(patterns_N, *payload.tensors)
-            else:
-                patterns_N.copy_(decode_ref(out_N.shape[0], *payload.tensors))
-
-        return restore(fill, payload)
+    def _decode_by(self, kernels: Kernels, out: Tensor, tensors: tuple[Tensor, ...]) -> None:
+        kernels.decode(_patterns(out), *tensors)
 
     def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
         if tensor.dtype == torch.bool:
@@ -121,6 +101,6 @@ def _mask_in_memory(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _patterns(tensor: Tensor) -> Tensor:
+def _patterns(flat_N: Tensor) -> Tensor:
     """[N] bit patterns as signed integers of the elements' width."""
-    return as_flat(tensor).view(PATTERN_DTYPES[tensor.element_size()])
+    return flat_N.view(PATTERN_DTYPES[flat_N.element_size()])

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from adacc_hf.kernels import _cpu, _symmetric
-from adacc_hf.kernels._layout import as_matrix, restore, rows_and_columns
-from adacc_hf.kernels.codecs import Codec, Payload, register, without_gradients
+from adacc_hf.kernels._layout import rows_and_columns
+from adacc_hf.kernels.codecs import Codec, Kernels, register
 
 BITS = 4
 
@@ -35,6 +35,10 @@ class ChannelInt4(Codec):
     """Symmetric INT4 with one scale per channel and `group_size` rows."""
 
     name = "channel_int4"
+    suits = frozenset({"qkv"})
+    triton = "channel_int4_triton"
+    cpu = Kernels(_cpu.encode_columns, _cpu.decode_columns)
+    keeps_rows = True
 
     def __init__(self, group_size: int = 64, scale: str = "signed", rounding: str = "nearest", seed: int = 0) -> None:
         _symmetric.check_options(self.name, group_size, scale, rounding, seed, tuple(_symmetric.SCALE_FACTORS))
@@ -52,37 +56,11 @@ class ChannelInt4(Codec):
         groups = _symmetric.even_groups(rows, self.group_size)
         return groups * columns * self.group_size // 2 + groups * columns * _symmetric.PEAK_BYTES
 
-    @without_gradients
-    def encode(self, tensor: Tensor) -> Payload:
-        self._require(tensor)
-        x_RC = as_matrix(tensor)
-        settings = (self.group_size, self._factor, self.rounding, self.seed)
-        if x_RC.is_cuda:
-            from adacc_hf.kernels import channel_int4_triton
+    def _encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
+        return kernels.encode(x, self.group_size, self._factor, self.rounding, self.seed)
 
-            tensors = channel_int4_triton.encode(x_RC, *settings)
-        elif _cpu.usable(x_RC):
-            tensors = _cpu.encode_columns(x_RC, *settings)
-        else:
-            tensors = self.encode_traceable(x_RC)
-        return Payload(tensors, tensor.dtype, tuple(tensor.shape), tensor.stride())
-
-    @without_gradients
-    def decode(self, payload: Payload) -> Tensor:
-        shape = rows_and_columns(payload.size)
-
-        def fill(out_N: Tensor) -> None:
-            out_RC = out_N.view(shape)
-            if out_N.is_cuda:
-                from adacc_hf.kernels import channel_int4_triton
-
-                channel_int4_triton.decode(out_RC, *payload.tensors, self._factor)
-            elif _cpu.usable(out_N):
-                _cpu.decode_columns(out_RC, *payload.tensors, self._factor)
-            else:
-                out_RC.copy_(self.decode_traceable(payload.tensors, shape, payload.dtype))
-
-        return restore(fill, payload, keep_rows=True)
+    def _decode_by(self, kernels: Kernels, out: Tensor, tensors: tuple[Tensor, ...]) -> None:
+        kernels.decode(out, *tensors, self._factor)
 
     def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
         x_RC = tensor.reshape(rows_and_columns(tuple(tensor.shape)))

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from adacc_hf.kernels import _cpu, _symmetric
-from adacc_hf.kernels._layout import as_flat, restore
-from adacc_hf.kernels.codecs import Codec, Payload, register, without_gradients
+from adacc_hf.kernels.codecs import Codec, Kernels, register
 
 BITS = 8
 FACTOR = _symmetric.INT8_SCALE_FACTOR
@@ -25,11 +24,25 @@ def decode_ref(numel: int, dtype: torch.dtype, codes: Tensor, peaks: Tensor) -> 
     return _symmetric.decode_ref(codes, peaks, BITS, FACTOR, dtype).view(-1)[:numel]
 
 
+def _encode_cpu(flat_N: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
+    return _cpu.encode_groups(flat_N, group_size, BITS, factor, rounding, seed)
+
+
+def _decode_cpu(out_N: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> None:
+    _cpu.decode_groups(out_N, codes, peaks, BITS, factor)
+
+
 @register
 class Int8(Codec):
     """Symmetric INT8 in groups, peak to 127."""
 
     name = "int8"
+    # A block input reaches every gradient of its block, so it gets 8 bits.
+    suits = frozenset({"input"})
+    settings = frozenset({"group_size"})
+    stands_in = True
+    triton = "int8_triton"
+    cpu = Kernels(_encode_cpu, _decode_cpu)
 
     def __init__(self, group_size: int = 64, rounding: str = "nearest", seed: int = 0) -> None:
         _symmetric.check_options(self.name, group_size, "max127", rounding, seed, ("max127",))
@@ -44,33 +57,11 @@ class Int8(Codec):
         groups = -(-prod(shape) // self.group_size)
         return groups * (self.group_size + _symmetric.PEAK_BYTES)
 
-    @without_gradients
-    def encode(self, tensor: Tensor) -> Payload:
-        self._require(tensor)
-        flat_N = as_flat(tensor)
-        if flat_N.is_cuda:
-            from adacc_hf.kernels import int8_triton
+    def _encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
+        return kernels.encode(x, self.group_size, FACTOR, self.rounding, self.seed)
 
-            tensors = int8_triton.encode(flat_N, self.group_size, FACTOR, self.rounding, self.seed)
-        elif _cpu.usable(flat_N):
-            tensors = _cpu.encode_groups(flat_N, self.group_size, BITS, FACTOR, self.rounding, self.seed)
-        else:
-            tensors = self.encode_traceable(flat_N)
-        return Payload(tensors, tensor.dtype, tuple(tensor.shape), tensor.stride())
-
-    @without_gradients
-    def decode(self, payload: Payload) -> Tensor:
-        def fill(out_N: Tensor) -> None:
-            if out_N.is_cuda:
-                from adacc_hf.kernels import int8_triton
-
-                int8_triton.decode(out_N, *payload.tensors, FACTOR)
-            elif _cpu.usable(out_N):
-                _cpu.decode_groups(out_N, *payload.tensors, BITS, FACTOR)
-            else:
-                out_N.copy_(self.decode_traceable(payload.tensors, tuple(out_N.shape), payload.dtype))
-
-        return restore(fill, payload)
+    def _decode_by(self, kernels: Kernels, out: Tensor, tensors: tuple[Tensor, ...]) -> None:
+        kernels.decode(out, *tensors, FACTOR)
 
     def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
         return encode_ref(tensor.reshape(-1), self.group_size, self.rounding, self.seed)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from adacc_hf.kernels import _cpu, _symmetric
-from adacc_hf.kernels._layout import as_matrix, restore, rows_and_columns
-from adacc_hf.kernels.codecs import Codec, Payload, register, without_gradients
+from adacc_hf.kernels._layout import as_matrix, rows_and_columns
+from adacc_hf.kernels.codecs import Codec, Kernels, register
 
 BITS = 4
 INDEX_BYTES = 4
@@ -105,6 +105,22 @@ def _is_at(indices: Tensor, columns: int) -> Tensor:
     return indices[:, None] == torch.arange(columns, device=indices.device)
 
 
+def _encode_cpu(
+    x_RC: Tensor, indices: Tensor | None, keep: Tensor | None, group_size: int, factor: float, rounding: str, seed: int
+) -> tuple[Tensor, ...]:
+    flat_N, channels = x_RC.view(-1), x_RC.shape[1]
+    if indices is None:
+        return _cpu.encode_groups(flat_N, group_size, BITS, factor, rounding, seed)
+    codes, peaks = _cpu.encode_groups(flat_N, group_size, BITS, factor, rounding, seed, keep, channels)
+    return codes, peaks, _cpu.gather_channels(x_RC, indices), indices.clone()
+
+
+def _decode_cpu(out_RC: Tensor, factor: float, codes: Tensor, peaks: Tensor, *raw: Tensor) -> None:
+    _cpu.decode_groups(out_RC, codes, peaks, BITS, factor)
+    if raw:
+        _cpu.scatter_channels(out_RC, *raw)
+
+
 @register
 class OutlierInt4(Codec):
     """INT4 in groups, with `num_outliers` raw channels; num_outliers=0 is plain symmetric group-wise INT4.
@@ -113,6 +129,12 @@ class OutlierInt4(Codec):
     """
 
     name = "outlier_int4"
+    suits = frozenset({"linear", "norm", "activation", "other"})
+    settings = frozenset({"group_size", "zscore_threshold"})
+    keeps_outliers = True
+    triton = "outlier_int4_triton"
+    cpu = Kernels(_encode_cpu, _decode_cpu)
+    keeps_rows = True
 
     def __init__(
         self,
@@ -154,38 +176,21 @@ class OutlierInt4(Codec):
             sums_C = channel_sums(tensor)
             self._outliers = choose_outliers(sums_C, self.num_outliers, self.group_size, tensor.element_size())
 
-    @without_gradients
-    def encode(self, tensor: Tensor) -> Payload:
-        self._require(tensor)
-        outliers = self._fitted(tensor)
-        x_RC = as_matrix(tensor)
-        settings = (self.group_size, self._factor, self.rounding, self.seed)
-        if x_RC.is_cuda:
-            from adacc_hf.kernels import outlier_int4_triton
+    def count_outliers(self, tensor: Tensor, threshold: float) -> int:
+        return count_outliers(tensor, threshold)
 
-            chosen = (outliers.indices, outliers.keep) if outliers else (None, None)
-            tensors = outlier_int4_triton.encode(x_RC, *chosen, *settings)
-        elif _cpu.usable(x_RC):
-            tensors = _encode_cpu(x_RC, outliers, *settings)
-        else:
-            tensors = encode_ref(x_RC, outliers.indices if outliers else None, *settings)
-        return Payload(tensors, tensor.dtype, tuple(tensor.shape), tensor.stride())
+    def _encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
+        outliers = self._fitted(x)
+        chosen = (outliers.indices, outliers.keep) if outliers else (None, None)
+        return kernels.encode(x, *chosen, self.group_size, self._factor, self.rounding, self.seed)
 
-    @without_gradients
-    def decode(self, payload: Payload) -> Tensor:
-        shape = rows_and_columns(payload.size)
+    def _decode_by(self, kernels: Kernels, out: Tensor, tensors: tuple[Tensor, ...]) -> None:
+        kernels.decode(out, self._factor, *tensors)
 
-        def fill(out_N: Tensor) -> None:
-            if out_N.is_cuda:
-                from adacc_hf.kernels import outlier_int4_triton
-
-                outlier_int4_triton.decode(out_N.view(shape), self._factor, *payload.tensors)
-            elif _cpu.usable(out_N):
-                _decode_cpu(out_N.view(shape), self._factor, *payload.tensors)
-            else:
-                out_N.copy_(decode_ref(shape, payload.dtype, self._factor, *payload.tensors).view(-1))
-
-        return restore(fill, payload, keep_rows=True)
+    def _encode_plain(self, x: Tensor) -> tuple[Tensor, ...]:
+        outliers = self._fitted(x)
+        indices = outliers.indices if outliers else None
+        return encode_ref(x, indices, self.group_size, self._factor, self.rounding, self.seed)
 
     def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """As `encode` right after `fit`: a graph keeps no state, so it chooses its outliers from every tensor anew."""
@@ -213,19 +218,3 @@ class OutlierInt4(Codec):
                 f"{given[0]} of {given[1]}; use one codec object per activation, or fit it again"
             )
         return self._outliers
-
-
-def _encode_cpu(
-    x_RC: Tensor, outliers: Outliers | None, group_size: int, factor: float, rounding: str, seed: int
-) -> tuple[Tensor, ...]:
-    flat_N, channels = x_RC.view(-1), x_RC.shape[1]
-    if outliers is None:
-        return _cpu.encode_groups(flat_N, group_size, BITS, factor, rounding, seed)
-    codes, peaks = _cpu.encode_groups(flat_N, group_size, BITS, factor, rounding, seed, outliers.keep, channels)
-    return codes, peaks, _cpu.gather_channels(x_RC, outliers.indices), outliers.indices.clone()
-
-
-def _decode_cpu(out_RC: Tensor, factor: float, codes: Tensor, peaks: Tensor, *raw: Tensor) -> None:
-    _cpu.decode_groups(out_RC.view(-1), codes, peaks, BITS, factor)
-    if raw:
-        _cpu.scatter_channels(out_RC, *raw)

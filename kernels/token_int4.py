@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from adacc_hf.kernels import _cpu, _symmetric
-from adacc_hf.kernels._layout import as_matrix, restore, rows_and_columns
-from adacc_hf.kernels.codecs import Codec, Payload, register, without_gradients
+from adacc_hf.kernels._layout import rows_and_columns
+from adacc_hf.kernels.codecs import Codec, Kernels, register
 
 BITS = 4
 
@@ -24,11 +24,23 @@ def decode_ref(shape: tuple[int, int], dtype: torch.dtype, factor: float, codes:
     return _symmetric.decode_ref(codes, peaks, BITS, factor, dtype)[: shape[0]]
 
 
+def _encode_cpu(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
+    return _cpu.encode_groups(x_RC.view(-1), x_RC.shape[1], BITS, factor, rounding, seed)
+
+
+def _decode_cpu(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> None:
+    _cpu.decode_groups(out_RC, codes, peaks, BITS, factor)
+
+
 @register
 class TokenInt4(Codec):
     """Symmetric INT4 with one scale per row, by default the paper's scale."""
 
     name = "token_int4"
+    is_baseline = True
+    triton = "token_int4_triton"
+    cpu = Kernels(_encode_cpu, _decode_cpu)
+    keeps_rows = True
 
     def __init__(self, scale: str = "paper", rounding: str = "nearest", seed: int = 0) -> None:
         group_size = _symmetric.GROUP_SIZES[0]  # has none: a row is its group
@@ -46,36 +58,11 @@ class TokenInt4(Codec):
         pairs = -(-rows // 2)
         return pairs * (columns + 2 * _symmetric.PEAK_BYTES)
 
-    @without_gradients
-    def encode(self, tensor: Tensor) -> Payload:
-        self._require(tensor)
-        x_RC = as_matrix(tensor)
-        settings = (self._factor, self.rounding, self.seed)
-        if x_RC.is_cuda:
-            from adacc_hf.kernels import token_int4_triton
+    def _encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
+        return kernels.encode(x, self._factor, self.rounding, self.seed)
 
-            tensors = token_int4_triton.encode(x_RC, *settings)
-        elif _cpu.usable(x_RC):
-            tensors = _cpu.encode_groups(x_RC.view(-1), x_RC.shape[1], BITS, *settings)
-        else:
-            tensors = self.encode_traceable(x_RC)
-        return Payload(tensors, tensor.dtype, tuple(tensor.shape), tensor.stride())
-
-    @without_gradients
-    def decode(self, payload: Payload) -> Tensor:
-        shape = rows_and_columns(payload.size)
-
-        def fill(out_N: Tensor) -> None:
-            if out_N.is_cuda:
-                from adacc_hf.kernels import token_int4_triton
-
-                token_int4_triton.decode(out_N.view(shape), *payload.tensors, self._factor)
-            elif _cpu.usable(out_N):
-                _cpu.decode_groups(out_N, *payload.tensors, BITS, self._factor)
-            else:
-                out_N.view(shape).copy_(self.decode_traceable(payload.tensors, shape, payload.dtype))
-
-        return restore(fill, payload, keep_rows=True)
+    def _decode_by(self, kernels: Kernels, out: Tensor, tensors: tuple[Tensor, ...]) -> None:
+        kernels.decode(out, *tensors, self._factor)
 
     def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
         x_RC = tensor.reshape(rows_and_columns(tuple(tensor.shape)))

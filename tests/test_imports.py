@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -232,6 +233,27 @@ def test_core_imports_neither_callbacks_nor_eval() -> None:
 
 def test_callbacks_do_not_import_eval() -> None:
     assert offending(python_files("callbacks"), ("adacc_hf.eval",)) == []
+
+
+def test_codecs_are_named_in_their_own_files_alone() -> None:
+    """The core asks the registry for what suits; docstrings, comments and settings of callers may name codecs."""
+    names = [path.stem for path in python_files("kernels") if not re.search("^_|_triton$|^codecs$", path.stem)]
+    assert "bitmask" in names
+    pattern = re.compile(rf"(?<![a-z])({'|'.join(names)})(?![a-z])")
+    paths = [*CORE, *python_files("callbacks")]
+    named = [(path, *found) for path in paths for found in code_words(path) if pattern.search(found[1])]
+    assert [f"{path.relative_to(ROOT)}:{line}: {text!r}" for path, line, text in named] == []
+
+
+def code_words(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of each string of a file that is no docstring, and of each module that it imports."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.lineno, node.value
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
 def test_nobody_imports_a_folder_by_its_bare_name() -> None:

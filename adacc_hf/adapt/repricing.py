@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from adacc_hf.adapt.tracking import OUTLIER_CODEC, Key, OptionKey
+from adacc_hf.adapt.tracking import Key, OptionKey
 from adacc_hf.artifacts.policy import call_name
-from adacc_hf.kernels.codecs import get_codec
-from adacc_hf.price.codec_options import FINER, make_codec
+from adacc_hf.kernels.codecs import codec_type, get_codec, precise_codec
+from adacc_hf.price.codec_options import make_codec
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.config import AdaccConfig
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 FINER_STEPS = 16
-"""FINER's steps to one of INT4's: four more bits."""
+"""The precise codec's steps to one of INT4's: four more bits."""
 
 
 def with_outliers(profile: Profile, counts: Mapping[Key, int]) -> Profile:
-    """`profile` with the outlier codec of each counted activation priced for as many channels as were found."""
+    """`profile` with what keeps outliers of each counted activation priced for as many channels as were found."""
 
     def reprice(key: Key, value: Value, option: CodecOption) -> CodecOption:
-        if option.codec != OUTLIER_CODEC or key not in counts:
+        if key not in counts or not codec_type(option.codec).keeps_outliers:
             return option
         return _with_channels(value, option, counts[key])
 
@@ -90,7 +90,7 @@ def without_codecs(profile: Profile, switched_off: Collection[SwitchedOff]) -> P
 
 
 def with_finer(profile: Profile, switched_off: Collection[SwitchedOff], config: AdaccConfig) -> Profile:
-    """`profile` with FINER beside what is `switched_off`, where the settings leave the choice of codecs to us.
+    """`profile` with the precise codec beside what is `switched_off`, where the settings leave the choice to us.
 
     It is priced like that until it is used: it reads the same, and writes twice as much.
     """
@@ -100,17 +100,17 @@ def with_finer(profile: Profile, switched_off: Collection[SwitchedOff], config: 
 
     def offered(key: Key, value: Value) -> tuple[CodecOption, ...]:
         off = next((option for option in value.codecs if (*key, option.codec) in gone), None)
-        is_known = any(option.codec == FINER for option in value.codecs)
+        is_known = any(option.codec == precise_codec() for option in value.codecs)
         return value.codecs if off is None or is_known else (*value.codecs, *_finer(value, off, config))
 
     return _with_codecs(profile, offered)
 
 
 def _finer(value: Value, option: CodecOption, config: AdaccConfig) -> Iterator[CodecOption]:
-    """FINER at the price of `option`, if it suits the value."""
+    """The precise codec at the price of `option`, if it suits the value."""
     import torch
 
-    codec, dtype = make_codec(FINER, config, 0), getattr(torch, value.dtype)
+    codec, dtype = make_codec(precise_codec(), config, 0), getattr(torch, value.dtype)
     if codec.supports(value.encoded_shape, dtype):
         yield replace(
             option,
@@ -193,7 +193,7 @@ def lossy_options(profile: Profile, blocks: Collection[str]) -> frozenset[Option
         for value in profile.kinds[index].values
         for option in value.codecs
         if not option.lossless
-        for codec in (option.codec, FINER)
+        for codec in (option.codec, precise_codec())
     )
 
 

@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from adacc_hf.adapt.accuracy import GradientError, round_trip_error
-from adacc_hf.kernels.codecs import Codec, Payload, get_codec
-from adacc_hf.kernels.outlier_int4 import count_outliers
+from adacc_hf.kernels.codecs import Codec, Payload, codec_type, get_codec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from adacc_hf.artifacts.config import AdaccConfig
     from adacc_hf.artifacts.profile import CodecOption, Profile, Value
-
-OUTLIER_CODEC = "outlier_int4"
 
 Key = tuple[int, int]
 """An activation: index of its kind, index of its value."""
@@ -128,12 +125,12 @@ class MeasuringCodec:
         self._options = options
         self._config = config
         self._findings = findings
-        self._counts = tracks and codec.name == OUTLIER_CODEC and config.outliers
+        self._counts = tracks and codec.keeps_outliers and config.outliers
 
     def encode(self, tensor: Tensor) -> Payload:
         count = None
         if self._counts:
-            count = count_outliers(tensor, self._config.zscore_threshold)
+            count = self._codec.count_outliers(tensor, self._config.zscore_threshold)
             self._findings.add_count(self._key, count)
             self._codec.fit(tensor)
         payload = self._codec.encode(tensor)
@@ -162,7 +159,7 @@ class MeasuringCodec:
 def _refitted(option: CodecOption, count: int | None) -> Codec:
     """The codec of `option`, with `count` raw channels if that was counted; it chooses them when it first encodes."""
     options = dict(option.options)
-    if option.codec == OUTLIER_CODEC and count is not None:
+    if count is not None and codec_type(option.codec).keeps_outliers:
         options["num_outliers"] = count
     return get_codec(option.codec, **options)
 

@@ -45,6 +45,11 @@ def decided(
     return frozenset(found)
 
 
+def is_index(dtype: str) -> bool:
+    """Whether a dtype is one of whole numbers; those of a byte are codes or truths."""
+    return dtype.lstrip("u") in ("int16", "int32", "int64")
+
+
 def is_statistic(size: Sequence[int]) -> bool:
     """Whether a value of this size has one number for each row."""
     return tuple(size[-1:]) == (1,)

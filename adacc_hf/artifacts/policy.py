@@ -28,8 +28,6 @@ FORMAT_VERSION = 2
 COMPILED_FORMAT = "adacc_hf.compiled_policy"
 """What the file of a policy for compiled graphs says it is; see `adacc_hf/compiler/region.py`."""
 HEADS = ("plain", "chunked")
-MASK_CODEC = "bitmask"
-"""The codec of masks, which stores a bit per element and loses nothing."""
 IDLE_KIND = "idle"
 """What stands for a tape's digest in the plan of a block that the profiled batch ran without gradients alone: there is
 nothing to decide. See `adacc_hf/price/whole_model.py`."""
@@ -155,7 +153,13 @@ class Policy:
 
     def _num_masks(self) -> int:
         """How many of the activations that all blocks compress are masks that become bits."""
-        return sum(choice.codec == MASK_CODEC for _, plan in self.blocks for _, choice in self.plans[plan].choices)
+        named = [choice.codec for _, plan in self.blocks for _, choice in self.plans[plan].choices if choice.codec]
+        if not named:
+            return 0
+        from adacc_hf.kernels.codecs import MASK, codecs_suiting  # they need torch
+
+        bits = codecs_suiting(MASK)
+        return sum(name in bits for name in named)
 
     def summary(self) -> str:
         """One line for a log. Masks that become bits, at no loss, are counted apart from what is compressed."""

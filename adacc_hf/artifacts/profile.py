@@ -14,7 +14,7 @@ from typing import Any
 
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.files import fields_of, read_json, write_json
-from adacc_hf.artifacts.index_values import SPOILED_ERROR, decided, is_statistic, made_from, upstream
+from adacc_hf.artifacts.index_values import SPOILED_ERROR, decided, is_index, is_statistic, made_from, upstream
 from adacc_hf.artifacts.profile_sizes import ProfileSizes, Shapes, sizes_of
 
 FORMAT_VERSION = 5
@@ -80,7 +80,7 @@ class Value:
     @property
     def is_index(self) -> bool:
         """Whether it holds whole numbers; those of a byte are codes or truths."""
-        return self.dtype.lstrip("u") in ("int16", "int32", "int64")
+        return is_index(self.dtype)
 
     @property
     def is_statistic(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from functools import cache
 
 import torch
@@ -14,8 +14,8 @@ from adacc_hf.compiler.functorch import has_unknown_sizes, is_view, op_types
 from adacc_hf.compiler.graph_cost import coding_ms
 from adacc_hf.compiler.joint_graph import JointGraph, readers
 from adacc_hf.compiler.rewrite import memory_order
-from adacc_hf.kernels.codecs import Codec, get_codec
-from adacc_hf.price.codec_options import FINER, assumed_outliers, codecs_of_role, make_codec, relative_error
+from adacc_hf.kernels.codecs import MASK, Codec, codec_type, codecs_suiting, get_codec, precise_codec
+from adacc_hf.price.codec_options import assumed_outliers, codecs_of_role, make_codec, relative_error
 from adacc_hf.price.precision import attention_bias
 from adacc_hf.torch_glue.private import SOFTMAX, no_dispatch
 
@@ -30,7 +30,7 @@ def codec_options(
     """The codecs for one value; for those in `spoiled` lossless ones only, for casts of parameters none (rule R4).
 
     None either for what has as many elements as the data says: a codec's groups are laid out before that is known.
-    Unless the settings name codecs, values in `fine` take FINER, and on a GPU all others may.
+    Unless the settings name codecs, values in `fine` take the precise one, and on a GPU all others may.
     """
     node = joint.nodes[value]
     tensor = node.meta["val"]
@@ -42,11 +42,11 @@ def codec_options(
     is_fixed = bool(size) and isinstance(size[-1], int)
     num_outliers = assumed_outliers(size[-1], config, config.compiled_outliers) if is_fixed else 0
     names = _names(joint, value, config)
-    if config.codecs is None and any(not get_codec(name).lossless for name in names):
+    if config.codecs is None and any(not codec_type(name).lossless for name in names):
         if value in fine:
-            names = [FINER]
+            names = [precise_codec()]
         elif tensor.device.type != "cpu":  # a kernel that passes over the value makes its codes, which share no bytes
-            names = list(dict.fromkeys([*names, FINER]))
+            names = list(dict.fromkeys([*names, precise_codec()]))
     codecs = [make_codec(name, config, num_outliers) for name in names]
     codecs = [codec for codec in codecs if codec.lossless or value not in spoiled]
     options = [_option(codec, node, size, joint.forward) for codec in codecs if codec.supports(size, tensor.dtype)]
@@ -56,12 +56,16 @@ def codec_options(
 def _names(joint: JointGraph, value: int, config: AdaccConfig) -> list[str]:
     node = joint.nodes[value]
     if node.meta["val"].dtype is torch.bool:
-        return ["bitmask"]
+        return _traceable(codecs_suiting(MASK))
     if "compress" not in config.actions or not node.meta["val"].is_floating_point() or is_attention_bias(node):
         return []
-    if config.codecs is not None:
-        return [name for name in config.codecs if name != "bitmask"]
-    return codecs_of_role(_role(node), config)
+    names = codecs_of_role(_role(node), config)
+    return _traceable(names) if config.codecs is None else names
+
+
+def _traceable(names: Sequence[str]) -> list[str]:
+    """Those that may stand in a graph: nobody asked for the others."""
+    return [name for name in names if codec_type(name).is_traceable()]
 
 
 def _role(node: fx.Node) -> str:

@@ -16,14 +16,14 @@ from torch import fx
 
 from adacc_hf.compiler.functorch import hint, is_getitem, is_view, op_types, short_name
 from adacc_hf.compiler.joint_graph import JointGraph
-from adacc_hf.price.precision import ZERO_TO_ZERO, attention_arguments, is_summary
+from adacc_hf.price.precision import EXPONENTS, ZERO_TO_ZERO, attention_arguments, divisors, is_summary
 
 HUGE = 1e4
 """Numbers from here on are no activations: masks hold -10000, the least number of their dtype, or -inf."""
 
 BOUNDED = {"exp", "sigmoid", "tanh", "erf", "softmax", "reciprocal", "cos", "sin"}
 """Their results are of ordinary size whatever they read."""
-GROWING = {"exp", "exp2", "expm1", "cos", "sin", "softmax", "log_softmax", "logsumexp"}
+GROWING = {"exp", "exp2", "expm1", "softmax", *EXPONENTS}
 """Of these the error of what they read is no longer a relative one."""
 INVERTING = {"log", "log2", "log10", "reciprocal", "rsqrt"}
 """Of 0 they make an infinity. A graph has backward in it: what that divides by stands there (unlike on a tape)."""
@@ -78,13 +78,14 @@ def _is_logistic(node: fx.Node) -> bool:
 
 def _divisors(graph: fx.Graph) -> set[fx.Node]:
     """What something is divided by, and what that is made of element by element."""
-    found: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        for user in node.users:
-            passes_on = user in found and (short_name(user) in ZERO_TO_ZERO or is_view(user))
-            if passes_on or _is_inverted_by(user, node):
-                found.add(node)
-    return found
+    return divisors(
+        (
+            [read for read in node.all_input_nodes if _is_inverted_by(node, read)],
+            [node],
+            node.all_input_nodes if short_name(node) in ZERO_TO_ZERO or is_view(node) else (),
+        )
+        for node in reversed(graph.nodes)
+    )
 
 
 def _is_inverted_by(user: fx.Node, node: fx.Node) -> bool:

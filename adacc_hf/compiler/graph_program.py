@@ -12,7 +12,7 @@ from itertools import accumulate
 from adacc_hf.artifacts.policy import RETAIN, Choice
 from adacc_hf.artifacts.profile import CodecOption, KindProfile
 from adacc_hf.compiler.segments import Segments, cut_into_segments
-from adacc_hf.price.codec_options import FINER
+from adacc_hf.kernels.codecs import precise_codec
 from adacc_hf.solve.linear_program import Program, Solver, SolverLog, Terms
 from adacc_hf.solve.milp import BlockVariables, KindModel, Store, lossy_values
 
@@ -44,9 +44,9 @@ class GraphModel:
     """Values that are remade of nothing that a coarse codec left."""
 
     def is_coarse(self, value: int, option: int) -> bool:
-        """Whether that way to store a value leaves less of it than FINER would."""
+        """Whether that way to store a value leaves less of it than the precise codec would."""
         store = self.model.menus[value][option]
-        return not store.is_lossless and store.choice.codec != FINER
+        return not store.is_lossless and store.choice.codec != precise_codec()
 
 
 def graph_model(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from adacc_hf.artifacts.units import format_bytes, parse_bytes
 from adacc_hf.estimate.devices import NAMES
 from adacc_hf.estimate.planning import LENGTH_STEP, Planned
+from adacc_hf.kernels.codecs import codec_type
 
 if TYPE_CHECKING:
     from adacc_hf.estimate.planning import Request
@@ -250,7 +251,10 @@ def _notes(planned: Planned) -> list[str]:
     workload = planned.request.workload
     notes = [f"Rates: {workload.device.source}.", *ASSUMPTIONS]
     if any(
-        option.codec == "outlier_int4" for kind in planned.profile.kinds for v in kind.values for option in v.codecs
+        codec_type(option.codec).keeps_outliers
+        for kind in planned.profile.kinds
+        for v in kind.values
+        for option in v.codecs
     ):
         notes.append(f"{100 * workload.outlier_share:g} % of the channels are taken to be outliers (--outlier-share).")
     if planned.request.profile is not None:

@@ -23,7 +23,7 @@ from adacc_hf.estimate.fake_backward import FakeBackward
 from adacc_hf.estimate.fake_device import FakeMemoryMeter
 from adacc_hf.head.chunked_loss import at_most_chunks
 from adacc_hf.head.lazy_logits import LossCall
-from adacc_hf.kernels.codecs import Codec, get_codec
+from adacc_hf.kernels.codecs import MASK, Codec, codec_type, get_codec
 from adacc_hf.price.codec_options import (
     OUTLIER_SHARE,
     assumed_outliers,
@@ -221,7 +221,7 @@ def _probability(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _accepts(codec: Codec, tape: Tape, value: int) -> bool:
     """Whether the codec may be taken to accept the data: bits only where there are two values by construction."""
-    if codec.name != "bitmask" or tape.values[value].ref.dtype is torch.bool:
+    if MASK not in codec.suits or tape.values[value].ref.dtype is torch.bool:
         return True
     producer = tape.values[value].producer
     while producer is not None and not tape.operators[producer].random:
@@ -234,6 +234,6 @@ def _accepts(codec: Codec, tape: Tape, value: int) -> bool:
 def _error_on_normal(name: str, options: tuple[tuple[str, Any], ...]) -> float:
     with unset_fake_temporarily(), torch.device("cpu"):
         numbers = torch.randn(_SAMPLE, generator=torch.Generator("cpu").manual_seed(0))
-        codec = get_codec(name, **dict(options) | ({"num_outliers": 0} if name == "outlier_int4" else {}))
+        codec = get_codec(name, **dict(options) | ({"num_outliers": 0} if codec_type(name).keeps_outliers else {}))
         codec.fit(numbers)
         return relative_error(numbers, codec.decode(codec.encode(numbers)))

@@ -10,16 +10,13 @@ import torch
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.profile import CodecOption
-from adacc_hf.kernels.codecs import Codec, get_codec
-from adacc_hf.kernels.outlier_int4 import count_outliers
+from adacc_hf.kernels.codecs import MASK, Codec, codec_type, codecs_suiting, get_codec, precise_codec
 from adacc_hf.price.precision import spoiled_by_codecs
 from adacc_hf.price.timing import Bottleneck, time_of
 from adacc_hf.tape.compiled_plan import encode_view
 from adacc_hf.tape.replay import view
 from adacc_hf.tape.tape import Tape, TapeOperator
 
-FINER = "int8"
-"""The codec for what that of its role is too coarse for."""
 OUTLIER_SHARE = 0.01
 """Share of the channels that are taken to be outliers where there is no data to count them in."""
 
@@ -43,37 +40,37 @@ def _codec_names(tape: Tape, value: int, config: AdaccConfig, is_spoiled: bool) 
     record, role = tape.values[value], role_of(tape, value)
     if record.nbytes < config.min_compress_bytes or not record.is_encodable or role == "parameter":
         return []
-    if role == "mask" and config.codecs is None:
-        return ["bitmask"]
-    if "compress" not in config.actions or is_spoiled:
+    is_lossless = role == MASK and config.codecs is None
+    if not is_lossless and ("compress" not in config.actions or is_spoiled):
         return []
-    if config.codecs is None:
-        return codecs_of_role(role, config)
-    return [name for name in config.codecs if (name == "bitmask") == (role == "mask")]
+    return codecs_of_role(role, config)
 
 
 def outliers_in(tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
-    """Outlier channels (paper, equation 1) of each activation that would be compressed with `outlier_int4`."""
+    """Outlier channels (paper, equation 1) of each activation that a codec would keep them of."""
     if not config.outliers:
         return {}
-    wanted = with_outlier_codec(tape, config)
-    return {v: count_outliers(view(bases[v], encode_view(tape, v)), config.zscore_threshold) for v in wanted}
+    return {
+        value: codec.count_outliers(view(bases[value], encode_view(tape, value)), config.zscore_threshold)
+        for value, codec in with_outlier_codec(tape, config).items()
+    }
 
 
-def with_outlier_codec(tape: Tape, config: AdaccConfig) -> list[int]:
-    """Activations that may be compressed with `outlier_int4`."""
-    return [value for value, names in candidates(tape, config).items() if "outlier_int4" in names]
+def with_outlier_codec(tape: Tape, config: AdaccConfig) -> dict[int, Codec]:
+    """Activations that may be compressed with a codec that keeps outliers, and that codec."""
+    return {
+        value: make_codec(name, config, 0)
+        for value, names in candidates(tape, config).items()
+        for name in names
+        if codec_type(name).keeps_outliers
+    }
 
 
 def make_codec(name: str, config: AdaccConfig, num_outliers: int) -> Codec:
     """The codec `name` with the options that `config` sets for it."""
-    if name == "outlier_int4":
-        return get_codec(
-            name, group_size=config.group_size, num_outliers=num_outliers, zscore_threshold=config.zscore_threshold
-        )
-    if name in ("asymmetric_int4", "int8"):
-        return get_codec(name, group_size=config.group_size)
-    return get_codec(name)
+    codec_class = codec_type(name)
+    options = {option: getattr(config, option) for option in codec_class.settings}
+    return get_codec(name, **options, **({"num_outliers": num_outliers} if codec_class.keeps_outliers else {}))
 
 
 def assumed_outliers(channels: int, config: AdaccConfig, share: float = OUTLIER_SHARE) -> int:
@@ -97,10 +94,10 @@ def codec_options(
 def finer_options(
     tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, values: Sequence[int], scarce: Bottleneck
 ) -> dict[int, tuple[CodecOption, ...]]:
-    """FINER, priced for those of `values` that it suits, where the settings leave the choice of codecs to us."""
+    """The precise codec, priced for those of `values` that it takes, where the settings leave the choice to us."""
     found = {}
     for value in values if config.codecs is None else ():
-        tensor, codec = view(bases[value], encode_view(tape, value)), make_codec(FINER, config, 0)
+        tensor, codec = view(bases[value], encode_view(tape, value)), make_codec(precise_codec(), config, 0)
         if codec.supports(tuple(tensor.shape), tensor.dtype):
             found[value] = (_price(codec, tensor, scarce),)
     return found
@@ -145,24 +142,11 @@ _MATMUL = ("mm", "addmm", "linear")
 _NORM = ("layer_norm", "rms_norm", "batch_norm", "group_norm")
 _ACTIVATION = ("gelu", "silu", "relu", "tanh", "sigmoid", "hardtanh", "leaky_relu", "elu", "mish", "pow")
 
-CODEC_OF_ROLE = {
-    "linear": "outlier_int4",
-    "norm": "outlier_int4",
-    "activation": "outlier_int4",
-    "other": "outlier_int4",
-    "qkv": "channel_int4",
-    "softmax": "asymmetric_int4",
-    "input": "int8",
-    "mask": "bitmask",
-}
-"""The paper's layer-specific choice (section 3.2). A block input reaches every gradient of its block, so it gets 8
-bits."""
-
 
 def role_of(tape: Tape, value: int) -> str:
     """The class of tensor that a value is, from the operators that make and read it.
 
-    A key of CODEC_OF_ROLE, or "parameter" for parameters and what is made of them alone.
+    One of ROLES, or "parameter" for parameters and what is made of them alone.
     """
     record = tape.values[value]
     if is_parameter_cast(tape, value):
@@ -170,7 +154,7 @@ def role_of(tape: Tape, value: int) -> str:
     if tape.is_block_input(value):
         return "input"
     if record.ref.dtype is torch.bool or _is_drawn(tape, value):
-        return "mask"
+        return MASK
     if _is_softmax(tape, value):
         return "softmax"
     readers = [tape.operators[index] for index in tape.consumers(value)]
@@ -214,9 +198,18 @@ def _is_attention(tape: Tape, operator: TapeOperator) -> bool:
 
 
 def codecs_of_role(role: str, config: AdaccConfig) -> list[str]:
-    """Names of the codecs for values of `role` where the settings name none."""
-    # With a bound on errors, what INT4 is too coarse for may still do with INT8.
-    return list(dict.fromkeys([CODEC_OF_ROLE[role], *(["int8"] if config.max_error is not None else [])]))
+    """Names of the codecs for values of `role`: those that the settings name, else those that suit it."""
+    if config.codecs is not None:
+        return [name for name in config.codecs if _may_take(codec_type(name), role)]
+    # With a bound on errors, what INT4 is too coarse for may still do with the precise codec.
+    finer = [precise_codec()] if config.max_error is not None and role != MASK else []
+    return list(dict.fromkeys([*codecs_suiting(role), *finer]))
+
+
+def _may_take(codec: type[Codec], role: str) -> bool:
+    """Whether settings that name a codec mean it for values of `role`: for masks only what suits them, and if it suits
+    nothing else for nothing else."""
+    return MASK in codec.suits if role == MASK else codec.suits != {MASK}
 
 
 def is_parameter_cast(tape: Tape, value: int) -> bool:

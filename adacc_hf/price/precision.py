@@ -9,17 +9,19 @@ by element.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from adacc_hf.artifacts.index_values import is_statistic
 from adacc_hf.tape.tape import Tape, TapeOperator, TensorRef, tensor_refs
 from adacc_hf.torch_glue.private import OpOverload, schema_of
 
+V = TypeVar("V")
+
 SUMMARY_RATIO = 8
 """What has a dimension less than what it is made of and this many times fewer elements saves little by codecs, and each
 of its elements decides about many."""
-_EXPONENTS = ("log_softmax", "logsumexp", "cos", "sin")
+EXPONENTS = ("log_softmax", "logsumexp", "cos", "sin")
 """Backward raises e to what these read or give, or takes its angle."""
 _BIAS = ("attn_mask", "attn_bias", "bias")
 """What fused attention calls the argument that it adds to its scores."""
@@ -58,7 +60,7 @@ def is_summary(size: Sequence[int], source: Sequence[int]) -> bool:
 
 def _exponents(tape: Tape) -> set[int]:
     """Values that backward takes an exponential or an angle of."""
-    operators = [operator for operator in tape.operators if operator.short_name.startswith(_EXPONENTS)]
+    operators = [operator for operator in tape.operators if operator.short_name.startswith(EXPONENTS)]
     return {value for operator in operators for value in [*operator.inputs(), *operator.made()]}
 
 
@@ -88,11 +90,22 @@ def attention_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, A
 
 def _divisors(tape: Tape) -> set[int]:
     """Values that backward divides by, and those of which replay makes one element by element."""
-    found: set[int] = set()
-    for operator in reversed(tape.operators):
-        found.update(_divided_by(operator))
-        if operator.short_name in ZERO_TO_ZERO and not found.isdisjoint(operator.made()):
-            found.update(operator.inputs())
+    return divisors(
+        (_divided_by(operator), operator.made(), operator.inputs() if operator.short_name in ZERO_TO_ZERO else ())
+        for operator in reversed(tape.operators)
+    )
+
+
+def divisors(operators: Iterable[tuple[Iterable[V], Iterable[V], Iterable[V]]]) -> set[V]:
+    """What something is divided by, and what of that is made element by element, a 0 of a 0.
+
+    `operators` are, the last one first: what is divided by for its sake, what it makes, and what a 0 in that comes of.
+    """
+    found: set[V] = set()
+    for divided_by, made, zero_sources in operators:
+        found.update(divided_by)
+        if not found.isdisjoint(made):
+            found.update(zero_sources)
     return found
 
 

@@ -22,6 +22,7 @@ from adacc_hf import __version__
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.profile import codec_option_from_json
+from adacc_hf.kernels.codecs import ROLES, codecs_suiting, precise_codec
 from adacc_hf.price.measurement import Instruments
 from adacc_hf.price.pricing import Prices
 from adacc_hf.price.timing import Bottleneck
@@ -267,7 +268,7 @@ def price_key(tape: Tape, device: torch.device, config: AdaccConfig, outliers: M
     """What the prices of `tape` depend on."""
     settings = (
         config.actions,
-        config.codecs,
+        [*map(codecs_suiting, ROLES), precise_codec()] if config.codecs is None else config.codecs,
         config.outliers,
         config.zscore_threshold,
         config.group_size,

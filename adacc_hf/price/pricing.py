@@ -11,7 +11,7 @@ import torch
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.profile import BackwardEvent, CodecOption, ForwardEvent, KindProfile, Operator, Value
 from adacc_hf.kernels.codecs import Codec, get_codec
-from adacc_hf.price.codec_options import FINER, codec_options, finer_options
+from adacc_hf.price.codec_options import codec_options, finer_options
 from adacc_hf.price.gradient_probe import GradientErrors, gradient_errors, is_near
 from adacc_hf.price.sharing import RecordedBlock, Sharing
 from adacc_hf.price.timing import Bottleneck, Timing, bottleneck, median_ms, time_of
@@ -83,8 +83,9 @@ def _lossy(options: Mapping[int, Sequence[CodecOption]]) -> dict[int, list[Codec
 
 
 def _needs_finer(errors: GradientErrors, value: int, codecs: Sequence[Codec]) -> bool:
-    names = [codec.name for codec in codecs]
-    return bool(names) and FINER not in names and not any(is_near(errors.codecs, value, name) for name in names)
+    if not codecs or any(codec.stands_in for codec in codecs):
+        return False
+    return not any(is_near(errors.codecs, value, codec.name) for codec in codecs)
 
 
 def price_call(run: Callable[[], object], device: torch.device) -> Prices:

@@ -14,7 +14,6 @@ from adacc_hf.artifacts.profile import KindProfile, Profile
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.reports.document import ACTION_COLORS
 from adacc_hf.reports.explain import activation_labels
-from adacc_hf.solve.baselines import NAIVE_CODEC
 from adacc_hf.solve.frontier import chain, frontiers, overhead_ms
 from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.solve.milp import build_model
@@ -223,12 +222,15 @@ def trade_off(profile: Profile) -> list[Point]:
 
 def marks(profile: Profile, policy: Policy) -> list[Mark]:
     """Plain training, torch's checkpoint around every block, quantization of everything, and `policy`."""
+    from adacc_hf.kernels.codecs import baseline_codec
+
     plain, full = Policy.uniform(profile, Action.RETAIN), Policy.uniform(profile, Action.RECOMPUTE)
     # Torch's checkpoint runs the whole forward of a block again, replay only what backward needs.
     forward_ms = sum(profile.kind_of(block).forward_ms for block in profile.blocks)
     codecs = {option.codec for kind in profile.kinds for value in kind.values for option in value.codecs}
-    quantized = Policy.uniform(profile, Action.COMPRESS, NAIVE_CODEC if NAIVE_CODEC in codecs else None)
-    naive = f"naive quantization ({NAIVE_CODEC})" if NAIVE_CODEC in codecs else "all compressed, codec by layer"
+    baseline = baseline_codec() if baseline_codec() in codecs else None
+    quantized = Policy.uniform(profile, Action.COMPRESS, baseline)
+    naive = "all compressed, codec by layer" if baseline is None else f"naive quantization ({baseline})"
     return [
         Mark(name="plain", point=_point(plain), color="#56606b", shape="s"),
         Mark(name="full checkpointing", point=(full.predicted_peak_bytes, forward_ms), color="#009E73", shape="^"),

@@ -94,9 +94,9 @@ def greedy_policies(profile: Profile, models: Sequence[KindModel]) -> Iterator[l
 
 # The paper's "Quantization" baseline: one codec for everything, whatever it costs.
 
-NAIVE_CODEC = "token_int4"
-
 
 def quantize_everything(profile: Profile) -> Policy:
-    """The policy that keeps each activation that a codec takes as per-token INT4."""
-    return Policy.uniform(profile, Action.COMPRESS, codec=NAIVE_CODEC)
+    """The policy that keeps each activation that it takes by the baseline's codec, per-token INT4."""
+    from adacc_hf.kernels.codecs import baseline_codec
+
+    return Policy.uniform(profile, Action.COMPRESS, codec=baseline_codec())

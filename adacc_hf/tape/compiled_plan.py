@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from adacc_hf.artifacts.index_values import decided, is_statistic, made_from
+from adacc_hf.artifacts.index_values import decided, is_index, is_statistic, made_from
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice
-from adacc_hf.kernels.codecs import Codec, get_codec
+from adacc_hf.kernels.codecs import MASK, Codec, codecs_suiting, get_codec
 from adacc_hf.tape.call_inputs import PLACES, find_external
 from adacc_hf.tape.replay import Environment, Program, Store, closure, schedule, single_program
 from adacc_hf.tape.tape import Source, Tape, TapeOperator, TensorRef, geometry_of
@@ -236,7 +236,7 @@ def unfit(choices: Mapping[int, Choice], tape: Tape) -> list[int]:
     coded = {v for v, c in choices.items() if c.action is Action.COMPRESS and not _codec(c).lossless}
     kept = decided(
         ((operator.inputs(), operator.made()) for operator in tape.operators),
-        lambda value: _is_index(tape.values[value].ref.dtype),
+        lambda value: is_index(str(tape.values[value].ref.dtype).removeprefix("torch.")),
         coded,
         set(tape.saved_values()),
     )
@@ -265,11 +265,6 @@ def _codec(choice: Choice) -> Codec:
     return get_codec(choice.codec, **dict(choice.options))
 
 
-def _is_index(dtype: torch.dtype) -> bool:
-    """As `Value.is_index`."""
-    return not (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
-
-
 def least_memory_choices(tape: Tape) -> dict[int, Choice]:
     """The lossless choices that store least."""
     inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
@@ -283,4 +278,8 @@ def least_memory(tape: Tape, value: int) -> Choice:
     if value in tape.recomputable:
         return RECOMPUTE
     is_mask = record.ref.dtype is torch.bool and record.is_encodable
-    return Choice(action=Action.COMPRESS, codec="bitmask") if is_mask else RETAIN
+    codecs = map(get_codec, codecs_suiting(MASK) if is_mask else ())
+    size, dtype = record.ref.geometry[0], record.ref.dtype
+    able = [codec for codec in codecs if codec.supports(size, dtype)]
+    smallest = min(able, key=lambda codec: codec.predicted_bytes(size, dtype), default=None)
+    return RETAIN if smallest is None else Choice(action=Action.COMPRESS, codec=smallest.name)

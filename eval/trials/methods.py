@@ -21,7 +21,8 @@ from adacc_hf.eval.trials.contenders import uses_lossy_codec
 from adacc_hf.eval.trials.one_policy import solve_one_policy
 from adacc_hf.eval.trials.subject import Subject
 from adacc_hf.eval.trials.workload import Batch
-from adacc_hf.solve.baselines import NAIVE_CODEC, quantize_everything
+from adacc_hf.kernels.codecs import baseline_codec
+from adacc_hf.solve.baselines import quantize_everything
 from adacc_hf.torch_glue.compat import switch_checkpointing
 from adacc_hf.torch_glue.memory import MemoryMeter, static_bytes
 
@@ -143,7 +144,7 @@ QUANTIZATION = Method(
     title="naive quantization",
     install=partial(
         install_policy,
-        config=AdaccConfig(actions=("retain", "compress"), codecs=(NAIVE_CODEC,)),
+        config=AdaccConfig(actions=("retain", "compress"), codecs=(baseline_codec(),)),
         solve=lambda profile, budget, config: quantize_everything(profile),
     ),
 )

@@ -506,6 +506,39 @@ def toy_batch():
     return build
 
 
+@pytest.fixture
+def half_precision(monkeypatch):
+    """The name of a codec that the package has no file of, for what Linear layers read: 16 of a float's 32 bits."""
+    from math import prod
+
+    import torch
+
+    from adacc_hf.kernels import codecs
+
+    codecs.list_codecs()
+    monkeypatch.setattr(codecs, "_registry", dict(codecs._registry))
+
+    @codecs.register
+    class HalfPrecision(codecs.Codec):
+        name = "half_precision"
+        suits = frozenset({"linear"})
+
+        def supports(self, shape, dtype):
+            return dtype is torch.float32
+
+        def predicted_bytes(self, shape, dtype):
+            return 2 * prod(shape)
+
+        def encode(self, tensor):
+            return codecs.Payload((tensor.detach().half(),), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+        def decode(self, payload):
+            out = torch.empty_strided(payload.size, payload.stride, dtype=payload.dtype)
+            return out.copy_(payload.tensors[0])
+
+    return HalfPrecision.name
+
+
 @pytest.fixture(scope="session")
 def run_steps():
     """`run_steps(model, batch, num_steps=3, autocast=None)`: per step a dict of the loss and every gradient.

@@ -27,14 +27,14 @@ def counting_steps(monkeypatch):
             self.step = state.global_step + 1
 
     clock = Clock()
-    original = tracking_module.count_outliers
+    original = tracking_module.Findings.add_count
 
     def counting(*args):
         if clock.step not in clock.steps:
             clock.steps.append(clock.step)
         return original(*args)
 
-    monkeypatch.setattr(tracking_module, "count_outliers", counting)
+    monkeypatch.setattr(tracking_module.Findings, "add_count", counting)
     return clock
 
 

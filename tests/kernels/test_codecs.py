@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from adacc_hf.kernels import _cpu
-from adacc_hf.kernels.codecs import Codec, get_codec, list_codecs
+from adacc_hf.kernels.codecs import Codec, Kernels, get_codec, list_codecs, register
 
 SHAPE = (2, 3, 70, 4)
 
@@ -215,3 +215,69 @@ def test_a_tensor_is_coded_where_it_is_whatever_the_default_device(name: str) ->
         payload = codec.encode(x)
         assert torch.equal(codec.decode(payload), expected)
     assert {tensor.device.type for tensor in payload.tensors} == {"cpu"}
+
+
+class Halved(Codec):
+    """A formula alone: no kernels, and neither `encode` nor `decode`."""
+
+    name = "halved"
+
+    def supports(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+        return dtype is torch.float32
+
+    def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (tensor.half(),)
+
+    def decode_traceable(self, tensors: tuple[Tensor, ...], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return tensors[0].to(dtype).view(size)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("keeps_rows", [False, True])
+def test_a_formula_makes_a_codec(
+    layout: Callable[[Tensor], Tensor], keeps_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Halved, "keeps_rows", keeps_rows)
+    x = layout(_noise(torch.float32))
+    restored = Halved().decode(Halved().encode(x))
+    assert restored.stride() == x.stride()
+    torch.testing.assert_close(restored, x.half().float(), rtol=0, atol=0)
+    assert Halved.is_traceable()
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_kernels_are_taken_where_they_are_built(is_built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def encode(x: Tensor, *_: object) -> tuple[Tensor, ...]:
+        calls.append("encode")
+        return (x.half(),)
+
+    def decode(out: Tensor, codes: Tensor, *_: object) -> None:
+        calls.append("decode")
+        out.copy_(codes)
+
+    monkeypatch.setattr(Halved, "cpu", Kernels(encode, decode))
+    monkeypatch.setattr(Halved, "_encode_by", lambda self, kernels, x: kernels.encode(x))
+    monkeypatch.setattr(Halved, "_decode_by", lambda self, kernels, out, tensors: kernels.decode(out, *tensors))
+    monkeypatch.setattr(_cpu, "library", lambda: object() if is_built else None)
+    x = _noise(torch.float32)
+    torch.testing.assert_close(Halved().decode(Halved().encode(x)), x.half().float(), rtol=0, atol=0)
+    assert calls == (["encode", "decode"] if is_built else [])
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"suits": frozenset({"linaer"})}, r"suits=\['linaer'\] are unknown; choose from input, mask"),
+        ({"suits": frozenset({"mask"})}, r"suits masks, which are stored without loss; set lossless=True"),
+        ({"stands_in": True}, r"stands_in=True is said by 'int8' already"),
+        ({"is_baseline": True}, r"is_baseline=True is said by 'token_int4' already"),
+    ],
+    ids=lambda said: next(iter(said)) if isinstance(said, dict) else "",
+)
+def test_what_a_codec_cannot_say_of_itself_is_refused(said: dict, message: str) -> None:
+    known = list_codecs()
+    with pytest.raises(ValueError, match=f"codec 'halved': {message}"):
+        register(type("Other", (Halved,), said))
+    assert list_codecs() == known

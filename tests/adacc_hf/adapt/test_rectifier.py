@@ -264,8 +264,8 @@ def test_the_most_of_all_blocks_and_calls_counts(model, batch):
 
 def test_nothing_is_counted_between_tracking_steps(model, batch, monkeypatch):
     calls = []
-    original = tracking_module.count_outliers
-    monkeypatch.setattr(tracking_module, "count_outliers", lambda *args: calls.append(1) or original(*args))
+    original = tracking_module.Findings.add_count
+    monkeypatch.setattr(tracking_module.Findings, "add_count", lambda *args: calls.append(1) or original(*args))
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
     session.step()
     assert not calls

@@ -5,6 +5,7 @@ import torch
 
 from adacc_hf import AdaccConfig, profile_model
 from adacc_hf.price.codec_options import make_codec, relative_error
+from adacc_hf.solve.solver import least_policy
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,23 @@ def test_outlier_channels_of_a_block_input_are_kept(toy_model, toy_batch):
     start = kind.activations[0]
     assert not start.saved
     assert dict(start.codecs[0].options)["num_outliers"] == 1
+
+
+def test_a_codec_that_says_what_it_suits_is_chosen_for_it(tiny_gpt2, token_batch, half_precision):
+    """Nothing of the package names it. INT4 and INT8, with errors of 1e-1 and 1e-2, are beyond the bound; 11 bits of a
+    mantissa, with one below 2^-11, are not."""
+    config = AdaccConfig(actions=("retain", "compress"), min_compress_bytes=0, max_error=1e-3)
+    profile = profile_model(tiny_gpt2(), token_batch(), config)
+    offered = {v.role: {option.codec for option in v.codecs} for v in profile.kinds[0].activations if v.codecs}
+    assert {role for role, codecs in offered.items() if half_precision in codecs} == {"linear"}
+    assert offered["linear"] == {half_precision, "outlier_int4", "int8"}
+    policy = least_policy(profile, config)
+    chosen = {
+        (profile.kinds[0].values[value].role, choice.codec)
+        for value, choice in policy.plans[0].choices
+        if choice.codec is not None
+    }
+    assert chosen == {("linear", half_precision), ("mask", "bitmask")}
 
 
 def test_options_come_from_the_settings():

@@ -4,10 +4,20 @@ import pytest
 import torch
 
 from adacc_hf import AdaccConfig, profile_model
-from adacc_hf.kernels.codecs import get_codec
-from adacc_hf.price.codec_options import CODEC_OF_ROLE
+from adacc_hf.kernels.codecs import ROLES, codecs_suiting, get_codec
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
+CODEC_OF_ROLE = {
+    "linear": "outlier_int4",
+    "norm": "outlier_int4",
+    "activation": "outlier_int4",
+    "other": "outlier_int4",
+    "qkv": "channel_int4",
+    "softmax": "asymmetric_int4",
+    "input": "int8",
+    "mask": "bitmask",
+}
+"""The paper's layer-specific choice (section 3.2), with 8 bits for what reaches every gradient of a block."""
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +45,10 @@ def test_roles_of_a_gpt2_block(gpt2_profiles, attention):
     # Outputs of both norms, the context and the activation: what the four linear layers read.
     assert counts["linear"] == ["ln_1:native_layer_norm", "attn:clone", "ln_2:native_layer_norm", "mlp.act:mul"]
     assert counts["activation"] == ["mlp.c_fc:addmm", "mlp.act:tanh"]
+
+
+def test_codecs_say_which_roles_they_suit():
+    assert {role: codecs_suiting(role) for role in ROLES} == {role: [codec] for role, codec in CODEC_OF_ROLE.items()}
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])

@@ -56,6 +56,15 @@ def test_anything_else_is_priced(store, measured, tiny_gpt2, token_batch, change
     assert len(measured) == len(store.list()) == 2
 
 
+def test_a_codec_that_is_new_is_priced(store, measured, tiny_gpt2, token_batch, request):
+    model, batch = tiny_gpt2(), token_batch()
+    profile_model(model, batch, CONFIG)
+    name = request.getfixturevalue("half_precision")
+    profile = profile_model(model, batch, REUSE)
+    assert len(measured) == len(store.list()) == 2
+    assert name in {option.codec for value in profile.kinds[0].values for option in value.codecs}
+
+
 def test_a_broken_file_never_loses_a_run(store, measured, tiny_gpt2, token_batch, caplog):
     store.path.write_text("no database at all" * 10)
     with caplog.at_level(logging.WARNING):
