@@ -38,11 +38,13 @@ from adacc_hf.callbacks.torch_compile import begin_compiled_run, is_compiled
 from adacc_hf.callbacks.trainer_guard import TrainerGuard
 from adacc_hf.callbacks.training_log import OwnLogs, add_to_log, is_training_log
 from adacc_hf.callbacks.waiting import Waiting
+from adacc_hf.callbacks.what_ran import UNCOMPILED, WhatRan
 from adacc_hf.config import AdaccConfig
 from adacc_hf.executor import PolicyHandle
 from adacc_hf.policy import Policy
 from adacc_hf.profile import Profile
 from adacc_hf.ranks import from_first_rank, of_all_ranks
+from adacc_hf.reports.fallbacks import STEPS, num_fallback_steps
 from adacc_hf.run_files import POLICY_FILE, PROFILE_FILE
 from adacc_hf.tracking.shapes import BatchShapes, batch_shapes, describe, from_plain
 
@@ -76,7 +78,8 @@ class AdaccCallback(TrainerCallback):
     |---|---|
     | `adacc/stored_gib` | GiB that the policy keeps for backward, predicted |
     | `adacc/peak_gib` | GiB live at the step's peak, predicted |
-    | `adacc/overhead_ms` | milliseconds per micro-batch spent on replay and codecs, predicted |
+    | `adacc/overhead_ms` | milliseconds per micro-batch since the last log, for replay and codecs, predicted |
+    | `adacc/fallback_steps` | steps so far that ran, in part or all, under full recomputation or on another path |
     | `adacc/compression_rate` | stored bytes over those of plain training |
     | `adacc/measured_peak_gib` | GiB live at the peak of the last step that was counted |
     | `adacc/error` | largest relative L2 error of a compressed activation, at the last tracking step |
@@ -98,8 +101,9 @@ class AdaccCallback(TrainerCallback):
         self.compiled_policy: CompiledPolicy | None = None
         """What was decided for the graphs of a finished run with `torch_compile=True`, which has no other policy."""
         self.history: list[dict[str, Any]] = []
-        """What happened in the run: dicts of `step`, `event` ("policy", "tracking", "change", "guard", "memory") and
-        its figures. A resumed run goes on with that of its checkpoint."""
+        """What happened in the run: dicts of `step`, `event` ("policy", "tracking", "change", "guard", "memory",
+        "fallback") and its figures; the last counts all steps that ran otherwise than the policy says for one reason.
+        A resumed run goes on with that of its checkpoint."""
         self._given = policy
         self._handle: PolicyHandle | None = None
         self._waiting: Waiting | None = None
@@ -109,8 +113,9 @@ class AdaccCallback(TrainerCallback):
         self._own_logs = OwnLogs(None)
         self._compiled: CompiledRun | None = None
         self._evolution: Evolution | None = None
+        self._ran = WhatRan()
         self._num_steps = self._num_saved = 0
-        self._is_unsaved = False
+        self._is_unsaved = self._is_uncounted = False
         self._global_step = 0
 
     def on_train_begin(
@@ -120,8 +125,9 @@ class AdaccCallback(TrainerCallback):
         self.detach()
         refuse_data_parallel(args)
         self.policy, self.profile, self.history = None, None, []
+        self._ran = WhatRan()
         self._num_steps = self._num_saved = 0
-        self._is_unsaved = False
+        self._is_unsaved = self._is_uncounted = False
         self._guard = TrainerGuard.around_caller(self, on_failure=self.detach)
         trainer = None if self._guard is None else self._guard.trainer
         self._own_logs = OwnLogs(trainer)
@@ -173,9 +179,23 @@ class AdaccCallback(TrainerCallback):
 
     def _training_step(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's step on one micro-batch, under the policy for its size, tried twice if memory runs out."""
+        result = self._run_step(step, model, inputs, *args, **kwargs)
+        self._note_what_ran()
+        return result
+
+    def _note_what_ran(self) -> None:
+        if self._waiting is not None:
+            self._ran.ran_early(self._shapes)
+        elif self._handle is not None:
+            calls = self._handle.library.fallbacks
+            known = (self.policy.predicted_overhead_ms, calls)
+            self._ran.ran(*(known if self._evolution is None else self._evolution.has_run(calls)))
+
+    def _run_step(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         evolution, self._shapes = self._evolution, None
         if self._handle is not None:
             self._handle.installation.begin_step()
+            self._handle.library.fallbacks.clear()
         if self._waiting is not None:
             self._waiting.begin_step()
         self._meet(inputs)
@@ -255,10 +275,14 @@ class AdaccCallback(TrainerCallback):
         if self._compiled is not None:
             num_events = len(self.history)
             self._compiled.step_ends(state.global_step, model)
+            if self._compiled.fell_back:
+                self._ran.ran(0.0, {UNCOMPILED: 1})
+                self._ran.step_ends(state.global_step, self.history)
             if len(self.history) > num_events and state.is_world_process_zero:
                 with going_on(args.output_dir, REPORTS_LACK):
                     self._compiled.save(args.output_dir, self.history)
             return
+        self._is_uncounted |= self._ran.step_ends(state.global_step, self.history)
         if self._num_steps == 1:
             self._check_called()
         if self._handle is None:
@@ -300,17 +324,22 @@ class AdaccCallback(TrainerCallback):
     ) -> None:
         is_own = self._own_logs.has_another()
         if self._compiled is not None and is_training_log(logs):
-            add_to_log(logs, state, self._compiled.metrics())
+            fallback_steps = {f"adacc/{STEPS}": num_fallback_steps(self.history)}
+            add_to_log(logs, state, self._compiled.metrics() | fallback_steps)
         if self.policy is None or not is_training_log(logs):
             return
         if self._evolution is not None and is_own:
             self._evolution.logged(logs)
-        add_to_log(logs, state, metrics(self.policy, self.profile, self._evolution))
+        figures = metrics(self.policy, self.profile, self._evolution, self._ran.overhead_ms)
+        add_to_log(logs, state, figures | {f"adacc/{STEPS}": num_fallback_steps(self.history)})
+        if is_own:
+            self._ran.logged()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._compiled is None and self._num_saved < len(self.history) and state.is_world_process_zero:
+        is_unsaved = self._num_saved < len(self.history) or self._is_uncounted
+        if self._compiled is None and is_unsaved and state.is_world_process_zero:
             self._save(args, self._is_unsaved, is_last=True)
         self.detach()
 
@@ -359,10 +388,12 @@ class AdaccCallback(TrainerCallback):
         self.profile, policy, is_provisional = self._maker.first(model, optimizer)
         self._waiting = None
         self._follow(args, model, policy, state.global_step)
+        shapes = None
         if self._evolution is not None:
             shapes = self._profiled_shapes()
             self._evolution.add(shapes, self.profile, policy, is_provisional, self._maker.all_sizes)
-        self._note(state.global_step, "policy", **predictions(policy))
+        self._ran.policy_is_set(self.profile, shapes)
+        self._note(state.global_step, "policy", **predictions(policy), **{STEPS: self._num_steps})
         if state.is_world_process_zero:
             self._save(args, True)
 

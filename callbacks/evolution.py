@@ -24,6 +24,7 @@ from adacc_hf.callbacks.policy_figures import moved, predictions, step_times, tr
 from adacc_hf.callbacks.situations import MAX_OTHERS, MAX_SITUATIONS, Situation, Situations, most_wanted
 from adacc_hf.callbacks.step_meter import StepMeter
 from adacc_hf.callbacks.step_retry import advice, tighter_budget
+from adacc_hf.callbacks.what_ran import NO_POLICY, full_recomputation, ratio
 from adacc_hf.config import AdaccConfig
 from adacc_hf.errors import InfeasibleBudgetError
 from adacc_hf.executor import BlockPlans, PolicyHandle
@@ -90,6 +91,10 @@ class Evolution:
         self.missing_bytes: dict[str, int] = {}
         """What steps take at their moments that no profile sees."""
         self._handle = handle
+        handle.library.may_record = self._may_record
+        self._full: tuple[Profile, Policy] | None = None
+        """Full recomputation as one profile has it."""
+        self._has_said_excess = False
         self._note = note
         self._num_micro = num_micro
         self._meter = StepMeter()
@@ -204,6 +209,62 @@ class Evolution:
         if situation is not self._current or plans is not self._plans:
             self._put_in_force(situation, plans)
         self._used[id(plans)] = situation
+
+    def has_run(self, calls: Mapping[str, int]) -> tuple[float, dict[str, int]]:
+        """(predicted overhead in milliseconds of the last micro-batch, how many of its calls ran otherwise than a
+        policy says by why); of its blocks' `calls` these are known to have left their plans."""
+        if self._plans is None:
+            return self._fell_back(), {NO_POLICY: 1}
+        current, policy = self._current, self._plans.policy
+        if current is not None:
+            policy = current.rectifier.policy  # today's prices
+        planned_ms = policy.predicted_overhead_ms * ratio(self.last_shapes, None if current is None else current.shapes)
+        if not calls:
+            return planned_ms, {}
+        share = min(1.0, sum(calls.values()) / len(policy.blocks))
+        return (1 - share) * planned_ms + share * self._fell_back(), dict(calls)
+
+    def _fell_back(self) -> float:
+        """Overhead of the last micro-batch if all of it ran under full recomputation; says if that is over budget."""
+        reference = self._reference
+        profile, size = reference.rectifier.profile, ratio(self.last_shapes, reference.shapes)
+        least, budget = self._full_recomputation(profile), Budget.resolve(self.memory_budget, profile, self.config)
+        peak = int(profile.static_bytes + size * (least.predicted_peak_bytes - profile.static_bytes))
+        if budget.of_peak and peak > budget.nbytes and not self._has_said_excess:
+            self._has_said_excess = True
+            text = (
+                f"a batch of {describe(self.last_shapes)} ran otherwise than a policy says, which takes up to some "
+                f"{peak - budget.nbytes} bytes more than memory_budget={self.memory_budget!r} allows: set "
+                f"dataloader_drop_last=True, or pad to one length, to have none"
+            )
+            log.warning("Adacc: step %d: %s", self._step, text)
+            self._note(self._step, "memory", reason=text)
+        return least.predicted_overhead_ms * size
+
+    @property
+    def _reference(self) -> Situation:
+        """The situation whose profile tells most of the last micro-batch."""
+        return self._current or self.situations.measured or self.shown
+
+    def _full_recomputation(self, profile: Profile) -> Policy:
+        if self._full is None or self._full[0] is not profile:
+            self._full = profile, full_recomputation(profile)
+        return self._full[1]
+
+    def _may_record(self) -> bool:
+        """Whether the micro-batch keeps to the budget while a block's call is recorded, which holds all that it makes.
+
+        At the size of a policy a path of its own is run with the least memory; a smaller size may follow the policy.
+        """
+        reference = self._reference
+        profile, policy = reference.rectifier.profile, reference.rectifier.policy
+        budget = Budget.resolve(self.memory_budget, profile, self.config)
+        if not budget.of_peak:
+            return True
+        size = ratio(self.last_shapes, reference.shapes)
+        peak = (policy if size < 1 else self._full_recomputation(profile)).predicted_peak_bytes
+        held = max(sum(value.nbytes for value in kind.values if value.shared is None) for kind in profile.kinds)
+        return profile.static_bytes + size * (peak - profile.static_bytes + held) <= budget.nbytes
 
     def _situation_at(self, sizes: BatchShapes, shapes: BatchShapes) -> Situation | None:
         """The situation of the class `sizes` of a batch of `shapes`, made if it is new.

@@ -8,7 +8,7 @@ import torch
 
 from adacc_hf.decisions import decided, is_statistic, made_from
 from adacc_hf.kernels.codecs import Codec, get_codec
-from adacc_hf.policy import RECOMPUTE, RETAIN, Action, Choice
+from adacc_hf.policy import MASK_CODEC, RECOMPUTE, RETAIN, Action, Choice
 from adacc_hf.tapes.tape import Tape
 
 
@@ -73,5 +73,19 @@ def least_memory(tape: Tape, value: int) -> Choice:
     record = tape.values[value]
     if value in tape.recomputable:
         return RECOMPUTE
-    is_mask = record.ref.dtype is torch.bool and record.is_encodable
-    return Choice(action=Action.COMPRESS, codec="bitmask") if is_mask else RETAIN
+    is_mask = record.is_encodable and (record.ref.dtype is torch.bool or _is_drawn_mask(tape, value))
+    return Choice(action=Action.COMPRESS, codec=MASK_CODEC) if is_mask else RETAIN
+
+
+def _is_drawn_mask(tape: Tape, value: int) -> bool:
+    """Whether a value is 0 or one other number by how it is made, as dropout's mask on a CPU: zeros and ones that were
+    drawn, perhaps divided by a number."""
+    producer = tape.values[value].producer
+    if producer is None:
+        return False
+    operator = tape.operators[producer]
+    if operator.random:
+        return operator.short_name == "bernoulli"
+    # By more than 0: a mask of -0.0 has three bit patterns.
+    is_scaled = operator.short_name == "div" and len(operator.args) == 2 and isinstance(operator.args[1], (int, float))
+    return is_scaled and operator.args[1] > 0 and _is_drawn_mask(tape, operator.inputs()[0])

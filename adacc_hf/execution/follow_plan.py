@@ -32,6 +32,15 @@ from adacc_hf.tapes.tape import Tape
 
 log = logging.getLogger(__name__)
 
+OTHER_OPERATORS = "other operators than when profiled (a smaller last batch, no padding), with the least memory"
+VARYING = "operators, or numbers given to them, that vary from call to call"
+NEW_DATA = "other data in what a block reads into Python, under torch's checkpoint"
+UNRECORDED = "a path that no profile has recorded, under torch's checkpoint: to record it is above memory_budget"
+OUT_OF_PLACE = "what a plan reads was elsewhere, as with an adapter that was merged for a call"
+IDLE = "blocks are trained that the profiled batch ran without gradients, under torch's checkpoint"
+COLLECTIVES = "other ranks take part in operators of blocks that torch's checkpoint must run"
+"""Why a call ran otherwise than its plan says."""
+
 
 @dataclass(slots=True)
 class Entry:
@@ -49,6 +58,8 @@ class Entry:
     """Whether a call at this size has saved what its tape says."""
     is_within: bool = True
     """Whether the family was made of sizes around this one."""
+    fallback: str | None = None
+    """Why the block runs otherwise than its plan says; None if it does not."""
 
     @property
     def is_current(self) -> bool:
@@ -114,15 +125,19 @@ class FollowPlan:
         if self.observer is not None:
             return self.observer.run(self, block, fn, args, kwargs)
         if self._is_checkpointed:
+            if self.plan.kind == IDLE_KIND or self._is_plain:
+                self.library.fallbacks[IDLE if self.plan.kind == IDLE_KIND else COLLECTIVES] += 1
             return Checkpointed().run(block, fn, args, kwargs)
         if self._is_plain and (self.entries or self._bases):
             return fn(*args)
         key = self.known.key(block, args, kwargs)
         entry = self.entries.get(key) or self._known_entry(key) or self._sized_entry(key, block)
         if entry is None and self.known.is_strange(key):
+            self.library.fallbacks[NEW_DATA] += 1
             return self._run_untaped(any(t.has_collectives for t in self.tapes.values()), block, fn, args, kwargs)
         if entry is None:
             return self._first_call(key, block, fn, args, kwargs)
+        self._count_fallback(entry)
         if entry.family is None and entry.compiled is not None:
             self.known.move_to_end(key)
         if entry.compiled is None:
@@ -145,6 +160,10 @@ class FollowPlan:
         is_checked = entry.known.num_calls > 1
         return (self._call if is_checked else self._checked_call)(entry, block, fn, args, kwargs)
 
+    def _count_fallback(self, entry: Entry) -> None:
+        if entry.fallback is not None:
+            self.library.fallbacks[entry.fallback] += 1
+
     @staticmethod
     def _run_untaped(has_collectives: bool, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run a call that no tape fits. This rank alone may know: no collective may run again (rule R13)."""
@@ -162,6 +181,7 @@ class FollowPlan:
         """Run one call under the plan, its operators compared with the tape if `check` is given."""
         externals = fetch(entry.compiled.externals, block, args, kwargs)
         if not entry.compiled.has_all(externals):  # a layer that merged its adapter has its scales elsewhere for a call
+            self.library.fallbacks[OUT_OF_PLACE] += 1
             return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)
         if check is not None:
             check.begin(block, args, kwargs)
@@ -235,7 +255,15 @@ class FollowPlan:
             entry = self._entry(base.known, tape)
             entry.family, entry.base, entry.is_proven = family, family.base, False
             return entry
-        return Entry(base.known, compiled, codecs, None, family, family.base, is_proven=compiled.is_plain)
+        return Entry(
+            base.known,
+            compiled,
+            codecs,
+            family=family,
+            base=family.base,
+            is_proven=compiled.is_plain,
+            fallback=base.fallback,
+        )
 
     def _unproven_call(
         self, key: Key, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -279,16 +307,22 @@ class FollowPlan:
 
     def _first_call(self, key: Key, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = key.given_to(block)
-        self.known.was_compared = True
         expected = self._expected(key, given)
+        if expected is None and self._is_too_large_to_record(given):
+            self.library.warn_unrecorded(self.plan.kind, self.name, argument_tensors(args, kwargs))
+            self.library.fallbacks[UNRECORDED] += 1
+            return Checkpointed().run(block, fn, args, kwargs)
+        self.known.was_compared = True
         if expected is not None and expected.compiled is None:  # torch's checkpoint is right whatever the call runs
             self._is_checkpointed = _is_checkpointed_on_all_ranks(expected.known.tape)
             self._remember(key, expected)
+            self._count_fallback(expected)
             is_plain = self._is_plain and not self._is_checkpointed
             return fn(*args) if is_plain else Checkpointed().run(block, fn, args, kwargs)
         if expected is not None:
             done = self._checked(expected, block, fn, args, kwargs)
             if done is not None:
+                self._count_fallback(expected)
                 return self._end_expected_call(key, given, expected, *done)
         recording = Recording(self.name, block, args, kwargs)
         result = recording.run(fn)
@@ -298,10 +332,22 @@ class FollowPlan:
         self.library.remember(tape, given, self.name)
         entry = self._entry(KnownShape(tape, varies=self._is_restless(key, tape)))
         self._remember(key, entry)
+        self._count_fallback(entry)
         if entry.compiled is not None and not entry.compiled.is_plain:
             entry.seen = recording.hand_over(entry.compiled, self._codecs(entry))
         recording.close()
         return result
+
+    def _is_too_large_to_record(self, given: Hashable) -> bool:
+        """Whether a call on a path of its own has to do without a record, which holds all that the block makes.
+
+        Not that of a block without any record, whose plan could never be followed, nor one at a size that a family is
+        compared at (rule R7), nor one that other ranks take part in (rule R13).
+        """
+        tapes = self.tapes.values()
+        if not tapes or any(tape.has_collectives for tape in tapes) or self.library.family_at(given, self.name):
+            return False
+        return not self.library.may_record()
 
     def _compare_with_family(self, given: Hashable, tape: Tape) -> None:
         """Hold what was recorded, and remade bit for bit, against what the family of its sizes says (rule R7)."""
@@ -332,6 +378,7 @@ class FollowPlan:
             self._remember(key, expected)
         else:  # its next call is recorded as a first one, and so are those of other blocks: this one kept all it saved
             self._was_surprising = True
+            self.library.fallbacks[OTHER_OPERATORS] += 1
             self.library.forget(self.plan.kind, given)
         return result
 
@@ -358,6 +405,7 @@ class FollowPlan:
         """Record the call once more; if it ran other operators, torch's checkpoint takes over at this shape."""
         done = self._checked(entry, block, fn, args, kwargs)
         if done is None:
+            self.library.fallbacks[OUT_OF_PLACE] += 1
             return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)
         result, tape, seen = done
         if seen is not None and (entry.family is not None or tape.digest == entry.compiled.tape.digest):
@@ -366,11 +414,13 @@ class FollowPlan:
         elif entry.family is not None:
             why = "they vary from call to call" if entry.is_proven else "a call of a new one ran others"
             self.library.distrust(entry.family, self.name, why)
+            self.library.fallbacks[VARYING] += 1
             entry.known.varies = True
             self._sized.clear()
         else:
             self.library.warn_varying(self.name, tape)
-            entry.compiled, entry.known.varies = None, True
+            self.library.fallbacks[VARYING] += 1
+            entry.compiled, entry.known.varies, entry.fallback = None, True, VARYING
         return result
 
     def _checked(
@@ -395,8 +445,8 @@ class FollowPlan:
         if tape.untrusted is not None:
             self.library.warn_untrusted(self.name, tape)
         if tape.untrusted is not None or known.varies:
-            return Entry(known, None, {})
-        choices = self.choices(tape)
+            return Entry(known, None, {}, fallback=self._fallback_of(known, tape))
+        choices, is_planned = self._choices(tape)
         shared = frozenset(
             value.index for value in tape.values if tape.is_block_input(value.index) and value.index not in choices
         )
@@ -406,10 +456,18 @@ class FollowPlan:
             for value, choice in choices.items()
             if choice.action is Action.COMPRESS
         }
-        return Entry(known, compiled, codecs)
+        return Entry(known, compiled, codecs, fallback=None if is_planned or self._is_plain else OTHER_OPERATORS)
 
-    def choices(self, tape: Tape) -> dict[int, Choice]:
-        """The plan's choices as far as they can be followed on this tape.
+    def _fallback_of(self, known: KnownShape, tape: Tape) -> str | None:
+        """Why a call that no plan fits is run otherwise than planned; None if the profile found it to be such too, so
+        that the plan says how torch's checkpoint runs it."""
+        if tape.untrusted is None:
+            return VARYING
+        is_planned = self._is_plain or _structure_of(self.plan.kind) == _structure_of(tape.kind)
+        return None if is_planned else f"torch's checkpoint, since {tape.untrusted}"
+
+    def _choices(self, tape: Tape) -> tuple[dict[int, Choice], bool]:
+        """The plan's choices as far as they can be followed on this tape, and whether they are the plan's.
 
         Raises PolicyMismatchError if the same call ran other operators when it was profiled, or another block did. Once
         the block has fitted its plan, other operators are a change in mid-training: weights frozen or set free, say.
@@ -421,14 +479,14 @@ class FollowPlan:
             planned = next((known for known in fitted if known.kind.startswith(f"{structure}-")), None)
             same = planned.values_in(tape) if planned is not None else None
             if same is not None:
-                return self._choices_by_value(tape, same)
+                return self._choices_by_value(tape, same), True
             if planned is None and (identity != own_identity or call == own_call):
                 raise PolicyMismatchError(
                     f"block {self.name} ({tape.block_class}: {len(tape.operators)} operators, {len(tape.slots)} saved "
                     f"tensors) has tape {tape.kind}, the policy was made for tape {self.plan.kind}: the model, its "
                     f"attention, dropout or precision differ; profile this model and solve a policy for it"
                 )
-            return self._careful_choices(tape)
+            return self._careful_choices(tape), False
         choices = dict(self.plan.choices)
         retained = unfit(choices, tape)
         if retained:
@@ -439,7 +497,7 @@ class FollowPlan:
                 self.name,
                 names,
             )
-        return choices | dict.fromkeys(retained, RETAIN)
+        return choices | dict.fromkeys(retained, RETAIN), True
 
     def _choices_by_value(self, tape: Tape, same: dict[int, int]) -> dict[int, Choice]:
         """The plan's choices for a call of the planned operators of which autograd saves other results.
@@ -464,6 +522,10 @@ class FollowPlan:
 def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:
     """Whether torch's checkpoint runs the block whatever its plan says: the ranks' plans may differ (rule R13)."""
     return tape.untrusted is not None and tape.has_collectives
+
+
+def _structure_of(kind: str) -> str:
+    return kind.partition("-")[0]
 
 
 def _versions(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:

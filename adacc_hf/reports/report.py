@@ -20,6 +20,7 @@ from adacc_hf.reports.explain import (
     format_shape,
     plan_groups,
 )
+from adacc_hf.reports.fallbacks import describe_fallbacks, fallback_reasons
 from adacc_hf.reports.frontier import draw_frontier
 from adacc_hf.reports.plots import Timeline, draw_memory, draw_policy_map
 from adacc_hf.reports.timeline import timeline_parts
@@ -81,6 +82,7 @@ def write_report(
             "checkpointing runs the forward of all blocks again, as torch's does."
         ),
         figures[2],
+        *fallback_parts(history),
         *timeline_parts(history),
         *_actions(profile, policy),
         *event_parts(history),
@@ -225,6 +227,16 @@ def _action_cells(row: ActivationRow) -> tuple[str, ...]:
         replay,
         *codec,
     )
+
+
+def fallback_parts(history: Sequence[Record]) -> list[Part]:
+    """The report's section on steps that ran otherwise than the policy says, empty without a history."""
+    if not history:
+        return []
+    first, *_ = describe_fallbacks(history)
+    rows = [(str(steps), why) for why, steps in fallback_reasons(history).items()]
+    table = [Table(("steps", "why"), rows, frozenset({"steps"}))] if rows else []
+    return [Heading("What steps ran under"), Paragraph(first), *table]
 
 
 def event_parts(history: Sequence[Record]) -> list[Part]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -54,6 +54,10 @@ class TapeLibrary:
         self._alignment = 1
         self._orders: dict[str, tuple[int, ...]] = {}
         """In which order backward asks for saved tensors, by structure: sizes do not change it."""
+        self.fallbacks: Counter[str] = Counter()
+        """Calls of blocks that ran otherwise than their plans say, by why; who counts steps empties it."""
+        self.may_record: Callable[[], bool] = lambda: True
+        """Whether a call unlike any recorded one may take the memory of a record: whoever keeps a budget knows."""
         self._warned: set[str] = set()
         self._has_unplanned = False
 
@@ -229,17 +233,29 @@ class TapeLibrary:
 
     def warn_unplanned(self, name: str, tape: Tape) -> None:
         """Say once that a shape has no plan, and what to do; of further kinds and shapes it is information."""
-        if tape.structure in self._warned:
+        sizes = [value.ref.geometry[0] for value in tape.values if tape.is_block_input(value.index)]
+        what = "run other operators than when profiled (recorded once, which takes what one block makes)"
+        self._warn_other_path(tape.structure, name, sizes, what, "with the least memory that is lossless")
+
+    def warn_unrecorded(self, kind: str, name: str, given: Iterable[tuple[Any, torch.Tensor]]) -> None:
+        """The same of a path that there is no memory to record."""
+        sizes = [tuple(tensor.shape) for _, tensor in given]
+        what = "take a path that no profile has recorded (to record it would take more than memory_budget)"
+        self._warn_other_path(f"unrecorded {kind}", name, sizes, what, "under torch's checkpoint")
+
+    def _warn_other_path(self, sort: str, name: str, sizes: Iterable[tuple[int, ...]], what: str, how: str) -> None:
+        if sort in self._warned:
             return
-        self._warned.add(tape.structure)
+        self._warned.add(sort)
         level, self._has_unplanned = logging.INFO if self._has_unplanned else logging.WARNING, True
         log.log(
             level,
-            "Adacc: given %s, block %s and others like it run other operators than when profiled, as a smaller last "
-            "batch or one without padding does: such batches are trained with the least memory that is lossless; to "
-            "have none, set dataloader_drop_last=True, or pad to one length",
-            ", ".join(str(value.ref.geometry[0]) for value in tape.values if tape.is_block_input(value.index)),
+            "Adacc: given %s, block %s and others like it %s, as a smaller last batch or one without padding does: "
+            "such batches are trained %s; to have none, set dataloader_drop_last=True, or pad to one length",
+            ", ".join(map(str, sizes)),
             name,
+            what,
+            how,
         )
 
     def _warn_once(self, tape: Tape, message: str, *details: object) -> None:
