@@ -308,7 +308,9 @@ def faults_of(point: Figures, settings: Settings) -> list[str]:
         if abs(row.peak_error) > TOLERANCE
     ]
     unsaid = [step for step in point["training"]["over"] if not step["said"]]
-    return faults + [f"step {s['step']} of {s['size']} took {s['peak_bytes']} bytes and nothing was said" for s in unsaid]
+    return faults + [
+        f"step {s['step']} of {s['size']} took {s['peak_bytes']} bytes and nothing was said" for s in unsaid
+    ]
 
 
 def _row(told: dict[str, Any]) -> Told:
