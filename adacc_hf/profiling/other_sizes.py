@@ -199,8 +199,8 @@ def _cut(
     second: int | None,
     is_pair: bool,
 ) -> TensorShape:
-    """`shape` with other samples and fewer tokens. Each length of the batch gets one of its own, and so do the two of a pair
-    of texts that happen to be of one length."""
+    """`shape` with other samples and fewer tokens. Each length of the batch gets one of its own, and so do the two of a
+    pair of texts that happen to be of one length."""
     size = list(shape.size)
     if size[0] == samples:
         size[0] = others

