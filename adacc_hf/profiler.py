@@ -67,7 +67,7 @@ def profile_model(
             until then a rank holds them whole.
         compute_loss: for a model that makes no loss of its own, `compute_loss(model, batch)` calls it and returns the
             loss to train on. `batch` is whatever that needs. It is called some 8 times.
-        all_sizes: measure the memory of two parts of the batch too, which takes as long as three more steps of it, so
+        all_sizes: measure the memory of three parts of the batch too, which takes as long as four more steps of it, so
             that `Profile.sizes` tells of batches of any size, as far as the model takes parts of a batch.
         instruments: what takes the readings, by default from real runs; prices are then kept in the database that
             `adacc profiles` shows.

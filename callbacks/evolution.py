@@ -66,6 +66,11 @@ profile has recorded the model before."""
 Note = Callable[..., None]
 
 
+def _is_for(policy: Policy, profile: Profile) -> bool:
+    """Whether the policy was made for blocks that run what the profile has: those of a batch of one may not."""
+    return all(policy.plan_of(block.name).kind == profile.kinds[block.kind].digest for block in profile.blocks)
+
+
 class Evolution:
     """Follows one run from the step at which its policy was set."""
 
@@ -310,7 +315,7 @@ class Evolution:
         what the solver finds. Raises InfeasibleBudgetError if nothing keeps to the budget."""
         budget = Budget.resolve(self.memory_budget, profile, self.config)
         allowed = without_codecs(profile, self.guard.switched_off)
-        in_force = [situation.rectifier.policy for situation in self.situations.all]
+        in_force = [s.rectifier.policy for s in self.situations.all if _is_for(s.rectifier.policy, profile)]
         told = [current_policy(allowed, policy) for policy in in_force if not over_bound(allowed, policy, self.config)]
         told = [policy for policy in told if USED_UP * budget.nbytes <= needed_bytes(policy, budget) <= budget.nbytes]
         if told:

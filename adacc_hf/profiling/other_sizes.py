@@ -4,7 +4,7 @@ profiles of all sizes are made."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -92,7 +92,7 @@ def with_other_sizes(
     measured = [(to_plain(batch_shapes(batch)), tuple(numbers_of(profile)))]
     if is_sharded(installation.model):  # as above
         return profile
-    for part in _parts(batch, _has_pairs(installation)):
+    for part in (*_parts(batch, _has_pairs(installation)), *_further_parts(batch, _has_pairs(installation))):
         try:
             other = measure(part)
         except _NOT_TAKEN as error:
@@ -141,17 +141,47 @@ def _has_pairs(installation: Installation) -> bool:
 def _parts(batch: Mapping[str, Any], is_pair: bool) -> Iterator[dict[str, Any]]:
     """Parts of `batch`: one of half as many tokens, one of few samples and tokens, and of a pair of texts one in which
     only the second one is short."""
-    shapes = batch_shapes(batch)
-    samples = next((shape.size[0] for shape in shapes if len(shape.size) > 1), 1)
-    lengths = sorted({shape.size[1] for shape in shapes if len(shape.size) == 2})
+    samples, lengths = _extent(batch)
     few = min(2, samples)
-    if not lengths or lengths[0] < LEAST_TOKENS * len(lengths) * (2 if is_pair else 1):
+    if not _can_be_shorter(lengths, is_pair):
         parts = [(few, None, None)] if few < samples else []
     else:
         half, short = _shorter(lengths[0], lengths[0] // 2), _shorter(lengths[0], min(SHORT, lengths[0] // 4))
         parts = [(samples, half, half), (few, short, short)] + ([(samples, half, short)] if is_pair else [])
-    for fewer, first, second in parts:
-        after = tuple(_cut(shape, samples, fewer, lengths, first, second, is_pair) for shape in shapes)
+    yield from _cut_to(batch, parts, is_pair)
+
+
+def _further_parts(batch: Mapping[str, Any], is_pair: bool) -> Iterator[dict[str, Any]]:
+    """One more part, of other numbers of samples and tokens than those of `_parts`.
+
+    Attention's scores, all else of the batch and the weights make three terms of a peak: to find them takes three
+    sizes, and a fourth one to check them. A batch of few samples is repeated: else nothing would tell of more.
+    """
+    samples, lengths = _extent(batch)
+    if _can_be_shorter(lengths, is_pair):
+        others, quarters = (2, 3) if samples > 2 else (2 * samples, 1)
+        length = _shorter(lengths[0], quarters * lengths[0] // 4)
+        yield from _cut_to(batch, [(others, length, length)], is_pair)
+
+
+def _extent(batch: Mapping[str, Any]) -> tuple[int, list[int]]:
+    """The number of samples of `batch`, and the lengths of its texts."""
+    shapes = batch_shapes(batch)
+    samples = next((shape.size[0] for shape in shapes if len(shape.size) > 1), 1)
+    return samples, sorted({shape.size[1] for shape in shapes if len(shape.size) == 2})
+
+
+def _can_be_shorter(lengths: list[int], is_pair: bool) -> bool:
+    return bool(lengths) and lengths[0] >= LEAST_TOKENS * len(lengths) * (2 if is_pair else 1)
+
+
+def _cut_to(
+    batch: Mapping[str, Any], parts: Sequence[tuple[int, int | None, int | None]], is_pair: bool
+) -> Iterator[dict[str, Any]]:
+    """`batch` with as many samples, tokens, and tokens of the second text, for each of `parts`."""
+    shapes, (samples, lengths) = batch_shapes(batch), _extent(batch)
+    for others, first, second in parts:
+        after = tuple(_cut(shape, samples, others, lengths, first, second, is_pair) for shape in shapes)
         yield _still_padded(batch, resized(batch, shapes, after), shapes)
 
 
@@ -163,17 +193,17 @@ def _shorter(length: int, about: int) -> int:
 def _cut(
     shape: TensorShape,
     samples: int,
-    fewer: int,
+    others: int,
     lengths: list[int],
     first: int | None,
     second: int | None,
     is_pair: bool,
 ) -> TensorShape:
-    """`shape` with fewer samples and tokens. Each length of the batch gets one of its own, and so do the two of a pair
-    of texts that happen to be of one length."""
+    """`shape` with other samples and fewer tokens. Each length of the batch gets one of its own, and so do the two of a
+    pair of texts that happen to be of one length."""
     size = list(shape.size)
     if size[0] == samples:
-        size[0] = fewer
+        size[0] = others
     if len(size) == 2 and first is not None:
         is_second = is_pair and (shape.name == "labels" or shape.name.startswith("decoder_"))
         shorter = second + len(lengths) if is_second else first
