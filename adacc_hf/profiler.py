@@ -1,7 +1,8 @@
 """The model profiler (paper, section 3.1): tapes, prices and the memory of a step, from a few passes over one batch.
 
-One forward records every block's tape, verifies replay and takes the prices; one forward, and one forward and backward
-under full recomputation, measure memory, with one block of each kind watched closely; one more is timed.
+One forward records every block's tape, verifies replay and takes the prices; one forward, and for each kind of block
+one forward and backward under full recomputation, in which one of its blocks is watched closely, measure memory; one
+more is timed.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -179,13 +179,15 @@ def _profile(
     watched = {block.kind: block.name for block in blocks}
     by_name = {block.name: kinds[block.kind] for block in blocks}
     shared = tuple(survey.sharing.records)
+    sources = survey.replay_sources()
+    survey.let_go()
     with RanBlocks(uncalled) as ran:
         forward = measure_forward(
             model,
             batch,
             installation,
             by_name,
-            survey.replay_sources(),
+            sources,
             shared,
             {name: name in survey.before_rest for name in watched.values()},
             instruments,
@@ -194,20 +196,16 @@ def _profile(
     if left_out:
         raise UncalledBlocksError(describe_uncalled(installation, left_out, "with this batch"))
     kinds = survey.add_forwards([forward.events[watched[index]] for index in range(len(kinds))])
-    watchers = survey.follow_full_recomputation(installation, watched)
     recomputed = {block.name: recompute_outcome(kinds[block.kind]) for block in blocks}
-    measure = partial(
-        measure_step_layout,
-        model,
-        batch,
-        installation,
-        watchers,
-        recomputed,
-        instruments,
-        step.accumulates,
-        step.no_sync,
-    )
-    layout = measure()
+
+    def measure(watched: str = "") -> StepLayout:
+        watchers = survey.follow_full_recomputation(installation, watched, sources)
+        return measure_step_layout(
+            model, batch, installation, watchers, recomputed, instruments, step.accumulates, step.no_sync
+        )
+
+    # One block at a time retains what it makes: where blocks are of many kinds that is nearly all of them together.
+    layout = StepLayout.merged({name: measure(name) for name in watched.values()})
     survey.learn_orders(layout.events)
     step = step.training(layout.trained)
     static_bytes = step.live_bytes(layout)

@@ -21,8 +21,8 @@ from adacc_hf.tapes.tape import Tape
 
 FINER = "int8"
 """The codec for what that of its role is too coarse for."""
-PART = 1 << 20
-"""Elements of which an error is taken at once: 8 MiB in double precision."""
+PARTS = 16
+"""In which errors are taken, one after the other."""
 OUTLIER_SHARE = 0.01
 """Share of the channels that are taken to be outliers where there is no data to count them in."""
 
@@ -141,7 +141,7 @@ def relative_error(original: torch.Tensor, decoded: torch.Tensor) -> float:
     Part by part: copies in double precision of all of it take more than the block that is profiled.
     """
     norm = off = 0.0
-    parts = zip(original.reshape(-1).split(PART), decoded.reshape(-1).split(PART), strict=True)
+    parts = zip(original.reshape(-1).chunk(PARTS), decoded.reshape(-1).chunk(PARTS), strict=True)
     for part, other in parts:
         exact = part.double()
         norm = math.hypot(norm, float(exact.norm()))
