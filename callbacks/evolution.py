@@ -441,7 +441,8 @@ class Evolution:
         """Follow the policy for what a whole step was found to take; returns whether it is another one."""
         rectifier, before = situation.rectifier, situation.rectifier.policy
         situation.measured_peak_bytes, situation.must_count, situation.is_provisional = peak, False, False
-        self.missing_bytes = missing_bytes(rectifier.profile, before, moments)
+        current = current_policy(rectifier.profile, before)  # tracking may have priced other outlier channels
+        self.missing_bytes = missing_bytes(rectifier.profile, current, moments)
         predicted, above = rectifier.predicted_peak_bytes(), max(self.missing_bytes.values(), default=0)
         self._note(step, "memory", measured_peak_bytes=peak, peak_bytes=predicted, corrected=above > 0)
         started = time.perf_counter()

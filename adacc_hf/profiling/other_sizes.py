@@ -38,7 +38,7 @@ SHORT = 16
 ALIGNED = 16
 """What lengths are told apart by on a GPU: see `family.CallSizes`."""
 
-_NOT_TAKEN = (ValueError, RuntimeError, TypeError, LookupError, AttributeError, AssertionError)
+NOT_TAKEN = (ValueError, RuntimeError, TypeError, LookupError, AttributeError, AssertionError)
 """What models raise at a batch whose parts do not fit together."""
 
 
@@ -62,19 +62,38 @@ class RecordSize:
         return result
 
 
+def small_parts(batch: Mapping[str, Any], is_pair: bool) -> list[dict[str, Any]]:
+    """Parts of a batch of six samples or more, from which its profile can be told: few samples, of half the tokens
+    where they can be cut; as many whole ones; and one more."""
+    shapes = batch_shapes(batch)
+    samples = next((shape.size[0] for shape in shapes if len(shape.size) > 1), 1)
+    few = max(2, samples // 4)  # one alone often runs other operators
+    if samples < 3 * few:
+        return []
+    lengths = sorted({shape.size[1] for shape in shapes if len(shape.size) == 2})
+    is_text = bool(lengths) and lengths[0] >= LEAST_TOKENS * len(lengths) * (2 if is_pair else 1)
+    half = _shorter(lengths[0], lengths[0] // 2) if is_text else None
+    wanted = [(few, half), (few, None), (few + 1, None)] if is_text else [(few, None), (few + 1, None)]
+    cut = [
+        tuple(_cut(shape, samples, fewer, lengths, tokens, tokens, is_pair) for shape in shapes)
+        for fewer, tokens in wanted
+    ]
+    return [_still_padded(batch, resized(batch, shapes, after), shapes) for after in cut]
+
+
 def record_other_sizes(
     model: nn.Module, batch: Mapping[str, Any], installation: Installation, library: TapeLibrary
 ) -> None:
     """Record every block on parts of `batch`, as far as the model takes such."""
     if is_sharded(installation.model):  # a forward that ends in its midst would leave other ranks waiting
         return
-    for part in _parts(batch, _has_pairs(installation)):
+    for part in _parts(batch, has_pairs(installation.model)):
         for name, function in installation.blocks.items():
             function.strategy = RecordSize(name, library)
         installation.begin_step()
         try:
             forward_loss(model, part)
-        except _NOT_TAKEN as error:  # of images, say, as many as the text has places for
+        except NOT_TAKEN as error:  # of images, say, as many as the text has places for
             log.info("Adacc: the model takes no part of a batch (%s): sizes are recorded as they come", error)
             return
         finally:
@@ -92,10 +111,10 @@ def with_other_sizes(
     measured = [(to_plain(batch_shapes(batch)), tuple(numbers_of(profile)))]
     if is_sharded(installation.model):  # as above
         return profile
-    for part in _parts(batch, _has_pairs(installation)):
+    for part in _parts(batch, has_pairs(installation.model)):
         try:
             other = measure(part)
-        except _NOT_TAKEN as error:
+        except NOT_TAKEN as error:
             log.info("Adacc: the model takes no part of a batch (%s): sizes are profiled as they come", error)
             break
         if outline_of(other) == outline_of(profile):
@@ -133,9 +152,9 @@ class MemoryAlone(Instruments):
         return 0.0
 
 
-def _has_pairs(installation: Installation) -> bool:
+def has_pairs(model: nn.Module) -> bool:
     """Whether the model reads one text and writes another."""
-    return bool(getattr(getattr(installation.model, "config", None), "is_encoder_decoder", False))
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def _parts(batch: Mapping[str, Any], is_pair: bool) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import tempfile
 from typing import Any
 
@@ -32,6 +33,8 @@ from adacc_hf import AdaccCallback, InfeasibleBudgetError
 
 STEPS = 8
 """Two before there is a policy, the first and second under it, which are recorded, and some more."""
+FIRST_STEPS = 2
+"""Where the profile is taken, in the midst of the first or at the end of the second."""
 SAMPLES, TOKENS, WORDS = 8, 128, 512
 IMAGE = 64
 
@@ -71,16 +74,17 @@ def rows(name: str) -> list[dict[str, Any]]:
 class Phases(TrainerCallback):
     """The most bytes live in each phase of a run."""
 
-    def __init__(self, adacc: AdaccCallback | None) -> None:
+    def __init__(self) -> None:
         self.peaks: dict[str, int] = {}
-        self._adacc = adacc
+        self._num_steps = 0
         self._meter = MemoryMeter()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._note("between steps")  # a profile among others
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self._note("first steps" if self._adacc is not None and self._adacc.policy is None else "steps")
+        self._num_steps += 1
+        self._note(f"step {self._num_steps}" if self._num_steps <= FIRST_STEPS else "steps")
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._note("between steps")
@@ -96,13 +100,15 @@ def main() -> None:
     parser.add_argument("--budget", type=int, help="bytes; without it plain training")
     parser.add_argument("--codecs", action="store_true", help="allow compression with loss, and a chunked head")
     options = parser.parse_args()
+    logging.basicConfig()
+    logging.getLogger("adacc_hf").setLevel(logging.INFO)
     torch.manual_seed(0)
     torch.set_num_threads(1)
     actions = ("retain", "compress", "recompute") if options.codecs else ("retain", "recompute")
     adacc = None
     if options.budget is not None:
         adacc = AdaccCallback(memory_budget=options.budget, actions=actions, min_compress_bytes=1024)
-    phases = Phases(adacc)
+    phases = Phases()
     callbacks = [phases] if adacc is None else [adacc, phases]
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
