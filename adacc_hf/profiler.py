@@ -29,7 +29,7 @@ from adacc_hf.profiling.gradient_hooks import without_gradient_hooks
 from adacc_hf.profiling.idle_blocks import RanBlocks, with_idle
 from adacc_hf.profiling.instruments import Instruments
 from adacc_hf.profiling.optimizer_memory import coming_state_bytes
-from adacc_hf.profiling.other_sizes import MemoryAlone, has_pairs, record_other_sizes, small_parts, with_other_sizes
+from adacc_hf.profiling.other_sizes import MemoryAlone, record_other_sizes, small_parts, with_other_sizes
 from adacc_hf.profiling.own_loss import ComputeLoss, WithLoss
 from adacc_hf.profiling.profile_store import ProfileStore
 from adacc_hf.profiling.step_memory import ForwardLayout, NoSync, StepLayout, measure_forward, measure_step_layout
@@ -143,7 +143,7 @@ def estimate_profile(
     `settings` are arguments.
     """
     shapes = batch_shapes(batch)
-    parts = small_parts(batch, has_pairs(model))
+    parts = small_parts(batch)
     if not parts:
         raise NoEstimateError("it has less than six samples")
     instruments = instruments or StoringInstruments(ProfileStore())

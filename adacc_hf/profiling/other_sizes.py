@@ -62,7 +62,7 @@ class RecordSize:
         return result
 
 
-def small_parts(batch: Mapping[str, Any], is_pair: bool) -> list[dict[str, Any]]:
+def small_parts(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Parts of a batch of six samples or more, from which its profile can be told: few samples, of half the tokens
     where they can be cut; as many whole ones; and one more."""
     shapes = batch_shapes(batch)
@@ -70,15 +70,18 @@ def small_parts(batch: Mapping[str, Any], is_pair: bool) -> list[dict[str, Any]]
     few = max(2, samples // 4)  # one alone often runs other operators
     if samples < 3 * few:
         return []
-    lengths = sorted({shape.size[1] for shape in shapes if len(shape.size) == 2})
-    is_text = bool(lengths) and lengths[0] >= LEAST_TOKENS * len(lengths) * (2 if is_pair else 1)
-    half = _shorter(lengths[0], lengths[0] // 2) if is_text else None
-    wanted = [(few, half), (few, None), (few + 1, None)] if is_text else [(few, None), (few + 1, None)]
-    cut = [
-        tuple(_cut(shape, samples, fewer, lengths, tokens, tokens, is_pair) for shape in shapes)
-        for fewer, tokens in wanted
-    ]
-    return [_still_padded(batch, resized(batch, shapes, after), shapes) for after in cut]
+    is_text = all(shape.size[1] >= 2 * LEAST_TOKENS for shape in shapes if len(shape.size) == 2)
+    is_text = is_text and any(len(shape.size) == 2 for shape in shapes)
+
+    def cut(shape: TensorShape, fewer: int, is_half: bool) -> TensorShape:
+        size = [fewer, *shape.size[1:]] if shape.size[:1] == (samples,) else list(shape.size)
+        if is_half and len(size) == 2:
+            size[1] //= 2  # which codecs suit, as for multiples of eight, so stays as it is most often
+        return TensorShape(shape.name, tuple(size))
+
+    wanted = [(few, True)] * is_text + [(few, False), (few + 1, False)]
+    after = [tuple(cut(shape, *part) for shape in shapes) for part in wanted]
+    return [_still_padded(batch, resized(batch, shapes, one), shapes) for one in after]
 
 
 def record_other_sizes(
@@ -87,7 +90,7 @@ def record_other_sizes(
     """Record every block on parts of `batch`, as far as the model takes such."""
     if is_sharded(installation.model):  # a forward that ends in its midst would leave other ranks waiting
         return
-    for part in _parts(batch, has_pairs(installation.model)):
+    for part in _parts(batch, _has_pairs(installation)):
         for name, function in installation.blocks.items():
             function.strategy = RecordSize(name, library)
         installation.begin_step()
@@ -111,7 +114,7 @@ def with_other_sizes(
     measured = [(to_plain(batch_shapes(batch)), tuple(numbers_of(profile)))]
     if is_sharded(installation.model):  # as above
         return profile
-    for part in _parts(batch, has_pairs(installation.model)):
+    for part in _parts(batch, _has_pairs(installation)):
         try:
             other = measure(part)
         except NOT_TAKEN as error:
@@ -152,9 +155,9 @@ class MemoryAlone(Instruments):
         return 0.0
 
 
-def has_pairs(model: nn.Module) -> bool:
+def _has_pairs(installation: Installation) -> bool:
     """Whether the model reads one text and writes another."""
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    return bool(getattr(getattr(installation.model, "config", None), "is_encoder_decoder", False))
 
 
 def _parts(batch: Mapping[str, Any], is_pair: bool) -> Iterator[dict[str, Any]]:
