@@ -163,6 +163,7 @@ class Evolution:
         self.situations.may_measure = not was_measured or profile.sizes is not None
         self._put_in_force(situation, plans)
         self._pause, self._count_from = 0, self._num_steps + RECORDED_STEPS
+        self._meter_next |= is_provisional
         return situation
 
     def start_over(self, shapes: BatchShapes | None, profile: Profile, policy: Policy) -> None:
