@@ -21,6 +21,7 @@ from adacc_hf.callbacks.checkpoint_files import (
     save_in_checkpoint,
 )
 from adacc_hf.callbacks.evolution import Evolution
+from adacc_hf.callbacks.last_batch import loss_of
 from adacc_hf.callbacks.mistakes import (
     check_arguments,
     refuse_context_parallel,
@@ -116,6 +117,8 @@ class AdaccCallback(TrainerCallback):
         self._ran = WhatRan()
         self._num_steps = self._num_saved = 0
         self._is_unsaved = self._is_uncounted = False
+        self._has_tried = False
+        """Whether it was tried to have a policy for the first step already."""
         self._global_step = 0
 
     def on_train_begin(
@@ -127,7 +130,7 @@ class AdaccCallback(TrainerCallback):
         self.policy, self.profile, self.history = None, None, []
         self._ran = WhatRan()
         self._num_steps = self._num_saved = 0
-        self._is_unsaved = self._is_uncounted = False
+        self._is_unsaved = self._is_uncounted = self._has_tried = False
         self._guard = TrainerGuard.around_caller(self, on_failure=self.detach)
         trainer = None if self._guard is None else self._guard.trainer
         self._own_logs = OwnLogs(trainer)
@@ -230,12 +233,43 @@ class AdaccCallback(TrainerCallback):
         maker = self._maker  # which a detach within the loss would take away
         if model.training:
             self._meet(inputs)
+            if self._waiting is not None and self._num_steps == 0 and not self._has_tried:
+                self._has_tried = True
+                self._begin_within(compute, inputs, *args, **kwargs)
             maker.loss_is_asked(compute, inputs, *args, **kwargs)
         result = compute(model, inputs, *args, **kwargs)
         maker.loss_is_made(result)
         if self._compiled is not None:
             self._compiled.loss_is_made(result, inputs)
         return result
+
+    def _begin_within(self, compute: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any) -> None:
+        """Train within the budget from the first step on, if the first steps and the profile might take more."""
+        trainer, model = self._guard.trainer, self._waiting.model
+        if not isinstance(inputs, Mapping):
+            return
+
+        def compute_loss(model: Any, batch: dict[str, Any]) -> Any:
+            return loss_of(trainer, compute, model, batch, *args, **kwargs)
+
+        self._waiting.remove()
+        found = self._maker.estimated(model, trainer.optimizer, dict(inputs), compute_loss)
+        if found is None:
+            self._waiting = Waiting(model, self.config)
+            self._waiting.begin_step()
+            self._waiting.sizes.add(self._shapes)
+            return
+        self._waiting = None
+        self._maker.drop_batches()
+        self.profile, policy = found
+        self._follow(trainer.args, model, policy, self._global_step)
+        self._evolution.add(self._profiled_shapes(), self.profile, policy, is_provisional=True, was_measured=True)
+        self._evolution.step_begins(self._global_step + 1, model, trainer.optimizer)
+        self._handle.installation.begin_step()
+        self._evolution.choose(self._shapes)
+        self._note(self._global_step, "policy", **predictions(policy))
+        if trainer.state.is_world_process_zero:
+            self._save(trainer.args, True)
 
     def _tighten(self) -> str | None:
         obstacle = self._evolution.tighten(self._global_step + 1)

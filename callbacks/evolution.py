@@ -173,6 +173,7 @@ class Evolution:
         self.situations.may_measure = not was_measured or profile.sizes is not None
         self._put_in_force(situation, plans)
         self._pause, self._count_from = 0, self._num_steps + RECORDED_STEPS
+        self._meter_next |= is_provisional
         return situation
 
     def start_over(self, shapes: BatchShapes | None, profile: Profile, policy: Policy) -> None:
@@ -507,7 +508,8 @@ class Evolution:
         """Follow the policy for what a whole step was found to take; returns whether it is another one."""
         rectifier, before = situation.rectifier, situation.rectifier.policy
         situation.measured_peak_bytes, situation.must_count, situation.is_provisional = peak, False, False
-        self.missing_bytes = missing_bytes(rectifier.profile, before, moments)
+        current = current_policy(rectifier.profile, before)  # tracking may have priced other outlier channels
+        self.missing_bytes = missing_bytes(rectifier.profile, current, moments)
         predicted, above = rectifier.predicted_peak_bytes(), max(self.missing_bytes.values(), default=0)
         self._note(step, "memory", measured_peak_bytes=peak, peak_bytes=predicted, corrected=above > 0)
         started = time.perf_counter()

@@ -60,6 +60,8 @@ class Entry:
     """Whether the family was made of sizes around this one."""
     fallback: str | None = None
     """Why the block runs otherwise than its plan says; None if it does not."""
+    compares: bool = False
+    """Whether replay is to be compared once more at this size."""
 
     @property
     def is_current(self) -> bool:
@@ -222,8 +224,8 @@ class FollowPlan:
         return self.entries.get(key)
 
     def _sized_entry(self, key: Key, block: nn.Module) -> Entry | None:
-        """The entry for a size that was never recorded, if there is a family that serves it, and it is not one of those
-        at which replay is compared again (rule R7)."""
+        """The entry for a size that was never recorded, if there is a family that serves it. Where replay is compared
+        again (rule R7), what cannot be compared on the way has none."""
         entry = self._sized.get(key)
         if entry is not None and entry.is_current:
             return entry
@@ -236,10 +238,13 @@ class FollowPlan:
         within = self.library.family_at(given, self.name)
         found = within or self.library.family_beyond(given, self.name)
         tape = None if found is None else self.library.tape_of(*found)
-        if found is None or tape is None or found[0].takes_comparison(tape):
+        if found is None or tape is None:
+            return None
+        compares = found[0].takes_comparison(tape)
+        if compares and _must_not_run_twice(tape):
             return None
         entry = self._entry_at(found[0], tape)
-        entry.is_within = within is not None
+        entry.is_within, entry.compares = within is not None, compares
         note_latest(self._sized, key, entry, MOST_SIZES)
         return entry
 
@@ -271,12 +276,13 @@ class FollowPlan:
         """Run a call at a size that never ran. If it runs or saves other than its family says, it is run once more, and
         recorded: nothing but random generators was changed. Where more may be, it is recorded on the way."""
         tape = entry.compiled.tape
-        if tape.changes_state or tape.has_collectives:
+        if _must_not_run_twice(tape):
             result = self._checked_call(entry, block, fn, args, kwargs)
             self._extend(key, entry, block)
             return result
         states, versions = RandomStates({value.device for value in tape.values}), _versions(block, args, kwargs)
-        check = None if tape.is_checked and entry.is_within else SizeCheck(self.name, tape)
+        is_known = tape.is_checked and entry.is_within and not entry.compares
+        check = None if is_known else SizeCheck(self.name, tape, entry.compares)
         try:
             result = self._call(entry, block, fn, args, kwargs, check)
         except SavedOtherwiseError as error:
@@ -284,10 +290,14 @@ class FollowPlan:
                 raise
             why = str(error)  # the error itself holds what the call has made
         else:
-            entry.is_proven = tape.is_checked = True
-            self._extend(key, entry, block)
-            return result
-        if entry.is_within:  # beyond, other operators may run: they will have a family of their own
+            if check is None or not check.unlike:
+                entry.is_proven, entry.compares, tape.is_checked = True, False, True
+                self._extend(key, entry, block)
+                return result
+            del result
+            why = None
+            self.library.refuse(entry.family, check.unlike, self.name)
+        if why is not None and entry.is_within:  # beyond, other operators may run: they will have a family of their own
             self.library.distrust(entry.family, self.name, why)
         states.restore()
         self._sized.clear()
@@ -526,6 +536,11 @@ def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:
 
 def _structure_of(kind: str) -> str:
     return kind.partition("-")[0]
+
+
+def _must_not_run_twice(tape: Tape) -> bool:
+    """Whether a call that ran otherwise than `tape` cannot be run again from its start."""
+    return tape.changes_state or tape.has_collectives
 
 
 def _versions(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:

@@ -38,7 +38,7 @@ SHORT = 16
 ALIGNED = 16
 """What lengths are told apart by on a GPU: see `family.CallSizes`."""
 
-_NOT_TAKEN = (ValueError, RuntimeError, TypeError, LookupError, AttributeError, AssertionError)
+NOT_TAKEN = (ValueError, RuntimeError, TypeError, LookupError, AttributeError, AssertionError)
 """What models raise at a batch whose parts do not fit together."""
 
 
@@ -62,6 +62,28 @@ class RecordSize:
         return result
 
 
+def small_parts(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Parts of a batch of six samples or more, from which its profile can be told: few samples, of half the tokens
+    where they can be cut; as many whole ones; and one more."""
+    shapes = batch_shapes(batch)
+    samples = next((shape.size[0] for shape in shapes if len(shape.size) > 1), 1)
+    few = max(2, samples // 4)  # one alone often runs other operators
+    if samples < 3 * few:
+        return []
+    is_text = all(shape.size[1] >= 2 * LEAST_TOKENS for shape in shapes if len(shape.size) == 2)
+    is_text = is_text and any(len(shape.size) == 2 for shape in shapes)
+
+    def cut(shape: TensorShape, fewer: int, is_half: bool) -> TensorShape:
+        size = [fewer, *shape.size[1:]] if shape.size[:1] == (samples,) else list(shape.size)
+        if is_half and len(size) == 2:
+            size[1] //= 2  # which codecs suit, as for multiples of eight, so stays as it is most often
+        return TensorShape(shape.name, tuple(size))
+
+    wanted = [(few, True)] * is_text + [(few, False), (few + 1, False)]
+    after = [tuple(cut(shape, *part) for shape in shapes) for part in wanted]
+    return [_still_padded(batch, resized(batch, shapes, one), shapes) for one in after]
+
+
 def record_other_sizes(
     model: nn.Module, batch: Mapping[str, Any], installation: Installation, library: TapeLibrary
 ) -> None:
@@ -74,7 +96,7 @@ def record_other_sizes(
         installation.begin_step()
         try:
             forward_loss(model, part)
-        except _NOT_TAKEN as error:  # of images, say, as many as the text has places for
+        except NOT_TAKEN as error:  # of images, say, as many as the text has places for
             log.info("Adacc: the model takes no part of a batch (%s): sizes are recorded as they come", error)
             return
         finally:
@@ -95,7 +117,7 @@ def with_other_sizes(
     for part in (*_parts(batch, _has_pairs(installation)), *_further_parts(batch, _has_pairs(installation))):
         try:
             other = measure(part)
-        except _NOT_TAKEN as error:
+        except NOT_TAKEN as error:
             log.info("Adacc: the model takes no part of a batch (%s): sizes are profiled as they come", error)
             break
         if outline_of(other) == outline_of(profile):

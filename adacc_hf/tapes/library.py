@@ -82,6 +82,10 @@ class TapeLibrary:
             if kind.fallback is None:
                 self._expect_order(kind.digest, unpack_order(kind.backward))
 
+    def expect_same_orders(self, other: TapeLibrary) -> None:
+        """Expect backward to ask for slots in the orders that `other` knows."""
+        self._orders.update(other._orders)
+
     def remember(self, tape: Tape, given: Hashable, block: str) -> None:
         """Note that `block`, given that, ran as `tape` says."""
         for name in (block, None):
