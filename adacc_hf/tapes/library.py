@@ -184,6 +184,10 @@ class TapeLibrary:
             for outline, seen in outlines.items():
                 mine.setdefault(outline, SeenSizes()).take(seen, self._family)
 
+    def tape_of_structure(self, structure: str) -> Tape | None:
+        """Some tape of a kind that a plan was made for, if any block has recorded one."""
+        return next((tape for tape in self._tapes.values() if tape.structure.startswith(structure)), None)
+
     def compiled(self, tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> CompiledPlan:
         # Codecs stand in no program: a plan with other outlier channels, say, runs the same one.
         actions = tuple(sorted((value, choice.action) for value, choice in choices.items()))
@@ -236,8 +240,8 @@ class TapeLibrary:
         log.log(
             level,
             "Adacc: given %s, block %s and others like it run other operators than when profiled, as a smaller last "
-            "batch or one without padding does: such batches are trained with the least memory that is lossless; to "
-            "have none, set dataloader_drop_last=True, or pad to one length",
+            "batch or one without padding does: what differs is stored with the least memory that is lossless; to have "
+            "none, set dataloader_drop_last=True, or pad to one length",
             ", ".join(str(value.ref.geometry[0]) for value in tape.values if tape.is_block_input(value.index)),
             name,
         )
