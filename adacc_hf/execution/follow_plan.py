@@ -216,7 +216,10 @@ class FollowPlan:
         within = self.library.family_at(given, self.name)
         found = within or self.library.family_beyond(given, self.name)
         tape = None if found is None else self.library.tape_of(*found)
-        if found is None or tape is None or found[0].takes_comparison(tape):
+        if found is None or tape is None:
+            return None
+        if found[0].takes_comparison(tape):
+            self.known.acquaint(key)  # to be recorded, if numbers that it reads are new as well
             return None
         entry = self._entry_at(found[0], tape)
         entry.is_within = within is not None

@@ -84,8 +84,9 @@ class TapeLibrary:
             self._of_calls[_structure(tape.kind), given, name] = tape
         if any(value.device.type == "cuda" for value in tape.values):
             self._alignment = CUDA_ALIGNMENT
-        if not tape.reads:  # what runs at another size, with other data, is not known
-            sizes = CallSizes.of(given, self._alignment)
+        if all(isinstance(data, tuple) for data in tape.reads.values()):  # of other data no rule is known
+            shape, data, state = given
+            sizes = CallSizes.of((shape, data or tuple(tape.reads.values()), state), self._alignment)
             self._seen_sizes(block, sizes).add(Record(sizes, tape), self._family)
 
     def family_at(self, given: Hashable, block: str) -> tuple[TapeFamily, CallSizes] | None:

@@ -154,7 +154,7 @@ class Tape:
     """The tensors autograd saved, in order."""
     untrusted: str | None = None
     """Why the tape must not be used (data read into Python), or None."""
-    reads: dict[tuple[Any, ...], bytes] = field(default_factory=dict)
+    reads: dict[tuple[Any, ...], bytes | tuple[int, ...]] = field(default_factory=dict)
     """The data of the arguments that the block read into Python, by their paths: only calls with the same fit."""
     identity: str = ""
     """Digest of the block's class, parameters and settings: equal for all calls of a block."""
@@ -226,7 +226,7 @@ class Tape:
         slots, reads = [repr(slot) for slot in self.slots], sorted(map(repr, self.reads))
         self.digest = _digest([self.structure, constants, slots, *reads])
 
-    def with_reads(self, reads: dict[tuple[Any, ...], bytes]) -> Tape:
+    def with_reads(self, reads: dict[tuple[Any, ...], bytes | tuple[int, ...]]) -> Tape:
         """The tape of a call of the same operators that read other data."""
         return self if self.reads == reads else replace(self, reads=reads)
 
