@@ -412,7 +412,7 @@ class FollowPlan:
         return Entry(known, compiled, codecs)
 
     def choices(self, tape: Tape) -> dict[int, Choice]:
-        """The plan's choices as far as they can be followed on this tape.
+        """The plan's choices as far as they can be followed on this tape, and least memory for what it has besides.
 
         Raises PolicyMismatchError if the same call ran other operators when it was profiled, or another block did. Once
         the block has fitted its plan, other operators are a change in mid-training: weights frozen or set free, say.
