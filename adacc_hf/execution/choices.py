@@ -22,6 +22,23 @@ def can_follow(choice: Choice, tape: Tape, value: int) -> bool:
     return True
 
 
+def choices_by_value(
+    choices: Mapping[int, Choice], tape: Tape, same: Mapping[int, int], with_loss: bool
+) -> dict[int, Choice]:
+    """`choices` for the values of `tape` that are those of the planned one, by `same`; least memory for all others.
+
+    Unless `with_loss`, lossy ones are not followed: what becomes of gradients is known of the planned operators alone.
+    """
+    planned = {same[value]: choice for value, choice in choices.items() if value in same}
+    held = {value for value in same.values() if tape.is_block_input(value)} - planned.keys()
+    found = {value: choice for value, choice in least_memory_choices(tape).items() if value not in held}
+    for value in found.keys() & planned.keys():
+        choice = planned[value]
+        if can_follow(choice, tape, value) and (with_loss or choice.codec is None or _codec(choice).lossless):
+            found[value] = choice
+    return found | dict.fromkeys(unfit(found, tape), RETAIN)
+
+
 def unfit(choices: Mapping[int, Choice], tape: Tape) -> list[int]:
     """Values whose choice cannot be carried out on `tape`, or would make what no replay may (`adacc_hf.decisions`)."""
     coded = {v for v, c in choices.items() if c.action is Action.COMPRESS and not _codec(c).lossless}

@@ -16,7 +16,7 @@ from adacc_hf.blocks import Checkpointed
 from adacc_hf.errors import PolicyMismatchError, SavedOtherwiseError, TapeMismatchError
 from adacc_hf.execution.call import Call
 from adacc_hf.execution.checked_call import CheckedCall
-from adacc_hf.execution.choices import can_follow, least_memory, least_memory_choices, unfit
+from adacc_hf.execution.choices import choices_by_value, unfit
 from adacc_hf.execution.recording import Recording
 from adacc_hf.execution.size_check import SizeCheck
 from adacc_hf.kernels.codecs import Codec, get_codec
@@ -242,6 +242,7 @@ class FollowPlan:
             return None
         compares = found[0].takes_comparison(tape)
         if compares and _must_not_run_twice(tape):
+            self.known.acquaint(key)  # to be recorded, if numbers that it reads are new as well
             return None
         entry = self._entry_at(found[0], tape)
         entry.is_within, entry.compares = within is not None, compares
@@ -477,7 +478,8 @@ class FollowPlan:
         return None if is_planned else f"torch's checkpoint, since {tape.untrusted}"
 
     def _choices(self, tape: Tape) -> tuple[dict[int, Choice], bool]:
-        """The plan's choices as far as they can be followed on this tape, and whether they are the plan's.
+        """The plan's choices as far as they can be followed on this tape, least memory for what it has besides, and
+        whether it runs what was planned.
 
         Raises PolicyMismatchError if the same call ran other operators when it was profiled, or another block did. Once
         the block has fitted its plan, other operators are a change in mid-training: weights frozen or set free, say.
@@ -486,17 +488,20 @@ class FollowPlan:
         own_structure, _, own_identity, own_call = tape.kind.split("-")
         if structure != own_structure:
             fitted = (*self.tapes.values(), *(known.tape for known in self.known.of_families.values()))
-            planned = next((known for known in fitted if known.kind.startswith(f"{structure}-")), None)
-            same = planned.values_in(tape) if planned is not None else None
-            if same is not None:
-                return self._choices_by_value(tape, same), True
+            planned = next((known for known in fitted if known.structure.startswith(structure)), None)
             if planned is None and (identity != own_identity or call == own_call):
                 raise PolicyMismatchError(
                     f"block {self.name} ({tape.block_class}: {len(tape.operators)} operators, {len(tape.slots)} saved "
                     f"tensors) has tape {tape.kind}, the policy was made for tape {self.plan.kind}: the model, its "
                     f"attention, dropout or precision differ; profile this model and solve a policy for it"
                 )
-            return self._careful_choices(tape), False
+            planned = planned or self.library.tape_of_structure(structure)
+            same, is_whole = ({}, False) if planned is None else planned.values_in(tape)
+            if self._is_plain and not is_whole:
+                return {}, False
+            if not is_whole:
+                self.library.warn_unplanned(self.name, tape)
+            return choices_by_value(dict(self.plan.choices), tape, same, with_loss=is_whole), is_whole
         choices = dict(self.plan.choices)
         retained = unfit(choices, tape)
         if retained:
@@ -508,25 +513,6 @@ class FollowPlan:
                 names,
             )
         return choices | dict.fromkeys(retained, RETAIN), True
-
-    def _choices_by_value(self, tape: Tape, same: dict[int, int]) -> dict[int, Choice]:
-        """The plan's choices for a call of the planned operators of which autograd saves other results.
-
-        `same` maps the values that the plan was made for to those of `tape`.
-        """
-        planned = {same[value]: choice for value, choice in self.plan.choices if value in same}
-        inputs = [value.index for value in tape.values if tape.is_block_input(value.index) and value.index in planned]
-        made = [value for value in tape.saved_values() if tape.values[value].source is None]
-        follow = {v: v in planned and can_follow(planned[v], tape, v) for v in [*inputs, *made]}
-        choices = {v: planned[v] if followed else least_memory(tape, v) for v, followed in follow.items()}
-        return choices | dict.fromkeys(unfit(choices, tape), RETAIN)
-
-    def _careful_choices(self, tape: Tape) -> dict[int, Choice]:
-        """Least memory for a call with other operators than the profiled one: a batch of one, say, or no padding."""
-        if self._is_plain:
-            return {}
-        self.library.warn_unplanned(self.name, tape)
-        return least_memory_choices(tape)
 
 
 def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adacc_hf.errors import SavedOtherwiseError
 from adacc_hf.tapes.call_inputs import find_external
-from adacc_hf.tapes.local_tensors import local_of, runs_on_parts
+from adacc_hf.tapes.local_tensors import is_plain, local_of, runs_on_parts
 from adacc_hf.tapes.recorder import written_tensors
 from adacc_hf.tapes.replay import copy_with_storage
 from adacc_hf.tapes.tape import Tape, TapeOperator, TapeValue, TensorRef, has_storage, leaves, map_tensors
@@ -70,6 +70,9 @@ class SizeCheck(TorchDispatchMode):
         """`pack`, with what it runs none of the block's operators."""
 
         def run(tensor: torch.Tensor) -> Any:
+            if is_plain(tensor):  # as nearly all are: no operator of these comes to this mode
+                with torch._C._DisableTorchDispatch():
+                    return pack(tensor)
             self._is_paused = True
             try:
                 return pack(tensor)
@@ -92,7 +95,7 @@ class SizeCheck(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
-        if any(map(runs_on_parts, types)):
+        if types and any(map(runs_on_parts, types)):
             return NotImplemented  # what it runs on the parts comes here next
         if func is _CONSTANT:
             self._check_constant(args[0])
@@ -202,6 +205,8 @@ def _is_cast_of_parameter(func: Any, args: tuple[Any, ...]) -> bool:
 
 def _same(expected: Any, given: Any) -> bool:
     """Whether an operator is given the numbers that its tape has for it."""
+    if expected is given:
+        return True
     if isinstance(expected, TensorRef):
         return isinstance(given, torch.Tensor) and _has_geometry(expected, given)
     if isinstance(expected, (tuple, list)):
@@ -210,7 +215,7 @@ def _same(expected: Any, given: Any) -> bool:
         return all(map(_same, expected, given))
     if isinstance(expected, dict):
         return expected.keys() == given.keys() and all(_same(item, given[name]) for name, item in expected.items())
-    return expected is given or expected == given or repr(expected) == repr(given)  # a number may be none
+    return expected == given or repr(expected) == repr(given)  # a number may be none
 
 
 def _stored(*trees: Any) -> list[torch.Tensor]:

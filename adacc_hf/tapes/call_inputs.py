@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from adacc_hf.tapes.data_reads import data_of
+from adacc_hf.tapes.data_reads import Data, data_of
 from adacc_hf.tapes.held_tensors import find_held
 from adacc_hf.tapes.local_tensors import local_of, storage_of
 from adacc_hf.tapes.tape import Source, has_storage
@@ -148,7 +148,7 @@ def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) 
     return _argument(source.path, args, kwargs).detach()
 
 
-def data_at(path: Sequence[Any], args: Args, kwargs: Kwargs) -> bytes | None:
+def data_at(path: Sequence[Any], args: Args, kwargs: Kwargs) -> Data | None:
     """The data of the argument at `path`; None if this call has no such tensor, or one that nobody compares."""
     try:
         return data_of(_argument(path, args, kwargs))

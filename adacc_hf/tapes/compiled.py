@@ -54,7 +54,11 @@ class Slot:
 
     def resized(self, ref: TensorRef) -> Slot:
         """The same slot where its tensor has the geometry of `ref`, and perhaps an equal value's storage."""
-        slot = copy(self)
+        if ref.geometry == self.ref.geometry:  # a parameter's
+            return self
+        slot = object.__new__(Slot)
+        for name in _OF_ALL_SIZES:
+            setattr(slot, name, getattr(self, name))
         slot.ref = ref if ref.value == self.value else replace(ref, value=self.value)
         size, slot.stride, slot.offset = ref.geometry
         slot.size = torch.Size(size)
@@ -62,6 +66,9 @@ class Slot:
 
     def __str__(self) -> str:
         return f"{tuple(self.size)} stride {self.stride} {self.dtype}"
+
+
+_OF_ALL_SIZES = tuple(name for name in Slot.__slots__ if name not in ("ref", "size", "stride", "offset"))
 
 
 class Schedule:

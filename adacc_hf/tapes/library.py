@@ -92,8 +92,9 @@ class TapeLibrary:
             self._of_calls[_structure(tape.kind), given, name] = tape
         if any(value.device.type == "cuda" for value in tape.values):
             self._alignment = CUDA_ALIGNMENT
-        if not tape.reads:  # what runs at another size, with other data, is not known
-            sizes = CallSizes.of(given, self._alignment)
+        if all(isinstance(data, tuple) for data in tape.reads.values()):  # of other data no rule is known
+            shape, data, state = given
+            sizes = CallSizes.of((shape, data or tuple(tape.reads.values()), state), self._alignment)
             self._seen_sizes(block, sizes).add(Record(sizes, tape), self._family)
 
     def family_at(self, given: Hashable, block: str) -> tuple[TapeFamily, CallSizes] | None:
@@ -192,6 +193,10 @@ class TapeLibrary:
             for outline, seen in outlines.items():
                 mine.setdefault(outline, SeenSizes()).take(seen, self._family)
 
+    def tape_of_structure(self, structure: str) -> Tape | None:
+        """Some tape of a kind that a plan was made for, if any block has recorded one."""
+        return next((tape for tape in self._tapes.values() if tape.structure.startswith(structure)), None)
+
     def compiled(self, tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> CompiledPlan:
         # Codecs stand in no program: a plan with other outlier channels, say, runs the same one.
         actions = tuple(sorted((value, choice.action) for value, choice in choices.items()))
@@ -239,7 +244,9 @@ class TapeLibrary:
         """Say once that a shape has no plan, and what to do; of further kinds and shapes it is information."""
         sizes = [value.ref.geometry[0] for value in tape.values if tape.is_block_input(value.index)]
         what = "run other operators than when profiled (recorded once, which takes what one block makes)"
-        self._warn_other_path(tape.structure, name, sizes, what, "with the least memory that is lossless")
+        self._warn_other_path(
+            tape.structure, name, sizes, what, "with the least memory that is lossless for what differs"
+        )
 
     def warn_unrecorded(self, kind: str, name: str, given: Iterable[tuple[Any, torch.Tensor]]) -> None:
         """The same of a path that there is no memory to record."""
