@@ -105,6 +105,7 @@ RUNNERS = {
     "evolution": ("evolution", "what a policy gains by following the data (Figure 7)"),
     "tracking-cost": ("tracking_cost", "the share of a long run that tracking and solving take"),
     "lengths": ("lengths", "step times where every batch has another size, and of the first step at each"),
+    "sizes": ("sizes", "predicted against measured memory at sizes that were never profiled, under a budget"),
     "executor-bench": ("executor_bench", "what recompute-everything and retain-everything cost"),
     "budget-bench": ("budget_bench", "what a memory budget costs in time"),
     "gradient-error": ("gradient_error", "the first half of codecs: how far they move the gradient"),

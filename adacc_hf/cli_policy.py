@@ -61,12 +61,20 @@ def _explain(arguments: argparse.Namespace) -> str:
             raise ValueError(f"--html needs the profile that {path} was solved from: name it by --profile")
         return str(policy)
     profile = Profile.load(profile_path)
-    text = explain_policy(policy, profile)
+    text = "\n".join([explain_policy(policy, profile), *_fallbacks(path)])
     if arguments.html is not None:
         from adacc_hf.reports.report import write_report
 
         write_report(arguments.html, profile=profile, policy=policy)
     return text
+
+
+def _fallbacks(policy: Path) -> list[str]:
+    """Lines on the steps of the run that left `policy` that ran otherwise."""
+    from adacc_hf.adapt.what_ran import describe_fallbacks
+
+    first, *reasons = [*describe_fallbacks(_history(policy.with_name(HISTORY_FILE), is_asked_for=False)), ""]
+    return ["", first, *(f"  {reason}" for reason in reasons if reason)] if first else []
 
 
 def _explain_compiled(policy: CompiledPolicy, arguments: argparse.Namespace) -> str:
@@ -80,7 +88,7 @@ def _explain_compiled(policy: CompiledPolicy, arguments: argparse.Namespace) -> 
         from adacc_hf.compiler.graph_report import write_compiled_report
 
         write_compiled_report(arguments.html, policy=policy)
-    return explain_compiled(policy)
+    return "\n".join([explain_compiled(policy), *_fallbacks(_policy_file(arguments.policy))])
 
 
 def _report(arguments: argparse.Namespace) -> str:

@@ -23,6 +23,7 @@ from adacc_hf.adapt.checkpoint_files import (
 from adacc_hf.adapt.evolution import Evolution
 from adacc_hf.adapt.shape_policies import metrics, predictions
 from adacc_hf.adapt.step_retry import run_with_retry
+from adacc_hf.adapt.what_ran import STEPS, UNCOMPILED, WhatRan, num_fallback_steps
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.files import POLICY_FILE, PROFILE_FILE
 from adacc_hf.artifacts.policy import Policy
@@ -37,7 +38,7 @@ from adacc_hf.callbacks.preconditions import (
     warn_of_checkpointing,
     warn_of_short_run,
 )
-from adacc_hf.callbacks.trainer import OwnLogs, TrainerGuard, add_to_log, compiler_of, is_training_log
+from adacc_hf.callbacks.trainer import OwnLogs, TrainerGuard, add_to_log, compiler_of, is_training_log, loss_of
 from adacc_hf.compiler.compiled_run import begin_compiled_run, is_compiled
 from adacc_hf.run.executor import PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, batch_shapes, describe, from_plain
@@ -73,7 +74,8 @@ class AdaccCallback(TrainerCallback):
     |---|---|
     | `adacc/stored_gib` | GiB that the policy keeps for backward, predicted |
     | `adacc/peak_gib` | GiB live at the step's peak, predicted |
-    | `adacc/overhead_ms` | milliseconds per micro-batch spent on replay and codecs, predicted |
+    | `adacc/overhead_ms` | milliseconds per micro-batch since the last log, for replay and codecs, predicted |
+    | `adacc/fallback_steps` | steps so far that ran, in part or all, under full recomputation or on another path |
     | `adacc/compression_rate` | stored bytes over those of plain training |
     | `adacc/measured_peak_gib` | GiB live at the peak of the last step that was counted |
     | `adacc/error` | largest relative L2 error of a compressed activation, at the last tracking step |
@@ -95,8 +97,9 @@ class AdaccCallback(TrainerCallback):
         self.compiled_policy: CompiledPolicy | None = None
         """What was decided for the graphs of a finished run with `torch_compile=True`, which has no other policy."""
         self.history: list[dict[str, Any]] = []
-        """What happened in the run: dicts of `step`, `event` ("policy", "tracking", "change", "guard", "memory") and
-        its figures. A resumed run goes on with that of its checkpoint."""
+        """What happened in the run: dicts of `step`, `event` ("policy", "tracking", "change", "guard", "memory",
+        "fallback") and its figures; the last counts all steps that ran otherwise than the policy says for one reason.
+        A resumed run goes on with that of its checkpoint."""
         self._given = policy
         self._handle: PolicyHandle | None = None
         self._waiting: Waiting | None = None
@@ -106,8 +109,11 @@ class AdaccCallback(TrainerCallback):
         self._own_logs = OwnLogs(None)
         self._compiled: CompiledRun | None = None
         self._evolution: Evolution | None = None
+        self._ran = WhatRan()
         self._num_steps = self._num_saved = 0
-        self._is_unsaved = False
+        self._is_unsaved = self._is_uncounted = False
+        self._has_tried = False
+        """Whether it was tried to have a policy for the first step already."""
         self._global_step = 0
 
     def on_train_begin(
@@ -117,8 +123,9 @@ class AdaccCallback(TrainerCallback):
         self.detach()
         refuse_data_parallel(args)
         self.policy, self.profile, self.history = None, None, []
+        self._ran = WhatRan()
         self._num_steps = self._num_saved = 0
-        self._is_unsaved = False
+        self._is_unsaved = self._is_uncounted = self._has_tried = False
         self._guard = TrainerGuard.around_caller(self, on_failure=self.detach)
         trainer = None if self._guard is None else self._guard.trainer
         self._own_logs = OwnLogs(trainer)
@@ -170,9 +177,23 @@ class AdaccCallback(TrainerCallback):
 
     def _training_step(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's step on one micro-batch, under the policy for its size, tried twice if memory runs out."""
+        result = self._run_step(step, model, inputs, *args, **kwargs)
+        self._note_what_ran()
+        return result
+
+    def _note_what_ran(self) -> None:
+        if self._waiting is not None:
+            self._ran.ran_early(self._shapes)
+        elif self._handle is not None:
+            calls = self._handle.library.fallbacks
+            known = (self.policy.predicted_overhead_ms, calls)
+            self._ran.ran(*(known if self._evolution is None else self._evolution.has_run(calls)))
+
+    def _run_step(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         evolution, self._shapes = self._evolution, None
         if self._handle is not None:
             self._handle.installation.begin_step()
+            self._handle.library.fallbacks.clear()
         if self._waiting is not None:
             self._waiting.begin_step()
         self._meet(inputs)
@@ -207,12 +228,43 @@ class AdaccCallback(TrainerCallback):
         maker = self._maker  # which a detach within the loss would take away
         if model.training:
             self._meet(inputs)
+            if self._waiting is not None and self._num_steps == 0 and not self._has_tried:
+                self._has_tried = True
+                self._begin_within(compute, inputs, *args, **kwargs)
             maker.loss_is_asked(compute, inputs, *args, **kwargs)
         result = compute(model, inputs, *args, **kwargs)
         maker.loss_is_made(result)
         if self._compiled is not None:
             self._compiled.loss_is_made(result, inputs)
         return result
+
+    def _begin_within(self, compute: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any) -> None:
+        """Train within the budget from the first step on, if the first steps and the profile might take more."""
+        trainer, model = self._guard.trainer, self._waiting.model
+        if not isinstance(inputs, Mapping):
+            return
+
+        def compute_loss(model: Any, batch: dict[str, Any]) -> Any:
+            return loss_of(trainer, compute, model, batch, *args, **kwargs)
+
+        self._waiting.remove()
+        found = self._maker.estimated(model, trainer.optimizer, dict(inputs), compute_loss)
+        if found is None:
+            self._waiting = Waiting(model, self.config)
+            self._waiting.begin_step()
+            self._waiting.sizes.add(self._shapes)
+            return
+        self._waiting = None
+        self._maker.drop_batches()
+        self.profile, policy = found
+        self._follow(trainer.args, model, policy, self._global_step)
+        self._evolution.add(self._profiled_shapes(), self.profile, policy, is_provisional=True, was_measured=True)
+        self._evolution.step_begins(self._global_step + 1, model, trainer.optimizer)
+        self._handle.installation.begin_step()
+        self._evolution.choose(self._shapes)
+        self._note(self._global_step, "policy", **predictions(policy))
+        if trainer.state.is_world_process_zero:
+            self._save(trainer.args, True)
 
     def _tighten(self) -> str | None:
         obstacle = self._evolution.tighten(self._global_step + 1)
@@ -252,10 +304,14 @@ class AdaccCallback(TrainerCallback):
         if self._compiled is not None:
             num_events = len(self.history)
             self._compiled.step_ends(state.global_step, model)
+            if self._compiled.fell_back:
+                self._ran.ran(0.0, {UNCOMPILED: 1})
+                self._ran.step_ends(state.global_step, self.history)
             if len(self.history) > num_events and state.is_world_process_zero:
                 with going_on(args.output_dir, REPORTS_LACK):
                     self._compiled.save(args.output_dir, self.history)
             return
+        self._is_uncounted |= self._ran.step_ends(state.global_step, self.history)
         if self._num_steps == 1:
             self._check_called()
         if self._handle is None:
@@ -297,17 +353,22 @@ class AdaccCallback(TrainerCallback):
     ) -> None:
         is_own = self._own_logs.has_another()
         if self._compiled is not None and is_training_log(logs):
-            add_to_log(logs, state, self._compiled.metrics())
+            fallback_steps = {f"adacc/{STEPS}": num_fallback_steps(self.history)}
+            add_to_log(logs, state, self._compiled.metrics() | fallback_steps)
         if self.policy is None or not is_training_log(logs):
             return
         if self._evolution is not None and is_own:
             self._evolution.logged(logs)
-        add_to_log(logs, state, metrics(self.policy, self.profile, self._evolution))
+        figures = metrics(self.policy, self.profile, self._evolution, self._ran.overhead_ms)
+        add_to_log(logs, state, figures | {f"adacc/{STEPS}": num_fallback_steps(self.history)})
+        if is_own:
+            self._ran.logged()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._compiled is None and self._num_saved < len(self.history) and state.is_world_process_zero:
+        is_unsaved = self._num_saved < len(self.history) or self._is_uncounted
+        if self._compiled is None and is_unsaved and state.is_world_process_zero:
             self._save(args, self._is_unsaved, is_last=True)
         self.detach()
 
@@ -356,10 +417,12 @@ class AdaccCallback(TrainerCallback):
         self.profile, policy, is_provisional = self._maker.first(model, optimizer)
         self._waiting = None
         self._follow(args, model, policy, state.global_step)
+        shapes = None
         if self._evolution is not None:
             shapes = self._profiled_shapes()
             self._evolution.add(shapes, self.profile, policy, is_provisional, self._maker.all_sizes)
-        self._note(state.global_step, "policy", **predictions(policy))
+        self._ran.policy_is_set(self.profile, shapes)
+        self._note(state.global_step, "policy", **predictions(policy), **{STEPS: self._num_steps})
         if state.is_world_process_zero:
             self._save(args, True)
 

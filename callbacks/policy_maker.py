@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,20 @@ from transformers import Trainer
 from adacc_hf.adapt.evolution import Evolution
 from adacc_hf.adapt.repricing import SwitchedOff, with_finer, without_codecs
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.errors import InfeasibleBudgetError, OptimizerStateError, UncalledBlocksError, as_sentence
+from adacc_hf.artifacts.errors import (
+    InfeasibleBudgetError,
+    NoEstimateError,
+    OptimizerStateError,
+    UncalledBlocksError,
+    as_sentence,
+)
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.callbacks.trainer import InnerSteps, LastBatch, OptimizerWatch, keep_figures, no_sync_of
 from adacc_hf.head.head import ChunkedHead
 from adacc_hf.price.optimizer_memory import coming_state_bytes
-from adacc_hf.price.profiler import describe_uncalled, profile_model
+from adacc_hf.price.other_sizes import NOT_TAKEN
+from adacc_hf.price.profiler import describe_uncalled, estimate_profile, profile_model
 from adacc_hf.price.step_memory import NoSync, with_missing
 from adacc_hf.price.whole_model import ComputeLoss, RanBlocks
 from adacc_hf.run.blocks import Checkpointed, Installation
@@ -42,6 +50,7 @@ from adacc_hf.torch_glue.ranks import (
     common_profile,
     from_first_rank,
     is_sharded,
+    num_ranks,
     of_all_ranks,
     or_ends_its_process,
 )
@@ -124,6 +133,31 @@ class PolicyMaker:
         policy = from_first_rank(lambda: self._first_policy(profile, is_provisional))
         check_same_policy(policy)
         return profile, policy, is_provisional
+
+    def estimated(
+        self, model: nn.Module, optimizer: Any, batch: dict[str, Any], compute_loss: ComputeLoss
+    ) -> tuple[Profile, Policy] | None:
+        """(profile, policy of least memory) for a batch that was not trained on yet, told from few of its samples.
+
+        None where the budget bounds no peak, where the profile of the whole batch fits it since plain training does,
+        and where nothing can be told, which is said. Raises InfeasibleBudgetError.
+        """
+        if isinstance(self._config.memory_budget, float) or self._given is not None or num_ranks() > 1:
+            return None
+        settings = self._settings(model, optimizer) | {"compute_loss": compute_loss}
+        try:
+            with self._profiling(model):
+                profile = estimate_profile(model, batch, self._config, optimizer, **settings)
+        except (NoEstimateError, UncalledBlocksError, *NOT_TAKEN) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            reason = as_sentence(error)
+            log.info("Adacc: the first steps and the profile may take more than memory_budget: %s", reason)
+            return None
+        if self._solve(profile, self._config.memory_budget).is_plain:
+            return None
+        log.info("Adacc: memory_budget is below plain training: the profile is told from a few samples of the batch")
+        return profile, least_policy(profile, self._config)
 
     def for_size(
         self, wanted: BatchShapes, model: nn.Module, optimizer: Any, evolution: Evolution
@@ -213,26 +247,29 @@ class PolicyMaker:
         self, model: nn.Module, batch: dict[str, Any], optimizer: Any, compute_loss: ComputeLoss | None
     ) -> Profile:
         """The same profile on all ranks. Raises torch.OutOfMemoryError on all of them if memory runs out on one."""
+        settings = self._settings(model, optimizer) | {"compute_loss": compute_loss, "all_sizes": self.all_sizes}
+        with self._profiling(model):
+            return common_profile(profile_model(model, batch, self._config, optimizer, **settings))
+
+    @contextmanager
+    def _profiling(self, model: nn.Module) -> Iterator[None]:
         was_training = model.training
         model.train()
         try:
             guarded = or_ends_its_process() if is_sharded(model) else all_or_none()
             with guarded, keep_figures(self._trainer):
-                profile = profile_model(
-                    model,
-                    batch,
-                    self._config,
-                    optimizer,
-                    gradient_accumulation_steps=self._num_micro,
-                    optimizer_step_bytes=self.optimizer.nbytes,
-                    optimizer_state_bytes=self._coming_bytes(model, optimizer),
-                    compute_loss=compute_loss,
-                    no_sync=self._no_sync(model),
-                    all_sizes=self.all_sizes,
-                )
-            return common_profile(profile)
+                yield
         finally:
             model.train(was_training)
+
+    def _settings(self, model: nn.Module, optimizer: Any) -> dict[str, Any]:
+        """What a profile is told of the run."""
+        return {
+            "gradient_accumulation_steps": self._num_micro,
+            "optimizer_step_bytes": self.optimizer.nbytes,
+            "optimizer_state_bytes": self._coming_bytes(model, optimizer),
+            "no_sync": self._no_sync(model),
+        }
 
     def _coming_bytes(self, model: nn.Module, optimizer: Any) -> int | None:
         """State that is said to come, where nobody can know it: none, until a step is counted. None where it is known.

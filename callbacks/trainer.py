@@ -350,9 +350,7 @@ class LastBatch:
         """`compute`, the `compute_loss` of `trainer`, is about to be called with these arguments after the model."""
 
         def compute_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-            with trainer.compute_loss_context_manager():
-                result = compute(model, batch, *args, **kwargs)
-            return result[0] if isinstance(result, tuple) else result
+            return loss_of(trainer, compute, model, batch, *args, **kwargs)
 
         if isinstance(inputs, Mapping):
             self._given = (dict(inputs), compute_loss)  # a copy: the Trainer takes the labels out
@@ -376,6 +374,13 @@ class LastBatch:
             self.batch, self.compute_loss = self._given
         elif kwargs:
             self.batch, self.compute_loss = dict(kwargs), None
+
+
+def loss_of(trainer: Trainer, compute: Callable[..., Any], model: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """The loss alone that `compute`, the `compute_loss` of `trainer`, makes of a batch."""
+    with trainer.compute_loss_context_manager():
+        result = compute(model, batch, *args, **kwargs)
+    return result[0] if isinstance(result, tuple) else result
 
 
 def _leads_to(node: Node | None, wanted: Node) -> bool:

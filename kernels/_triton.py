@@ -26,9 +26,12 @@ REMEMBERS_KERNELS = torch.version.hip is None  # for AMD's GPUs a kernel depends
 _NUMBERS = frozenset({int, float, bool, type(None)})
 
 
-# A seed of 1 must stay an argument, not become a constant of the kernel. So must the number of outliers, which changes
-# as training goes on: compiling a kernel takes as long as some steps.
-jit = triton.jit(do_not_specialize=["seed", "num_outliers"])
+# A seed of 1 must stay an argument, not become a constant of the kernel. So must what changes as training goes on, the
+# number of outliers and that of rows, groups and pairs of these: compiling a kernel takes as long as some steps. What
+# lies side by side in memory, `numel` or `columns`, is known to be a multiple of 16 or not, for 128 bits at a time.
+jit = triton.jit(
+    do_not_specialize=["seed", "num_outliers", "rows", "groups", "pairs", "channels", "half_rows", "half_columns"]
+)
 
 
 _runners: dict[tuple[Any, ...], Callable[..., None]] = {}

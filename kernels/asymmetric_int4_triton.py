@@ -122,7 +122,7 @@ def _decode_half(
     tl.store(out_ptr + first + local, rounded_to(x, out_ptr.dtype.element_ty), mask=there)
 
 
-@triton.jit
+@jit
 def _decode_kernel(
     out_ptr,  # [numel]
     codes_ptr,  # uint8 [rows, G]

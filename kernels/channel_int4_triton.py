@@ -99,7 +99,7 @@ def _decode_half(
     tl.store(out_ptr + index, rounded_to(x, out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def _decode_kernel(
     out_ptr,  # [rows, columns]
     codes_ptr,  # uint8 [pairs * G, columns]

@@ -1,7 +1,6 @@
 """Triton kernels of int8: one launch to encode, one to decode."""
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -49,7 +48,7 @@ def _encode_kernel(
     tl.store(codes_ptr + first + local, codes, mask=group[:, None] < left)
 
 
-@triton.jit
+@jit
 def _decode_kernel(
     out_ptr,  # [numel]
     codes_ptr,  # uint8 [groups, G]

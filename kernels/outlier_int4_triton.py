@@ -220,7 +220,7 @@ def _decode_kernel(
         tl.store(out_ptr + place, raw, mask=there)
 
 
-@triton.jit
+@jit
 def _sums_kernel(
     x_ptr,  # [rows, columns]
     partial_ptr,  # float32 [programs along rows, columns]
@@ -292,8 +292,9 @@ def channel_sums(x_RC: Tensor) -> Tensor:
 
 def _outlier_constants(raw: tuple[Tensor, ...], channels: int, tile: int, group_size: int) -> dict[str, int]:
     """What the kernels are compiled for. TILE_ROWS: how many rows a program's groups may touch, at most."""
-    constants = {"PADDED_OUTLIERS": 0, "TILE_ROWS": 0, "ROW_OF_GROUPS": channels % group_size == 0}
+    constants = {"PADDED_OUTLIERS": 0, "TILE_ROWS": 0, "ROW_OF_GROUPS": False}
     if raw:
+        constants["ROW_OF_GROUPS"] = channels % group_size == 0
         padded = min(max(raw[1].shape[0], LEAST_PADDED), channels)
         constants["PADDED_OUTLIERS"] = next_power_of_2(padded)
         constants["TILE_ROWS"] = next_power_of_2((tile * group_size - 1) // channels + 2)

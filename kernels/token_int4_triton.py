@@ -25,6 +25,7 @@ from adacc_hf.kernels._triton import (
     stored_peak,
 )
 
+LEAST_BLOCK = 64  # one kernel for all shorter rows
 MAX_BLOCK = 8192  # 512 threads with 16 elements each
 
 
@@ -99,7 +100,6 @@ def _encode_long_kernel(
     seed,
     STOCHASTIC: tl.constexpr,
     SIGNED: tl.constexpr,
-    CHUNKS: tl.constexpr,
     T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -109,21 +109,27 @@ def _encode_long_kernel(
     high_x, high_index = _load(x_ptr, high, rows, columns, 0, T, BLOCK)
     low_keys = peak_keys(low_x, SIGNED)
     high_keys = peak_keys(high_x, SIGNED)
-    for chunk in range(1, CHUNKS):
-        start = chunk * BLOCK
+    # Up to an argument, so that one kernel serves rows of any length; the interpreter of Triton 3.6 cannot do that with
+    # `range`.
+    start = BLOCK
+    while start < columns:
+        start = tl.multiple_of(start, BLOCK)
         low_x, low_index = _load(x_ptr, low, rows, columns, start, T, BLOCK)
         high_x, high_index = _load(x_ptr, high, rows, columns, start, T, BLOCK)
         low_keys = tl.maximum(low_keys, peak_keys(low_x, SIGNED))
         high_keys = tl.maximum(high_keys, peak_keys(high_x, SIGNED))
+        start += BLOCK
     low_inverse = _finish_rows(low_keys, peaks_ptr, low, pairs, factor, low_x.dtype, T)
     high_inverse = _finish_rows(high_keys, peaks_ptr, high, 2 * pairs, factor, high_x.dtype, T)
-    for chunk in range(CHUNKS):
-        start = chunk * BLOCK
+    start = 0
+    while start < columns:
+        start = tl.multiple_of(start, BLOCK)
         low_x, low_index = _load(x_ptr, low, rows, columns, start, T, BLOCK)
         high_x, high_index = _load(x_ptr, high, rows, columns, start, T, BLOCK)
         codes = _codes(low_x, low_index, low_inverse, seed, STOCHASTIC)
         codes |= _codes(high_x, high_index, high_inverse, seed, STOCHASTIC) << 4
         _store_codes(codes_ptr, codes, low, pairs, columns, start, T, BLOCK)
+        start += BLOCK
 
 
 @triton.jit
@@ -137,7 +143,7 @@ def _decode_half(out_ptr, codes, peaks_ptr, first, last, columns, start, factor,
     tl.store(out_ptr + index, x, mask=(row[:, None] < last) & (column < columns))
 
 
-@triton.jit
+@jit
 def _decode_kernel(
     out_ptr,  # [rows, columns]
     codes_ptr,  # uint8 [pairs, columns]
@@ -167,14 +173,12 @@ def encode(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[Tenso
     peaks = x_RC.new_empty(2 * pairs, dtype=_symmetric.peak_dtype(x_RC.dtype))
     whole = columns <= MAX_BLOCK
     # Chunks are small because the long kernel keeps two of them: blocks of 8192 spilled registers on sm_100.
-    block = next_power_of_2(columns) if whole else TILE_ELEMENTS
+    block = max(next_power_of_2(columns), LEAST_BLOCK) if whole else TILE_ELEMENTS
     tile = max(1, TILE_ELEMENTS // block)
-    # A constant, because the interpreter of Triton 3.6 cannot loop up to an argument.
-    chunks = {} if whole else {"CHUNKS": cdiv(columns, block)}
     launch(
         _encode_kernel if whole else _encode_long_kernel, (cdiv(pairs, tile),), x_RC, codes, peaks,
         rows, columns, pairs, factor, seed,
-        tile=tile * block, STOCHASTIC=rounding == "stochastic", SIGNED=factor < 0, T=tile, BLOCK=block, **chunks,
+        tile=tile * block, STOCHASTIC=rounding == "stochastic", SIGNED=factor < 0, T=tile, BLOCK=block,
     )  # fmt: skip
     return codes, peaks
 
@@ -183,7 +187,7 @@ def decode(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> None:
     """Fill a contiguous matrix from the tensors of `encode`."""
     rows, columns = out_RC.shape
     pairs = codes.shape[0]
-    block = min(next_power_of_2(columns), TILE_ELEMENTS)
+    block = min(max(next_power_of_2(columns), LEAST_BLOCK), TILE_ELEMENTS)
     tile = TILE_ELEMENTS // block
     grid = (cdiv(pairs, tile), cdiv(columns, block))
     launch(_decode_kernel, grid, out_RC, codes, peaks, rows, columns, pairs, factor, T=tile, BLOCK=block)

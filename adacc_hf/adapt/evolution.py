@@ -37,6 +37,7 @@ from adacc_hf.adapt.shape_policies import (
 from adacc_hf.adapt.step_meter import StepMeter
 from adacc_hf.adapt.step_retry import advice, tighter_budget
 from adacc_hf.adapt.tracking import Observation, is_tracking_step
+from adacc_hf.adapt.what_ran import NO_POLICY, full_recomputation, ratio
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.files import note_latest
@@ -74,6 +75,11 @@ profile has recorded the model before."""
 Note = Callable[..., None]
 
 
+def _is_for(policy: Policy, profile: Profile) -> bool:
+    """Whether the policy was made for blocks that run what the profile has: those of a batch of one may not."""
+    return all(policy.plan_of(block.name).kind == profile.kinds[block.kind].digest for block in profile.blocks)
+
+
 class Evolution:
     """Follows one run from the step at which its policy was set."""
 
@@ -99,6 +105,10 @@ class Evolution:
         self.missing_bytes: dict[str, int] = {}
         """What steps take at their moments that no profile sees."""
         self._handle = handle
+        handle.library.may_record = self._may_record
+        self._full: tuple[Profile, Policy] | None = None
+        """Full recomputation as one profile has it."""
+        self._has_said_excess = False
         self._note = note
         self._num_micro = num_micro
         self._meter = StepMeter()
@@ -172,6 +182,7 @@ class Evolution:
         self.situations.may_measure = not was_measured or profile.sizes is not None
         self._put_in_force(situation, plans)
         self._pause, self._count_from = 0, self._num_steps + RECORDED_STEPS
+        self._meter_next |= is_provisional
         return situation
 
     def start_over(self, shapes: BatchShapes | None, profile: Profile, policy: Policy) -> None:
@@ -213,6 +224,62 @@ class Evolution:
         if situation is not self._current or plans is not self._plans:
             self._put_in_force(situation, plans)
         self._used[id(plans)] = situation
+
+    def has_run(self, calls: Mapping[str, int]) -> tuple[float, dict[str, int]]:
+        """(predicted overhead in milliseconds of the last micro-batch, how many of its calls ran otherwise than a
+        policy says by why); of its blocks' `calls` these are known to have left their plans."""
+        if self._plans is None:
+            return self._fell_back(), {NO_POLICY: 1}
+        current, policy = self._current, self._plans.policy
+        if current is not None:
+            policy = current.rectifier.policy  # today's prices
+        planned_ms = policy.predicted_overhead_ms * ratio(self.last_shapes, None if current is None else current.shapes)
+        if not calls:
+            return planned_ms, {}
+        share = min(1.0, sum(calls.values()) / len(policy.blocks))
+        return (1 - share) * planned_ms + share * self._fell_back(), dict(calls)
+
+    def _fell_back(self) -> float:
+        """Overhead of the last micro-batch if all of it ran under full recomputation; says if that is over budget."""
+        reference = self._reference
+        profile, size = reference.rectifier.profile, ratio(self.last_shapes, reference.shapes)
+        least, budget = self._full_recomputation(profile), Budget.resolve(self.memory_budget, profile, self.config)
+        peak = int(profile.static_bytes + size * (least.predicted_peak_bytes - profile.static_bytes))
+        if budget.of_peak and peak > budget.nbytes and not self._has_said_excess:
+            self._has_said_excess = True
+            text = (
+                f"a batch of {describe(self.last_shapes)} ran otherwise than a policy says, which takes up to some "
+                f"{peak - budget.nbytes} bytes more than memory_budget={self.memory_budget!r} allows: set "
+                f"dataloader_drop_last=True, or pad to one length, to have none"
+            )
+            log.warning("Adacc: step %d: %s", self._step, text)
+            self._note(self._step, "memory", reason=text)
+        return least.predicted_overhead_ms * size
+
+    @property
+    def _reference(self) -> Situation:
+        """The situation whose profile tells most of the last micro-batch."""
+        return self._current or self.situations.measured or self.shown
+
+    def _full_recomputation(self, profile: Profile) -> Policy:
+        if self._full is None or self._full[0] is not profile:
+            self._full = profile, full_recomputation(profile)
+        return self._full[1]
+
+    def _may_record(self) -> bool:
+        """Whether the micro-batch keeps to the budget while a block's call is recorded, which holds all that it makes.
+
+        At the size of a policy a path of its own is run with the least memory; a smaller size may follow the policy.
+        """
+        reference = self._reference
+        profile, policy = reference.rectifier.profile, reference.rectifier.policy
+        budget = Budget.resolve(self.memory_budget, profile, self.config)
+        if not budget.of_peak:
+            return True
+        size = ratio(self.last_shapes, reference.shapes)
+        peak = (policy if size < 1 else self._full_recomputation(profile)).predicted_peak_bytes
+        held = max(sum(value.nbytes for value in kind.values if value.shared is None) for kind in profile.kinds)
+        return profile.static_bytes + size * (peak - profile.static_bytes + held) <= budget.nbytes
 
     def _situation_at(self, sizes: BatchShapes, shapes: BatchShapes) -> Situation | None:
         """The situation of the class `sizes` of a batch of `shapes`, made if it is new.
@@ -258,7 +325,7 @@ class Evolution:
         what the solver finds. Raises InfeasibleBudgetError if nothing keeps to the budget."""
         budget = Budget.resolve(self.memory_budget, profile, self.config)
         allowed = without_codecs(profile, self.guard.switched_off)
-        in_force = [situation.rectifier.policy for situation in self.situations.all]
+        in_force = [s.rectifier.policy for s in self.situations.all if _is_for(s.rectifier.policy, profile)]
         told = [current_policy(allowed, policy) for policy in in_force if not over_bound(allowed, policy, self.config)]
         told = [policy for policy in told if USED_UP * budget.nbytes <= needed_bytes(policy, budget) <= budget.nbytes]
         if told:
@@ -450,7 +517,8 @@ class Evolution:
         """Follow the policy for what a whole step was found to take; returns whether it is another one."""
         rectifier, before = situation.rectifier, situation.rectifier.policy
         situation.measured_peak_bytes, situation.must_count, situation.is_provisional = peak, False, False
-        self.missing_bytes = missing_bytes(rectifier.profile, before, moments)
+        current = current_policy(rectifier.profile, before)  # tracking may have priced other outlier channels
+        self.missing_bytes = missing_bytes(rectifier.profile, current, moments)
         predicted, above = rectifier.predicted_peak_bytes(), max(self.missing_bytes.values(), default=0)
         self._note(step, "memory", measured_peak_bytes=peak, peak_bytes=predicted, corrected=above > 0)
         started = time.perf_counter()

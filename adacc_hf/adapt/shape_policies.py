@@ -245,12 +245,14 @@ def moved(before: Policy, after: Policy) -> tuple[int, int]:
     return actions, channels
 
 
-def metrics(policy: Policy, profile: Profile | None, evolution: Evolution | None) -> dict[str, float]:
-    """What the Trainer's log gets."""
+def metrics(
+    policy: Policy, profile: Profile | None, evolution: Evolution | None, overhead_ms: float | None
+) -> dict[str, float]:
+    """What the Trainer's log gets; `overhead_ms` is that of what has run."""
     found: dict[str, float | None] = {
         "adacc/stored_gib": policy.predicted_stored_bytes / 2**30,
         "adacc/peak_gib": policy.predicted_peak_bytes / 2**30,
-        "adacc/overhead_ms": policy.predicted_overhead_ms,
+        "adacc/overhead_ms": policy.predicted_overhead_ms if overhead_ms is None else overhead_ms,
     }
     if profile is not None:
         found["adacc/compression_rate"] = policy.predicted_stored_bytes / profile.plain_stored_bytes

@@ -34,6 +34,11 @@ class StepMeter:
         self.static_bytes = 0
         """Live before the step that was counted last: parameters, buffers, gradients and optimizer state."""
 
+    @property
+    def is_counting(self) -> bool:
+        """Whether the memory of the step that runs is being counted."""
+        return self._memory is not None
+
     def begin(self) -> None:
         self._started = time.perf_counter()
         self.step_ms = self.peak_bytes = None

@@ -70,3 +70,7 @@ class RankFailedError(AdaccError):
 
 class FakeDeviceError(AdaccError, RuntimeError):
     """Tensors without memory cannot be made here for a device."""
+
+
+class NoEstimateError(Exception):
+    """A batch's profile cannot be told from a few of its samples; the message says why."""

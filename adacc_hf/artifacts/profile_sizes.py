@@ -1,6 +1,6 @@
 """A profile at any size of batch: its numbers as exact polynomials of the batch's sizes, found from a few.
 
-A profile is taken at one size, and its memory at two more (price/other_sizes.py). What is a sum of products of
+A profile is taken at one size, and its memory at three more (price/other_sizes.py). What is a sum of products of
 sizes there, as the bytes of all tensors are, is found exactly (`Basis`). What is the larger of several
 sums, as peaks are, may follow none: it is read off a line between the two sizes around, which lies above it, and beyond
 the largest size off the line through the last two. Times go with the bytes that an operator reads and makes.

@@ -65,6 +65,8 @@ class CompiledRun:
         self._is_reached = False
         self._is_called = True
         """Whether the last forward called a compiled graph, as far as it is known."""
+        self.fell_back = False
+        """Whether a forward of the last step called none."""
         self._is_warned = False
         """Whether it was said that a forward called none."""
         self._num_elements = self._most_elements = 0
@@ -96,7 +98,7 @@ class CompiledRun:
         if self._next is not None:
             self._compile_again(self._next)
         self._meter.begin()
-        self._num_elements = 0
+        self._num_elements, self.fell_back = 0, False
         # The step that compiles is no measure, and the first one allocates the optimizer's state.
         is_late = self._num_steps >= max(1, self._config.profile_steps - 1)
         self._is_measured = is_late and not (self._is_settled or self._is_fraction)
@@ -167,6 +169,7 @@ class CompiledRun:
     def _note_whether_called(self, loss: torch.Tensor) -> None:
         """Warn once if a forward called none of the graphs that there are: torch then runs the model as it is."""
         self._is_called = loss.grad_fn is None or self._installed.partitioner.is_called(loss)
+        self.fell_back |= self._is_reached and not self._is_called
         if self._is_reached and not (self._is_called or self._is_warned):
             log.warning(
                 "Adacc: a forward ran without compiled graphs, and so do others like it, which keep to no budget: "

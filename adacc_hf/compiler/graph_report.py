@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.reports.document import ACTION_COLORS, Figure, Heading, Paragraph, Part, Table
 from adacc_hf.reports.plots import FONT, draw_action_legend, matplotlib_module, new_figure, to_png, unit_of
-from adacc_hf.reports.report import Record, event_parts, percent, write_document
+from adacc_hf.reports.report import Record, event_parts, fallback_parts, percent, write_document
 from adacc_hf.reports.timeline import timeline_parts
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ def write_compiled_report(folder: str | Path, *, policy: CompiledPolicy, history
     `history` is `AdaccCallback.history`. Raises NotADirectoryError if `folder` is a file and ImportError without
     matplotlib. Nothing is written then.
     """
-    parts = [Heading(TITLE, level=1), *_summary(policy), *_map(policy), *timeline_parts(history)]
+    parts = [Heading(TITLE, level=1), *_summary(policy), *_map(policy), *fallback_parts(history)]
+    parts += timeline_parts(history)
     return write_document(folder, TITLE, [*parts, *_tensors(policy), *event_parts(history)])
 
 

@@ -4,7 +4,7 @@ profiles of all sizes are made."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,7 @@ SHORT = 16
 ALIGNED = 16
 """What lengths are told apart by on a GPU: see `family.CallSizes`."""
 
-_NOT_TAKEN = (ValueError, RuntimeError, TypeError, LookupError, AttributeError, AssertionError)
+NOT_TAKEN = (ValueError, RuntimeError, TypeError, LookupError, AttributeError, AssertionError)
 """What models raise at a batch whose parts do not fit together."""
 
 
@@ -61,6 +61,28 @@ class RecordSize:
         return result
 
 
+def small_parts(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Parts of a batch of six samples or more, from which its profile can be told: few samples, of half the tokens
+    where they can be cut; as many whole ones; and one more."""
+    shapes = batch_shapes(batch)
+    samples = next((shape.size[0] for shape in shapes if len(shape.size) > 1), 1)
+    few = max(2, samples // 4)  # one alone often runs other operators
+    if samples < 3 * few:
+        return []
+    is_text = all(shape.size[1] >= 2 * LEAST_TOKENS for shape in shapes if len(shape.size) == 2)
+    is_text = is_text and any(len(shape.size) == 2 for shape in shapes)
+
+    def cut(shape: TensorShape, fewer: int, is_half: bool) -> TensorShape:
+        size = [fewer, *shape.size[1:]] if shape.size[:1] == (samples,) else list(shape.size)
+        if is_half and len(size) == 2:
+            size[1] //= 2  # which codecs suit, as for multiples of eight, so stays as it is most often
+        return TensorShape(shape.name, tuple(size))
+
+    wanted = [(few, True)] * is_text + [(few, False), (few + 1, False)]
+    after = [tuple(cut(shape, *part) for shape in shapes) for part in wanted]
+    return [_still_padded(batch, resized(batch, shapes, one), shapes) for one in after]
+
+
 def record_other_sizes(
     model: nn.Module, batch: Mapping[str, Any], installation: Installation, library: TapeLibrary
 ) -> None:
@@ -73,7 +95,7 @@ def record_other_sizes(
         installation.begin_step()
         try:
             forward_loss(model, part)
-        except _NOT_TAKEN as error:  # of images, say, as many as the text has places for
+        except NOT_TAKEN as error:  # of images, say, as many as the text has places for
             log.info("Adacc: the model takes no part of a batch (%s): sizes are recorded as they come", error)
             return
         finally:
@@ -91,10 +113,10 @@ def with_other_sizes(
     measured = [(to_plain(batch_shapes(batch)), tuple(numbers_of(profile)))]
     if is_sharded(installation.model):  # as above
         return profile
-    for part in _parts(batch, _has_pairs(installation)):
+    for part in (*_parts(batch, _has_pairs(installation)), *_further_parts(batch, _has_pairs(installation))):
         try:
             other = measure(part)
-        except _NOT_TAKEN as error:
+        except NOT_TAKEN as error:
             log.info("Adacc: the model takes no part of a batch (%s): sizes are profiled as they come", error)
             break
         if outline_of(other) == outline_of(profile):
@@ -140,17 +162,47 @@ def _has_pairs(installation: Installation) -> bool:
 def _parts(batch: Mapping[str, Any], is_pair: bool) -> Iterator[dict[str, Any]]:
     """Parts of `batch`: one of half as many tokens, one of few samples and tokens, and of a pair of texts one in which
     only the second one is short."""
-    shapes = batch_shapes(batch)
-    samples = next((shape.size[0] for shape in shapes if len(shape.size) > 1), 1)
-    lengths = sorted({shape.size[1] for shape in shapes if len(shape.size) == 2})
+    samples, lengths = _extent(batch)
     few = min(2, samples)
-    if not lengths or lengths[0] < LEAST_TOKENS * len(lengths) * (2 if is_pair else 1):
+    if not _can_be_shorter(lengths, is_pair):
         parts = [(few, None, None)] if few < samples else []
     else:
         half, short = _shorter(lengths[0], lengths[0] // 2), _shorter(lengths[0], min(SHORT, lengths[0] // 4))
         parts = [(samples, half, half), (few, short, short)] + ([(samples, half, short)] if is_pair else [])
-    for fewer, first, second in parts:
-        after = tuple(_cut(shape, samples, fewer, lengths, first, second, is_pair) for shape in shapes)
+    yield from _cut_to(batch, parts, is_pair)
+
+
+def _further_parts(batch: Mapping[str, Any], is_pair: bool) -> Iterator[dict[str, Any]]:
+    """One more part, of other numbers of samples and tokens than those of `_parts`.
+
+    Attention's scores, all else of the batch and the weights make three terms of a peak: to find them takes three
+    sizes, and a fourth one to check them. A batch of few samples is repeated: else nothing would tell of more.
+    """
+    samples, lengths = _extent(batch)
+    if _can_be_shorter(lengths, is_pair):
+        others, quarters = (2, 3) if samples > 2 else (2 * samples, 1)
+        length = _shorter(lengths[0], quarters * lengths[0] // 4)
+        yield from _cut_to(batch, [(others, length, length)], is_pair)
+
+
+def _extent(batch: Mapping[str, Any]) -> tuple[int, list[int]]:
+    """The number of samples of `batch`, and the lengths of its texts."""
+    shapes = batch_shapes(batch)
+    samples = next((shape.size[0] for shape in shapes if len(shape.size) > 1), 1)
+    return samples, sorted({shape.size[1] for shape in shapes if len(shape.size) == 2})
+
+
+def _can_be_shorter(lengths: list[int], is_pair: bool) -> bool:
+    return bool(lengths) and lengths[0] >= LEAST_TOKENS * len(lengths) * (2 if is_pair else 1)
+
+
+def _cut_to(
+    batch: Mapping[str, Any], parts: Sequence[tuple[int, int | None, int | None]], is_pair: bool
+) -> Iterator[dict[str, Any]]:
+    """`batch` with as many samples, tokens, and tokens of the second text, for each of `parts`."""
+    shapes, (samples, lengths) = batch_shapes(batch), _extent(batch)
+    for others, first, second in parts:
+        after = tuple(_cut(shape, samples, others, lengths, first, second, is_pair) for shape in shapes)
         yield _still_padded(batch, resized(batch, shapes, after), shapes)
 
 
@@ -162,17 +214,17 @@ def _shorter(length: int, about: int) -> int:
 def _cut(
     shape: TensorShape,
     samples: int,
-    fewer: int,
+    others: int,
     lengths: list[int],
     first: int | None,
     second: int | None,
     is_pair: bool,
 ) -> TensorShape:
-    """`shape` with fewer samples and tokens. Each length of the batch gets one of its own, and so do the two of a pair
-    of texts that happen to be of one length."""
+    """`shape` with other samples and fewer tokens. Each length of the batch gets one of its own, and so do the two of a
+    pair of texts that happen to be of one length."""
     size = list(shape.size)
     if size[0] == samples:
-        size[0] = fewer
+        size[0] = others
     if len(size) == 2 and first is not None:
         is_second = is_pair and (shape.name == "labels" or shape.name.startswith("decoder_"))
         shorter = second + len(lengths) if is_second else first

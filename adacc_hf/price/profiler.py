@@ -1,7 +1,8 @@
 """The model profiler (paper, section 3.1): tapes, prices and the memory of a step, from a few passes over one batch.
 
-One forward records every block's tape, verifies replay and takes the prices; one forward, and one forward and backward
-under full recomputation, measure memory, with one block of each kind watched closely; one more is timed.
+One forward records every block's tape, verifies replay and takes the prices; one forward, and for each kind of block
+one forward and backward under full recomputation, in which one of its blocks is watched closely, measure memory; one
+more is timed.
 """
 
 from __future__ import annotations
@@ -9,19 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from adacc_hf.adapt.repricing import at_size
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.errors import UncalledBlocksError
+from adacc_hf.artifacts.errors import NoEstimateError, UncalledBlocksError
 from adacc_hf.artifacts.profile import BlockProfile, Head, KindProfile, Profile
+from adacc_hf.artifacts.profile_sizes import numbers_of, outline_of
 from adacc_hf.price.head_options import HeadLayout, HeadSurvey
 from adacc_hf.price.measurement import Instruments
 from adacc_hf.price.optimizer_memory import coming_state_bytes
-from adacc_hf.price.other_sizes import MemoryAlone, record_other_sizes, with_other_sizes
+from adacc_hf.price.other_sizes import MemoryAlone, record_other_sizes, small_parts, with_other_sizes
 from adacc_hf.price.price_store import ProfileStore, StoringInstruments
 from adacc_hf.price.pricing import fallback_backward
 from adacc_hf.price.step_memory import ForwardLayout, NoSync, StepLayout, measure_forward, measure_step_layout
@@ -29,6 +31,7 @@ from adacc_hf.price.survey import Survey, recompute_outcome
 from adacc_hf.price.whole_model import ComputeLoss, RanBlocks, WithLoss, with_idle
 from adacc_hf.run.blocks import Installation
 from adacc_hf.tape.library import library_of_profiles
+from adacc_hf.torch_glue.batch_shapes import batch_shapes, to_plain
 from adacc_hf.torch_glue.compat import class_name, without_layerdrop
 from adacc_hf.torch_glue.memory import batch_bytes, distinct_bytes
 from adacc_hf.torch_glue.states import ModuleStates
@@ -65,7 +68,7 @@ def profile_model(
             until then a rank holds them whole.
         compute_loss: for a model that makes no loss of its own, `compute_loss(model, batch)` calls it and returns the
             loss to train on. `batch` is whatever that needs. It is called some 8 times.
-        all_sizes: measure the memory of two parts of the batch too, which takes as long as three more steps of it, so
+        all_sizes: measure the memory of three parts of the batch too, which takes as long as four more steps of it, so
             that `Profile.sizes` tells of batches of any size, as far as the model takes parts of a batch.
         instruments: what takes the readings, by default from real runs; prices are then kept in the database that
             `adacc profiles` shows.
@@ -102,6 +105,7 @@ def profile_model(
             with HeadSurvey(model, config) as heads:
                 called = model if compute_loss is None else WithLoss(model, compute_loss)
                 survey = Survey(config, instruments)
+                survey.library.expect_same_orders(library_of_profiles(model))
                 profile = _profile(called, batch, survey, installation, step, heads)
                 if all_sizes:
 
@@ -117,6 +121,41 @@ def profile_model(
                 return profile
         finally:
             installation.remove()
+
+
+def estimate_profile(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    config: AdaccConfig,
+    optimizer: torch.optim.Optimizer | None = None,
+    instruments: Instruments | None = None,
+    **settings: Any,
+) -> Profile:
+    """The profile of `batch`, told from those of a few of its samples.
+
+    Prices are those of the smallest part, where recording and pricing together take most memory, times go with the
+    bytes that are touched, and what codecs do to gradients is what they do there. Bytes are extrapolated as
+    `profile_sizes` does.
+
+    Raises NoEstimateError where nothing can be told from so few samples, and what `profile_model` raises, of which
+    `settings` are arguments.
+    """
+    shapes = batch_shapes(batch)
+    parts = small_parts(batch)
+    if not parts:
+        raise NoEstimateError("it has less than six samples")
+    instruments = instruments or StoringInstruments(ProfileStore())
+    readings = [instruments, *(MemoryAlone(instruments) for _ in parts[1:])]
+    profiles = [
+        profile_model(model, part, config, optimizer, reading, **settings)
+        for part, reading in zip(parts, readings, strict=True)
+    ]
+    if any(outline_of(profile) != outline_of(profiles[0]) for profile in profiles):
+        raise NoEstimateError("the model runs other operators on other numbers of samples")
+    sizes = [to_plain(batch_shapes(part)) for part in parts]
+    measured = tuple((size, tuple(numbers_of(profile))) for size, profile in zip(sizes, profiles, strict=True))
+    told = at_size(replace(profiles[0], measured=measured), to_plain(shapes))
+    return replace(told, measured=((to_plain(shapes), tuple(numbers_of(told))), *measured))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,13 +216,15 @@ def _profile(
     watched = {block.kind: block.name for block in blocks}
     by_name = {block.name: kinds[block.kind] for block in blocks}
     shared = tuple(survey.sharing.records)
+    sources = survey.replay_sources()
+    survey.let_go()
     with RanBlocks(uncalled) as ran:
         forward = measure_forward(
             model,
             batch,
             installation,
             by_name,
-            survey.replay_sources(),
+            sources,
             shared,
             {name: name in survey.before_rest for name in watched.values()},
             instruments,
@@ -192,20 +233,16 @@ def _profile(
     if left_out:
         raise UncalledBlocksError(describe_uncalled(installation, left_out, "with this batch"))
     kinds = survey.add_forwards([forward.events[watched[index]] for index in range(len(kinds))])
-    watchers = survey.follow_full_recomputation(installation, watched)
     recomputed = {block.name: recompute_outcome(kinds[block.kind]) for block in blocks}
-    measure = partial(
-        measure_step_layout,
-        model,
-        batch,
-        installation,
-        watchers,
-        recomputed,
-        instruments,
-        step.accumulates,
-        step.no_sync,
-    )
-    layout = measure()
+
+    def measure(watched: str = "") -> StepLayout:
+        watchers = survey.follow_full_recomputation(installation, watched, sources)
+        return measure_step_layout(
+            model, batch, installation, watchers, recomputed, instruments, step.accumulates, step.no_sync
+        )
+
+    # One block at a time retains what it makes: where blocks are of many kinds that is nearly all of them together.
+    layout = StepLayout.merged({name: measure(name) for name in watched.values()})
     survey.learn_orders(layout.events)
     step = step.training(layout.trained)
     static_bytes = step.live_bytes(layout)

@@ -2,8 +2,8 @@
 
 What is live besides stored tensors does not depend on the policy, so the simulator can put any policy's stores on
 top. One forward that stores nothing tells when forward itself lets go of each value. One forward and backward under
-full recomputation, in which the last block of each kind retains everything, tells when backward asks for each saved
-tensor and lets go of it, and what gradients and temporaries take meanwhile.
+full recomputation for each kind of block, in which the last of it retains everything, tells when backward asks for each
+saved tensor and lets go of it, and what gradients and temporaries take meanwhile.
 """
 
 from __future__ import annotations
@@ -65,6 +65,14 @@ class StepLayout:
     """The backward of each watched block."""
     peaks: dict[str, int]
     """The most live in each block's backward, besides its and earlier blocks' stores; of blocks that have one."""
+
+    @staticmethod
+    def merged(layouts: Mapping[str, StepLayout]) -> StepLayout:
+        """One layout of those of steps in each of which one block was watched, by its name."""
+        *_, last = layouts.values()
+        events = {name: events for layout in layouts.values() for name, events in layout.events.items()}
+        own = {name: layout.peaks[name] for name, layout in layouts.items() if name in layout.peaks}
+        return replace(last, events=events, peaks={**last.peaks, **own})
 
 
 def measure_forward(

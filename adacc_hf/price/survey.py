@@ -232,19 +232,27 @@ class Survey:
         self._kinds = [_with_forward(kind, forward) for kind, forward in zip(self._kinds, forwards, strict=True)]
         return self._kinds
 
-    def follow_full_recomputation(self, installation: Installation, watched: Mapping[int, str]) -> list[WatchSlots]:
-        """Put every block under full recomputation, but for the watched one of each kind; returns the watchers."""
+    def follow_full_recomputation(
+        self, installation: Installation, watched: str, sources: Mapping[str, Sequence[Source]]
+    ) -> list[WatchSlots]:
+        """Put every block under full recomputation, but for `watched`; returns its watcher, if it can have one.
+
+        `sources` are the `replay_sources()`.
+        """
         watchers = []
-        sources = self.replay_sources()
         for block in self.blocks:
             function, kind = installation.functions[block.name], self._kinds[block.kind]
-            if watched[block.kind] == block.name and kind.fallback is None:
+            if watched == block.name and kind.fallback is None:
                 function.strategy = WatchSlots(block.name, kind, sources[block.name])
                 watchers.append(function.strategy)
             else:
                 function.strategy = FollowPlan(block.name, _recompute_plan(kind), self.library, block.known)
-            block.arguments, block.given, block.outputs, block.casts = {}, {}, {}, {}
         return watchers
+
+    def let_go(self) -> None:
+        """Let go of the tensors of the recorded forward."""
+        for block in self.blocks:
+            block.arguments, block.given, block.outputs, block.casts = {}, {}, {}, {}
 
     def learn_orders(self, events: Mapping[str, Sequence[BackwardEvent]]) -> None:
         """Learn the order in which backward asks for saved tensors from what was seen of the watched blocks."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adacc_hf.adapt.what_ran import describe_fallbacks, fallback_reasons
 from adacc_hf.artifacts.policy import IDLE_KIND, RETAIN, Action, Plan, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import format_bytes
@@ -80,6 +81,7 @@ def write_report(
             "checkpointing runs the forward of all blocks again, as torch's does."
         ),
         figures[2],
+        *fallback_parts(history),
         *timeline_parts(history),
         *_actions(profile, policy),
         *event_parts(history),
@@ -224,6 +226,16 @@ def _action_cells(row: ActivationRow) -> tuple[str, ...]:
         replay,
         *codec,
     )
+
+
+def fallback_parts(history: Sequence[Record]) -> list[Part]:
+    """The report's section on steps that ran otherwise than the policy says, empty without a history."""
+    if not history:
+        return []
+    first, *_ = describe_fallbacks(history)
+    rows = [(str(steps), why) for why, steps in fallback_reasons(history).items()]
+    table = [Table(("steps", "why"), rows, frozenset({"steps"}))] if rows else []
+    return [Heading("What steps ran under"), Paragraph(first), *table]
 
 
 def event_parts(history: Sequence[Record]) -> list[Part]:

@@ -19,12 +19,15 @@ R7  Nothing is replayed that was not compared with the original, bit for bit, at
     recorded at: three or more, odd ones and multiples of 8 among them. A size that was not compared runs under the same
     operators, with inputs of the same layout, on the same device; what could differ is the kernel that a library picks
     for the size. So replay is compared again at the 1st, 2nd, 4th, 8th ... new size, on the first block that runs it,
-    below which nothing is stored yet. What comes out otherwise is told, and retained at all sizes from the next call
-    on. Fused attention whose library plans for each shape anew (cuDNN's) is not replayed at new sizes at all.
+    each operator as soon as it has run, which takes the memory of one operator's results. What comes out otherwise is
+    told, and retained at all sizes; the call is run again, and recorded. Fused attention whose library plans for each
+    shape anew (cuDNN's) is not replayed at new sizes at all.
 R8  Each call checks what autograd saves against the tape. At a size that none has run, one block compares every
-    operator with it as well: what runs otherwise is put back, and recorded. Other data in an argument that the block
-    reads into Python, every state of the Python values that a block's modules hold, and other modules and hooks in the
-    place of these have tapes of their own. Where operators depend on any other data, torch's checkpoint takes over.
+    operator with it as well: what runs otherwise is put back, and recorded. Few whole numbers in an argument that the
+    block reads into Python are sizes too. Other data in such an argument, every state of the Python values that a
+    block's modules hold, and other modules and hooks in the place of these have tapes of their own. Where operators
+    depend on any other data, torch's checkpoint takes over; and so it does at a call unlike any recorded one that the
+    budget has no room to record.
 R9  Without gradients, in generate(), after an exception, with retain_graph or create_graph, and with several forwards
     before one backward: right, or refused, and nothing is left behind. Each call of a block has a plan of its own, and
     is right under that of any other call too.

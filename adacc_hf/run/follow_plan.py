@@ -21,7 +21,7 @@ from adacc_hf.run.call import Call, CheckedCall, Recording
 from adacc_hf.run.size_check import SizeCheck
 from adacc_hf.tape.call_inputs import argument_tensors, fetch
 from adacc_hf.tape.call_key import Key, KnownShape, KnownShapes
-from adacc_hf.tape.compiled_plan import CompiledPlan, can_follow, least_memory, least_memory_choices, unfit
+from adacc_hf.tape.compiled_plan import CompiledPlan, choices_by_value, unfit
 from adacc_hf.tape.family import MOST_SIZES, TapeFamily
 from adacc_hf.tape.library import TapeLibrary
 from adacc_hf.tape.tape import Tape
@@ -29,6 +29,15 @@ from adacc_hf.torch_glue.private import version_of
 from adacc_hf.torch_glue.states import RandomStates
 
 log = logging.getLogger(__name__)
+
+OTHER_OPERATORS = "other operators than when profiled (a smaller last batch, no padding), with the least memory"
+VARYING = "operators, or numbers given to them, that vary from call to call"
+NEW_DATA = "other data in what a block reads into Python, under torch's checkpoint"
+UNRECORDED = "a path that no profile has recorded, under torch's checkpoint: to record it is above memory_budget"
+OUT_OF_PLACE = "what a plan reads was elsewhere, as with an adapter that was merged for a call"
+IDLE = "blocks are trained that the profiled batch ran without gradients, under torch's checkpoint"
+COLLECTIVES = "other ranks take part in operators of blocks that torch's checkpoint must run"
+"""Why a call ran otherwise than its plan says."""
 
 
 @dataclass(slots=True)
@@ -47,6 +56,10 @@ class Entry:
     """Whether a call at this size has saved what its tape says."""
     is_within: bool = True
     """Whether the family was made of sizes around this one."""
+    fallback: str | None = None
+    """Why the block runs otherwise than its plan says; None if it does not."""
+    compares: bool = False
+    """Whether replay is to be compared once more at this size."""
 
     @property
     def is_current(self) -> bool:
@@ -112,15 +125,19 @@ class FollowPlan:
         if self.observer is not None:
             return self.observer.run(self, block, fn, args, kwargs)
         if self._is_checkpointed:
+            if self.plan.kind == IDLE_KIND or self._is_plain:
+                self.library.fallbacks[IDLE if self.plan.kind == IDLE_KIND else COLLECTIVES] += 1
             return Checkpointed().run(block, fn, args, kwargs)
         if self._is_plain and (self.entries or self._bases):
             return fn(*args)
         key = self.known.key(block, args, kwargs)
         entry = self.entries.get(key) or self._known_entry(key) or self._sized_entry(key, block)
         if entry is None and self.known.is_strange(key):
+            self.library.fallbacks[NEW_DATA] += 1
             return self._run_untaped(any(t.has_collectives for t in self.tapes.values()), block, fn, args, kwargs)
         if entry is None:
             return self._first_call(key, block, fn, args, kwargs)
+        self._count_fallback(entry)
         if entry.family is None and entry.compiled is not None:
             self.known.move_to_end(key)
         if entry.compiled is None:
@@ -143,6 +160,10 @@ class FollowPlan:
         is_checked = entry.known.num_calls > 1
         return (self._call if is_checked else self._checked_call)(entry, block, fn, args, kwargs)
 
+    def _count_fallback(self, entry: Entry) -> None:
+        if entry.fallback is not None:
+            self.library.fallbacks[entry.fallback] += 1
+
     @staticmethod
     def _run_untaped(has_collectives: bool, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run a call that no tape fits. This rank alone may know: no collective may run again (rule R13)."""
@@ -160,6 +181,7 @@ class FollowPlan:
         """Run one call under the plan, its operators compared with the tape if `check` is given."""
         externals = fetch(entry.compiled.externals, block, args, kwargs)
         if not entry.compiled.has_all(externals):  # a layer that merged its adapter has its scales elsewhere for a call
+            self.library.fallbacks[OUT_OF_PLACE] += 1
             return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)
         if check is not None:
             check.begin(block, args, kwargs)
@@ -200,8 +222,8 @@ class FollowPlan:
         return self.entries.get(key)
 
     def _sized_entry(self, key: Key, block: nn.Module) -> Entry | None:
-        """The entry for a size that was never recorded, if there is a family that serves it, and it is not one of those
-        at which replay is compared again (rule R7)."""
+        """The entry for a size that was never recorded, if there is a family that serves it. Where replay is compared
+        again (rule R7), what cannot be compared on the way has none."""
         entry = self._sized.get(key)
         if entry is not None and entry.is_current:
             return entry
@@ -214,10 +236,14 @@ class FollowPlan:
         within = self.library.family_at(given, self.name)
         found = within or self.library.family_beyond(given, self.name)
         tape = None if found is None else self.library.tape_of(*found)
-        if found is None or tape is None or found[0].takes_comparison(tape):
+        if found is None or tape is None:
+            return None
+        compares = found[0].takes_comparison(tape)
+        if compares and _must_not_run_twice(tape):
+            self.known.acquaint(key)  # to be recorded, if numbers that it reads are new as well
             return None
         entry = self._entry_at(found[0], tape)
-        entry.is_within = within is not None
+        entry.is_within, entry.compares = within is not None, compares
         note_latest(self._sized, key, entry, MOST_SIZES)
         return entry
 
@@ -233,7 +259,15 @@ class FollowPlan:
             entry = self._entry(base.known, tape)
             entry.family, entry.base, entry.is_proven = family, family.base, False
             return entry
-        return Entry(base.known, compiled, codecs, None, family, family.base, is_proven=compiled.is_plain)
+        return Entry(
+            base.known,
+            compiled,
+            codecs,
+            family=family,
+            base=family.base,
+            is_proven=compiled.is_plain,
+            fallback=base.fallback,
+        )
 
     def _unproven_call(
         self, key: Key, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -241,12 +275,13 @@ class FollowPlan:
         """Run a call at a size that never ran. If it runs or saves other than its family says, it is run once more, and
         recorded: nothing but random generators was changed. Where more may be, it is recorded on the way."""
         tape = entry.compiled.tape
-        if tape.changes_state or tape.has_collectives:
+        if _must_not_run_twice(tape):
             result = self._checked_call(entry, block, fn, args, kwargs)
             self._extend(key, entry, block)
             return result
         states, versions = RandomStates({value.device for value in tape.values}), _versions(block, args, kwargs)
-        check = None if tape.is_checked and entry.is_within else SizeCheck(self.name, tape)
+        is_known = tape.is_checked and entry.is_within and not entry.compares
+        check = None if is_known else SizeCheck(self.name, tape, entry.compares)
         try:
             result = self._call(entry, block, fn, args, kwargs, check)
         except SavedOtherwiseError as error:
@@ -254,10 +289,14 @@ class FollowPlan:
                 raise
             why = str(error)  # the error itself holds what the call has made
         else:
-            entry.is_proven = tape.is_checked = True
-            self._extend(key, entry, block)
-            return result
-        if entry.is_within:  # beyond, other operators may run: they will have a family of their own
+            if check is None or not check.unlike:
+                entry.is_proven, entry.compares, tape.is_checked = True, False, True
+                self._extend(key, entry, block)
+                return result
+            del result
+            why = None
+            self.library.refuse(entry.family, check.unlike, self.name)
+        if why is not None and entry.is_within:  # beyond, other operators may run: they will have a family of their own
             self.library.distrust(entry.family, self.name, why)
         states.restore()
         self._sized.clear()
@@ -277,16 +316,22 @@ class FollowPlan:
 
     def _first_call(self, key: Key, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = key.given_to(block)
-        self.known.was_compared = True
         expected = self._expected(key, given)
+        if expected is None and self._is_too_large_to_record(given):
+            self.library.warn_unrecorded(self.plan.kind, self.name, argument_tensors(args, kwargs))
+            self.library.fallbacks[UNRECORDED] += 1
+            return Checkpointed().run(block, fn, args, kwargs)
+        self.known.was_compared = True
         if expected is not None and expected.compiled is None:  # torch's checkpoint is right whatever the call runs
             self._is_checkpointed = _is_checkpointed_on_all_ranks(expected.known.tape)
             self._remember(key, expected)
+            self._count_fallback(expected)
             is_plain = self._is_plain and not self._is_checkpointed
             return fn(*args) if is_plain else Checkpointed().run(block, fn, args, kwargs)
         if expected is not None:
             done = self._checked(expected, block, fn, args, kwargs)
             if done is not None:
+                self._count_fallback(expected)
                 return self._end_expected_call(key, given, expected, *done)
         recording = Recording(self.name, block, args, kwargs)
         result = recording.run(fn)
@@ -296,10 +341,22 @@ class FollowPlan:
         self.library.remember(tape, given, self.name)
         entry = self._entry(KnownShape(tape, varies=self._is_restless(key, tape)))
         self._remember(key, entry)
+        self._count_fallback(entry)
         if entry.compiled is not None and not entry.compiled.is_plain:
             entry.seen = recording.hand_over(entry.compiled, self._codecs(entry))
         recording.close()
         return result
+
+    def _is_too_large_to_record(self, given: Hashable) -> bool:
+        """Whether a call on a path of its own has to do without a record, which holds all that the block makes.
+
+        Not that of a block without any record, whose plan could never be followed, nor one at a size that a family is
+        compared at (rule R7), nor one that other ranks take part in (rule R13).
+        """
+        tapes = self.tapes.values()
+        if not tapes or any(tape.has_collectives for tape in tapes) or self.library.family_at(given, self.name):
+            return False
+        return not self.library.may_record()
 
     def _compare_with_family(self, given: Hashable, tape: Tape) -> None:
         """Hold what was recorded, and remade bit for bit, against what the family of its sizes says (rule R7)."""
@@ -330,6 +387,7 @@ class FollowPlan:
             self._remember(key, expected)
         else:  # its next call is recorded as a first one, and so are those of other blocks: this one kept all it saved
             self._was_surprising = True
+            self.library.fallbacks[OTHER_OPERATORS] += 1
             self.library.forget(self.plan.kind, given)
         return result
 
@@ -356,6 +414,7 @@ class FollowPlan:
         """Record the call once more; if it ran other operators, torch's checkpoint takes over at this shape."""
         done = self._checked(entry, block, fn, args, kwargs)
         if done is None:
+            self.library.fallbacks[OUT_OF_PLACE] += 1
             return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)
         result, tape, seen = done
         if seen is not None and (entry.family is not None or tape.digest == entry.compiled.tape.digest):
@@ -364,11 +423,13 @@ class FollowPlan:
         elif entry.family is not None:
             why = "they vary from call to call" if entry.is_proven else "a call of a new one ran others"
             self.library.distrust(entry.family, self.name, why)
+            self.library.fallbacks[VARYING] += 1
             entry.known.varies = True
             self._sized.clear()
         else:
             self.library.warn_varying(self.name, tape)
-            entry.compiled, entry.known.varies = None, True
+            self.library.fallbacks[VARYING] += 1
+            entry.compiled, entry.known.varies, entry.fallback = None, True, VARYING
         return result
 
     def _checked(
@@ -393,8 +454,8 @@ class FollowPlan:
         if tape.untrusted is not None:
             self.library.warn_untrusted(self.name, tape)
         if tape.untrusted is not None or known.varies:
-            return Entry(known, None, {})
-        choices = self.choices(tape)
+            return Entry(known, None, {}, fallback=self._fallback_of(known, tape))
+        choices, is_planned = self._choices(tape)
         shared = frozenset(
             value.index for value in tape.values if tape.is_block_input(value.index) and value.index not in choices
         )
@@ -404,10 +465,19 @@ class FollowPlan:
             for value, choice in choices.items()
             if choice.action is Action.COMPRESS
         }
-        return Entry(known, compiled, codecs)
+        return Entry(known, compiled, codecs, fallback=None if is_planned or self._is_plain else OTHER_OPERATORS)
 
-    def choices(self, tape: Tape) -> dict[int, Choice]:
-        """The plan's choices as far as they can be followed on this tape.
+    def _fallback_of(self, known: KnownShape, tape: Tape) -> str | None:
+        """Why a call that no plan fits is run otherwise than planned; None if the profile found it to be such too, so
+        that the plan says how torch's checkpoint runs it."""
+        if tape.untrusted is None:
+            return VARYING
+        is_planned = self._is_plain or _structure_of(self.plan.kind) == _structure_of(tape.kind)
+        return None if is_planned else f"torch's checkpoint, since {tape.untrusted}"
+
+    def _choices(self, tape: Tape) -> tuple[dict[int, Choice], bool]:
+        """The plan's choices as far as they can be followed on this tape, least memory for what it has besides, and
+        whether it runs what was planned.
 
         Raises PolicyMismatchError if the same call ran other operators when it was profiled, or another block did. Once
         the block has fitted its plan, other operators are a change in mid-training: weights frozen or set free, say.
@@ -416,17 +486,20 @@ class FollowPlan:
         own_structure, _, own_identity, own_call = tape.kind.split("-")
         if structure != own_structure:
             fitted = (*self.tapes.values(), *(known.tape for known in self.known.of_families.values()))
-            planned = next((known for known in fitted if known.kind.startswith(f"{structure}-")), None)
-            same = planned.values_in(tape) if planned is not None else None
-            if same is not None:
-                return self._choices_by_value(tape, same)
+            planned = next((known for known in fitted if known.structure.startswith(structure)), None)
             if planned is None and (identity != own_identity or call == own_call):
                 raise PolicyMismatchError(
                     f"block {self.name} ({tape.block_class}: {len(tape.operators)} operators, {len(tape.slots)} saved "
                     f"tensors) has tape {tape.kind}, the policy was made for tape {self.plan.kind}: the model, its "
                     f"attention, dropout or precision differ; profile this model and solve a policy for it"
                 )
-            return self._careful_choices(tape)
+            planned = planned or self.library.tape_of_structure(structure)
+            same, is_whole = ({}, False) if planned is None else planned.values_in(tape)
+            if self._is_plain and not is_whole:
+                return {}, False
+            if not is_whole:
+                self.library.warn_unplanned(self.name, tape)
+            return choices_by_value(dict(self.plan.choices), tape, same, with_loss=is_whole), is_whole
         choices = dict(self.plan.choices)
         retained = unfit(choices, tape)
         if retained:
@@ -437,31 +510,21 @@ class FollowPlan:
                 self.name,
                 names,
             )
-        return choices | dict.fromkeys(retained, RETAIN)
-
-    def _choices_by_value(self, tape: Tape, same: dict[int, int]) -> dict[int, Choice]:
-        """The plan's choices for a call of the planned operators of which autograd saves other results.
-
-        `same` maps the values that the plan was made for to those of `tape`.
-        """
-        planned = {same[value]: choice for value, choice in self.plan.choices if value in same}
-        inputs = [value.index for value in tape.values if tape.is_block_input(value.index) and value.index in planned]
-        made = [value for value in tape.saved_values() if tape.values[value].source is None]
-        follow = {v: v in planned and can_follow(planned[v], tape, v) for v in [*inputs, *made]}
-        choices = {v: planned[v] if followed else least_memory(tape, v) for v, followed in follow.items()}
-        return choices | dict.fromkeys(unfit(choices, tape), RETAIN)
-
-    def _careful_choices(self, tape: Tape) -> dict[int, Choice]:
-        """Least memory for a call with other operators than the profiled one: a batch of one, say, or no padding."""
-        if self._is_plain:
-            return {}
-        self.library.warn_unplanned(self.name, tape)
-        return least_memory_choices(tape)
+        return choices | dict.fromkeys(retained, RETAIN), True
 
 
 def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:
     """Whether torch's checkpoint runs the block whatever its plan says: the ranks' plans may differ (rule R13)."""
     return tape.untrusted is not None and tape.has_collectives
+
+
+def _structure_of(kind: str) -> str:
+    return kind.partition("-")[0]
+
+
+def _must_not_run_twice(tape: Tape) -> bool:
+    """Whether a call that ran otherwise than `tape` cannot be run again from its start."""
+    return tape.changes_state or tape.has_collectives
 
 
 def _versions(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:

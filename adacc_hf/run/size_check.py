@@ -3,7 +3,8 @@
 What autograd saves shows few of a tape's numbers. An argument that only replay reads, a stride or the dimension of a
 sum, would change a gradient unseen. So the first block that runs a tape evaluated for a new size runs under a dispatch
 mode that looks at numbers alone: it keeps nothing, and takes some ten microseconds an operator, a tenth of what
-recording takes.
+recording takes. At some sizes it also runs each operator that a replay may run once more, as soon as it has run, and
+compares the bits of what it makes: that takes the memory of one operator's results, not of all that the block makes.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from torch import nn
 
 from adacc_hf.artifacts.errors import SavedOtherwiseError
 from adacc_hf.tape.call_inputs import find_external
-from adacc_hf.tape.tape import Tape, TapeOperator, TapeValue, TensorRef, has_storage, leaves
+from adacc_hf.tape.recorder import written_tensors
+from adacc_hf.tape.tape import Tape, TapeOperator, TapeValue, TensorRef, has_storage, leaves, map_tensors
+from adacc_hf.tape.verification import same_bits
 from adacc_hf.torch_glue.private import TO_COPY, TorchDispatchMode, schema_of, storage_key
-from adacc_hf.torch_glue.tensors import local_of, runs_on_parts
+from adacc_hf.torch_glue.tensors import copy_with_storage, is_plain, local_of, runs_on_parts
 
 _CONSTANT = torch.ops.aten.lift_fresh.default
+_DROPOUT = torch.ops.aten.native_dropout.default
 _FULL = torch.ops.aten.full.default
 _NOT_RUN = (_FULL, torch.ops.aten.native_dropout_backward.default)
 """Operators that a tape may have where none of that name runs: for a number out of Python, and for dropout's result."""
@@ -33,8 +37,12 @@ class SizeCheck(TorchDispatchMode):
     says.
     """
 
-    def __init__(self, name: str, tape: Tape) -> None:
+    def __init__(self, name: str, tape: Tape, compares: bool = False) -> None:
+        """`compares` says whether replay is compared too: `unlike` has what it does not remake."""
         super().__init__()
+        self.compares = compares
+        self.unlike: set[int] = set()
+        self._recomputable = tape.recomputable
         self._name = name
         self._values = tape.values
         self._operators = tape.operators
@@ -60,6 +68,9 @@ class SizeCheck(TorchDispatchMode):
         """`pack`, with what it runs none of the block's operators."""
 
         def run(tensor: torch.Tensor) -> Any:
+            if is_plain(tensor):  # as nearly all are: no operator of these comes to this mode
+                with torch._C._DisableTorchDispatch():
+                    return pack(tensor)
             self._is_paused = True
             try:
                 return pack(tensor)
@@ -82,7 +93,7 @@ class SizeCheck(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
-        if any(map(runs_on_parts, types)):
+        if types and any(map(runs_on_parts, types)):
             return NotImplemented  # what it runs on the parts comes here next
         if func is _CONSTANT:
             self._check_constant(args[0])
@@ -91,12 +102,40 @@ class SizeCheck(TorchDispatchMode):
         expected = self._take(func, args, kwargs)
         if expected is None:
             return self._unexpected(func, args, kwargs)
+        again = None
+        if self.compares and expected.may_run_again and not self._recomputable.isdisjoint(expected.made()):
+            again = _copied(func, args, kwargs)  # before what it writes to is written
         result = func(*args, **kwargs)
-        made = (result,) if isinstance(result, torch.Tensor) else leaves(result)
+        made = _as_leaves(result)
         for position, value in expected.outputs:
             if not _is_as(self._values[value], local_of(made[position])):
                 self._refuse(f"{func} makes another tensor than {self._values[value].ref}")
+        if again is not None:
+            self._compare(expected, made, written_tensors(func, args, kwargs), func, *again)
+        elif self.compares and func is _DROPOUT:
+            self._compare_dropout(args[0], made)
         return result
+
+    def _compare(
+        self, operator: TapeOperator, made: Any, written: list[torch.Tensor], func: Any, args: Any, kwargs: Any
+    ) -> None:
+        """Run an operator once more, and note what of its results comes out otherwise."""
+        others = _as_leaves(func(*args, **kwargs))
+        # What `empty` makes has no bits to compare until something is written to it.
+        outputs = [] if "empty" in operator.short_name else operator.outputs
+        pairs = [(value, made[position], others[position]) for position, value in outputs]
+        copies = written_tensors(func, args, kwargs)
+        pairs += [(new, *pair) for (_, new), *pair in zip(operator.mutations, written, copies, strict=True)]
+        self.unlike |= {value for value, one, other in pairs if not same_bits(local_of(one), local_of(other))}
+
+    def _compare_dropout(self, given: torch.Tensor, made: Any) -> None:
+        """Compare the product that replay makes of dropout's mask with dropout's own result (rule R5)."""
+        product = self._operators[self._next]
+        if self._recomputable.isdisjoint(product.made()):
+            return
+        again = product.target(given, made[1], product.args[2])
+        if not same_bits(made[0], again):
+            self.unlike.update(product.made())
 
     def _take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TapeOperator | None:
         """The tape's next operator, if it is this one and of the same numbers."""
@@ -148,12 +187,24 @@ class SizeCheck(TorchDispatchMode):
         raise self._error
 
 
+def _as_leaves(result: Any) -> Any:
+    return (result,) if isinstance(result, torch.Tensor) else leaves(result)
+
+
+def _copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an operator with a copy of each tensor that it writes to."""
+    copies = {id(tensor): copy_with_storage(tensor) for tensor in written_tensors(func, args, kwargs)}
+    return map_tensors((args, kwargs), torch.Tensor, lambda tensor: copies.get(id(tensor), tensor))
+
+
 def _is_cast_of_parameter(func: Any, args: tuple[Any, ...]) -> bool:
     return func is TO_COPY and isinstance(args[0], nn.Parameter)
 
 
 def _same(expected: Any, given: Any) -> bool:
     """Whether an operator is given the numbers that its tape has for it."""
+    if expected is given:
+        return True
     if isinstance(expected, TensorRef):
         return isinstance(given, torch.Tensor) and _has_geometry(expected, given)
     if isinstance(expected, (tuple, list)):
@@ -162,7 +213,7 @@ def _same(expected: Any, given: Any) -> bool:
         return all(map(_same, expected, given))
     if isinstance(expected, dict):
         return expected.keys() == given.keys() and all(_same(item, given[name]) for name, item in expected.items())
-    return expected is given or expected == given or repr(expected) == repr(given)  # a number may be none
+    return expected == given or repr(expected) == repr(given)  # a number may be none
 
 
 def _stored(*trees: Any) -> list[torch.Tensor]:

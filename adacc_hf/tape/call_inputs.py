@@ -161,7 +161,7 @@ def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) 
     return _argument(source.path, args, kwargs).detach()
 
 
-def data_at(path: Sequence[Any], args: Args, kwargs: Kwargs) -> bytes | None:
+def data_at(path: Sequence[Any], args: Args, kwargs: Kwargs) -> Data | None:
     """The data of the argument at `path`; None if this call has no such tensor, or one that nobody compares."""
     try:
         return data_of(_argument(path, args, kwargs))
@@ -263,6 +263,8 @@ def _is_plain(found: Any) -> bool:
 # What
 # follows from anything else - hidden states, parameters, random numbers - is no ground for a tape.
 
+MOST_NUMBERS = 64
+"""Whole numbers in a tensor for them to count as sizes: where each image of a batch ends, say."""
 MAX_READ_BYTES = 1 << 16
 """Largest argument that is compared at each call: reading 64 KiB takes some 10 us, a hundredth of a small block."""
 _METHODS = ("tolist", "numpy")
@@ -271,6 +273,8 @@ _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 Note = Callable[[torch.Tensor, str], None]
 Path = tuple[Any, ...]
+Data = bytes | tuple[int, ...]
+"""Of a tensor: its elements, one by one where they are few whole numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,12 +361,12 @@ def watched(note: Note) -> Iterator[None]:
 
 def judge(
     tape: Tape, reads: Iterable[Read], arguments: Callable[[int], Iterable[tuple[Path, torch.Tensor]]]
-) -> tuple[dict[Path, bytes], Read | None]:
+) -> tuple[dict[Path, Data], Read | None]:
     """(data of the arguments that `reads` follow from, by their paths; the first read that follows from more).
 
     `arguments(value)` has the arguments on the storage of a value, with their paths: a read may be of any of them.
     """
-    found: dict[Path, bytes] = {}
+    found: dict[Path, Data] = {}
     for read in reads:
         operators, leaves = closure(tape, read.value, lambda _: False)
         if not all(tape.operators[index].may_run_again for index in operators):
@@ -376,7 +380,7 @@ def judge(
     return found, None
 
 
-def data_of(tensor: Any) -> bytes | None:
+def data_of(tensor: Any) -> Data | None:
     """The tensor's elements in their order; None for floats, for what is large, and for what ranks divide.
 
     Not its whole storage, whose end may be what was in memory before: `unique` allocates for the worst case.
@@ -385,4 +389,6 @@ def data_of(tensor: Any) -> bytes | None:
         return None
     if runs_on_parts(type(tensor)) or tensor.numel() * tensor.itemsize > MAX_READ_BYTES:
         return None
-    return tensor.detach().cpu().contiguous().numpy().tobytes()
+    elements = tensor.detach().cpu().contiguous().numpy()
+    are_sizes = tensor.dtype is not torch.bool and elements.size <= MOST_NUMBERS
+    return tuple(elements.ravel().tolist()) if are_sizes else elements.tobytes()

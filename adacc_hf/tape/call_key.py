@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import nn
 
 from adacc_hf.artifacts.files import note_latest
-from adacc_hf.tape.call_inputs import Args, Kwargs, StatePaths, call_key, data_at, state_layout
+from adacc_hf.tape.call_inputs import Args, Data, Kwargs, StatePaths, call_key, data_at, state_layout
 from adacc_hf.tape.family import TapeFamily
 from adacc_hf.tape.tape import Tape
 from adacc_hf.torch_glue.compat import PretrainedConfig
@@ -29,7 +29,7 @@ class Key(NamedTuple):
     """What the operators of a call depend on, as far as it is known."""
 
     shape: Hashable
-    data: tuple[bytes | None, ...]
+    data: tuple[Data | None, ...]
     """Of the arguments that the block reads into Python."""
     state: int
     """The number of the state that the block's modules are in."""
@@ -92,8 +92,12 @@ class KnownShapes(OrderedDict[Key, KnownShape]):
         known_data = {known.data for known in self if known.shape == key.shape}
         if not known_data or key.data in known_data or key in self._strange:
             return False
-        note_latest(self._strange, key, None, MAX_SHAPES)
+        self.acquaint(key)
         return True
+
+    def acquaint(self, key: Key) -> None:
+        """Take a call of `key` for no strange one from now on."""
+        note_latest(self._strange, key, None, MAX_SHAPES)
 
     def add(self, key: Key, known: KnownShape) -> Key:
         """Note what a call showed; returns its key, which has the data that its tape is the first to read."""

@@ -56,7 +56,11 @@ class Slot:
 
     def resized(self, ref: TensorRef) -> Slot:
         """The same slot where its tensor has the geometry of `ref`, and perhaps an equal value's storage."""
-        slot = copy(self)
+        if ref.geometry == self.ref.geometry:  # a parameter's
+            return self
+        slot = object.__new__(Slot)
+        for name in _OF_ALL_SIZES:
+            setattr(slot, name, getattr(self, name))
         slot.ref = ref if ref.value == self.value else replace(ref, value=self.value)
         size, slot.stride, slot.offset = ref.geometry
         slot.size = torch.Size(size)
@@ -64,6 +68,9 @@ class Slot:
 
     def __str__(self) -> str:
         return f"{tuple(self.size)} stride {self.stride} {self.dtype}"
+
+
+_OF_ALL_SIZES = tuple(name for name in Slot.__slots__ if name not in ("ref", "size", "stride", "offset"))
 
 
 class Schedule:
@@ -231,6 +238,23 @@ def can_follow(choice: Choice, tape: Tape, value: int) -> bool:
     return True
 
 
+def choices_by_value(
+    choices: Mapping[int, Choice], tape: Tape, same: Mapping[int, int], with_loss: bool
+) -> dict[int, Choice]:
+    """`choices` for the values of `tape` that are those of the planned one, by `same`; least memory for all others.
+
+    Unless `with_loss`, lossy ones are not followed: what becomes of gradients is known of the planned operators alone.
+    """
+    planned = {same[value]: choice for value, choice in choices.items() if value in same}
+    held = {value for value in same.values() if tape.is_block_input(value)} - planned.keys()
+    found = {value: choice for value, choice in least_memory_choices(tape).items() if value not in held}
+    for value in found.keys() & planned.keys():
+        choice = planned[value]
+        if can_follow(choice, tape, value) and (with_loss or choice.codec is None or _codec(choice).lossless):
+            found[value] = choice
+    return found | dict.fromkeys(unfit(found, tape), RETAIN)
+
+
 def unfit(choices: Mapping[int, Choice], tape: Tape) -> list[int]:
     """Values whose choice cannot be carried out on `tape`, or would make what no replay may (`index_values.py`)."""
     coded = {v for v, c in choices.items() if c.action is Action.COMPRESS and not _codec(c).lossless}
@@ -277,9 +301,23 @@ def least_memory(tape: Tape, value: int) -> Choice:
     record = tape.values[value]
     if value in tape.recomputable:
         return RECOMPUTE
-    is_mask = record.ref.dtype is torch.bool and record.is_encodable
+    is_mask = record.is_encodable and (record.ref.dtype is torch.bool or _is_drawn_mask(tape, value))
     codecs = map(get_codec, codecs_suiting(MASK) if is_mask else ())
     size, dtype = record.ref.geometry[0], record.ref.dtype
     able = [codec for codec in codecs if codec.supports(size, dtype)]
     smallest = min(able, key=lambda codec: codec.predicted_bytes(size, dtype), default=None)
     return RETAIN if smallest is None else Choice(action=Action.COMPRESS, codec=smallest.name)
+
+
+def _is_drawn_mask(tape: Tape, value: int) -> bool:
+    """Whether a value is 0 or one other number by how it is made, as dropout's mask on a CPU: zeros and ones that were
+    drawn, perhaps divided by a number."""
+    producer = tape.values[value].producer
+    if producer is None:
+        return False
+    operator = tape.operators[producer]
+    if operator.random:
+        return operator.short_name == "bernoulli"
+    # By more than 0: a mask of -0.0 has three bit patterns.
+    is_scaled = operator.short_name == "div" and len(operator.args) == 2 and isinstance(operator.args[1], (int, float))
+    return is_scaled and operator.args[1] > 0 and _is_drawn_mask(tape, operator.inputs()[0])

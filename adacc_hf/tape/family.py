@@ -48,7 +48,7 @@ class CallSizes:
     outline: Hashable
     """What has to be equal for two calls to be of one family."""
     dimensions: tuple[int, ...]
-    """The sizes of its tensors, and whole numbers among its arguments."""
+    """The sizes of its tensors, and whole numbers among its arguments and in the tensors that it reads into Python."""
     layout: tuple[int, ...]
     """Strides and offsets of its tensors, which follow from the sizes where one family serves them."""
 
@@ -66,7 +66,8 @@ class CallSizes:
                 layout += (*place[0], place[1])
             sizes = tuple([_class_of(n, alignment) for n in shape])
             described.append((path, sizes, None if is_strided else place, dtype, requires_grad, alias))
-        rest = _without_numbers(plain, dimensions)
+        rest = _without_numbers(plain, dimensions, 1)
+        data = _without_numbers(data, dimensions, alignment)
         return cls((tuple(described), rest, tuple(settings), data, state), tuple(dimensions), tuple(layout))
 
 
@@ -76,12 +77,12 @@ def _class_of(size: int, alignment: int) -> int | str:
     return "odd" if size % alignment else "aligned"  # no truth values: these are equal to 0 and 1
 
 
-def _without_numbers(tree: Any, numbers: list[int]) -> Any:
+def _without_numbers(tree: Any, numbers: list[int], alignment: int) -> Any:
     if isinstance(tree, tuple):
-        return tuple([_without_numbers(item, numbers) for item in tree])
+        return tuple([_without_numbers(item, numbers, alignment) for item in tree])
     if type(tree) is int and tree > 1:
         numbers.append(tree)
-        return int
+        return _class_of(tree, alignment)
     return tree
 
 
@@ -261,7 +262,8 @@ class _Columns:
 
     def __init__(self, tape: Tape) -> None:
         self.numbers: list[int] = []
-        parts: list[Any] = [tape.structure, sorted(map(repr, tape.reads.items()))]
+        parts: list[Any] = [tape.structure]
+        parts += [(path, self._outline(data)) for path, data in _in_order(tape.reads)]
         for value in tape.values:
             self.numbers.append(value.nbytes)
             parts.append((self._geometry(value.ref), value.device, value.overwritten))
@@ -288,6 +290,10 @@ class _Columns:
         return tree
 
 
+def _in_order(reads: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    return sorted(reads.items(), key=repr)
+
+
 @dataclass(frozen=True, slots=True)
 class _Number:
     """Stands in a template for the distinct number at `place`."""
@@ -309,6 +315,7 @@ class _Template:
         self._numbers = iter(places)
         self._refs: dict[tuple[Any, ...], int] = {}
         """(value, dtype, places of size, of stride, of the offset), each once."""
+        self._reads = [(path, self._tree(data)) for path, data in _in_order(tape.reads)]
         self._values = [(next(self._numbers), self._ref(value.ref).place) for value in tape.values]
         self._operators = [(self._tree(op.args), self._tree(op.kwargs)) for op in tape.operators]
         self._slots = [self._ref(slot).place for slot in tape.slots]
@@ -343,7 +350,7 @@ class _Template:
             values=values,
             operators=operators,
             slots=[refs[ref] for ref in self._slots],
-            reads=base.reads,
+            reads={path: _filled(data, at, refs) for path, data in self._reads},
             identity=base.identity,
             structure=base.structure,
             digest=digest,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -53,6 +53,10 @@ class TapeLibrary:
         self._alignment = 1
         self._orders: dict[str, tuple[int, ...]] = {}
         """In which order backward asks for saved tensors, by structure: sizes do not change it."""
+        self.fallbacks: Counter[str] = Counter()
+        """Calls of blocks that ran otherwise than their plans say, by why; who counts steps empties it."""
+        self.may_record: Callable[[], bool] = lambda: True
+        """Whether a call unlike any recorded one may take the memory of a record: whoever keeps a budget knows."""
         self._warned: set[str] = set()
         self._has_unplanned = False
 
@@ -77,14 +81,19 @@ class TapeLibrary:
             if kind.fallback is None:
                 self._expect_order(kind.digest, unpack_order(kind.backward))
 
+    def expect_same_orders(self, other: TapeLibrary) -> None:
+        """Expect backward to ask for slots in the orders that `other` knows."""
+        self._orders.update(other._orders)
+
     def remember(self, tape: Tape, given: Hashable, block: str) -> None:
         """Note that `block`, given that, ran as `tape` says."""
         for name in (block, None):
             self._of_calls[_structure(tape.kind), given, name] = tape
         if any(value.device.type == "cuda" for value in tape.values):
             self._alignment = CUDA_ALIGNMENT
-        if not tape.reads:  # what runs at another size, with other data, is not known
-            sizes = CallSizes.of(given, self._alignment)
+        if all(isinstance(data, tuple) for data in tape.reads.values()):  # of other data no rule is known
+            shape, data, state = given
+            sizes = CallSizes.of((shape, data or tuple(tape.reads.values()), state), self._alignment)
             self._seen_sizes(block, sizes).add(Record(sizes, tape), self._family)
 
     def family_at(self, given: Hashable, block: str) -> tuple[TapeFamily, CallSizes] | None:
@@ -183,6 +192,10 @@ class TapeLibrary:
             for outline, seen in outlines.items():
                 mine.setdefault(outline, SeenSizes()).take(seen, self._family)
 
+    def tape_of_structure(self, structure: str) -> Tape | None:
+        """Some tape of a kind that a plan was made for, if any block has recorded one."""
+        return next((tape for tape in self._tapes.values() if tape.structure.startswith(structure)), None)
+
     def compiled(self, tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> CompiledPlan:
         # Codecs stand in no program: a plan with other outlier channels, say, runs the same one.
         actions = tuple(sorted((value, choice.action) for value, choice in choices.items()))
@@ -228,17 +241,31 @@ class TapeLibrary:
 
     def warn_unplanned(self, name: str, tape: Tape) -> None:
         """Say once that a shape has no plan, and what to do; of further kinds and shapes it is information."""
-        if tape.structure in self._warned:
+        sizes = [value.ref.geometry[0] for value in tape.values if tape.is_block_input(value.index)]
+        what = "run other operators than when profiled (recorded once, which takes what one block makes)"
+        self._warn_other_path(
+            tape.structure, name, sizes, what, "with the least memory that is lossless for what differs"
+        )
+
+    def warn_unrecorded(self, kind: str, name: str, given: Iterable[tuple[Any, torch.Tensor]]) -> None:
+        """The same of a path that there is no memory to record."""
+        sizes = [tuple(tensor.shape) for _, tensor in given]
+        what = "take a path that no profile has recorded (to record it would take more than memory_budget)"
+        self._warn_other_path(f"unrecorded {kind}", name, sizes, what, "under torch's checkpoint")
+
+    def _warn_other_path(self, sort: str, name: str, sizes: Iterable[tuple[int, ...]], what: str, how: str) -> None:
+        if sort in self._warned:
             return
-        self._warned.add(tape.structure)
+        self._warned.add(sort)
         level, self._has_unplanned = logging.INFO if self._has_unplanned else logging.WARNING, True
         log.log(
             level,
-            "Adacc: given %s, block %s and others like it run other operators than when profiled, as a smaller last "
-            "batch or one without padding does: such batches are trained with the least memory that is lossless; to "
-            "have none, set dataloader_drop_last=True, or pad to one length",
-            ", ".join(str(value.ref.geometry[0]) for value in tape.values if tape.is_block_input(value.index)),
+            "Adacc: given %s, block %s and others like it %s, as a smaller last batch or one without padding does: "
+            "such batches are trained %s; to have none, set dataloader_drop_last=True, or pad to one length",
+            ", ".join(map(str, sizes)),
             name,
+            what,
+            how,
         )
 
     def _warn_once(self, tape: Tape, message: str, *details: object) -> None:

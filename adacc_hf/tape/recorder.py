@@ -195,7 +195,7 @@ class Recorder(TorchDispatchMode):
         drew = drawing.happened()
         self._check_trust(func, args)
         if all(has_storage(leaf) for leaf in given if isinstance(leaf, torch.Tensor)):
-            written = _written_tensors(func, args, kwargs)
+            written = written_tensors(func, args, kwargs)
             self._note(func, recorded_args, recorded_kwargs, written, result, drew)
         return result
 
@@ -395,7 +395,7 @@ def may_write(func: Any) -> bool:
     return schema_of(func).is_mutable or func.namespace == "c10d"
 
 
-def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Tensor arguments that the operator may write, one per storage."""
     written: dict[int, torch.Tensor] = {}
     for position, argument in enumerate(schema_of(func).arguments if may_write(func) else ()):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
 from math import prod
 from typing import Any
 
@@ -154,7 +155,7 @@ class Tape:
     """The tensors autograd saved, in order."""
     untrusted: str | None = None
     """Why the tape must not be used (data read into Python), or None."""
-    reads: dict[tuple[Any, ...], bytes] = field(default_factory=dict)
+    reads: dict[tuple[Any, ...], bytes | tuple[int, ...]] = field(default_factory=dict)
     """The data of the arguments that the block read into Python, by their paths: only calls with the same fit."""
     identity: str = ""
     """Digest of the block's class, parameters and settings: equal for all calls of a block."""
@@ -226,24 +227,31 @@ class Tape:
         slots, reads = [repr(slot) for slot in self.slots], sorted(map(repr, self.reads))
         self.digest = _digest([self.structure, constants, slots, *reads])
 
-    def with_reads(self, reads: dict[tuple[Any, ...], bytes]) -> Tape:
+    def with_reads(self, reads: dict[tuple[Any, ...], bytes | tuple[int, ...]]) -> Tape:
         """The tape of a call of the same operators that read other data."""
         return self if self.reads == reads else replace(self, reads=reads)
 
-    def values_in(self, other: Tape) -> dict[int, int] | None:
-        """For each value that operators touch, the one of `other` that is the same; None if other operators ran.
+    def values_in(self, other: Tape) -> tuple[dict[int, int], bool]:
+        """(for each value of operators that `other` runs too, the one of `other` that is the same; whether all are).
 
         What autograd saves may differ, and with it the order in which values were first seen.
         """
         same: dict[int, int] = {}
-        if [operator.signature() for operator in self.operators] != [op.signature() for op in other.operators]:
-            return None
-        for own, theirs in zip(self.operators, other.operators, strict=True):
-            touched = zip([*own.inputs(), *own.made()], [*theirs.inputs(), *theirs.made()], strict=True)
-            if any(same.setdefault(value, found) != found for value, found in touched):
-                return None
-        sources = [(str(self.values[value].source), str(other.values[found].source)) for value, found in same.items()]
-        return same if all(source == found for source, found in sources) else None
+        own_of: dict[int, int] = {}
+        calls = [[(op.module, *op.signature()) for op in tape.operators] for tape in (self, other)]
+        is_whole = calls[0] == calls[1]
+        for begin, other_begin, number in SequenceMatcher(None, *calls, autojunk=False).get_matching_blocks():
+            for place in range(number):
+                own, theirs = self.operators[begin + place], other.operators[other_begin + place]
+                for value, found in zip([*own.inputs(), *own.made()], [*theirs.inputs(), *theirs.made()], strict=True):
+                    is_new = value not in same and found not in own_of and self._has_source_of(value, other, found)
+                    if is_new:
+                        same[value], own_of[found] = found, value
+                    is_whole &= is_new or same.get(value) == found
+        return same, is_whole
+
+    def _has_source_of(self, value: int, other: Tape, found: int) -> bool:
+        return str(self.values[value].source) == str(other.values[found].source)
 
     def _wiring(self) -> list[Any]:
         operators = [(op.name, list(op.inputs()), op.outputs, op.mutations, op.random) for op in self.operators]

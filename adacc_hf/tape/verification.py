@@ -59,9 +59,9 @@ def _came_out_alike(tape: Tape, value: int, replayed: torch.Tensor, recorded: to
     Fused cells (GRU's) save parts of a tensor of which they then overwrite the others.
     """
     if not tape.values[value].overwritten:
-        return _same_bits(replayed, recorded)
+        return same_bits(replayed, recorded)
     saved = [slot for slot in tape.slots if slot.value == value]
-    return all(_same_bits(view(replayed, slot), view(recorded, slot)) for slot in saved)
+    return all(same_bits(view(replayed, slot), view(recorded, slot)) for slot in saved)
 
 
 def _runs_without_hidden_writes(tape: Tape, operator: TapeOperator, environment: Environment) -> bool:
@@ -78,7 +78,7 @@ def _runs_without_hidden_writes(tape: Tape, operator: TapeOperator, environment:
     for value, original in originals.items():
         environment[value] = copy_with_storage(original)
     Step(operator, tape).run(environment)
-    honest = all(_same_bits(environment[value], original) for value, original in originals.items())
+    honest = all(same_bits(environment[value], original) for value, original in originals.items())
     for value, original in originals.items():
         environment[value] = original
     return honest
@@ -89,7 +89,8 @@ def _is_buffer(tape: Tape, value: int) -> bool:
     return source is not None and source.place == "buffer"
 
 
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors are the same to the last bit, and lie alike."""
     if left.dtype is not right.dtype or left.shape != right.shape or left.stride() != right.stride():
         return False
     if left.numel() == 0:

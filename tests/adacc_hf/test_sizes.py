@@ -1,4 +1,5 @@
 """Rule R1 at sizes that were never recorded: under the tapes of their families, models train bit for bit as without us.
+With codecs they train bit for bit as plain ones whose saved tensors are replaced by what the codecs make of them.
 
 `ADACC_SIZES=500 pytest tests/adacc_hf/test_sizes.py` draws as many sizes for each architecture; the examples are the
 same at every run.
@@ -15,8 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.artifacts.policy import Action
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.eval.zoo.parts import VOCABULARY, padded_text, two_texts
+from adacc_hf.run.blocks import Installation, Plainly
+from adacc_hf.run.call import Recording
+from adacc_hf.tape.compiled_plan import encode_view
+from adacc_hf.tape.replay import view
 
 NUM_SIZES = int(os.environ.get("ADACC_SIZES", "6"))
 MOST_SAMPLES, MOST_TOKENS = 4, 48
@@ -58,21 +64,99 @@ class Pair:
         policy = Policy.random(profile, 1, actions, lossless=lossless)
         self.handle = apply_policy(self.model, policy)
 
-    def step(self, model, batch, seed):
+    def step(self, model, batch, seed, backward=True):
         """The loss and every gradient."""
         torch.manual_seed(seed)
         with self.autocast():
             loss = model(**batch).loss
-        loss.backward()
+        if backward:
+            loss.backward()
         found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         model.zero_grad(set_to_none=True)
         return {"loss": loss.detach(), "generator": torch.get_rng_state(), **found}
 
 
-def families(handle):
-    """Those of all blocks."""
-    seen = [seen for outlines in handle.library._seen.values() for seen in outlines.values()]
-    return [group.family for each in seen for group in each._groups.values()]
+class Recorder(Plainly):
+    """The strategy that leaves a record of a block's call in `tapes`."""
+
+    expects_outer_hooks = True
+
+    def __init__(self, name, tapes):
+        self.name, self.tapes = name, tapes
+
+    def run(self, block, fn, args, kwargs):
+        recording = Recording(self.name, block, args, kwargs)
+        result = recording.run(fn)
+        self.tapes[self.name] = recording.recorder.tape()
+        recording.discard()
+        return result
+
+
+class RoundTrips(Plainly):
+    """The strategy that has a block's backward read what codecs make of what it saved.
+
+    `tape` is a record of the call, which tells what the saved tensors are; `codecs` are by value.
+    """
+
+    expects_outer_hooks = True
+
+    def __init__(self, tape, codecs):
+        self.tape, self.codecs = tape, codecs
+
+    def run(self, block, fn, args, kwargs):
+        slots, decoded = iter(self.tape.slots), {}
+
+        def pack(tensor):
+            slot = next(slots)
+            codec = self.codecs.get(slot.value)
+            if codec is None:
+                return tensor
+            if slot.value not in decoded:
+                payload = codec.encode(view(tensor.detach(), encode_view(self.tape, slot.value)))
+                decoded[slot.value] = view(codec.decode(payload), self.tape.values[slot.value].ref)
+            return view(decoded[slot.value], slot)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
+            return fn(*args)
+
+
+class CodecPair(Pair):
+    """A model whose policy compresses, with loss too, and its like with the codecs' round trips and nothing else."""
+
+    def __init__(self, architecture, autocast):
+        super().__init__(architecture, autocast, ("retain", "compress"), lossless=False)
+        self.installation = Installation(self.plain)
+        self.codecs = {}
+        for name, strategy in self.handle.plans.strategies.items():
+            strategy.wrap_codec = partial(self._note, name)
+
+    def _note(self, name, value, codec):
+        self.codecs.setdefault(name, {})[value] = codec
+        return codec
+
+    def planned(self):
+        """The values that are to be compressed, by block."""
+        plans = {name: strategy.plan for name, strategy in self.handle.plans.strategies.items()}
+        found = {
+            name: {value for value, choice in plan.choices if choice.action is Action.COMPRESS}
+            for name, plan in plans.items()
+        }
+        return {name: values for name, values in found.items() if values}
+
+    def plain_step(self, batch, seed):
+        for function in self.installation.functions.values():
+            function.strategy = Plainly()
+        return self.step(self.plain, batch, seed)
+
+    def oracle_step(self, batch, seed):
+        tapes = {}
+        functions = self.installation.functions
+        for name, function in functions.items():
+            function.strategy = Recorder(name, tapes)
+        self.step(self.plain, batch, seed, backward=False)
+        for name, function in functions.items():
+            function.strategy = RoundTrips(tapes[name], self.codecs.get(name, {}))
+        return self.step(self.plain, batch, seed)
 
 
 @pytest.fixture(scope="module", params=[(name, kind) for name in NAMES for kind in ("fp32", "bf16")], ids="-".join)
@@ -84,9 +168,12 @@ def pair(request, one_thread):
     pair.handle.remove()
 
 
-@settings(
+SIZES = settings(
     max_examples=NUM_SIZES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
+
+
+@SIZES
 @given(
     samples=st.integers(1, MOST_SAMPLES),
     tokens=st.integers(2, MOST_TOKENS),
@@ -98,3 +185,43 @@ def test_every_size_trains_exactly(pair, samples, tokens, targets, seed):
     ours, plain = (pair.step(model, batch, seed) for model in (pair.model, pair.plain))
     assert ours.keys() == plain.keys()
     assert [name for name in ours if not torch.equal(ours[name], plain[name])] == []
+
+
+CODEC_NAMES = ("gpt2", "llama", "gemma2", "bert", "t5", "qwen3_moe")
+
+
+@pytest.fixture(
+    scope="module", params=[(name, kind) for name in CODEC_NAMES for kind in ("fp32", "bf16")], ids="-".join
+)
+def codec_pair(request, one_thread):
+    name, kind = request.param
+    pair = CodecPair(architectures()[name], autocast=kind == "bf16")
+    yield pair
+    pair.handle.remove()
+    pair.installation.remove()
+
+
+@SIZES
+@given(
+    samples=st.integers(2, MOST_SAMPLES),
+    tokens=st.integers(5, MOST_TOKENS),
+    targets=st.integers(5, MOST_TOKENS),
+    seed=st.integers(0, 2**16),
+)
+def test_codecs_do_at_every_size_what_they_do_by_themselves(codec_pair, samples, tokens, targets, seed):
+    """Sizes of one run other operators, and fewer tokens have no padding: policies are not made for them."""
+    batch = codec_pair.make_batch(samples, tokens, targets, seed)
+    codec_pair.codecs.clear()
+    ours = codec_pair.step(codec_pair.model, batch, seed)
+    assert {name: set(codecs) for name, codecs in codec_pair.codecs.items()} == codec_pair.planned()
+    oracle = codec_pair.oracle_step(batch, seed)
+    assert ours.keys() == oracle.keys()
+    assert [name for name in ours if not torch.equal(ours[name], oracle[name])] == []
+
+
+def test_codecs_change_gradients(codec_pair):
+    """Else the test above would hold whatever codecs did."""
+    batch = codec_pair.make_batch(3, 29, 17, 0)
+    ours, plain = codec_pair.step(codec_pair.model, batch, 0), codec_pair.plain_step(batch, 0)
+    assert torch.equal(ours["loss"], plain["loss"])
+    assert not all(torch.equal(ours[name], plain[name]) for name in ours)

@@ -4,7 +4,10 @@ The driver here compiles for an H100, and notes launches in place of making them
 """
 
 import os
+import random
+from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -34,6 +37,7 @@ from adacc_hf.kernels import (
 )
 
 DEVICE = 77  # Triton keeps what it compiled for each device: no other test may meet what is loaded here
+_new_devices = count(DEVICE + 1)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -41,6 +45,7 @@ class NotingDriver:
     """As much of a driver as launching needs."""
 
     def __init__(self) -> None:
+        self.device = DEVICE
         self.launches: list[tuple[Any, ...]] = []
         self.utils = self
 
@@ -62,7 +67,7 @@ class NotingDriver:
         return {"max_shared_mem": 232448}
 
     def get_current_device(self) -> int:
-        return DEVICE
+        return self.device
 
     def get_current_stream(self, _: int) -> int:
         return 5
@@ -101,7 +106,7 @@ def runs_of_triton(driver: NotingDriver, monkeypatch: pytest.MonkeyPatch) -> lis
 
 
 def _outlier_int4(x: Tensor, num_outliers: int) -> None:
-    outliers = choose_outliers(x.abs().sum(0, dtype=torch.float32), num_outliers, 64, x.element_size())
+    outliers = choose_outliers(x[0].abs().float(), num_outliers, 64, x.element_size())
     chosen = (outliers.indices, outliers.keep) if num_outliers else (None, None)
     outlier_int4_triton.decode(x, -1 / 8, *outlier_int4_triton.encode(x, *chosen, 64, -1 / 8, "nearest", 0))
 
@@ -174,6 +179,61 @@ def test_any_tensors_after_each_other_get_the_kernels_that_triton_would_choose(
                 ROUND_TRIPS["outlier_int4"](whole[offset:].view(rows, columns))
     half = len(driver.launches) // 2
     assert driver.launches[:half] == driver.launches[half:]
+
+
+@pytest.fixture
+def wanted(driver: NotingDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """How many kernels Triton compiles in a test, by name: for a device that it has none for."""
+    found: Counter[str] = Counter()
+
+    def note(fn: Any, **_: Any) -> None:
+        found[f"{fn.module}.{fn.name}".rpartition("adacc_hf.kernels.")[2]] += 1
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
+    monkeypatch.setattr(driver, "device", next(_new_devices))
+    monkeypatch.setattr(_triton, "_runners", {})
+    return found
+
+
+SIZES = random.Random(0).sample([(batch, tokens) for batch in range(1, 9) for tokens in range(17, 2000)], 1000)
+"""Samples and tokens of batches, all different."""
+
+
+@pytest.mark.parametrize("columns", [64, 768])
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+def test_a_thousand_sizes_take_no_more_kernels_than_one(name: str, columns: int, wanted: Counter[str]) -> None:
+    """What an activation has of each token is fixed, the number of tokens is not."""
+    for batch, tokens in SIZES:
+        ROUND_TRIPS[name](torch.empty(batch * tokens, columns, dtype=torch.bfloat16))
+    # A bit of 64 elements a token is a whole number of 128-bit words for even numbers of tokens alone.
+    assert set(wanted.values()) == {2 if (name, columns) == ("bitmask", 64) else 1}
+    assert len(wanted) == 2
+
+
+MOST_BY_WIDTH = {
+    "asymmetric_int4": 2,
+    "bitmask": 4,  # elements and bits aligned or not, each by itself
+    "channel_int4": 2,
+    "int8": 2,
+    "outlier_int4": 2,
+    "outlier_int4-raw": 16,  # aligned or not, or of whole groups, by how many rows a program's 4096 elements touch
+    "token_int4": 12,  # aligned or not, by the power of two that a row fits in
+}
+
+
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+def test_rows_of_a_thousand_lengths_take_few_kernels(name: str, wanted: Counter[str]) -> None:
+    """Attention's scores have as many columns as there are tokens."""
+    for batch, tokens in SIZES:
+        ROUND_TRIPS[name](torch.empty(batch * 4, tokens, dtype=torch.bfloat16))
+    assert len(wanted) == 2
+    assert max(wanted.values()) <= MOST_BY_WIDTH[name], wanted
+
+
+def test_rows_that_are_too_long_for_registers_take_one_kernel_for_all_lengths(wanted: Counter[str]) -> None:
+    for columns in range(token_int4_triton.MAX_BLOCK + 16, 2**17, 1600):
+        _token_int4(torch.empty(8, columns))
+    assert wanted == {"token_int4_triton._encode_long_kernel": 1, "token_int4_triton._decode_kernel": 1}
 
 
 def test_no_more_kernels_are_remembered_than_there_is_room_for(

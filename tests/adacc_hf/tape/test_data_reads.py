@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.tape.call_inputs import MAX_READ_BYTES, data_of, deciding_tensors, watched
+from adacc_hf.tape.call_inputs import MAX_READ_BYTES, MOST_NUMBERS, data_of, deciding_tensors, watched
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 aten = torch.ops.aten
@@ -144,8 +144,15 @@ def test_large_arguments_are_no_ground():
 def test_data_is_what_an_argument_views():
     """What its storage has besides may be what was in memory before: `unique` allocates for the worst case."""
     rows = torch.tensor([[1, 2], [3, 4]])
-    assert data_of(rows[:, 0]) == torch.tensor([1, 3]).numpy().tobytes()
-    assert data_of(rows[0]) == rows[0].clone().numpy().tobytes()
+    assert data_of(rows[:, 0]) == (1, 3)
+    assert data_of(rows[0] > 1) == bytes([False, True])
+
+
+def test_few_whole_numbers_are_told_one_by_one():
+    few, many = torch.arange(MOST_NUMBERS), torch.arange(MOST_NUMBERS + 1)
+    assert data_of(few) == tuple(range(MOST_NUMBERS))
+    assert data_of(many) == many.numpy().tobytes()
+    assert data_of(few > 3) == (few > 3).numpy().tobytes()
 
 
 def test_arguments_on_one_storage_are_told_apart_together(tape_of):
@@ -201,6 +208,60 @@ def test_other_data_at_one_shape_is_exact(splitting, batch, run_steps, assert_sa
     first = recorded.count(recorded[0])
     # Each of three lengths is recorded when it comes for the second time, and checked once; one that is plain never.
     assert first == (1 if policy.is_plain else 2 * len(LENGTHS))
+
+
+TEXT = {"x": torch.randn(3, 24, 8, generator=torch.Generator().manual_seed(0))}
+
+
+def test_numbers_that_are_read_are_sizes(splitting, run_steps, assert_same_steps, recorded):
+    """Lengths between recorded ones run as a family says; most are none at which replay is compared (rule R7)."""
+    model, set_lengths = splitting
+    set_lengths([10, 8, 6])
+    policy = Policy.uniform(profile_model(model, TEXT, CONFIG), "recompute")
+    known = [[4, 12, 8], [12, 4, 8], [8, 4, 12], [20, 2, 2], [2, 20, 2], [2, 2, 20], [9, 9, 6], [7, 3, 14]]
+    new = [[n, 23 - 2 * n, n + 1] for n in range(3, 11)]
+    plain = []
+    for lengths in new:
+        set_lengths(lengths)
+        plain.append(run_steps(model, TEXT, num_steps=1))
+    with apply_policy(model, policy, CONFIG):
+        for lengths in known * 2:
+            set_lengths(lengths)
+            run_steps(model, TEXT, num_steps=1)
+        recorded.clear()
+        for place, lengths in enumerate(new):
+            set_lengths(lengths)
+            assert_same_steps(run_steps(model, TEXT, num_steps=1), plain[place])
+    assert len(recorded) <= 2  # of one block, where each of two were recorded at each
+
+
+@pytest.mark.parametrize("special", [0, 1])
+def test_a_number_that_is_read_and_decides_otherwise_is_noticed(
+    toy_model, run_steps, assert_same_steps, special, caplog
+):
+    """At one number between those that were recorded, in the block whose operators are checked or in another one."""
+    number = [2]
+
+    def forward(block, hidden, count):
+        wanted = count.tolist()[0]
+        inner = block.up(hidden).tanh()[:, :wanted]
+        if wanted == 5 and block.is_special:
+            inner = inner[:, :2].exp()
+        return hidden + block.down(inner.exp()).sum(1, keepdim=True)
+
+    model = toy_model(forward, kwargs_of=lambda hidden: {"count": torch.tensor(number)})
+    for place, block in enumerate(model.layers):
+        block.is_special = place == special
+    policy = Policy.uniform(profile_model(model, TEXT, CONFIG), "recompute")
+    number[0] = 5
+    plain = run_steps(model, TEXT, num_steps=1)
+    with apply_policy(model, policy, CONFIG):
+        for number[0] in [2, 9, 4, 12, 2, 9, 4, 12, 7, 8]:
+            run_steps(model, TEXT, num_steps=1)
+        assert "runs other operators" not in caplog.text
+        number[0] = 5
+        assert_same_steps(run_steps(model, TEXT, num_steps=1), plain)
+        assert f"block layers.{special} runs other operators at some sizes" in caplog.text
 
 
 def test_the_first_call_may_have_other_data_than_the_profile(splitting, batch, run_steps, assert_same_steps):

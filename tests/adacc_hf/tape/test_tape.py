@@ -90,12 +90,29 @@ def test_equal_operators_are_found_whatever_autograd_saves_of_them():
     base = record(module, x)
     frozen = record(module.requires_grad_(False), x)
     assert base.structure != frozen.structure
-    same = base.values_in(frozen)
+    same, is_whole = base.values_in(frozen)
+    assert is_whole
     assert sorted(same) == [value.index for value in base.values]
     assert [str(base.values[v].source) for v in same] == [str(frozen.values[v].source) for v in same.values()]
     assert any(value != found for value, found in same.items())  # the input is not saved, and so comes later
-    assert base.values_in(record(module, x, forward=lambda x: module(x).tanh())) is None
-    assert base.values_in(record(module, x, forward=lambda x: x @ module.weight.T + module.bias)) is None
+    assert base.values_in(record(module, x, forward=lambda x: x @ module.weight.T + module.bias)) == ({}, False)
+
+
+def test_of_other_operators_those_that_run_in_both_calls_are_found():
+    module, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    base = record(module, x, forward=lambda x: module(module(x).tanh()).exp())
+    other = record(module, x, forward=lambda x: module(module(x).sin().neg()).exp())
+    same, is_whole = base.values_in(other)
+    assert not is_whole
+    names = {base.values[value].name: other.values[found].name for value, found in same.items()}
+    assert names.pop("block:tanh") == "block:neg"  # the next operator reads it
+    assert names == {name: name for name in names}
+    assert names.keys() == {value.name for value in base.values} - {"block:tanh"}
+    shorter = record(module, x, forward=lambda x: module(module(x)).exp())
+    same, is_whole = base.values_in(shorter)
+    assert not is_whole
+    assert len(set(same.values())) == len(same)  # a value is that of one alone, though two operators read it
+    assert all(base.values[value].name == shorter.values[found].name for value, found in same.items())
 
 
 def test_the_kind_names_structure_sizes_identity_and_call():

@@ -1,0 +1,29 @@
+"""Training from start to end in a process whose allocator refuses what goes above the budget."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+PATH = Path(__file__).parents[1] / "limited" / "__main__.py"
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the meter is preloaded as Linux does"),
+    pytest.mark.skipif(not (os.environ.get("CXX") or shutil.which("g++")), reason="needs a C++ compiler"),
+]
+
+
+def test_the_first_steps_and_the_profile_keep_to_the_budget() -> None:
+    """A twentieth above the floor, where a profile of the whole batch would take 1.4 times as much."""
+    specification = importlib.util.spec_from_file_location("limited", PATH)
+    limited = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(limited)
+    budget = int(1.05 * limited.train("llama", "--budget", "65536")["floor"])
+    found = limited.train("llama", "--budget", str(budget), limit=budget)
+    assert "error" not in found, found
+    assert (found["refusals"], found["steps"]) == (0, 8)
