@@ -17,6 +17,7 @@ from adacc_hf.price.timing import Bottleneck, time_of
 from adacc_hf.tape.compiled_plan import encode_view
 from adacc_hf.tape.replay import view
 from adacc_hf.tape.tape import Tape, TapeOperator
+from adacc_hf.torch_glue.tensors import relative_error
 
 FINER = "int8"
 """The codec for what that of its role is too coarse for."""
@@ -127,15 +128,9 @@ def _price(codec: Codec, tensor: torch.Tensor, scarce: Bottleneck) -> CodecOptio
         nbytes=codec.predicted_bytes(tuple(tensor.shape), tensor.dtype),
         encode_ms=getattr(time_of(lambda: codec.encode(tensor), tensor.device), scarce),
         decode_ms=getattr(time_of(lambda: codec.decode(payload), tensor.device), scarce),
-        error=0.0 if codec.lossless else relative_error(tensor, codec.decode(payload)),
+        error=0.0 if codec.lossless else float(relative_error([tensor], [codec.decode(payload)])),
         lossless=codec.lossless,
     )
-
-
-def relative_error(original: torch.Tensor, decoded: torch.Tensor) -> float:
-    """L2 norm of the difference over that of the original, in double precision; 0 for an all-zero original."""
-    norm = original.double().norm()
-    return float((decoded.double() - original.double()).norm() / norm) if norm > 0 else 0.0
 
 
 # Roles: the class of tensor that a value is, which decides which codec suits it (paper, section 3.2).
