@@ -10,8 +10,6 @@ from importlib import import_module
 from typing import Any
 
 from adacc_hf import __version__
-from adacc_hf import cli as cli_eval
-from adacc_hf import cli as cli_profiles
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate import command as cli_plan
@@ -27,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         if arguments.command == "eval":
-            return cli_eval.run(arguments)
+            return _run_eval(arguments)
         _print(arguments.run(arguments))
     except BrokenPipeError:  # the reader, `head` say, has seen enough; the interpreter must not flush to it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -60,12 +58,12 @@ def _parser() -> argparse.ArgumentParser:
 
     cli_policy.add_parsers(commands)
     cli_plan.add_parser(commands)
-    cli_profiles.add_parser(commands)
+    _add_profiles_parser(commands)
 
     codecs = commands.add_parser("codecs", help="list the codecs, with the bytes that they keep of a tensor")
     codecs.set_defaults(run=_codecs)
 
-    cli_eval.add_parser(commands)
+    _add_eval_parser(commands)
     return parser
 
 
@@ -84,10 +82,6 @@ def _codecs(_: argparse.Namespace) -> str:
         options = ", ".join(f"{option}={value!r}" for option, value in codec.options.items())
         lines.append(f"{name:16} {'lossless' if codec.lossless else 'lossy':8} {share:>7}  {options or 'no options'}")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
 
 
 # `adacc eval RUNNER`: what measures, by name.
@@ -143,7 +137,7 @@ def _name(text: str) -> str:
     return hyphened if hyphened in RUNNERS else by_module.get(hyphened, text)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run_eval(arguments: argparse.Namespace) -> int:
     """Run a module of `adacc_hf.eval`, which prints by itself, and return its exit status."""
     module, _ = RUNNERS[arguments.runner]
     return import_module(f"adacc_hf.eval.{module}").main(arguments.options)
@@ -206,3 +200,7 @@ def _clear(_: argparse.Namespace) -> str:
     if removed is None:
         return f"moved {store.path}, which could not be read, to {store.aside}"
     return f"removed {removed} profiles from {store.path}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
