@@ -57,9 +57,9 @@ class AdaccConfig:
     """Training steps, 1 to 1000, run under full recomputation before the policy is set; the batch of the last one is
     profiled. An absolute budget wants at least 2, since the first optimizer step allocates the optimizer's state."""
     reuse_prices: bool = False
-    """Whether prices of operators and codecs are taken from the database that `adacc profiles` shows, where one is
+    """Whether prices of operators and codecs are taken from the folder that `adacc profiles` shows, where one is
     there for the very same tape, shapes, dtypes, device, versions and settings. Codec errors are then those of the data
-    of that time. False measures them anew; they are kept in the database either way."""
+    of that time. False measures them anew; they are kept there either way."""
     tracking: str | int = "exponential"
     """When outliers are looked at again (paper, section 3.4): "exponential" at 1, 2, 4, ... steps after the policy was
     set, an int from 1 at every so many steps, "off" never. Each time adds some KiB to the run's history, which every

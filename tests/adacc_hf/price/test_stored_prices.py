@@ -14,7 +14,7 @@ REUSE = CONFIG.with_overrides(reuse_prices=True)
 
 @pytest.fixture
 def store(tmp_path, monkeypatch) -> ProfileStore:
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "profiles.sqlite3"))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "profiles"))
     return ProfileStore()
 
 
@@ -56,8 +56,15 @@ def test_anything_else_is_priced(store, measured, tiny_gpt2, token_batch, change
     assert len(measured) == len(store.list()) == 2
 
 
-def test_a_broken_file_never_loses_a_run(store, measured, tiny_gpt2, token_batch, caplog):
-    store.path.write_text("no database at all" * 10)
+@pytest.mark.parametrize("damage", ["a file in place of the folder", "a file that is not JSON"])
+def test_a_broken_folder_never_loses_a_run(store, measured, tiny_gpt2, token_batch, caplog, damage):
+    if damage == "a file in place of the folder":
+        store.folder.write_text("no folder")
+    else:
+        profile_model(tiny_gpt2(), token_batch(), CONFIG)
+        (path,) = store.folder.iterdir()
+        path.write_text("{")
+        measured.clear()
     with caplog.at_level(logging.WARNING):
         profile = profile_model(tiny_gpt2(), token_batch(), REUSE)
     assert profile.kinds
@@ -65,6 +72,7 @@ def test_a_broken_file_never_loses_a_run(store, measured, tiny_gpt2, token_batch
     (record,) = caplog.records
     assert "prices are measured and not kept" in record.message
     assert "adacc profiles clear" in record.message
+    assert VARIABLE in record.message
 
 
 @pytest.mark.parametrize("damage", [{"operators": [{"name": "one"}], "activations": []}, {"scarce": "memory"}])
