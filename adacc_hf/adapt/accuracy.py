@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from adacc_hf.artifacts.policy import Action
-from adacc_hf.artifacts.step_peak import BlockOutcome, run_block
+from adacc_hf.artifacts.step_peak import simulate
 from adacc_hf.kernels.codecs import Payload
 from adacc_hf.torch_glue.ranks import is_sharded
 from adacc_hf.torch_glue.states import RandomStates, random_states_kept
@@ -180,14 +180,13 @@ def peaks_with_samples(profile: Profile, policy: Policy) -> dict[str, int]:
     """Most bytes live in a step under `policy` that holds a sample of one block, by the block's name."""
     profile = profile.with_head(policy.head)
     plans = [policy.plan_of(block.name) for block in profile.blocks]
-    known: dict[tuple[int, Plan], BlockOutcome] = {}
-    for block, plan in zip(profile.blocks, plans, strict=True):
-        if (block.kind, plan) not in known:
-            known[block.kind, plan] = run_block(profile.kind_of(block), plan)
-    peaks = _Peaks(profile, [known[block.kind, plan] for block, plan in zip(profile.blocks, plans, strict=True)])
+    peaks: dict[str, int] = {}
+    """By what runs, in the order of the step."""
+    for label, live in simulate(profile, plans).timeline:
+        peaks[label] = max(live, peaks.get(label, 0))
     return {
-        block.name: peaks.with_sample(index, *_input_bytes(profile.kind_of(block), plan))
-        for index, (block, plan) in enumerate(zip(profile.blocks, plans, strict=True))
+        block.name: _with_sample(peaks, block.name, *_input_bytes(profile.kind_of(block), plan))
+        for block, plan in zip(profile.blocks, plans, strict=True)
     }
 
 
@@ -200,29 +199,17 @@ def _input_bytes(kind: KindProfile, plan: Plan) -> tuple[int, int]:
     return held, held - sum(value.nbytes for value in kept)
 
 
-class _Peaks:
-    """The peak of each stretch of a step."""
+def _with_sample(peaks: Mapping[str, int], name: str, held: int, unkept: int) -> int:
+    """The peak with a sample of a block, whose inputs take `held` bytes, `unkept` of them on top of what it stores.
 
-    def __init__(self, profile: Profile, outcomes: Sequence[BlockOutcome]) -> None:
-        stored = held = 0
-        read: frozenset[int] = frozenset()
-        self.forward: list[int] = []
-        self.backward: list[int] = []
-        for index, (block, outcome) in enumerate(zip(profile.blocks, outcomes, strict=True)):
-            self.forward.append(block.forward_base_bytes + held + outcome.forward_working_bytes)
-            read |= outcome.shared
-            base = block.backward_base_bytes - profile.unread_bytes(index, read)
-            self.backward.append(base + stored + outcome.working_bytes)
-            stored += outcome.stored_bytes
-            held += outcome.held_bytes
-        outside, loss = profile.head_peaks(read)
-        self.head = max(outside + held, loss + stored)
-        self.tail = max(profile.tail_peak_bytes, profile.optimizer_peak_bytes)
-
-    def with_sample(self, index: int, held: int, unkept: int) -> int:
-        """The peak with a sample of the `index`-th block, whose inputs take `held` bytes, `unkept` of them on top of
-        what it stores. The gradient of its output is as large as its input, to which it is added."""
-        before = max([*self.forward[index:], self.head, *self.backward[index + 1 :]]) + unkept
-        own = self.backward[index] + unkept + held
-        after = max([self.tail, *self.backward[:index]]) + 2 * held
-        return max([before, own, after, *self.forward[:index]])
+    The gradient of its output is as large as its input, to which it is added.
+    """
+    most = sample = 0
+    for label, live in peaks.items():
+        if label == f"forward {name}":
+            sample = unkept
+        is_own = label == f"backward {name}"
+        most = max(most, live + (unkept + held if is_own else sample))
+        if is_own:
+            sample = 2 * held
+    return most
