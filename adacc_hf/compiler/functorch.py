@@ -16,6 +16,8 @@ from torch.fx.experimental import symbolic_shapes
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from adacc_hf.artifacts.dependencies import walk_back
+
 __all__ = [
     "NodeInfo", "classify", "code_of", "compile_number", "extract", "graph_calls", "graph_number",
     "has_unknown_sizes", "held_inputs", "hint", "is_getitem", "is_random", "is_view", "makes_sizes",
@@ -53,17 +55,12 @@ def graph_calls(result: torch.Tensor) -> Iterator[tuple[int, type]]:
 
     Each call is one node for autograd. The last calls come first.
     """
-    pending, seen = [result.grad_fn], set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    _, nodes = walk_back([result.grad_fn], lambda node: node and [before for before, _ in node.next_functions])
+    for node in nodes:
         function = getattr(node, "_forward_cls", None)
         number = getattr(function, "_aot_id", None)
         if number is not None:
             yield number, function
-        pending += [before for before, _ in node.next_functions]
 
 
 def code_of(function: type | None, name: Literal["compiled_fw", "compiled_bw"]) -> Callable[..., Any] | None:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from adacc_hf.compiler.functorch import hint, is_getitem, op_types
-from adacc_hf.compiler.joint_graph import is_held, nbytes_of, root_of
+from adacc_hf.compiler.joint_graph import is_held, nbytes_of, nodes_behind, root_of
 
 
 def most_live_bytes(graph: fx.Graph, elsewhere: Set[str]) -> int:
@@ -63,16 +63,8 @@ def _last_reads(lying: list[fx.Node], mortal: Set[fx.Node]) -> dict[fx.Node, lis
     in_memory = set(lying)
     last: dict[fx.Node, fx.Node] = {node: node for node in lying}
     for node in lying:
-        pending, seen = list(node.all_input_nodes), set[fx.Node]()
-        while pending:
-            read = root_of(pending.pop())
-            if read in seen:
-                continue
-            seen.add(read)
-            if read in in_memory:
-                last[read] = node  # nodes come in their order, so the last one stays
-            else:
-                pending += read.all_input_nodes
+        # Nodes come in their order, so the last one stays.
+        last |= dict.fromkeys(nodes_behind(node.all_input_nodes, in_memory), node)
     dying = defaultdict(list)
     for node, reader in last.items():
         if node in mortal:

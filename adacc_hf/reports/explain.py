@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from adacc_hf.artifacts.dependencies import walk_back
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.policy import IDLE_KIND, Action, Choice, Plan, Policy
 from adacc_hf.artifacts.profile import CodecOption, KindProfile, Profile, Value
@@ -181,22 +182,20 @@ def _chosen_option(value: Value, choice: Choice) -> CodecOption | None:
 
 def _replay_ms(kind: KindProfile, choices: dict[int, Choice], value: Value) -> float | None:
     """Time of the operators between `value` and what the plan stores, `value` itself taken as not stored."""
-    operators: set[int] = set()
-    pending = [value]
-    while pending:
-        missing = pending.pop()
-        if missing.equal_to is not None:
-            twin = kind.values[missing.equal_to]
-            pending += [] if _is_stored(twin, choices) else [twin]
-            continue
-        if missing.producer is None or not missing.recomputable or not kind.operators[missing.producer].replayable:
+
+    def reads(index: int) -> tuple[int, ...] | None:
+        missing = kind.values[index]
+        if missing is not value and _is_stored(missing, choices):
             return None
-        if missing.producer in operators:
-            continue
-        operators.add(missing.producer)
-        inputs = [kind.values[index] for index in kind.operators[missing.producer].inputs]
-        pending += [needed for needed in inputs if not _is_stored(needed, choices)]
-    return sum(kind.operators[index].ms for index in operators)
+        if missing.equal_to is not None:
+            return (missing.equal_to,)
+        return () if missing.producer is None else kind.operators[missing.producer].inputs
+
+    _, passed = walk_back([value.index], reads)
+    remade = [kind.values[index] for index in passed if kind.values[index].equal_to is None]
+    if any(v.producer is None or not v.recomputable or not kind.operators[v.producer].replayable for v in remade):
+        return None
+    return sum(kind.operators[index].ms for index in {v.producer for v in remade})
 
 
 def _is_stored(value: Value, choices: dict[int, Choice]) -> bool:
