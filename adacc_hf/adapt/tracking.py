@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from adacc_hf.adapt.accuracy import GradientError
+from adacc_hf.artifacts.policy import numbered
 from adacc_hf.kernels.codecs import Codec, Payload, get_codec
 from adacc_hf.kernels.outlier_int4 import count_outliers
 from adacc_hf.torch_glue.tensors import relative_error
@@ -175,6 +176,6 @@ def is_tracked(value: Value, config: AdaccConfig) -> bool:
 
 
 def full_name(profile: Profile, key: Key) -> str:
-    """The name of an activation that is unique in a profile."""
-    kind = profile.kinds[key[0]]
-    return f"{kind.block_class}.{kind.values[key[1]].name}#{key[1]}"
+    """A name for the activation that no other of the profile has."""
+    kind, value = key
+    return f"{numbered(kind.block_class for kind in profile.kinds)[kind]}.{profile.kinds[kind].names[value]}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,33 +59,21 @@ class ActivationRow:
 def activation_rows(kind: KindProfile, plan: Plan) -> list[ActivationRow]:
     """One row per activation of `kind`, in the order in which the block makes them."""
     choices = dict(plan.choices)
-    labels = dict(zip((value.index for value in kind.activations), activation_labels(kind), strict=True))
     options = {value.index: _chosen_option(value, choices[value.index]) for value in kind.activations}
     coded = [value for value, option in options.items() if option is not None and not option.lossless]
     decided = kind.decided(coded) | kind.fragile_beside(coded)
     return [
         ActivationRow(
             value=value,
-            label=labels[value.index],
+            label=kind.names[value.index],
             choice=choices[value.index],
             option=options[value.index],
             replay_ms=_replay_ms(kind, choices, value),
-            twin=labels.get(value.equal_to),
+            twin=None if value.equal_to is None else kind.names[value.equal_to],
             is_decided=value.index in decided,
         )
         for value in kind.activations
     ]
-
-
-def activation_labels(kind: KindProfile) -> list[str]:
-    """A different label for every activation: its name, and its number among those of that name if it has company."""
-    names = [value.name for value in kind.activations]
-    seen: Counter[str] = Counter()
-    labels = []
-    for name in names:
-        seen[name] += 1
-        labels.append(f"{name} #{seen[name]}" if names.count(name) > 1 else name)
-    return labels
 
 
 def check_belongs(policy: Policy, profile: Profile) -> None:
