@@ -165,16 +165,14 @@ def relative_error(exact: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def l2_norm(tensors: Iterable[Tensor]) -> Tensor:
-    return _joined(
-        [torch.linalg.vector_norm(part, dtype=_wide(part)) for tensor in tensors for (part,) in _parts(tensor)]
-    )
+    return _joined([torch.linalg.vector_norm(part.to(_wide(part))) for tensor in tensors for (part,) in _parts(tensor)])
 
 
 @torch.no_grad()
 def difference_norm(exact: Iterable[Tensor], other: Iterable[Tensor]) -> Tensor:
     return _joined(
         [
-            torch.linalg.vector_norm(right.to(_wide(right), copy=True).sub_(left))
+            torch.linalg.vector_norm(right.to(_wide(right), copy=True).add_(left, alpha=-1))  # no sub for bool
             for pair in zip(exact, other, strict=True)
             for left, right in _parts(*pair)
         ]

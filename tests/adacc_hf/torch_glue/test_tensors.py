@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -155,9 +156,10 @@ def test_the_error_is_of_all_tensors_as_one_vector_in_double_precision(dtype: to
         ([1.0, 1.0], [1.0, math.inf], math.inf),
         ([1.0, 1.0], [1.0, math.nan], math.inf),
         ([3.0, 4.0], [3.0, 4.0], 0.0),
+        ([True, False], [True, True], 1.0),
     ],
 )
-def test_only_what_was_finite_can_be_off(exact: list[float], other: list[float], error: float) -> None:
+def test_only_what_was_finite_can_be_off(exact: list[Any], other: list[Any], error: float) -> None:
     assert float(relative_error([torch.tensor(exact)], [torch.tensor(other)])) == error
 
 
