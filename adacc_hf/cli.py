@@ -143,7 +143,7 @@ def _run_eval(arguments: argparse.Namespace) -> int:
     return import_module(f"adacc_hf.eval.{module}").main(arguments.options)
 
 
-# `adacc profiles`: what the database of profiles holds.
+# `adacc profiles`: the prices that are kept.
 
 
 def _add_profiles_parser(commands: Any) -> None:
@@ -151,22 +151,21 @@ def _add_profiles_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "profiles",
         help="list, show or clear the prices that profiling keeps",
-        description=f"File: profiles.sqlite3 in $XDG_CACHE_HOME/adacc_hf, or in ~/.cache/adacc_hf; ${VARIABLE} names "
-        "another.",
+        description=f"Folder: profiles in $XDG_CACHE_HOME/adacc_hf or ~/.cache/adacc_hf; ${VARIABLE} names another.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("list", help="one line per profiled tape, the newest first").set_defaults(run=_list)
     show = actions.add_parser("show", help="the prices of one tape")
     show.add_argument("name", help="its name in the list, or the beginning of it")
     show.set_defaults(run=_show)
-    actions.add_parser("clear", help="remove all; sets aside a file that cannot be read").set_defaults(run=_clear)
+    actions.add_parser("clear", help="remove all").set_defaults(run=_clear)
 
 
 def _list(_: argparse.Namespace) -> str:
     store = ProfileStore()
     rows = store.list()
     if not rows:
-        return f"no profiles in {store.path}"
+        return f"no profiles in {store.folder}"
     return "\n".join(_line(row) for row in rows)
 
 
@@ -196,10 +195,7 @@ def _show(arguments: argparse.Namespace) -> str:
 
 def _clear(_: argparse.Namespace) -> str:
     store = ProfileStore()
-    removed = store.clear()
-    if removed is None:
-        return f"moved {store.path}, which could not be read, to {store.aside}"
-    return f"removed {removed} profiles from {store.path}"
+    return f"removed {store.clear()} profiles from {store.folder}"
 
 
 if __name__ == "__main__":

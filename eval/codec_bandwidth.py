@@ -26,6 +26,7 @@ from adacc_hf.eval.records.records import RedGateError, Settings, Spread, add_se
 from adacc_hf.kernels import outlier_int4
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.price.timing import on_cuda
+from adacc_hf.torch_glue.tensors import relative_error
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # More than any last-level cache so far: 256 MiB on a GPU, 64 MiB on a CPU.
@@ -189,7 +190,7 @@ def contenders(
 def time_contender(contender: Contender, tensor: Tensor, samples: int) -> Row:
     """One row. Raises RedGateError if what comes back is not close to what went in."""
     payload = contender.encode(tensor)
-    error = float((contender.decode(payload).float() - tensor.float()).norm() / tensor.float().norm())
+    error = float(relative_error([tensor], [contender.decode(payload)]))
     if not error < GATE_ERROR:
         raise RedGateError(f"{contender.name} is off by {error:.3f} of the tensor's norm: not timed")
     target = torch.empty_like(tensor)

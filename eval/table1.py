@@ -23,7 +23,6 @@ from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.records import Settings, add_settings, markdown_table
 from adacc_hf.eval.trials.families import ATTENTIONS
 from adacc_hf.eval.trials.workload import DEMO, Workload
-from adacc_hf.reports.explain import activation_labels
 from adacc_hf.solve.baselines import Bandwidths, bandwidths
 from adacc_hf.solve.milp import KindModel, build_model
 
@@ -67,8 +66,7 @@ def measure(workload: Workload, settings: Settings) -> dict[str, Any]:
 def kind_rows(model: KindModel) -> list[dict[str, Any]]:
     """What the actions cost for each activation that autograd saves, the largest first."""
     kind = model.kind
-    labels = dict(zip((value.index for value in kind.activations), activation_labels(kind), strict=True))
-    rows = [_row(model, labels[row.value], row) for row in bandwidths(model) if kind.values[row.value].saved]
+    rows = [_row(model, kind.names[row.value], row) for row in bandwidths(model) if kind.values[row.value].saved]
     return sorted(rows, key=lambda row: -row["nbytes"])
 
 

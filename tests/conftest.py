@@ -13,9 +13,9 @@ from hypothesis import settings
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-# Set before any import of ours, and inherited by subprocesses: no test touches the user's database of profiles.
+# Set before any import of ours, and inherited by subprocesses: no test touches the user's profiles.
 _folder = tempfile.TemporaryDirectory(prefix="adacc_hf-tests-")
-os.environ["ADACC_HF_PROFILES"] = str(Path(_folder.name) / "profiles.sqlite3")
+os.environ["ADACC_HF_PROFILES"] = str(Path(_folder.name) / "profiles")
 
 
 def pytest_unconfigure() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from adacc_hf.artifacts.policy import Action
-from adacc_hf.artifacts.step_peak import BlockOutcome, run_block
+from adacc_hf.artifacts.step_peak import simulate
 from adacc_hf.kernels.codecs import Payload
 from adacc_hf.torch_glue.private import tree_leaves, tree_map
 from adacc_hf.torch_glue.ranks import is_sharded
 from adacc_hf.torch_glue.states import RandomStates, random_states_kept
-from adacc_hf.torch_glue.tensors import without_gradient_hooks
+from adacc_hf.torch_glue.tensors import difference_norm, l2_norm, without_gradient_hooks
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.policy import Plan, Policy
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from adacc_hf.run.follow_plan import FollowPlan
 
 log = logging.getLogger(__name__)
-
-NUM_PARTS, SMALLEST_PART = 64, 4096
-"""Parts of a tensor that are taken into doubles one after the other, and the least number of elements of one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,53 +44,19 @@ class GradientError:
     def between(cls, exact: Iterable[Tensor | None], other: Iterable[Tensor | None]) -> GradientError | None:
         """None if the exact gradient is zero or not finite: compression is not to blame then."""
         pairs = [(e, o) for e, o in zip(exact, other, strict=True) if e is not None and o is not None]
-        norm, other_norm, difference, product = _products(pairs)
+        exact, other = zip(*pairs, strict=True) if pairs else ((), ())
+        norm, off, other_norm = (float(n) for n in (l2_norm(exact), difference_norm(exact, other), l2_norm(other)))
         if not math.isfinite(norm) or norm == 0:
             return None
-        if not math.isfinite(other_norm):
+        if not math.isfinite(off):
             return cls(error=math.inf, cosine=0.0)
-        return cls(error=difference / norm, cosine=product / (norm * other_norm) if other_norm else 0.0)
+        error, length = off / norm, other_norm / norm
+        # By the law of cosines, in a triangle of which one side is 1.
+        return cls(error=error, cosine=(1 + length * length - error * error) / (2 * length) if length else 0.0)
 
     @classmethod
     def worst(cls, errors: Sequence[GradientError]) -> GradientError:
         return cls(error=max(e.error for e in errors), cosine=min(e.cosine for e in errors))
-
-
-@torch.no_grad()
-def _products(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, float, float, float]:
-    """L2 norms of all first tensors, of all second ones and of their difference, and the dot product of both.
-
-    Synchronises once, however many there are, and holds one pair at a time in double precision.
-    """
-    sums: Tensor | None = None
-    for first, second in pairs:
-        a, b = first.flatten().double(), second.flatten().double()
-        difference = b - a
-        found = torch.stack([a.dot(a), b.dot(b), difference.dot(difference), b.dot(a)])
-        sums = found if sums is None else sums + found.to(sums.device)
-    squares = [0.0] * 4 if sums is None else sums.tolist()
-    return math.sqrt(squares[0]), math.sqrt(squares[1]), math.sqrt(squares[2]), squares[3]
-
-
-@torch.no_grad()
-def round_trip_error(original: Tensor, decoded: Tensor) -> Tensor:
-    """The relative L2 error as a scalar tensor, without synchronising. Overwrites `decoded`.
-
-    inf if decoding alone made it non-finite; 0 if the original is zero or not finite itself, which codecs keep so.
-    """
-    norm = _norm(original)
-    error = _norm(decoded.sub_(original)) / norm
-    usable = torch.isfinite(norm) & (norm > 0)
-    return torch.where(usable, error.nan_to_num(nan=math.inf), 0.0)
-
-
-def _norm(tensor: Tensor) -> Tensor:
-    """The L2 norm in double precision; a part at a time, since each part is copied into doubles."""
-    tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
-    if not tensor.is_contiguous():
-        return torch.linalg.vector_norm(tensor, dtype=torch.float64)
-    parts = tensor.view(-1).split(max(SMALLEST_PART, -(-tensor.numel() // NUM_PARTS)))
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(p, dtype=torch.float64) for p in parts]))
 
 
 class Uncompressed:
@@ -217,14 +180,13 @@ def peaks_with_samples(profile: Profile, policy: Policy) -> dict[str, int]:
     """Most bytes live in a step under `policy` that holds a sample of one block, by the block's name."""
     profile = profile.with_head(policy.head)
     plans = [policy.plan_of(block.name) for block in profile.blocks]
-    known: dict[tuple[int, Plan], BlockOutcome] = {}
-    for block, plan in zip(profile.blocks, plans, strict=True):
-        if (block.kind, plan) not in known:
-            known[block.kind, plan] = run_block(profile.kind_of(block), plan)
-    peaks = _Peaks(profile, [known[block.kind, plan] for block, plan in zip(profile.blocks, plans, strict=True)])
+    peaks: dict[str, int] = {}
+    """By what runs, in the order of the step."""
+    for label, live in simulate(profile, plans).timeline:
+        peaks[label] = max(live, peaks.get(label, 0))
     return {
-        block.name: peaks.with_sample(index, *_input_bytes(profile.kind_of(block), plan))
-        for index, (block, plan) in enumerate(zip(profile.blocks, plans, strict=True))
+        block.name: _with_sample(peaks, block.name, *_input_bytes(profile.kind_of(block), plan))
+        for block, plan in zip(profile.blocks, plans, strict=True)
     }
 
 
@@ -237,29 +199,17 @@ def _input_bytes(kind: KindProfile, plan: Plan) -> tuple[int, int]:
     return held, held - sum(value.nbytes for value in kept)
 
 
-class _Peaks:
-    """The peak of each stretch of a step."""
+def _with_sample(peaks: Mapping[str, int], name: str, held: int, unkept: int) -> int:
+    """The peak with a sample of a block, whose inputs take `held` bytes, `unkept` of them on top of what it stores.
 
-    def __init__(self, profile: Profile, outcomes: Sequence[BlockOutcome]) -> None:
-        stored = held = 0
-        read: frozenset[int] = frozenset()
-        self.forward: list[int] = []
-        self.backward: list[int] = []
-        for index, (block, outcome) in enumerate(zip(profile.blocks, outcomes, strict=True)):
-            self.forward.append(block.forward_base_bytes + held + outcome.forward_working_bytes)
-            read |= outcome.shared
-            base = block.backward_base_bytes - profile.unread_bytes(index, read)
-            self.backward.append(base + stored + outcome.working_bytes)
-            stored += outcome.stored_bytes
-            held += outcome.held_bytes
-        outside, loss = profile.head_peaks(read)
-        self.head = max(outside + held, loss + stored)
-        self.tail = max(profile.tail_peak_bytes, profile.optimizer_peak_bytes)
-
-    def with_sample(self, index: int, held: int, unkept: int) -> int:
-        """The peak with a sample of the `index`-th block, whose inputs take `held` bytes, `unkept` of them on top of
-        what it stores. The gradient of its output is as large as its input, to which it is added."""
-        before = max([*self.forward[index:], self.head, *self.backward[index + 1 :]]) + unkept
-        own = self.backward[index] + unkept + held
-        after = max([self.tail, *self.backward[:index]]) + 2 * held
-        return max([before, own, after, *self.forward[:index]])
+    The gradient of its output is as large as its input, to which it is added.
+    """
+    most = sample = 0
+    for label, live in peaks.items():
+        if label == f"forward {name}":
+            sample = unkept
+        is_own = label == f"backward {name}"
+        most = max(most, live + (unkept + held if is_own else sample))
+        if is_own:
+            sample = 2 * held
+    return most

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from adacc_hf.adapt.tracking import Key, OptionKey
-from adacc_hf.artifacts.policy import call_name
 from adacc_hf.kernels.codecs import codec_type, get_codec, precise_codec
 from adacc_hf.price.codec_options import make_codec
 
@@ -162,9 +160,8 @@ SwitchedOff = tuple[str, str, str]
 
 def in_all_blocks(profile: Profile, options: Collection[OptionKey]) -> frozenset[SwitchedOff]:
     """`options` of a kind by their names in each block of that kind."""
-    names = [_names(kind) for kind in profile.kinds]
     return frozenset(
-        (block.name, names[kind][value], codec)
+        (block.name, profile.kinds[kind].names[value], codec)
         for block in profile.blocks
         for kind, value, codec in options
         if kind == block.kind
@@ -176,7 +173,7 @@ def options_of(profile: Profile, switched_off: Collection[SwitchedOff]) -> froze
     found = set()
     for block in profile.blocks if switched_off else ():
         kind = profile.kinds[block.kind]
-        for value, name in zip(kind.values, _names(kind), strict=True):
+        for value, name in zip(kind.values, kind.names, strict=True):
             found |= {
                 (block.kind, value.index, option.codec)
                 for option in value.codecs
@@ -195,13 +192,3 @@ def lossy_options(profile: Profile, blocks: Collection[str]) -> frozenset[Option
         if not option.lossless
         for codec in (option.codec, precise_codec())
     )
-
-
-def _names(kind: KindProfile) -> list[str]:
-    """The name of each value, with its number among those of the same name."""
-    seen: Counter[str] = Counter()
-    found = []
-    for value in kind.values:
-        seen[value.name] += 1
-        found.append(call_name(value.name, seen[value.name]))
-    return found

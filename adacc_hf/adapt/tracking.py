@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from adacc_hf.adapt.accuracy import GradientError, round_trip_error
+from adacc_hf.adapt.accuracy import GradientError
+from adacc_hf.artifacts.policy import numbered
 from adacc_hf.kernels.codecs import Codec, Payload, codec_type, get_codec
+from adacc_hf.torch_glue.tensors import relative_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -142,7 +144,7 @@ class MeasuringCodec:
         return self._codec.decode(payload)
 
     def _measure(self, tensor: Tensor, payload: Payload, count: int | None) -> None:
-        error = round_trip_error(tensor, self._codec.decode(payload))
+        error = relative_error([tensor], [self._codec.decode(payload)])
         self._findings.add_error(self._key, error)
         is_bounded = self._config.max_error is not None
         for option in self._options:
@@ -152,7 +154,7 @@ class MeasuringCodec:
             elif is_bounded:  # only a bound asks for the errors of what was not used
                 other = _refitted(option, count)
                 if not other.lossless and other.supports(tuple(tensor.shape), tensor.dtype):
-                    other_error = round_trip_error(tensor, other.decode(other.encode(tensor)))
+                    other_error = relative_error([tensor], [other.decode(other.encode(tensor))])
                     self._findings.add_option_error((*self._key, option.codec), other_error)
 
 
@@ -171,6 +173,6 @@ def is_tracked(value: Value, config: AdaccConfig) -> bool:
 
 
 def full_name(profile: Profile, key: Key) -> str:
-    """The name of an activation that is unique in a profile."""
-    kind = profile.kinds[key[0]]
-    return f"{kind.block_class}.{kind.values[key[1]].name}#{key[1]}"
+    """A name for the activation that no other of the profile has."""
+    kind, value = key
+    return f"{numbered(kind.block_class for kind in profile.kinds)[kind]}.{profile.kinds[kind].names[value]}"

@@ -59,9 +59,9 @@ class AdaccConfig:
     plain training of six samples or more takes more than such a budget, there are none: the profile is told from a few
     samples before the first step, and corrected once a whole step was counted."""
     reuse_prices: bool = False
-    """Whether prices of operators and codecs are taken from the database that `adacc profiles` shows, where one is
+    """Whether prices of operators and codecs are taken from the folder that `adacc profiles` shows, where one is
     there for the very same tape, shapes, dtypes, device, versions and settings. Codec errors are then those of the data
-    of that time. False measures them anew; they are kept in the database either way."""
+    of that time. False measures them anew; they are kept there either way."""
     tracking: str | int = "exponential"
     """When outliers are looked at again (paper, section 3.4): "exponential" at 1, 2, 4, ... steps after the policy was
     set, an int from 1 at every so many steps, "off" never. Each time adds some KiB to the run's history, which every

@@ -47,6 +47,50 @@ def read_json(path: str | Path, error_class: type[Exception], what: str) -> Any:
         raise error_class(f"{what} file {path} is not JSON ({error}): save the {what} again") from error
 
 
+class RecordFolder:
+    """JSON records by name, each a file in `folder`: whole or absent, so that several processes may use it at once.
+
+    Reading makes no folder. What is no record of this `version` is refused with an `error_class`.
+    """
+
+    def __init__(self, folder: Path, what: str, version: int, error_class: type[Exception]) -> None:
+        self.folder = folder
+        self._what = what
+        self._version = version
+        self._error_class = error_class
+
+    def get(self, name: str) -> Any:
+        """The record of that name; None if there is none."""
+        path = self.folder / f"{name}{self._ending}"
+        try:
+            content = read_json(path, self._error_class, self._what)
+        except FileNotFoundError:
+            return None
+        if not isinstance(content, dict) or content.get("version") != self._version:
+            raise self._error_class(f"{self._what} file {path} is not of version {self._version}: delete it")
+        return content["record"]
+
+    def put(self, name: str, record: Any) -> None:
+        write_json(self.folder / f"{name}{self._ending}", {"version": self._version, "record": record})
+
+    def names(self) -> list[str]:
+        return [path.name.removesuffix(self._ending) for path in self._paths()]
+
+    def clear(self) -> int:
+        """Remove all records, those that are refused too, and return how many there were."""
+        paths = self._paths()
+        for path in paths:
+            path.unlink(missing_ok=True)
+        return len(paths)
+
+    @property
+    def _ending(self) -> str:
+        return f".{self._what}.json"
+
+    def _paths(self) -> list[Path]:
+        return sorted(self.folder.glob(f"*{self._ending}"))
+
+
 # The files that a run leaves in its folder and in each checkpoint.
 
 POLICY_FILE = "adacc_policy.json"

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from adacc_hf.artifacts.dependencies import walk_back
+
 SPOILED_ERROR = 0.25
 """Relative error from which compression is held to spoil a gradient, a block's or an operator's. INT4 leaves about 0.1
 (0.15 under eager attention). Errors grow from block to block, so that a whole gradient may be off by far more than that
@@ -62,22 +64,9 @@ def made_from(
 
     `reads` gives the values that the operator reads that makes one.
     """
-    found: set[int] = set()
-    pending, seen = [value], {value}
-    while pending:
-        new = [read for read in reads(pending.pop()) if read not in seen]
-        seen.update(new)
-        found.update(filter(is_activation, new))
-        pending += [read for read in new if not is_activation(read)]
-    return frozenset(found)
+    return frozenset(walk_back(reads(value), lambda v: None if is_activation(v) else reads(v))[0])
 
 
 def upstream(value: int, reads: Callable[[int], Iterable[int]], is_activation: Callable[[int], bool]) -> frozenset[int]:
     """All activations that `value` is made from, near or far."""
-    found: set[int] = set()
-    pending = [value]
-    while pending:
-        new = made_from(pending.pop(), reads, is_activation) - found
-        found |= new
-        pending += new
-    return frozenset(found)
+    return frozenset(filter(is_activation, walk_back(reads(value), reads)[1]))

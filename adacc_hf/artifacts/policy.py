@@ -365,6 +365,16 @@ def call_name(block: str, number: int) -> str:
     return block if number == 1 else f"{block}#{number}"
 
 
+def numbered(names: Iterable[str]) -> list[str]:
+    """`names` told apart as calls are: the second "norm" is "norm#2"."""
+    seen: Counter[str] = Counter()
+    found = []
+    for name in names:
+        seen[name] += 1
+        found.append(call_name(name, seen[name]))
+    return found
+
+
 def block_of_call(name: str) -> str:
     """The block of a call with that name."""
     return split_call(name)[0]

@@ -15,6 +15,7 @@ from typing import Any
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.files import fields_of, read_json, write_json
 from adacc_hf.artifacts.index_values import SPOILED_ERROR, decided, is_index, is_statistic, made_from, upstream
+from adacc_hf.artifacts.policy import numbered
 from adacc_hf.artifacts.profile_sizes import ProfileSizes, Shapes, sizes_of
 
 FORMAT_VERSION = 5
@@ -164,6 +165,11 @@ class KindProfile:
     def activations(self) -> tuple[Value, ...]:
         """The values that a policy has an action for."""
         return tuple(value for value in self.values if value.activation)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """A name for each value that no other has, the same in batches of all sizes: "attn:clone", "attn:clone#2"."""
+        return numbered(value.name for value in self.values)
 
     @cached_property
     def equal(self) -> dict[int, int]:

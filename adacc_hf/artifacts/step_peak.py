@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from adacc_hf.artifacts.policy import Action
 
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 DECODED_KEPT = 4
-"""Unpacks within which the executor keeps a decoded value that is wanted again."""
+"""Unpacks within which a decoded value is wanted again for the executor to keep it. One operator's slots are next to
+each other and its neighbour's follow; a mask that a replay reads at the start of backward and autograd at its end is
+decoded twice instead of taking 32 times its payload for all that time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,39 +96,62 @@ def simulate(profile: Profile, plans: Sequence[Plan]) -> Outcome:
     )
 
 
+class EarlierBlocks(NamedTuple):
+    """What the blocks of a step up to one leave behind."""
+
+    stored_bytes: int = 0
+    held_bytes: int = 0
+    """What of it forward does not hold anyway."""
+    shared: frozenset[int] = frozenset()
+    """Shared tensors that their replay reads."""
+
+    def then(self, outcome: BlockOutcome) -> EarlierBlocks:
+        """The same after one more block."""
+        return EarlierBlocks(
+            self.stored_bytes + outcome.stored_bytes,
+            self.held_bytes + outcome.held_bytes,
+            self.shared | outcome.shared,
+        )
+
+    def bases(self, profile: Profile, index: int, outcome: BlockOutcome) -> tuple[int, int]:
+        """Bytes live besides the block's own in the forward and in the backward of the `index`-th, the next one."""
+        block = profile.blocks[index]
+        unread = profile.unread_bytes(index, self.shared | outcome.shared)
+        return block.forward_base_bytes + self.held_bytes, block.backward_base_bytes - unread + self.stored_bytes
+
+    def block_peak(self, profile: Profile, index: int, outcome: BlockOutcome) -> int:
+        """Peak in the forward and the backward of the `index`-th block."""
+        forward, backward = self.bases(profile, index, outcome)
+        peak = forward + outcome.forward_working_bytes
+        return max(peak, backward + outcome.working_bytes) if outcome.moments else peak
+
+    def head_peaks(self, profile: Profile) -> tuple[int, int]:
+        """Peaks in the forward and the backward of the head and the loss, after all blocks."""
+        outside, loss = profile.head_peaks(self.shared)
+        return outside + self.held_bytes, loss + self.stored_bytes
+
+
 def step_peak_bytes(profile: Profile, outcomes: Sequence[BlockOutcome]) -> int:
     """Peak of a step in which the i-th block has `outcomes[i]`: `simulate(...).peak_bytes` without the timeline."""
     peaks = [profile.tail_peak_bytes, profile.optimizer_peak_bytes]
-    stored = held = 0
-    read: frozenset[int] = frozenset()
-    for index, (block, outcome) in enumerate(zip(profile.blocks, outcomes, strict=True)):
-        peaks.append(block.forward_base_bytes + held + outcome.forward_working_bytes)
-        read |= outcome.shared
-        if outcome.moments:
-            base = block.backward_base_bytes - profile.unread_bytes(index, read)
-            peaks.append(base + stored + outcome.working_bytes)
-        stored += outcome.stored_bytes
-        held += outcome.held_bytes
-    outside, loss = profile.head_peaks(read)
-    return max([outside + held, loss + stored, *peaks])
+    earlier = EarlierBlocks()
+    for index, outcome in enumerate(outcomes):
+        peaks.append(earlier.block_peak(profile, index, outcome))
+        earlier = earlier.then(outcome)
+    return max(*peaks, *earlier.head_peaks(profile))
 
 
 def _timeline(profile: Profile, outcomes: Sequence[BlockOutcome]) -> list[tuple[str, int]]:
     """Forward, head and loss, backward from the last block to the first, what follows it, and the optimizer."""
-    stored = held = 0
-    read: set[int] = set()
-    forward: list[tuple[str, int]] = []
+    earlier = EarlierBlocks()
+    points: list[tuple[str, int]] = []
     backward: list[list[tuple[str, int]]] = []
     for index, (block, outcome) in enumerate(zip(profile.blocks, outcomes, strict=True)):
-        base = block.forward_base_bytes + held
-        forward += [(f"forward {block.name}", base + live) for live in outcome.forward_moments]
-        read |= outcome.shared
-        base = block.backward_base_bytes - profile.unread_bytes(index, read) + stored
-        backward.append([(f"backward {block.name}", base + live) for live in outcome.moments])
-        stored += outcome.stored_bytes
-        held += outcome.held_bytes
-    outside, loss = profile.head_peaks(read)
-    points = [*forward, ("head and loss", outside + held), ("backward of head and loss", loss + stored)]
+        forward_base, backward_base = earlier.bases(profile, index, outcome)
+        points += [(f"forward {block.name}", forward_base + live) for live in outcome.forward_moments]
+        backward.append([(f"backward {block.name}", backward_base + live) for live in outcome.moments])
+        earlier = earlier.then(outcome)
+    points += zip(("head and loss", "backward of head and loss"), earlier.head_peaks(profile), strict=True)
     for moments in reversed(backward):
         points += moments
     points.append(("before or after the blocks", profile.tail_peak_bytes))

@@ -22,6 +22,7 @@ from torch.fx.experimental import symbolic_shapes
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from adacc_hf.artifacts.dependencies import walk_back
 from adacc_hf.torch_glue.private import OpOverload, named, op_name, schema_of
 
 __all__ = [
@@ -86,17 +87,12 @@ def graph_calls(result: torch.Tensor) -> Iterator[tuple[int, type]]:
 
     Each call is one node for autograd. The last calls come first.
     """
-    pending, seen = [result.grad_fn], set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    _, nodes = walk_back([result.grad_fn], lambda node: node and [before for before, _ in node.next_functions])
+    for node in nodes:
         function = getattr(node, _FUNCTION, None)
         number = getattr(function, _GRAPH_NUMBER, None)
         if number is not None:
             yield number, function
-        pending += [before for before, _ in node.next_functions]
 
 
 def code_of(function: type | None, name: Literal["compiled_fw", "compiled_bw"]) -> Callable[..., Any] | None:

@@ -15,9 +15,10 @@ from adacc_hf.compiler.graph_cost import coding_ms
 from adacc_hf.compiler.joint_graph import JointGraph, readers
 from adacc_hf.compiler.rewrite import memory_order
 from adacc_hf.kernels.codecs import MASK, Codec, codec_type, codecs_suiting, get_codec, precise_codec
-from adacc_hf.price.codec_options import assumed_outliers, codecs_of_role, make_codec, relative_error
+from adacc_hf.price.codec_options import assumed_outliers, codecs_of_role, make_codec
 from adacc_hf.price.precision import attention_bias
 from adacc_hf.torch_glue.private import SOFTMAX, no_dispatch
+from adacc_hf.torch_glue.tensors import relative_error
 
 aten = torch.ops.aten
 _MASKING = {aten.where, aten.mul, aten.div, aten.clone, torch.ops.prims.convert_element_type}
@@ -126,4 +127,4 @@ def _typical_error(name: str, group_size: int | None) -> float:
     with no_dispatch():
         noise = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0), device="cpu")
         codec = get_codec(name, **({} if group_size is None else {"group_size": group_size}))
-        return relative_error(noise, codec.decode(codec.encode(noise)))
+        return float(relative_error([noise], [codec.decode(codec.encode(noise))]))

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from adacc_hf.artifacts.dependencies import walk_back
 from adacc_hf.artifacts.policy import RETAIN, Choice
 from adacc_hf.artifacts.profile import CodecOption, KindProfile
 from adacc_hf.compiler.segments import Segments, cut_into_segments
@@ -101,7 +102,8 @@ class _GraphProgram:
         """
         model = self._graph.model
         coarse: dict[int, int] = {}
-        for value in sorted(self._upstream(self._graph.precise)):
+        _, upstream = walk_back(self._graph.precise, self._remade_from)
+        for value in sorted(upstream):
             options = {
                 self.block.store[value, o]: self._graph.is_coarse(value, o) for o in range(len(model.menus[value]))
             }
@@ -116,17 +118,6 @@ class _GraphProgram:
             for read in reads:
                 run = self.block.run[model.remake(value)]
                 self.program.constrain([*own, *fine, (read, -1.0), (run, -1.0)], low=-1.0)
-
-    def _upstream(self, values: Iterable[int]) -> set[int]:
-        """Those values and all that they may be remade from."""
-        found: set[int] = set()
-        pending = list(values)
-        while pending:
-            value = pending.pop()
-            if value not in found:
-                found.add(value)
-                pending += self._remade_from(value)
-        return found
 
     def _remade_from(self, value: int) -> tuple[int, ...]:
         operator = self._graph.model.remake(value)
@@ -195,19 +186,19 @@ def keeping(graph: GraphModel, values: Iterable[int]) -> GraphChoice:
 def _choice(graph: GraphModel, taken: Mapping[int, Store]) -> GraphChoice:
     """The choice that stores what is `taken`, less what nobody reads."""
     model = graph.model
-    pending = [value.index for value in model.kind.values if value.saved]
-    read: set[int] = set()
     runs: set[int] = set()
-    while pending:
-        value = pending.pop()
-        if value in read:
-            continue
-        read.add(value)
-        if value not in taken:
-            producer = model.kind.values[value].producer
-            if producer is not None and producer not in runs:
-                runs.add(producer)
-                pending += model.kind.operators[producer].inputs
+
+    def reads(value: int) -> tuple[int, ...] | None:
+        if value in taken:
+            return None
+        producer = model.kind.values[value].producer
+        if producer is None or producer in runs:
+            return ()
+        runs.add(producer)
+        return model.kind.operators[producer].inputs
+
+    saved = [value.index for value in model.kind.values if value.saved]
+    read, _ = walk_back(saved, reads)
     stores = {value: store for value, store in taken.items() if value in read}
     replay_ms = sum(model.kind.operators[j].ms for j in runs)
     stored_bytes = {value: store.nbytes for value, store in stores.items()}

@@ -6,13 +6,14 @@ Inputs that are at hand in backward anyway, parameters and the batch, are left o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import fx
 
+from adacc_hf.artifacts.dependencies import walk_back
 from adacc_hf.artifacts.profile import KindProfile, Operator, Value
 from adacc_hf.compiler.functorch import (
     NodeInfo,
@@ -45,18 +46,7 @@ class JointGraph:
 
     def values_behind(self, nodes: Iterable[fx.Node]) -> set[int]:
         """The values that `nodes` are, and for a node that only backward has those that it is made of."""
-        found: set[int] = set()
-        pending, seen = list(nodes), set()
-        while pending:
-            node = root_of(pending.pop())
-            if node in seen:
-                continue
-            seen.add(node)
-            if node in self._index:
-                found.add(self._index[node])
-            else:
-                pending += node.all_input_nodes
-        return found
+        return {self._index[node] for node in nodes_behind(nodes, self._index)}
 
     @cached_property
     def forward(self) -> frozenset[fx.Node]:
@@ -96,6 +86,12 @@ def read_joint_graph(module: fx.GraphModule, info: NodeInfo, held: Iterable[fx.N
         forward_ms=0.0,
     )
     return JointGraph(kind, tuple(nodes), tuple(operators))
+
+
+def nodes_behind(nodes: Iterable[fx.Node], ends: Container[fx.Node]) -> Iterable[fx.Node]:
+    """Of `ends` those that `nodes` are or view, and those that the others are made of."""
+    found, _ = walk_back(map(root_of, nodes), lambda n: None if n in ends else map(root_of, n.all_input_nodes))
+    return found
 
 
 def root_of(node: fx.Node) -> fx.Node:

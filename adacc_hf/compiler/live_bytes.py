@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from adacc_hf.compiler.functorch import hint, is_getitem, op_types
-from adacc_hf.compiler.joint_graph import is_held, nbytes_of, root_of
+from adacc_hf.compiler.joint_graph import is_held, nbytes_of, nodes_behind, root_of
 from adacc_hf.torch_glue.private import TorchDispatchMode, tree_leaves
 
 
@@ -62,16 +62,8 @@ def _last_reads(lying: list[fx.Node], mortal: Set[fx.Node]) -> dict[fx.Node, lis
     in_memory = set(lying)
     last: dict[fx.Node, fx.Node] = {node: node for node in lying}
     for node in lying:
-        pending, seen = list(node.all_input_nodes), set[fx.Node]()
-        while pending:
-            read = root_of(pending.pop())
-            if read in seen:
-                continue
-            seen.add(read)
-            if read in in_memory:
-                last[read] = node  # nodes come in their order, so the last one stays
-            else:
-                pending += read.all_input_nodes
+        # Nodes come in their order, so the last one stays.
+        last |= dict.fromkeys(nodes_behind(node.all_input_nodes, in_memory), node)
     dying = defaultdict(list)
     for node, reader in last.items():
         if node in mortal:

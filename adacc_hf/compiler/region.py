@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from adacc_hf.artifacts.errors import PolicyMismatchError
-from adacc_hf.artifacts.files import read_json, write_json
+from adacc_hf.artifacts.files import RecordFolder, read_json, write_json
 from adacc_hf.artifacts.policy import COMPILED_FORMAT, RECOMPUTE, Action, Choice
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.compiler.functorch import cache_dir, inductor_config, is_getitem
@@ -259,19 +259,21 @@ class PlanStore:
 
     def __init__(self, folder: str | Path | None = None) -> None:
         """`folder` is by default in torch's cache directory."""
-        self._folder = Path(cache_dir()) / "adacc" if folder is None else Path(folder)
+        folder = Path(cache_dir()) / "adacc" if folder is None else Path(folder)
+        self._records = RecordFolder(folder, "plan", FORMAT_VERSION, PolicyMismatchError)
 
     def load(self, decider: str, digest: str) -> RegionPlan | None:
         """The plan that `decider`, the partitioner's uuid, made for the graph of that digest; None if there is none."""
-        path = self._path(decider, digest)
-        return CompiledPolicy.load(path).regions[0] if path.is_file() and _is_on() else None
+        record = self._records.get(_name(decider, digest)) if _is_on() else None
+        return None if record is None else RegionPlan.from_json(record)
 
     def save(self, decider: str, plan: RegionPlan) -> None:
         if _is_on():
-            CompiledPolicy(share=None, regions=(plan,)).save(self._path(decider, plan.digest))
+            self._records.put(_name(decider, plan.digest), plan.to_json())
 
-    def _path(self, decider: str, digest: str) -> Path:
-        return self._folder / f"{digest}-{hashlib.sha256(decider.encode()).hexdigest()[:16]}.json"
+
+def _name(decider: str, digest: str) -> str:
+    return f"{digest}-{hashlib.sha256(decider.encode()).hexdigest()[:16]}"
 
 
 def _is_on() -> bool:

@@ -29,7 +29,6 @@ from adacc_hf.price.codec_options import (
     assumed_outliers,
     candidates,
     make_codec,
-    relative_error,
     with_outlier_codec,
 )
 from adacc_hf.price.gradient_probe import GradientErrors
@@ -43,6 +42,7 @@ from adacc_hf.tape.verification import obtainable
 from adacc_hf.torch_glue.memory import MemoryMeter, count_static_bytes, forward_loss
 from adacc_hf.torch_glue.private import TorchDispatchMode, schema_of, unset_fake_temporarily
 from adacc_hf.torch_glue.states import random_states_kept
+from adacc_hf.torch_glue.tensors import relative_error
 
 NUMBER_BYTES = 16
 """A Python number among a pointwise operator's arguments is a tensor while it runs, in 8 bytes, and cast to the others'
@@ -236,4 +236,4 @@ def _error_on_normal(name: str, options: tuple[tuple[str, Any], ...]) -> float:
         numbers = torch.randn(_SAMPLE, generator=torch.Generator("cpu").manual_seed(0))
         codec = get_codec(name, **dict(options) | ({"num_outliers": 0} if codec_type(name).keeps_outliers else {}))
         codec.fit(numbers)
-        return relative_error(numbers, codec.decode(codec.encode(numbers)))
+        return float(relative_error([numbers], [codec.decode(codec.encode(numbers))]))

@@ -16,9 +16,8 @@ from adacc_hf.price.timing import Bottleneck, time_of
 from adacc_hf.tape.compiled_plan import encode_view
 from adacc_hf.tape.replay import view
 from adacc_hf.tape.tape import Tape, TapeOperator
+from adacc_hf.torch_glue.tensors import relative_error
 
-PARTS = 16
-"""In which errors are taken, one after the other."""
 OUTLIER_SHARE = 0.01
 """Share of the channels that are taken to be outliers where there is no data to count them in."""
 
@@ -126,23 +125,9 @@ def _price(codec: Codec, tensor: torch.Tensor, scarce: Bottleneck) -> CodecOptio
         nbytes=codec.predicted_bytes(tuple(tensor.shape), tensor.dtype),
         encode_ms=getattr(time_of(lambda: codec.encode(tensor), tensor.device), scarce),
         decode_ms=getattr(time_of(lambda: codec.decode(payload), tensor.device), scarce),
-        error=0.0 if codec.lossless else relative_error(tensor, codec.decode(payload)),
+        error=0.0 if codec.lossless else float(relative_error([tensor], [codec.decode(payload)])),
         lossless=codec.lossless,
     )
-
-
-def relative_error(original: torch.Tensor, decoded: torch.Tensor) -> float:
-    """L2 norm of the difference over that of the original, in double precision; 0 for an all-zero original.
-
-    Part by part: copies in double precision of all of it take more than the block that is profiled.
-    """
-    norm = off = 0.0
-    parts = zip(original.reshape(-1).chunk(PARTS), decoded.reshape(-1).chunk(PARTS), strict=True)
-    for part, other in parts:
-        exact = part.double()
-        norm = math.hypot(norm, float(exact.norm()))
-        off = math.hypot(off, float(exact.sub_(other).norm()))
-    return off / norm if norm > 0 else 0.0
 
 
 # Roles: the class of tensor that a value is, which decides which codec suits it (paper, section 3.2).

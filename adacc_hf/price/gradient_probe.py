@@ -24,6 +24,7 @@ from adacc_hf.tape.compiled_plan import encode_view
 from adacc_hf.tape.recorder import is_freed
 from adacc_hf.tape.replay import Environment, Step, view
 from adacc_hf.tape.tape import Tape, TapeOperator, TensorRef, geometry_of, leaves, map_tensors
+from adacc_hf.torch_glue.tensors import relative_error
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "grouped_mm", "convolution")
 
@@ -186,7 +187,7 @@ class _Product:
 
     def error(self, value: int, base: torch.Tensor) -> float:
         """The relative L2 error of the gradient of the other factor with `base` in place of `value`."""
-        return _relative_error([self._factors[value]], [base]) if value in self._factors else 0.0
+        return float(relative_error([self._factors[value]], [base])) if value in self._factors else 0.0
 
 
 class _Backward:
@@ -237,7 +238,7 @@ class _Backward:
             return math.inf
         finally:
             self._instead.clear()
-        return _relative_error(self._exact, others)
+        return float(relative_error(self._exact, others))
 
     def _gradients(self) -> list[torch.Tensor]:
         found = torch.autograd.grad(self._outputs, self._inputs, self._weights, retain_graph=True, allow_unused=True)
@@ -253,18 +254,3 @@ def _noise(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     for output in outputs:
         generator = torch.Generator(output.device).manual_seed(0)
         yield torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
-
-
-def _relative_error(exact: Sequence[torch.Tensor], others: Iterable[torch.Tensor]) -> float:
-    """The L2 norm of all differences over that of all of `exact`; 0 where that is zero or not finite itself."""
-    differences = (other - tensor for other, tensor in zip(others, exact, strict=True))  # one at a time is live
-    norm, off = _norm(exact), _norm(differences)
-    if norm == 0 or not math.isfinite(norm):
-        return 0.0
-    return off / norm if math.isfinite(off) else math.inf
-
-
-def _norm(tensors: Iterable[torch.Tensor]) -> float:
-    """In single precision, which copies no single ones and is more than enough for a bound; of doubles in double."""
-    wide = ((tensor, torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors)
-    return math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=dtype)) for tensor, dtype in wide))

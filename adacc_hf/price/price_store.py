@@ -1,4 +1,4 @@
-"""The prices of tapes that were profiled on this machine: kept, and taken from there when asked."""
+"""The prices of tapes that were profiled on this machine, in a folder that several processes may use."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import json
 import logging
 import os
 import platform
-import sqlite3
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
-from dataclasses import asdict, astuple, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, astuple, dataclass
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +19,7 @@ import torch
 from adacc_hf import __version__
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import AdaccError
+from adacc_hf.artifacts.files import RecordFolder
 from adacc_hf.artifacts.profile import codec_option_from_json
 from adacc_hf.kernels.codecs import ROLES, codecs_suiting, precise_codec
 from adacc_hf.price.measurement import Instruments
@@ -29,19 +28,18 @@ from adacc_hf.price.timing import Bottleneck
 from adacc_hf.tape.tape import Tape
 
 VARIABLE = "ADACC_HF_PROFILES"
-"""Environment variable with the path of another file."""
-FORMAT_VERSION = 1
-WAIT_SECONDS = 5.0
-"""Longest wait for another process's write, which takes milliseconds."""
+"""Environment variable with the path of another folder."""
+FORMAT_VERSION = 2
+"""Goes up with each change of what is kept."""
 
 
 class ProfileStoreError(AdaccError):
-    """The database of profiles cannot be read or written."""
+    """Kept prices cannot be read, or there is no place for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """What prices depend on. They are taken from the database only if all of it is the same."""
+    """What prices depend on. They are taken from the folder only if all of it is the same."""
 
     tape: str
     """Digest of the recorded operators, constants and slots."""
@@ -68,11 +66,11 @@ class Row:
     block_class: str
     created: str
     prices: dict[str, Any]
-    """JSON values; `stored_prices.py` says what."""
+    """JSON values, as `prices_to_json` makes them."""
 
 
-def default_path() -> Path:
-    """$ADACC_HF_PROFILES, else profiles.sqlite3 in $XDG_CACHE_HOME/adacc_hf, where the compiled kernels are too.
+def default_folder() -> Path:
+    """$ADACC_HF_PROFILES, else profiles in $XDG_CACHE_HOME/adacc_hf, where the compiled kernels are too.
 
     Raises ProfileStoreError for a user without a home, as in containers that run under any number.
     """
@@ -83,45 +81,39 @@ def default_path() -> Path:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:
         raise ProfileStoreError(
-            f"there is no place for the database of profiles ({error}): set {VARIABLE} to a writable file, or HOME"
+            f"there is no place for profiles ({error}): set {VARIABLE} to a writable folder, or HOME"
         ) from error
-    return caches / "adacc_hf" / "profiles.sqlite3"
-
-
-_COLUMNS = tuple(field.name for field in fields(Key))
-_CREATE = (
-    f"CREATE TABLE IF NOT EXISTS prices (name TEXT PRIMARY KEY, {', '.join(f'{c} TEXT NOT NULL' for c in _COLUMNS)}, "
-    f"block_class TEXT NOT NULL, created TEXT NOT NULL, prices TEXT NOT NULL)"
-)
-_READ = f"SELECT {', '.join(_COLUMNS)}, block_class, created, prices FROM prices"
-_WRITE = f"INSERT OR REPLACE INTO prices VALUES ({', '.join('?' * (len(_COLUMNS) + 4))})"
+    return caches / "adacc_hf" / "profiles"
 
 
 class ProfileStore:
-    """The database at `path`; every method raises ProfileStoreError if it cannot be used. Reading makes no file."""
+    """The rows in `folder`. Methods raise ProfileStoreError or OSError where it cannot be used."""
 
-    def __init__(self, path: Path | None = None) -> None:
-        self._given = path
+    def __init__(self, folder: Path | None = None) -> None:
+        self._given = folder
 
     @cached_property
-    def path(self) -> Path:
-        return self._given or default_path()
+    def _records(self) -> RecordFolder:
+        return RecordFolder(self._given or default_folder(), "prices", FORMAT_VERSION, ProfileStoreError)
+
+    @property
+    def folder(self) -> Path:
+        return self._records.folder
 
     def get(self, key: Key) -> Row | None:
         """The row of exactly this key."""
-        found = [row for row in self._rows("WHERE name = ?", (key.name,)) if row.key == key]
-        return found[0] if found else None
+        row = self._row(key.name)
+        return row if row is not None and row.key == key else None
 
     def put(self, key: Key, block_class: str, prices: dict[str, Any]) -> None:
         """Keep `prices`, in place of what was there for the same key."""
         created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        values = (key.name, *astuple(key), block_class, created, json.dumps(prices))
-        with self._open() as connection:
-            connection.execute(_WRITE, values)
+        self._records.put(key.name, Row(key=key, block_class=block_class, created=created, prices=prices))
 
     def list(self) -> list[Row]:
         """All rows, the newest first."""
-        return self._rows("ORDER BY created DESC, name", ())
+        rows = [row for row in map(self._row, self._records.names()) if row is not None]
+        return sorted(rows, key=lambda row: row.created, reverse=True)
 
     def find(self, name: str) -> Row:
         """The one row whose name begins with `name`. Raises ValueError if there is none or several."""
@@ -130,101 +122,24 @@ class ProfileStore:
             raise ValueError(f"{len(found)} profiles have names that begin with {name!r}: see `adacc profiles list`")
         return found[0]
 
-    def clear(self) -> int | None:
-        """Remove all rows and return how many there were; None for a file that could not be read and was set aside."""
-        if not self.path.exists():
-            return 0
-        try:
-            with self._open() as connection:
-                return connection.execute("DELETE FROM prices").rowcount
-        except _UnreadableError:
-            self._set_aside()
-            return None
+    def clear(self) -> int:
+        """Remove all rows and return how many there were."""
+        return self._records.clear()
 
-    @property
-    def aside(self) -> Path:
-        """Where `clear` moves a file that cannot be read."""
-        return self.path.with_name(f"{self.path.name}.unreadable")
-
-    def _rows(self, condition: str, values: tuple[str, ...]) -> list[Row]:
-        if not self.path.exists():
-            return []
-        with self._open() as connection:
-            records = connection.execute(f"{_READ} {condition}", values).fetchall()
-        count = len(_COLUMNS)
-        return [
-            Row(
-                key=Key(**dict(zip(_COLUMNS, record[:count], strict=True))),
-                block_class=record[count],
-                created=record[count + 1],
-                prices=self._parsed(record[count + 2]),
-            )
-            for record in records
-        ]
-
-    def _parsed(self, text: str) -> dict[str, Any]:
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
-            raise self._unreadable(error) from error
-
-    @contextmanager
-    def _open(self) -> Iterator[sqlite3.Connection]:
-        """A connection in one transaction; the table is made if it is not there."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with closing(sqlite3.connect(self.path, timeout=WAIT_SECONDS)) as connection, connection:
-                # Taken before the version is read, so that two processes cannot both find an empty file.
-                connection.execute("BEGIN IMMEDIATE")
-                (version,) = connection.execute("PRAGMA user_version").fetchone()
-                if version == 0:
-                    if connection.execute("SELECT 1 FROM sqlite_master").fetchone():
-                        raise self._unreadable("its tables are not ours")
-                    connection.execute(_CREATE)
-                    connection.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
-                elif version != FORMAT_VERSION:
-                    raise self._unreadable(f"its format is {version}, this release reads {FORMAT_VERSION}")
-                yield connection
-        except sqlite3.OperationalError as error:  # locked, no space, no permission: the file itself may be sound
-            raise ProfileStoreError(
-                f"the database of profiles {self.path} cannot be used ({error}): free it, or set {VARIABLE} to a "
-                f"writable file"
-            ) from error
-        except sqlite3.DatabaseError as error:
-            raise self._unreadable(error) from error
-        except OSError as error:
-            raise ProfileStoreError(
-                f"the database of profiles {self.path} cannot be made ({error}): set {VARIABLE} to a writable file"
-            ) from error
-
-    def _unreadable(self, reason: object) -> _UnreadableError:
-        return _UnreadableError(
-            f"the database of profiles {self.path} cannot be read ({reason}): `adacc profiles clear` sets it aside, "
-            f"and the next profile starts a new one; set {VARIABLE} if it is another program's"
-        )
-
-    def _set_aside(self) -> None:
-        """Not deleted: the path is the user's, and may be mistaken."""
-        self.path.replace(self.aside)
-        self.path.with_name(f"{self.path.name}-journal").unlink(missing_ok=True)
+    def _row(self, name: str) -> Row | None:
+        record = self._records.get(name)
+        return None if record is None else Row(**{**record, "key": Key(**record["key"])})
 
 
-class _UnreadableError(ProfileStoreError):
-    """The file is no database of ours."""
-
-
-# Prices that are kept in the database of profiles, and taken from there when asked.
+# Prices that are kept there, and taken from there when asked.
 
 log = logging.getLogger(__name__)
-
-CONTENTS = 2
-"""Goes up with each change of what is kept, so that older prices are not taken for whole."""
 
 
 class StoringInstruments(Instruments):
     """Readings from real runs. Prices are kept in `store`, and with `reuse_prices` known ones are not measured again.
 
-    A database that cannot be used is reported once and left alone from then on.
+    A folder that cannot be used is reported once and left alone from then on.
     """
 
     def __init__(self, store: ProfileStore) -> None:
@@ -245,10 +160,10 @@ class StoringInstruments(Instruments):
         try:
             row = self.store.get(key)
             return None if row is None else prices_from_json(row.prices, tape)
-        except ProfileStoreError as error:
+        except (ProfileStoreError, OSError) as error:
             self._give_up(error)
         except (KeyError, TypeError, ValueError) as error:
-            self._give_up(f"the prices of {key.name} in {self.store.path} are damaged ({error})")
+            self._give_up(f"the prices of {key.name} in {self.store.folder} are damaged ({error})")
         return None
 
     def _keep(self, key: Key, tape: Tape, prices: Prices) -> None:
@@ -256,12 +171,16 @@ class StoringInstruments(Instruments):
             return
         try:
             self.store.put(key, tape.block_class, prices_to_json(prices, tape))
-        except ProfileStoreError as error:
+        except (ProfileStoreError, OSError) as error:
             self._give_up(error)
 
     def _give_up(self, reason: object) -> None:
         self._is_usable = False
-        log.warning("Adacc: prices are measured and not kept: %s", reason)
+        log.warning(
+            "Adacc: prices are measured and not kept: %s; `adacc profiles clear` empties the folder, %s names another",
+            reason,
+            VARIABLE,
+        )
 
 
 def price_key(tape: Tape, device: torch.device, config: AdaccConfig, outliers: Mapping[int, int]) -> Key:
@@ -275,7 +194,7 @@ def price_key(tape: Tape, device: torch.device, config: AdaccConfig, outliers: M
         config.min_compress_bytes,
         config.max_error is not None,
         sorted(outliers.items()),
-        (__version__, CONTENTS),
+        (__version__, FORMAT_VERSION),
     )
     return Key(
         tape=tape.digest,

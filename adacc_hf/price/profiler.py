@@ -70,7 +70,7 @@ def profile_model(
             loss to train on. `batch` is whatever that needs. It is called some 8 times.
         all_sizes: measure the memory of three parts of the batch too, which takes as long as four more steps of it, so
             that `Profile.sizes` tells of batches of any size, as far as the model takes parts of a batch.
-        instruments: what takes the readings, by default from real runs; prices are then kept in the database that
+        instruments: what takes the readings, by default from real runs; prices are then kept in the folder that
             `adacc profiles` shows.
 
     Raises NoBlocksError for a model without repeated blocks, NestedHooksError if other saved-tensor hooks are active,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from adacc_hf.artifacts.dependencies import walk_back
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.policy import IDLE_KIND, Action, Choice, Plan, Policy
 from adacc_hf.artifacts.profile import CodecOption, KindProfile, Profile, Value
@@ -59,33 +59,21 @@ class ActivationRow:
 def activation_rows(kind: KindProfile, plan: Plan) -> list[ActivationRow]:
     """One row per activation of `kind`, in the order in which the block makes them."""
     choices = dict(plan.choices)
-    labels = dict(zip((value.index for value in kind.activations), activation_labels(kind), strict=True))
     options = {value.index: _chosen_option(value, choices[value.index]) for value in kind.activations}
     coded = [value for value, option in options.items() if option is not None and not option.lossless]
     decided = kind.decided(coded) | kind.fragile_beside(coded)
     return [
         ActivationRow(
             value=value,
-            label=labels[value.index],
+            label=kind.names[value.index],
             choice=choices[value.index],
             option=options[value.index],
             replay_ms=_replay_ms(kind, choices, value),
-            twin=labels.get(value.equal_to),
+            twin=None if value.equal_to is None else kind.names[value.equal_to],
             is_decided=value.index in decided,
         )
         for value in kind.activations
     ]
-
-
-def activation_labels(kind: KindProfile) -> list[str]:
-    """A different label for every activation: its name, and its number among those of that name if it has company."""
-    names = [value.name for value in kind.activations]
-    seen: Counter[str] = Counter()
-    labels = []
-    for name in names:
-        seen[name] += 1
-        labels.append(f"{name} #{seen[name]}" if names.count(name) > 1 else name)
-    return labels
 
 
 def check_belongs(policy: Policy, profile: Profile) -> None:
@@ -181,22 +169,20 @@ def _chosen_option(value: Value, choice: Choice) -> CodecOption | None:
 
 def _replay_ms(kind: KindProfile, choices: dict[int, Choice], value: Value) -> float | None:
     """Time of the operators between `value` and what the plan stores, `value` itself taken as not stored."""
-    operators: set[int] = set()
-    pending = [value]
-    while pending:
-        missing = pending.pop()
-        if missing.equal_to is not None:
-            twin = kind.values[missing.equal_to]
-            pending += [] if _is_stored(twin, choices) else [twin]
-            continue
-        if missing.producer is None or not missing.recomputable or not kind.operators[missing.producer].replayable:
+
+    def reads(index: int) -> tuple[int, ...] | None:
+        missing = kind.values[index]
+        if missing is not value and _is_stored(missing, choices):
             return None
-        if missing.producer in operators:
-            continue
-        operators.add(missing.producer)
-        inputs = [kind.values[index] for index in kind.operators[missing.producer].inputs]
-        pending += [needed for needed in inputs if not _is_stored(needed, choices)]
-    return sum(kind.operators[index].ms for index in operators)
+        if missing.equal_to is not None:
+            return (missing.equal_to,)
+        return () if missing.producer is None else kind.operators[missing.producer].inputs
+
+    _, passed = walk_back([value.index], reads)
+    remade = [kind.values[index] for index in passed if kind.values[index].equal_to is None]
+    if any(v.producer is None or not v.recomputable or not kind.operators[v.producer].replayable for v in remade):
+        return None
+    return sum(kind.operators[index].ms for index in {v.producer for v in remade})
 
 
 def _is_stored(value: Value, choices: dict[int, Choice]) -> bool:

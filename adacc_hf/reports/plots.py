@@ -13,7 +13,6 @@ from adacc_hf.artifacts.policy import Action, Plan, Policy
 from adacc_hf.artifacts.profile import KindProfile, Profile
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.reports.document import ACTION_COLORS
-from adacc_hf.reports.explain import activation_labels
 from adacc_hf.solve.frontier import chain, frontiers, overhead_ms
 from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.solve.milp import build_model
@@ -125,7 +124,7 @@ def _draw_kind(axis: Axes, kind: KindProfile, columns: Sequence[tuple[str, Plan]
     axis.pcolormesh(cells, cmap=colors, vmin=0, vmax=len(order) - 1, edgecolors=GRID_COLOR, linewidth=1.5)
     axis.invert_yaxis()
     places = [row + 0.5 for row in range(rows)]
-    axis.set_yticks(places, activation_labels(kind))
+    axis.set_yticks(places, [kind.names[value.index] for value in kind.activations])
     sizes = axis.secondary_yaxis("right")
     sizes.set_yticks(places, [format_bytes(value.nbytes) for value in kind.activations])
     stride = 1 + len(columns) // 32  # more numbers than that would touch

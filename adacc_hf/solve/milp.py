@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from adacc_hf.artifacts.dependencies import walk_back
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice, Plan
 from adacc_hf.solve.linear_program import Program
 
@@ -128,17 +129,18 @@ def price(model: KindModel, choices: Mapping[int, Choice]) -> Column:
     coded = [value for value, choice in choices.items() if model.is_lossy(value, choice)]
     choices |= {value: RETAIN for value in model.kind.fragile_beside(coded) if choices[value] == RECOMPUTE}
     values = model.kind.values
-    pending = [value.index for value in model.kind.activations if value.saved and choices[value.index] == RECOMPUTE]
-    read: set[int] = set()
     runs: set[int] = set()
-    while pending:
-        operator = model.kind.operators[_producer(model, pending.pop())]
-        if operator.index not in runs:
-            runs.add(operator.index)
-            read.update(operator.inputs)
-            pending += [
-                v for v in operator.inputs if values[v].shared is None and choices.get(v, RECOMPUTE) == RECOMPUTE
-            ]
+
+    def reads(value: int) -> tuple[int, ...] | None:
+        if values[value].shared is not None or choices.get(value, RECOMPUTE) != RECOMPUTE:
+            return None
+        operator = model.remake(value)
+        assert operator is not None, f"the program lets value {value} be remade, which cannot be"
+        runs.add(operator)
+        return model.kind.operators[operator].inputs
+
+    wanted = [value.index for value in model.kind.activations if value.saved and choices[value.index] == RECOMPUTE]
+    read, _ = walk_back(wanted, reads)
     kept = [v.index for v in model.kind.activations if choices[v.index] != RECOMPUTE and (v.saved or v.index in read)]
     stores = [next(store for store in model.menus[v] if store.choice == choices[v]) for v in kept]
     return Column(
@@ -147,12 +149,6 @@ def price(model: KindModel, choices: Mapping[int, Choice]) -> Column:
         shared=frozenset(values[v].shared for v in read if values[v].shared is not None),
         ms=sum(model.kind.operators[j].ms for j in runs) + sum(store.ms for store in stores),
     )
-
-
-def _producer(model: KindModel, value: int) -> int:
-    operator = model.remake(value)
-    assert operator is not None, f"the program lets value {value} be remade, which cannot be"
-    return operator
 
 
 class BlockVariables:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from adacc_hf.artifacts.policy import RECOMPUTE
-from adacc_hf.artifacts.step_peak import BlockOutcome, run_block, step_peak_bytes
+from adacc_hf.artifacts.step_peak import BlockOutcome, EarlierBlocks, run_block, step_peak_bytes
 from adacc_hf.solve.milp import Column, KindModel, price
 
 if TYPE_CHECKING:
@@ -48,12 +47,12 @@ class PeakOracle:
     def peak_block(self, columns: Sequence[Column]) -> int | None:
         """The block in whose forward or backward the peak is, the first of several; None if it is outside of them."""
         peak = self.peak_bytes(columns)
-        before = _Before()
+        earlier = EarlierBlocks()
         for index, (block, column) in enumerate(zip(self.profile.blocks, columns, strict=True)):
             outcome = self.outcome(block.kind, column)
-            if self._own_peak(index, outcome, before) == peak:
+            if earlier.block_peak(self.profile, index, outcome) == peak:
                 return index
-            before = before.then(column, outcome)
+            earlier = earlier.then(outcome)
         return None
 
     def arranged(self, columns: Sequence[Column]) -> list[Column]:
@@ -106,46 +105,22 @@ class PeakOracle:
         Block by block from the first, the plan that stores least of those whose own forward and backward fit: storing
         less never hurts a later block. Reading another held tensor may, so each set of them is followed on its own.
         """
-        reached = {frozenset(): _Before()}
+        reached: dict[frozenset[int], tuple[tuple[Column, ...], EarlierBlocks]] = {frozenset(): ((), EarlierBlocks())}
         for index, block in enumerate(self.profile.blocks):
-            following: dict[frozenset[int], _Before] = {}
-            for read, before in reached.items():
+            following: dict[frozenset[int], tuple[tuple[Column, ...], EarlierBlocks]] = {}
+            for read, (columns, earlier) in reached.items():
                 for reads, pool in pools[block.kind].items():
-                    fitting = (pair for pair in pool if self._own_peak(index, pair[1], before) <= budget)
+                    fitting = (pair for pair in pool if earlier.block_peak(self.profile, index, pair[1]) <= budget)
                     first = next(fitting, None)
-                    other = following.get(read | reads)
-                    if first is not None and (other is None or before.stored + first[1].stored_bytes < other.stored):
-                        following[read | reads] = before.then(*first)
+                    if first is None:
+                        continue
+                    column, outcome = first
+                    then, other = earlier.then(outcome), following.get(read | reads)
+                    if other is None or then.stored_bytes < other[1].stored_bytes:
+                        following[read | reads] = (*columns, column), then
             reached = following
-        policies = (list(before.columns) for before in reached.values())
+        policies = (list(columns) for columns, _ in reached.values())
         return next((policy for policy in policies if self.peak_bytes(policy) <= budget), None)
-
-    def _own_peak(self, index: int, outcome: BlockOutcome, before: _Before) -> int:
-        """Peak in the forward and backward of the `index`-th block after `before`."""
-        block = self.profile.blocks[index]
-        forward = block.forward_base_bytes + before.held + outcome.forward_working_bytes
-        if not outcome.moments:
-            return forward
-        base = block.backward_base_bytes + before.stored
-        unread = self.profile.unread_bytes(index, before.read | outcome.shared)
-        return max(forward, base - unread + outcome.working_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """What the blocks before one were given, and what that leaves behind."""
-
-    columns: tuple[Column, ...] = ()
-    stored: int = 0
-    held: int = 0
-    """Bytes that forward does not hold anyway."""
-    read: frozenset[int] = frozenset()
-    """Shared tensors that their replay reads."""
-
-    def then(self, column: Column, outcome: BlockOutcome) -> _Before:
-        """The same after one more block."""
-        stored, held = self.stored + outcome.stored_bytes, self.held + outcome.held_bytes
-        return _Before((*self.columns, column), stored, held, self.read | outcome.shared)
 
 
 # How small the peak of a step can get: policies below what the frontiers reach, and a bound that no policy is below.
@@ -225,25 +200,26 @@ def _is_within(needs: _Needs, others: _Needs) -> bool:
 
 def least_bound(profile: Profile, frontiers: Sequence[Sequence[Column]]) -> int:
     """Bytes that no policy's peak is below: what is live in any case, with the least that blocks can store."""
-    bounds = [profile.tail_peak_bytes]
-    stored = held = 0
-    for index, block in enumerate(profile.blocks):
-        kind = profile.kind_of(block)
-        bounds.append(block.forward_base_bytes + held + max((e.extra_bytes for e in kind.forward), default=0))
-        if kind.backward:
-            unread = profile.unread_bytes(index, frozenset())
-            bounds.append(block.backward_base_bytes - unread + stored + handed_bytes(kind))
-        least = frontiers[block.kind][-1].nbytes
-        stored += least
-        held += max(0, least - sum(value.nbytes for value in kind.activations if value.cached))
-    outside, loss = profile.head_peaks(frozenset())
-    return max([*bounds, outside + held, loss + stored])
+    least = [least_outcome(kind, frontier[-1].nbytes) for kind, frontier in zip(profile.kinds, frontiers, strict=True)]
+    return step_peak_bytes(profile, [least[block.kind] for block in profile.blocks])
 
 
-def handed_bytes(kind: KindProfile) -> int:
-    """Most that is live in a block's backward whatever its plan: what autograd holds at once, and the rest's own."""
+def least_outcome(kind: KindProfile, stored_bytes: int) -> BlockOutcome:
+    """What no plan for a block of `kind` keeps and needs less than, if none stores less than `stored_bytes`."""
+    return BlockOutcome(
+        stored_bytes=stored_bytes,
+        shared=frozenset(),
+        overhead_ms=0.0,
+        forward_moments=tuple(event.extra_bytes for event in kind.forward),
+        moments=tuple(_handed_bytes(kind)),
+        held_bytes=max(0, stored_bytes - sum(value.nbytes for value in kind.activations if value.cached)),
+    )
+
+
+def _handed_bytes(kind: KindProfile) -> Iterator[int]:
+    """What is live at each moment of a block's backward whatever its plan: what autograd holds at once, and the rest's
+    own."""
     slots: dict[int, int] = {}
-    most = 0
     for event in kind.backward:
         value = kind.slots[event.slot]
         if event.release:
@@ -253,5 +229,4 @@ def handed_bytes(kind: KindProfile) -> int:
         # A repeated value may be the other's own storage.
         distinct = {kind.equal.get(value, value) for value in slots.values()}
         live = sum(kind.values[value].nbytes for value in distinct)
-        most = max(most, live + (event.extra_bytes if event.release else max(event.entry_bytes, event.extra_bytes)))
-    return most
+        yield live + (event.extra_bytes if event.release else max(event.entry_bytes, event.extra_bytes))

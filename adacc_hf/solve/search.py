@@ -13,16 +13,18 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from adacc_hf.artifacts.step_peak import EarlierBlocks
 from adacc_hf.solve.baselines import greedy_policies
 from adacc_hf.solve.budget import Budget, infeasible_peak, infeasible_stored
 from adacc_hf.solve.frontier import MixtureProgram, chain, fixed_bytes, frontiers, least_ms, overhead_ms, stored_bytes
 from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.solve.milp import Column, KindModel, build_model, retain_all
-from adacc_hf.solve.minimum_peak import PeakOracle, descent, handed_bytes, least_bound
+from adacc_hf.solve.minimum_peak import PeakOracle, descent, least_bound, least_outcome
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.config import AdaccConfig
     from adacc_hf.artifacts.profile import Profile
+    from adacc_hf.artifacts.step_peak import BlockOutcome
     from adacc_hf.solve.minimum_peak import Outcomes
 
     Fits = Callable[[list[Column]], bool]
@@ -173,16 +175,17 @@ class PolicySearch:
         before = [0] * len(self.models)
         most_ms = 0.0
         for index, block in enumerate(self.profile.blocks):
-            if self.profile.kind_of(block).backward:
-                base = block.backward_base_bytes - self.profile.unread_bytes(index, frozenset())
-                limit = nbytes - base - self._handed_bytes[block.kind]
+            least = self._least_outcomes[block.kind]
+            if least.moments:
+                _, base = EarlierBlocks().bases(self.profile, index, least)
+                limit = nbytes - base - least.working_bytes
                 most_ms = max(most_ms, least_ms(before, self.kinds.frontiers, limit))
             before[block.kind] += 1
         return most_ms + self.profile.head_overhead_ms
 
     @cached_property
-    def _handed_bytes(self) -> list[int]:
-        return [handed_bytes(kind) for kind in self.profile.kinds]
+    def _least_outcomes(self) -> list[BlockOutcome]:
+        return [least_outcome(kind, stored_bytes=0) for kind in self.profile.kinds]
 
     def _least_ms(self, limit_bytes: int) -> float:
         """What no policy can beat whose blocks store at most `limit_bytes`."""
@@ -195,8 +198,7 @@ class PolicySearch:
         # In the head what blocks store is live; in its forward also casts of parameters, stored or not.
         kinds = [self.profile.kind_of(block) for block in self.profile.blocks]
         cached = sum(value.nbytes for kind in kinds for value in kind.activations if value.cached)
-        outside, loss = self.profile.head_peaks(frozenset())
-        return budget.nbytes - max(outside - cached, loss)
+        return budget.nbytes - max(EarlierBlocks(held_bytes=-cached).head_peaks(self.profile))
 
     def _greedy(self, fits: Fits, rival_ms: float) -> list[list[Column]]:
         """The first policy of the greedy rule that fits, if one does that is faster than `rival_ms`."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from adacc_hf.artifacts.step_peak import DECODED_KEPT
 from adacc_hf.tape.tape import Geometry, Tape, TapeOperator, TensorRef, leaves, map_tensors, tensor_refs
 from adacc_hf.torch_glue.tensors import copy_with_storage
 
@@ -125,12 +126,6 @@ def _holds_tensor(tree: Any) -> bool:
     return next(tensor_refs(tree), None) is not None
 
 
-SOON = 4
-"""Unpacks within which a decoded value is wanted again for it to be kept. One operator's slots are next to each other
-and its neighbour's follow; a mask that a replay reads at the start of backward and autograd at its end is decoded twice
-instead of taking 32 times its payload for all that time."""
-
-
 @dataclass(frozen=True, slots=True)
 class Store:
     """Where each value is found without replay."""
@@ -192,7 +187,7 @@ def schedule(tape: Tape, store: Store, order: Sequence[int], given_back: Collect
     uses = _last_uses(tape, order, runs)
     values = [tape.slots[slot].value for slot in order]
     programs = [_program(tape, store, value, rank, runs[rank], uses) for rank, value in enumerate(values)]
-    return [_drop_decoded(program, store, programs[rank + 1 :][:SOON]) for rank, program in enumerate(programs)]
+    return [_drop_decoded(program, store, programs[rank + 1 :][:DECODED_KEPT]) for rank, program in enumerate(programs)]
 
 
 def _drop_decoded(program: Program, store: Store, next_programs: Sequence[Program]) -> Program:

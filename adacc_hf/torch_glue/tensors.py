@@ -5,7 +5,8 @@ Operators run on the parts, so a tape knows these alone. Autograd saves the whol
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -159,3 +160,57 @@ def without_gradient_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]
     finally:
         for hooks, before in found:
             hooks.update(before)
+
+
+# How far tensors are off, by L2 norms in double precision; those of several tensors are of all as one vector. None of
+# these synchronises.
+
+NUM_PARTS, SMALLEST_PART = 64, 4096
+"""Parts of a tensor that are taken into doubles one after the other, and the least number of elements of one."""
+
+
+def relative_error(exact: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
+    """The L2 norm of the difference over that of `exact`.
+
+    inf where the difference alone is not finite; 0 where `exact` is zero or not finite itself, which codecs keep so.
+    """
+    norm = l2_norm(exact)
+    error = difference_norm(exact, other) / norm
+    return torch.where(torch.isfinite(norm) & (norm > 0), error.nan_to_num(nan=math.inf, posinf=math.inf), 0.0)
+
+
+@torch.no_grad()
+def l2_norm(tensors: Iterable[Tensor]) -> Tensor:
+    return _joined([torch.linalg.vector_norm(part.to(_wide(part))) for tensor in tensors for (part,) in _parts(tensor)])
+
+
+@torch.no_grad()
+def difference_norm(exact: Iterable[Tensor], other: Iterable[Tensor]) -> Tensor:
+    return _joined(
+        [
+            torch.linalg.vector_norm(right.to(_wide(right), copy=True).add_(left, alpha=-1))  # no sub for bool
+            for pair in zip(exact, other, strict=True)
+            for left, right in _parts(*pair)
+        ]
+    )
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64
+
+
+def _parts(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """The same parts of tensors of one shape; the whole ones where they do not fill their memory in one order."""
+    order = sorted(range(tensors[0].dim()), key=tensors[0].stride, reverse=True)
+    turned = [tensor.permute(order) for tensor in tensors]
+    if not all(tensor.is_contiguous() for tensor in turned):
+        return [tensors]
+    size = max(SMALLEST_PART, -(-tensors[0].numel() // NUM_PARTS))
+    return zip(*(tensor.view(-1).split(size) for tensor in turned), strict=True)
+
+
+def _joined(norms: Sequence[Tensor]) -> Tensor:
+    """The norm of a vector whose parts have these."""
+    if not norms:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))

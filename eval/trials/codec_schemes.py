@@ -7,6 +7,7 @@ the paper's scheme (section 3.2), as a policy that the executor runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -20,6 +21,7 @@ from adacc_hf.artifacts.policy import Choice
 from adacc_hf.kernels.codecs import Codec, get_codec, list_codecs
 from adacc_hf.kernels.outlier_int4 import count_outliers
 from adacc_hf.run.blocks import find_blocks
+from adacc_hf.torch_glue.tensors import difference_norm, l2_norm
 
 LAYER_SPECIFIC = "layer-specific"
 NO_OUTLIERS = "outlier_int4 without outliers"
@@ -104,7 +106,7 @@ class RoundTrips:
         self.scheme = scheme
         self.num_tensors = 0
         """How many tensors were encoded."""
-        self._squared_error = self._squared_norm = 0.0
+        self._norm = self._off = 0.0
         self._in_block = False
         self._parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
         self._mask = get_codec("bitmask")
@@ -127,7 +129,7 @@ class RoundTrips:
     @property
     def error(self) -> float:
         """Relative L2 error of what came back, everything as one vector."""
-        return (self._squared_error / self._squared_norm) ** 0.5
+        return self._off / self._norm
 
     def _enter_block(self, inside: bool) -> None:
         self._in_block = inside
@@ -145,8 +147,8 @@ class RoundTrips:
             return packed
         codec, payload, original = packed
         restored = codec.decode(payload)
-        self._squared_error += float((restored.double() - original).square().sum())
-        self._squared_norm += float(original.double().square().sum())
+        self._norm = math.hypot(self._norm, float(l2_norm([original])))
+        self._off = math.hypot(self._off, float(difference_norm([original], [restored])))
         return restored
 
     def _codec(self, tensor: torch.Tensor) -> Codec:

@@ -11,6 +11,7 @@ from torch import nn
 from adacc_hf.eval.records.records import RedGateError
 from adacc_hf.eval.trials.workload import Batch
 from adacc_hf.torch_glue.memory import backward, forward_loss
+from adacc_hf.torch_glue.tensors import difference_norm, l2_norm
 
 NOISE_FACTOR = 4.0
 """What a lossless method may differ by, in units of what plain training differs by from run to run: nothing on a CPU,
@@ -60,9 +61,8 @@ def relative_error(expected: Gradients, found: Gradients) -> float:
     """
     if expected.by_name.keys() != found.by_name.keys():
         return math.inf
-    squares = [(found.by_name[name].double() - g.double()).square().sum() for name, g in expected.by_name.items()]
-    norm = [gradient.double().square().sum() for gradient in expected.by_name.values()]
-    return float((torch.stack(squares).sum() / torch.stack(norm).sum()).sqrt())
+    gradients = list(expected.by_name.values())
+    return float(difference_norm(gradients, [found.by_name[name] for name in expected.by_name]) / l2_norm(gradients))
 
 
 def checked_error(

@@ -106,7 +106,7 @@ def test_ranks_with_different_data_keep_the_same_policy_at_every_step(run_two_ra
     assert one["spoiled"] == other["spoiled"]
     (guard,) = (event for event in one["spoiled"] if "verdict" in event)
     assert guard["step"] == 6
-    assert guard["verdict"].startswith("lossy compression is switched off for GPT2Block.attn.c_attn:addmm#8")
+    assert guard["verdict"].startswith("lossy compression is switched off for GPT2Block.attn.c_attn:addmm")
     # Rank 1's first batches are larger than the one that all ranks' first policy was made for.
     assert one["longer"] == other["longer"]
     policies, counted = ([e for e in one["longer"] if e["event"] == event] for event in ("policy", "memory"))

@@ -87,3 +87,9 @@ def test_a_damaged_file_is_refused(profile, tmp_path, damage):
     path.write_text(json.dumps(record))
     with pytest.raises(AdaccError, match="is a damaged profile"):
         Profile.load(path)
+
+
+def test_values_of_one_name_are_numbered(tape_builder):
+    tape = tape_builder()
+    tape.operator("norm", [tape.value("start", 8)], [("norm", 8), ("norm", 4)], 1.0, save=[0, -2, -1])
+    assert tape.kind().names == ["start", "norm", "norm#2"]

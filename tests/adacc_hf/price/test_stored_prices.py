@@ -14,7 +14,7 @@ REUSE = CONFIG.with_overrides(reuse_prices=True)
 
 @pytest.fixture
 def store(tmp_path, monkeypatch) -> ProfileStore:
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "profiles.sqlite3"))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "profiles"))
     return ProfileStore()
 
 
@@ -65,8 +65,15 @@ def test_a_codec_that_is_new_is_priced(store, measured, tiny_gpt2, token_batch, 
     assert name in {option.codec for value in profile.kinds[0].values for option in value.codecs}
 
 
-def test_a_broken_file_never_loses_a_run(store, measured, tiny_gpt2, token_batch, caplog):
-    store.path.write_text("no database at all" * 10)
+@pytest.mark.parametrize("damage", ["a file in place of the folder", "a file that is not JSON"])
+def test_a_broken_folder_never_loses_a_run(store, measured, tiny_gpt2, token_batch, caplog, damage):
+    if damage == "a file in place of the folder":
+        store.folder.write_text("no folder")
+    else:
+        profile_model(tiny_gpt2(), token_batch(), CONFIG)
+        (path,) = store.folder.iterdir()
+        path.write_text("{")
+        measured.clear()
     with caplog.at_level(logging.WARNING):
         profile = profile_model(tiny_gpt2(), token_batch(), REUSE)
     assert profile.kinds
@@ -74,6 +81,7 @@ def test_a_broken_file_never_loses_a_run(store, measured, tiny_gpt2, token_batch
     (record,) = caplog.records
     assert "prices are measured and not kept" in record.message
     assert "adacc profiles clear" in record.message
+    assert VARIABLE in record.message
 
 
 @pytest.mark.parametrize("damage", [{"operators": [{"name": "one"}], "activations": []}, {"scarce": "memory"}])

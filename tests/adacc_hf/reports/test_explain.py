@@ -6,7 +6,7 @@ import pytest
 
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice, Plan, Policy
-from adacc_hf.reports.explain import activation_labels, activation_rows, check_belongs, explain_policy
+from adacc_hf.reports.explain import activation_rows, check_belongs, explain_policy
 
 MIB = 2**20
 
@@ -46,12 +46,6 @@ def test_reason_puts_the_chosen_action_first(kind) -> None:
         "recompute: 2.00 ms for 8.00 MiB; outlier_int4: 0.38 ms for 6.00 MiB, error 0.1",
         "outlier_int4: 0.38 ms for 6.00 MiB, error 0; recompute: not possible",
     ]
-
-
-def test_activations_of_one_name_are_numbered(tape_builder) -> None:
-    tape = tape_builder()
-    tape.operator("norm", [tape.value("start", 8)], [("norm", 8), ("norm", 4)], 1.0, save=[0, -2, -1])
-    assert activation_labels(tape.kind()) == ["start", "norm #1", "norm #2"]
 
 
 def test_codec_without_a_price_is_named(kind) -> None:

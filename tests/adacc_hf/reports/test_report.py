@@ -11,7 +11,6 @@ import pytest
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.step_peak import simulate
-from adacc_hf.reports.explain import activation_labels
 from adacc_hf.reports.report import write_report
 
 FILES = {"report.md", "report.html", "policy_map.png", "memory.png", "frontier.png"}
@@ -49,11 +48,8 @@ def test_report_leaves_whole_files(tmp_path: Path, profile, policy) -> None:
 def test_action_table_has_every_activation_of_every_plan(tmp_path: Path, profile, policy) -> None:
     rows = markdown_rows(write_report(tmp_path, profile=profile, policy=policy).read_text(), "Actions")
     cells = [row for row in rows if row[0] not in ("activation", "---")]
-    labels = dict(
-        zip((value.index for value in profile.kinds[0].activations), activation_labels(profile.kinds[0]), strict=True)
-    )
     expected = [
-        (labels[index], choice.action.value, choice.codec or "")
+        (profile.kinds[0].names[index], choice.action.value, choice.codec or "")
         for plan in policy.plans
         for index, choice in plan.choices
     ]

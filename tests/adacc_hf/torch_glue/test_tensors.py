@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +13,20 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adacc_hf.tape.recorder import Recorder
 from adacc_hf.torch_glue.memory import distinct_bytes
 from adacc_hf.torch_glue.tensors import (
+    NUM_PARTS,
+    SMALLEST_PART,
     arrived,
     copied,
+    difference_norm,
+    l2_norm,
     local_of,
     parts_with_memory,
+    relative_error,
     runs_on_parts,
     spec_of,
     storage_of,
@@ -119,3 +127,58 @@ def test_a_tape_of_freed_memory_is_not_trusted() -> None:
     with recorder:
         block(given)
     assert recorder.tape().untrusted.startswith("memory is taken away")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize("turned", ["neither", "both", "one"])
+def test_the_error_is_of_all_tensors_as_one_vector_in_double_precision(dtype: torch.dtype, turned: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    exact = [torch.randn(size, generator=generator, dtype=dtype) for size in ((3, 40, 90), (7,), ())]
+    other = [e + 0.1 * torch.randn(e.shape, generator=generator, dtype=dtype) for e in exact]
+    exact[0] = exact[0].mT if turned == "both" else exact[0]
+    other[0] = {"both": other[0].mT, "one": other[0].mT.contiguous().mT}.get(turned, other[0])
+    copies = [tensor.clone() for tensor in other]
+    wide = torch.promote_types(dtype, torch.float64)
+    e, o = (torch.cat([t.reshape(-1).to(wide) for t in tensors]) for tensors in (exact, other))
+    # Double precision, summed in another order.
+    assert math.isclose(l2_norm(exact), e.norm(), rel_tol=1e-12)
+    assert math.isclose(difference_norm(exact, other), (o - e).norm(), rel_tol=1e-12)
+    assert math.isclose(relative_error(exact, other), (o - e).norm() / e.norm(), rel_tol=1e-12)
+    assert all(torch.equal(*pair) for pair in zip(other, copies, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("exact", "other", "error"),
+    [
+        ([0.0, 0.0], [1.0, 0.0], 0.0),
+        ([math.inf, 1.0], [math.inf, 2.0], 0.0),
+        ([math.nan, 1.0], [1.0, 1.0], 0.0),
+        ([1.0, 1.0], [1.0, math.inf], math.inf),
+        ([1.0, 1.0], [1.0, math.nan], math.inf),
+        ([3.0, 4.0], [3.0, 4.0], 0.0),
+        ([True, False], [True, True], 1.0),
+    ],
+)
+def test_only_what_was_finite_can_be_off(exact: list[Any], other: list[Any], error: float) -> None:
+    assert float(relative_error([torch.tensor(exact)], [torch.tensor(other)])) == error
+
+
+def test_no_tensors_are_not_off() -> None:
+    assert float(relative_error([], [])) == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_whole_tensor_is_taken_into_doubles(dtype: torch.dtype) -> None:
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **kwargs or {})
+            if isinstance(result, torch.Tensor) and result.dtype is torch.float64:
+                self.numel = max(self.numel, result.numel())
+            return result
+
+    exact = torch.randn(2, NUM_PARTS, SMALLEST_PART).to(dtype)
+    with Largest() as largest:
+        relative_error([exact], [exact + 1])
+    assert largest.numel == exact.numel() // NUM_PARTS

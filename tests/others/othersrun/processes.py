@@ -58,5 +58,5 @@ def _environment(mode: str) -> dict[str, str]:
         "https_proxy": NOWHERE,
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "ADACC_HF_PROFILES": str(RUNS / f"profiles-{mode}.sqlite3"),
+        "ADACC_HF_PROFILES": str(RUNS / f"profiles-{mode}"),
     }
