@@ -7,7 +7,7 @@ import os as _os
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from adacc_hf.artifacts.files import __version__
 
 _here = _os.path.dirname(_os.path.abspath(__file__))
 _root = _os.path.dirname(_here)

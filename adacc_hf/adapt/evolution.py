@@ -22,7 +22,7 @@ from adacc_hf.adapt.checkpoint_files import Saved
 from adacc_hf.adapt.judging import NOTHING_FITS, current_policy, needed_bytes, over_bound, with_margin
 from adacc_hf.adapt.loss_guard import LossGuard
 from adacc_hf.adapt.rectifier import Rectifier, Tracking
-from adacc_hf.adapt.repricing import at_size, without_codecs
+from adacc_hf.adapt.repricing import without_codecs
 from adacc_hf.adapt.shape_policies import (
     MAX_OTHERS,
     MAX_SITUATIONS,
@@ -44,6 +44,7 @@ from adacc_hf.artifacts.files import note_latest
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.profile_sizes import STEP
+from adacc_hf.price.other_sizes import at_size
 from adacc_hf.price.step_memory import missing_bytes, with_missing
 from adacc_hf.run.executor import BlockPlans, PolicyHandle
 from adacc_hf.solve.budget import Budget

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.config import AdaccConfig
     from adacc_hf.artifacts.policy import Choice
     from adacc_hf.artifacts.profile import CodecOption, KindProfile, Profile, Value
-    from adacc_hf.artifacts.profile_sizes import Shapes
 
 
 FINER_STEPS = 16
@@ -38,32 +37,6 @@ def _with_channels(value: Value, option: CodecOption, count: int) -> CodecOption
     codec = get_codec(option.codec, **(dict(option.options) | {"num_outliers": count}))
     nbytes = codec.predicted_bytes(value.encoded_shape, getattr(torch, value.dtype))
     return replace(option, options=tuple(sorted(codec.options.items())), nbytes=nbytes)
-
-
-def at_size(profile: Profile, shapes: Shapes) -> Profile:
-    """`profile` for batches of `shapes`, which its `sizes.class_of` gave, with the codecs that suit values there."""
-    told = profile.sizes.at(profile, shapes)
-    if told is profile:
-        return profile
-    values = [kind.values for kind in profile.kinds]
-
-    def resized(key: Key, value: Value) -> tuple[CodecOption, ...]:
-        return tuple(_resized(values[key[0]][key[1]], value))
-
-    return _with_codecs(told, resized)
-
-
-def _resized(before: Value, after: Value) -> Iterator[CodecOption]:
-    import torch
-
-    dtype = getattr(torch, after.dtype)
-    ratio = after.nbytes / before.nbytes if before.nbytes else 1.0
-    for option in after.codecs:
-        codec = get_codec(option.codec, **dict(option.options))
-        if codec.supports(after.encoded_shape, dtype):
-            nbytes = codec.predicted_bytes(after.encoded_shape, dtype)
-            encode_ms, decode_ms = option.encode_ms * ratio, option.decode_ms * ratio
-            yield replace(option, nbytes=nbytes, encode_ms=encode_ms, decode_ms=decode_ms)
 
 
 def with_errors(profile: Profile, errors: Mapping[OptionKey, float]) -> Profile:

@@ -9,6 +9,9 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+__version__ = "0.1.0"
+"""Of this package, which files say that they were written by."""
+
 
 def write_json(path: str | Path, record: Any, indent: int | None = 1) -> None:
     """Write `record` to `path` so that a reader sees the old file or the new one, never a part.

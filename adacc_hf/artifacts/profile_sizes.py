@@ -111,7 +111,7 @@ class ProfileSizes:
         """`profile`, the one that was measured or one with other prices, for batches of `shapes`.
 
         They are those of a batch that has a class. The profile's head is the one that it was measured with. Codecs are
-        as they were: `repricing.at_size` has theirs too.
+        as they were: `other_sizes.at_size` has theirs too.
         """
         if shapes == self._shapes:
             return profile

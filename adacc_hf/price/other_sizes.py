@@ -13,9 +13,10 @@ from torch import nn
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import call_name
-from adacc_hf.artifacts.profile import Profile
-from adacc_hf.artifacts.profile_sizes import numbers_of, outline_of
+from adacc_hf.artifacts.profile import CodecOption, Profile, Value
+from adacc_hf.artifacts.profile_sizes import Shapes, numbers_of, outline_of
 from adacc_hf.head.lazy_logits import LossCall
+from adacc_hf.kernels.codecs import get_codec
 from adacc_hf.price.gradient_probe import GradientErrors
 from adacc_hf.price.measurement import HEADS, Instruments
 from adacc_hf.price.pricing import Prices, operator_workspaces
@@ -122,6 +123,30 @@ def with_other_sizes(
         if outline_of(other) == outline_of(profile):
             measured.append((to_plain(batch_shapes(part)), tuple(numbers_of(other))))
     return replace(profile, measured=tuple(measured)) if len(measured) > 1 else profile
+
+
+def at_size(profile: Profile, shapes: Shapes) -> Profile:
+    """`profile` for batches of `shapes`, which its `sizes.class_of` gave, with the codecs that suit values there."""
+    told = profile.sizes.at(profile, shapes)
+    if told is profile:
+        return profile
+    kinds = []
+    for before, after in zip(profile.kinds, told.kinds, strict=True):
+        pairs = zip(before.values, after.values, strict=True)
+        kinds.append(replace(after, values=tuple(replace(v, codecs=tuple(_resized(old, v))) for old, v in pairs)))
+    return replace(told, kinds=tuple(kinds))
+
+
+def _resized(before: Value, after: Value) -> Iterator[CodecOption]:
+    """The codecs of a value at its new size."""
+    dtype = getattr(torch, after.dtype)
+    ratio = after.nbytes / before.nbytes if before.nbytes else 1.0
+    for option in after.codecs:
+        codec = get_codec(option.codec, **dict(option.options))
+        if codec.supports(after.encoded_shape, dtype):
+            nbytes = codec.predicted_bytes(after.encoded_shape, dtype)
+            encode_ms, decode_ms = option.encode_ms * ratio, option.decode_ms * ratio
+            yield replace(option, nbytes=nbytes, encode_ms=encode_ms, decode_ms=decode_ms)
 
 
 class MemoryAlone(Instruments):

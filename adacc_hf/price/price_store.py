@@ -16,10 +16,9 @@ from typing import Any, get_args
 
 import torch
 
-from adacc_hf import __version__
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import AdaccError
-from adacc_hf.artifacts.files import RecordFolder
+from adacc_hf.artifacts.files import RecordFolder, __version__
 from adacc_hf.artifacts.profile import codec_option_from_json
 from adacc_hf.kernels.codecs import ROLES, codecs_suiting, precise_codec
 from adacc_hf.price.measurement import Instruments

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from adacc_hf.adapt.repricing import at_size
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import NoEstimateError, UncalledBlocksError
 from adacc_hf.artifacts.profile import BlockProfile, Head, KindProfile, Profile
@@ -23,7 +22,7 @@ from adacc_hf.artifacts.profile_sizes import numbers_of, outline_of
 from adacc_hf.price.head_options import HeadLayout, HeadSurvey
 from adacc_hf.price.measurement import Instruments
 from adacc_hf.price.optimizer_memory import coming_state_bytes
-from adacc_hf.price.other_sizes import MemoryAlone, record_other_sizes, small_parts, with_other_sizes
+from adacc_hf.price.other_sizes import MemoryAlone, at_size, record_other_sizes, small_parts, with_other_sizes
 from adacc_hf.price.price_store import ProfileStore, StoringInstruments
 from adacc_hf.price.pricing import fallback_backward
 from adacc_hf.price.step_memory import ForwardLayout, NoSync, StepLayout, measure_forward, measure_step_layout

@@ -215,7 +215,7 @@ def test_workspaces_are_taken_for_a_profile_and_not_for_every_count(monkeypatch)
 
 def test_what_a_profile_and_a_measured_step_stand_on_has_workspaces_in_it(monkeypatch, tiny_gpt2, token_batch):
     asked = []
-    for module in ("memory", "profiling.instruments"):
+    for module in ("torch_glue.memory", "price.measurement"):
         monkeypatch.setattr(f"adacc_hf.{module}.allocate_workspaces", asked.append)
     model, batch = tiny_gpt2(), token_batch()
     static_bytes(model, batch)
