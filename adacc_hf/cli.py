@@ -7,13 +7,16 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adacc_hf import __version__, cli_policy
 from adacc_hf.artifacts.errors import AdaccError
+from adacc_hf.artifacts.files import PROFILES_VARIABLE
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate import command as cli_plan
-from adacc_hf.price.price_store import VARIABLE, ProfileStore, Row
+
+if TYPE_CHECKING:
+    from adacc_hf.price.price_store import ProfileStore, Row
 
 USER_ERROR = 2
 """Exit status for what the user can mend; argparse's own."""
@@ -151,7 +154,8 @@ def _add_profiles_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "profiles",
         help="list, show or clear the prices that profiling keeps",
-        description=f"Folder: profiles in $XDG_CACHE_HOME/adacc_hf or ~/.cache/adacc_hf; ${VARIABLE} names another.",
+        description="Folder: profiles in $XDG_CACHE_HOME/adacc_hf or ~/.cache/adacc_hf; "
+        f"${PROFILES_VARIABLE} names another.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("list", help="one line per profiled tape, the newest first").set_defaults(run=_list)
@@ -161,8 +165,15 @@ def _add_profiles_parser(commands: Any) -> None:
     actions.add_parser("clear", help="remove all").set_defaults(run=_clear)
 
 
+def _store() -> ProfileStore:
+    """The store of prices; torch and Transformers, slow to import, are imported only then."""
+    from adacc_hf.price.price_store import ProfileStore
+
+    return ProfileStore()
+
+
 def _list(_: argparse.Namespace) -> str:
-    store = ProfileStore()
+    store = _store()
     rows = store.list()
     if not rows:
         return f"no profiles in {store.folder}"
@@ -179,7 +190,7 @@ def _line(row: Row) -> str:
 
 
 def _show(arguments: argparse.Namespace) -> str:
-    row = ProfileStore().find(arguments.name)
+    row = _store().find(arguments.name)
     lines = [_line(row), f"tape {row.key.tape}, shapes {row.key.shapes}, settings {row.key.settings}", "operators"]
     lines += [f"  {operator['ms']:10.4f} ms  {operator['name']}" for operator in row.prices["operators"]]
     lines.append("activations")
@@ -194,7 +205,7 @@ def _show(arguments: argparse.Namespace) -> str:
 
 
 def _clear(_: argparse.Namespace) -> str:
-    store = ProfileStore()
+    store = _store()
     return f"removed {store.clear()} profiles from {store.folder}"
 
 

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from adacc_hf.artifacts.units import format_bytes, parse_bytes
 from adacc_hf.estimate.devices import NAMES
-from adacc_hf.estimate.planning import LENGTH_STEP, Planned
-from adacc_hf.kernels.codecs import codec_type
 
 if TYPE_CHECKING:
-    from adacc_hf.estimate.planning import Request
+    from adacc_hf.estimate.planning import Planned, Request
 
 _PRECISIONS = ("fp32", "bf16", "bf16-amp", "fp16-amp")
 
@@ -146,7 +144,7 @@ ASSUMPTIONS = (
     "launch; communication, the optimizer's step and data loading are left out.",
     "Peaks are of live tensor bytes; operators' temporaries, the CUDA context and fragments of an allocator with "
     "expandable segments come on top, for which the margin is. Other segments' fragments take some 10 % more.",
-    f"Sequences are looked for in steps of {LENGTH_STEP} tokens.",
+    "Sequences are looked for in steps of {length_step} tokens.",
     "Full recomputation keeps one input per block and runs the block's forward again; adacc is the solved policy.",
     "Replay is taken to be exact for torch's own operators that draw no random numbers.",
 )
@@ -174,8 +172,14 @@ def to_json(planned: Planned) -> dict[str, Any]:
         "phases": planned.phases,
         "methods": {name: asdict(forecast) for name, forecast in planned.forecasts.items()},
         "policy": None if planned.policy is None else planned.policy.to_json(),
-        "assumptions": list(ASSUMPTIONS),
+        "assumptions": _assumptions(),
     }
+
+
+def _assumptions() -> list[str]:
+    from adacc_hf.estimate.planning import LENGTH_STEP
+
+    return [text.replace("{length_step}", str(LENGTH_STEP)) for text in ASSUMPTIONS]
 
 
 def to_text(planned: Planned) -> str:
@@ -248,8 +252,10 @@ def _memory(planned: Planned) -> list[str]:
 
 
 def _notes(planned: Planned) -> list[str]:
+    from adacc_hf.kernels.codecs import codec_type
+
     workload = planned.request.workload
-    notes = [f"Rates: {workload.device.source}.", *ASSUMPTIONS]
+    notes = [f"Rates: {workload.device.source}.", *_assumptions()]
     if any(
         codec_type(option.codec).keeps_outliers
         for kind in planned.profile.kinds

@@ -18,7 +18,7 @@ import torch
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import AdaccError
-from adacc_hf.artifacts.files import RecordFolder, __version__
+from adacc_hf.artifacts.files import PROFILES_VARIABLE, RecordFolder, __version__
 from adacc_hf.artifacts.profile import codec_option_from_json
 from adacc_hf.kernels.codecs import ROLES, codecs_suiting, precise_codec
 from adacc_hf.price.measurement import Instruments
@@ -26,8 +26,6 @@ from adacc_hf.price.pricing import Prices
 from adacc_hf.price.timing import Bottleneck
 from adacc_hf.tape.tape import Tape
 
-VARIABLE = "ADACC_HF_PROFILES"
-"""Environment variable with the path of another folder."""
 FORMAT_VERSION = 2
 """Goes up with each change of what is kept."""
 
@@ -73,14 +71,14 @@ def default_folder() -> Path:
 
     Raises ProfileStoreError for a user without a home, as in containers that run under any number.
     """
-    given = os.environ.get(VARIABLE)
+    given = os.environ.get(PROFILES_VARIABLE)
     if given:
         return Path(given)
     try:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:
         raise ProfileStoreError(
-            f"there is no place for profiles ({error}): set {VARIABLE} to a writable folder, or HOME"
+            f"there is no place for profiles ({error}): set {PROFILES_VARIABLE} to a writable folder, or HOME"
         ) from error
     return caches / "adacc_hf" / "profiles"
 
@@ -178,7 +176,7 @@ class StoringInstruments(Instruments):
         log.warning(
             "Adacc: prices are measured and not kept: %s; `adacc profiles clear` empties the folder, %s names another",
             reason,
-            VARIABLE,
+            PROFILES_VARIABLE,
         )
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from adacc_hf.artifacts.files import PROFILES_VARIABLE
 from adacc_hf.cli import USER_ERROR, main
-from adacc_hf.price.price_store import VARIABLE, Key, ProfileStore, ProfileStoreError, default_folder
+from adacc_hf.price.price_store import Key, ProfileStore, ProfileStoreError, default_folder
 
 KEY = Key(tape="t", shapes="s", dtype="float32", device="a GPU", torch="2.13", settings="x")
 PRICES = {
@@ -20,7 +21,7 @@ PRICES = {
 
 @pytest.fixture
 def store(tmp_path, monkeypatch) -> ProfileStore:
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "folder" / "profiles"))
+    monkeypatch.setenv(PROFILES_VARIABLE, str(tmp_path / "folder" / "profiles"))
     return ProfileStore()
 
 
@@ -98,7 +99,7 @@ def test_a_folder_that_cannot_be_made_is_reported(tmp_path):
 
 
 def test_the_folder_is_where_caches_are(monkeypatch, tmp_path):
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv(PROFILES_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_folder() == tmp_path / "adacc_hf" / "profiles"
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -109,10 +110,10 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, capsys):
     def no_home():
         raise RuntimeError("Could not determine home directory.")
 
-    for variable in (VARIABLE, "XDG_CACHE_HOME"):
+    for variable in (PROFILES_VARIABLE, "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(Path, "home", no_home)
-    with pytest.raises(ProfileStoreError, match=f"no place for profiles .*set {VARIABLE} to a writable"):
+    with pytest.raises(ProfileStoreError, match=f"no place for profiles .*set {PROFILES_VARIABLE} to a writable"):
         ProfileStore().put(KEY, "GPT2Block", PRICES)
     assert main(["codecs"]) == 0
     assert main(["profiles", "list"]) == USER_ERROR

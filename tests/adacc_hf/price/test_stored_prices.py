@@ -5,8 +5,9 @@ import logging
 import pytest
 
 from adacc_hf import AdaccConfig, profile_model
+from adacc_hf.artifacts.files import PROFILES_VARIABLE
 from adacc_hf.price.measurement import Instruments
-from adacc_hf.price.price_store import VARIABLE, ProfileStore
+from adacc_hf.price.price_store import ProfileStore
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 REUSE = CONFIG.with_overrides(reuse_prices=True)
@@ -14,7 +15,7 @@ REUSE = CONFIG.with_overrides(reuse_prices=True)
 
 @pytest.fixture
 def store(tmp_path, monkeypatch) -> ProfileStore:
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "profiles"))
+    monkeypatch.setenv(PROFILES_VARIABLE, str(tmp_path / "profiles"))
     return ProfileStore()
 
 
@@ -81,7 +82,7 @@ def test_a_broken_folder_never_loses_a_run(store, measured, tiny_gpt2, token_bat
     (record,) = caplog.records
     assert "prices are measured and not kept" in record.message
     assert "adacc profiles clear" in record.message
-    assert VARIABLE in record.message
+    assert PROFILES_VARIABLE in record.message
 
 
 @pytest.mark.parametrize("damage", [{"operators": [{"name": "one"}], "activations": []}, {"scarce": "memory"}])
