@@ -1,19 +1,13 @@
-"""What devices can do, from data sheets or measured here, and what an operator that was never run takes on one."""
+"""What devices can do, from their makers' data sheets, or measured here."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
-import psutil
-import torch
-from torch.utils.flop_counter import flop_registry
-
-from adacc_hf.price.timing import median_ms
-from adacc_hf.torch_glue.private import attention_operator, op_name, tree_leaves
+if TYPE_CHECKING:
+    import torch
 
 GB = 10**9
 TERA = 10**12
@@ -109,69 +103,6 @@ def find_device(name: str) -> Device:
     )
 
 
-# The time of an operator that was never run: what the device's peaks allow, plus its launch.
-
-
-def operator_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> float:
-    """Milliseconds of one operator: max(operations / peak, bytes moved / bandwidth) + launch.
-
-    Tensors among `args`, `kwargs` and `results` may be fake or on meta. A view takes no time.
-    """
-    # Torch asks each fake tensor for its device by an operator, prim::device, more often than it computes.
-    if target.is_view or target.namespace == "prim":
-        return 0.0
-    given, made = _tensors((args, kwargs)), _tensors(results)
-    moved_ms = 1e3 * sum(map(_touched_bytes, [*given, *made])) / device.bandwidth_bytes
-    return max(moved_ms, _product_ms(device, target, args, kwargs, results)) + device.launch_ms
-
-
-def moved_ms(device: Device, num_bytes: float) -> float:
-    """Milliseconds to read or write `num_bytes` in one launch."""
-    return 1e3 * num_bytes / device.bandwidth_bytes + device.launch_ms
-
-
-def _product_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> float:
-    formula = flop_registry.get(_counted_as(target))
-    if formula is None:
-        return 0.0
-    dtype = str(_tensors((args, kwargs))[0].dtype).removeprefix("torch.")
-    rate = device.flops.get(dtype, device.flops["float32"])
-    return 1e3 * formula(*_with_all_heads(target, args), **kwargs, out_val=results) / rate
-
-
-def _counted_as(target: Any) -> Any:
-    """The operator whose count of operations stands for that of `target`."""
-    if target.overloadpacket is attention_operator("cpu"):
-        return attention_operator("flash")
-    if target.overloadpacket is attention_operator("cpu_backward"):
-        return attention_operator("flash_backward")
-    return target.overloadpacket
-
-
-def _with_all_heads(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`args`; for fused attention with a head of keys and values for every head of queries, as the kernels work.
-
-    torch before 2.13 cannot count the operations of fewer.
-    """
-    if "scaled_dot_product" not in op_name(target):
-        return args
-    first = 1 if op_name(target).endswith("backward") else 0  # the gradient comes before the queries
-    query, key, value = args[first : first + 3]
-    heads = [tensor[:, :1].expand(-1, query.shape[1], -1, -1) for tensor in (key, value)]
-    return (*args[: first + 1], *heads, *args[first + 3 :])
-
-
-def _touched_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the elements of `tensor`; one that is repeated by a stride of 0 is read once."""
-    lengths = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0)
-    return math.prod(lengths) * tensor.dtype.itemsize if tensor.numel() else 0
-
-
-def _tensors(tree: Any) -> Sequence[torch.Tensor]:
-    leaves = tree_leaves(tree)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
 # The CPU that this runs on as a device of the table: its rates are measured, in half a second.
 
 _SIDE = 1024
@@ -183,6 +114,11 @@ _COPIED_BYTES = 64 * 2**20
 @cache
 def measure_cpu() -> Device:
     """This machine, with as many threads as torch uses."""
+    import psutil
+    import torch
+
+    from adacc_hf.price.timing import median_ms
+
     cpu = torch.device("cpu")
     source, target = (torch.ones(_COPIED_BYTES // 4, device=cpu) for _ in range(2))
     copied_ms = median_ms(lambda: target.copy_(source), cpu)
@@ -200,5 +136,9 @@ def measure_cpu() -> Device:
 
 
 def _flops(dtype: torch.dtype) -> float:
+    import torch
+
+    from adacc_hf.price.timing import median_ms
+
     matrix = torch.ones(_SIDE, _SIDE, dtype=dtype, device="cpu")
     return 2 * _SIDE**3 / median_ms(lambda: matrix @ matrix, matrix.device) * 1e3

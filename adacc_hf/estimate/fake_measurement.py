@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import flop_registry
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.profile import CodecOption
-from adacc_hf.estimate.devices import Device, moved_ms, operator_ms
+from adacc_hf.estimate.devices import Device
 from adacc_hf.estimate.fake_backward import FakeBackward
 from adacc_hf.estimate.fake_device import FakeMemoryMeter
 from adacc_hf.head.chunked_loss import at_most_chunks
@@ -40,7 +41,14 @@ from adacc_hf.tape.replay import view
 from adacc_hf.tape.tape import Tape, TapeOperator, TensorRef, map_tensors
 from adacc_hf.tape.verification import obtainable
 from adacc_hf.torch_glue.memory import MemoryMeter, count_static_bytes, forward_loss
-from adacc_hf.torch_glue.private import TorchDispatchMode, schema_of, unset_fake_temporarily
+from adacc_hf.torch_glue.private import (
+    TorchDispatchMode,
+    attention_operator,
+    op_name,
+    schema_of,
+    tree_leaves,
+    unset_fake_temporarily,
+)
 from adacc_hf.torch_glue.states import random_states_kept
 from adacc_hf.torch_glue.tensors import relative_error
 
@@ -237,3 +245,66 @@ def _error_on_normal(name: str, options: tuple[tuple[str, Any], ...]) -> float:
         codec = get_codec(name, **dict(options) | ({"num_outliers": 0} if codec_type(name).keeps_outliers else {}))
         codec.fit(numbers)
         return float(relative_error([numbers], [codec.decode(codec.encode(numbers))]))
+
+
+# The time of an operator that was never run: what the device's peaks allow, plus its launch.
+
+
+def operator_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> float:
+    """Milliseconds of one operator: max(operations / peak, bytes moved / bandwidth) + launch.
+
+    Tensors among `args`, `kwargs` and `results` may be fake or on meta. A view takes no time.
+    """
+    # Torch asks each fake tensor for its device by an operator, prim::device, more often than it computes.
+    if target.is_view or target.namespace == "prim":
+        return 0.0
+    given, made = _tensors((args, kwargs)), _tensors(results)
+    moved_ms = 1e3 * sum(map(_touched_bytes, [*given, *made])) / device.bandwidth_bytes
+    return max(moved_ms, _product_ms(device, target, args, kwargs, results)) + device.launch_ms
+
+
+def moved_ms(device: Device, num_bytes: float) -> float:
+    """Milliseconds to read or write `num_bytes` in one launch."""
+    return 1e3 * num_bytes / device.bandwidth_bytes + device.launch_ms
+
+
+def _product_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> float:
+    formula = flop_registry.get(_counted_as(target))
+    if formula is None:
+        return 0.0
+    dtype = str(_tensors((args, kwargs))[0].dtype).removeprefix("torch.")
+    rate = device.flops.get(dtype, device.flops["float32"])
+    return 1e3 * formula(*_with_all_heads(target, args), **kwargs, out_val=results) / rate
+
+
+def _counted_as(target: Any) -> Any:
+    """The operator whose count of operations stands for that of `target`."""
+    if target.overloadpacket is attention_operator("cpu"):
+        return attention_operator("flash")
+    if target.overloadpacket is attention_operator("cpu_backward"):
+        return attention_operator("flash_backward")
+    return target.overloadpacket
+
+
+def _with_all_heads(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`args`; for fused attention with a head of keys and values for every head of queries, as the kernels work.
+
+    torch before 2.13 cannot count the operations of fewer.
+    """
+    if "scaled_dot_product" not in op_name(target):
+        return args
+    first = 1 if op_name(target).endswith("backward") else 0  # the gradient comes before the queries
+    query, key, value = args[first : first + 3]
+    heads = [tensor[:, :1].expand(-1, query.shape[1], -1, -1) for tensor in (key, value)]
+    return (*args[: first + 1], *heads, *args[first + 3 :])
+
+
+def _touched_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the elements of `tensor`; one that is repeated by a stride of 0 is read once."""
+    lengths = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0)
+    return math.prod(lengths) * tensor.dtype.itemsize if tensor.numel() else 0
+
+
+def _tensors(tree: Any) -> Sequence[torch.Tensor]:
+    leaves = tree_leaves(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -16,9 +16,9 @@ from transformers import (
 
 from adacc_hf import AdaccConfig, Policy, Profile, profile_model, solve_policy
 from adacc_hf.artifacts.profile import KindProfile
-from adacc_hf.estimate.devices import find_device, operator_ms
+from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_device import fake_autocast, fake_tensors
-from adacc_hf.estimate.fake_measurement import FakeInstruments
+from adacc_hf.estimate.fake_measurement import FakeInstruments, operator_ms
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # each thread converts in a buffer of its own
 
