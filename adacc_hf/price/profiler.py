@@ -242,6 +242,7 @@ def _profile(
 
     # One block at a time retains what it makes: where blocks are of many kinds that is nearly all of them together.
     layout = StepLayout.merged({name: measure(name) for name in watched.values()})
+    step_ms = instruments.step_ms(model, batch)  # as it was measured, before other heads have no block retain anything
     survey.learn_orders(layout.events)
     step = step.training(layout.trained)
     static_bytes = step.live_bytes(layout)
@@ -269,7 +270,7 @@ def _profile(
         loss_peak_bytes=static_bytes + layout.loss_peak_bytes,
         tail_peak_bytes=static_bytes + max(layout.tail_peak_bytes, forward.first_peak_bytes),
         available_bytes=instruments.available_bytes(device, step.static_bytes),
-        step_ms=instruments.step_ms(model, batch),
+        step_ms=step_ms,
         device=str(device),
         optimizer_peak_bytes=step.optimizer_peak_bytes(layout),
         head=heads.own,
