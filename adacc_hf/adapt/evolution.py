@@ -36,7 +36,7 @@ from adacc_hf.adapt.shape_policies import (
 )
 from adacc_hf.adapt.step_meter import StepMeter
 from adacc_hf.adapt.step_retry import advice, tighter_budget
-from adacc_hf.adapt.tracking import Observation, is_tracking_step
+from adacc_hf.adapt.tracking import Observation
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.files import note_latest
@@ -72,6 +72,15 @@ RECORDED_STEPS = 2
 profile has recorded the model before."""
 
 Note = Callable[..., None]
+
+
+def is_tracking_step(steps_since: int, tracking: str | int) -> bool:
+    """Whether outliers are looked at `steps_since` steps after the policy was set: 1, 2, 4, ... if "exponential"."""
+    if tracking == "off" or steps_since < 1:
+        return False
+    if tracking == "exponential":
+        return steps_since & (steps_since - 1) == 0
+    return steps_since % int(tracking) == 0
 
 
 class Evolution:
@@ -114,6 +123,9 @@ class Evolution:
         """Grows with every step that was counted in vain, under plans without a prediction or beside a profiler."""
         self._current: Situation | None = None
         self._plans: BlockPlans | None = None
+        self._is_chosen = False
+        """Whether the next micro-batch runs under the same plans if it has the sizes of the last one."""
+        self._is_alone = num_ranks() == 1
         self._used: dict[int, Situation | None] = {}
         """The plans of the step's micro-batches, by identity; None for those that are in no situation's force."""
 
@@ -204,6 +216,11 @@ class Evolution:
 
     def choose(self, shapes: BatchShapes) -> None:
         """Put the policy for a micro-batch of `shapes` in force."""
+        if not self._is_chosen or shapes != self.last_shapes:
+            self._choose_anew(shapes)
+        self._used[id(self._plans)] = self._current
+
+    def _choose_anew(self, shapes: BatchShapes) -> None:
         self.last_shapes = shapes
         sizes = self.situations.class_of(shapes)
         situation = self.situations.around(shapes) if sizes is None else self._situation_at(sizes, shapes)
@@ -212,7 +229,8 @@ class Evolution:
             plans = self.situations.other(sizes, shapes)
         if situation is not self._current or plans is not self._plans:
             self._put_in_force(situation, plans)
-        self._used[id(plans)] = situation
+        # Batches that want a policy of their own are counted each time.
+        self._is_chosen = situation is not None and not self.situations.counted
 
     def _situation_at(self, sizes: BatchShapes, shapes: BatchShapes) -> Situation | None:
         """The situation of the class `sizes` of a batch of `shapes`, made if it is new.
@@ -250,6 +268,7 @@ class Evolution:
         situation.must_count = is_larger
         self._meter_next |= is_larger
         self.situations.add(situation)
+        self._is_chosen = False
         self._note(self._step, "policy", **predictions(policy), reason=f"for batches of {describe(sizes)}")
         return situation
 
@@ -330,7 +349,7 @@ class Evolution:
         self._meter.close()
         changed |= self._take_over(step)
         is_looking = (step - self.policy_step) % LOOK_STEPS == 0
-        if is_looking or num_ranks() == 1:
+        if is_looking or self._is_alone:
             self._look_for_sizes()
         if is_looking:
             self._look_for_blocks()
@@ -372,9 +391,10 @@ class Evolution:
 
     def _put_in_force(self, situation: Situation | None, plans: BlockPlans | None) -> None:
         self._handle.follow(plans)
-        self._current, self._plans = situation, plans
+        self._current, self._plans, self._is_chosen = situation, plans, False
 
     def _follow(self, step: int, situation: Situation, policy: Policy) -> None:
+        self._is_chosen = False
         situation.plans = self._handle.prepare(policy, situation.plans)
         situation.times.start_over()
         situation.is_fresh = True
@@ -450,6 +470,7 @@ class Evolution:
         """Follow the policy for what a whole step was found to take; returns whether it is another one."""
         rectifier, before = situation.rectifier, situation.rectifier.policy
         situation.measured_peak_bytes, situation.must_count, situation.is_provisional = peak, False, False
+        self._is_chosen = False
         self.missing_bytes = missing_bytes(rectifier.profile, before, moments)
         predicted, above = rectifier.predicted_peak_bytes(), max(self.missing_bytes.values(), default=0)
         self._note(step, "memory", measured_peak_bytes=peak, peak_bytes=predicted, corrected=above > 0)
@@ -528,8 +549,10 @@ class Evolution:
         """Want a profile of sizes that none tells of; and with several ranks, be ready for the classes that came."""
         if len(self.situations.all) >= MAX_SITUATIONS:
             return
-        self.wanted = most_wanted(of_all_ranks(self.situations.unplanned()))
-        if num_ranks() > 1:
+        if self._is_alone:
+            self.wanted = most_wanted([self.situations.unplanned()]) if self.situations.counted else None
+        else:
+            self.wanted = most_wanted(of_all_ranks(self.situations.unplanned()))
             came = list(self.situations.others)
             for sizes in sorted(set().union(*of_all_ranks(came)), key=repr)[
                 : MAX_SITUATIONS - len(self.situations.all)
