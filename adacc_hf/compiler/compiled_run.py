@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
-from transformers import Trainer, TrainingArguments
 
 from adacc_hf.adapt.checkpoint_files import save_history
 from adacc_hf.adapt.step_meter import StepMeter
@@ -296,23 +295,7 @@ def _without_checkpointing(model: Any) -> Callable[[], None]:
     return lambda: switch(True)
 
 
-# Whether a Trainer's run is compiled, and how Adacc joins it; Inductor, slow to import, is imported only then.
-
-
-def is_compiled(args: TrainingArguments, trainer: Trainer | None) -> bool:
-    """Whether the run compiles its model. Raises ValueError for a way of compiling that has no partitioner."""
-    plugin = None if trainer is None else trainer.accelerator.state.dynamo_plugin
-    backend = args.torch_compile_backend if args.torch_compile else None
-    if plugin is not None and plugin.backend.value.lower() != "no":
-        backend = plugin.backend.value.lower()
-    if backend is None:
-        return False
-    if backend != "inductor":
-        raise ValueError(
-            f"torch_compile_backend={backend!r}: AdaccCallback decides inside Inductor's graphs only; use 'inductor', "
-            f"or train without torch_compile"
-        )
-    return True
+# How a Trainer's run is compiled with Adacc; Inductor, slow to import, is imported only then.
 
 
 def begin_compiled_run(
