@@ -251,7 +251,8 @@ class PolicyMaker:
     def _solve(self, profile: Profile, budget: float | int | str, switched_off: Collection[SwitchedOff] = ()) -> Policy:
         if callable(self._given):
             return _checked(self._given(profile))
-        return solve_policy(without_codecs(profile, switched_off), budget, self._config)
+        allowed = without_codecs(profile, switched_off) if switched_off else profile
+        return solve_policy(allowed, budget, self._config)
 
 
 def _checked(made: Any) -> Policy:

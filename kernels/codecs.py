@@ -1,8 +1,8 @@
 """The codec interface and the registry that finds codecs.
 
 A codec turns a tensor into a smaller `Payload` and back. Each codec is one file of this folder, named after the codec,
-holding one class decorated with `@register`; adding a codec means adding that file. Files whose stem starts with an
-underscore or ends in `_triton` are helpers and are not searched, so listing codecs never imports triton.
+holding one class decorated with `@register`; adding a codec means adding that file, which is imported when the codec
+is first asked for. Files whose stem starts with an underscore or ends in `_triton` are helpers.
 """
 
 import inspect
@@ -126,11 +126,10 @@ def register(codec_class: C) -> C:
 
 
 @cache
-def _discover() -> None:
-    """Import every codec file of this folder once, so that `_registry` is complete."""
-    for module in pkgutil.iter_modules(import_module(_PACKAGE).__path__):
-        if not (module.name.startswith("_") or module.name.endswith("_triton")):
-            import_module(f"{_PACKAGE}.{module.name}")
+def _codec_files() -> frozenset[str]:
+    """The stems of the codecs' files, none of which is imported by that."""
+    stems = {module.name for module in pkgutil.iter_modules(import_module(_PACKAGE).__path__)}
+    return frozenset(stem for stem in stems - {"codecs"} if not (stem.startswith("_") or stem.endswith("_triton")))
 
 
 @cache
@@ -141,14 +140,15 @@ def _option_names(codec_class: type[Codec]) -> tuple[str, ...]:
 
 def list_codecs() -> list[str]:
     """The names of all codecs, sorted."""
-    _discover()
-    return sorted(_registry)
+    return sorted(_codec_files())
 
 
 def get_codec(name: str, **options: Any) -> Codec:
     """A new codec. Raises ValueError for an unknown name, an unknown option or a value out of range."""
-    if name not in list_codecs():
+    if name not in _codec_files():
         raise ValueError(f"unknown codec {name!r}; known codecs: {', '.join(list_codecs())}")
+    if name not in _registry:  # each file registers its codec
+        import_module(f"{_PACKAGE}.{name}")
     codec_class = _registry[name]
     known = _option_names(codec_class)
     for option in options:
