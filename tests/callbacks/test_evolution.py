@@ -104,7 +104,7 @@ def test_lengths_that_differ_from_the_first_steps_on_are_never_without_a_policy(
 
     def choose(evolution, shapes):
         original(evolution, shapes)
-        unplanned.append(evolution._current is None)
+        unplanned.append(evolution._in_force.situation is None)
 
     monkeypatch.setattr(Evolution, "choose", choose)
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
