@@ -356,8 +356,8 @@ def test_a_tighter_budget_holds_for_the_same_sizes_after_a_resume(make_trainer, 
 
     class NoteBudgets(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            evolution = callback._run.phase.evolution
             if state.global_step == state.max_steps:
+                evolution = callback._run.phase.evolution
                 budgets = {s.shapes: s.rectifier.memory_budget for s in evolution.situations.all}
                 noted.append((evolution.memory_budget, budgets))
 
@@ -410,7 +410,7 @@ class SpikeLoss(Trainer):
 @pytest.mark.parametrize("spoiled", [True, False], ids=["spoiled", "healthy"])
 def test_a_spike_switches_compression_off_only_where_it_spoils_gradients(make_trainer, monkeypatch, caplog, spoiled):
     callback = AdaccCallback(**{**COMPRESS, "memory_budget": 0.9, "actions": ("retain", "compress", "recompute")})
-    for module in ("callbacks.policy_maker", "tracking.judging"):
+    for module in ("callbacks.policy_maker", "adapt.judging"):
         monkeypatch.setattr(f"adacc_hf.{module}.solve_policy", compress_first)
     spoil = [SpoilCodec(monkeypatch, 8)] if spoiled else []
     trainer = make_trainer([callback, *spoil], trainer_class=SpikeLoss, max_steps=13)
@@ -433,7 +433,7 @@ def test_a_spike_switches_compression_off_only_where_it_spoils_gradients(make_tr
 def test_a_codec_that_is_switched_off_is_so_at_every_size(make_trainer, make_model, sharpen, monkeypatch, step):
     """Batches of 16 tokens have a policy of their own once they come; those of 32 have a spoiled gradient."""
     lengths = [31, 32] + ([16, 32] if step == 20 else [32, 32]) * 6 + [16, 32] * 6
-    for module in ("callbacks.policy_maker", "callbacks.evolution", "tracking.judging"):
+    for module in ("callbacks.policy_maker", "adapt.evolution", "adapt.judging"):
         monkeypatch.setattr(f"adacc_hf.{module}.solve_policy", compress_first)
     policies = {}
 
