@@ -47,11 +47,6 @@ def check_options(codec: str, group_size: int, scale: str, rounding: str, seed: 
         raise ValueError(f"codec {codec!r}: seed={seed!r} is not in 0..2**32-1")
 
 
-def even_groups(count: int, group_size: int) -> int:
-    """The number of groups that `count` elements take, padded to an even number."""
-    return -(-count // (2 * group_size)) * 2
-
-
 def pad_to(x: Tensor, length: int, with_last: bool = False) -> Tensor:
     """`x` with zeros, or copies of its last element, appended along its first dimension up to `length`."""
     missing = length - x.shape[0]

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from adacc_hf.kernels import _symmetric
+from adacc_hf.kernels._layout import even_groups
 from adacc_hf.kernels._triton import (
     THREAD_ELEMENTS,
     TILE_ELEMENTS,
@@ -248,7 +249,7 @@ def encode(
 ) -> tuple[Tensor, ...]:
     """As `outlier_int4.encode_ref`; indices and keep as in `outlier_int4.Outliers`."""
     rows_R, channels = x_RC.shape
-    groups = _symmetric.even_groups(x_RC.numel(), group_size)
+    groups = even_groups(x_RC.numel(), group_size)
     codes = x_RC.new_empty(groups // 2, group_size, dtype=torch.uint8)
     peaks = x_RC.new_empty(groups, dtype=_symmetric.peak_dtype(x_RC.dtype))
     raw: tuple[Tensor, ...] = ()
