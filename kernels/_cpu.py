@@ -19,7 +19,7 @@ from torch import Tensor
 
 from adacc_hf.kernels import _symmetric
 from adacc_hf.kernels._compiler import build
-from adacc_hf.kernels._layout import even_groups
+from adacc_hf.kernels._layout import even_groups, peak_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def encode_groups(
     groups = even_groups(numel, group_size) if bits == 4 else -(-numel // group_size)
     rows = groups // 2 if bits == 4 else groups
     codes = torch.empty(rows, group_size, dtype=torch.uint8, device="cpu")
-    peaks = torch.empty(groups, dtype=_symmetric.peak_dtype(flat_N.dtype), device="cpu")
+    peaks = torch.empty(groups, dtype=peak_dtype(flat_N.dtype), device="cpu")
     library().adacc_encode_groups(
         flat_N.data_ptr(), codes.data_ptr(), peaks.data_ptr(), _pointer(keep), numel, group_size, rows, channels,
         DTYPES.index(flat_N.dtype), bits, factor, factor < 0, rounding == "stochastic", seed, _threads(flat_N.nbytes),
@@ -171,7 +171,7 @@ def encode_columns(x_RC: Tensor, group_size: int, factor: float, rounding: str, 
     rows, columns = x_RC.shape
     groups = even_groups(rows, group_size)
     codes = torch.empty(groups // 2, group_size, columns, dtype=torch.uint8, device="cpu")
-    peaks = torch.empty(groups, columns, dtype=_symmetric.peak_dtype(x_RC.dtype), device="cpu")
+    peaks = torch.empty(groups, columns, dtype=peak_dtype(x_RC.dtype), device="cpu")
     library().adacc_encode_columns(
         x_RC.data_ptr(), codes.data_ptr(), peaks.data_ptr(), rows, columns, group_size, groups // 2,
         DTYPES.index(x_RC.dtype), factor, factor < 0, rounding == "stochastic", seed, _threads(x_RC.nbytes),

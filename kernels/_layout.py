@@ -58,6 +58,11 @@ def even_groups(count: int, group_size: int) -> int:
     return -(-count // (2 * group_size)) * 2
 
 
+def peak_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The 16-bit dtype in which the peaks of a tensor are stored."""
+    return torch.float16 if dtype == torch.float16 else torch.bfloat16
+
+
 def as_flat(tensor: Tensor, keep_rows: bool = False) -> Tensor:
     """[N] contiguous: a view in memory order where that is possible, else a contiguous copy.
 

@@ -56,11 +56,6 @@ def pad_to(x: Tensor, length: int, with_last: bool = False) -> Tensor:
     return torch.cat([x, x[-1:].expand(shape) if with_last else x.new_zeros(shape)])
 
 
-def peak_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The 16-bit dtype in which the peaks of a tensor are stored."""
-    return torch.float16 if dtype == torch.float16 else torch.bfloat16
-
-
 def cut_to_bfloat16(x: Tensor) -> Tensor:
     """float32 to bfloat16, towards zero."""
     return (x.contiguous().view(torch.int32) & -65536).view(torch.float32).bfloat16()
