@@ -1,4 +1,4 @@
-"""How a run comes by its policies: it waits under full recomputation; a batch is caught, profiled and solved for."""
+"""How a run comes by its policies: it waits under full recomputation; a batch is profiled and solved for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from adacc_hf.artifacts.errors import (
 )
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.callbacks.trainer import InnerSteps, LastBatch, OptimizerWatch, keep_figures, no_sync_of
+from adacc_hf.callbacks.trainer import InnerSteps, OptimizerWatch, keep_figures, no_sync_of
 from adacc_hf.head.head import ChunkedHead
 from adacc_hf.price.optimizer_memory import coming_state_bytes
 from adacc_hf.price.other_sizes import NOT_TAKEN
@@ -81,46 +81,21 @@ class PolicyMaker:
         self.optimizer = OptimizerWatch()
         self.inner_steps = InnerSteps()
         self._config, self._given, self._num_micro, self._trainer = config, given, num_micro, trainer
-        self._last_batch: LastBatch | None = None
         self.all_sizes = False
         """Whether batches differ in size, so that profiles tell of all sizes."""
 
-    def catch_batches(self, model: nn.Module) -> None:
-        """Keep the last batch from now on."""
-        self._last_batch = LastBatch(model)
-
-    def drop_batches(self) -> None:
-        """Let go of the last batch; no more are kept. Harmless when none is."""
-        if self._last_batch is not None:
-            self._last_batch.remove()
-        self._last_batch = None
-
-    @property
-    def catches_batches(self) -> bool:
-        return self._last_batch is not None
-
-    def loss_is_asked(self, compute: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any) -> None:
-        """The Trainer's `compute` is about to be called with these arguments after the model."""
-        if self._last_batch is not None:
-            self._last_batch.given(self._trainer, compute, inputs, *args, **kwargs)
-
-    def loss_is_made(self, result: Any) -> None:
-        """The Trainer's `compute_loss` returned `result`."""
-        if self._last_batch is not None:
-            self._last_batch.loss_is_made(result)
-
     def remove(self) -> None:
-        """Take everything off the model and the optimizer. Harmless when called again."""
+        """Take everything off the optimizer. Harmless when called again."""
         self.optimizer.end()
-        self.drop_batches()
 
-    def first(self, model: nn.Module, optimizer: Any) -> tuple[Profile, Policy, bool]:
-        """(profile, policy, whether it is provisional) for the last batch.
+    def first(
+        self, model: nn.Module, optimizer: Any, batch: dict[str, Any] | None, compute_loss: ComputeLoss | None
+    ) -> tuple[Profile, Policy, bool]:
+        """(profile, policy, whether it is provisional) for the last batch, and what makes its loss.
 
         A policy is provisional, and that of least memory, where the peak that the budget bounds is not known before a
         whole step of the run was counted. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
         """
-        batch, compute_loss = self._caught_batch()
         if batch is None:
             raise RuntimeError(
                 "AdaccCallback saw no training batch: the model was not called in train mode with gradients on, or was "
@@ -160,7 +135,13 @@ class PolicyMaker:
         return profile, least_policy(profile, self._config)
 
     def for_size(
-        self, wanted: BatchShapes, model: nn.Module, optimizer: Any, evolution: Evolution
+        self,
+        wanted: BatchShapes,
+        model: nn.Module,
+        optimizer: Any,
+        evolution: Evolution,
+        batch: dict[str, Any] | None,
+        compute_loss: ComputeLoss | None,
     ) -> tuple[BatchShapes, Profile, Policy] | None:
         """(sizes, profile, policy) for batches of the `wanted` sizes, from the step's batch made to them.
 
@@ -168,7 +149,6 @@ class PolicyMaker:
         RefusedSizeError if no batch would.
         """
         seen = evolution.last_shapes
-        batch, compute_loss = self._caught_batch()
         if not all(of_all_ranks(batch is not None and is_alike(seen, wanted))):
             return None
 
@@ -194,12 +174,18 @@ class PolicyMaker:
             raise RefusedSizeError("they train fewer blocks, and a policy is for all of them")
         return shapes, priced, policy
 
-    def for_more_blocks(self, model: nn.Module, optimizer: Any, evolution: Evolution) -> tuple[Profile, Policy]:
+    def for_more_blocks(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        evolution: Evolution,
+        batch: dict[str, Any] | None,
+        compute_loss: ComputeLoss | None,
+    ) -> tuple[Profile, Policy]:
         """(profile, policy) for the step's batch, which trains blocks that no batch did that was profiled before.
 
         Raises RefusedSizeError if there is no such policy.
         """
-        batch, compute_loss = self._caught_batch()
         try:
             profile = self._profile(model, batch, optimizer, compute_loss)
         except torch.OutOfMemoryError as error:
@@ -222,13 +208,6 @@ class PolicyMaker:
             raise RefusedSizeError(str(error)) from error
         check_same_policy(policy)
         return policy
-
-    def _caught_batch(self) -> tuple[dict[str, Any] | None, ComputeLoss | None]:
-        """The last batch and what makes its loss, which are let go of; no more are kept."""
-        last, self._last_batch = self._last_batch, None
-        caught = last.batch, last.compute_loss
-        last.remove()
-        return caught
 
     def _profile_or_explain(
         self, model: nn.Module, batch: dict[str, Any], optimizer: Any, compute_loss: ComputeLoss | None
@@ -303,7 +282,8 @@ class PolicyMaker:
     def _solve(self, profile: Profile, budget: float | int | str, switched_off: Collection[SwitchedOff] = ()) -> Policy:
         if callable(self._given):
             return _checked(self._given(profile))
-        return solve_policy(without_codecs(profile, switched_off), budget, self._config)
+        allowed = without_codecs(profile, switched_off) if switched_off else profile
+        return solve_policy(allowed, budget, self._config)
 
 
 def _checked(made: Any) -> Policy:

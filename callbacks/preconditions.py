@@ -10,7 +10,14 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Policy
-from adacc_hf.callbacks.trainer import TrainerGuard, callbacks_of, calling_trainer, parallelism_of
+from adacc_hf.callbacks.trainer import (
+    TrainerGuard,
+    Unguarded,
+    callbacks_of,
+    calling_trainer,
+    compiler_of,
+    parallelism_of,
+)
 from adacc_hf.torch_glue.compat import CHECKPOINTING
 
 log = logging.getLogger(__name__)
@@ -50,10 +57,10 @@ def refuse_context_parallel(trainer: Trainer) -> None:
         )
 
 
-def refuse_second_run(callback: TrainerCallback, guard: TrainerGuard | None) -> None:
+def refuse_second_run(callback: TrainerCallback, guard: TrainerGuard | Unguarded) -> None:
     """Raise RuntimeError if `callback`, whose present run has `guard`, is asked to begin one of another Trainer."""
     found = calling_trainer(callback)
-    if guard is not None and found is not None and found[0] is not guard.trainer:
+    if guard.trainer is not None and found is not None and found[0] is not guard.trainer:
         raise RuntimeError(
             f"this {type(callback).__name__} is at work in another Trainer's run: give each Trainer one of its own, or "
             f"call its detach() if that run was broken off"
@@ -68,6 +75,23 @@ def refuse_second_callback(callback: TrainerCallback, trainer: Trainer) -> None:
             f"the Trainer has {len(same)} callbacks of class {type(callback).__name__}, and a block can follow one "
             f"policy only: leave one of them in callbacks=[...]"
         )
+
+
+def is_compiled(args: TrainingArguments, trainer: Trainer | None) -> bool:
+    """Whether the run compiles its model: by its arguments, or by the backend that Accelerate was launched with.
+
+    Raises ValueError for a way of compiling that has no partitioner.
+    """
+    launched_with = None if trainer is None else compiler_of(trainer)
+    backend = launched_with or (args.torch_compile_backend if args.torch_compile else None)
+    if backend is None:
+        return False
+    if backend != "inductor":
+        raise ValueError(
+            f"torch_compile_backend={backend!r}: AdaccCallback decides inside Inductor's graphs only; use 'inductor', "
+            f"or train without torch_compile"
+        )
+    return True
 
 
 def warn_of_checkpointing(args: TrainingArguments, config: AdaccConfig) -> None:

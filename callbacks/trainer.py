@@ -126,6 +126,26 @@ class TrainerGuard:
         owner.__dict__[name] = value
 
 
+class Unguarded:
+    """Stands for the guard where something else than a Trainer calls a callback, or nothing does."""
+
+    trainer = None
+
+    def __init__(self, args: TrainingArguments | None) -> None:
+        self._args = args
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The folder that the run is said to resume from."""
+        return self._args.resume_from_checkpoint
+
+    def wrap(self, name: str, around: Callable[..., Any]) -> None:
+        """There is no Trainer whose method could be wrapped."""
+
+    def leave(self, callback: TrainerCallback) -> None:
+        """There is no guard to leave."""
+
+
 def calling_trainer(callback: TrainerCallback) -> tuple[Trainer, str | None] | None:
     """The Trainer whose training loop is on the stack, and the checkpoint that it resumes from."""
     frame = sys._getframe(1)
@@ -298,6 +318,7 @@ class OptimizerWatch:
         """Most bytes that clipping or the step took beside parameters, gradients and state; 0 until it was seen."""
         self.has_seen = False
         """Whether a step was seen, or it was found that none can be."""
+        self.is_counting = False
         self._meter: OptimizerMeter | None = None
 
     def begin(self, args: TrainingArguments, model: nn.Module) -> None:
@@ -311,13 +332,14 @@ class OptimizerWatch:
             self.nbytes = max(self.nbytes, measure_clipping(model.parameters()))
         self._meter = OptimizerMeter(device)
         self._meter.__enter__()
+        self.is_counting = True
 
     def end(self) -> None:
         """The optimizer has stepped. Harmless when nothing is counted."""
-        if self._meter is not None:
+        if self.is_counting:
             self._meter.__exit__(None, None, None)
             self.nbytes = max(self.nbytes, self._meter.nbytes)
-        self._meter = None
+        self._meter, self.is_counting = None, False
 
 
 # The batch that a profile is made of: what a model was trained on last, and who made the loss of it.

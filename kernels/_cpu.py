@@ -19,6 +19,7 @@ from torch import Tensor
 
 from adacc_hf.kernels import _symmetric
 from adacc_hf.kernels._compiler import build
+from adacc_hf.kernels._layout import even_groups, peak_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -98,12 +99,12 @@ def encode_groups(
     keep [channels + G], integers of the width of the elements, is 0 for channels to take as zeros, else -1.
     """
     if group_size > MAX_GROUP:  # only rows of token_int4: the functions complete no group longer than their buffer
-        flat_N = _symmetric.pad_to(flat_N, _symmetric.even_groups(flat_N.numel(), group_size) * group_size)
+        flat_N = _symmetric.pad_to(flat_N, even_groups(flat_N.numel(), group_size) * group_size)
     numel = flat_N.numel()
-    groups = _symmetric.even_groups(numel, group_size) if bits == 4 else -(-numel // group_size)
+    groups = even_groups(numel, group_size) if bits == 4 else -(-numel // group_size)
     rows = groups // 2 if bits == 4 else groups
     codes = torch.empty(rows, group_size, dtype=torch.uint8, device="cpu")
-    peaks = torch.empty(groups, dtype=_symmetric.peak_dtype(flat_N.dtype), device="cpu")
+    peaks = torch.empty(groups, dtype=peak_dtype(flat_N.dtype), device="cpu")
     library().adacc_encode_groups(
         flat_N.data_ptr(), codes.data_ptr(), peaks.data_ptr(), _pointer(keep), numel, group_size, rows, channels,
         DTYPES.index(flat_N.dtype), bits, factor, factor < 0, rounding == "stochastic", seed, _threads(flat_N.nbytes),
@@ -143,7 +144,7 @@ def encode_asymmetric(
     flat_N: Tensor, group_size: int, factor: float, zero: float, rounding: str, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes uint8 [A/2, G], offsets [A] and half ranges [A], as `asymmetric_int4.encode_ref`."""
-    groups = _symmetric.even_groups(flat_N.numel(), group_size)
+    groups = even_groups(flat_N.numel(), group_size)
     codes = torch.empty(groups // 2, group_size, dtype=torch.uint8, device="cpu")
     offsets = torch.empty(groups, dtype=flat_N.dtype, device="cpu")
     half_ranges = torch.empty(groups, dtype=torch.bfloat16, device="cpu")
@@ -168,9 +169,9 @@ def decode_asymmetric(
 def encode_columns(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
     """Codes uint8 [A/2, G, C] and peaks [A, C] of a contiguous matrix, one peak for G rows of a column."""
     rows, columns = x_RC.shape
-    groups = _symmetric.even_groups(rows, group_size)
+    groups = even_groups(rows, group_size)
     codes = torch.empty(groups // 2, group_size, columns, dtype=torch.uint8, device="cpu")
-    peaks = torch.empty(groups, columns, dtype=_symmetric.peak_dtype(x_RC.dtype), device="cpu")
+    peaks = torch.empty(groups, columns, dtype=peak_dtype(x_RC.dtype), device="cpu")
     library().adacc_encode_columns(
         x_RC.data_ptr(), codes.data_ptr(), peaks.data_ptr(), rows, columns, group_size, groups // 2,
         DTYPES.index(x_RC.dtype), factor, factor < 0, rounding == "stochastic", seed, _threads(x_RC.nbytes),

@@ -53,6 +53,16 @@ def rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
     return prod(shape[:-1]), columns
 
 
+def even_groups(count: int, group_size: int) -> int:
+    """The number of groups that `count` elements take, padded to an even number."""
+    return -(-count // (2 * group_size)) * 2
+
+
+def peak_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The 16-bit dtype in which the peaks of a tensor are stored."""
+    return torch.float16 if dtype == torch.float16 else torch.bfloat16
+
+
 def as_flat(tensor: Tensor, keep_rows: bool = False) -> Tensor:
     """[N] contiguous: a view in memory order where that is possible, else a contiguous copy.
 

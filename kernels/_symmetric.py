@@ -47,11 +47,6 @@ def check_options(codec: str, group_size: int, scale: str, rounding: str, seed: 
         raise ValueError(f"codec {codec!r}: seed={seed!r} is not in 0..2**32-1")
 
 
-def even_groups(count: int, group_size: int) -> int:
-    """The number of groups that `count` elements take, padded to an even number."""
-    return -(-count // (2 * group_size)) * 2
-
-
 def pad_to(x: Tensor, length: int, with_last: bool = False) -> Tensor:
     """`x` with zeros, or copies of its last element, appended along its first dimension up to `length`."""
     missing = length - x.shape[0]
@@ -59,11 +54,6 @@ def pad_to(x: Tensor, length: int, with_last: bool = False) -> Tensor:
         return x
     shape = (missing, *x.shape[1:])
     return torch.cat([x, x[-1:].expand(shape) if with_last else x.new_zeros(shape)])
-
-
-def peak_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The 16-bit dtype in which the peaks of a tensor are stored."""
-    return torch.float16 if dtype == torch.float16 else torch.bfloat16
 
 
 def cut_to_bfloat16(x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from adacc_hf.kernels import _cpu, _symmetric
+from adacc_hf.kernels._layout import even_groups
 from adacc_hf.kernels.codecs import Codec, Kernels, register
 
 # Factor from half the range to half the scale, and the code of the offset.
@@ -27,7 +28,7 @@ def encode_ref(flat_N: Tensor, group_size: int, scale: str, rounding: str, seed:
 
     The last group is completed with copies of the last element. Codes of non-finite elements are unspecified.
     """
-    groups = _symmetric.even_groups(flat_N.shape[0], group_size)
+    groups = even_groups(flat_N.shape[0], group_size)
     x_AG = _symmetric.pad_to(flat_N, groups * group_size, with_last=True).view(groups, group_size)
     offset = _symmetric.rounding_offset_ref(x_AG, OFFSET_CODES[scale], rounding, seed)
     return _symmetric.packed_ref(lambda x_AG, offset: _codes_ref(x_AG, scale, offset), x_AG, offset)
@@ -72,7 +73,7 @@ class AsymmetricInt4(Codec):
         return dtype in _symmetric.FLOAT_DTYPES
 
     def predicted_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        groups = _symmetric.even_groups(prod(shape), self.group_size)
+        groups = even_groups(prod(shape), self.group_size)
         return groups * self.group_size // 2 + groups * (dtype.itemsize + _symmetric.PEAK_BYTES)
 
     def _encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:

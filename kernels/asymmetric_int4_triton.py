@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from adacc_hf.kernels import _symmetric
+from adacc_hf.kernels._layout import even_groups
 from adacc_hf.kernels._triton import (
     cdiv,
     clipped_codes,
@@ -149,7 +149,7 @@ def encode(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `asymmetric_int4.encode_ref`; zero is the code of the offset."""
     numel = flat_N.shape[0]
-    groups = _symmetric.even_groups(numel, group_size)
+    groups = even_groups(numel, group_size)
     codes = flat_N.new_empty(groups // 2, group_size, dtype=torch.uint8)
     offsets = flat_N.new_empty(groups)
     half_ranges = flat_N.new_empty(groups, dtype=torch.bfloat16)

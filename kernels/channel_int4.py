@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adacc_hf.kernels import _cpu, _symmetric
-from adacc_hf.kernels._layout import rows_and_columns
+from adacc_hf.kernels._layout import even_groups, rows_and_columns
 from adacc_hf.kernels.codecs import Codec, Kernels, register
 
 BITS = 4
@@ -19,7 +19,7 @@ BITS = 4
 def encode_ref(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
     """Codes uint8 [A/2, G, C] and 16-bit peaks [A, C], A groups of G rows."""
     rows, columns = x_RC.shape
-    groups = _symmetric.even_groups(rows, group_size)
+    groups = even_groups(rows, group_size)
     x_AGC = _symmetric.pad_to(x_RC, groups * group_size).view(groups, group_size, columns)
     return _symmetric.encode_ref(x_AGC, BITS, factor, rounding, seed)
 
@@ -53,7 +53,7 @@ class ChannelInt4(Codec):
 
     def predicted_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         rows, columns = rows_and_columns(shape)
-        groups = _symmetric.even_groups(rows, self.group_size)
+        groups = even_groups(rows, self.group_size)
         return groups * columns * self.group_size // 2 + groups * columns * _symmetric.PEAK_BYTES
 
     def _encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:

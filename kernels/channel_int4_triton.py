@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from adacc_hf.kernels import _symmetric
+from adacc_hf.kernels._layout import even_groups, peak_dtype
 from adacc_hf.kernels._triton import (
     TILE_ELEMENTS,
     cdiv,
@@ -123,9 +123,9 @@ def _decode_kernel(
 def encode(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
     """As `channel_int4.encode_ref`."""
     rows, columns = x_RC.shape
-    groups = _symmetric.even_groups(rows, group_size)
+    groups = even_groups(rows, group_size)
     codes = x_RC.new_empty(groups // 2, group_size, columns, dtype=torch.uint8)
-    peaks = x_RC.new_empty(groups, columns, dtype=_symmetric.peak_dtype(x_RC.dtype))
+    peaks = x_RC.new_empty(groups, columns, dtype=peak_dtype(x_RC.dtype))
     width = max(TILE_ELEMENTS // group_size, ENCODED_COLUMNS)
     launch(
         _encode_kernel, (groups // 2 * cdiv(columns, width),), x_RC, codes, peaks, rows, columns, groups // 2, factor,

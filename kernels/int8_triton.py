@@ -4,7 +4,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from adacc_hf.kernels import _symmetric
+from adacc_hf.kernels._layout import peak_dtype
 from adacc_hf.kernels._triton import (
     cdiv,
     clipped_codes,
@@ -75,7 +75,7 @@ def encode(flat_N: Tensor, group_size: int, factor: float, rounding: str, seed: 
     numel = flat_N.shape[0]
     groups = cdiv(numel, group_size)
     codes = flat_N.new_empty(groups, group_size, dtype=torch.uint8)
-    peaks = flat_N.new_empty(groups, dtype=_symmetric.peak_dtype(flat_N.dtype))
+    peaks = flat_N.new_empty(groups, dtype=peak_dtype(flat_N.dtype))
     tile = groups_per_program(group_size)
     launch(
         _encode_kernel, (cdiv(groups, tile),), flat_N, codes, peaks, numel, groups, factor, seed,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from adacc_hf.kernels import _cpu, _symmetric
-from adacc_hf.kernels._layout import as_matrix, rows_and_columns
+from adacc_hf.kernels._layout import as_matrix, even_groups, rows_and_columns
 from adacc_hf.kernels.codecs import Codec, Kernels, register
 
 BITS = 4
@@ -80,7 +80,7 @@ def encode_ref(
     if indices is not None:
         raw = (x_RC.index_select(1, indices), indices.clone())
         x_RC = torch.where(_is_at(indices, x_RC.shape[1]).any(0), 0, x_RC)
-    groups = _symmetric.even_groups(x_RC.numel(), group_size)
+    groups = even_groups(x_RC.numel(), group_size)
     x_AG = _symmetric.pad_to(x_RC.reshape(-1), groups * group_size).view(groups, group_size)
     return *_symmetric.encode_ref(x_AG, BITS, factor, rounding, seed), *raw
 
@@ -163,7 +163,7 @@ class OutlierInt4(Codec):
         return dtype in _symmetric.FLOAT_DTYPES and rows_and_columns(shape)[1] >= self.num_outliers
 
     def predicted_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        groups = _symmetric.even_groups(prod(shape), self.group_size)
+        groups = even_groups(prod(shape), self.group_size)
         rows, _ = rows_and_columns(shape)
         raw_bytes = self.num_outliers * (rows * dtype.itemsize + INDEX_BYTES)
         return groups * self.group_size // 2 + groups * _symmetric.PEAK_BYTES + raw_bytes

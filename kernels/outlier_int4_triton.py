@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from adacc_hf.kernels import _symmetric
+from adacc_hf.kernels._layout import even_groups, peak_dtype
 from adacc_hf.kernels._triton import (
     THREAD_ELEMENTS,
     TILE_ELEMENTS,
@@ -248,9 +248,9 @@ def encode(
 ) -> tuple[Tensor, ...]:
     """As `outlier_int4.encode_ref`; indices and keep as in `outlier_int4.Outliers`."""
     rows_R, channels = x_RC.shape
-    groups = _symmetric.even_groups(x_RC.numel(), group_size)
+    groups = even_groups(x_RC.numel(), group_size)
     codes = x_RC.new_empty(groups // 2, group_size, dtype=torch.uint8)
-    peaks = x_RC.new_empty(groups, dtype=_symmetric.peak_dtype(x_RC.dtype))
+    peaks = x_RC.new_empty(groups, dtype=peak_dtype(x_RC.dtype))
     raw: tuple[Tensor, ...] = ()
     if indices is not None:
         raw = (x_RC.new_empty(rows_R, indices.shape[0]), torch.empty_like(indices))

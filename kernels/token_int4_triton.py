@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from adacc_hf.kernels import _symmetric
+from adacc_hf.kernels._layout import peak_dtype
 from adacc_hf.kernels._triton import (
     TILE_ELEMENTS,
     cdiv,
@@ -170,7 +170,7 @@ def encode(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[Tenso
     rows, columns = x_RC.shape
     pairs = cdiv(rows, 2)
     codes = x_RC.new_empty(pairs, columns, dtype=torch.uint8)
-    peaks = x_RC.new_empty(2 * pairs, dtype=_symmetric.peak_dtype(x_RC.dtype))
+    peaks = x_RC.new_empty(2 * pairs, dtype=peak_dtype(x_RC.dtype))
     whole = columns <= MAX_BLOCK
     # Chunks are small because the long kernel keeps two of them: blocks of 8192 spilled registers on sm_100.
     block = max(next_power_of_2(columns), LEAST_BLOCK) if whole else TILE_ELEMENTS

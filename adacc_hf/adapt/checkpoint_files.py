@@ -32,6 +32,8 @@ from adacc_hf.torch_glue.ranks import num_ranks
 log = logging.getLogger(__name__)
 
 STATE_VERSION = 1
+_OLDEST = ("policy_step", "memory_budget", "tightened", "history", "losses", "tracking_ms")
+"""Plain fields of `Saved` that checkpoints have had from the beginning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,40 @@ class SavedSituation:
     """The prices for which the solver ran last, if they are not those of `profile`."""
     is_provisional: bool = False
     """Whether the policy is that of least memory, until a whole step was counted."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What of it has no file of its own."""
+        return {
+            "shapes": shapes_to_json(self.shapes),
+            "due": self.due,
+            "num_tracked": self.num_tracked,
+            "memory_budget": self.memory_budget,
+            "is_provisional": self.is_provisional,
+        }
+
+    @classmethod
+    def load(cls, folder: Path, number: int, record: dict[str, Any]) -> SavedSituation:
+        """The situation of that number in a checkpoint, where `record` is what `to_json` gave; older ones lack some."""
+        files = [folder / _numbered(name, number) for name in (PROFILE_FILE, PRICES_FILE, SEARCHED_FILE)]
+        profile, prices, searched = (Profile.load(file) if file.is_file() else None for file in files)
+        return cls(
+            policy=Policy.load(folder / _numbered(POLICY_FILE, number)),
+            profile=profile,
+            shapes=shapes_from_json(record.get("shapes")),
+            due=record.get("due"),
+            num_tracked=record.get("num_tracked", 0),
+            memory_budget=record.get("memory_budget"),
+            prices=prices,
+            searched=searched,
+            is_provisional=record.get("is_provisional", False),
+        )
+
+    def save(self, folder: Path, number: int) -> None:
+        """Write what has files of its own, the policy last."""
+        for name, prices in ((PRICES_FILE, self.prices), (SEARCHED_FILE, self.searched)):
+            if prices is not None:
+                prices.save(folder / _numbered(name, number))
+        save_files(folder, self.policy, self.profile, number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +112,33 @@ class Saved:
     tracking_ms: float = 0.0
     num_ranks: int = field(default_factory=num_ranks)
     """Ranks of the run: among more of them each holds less of what is divided."""
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it but for what situations have in files of their own."""
+        plain = {name: getattr(self, name) for name in (*_OLDEST, "suspicion", "is_unproven", "num_ranks")}
+        return {
+            "version": STATE_VERSION,
+            **plain,
+            "switched_off": [list(codec) for codec in self.switched_off],
+            "situations": [situation.to_json() for situation in self.situations],
+        }
+
+    @classmethod
+    def load(cls, folder: Path, record: dict[str, Any]) -> Saved:
+        """What was in a checkpoint, where `record` is what `to_json` gave; older ones lack some of it."""
+        situations = [
+            SavedSituation.load(folder, number, fields) for number, fields in enumerate(record["situations"], start=1)
+        ]
+        if not situations:
+            raise ValueError("it has no situation")
+        return cls(
+            situations=situations,
+            suspicion=record.get("suspicion"),
+            switched_off=_switched_off(record, situations),
+            is_unproven=record.get("is_unproven", False),
+            num_ranks=record.get("num_ranks", num_ranks()),  # older checkpoints do not tell
+            **{name: record[name] for name in _OLDEST},
+        )
 
 
 @contextmanager
@@ -116,38 +179,9 @@ def save_in_checkpoint(args: TrainingArguments, state: TrainerState, saved: Save
     if not folder.is_dir():
         log.warning("Adacc: no policy saved, since there is no %s; a run that resumes will profile again", folder)
         return
-    write_json(folder / STATE_FILE, _state_to_json(saved))
+    write_json(folder / STATE_FILE, saved.to_json())
     for number, situation in reversed(list(enumerate(saved.situations, start=1))):
-        for name, prices in ((PRICES_FILE, situation.prices), (SEARCHED_FILE, situation.searched)):
-            if prices is not None:
-                prices.save(folder / _numbered(name, number))
-        save_files(folder, situation.policy, situation.profile, number)
-
-
-def _state_to_json(saved: Saved) -> dict[str, Any]:
-    return {
-        "version": STATE_VERSION,
-        "policy_step": saved.policy_step,
-        "memory_budget": saved.memory_budget,
-        "tightened": saved.tightened,
-        "history": saved.history,
-        "losses": saved.losses,
-        "suspicion": saved.suspicion,
-        "switched_off": [list(codec) for codec in saved.switched_off],
-        "is_unproven": saved.is_unproven,
-        "tracking_ms": saved.tracking_ms,
-        "num_ranks": saved.num_ranks,
-        "situations": [
-            {
-                "shapes": shapes_to_json(s.shapes),
-                "due": s.due,
-                "num_tracked": s.num_tracked,
-                "memory_budget": s.memory_budget,
-                "is_provisional": s.is_provisional,
-            }
-            for s in saved.situations
-        ],
-    }
+        situation.save(folder, number)
 
 
 def load_from_checkpoint(folder: str | Path, memory_budget: str | float | int) -> Saved | None:
@@ -178,40 +212,14 @@ def load_from_checkpoint(folder: str | Path, memory_budget: str | float | int) -
 
 def _load(folder: Path) -> Saved:
     if not (folder / STATE_FILE).is_file():
-        return Saved(situations=[_load_situation(folder, 1, {})])
+        return Saved(situations=[SavedSituation.load(folder, 1, {})])
     record = read_json(folder / STATE_FILE, AdaccError, "state")
     try:
         if record["version"] != STATE_VERSION:
             raise AdaccError(f"{folder / STATE_FILE} has format version {record['version']!r}, not {STATE_VERSION}")
-        situations = [
-            _load_situation(folder, number, fields) for number, fields in enumerate(record["situations"], start=1)
-        ]
-        if not situations:
-            raise ValueError("it has no situation")
-        names = ("policy_step", "memory_budget", "tightened", "history", "losses", "tracking_ms")
-        fields = {name: record[name] for name in names} | {"suspicion": record.get("suspicion")}
-        fields |= {"switched_off": _switched_off(record, situations), "is_unproven": record.get("is_unproven", False)}
-        fields["num_ranks"] = record.get("num_ranks", num_ranks())  # older checkpoints do not tell
-        return Saved(situations=situations, **fields)
+        return Saved.load(folder, record)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise AdaccError(f"{folder / STATE_FILE} is damaged ({type(error).__name__}: {error})") from error
-
-
-def _load_situation(folder: Path, number: int, fields: dict[str, Any]) -> SavedSituation:
-    names = (PROFILE_FILE, PRICES_FILE, SEARCHED_FILE)
-    files = [folder / _numbered(name, number) for name in names]
-    profile, prices, searched = (Profile.load(file) if file.is_file() else None for file in files)
-    return SavedSituation(
-        policy=Policy.load(folder / _numbered(POLICY_FILE, number)),
-        profile=profile,
-        shapes=shapes_from_json(fields.get("shapes")),
-        due=fields.get("due"),
-        num_tracked=fields.get("num_tracked", 0),
-        memory_budget=fields.get("memory_budget"),
-        prices=prices,
-        searched=searched,
-        is_provisional=fields.get("is_provisional", False),
-    )
 
 
 def _switched_off(record: dict[str, Any], situations: list[SavedSituation]) -> list[SwitchedOff]:

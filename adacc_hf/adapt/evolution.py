@@ -34,9 +34,9 @@ from adacc_hf.adapt.shape_policies import (
     step_times,
     tracking_figures,
 )
-from adacc_hf.adapt.step_meter import StepMeter
+from adacc_hf.adapt.step_meter import CountingTurns, StepMeter
 from adacc_hf.adapt.step_retry import advice, tighter_budget
-from adacc_hf.adapt.tracking import Observation, is_tracking_step
+from adacc_hf.adapt.tracking import Observation
 from adacc_hf.adapt.what_ran import NO_POLICY, full_recomputation, ratio
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
@@ -81,6 +81,44 @@ def _is_for(policy: Policy, profile: Profile) -> bool:
     return all(policy.plan_of(block.name).kind == profile.kinds[block.kind].digest for block in profile.blocks)
 
 
+def is_tracking_step(steps_since: int, tracking: str | int) -> bool:
+    """Whether outliers are looked at `steps_since` steps after the policy was set: 1, 2, 4, ... if "exponential"."""
+    if tracking == "off" or steps_since < 1:
+        return False
+    if tracking == "exponential":
+        return steps_since & (steps_since - 1) == 0
+    return steps_since % int(tracking) == 0
+
+
+class InForce:
+    """What the run's micro-batches run under."""
+
+    def __init__(self, handle: PolicyHandle) -> None:
+        self.situation: Situation | None = None
+        """None under torch's checkpoint, and under plans that are in no situation's force."""
+        self.plans: BlockPlans | None = None
+        self.shapes: BatchShapes = ()
+        """Sizes of the last micro-batch."""
+        self.lasts = False
+        """Whether the next micro-batch runs under the same if it has the same sizes."""
+        self.used: dict[int, Situation | None] = {}
+        """The plans of the step's micro-batches, by identity; None for those that are in no situation's force."""
+        self._handle = handle
+
+    def put(self, situation: Situation | None, plans: BlockPlans | None) -> None:
+        """Run the next micro-batch under `plans`."""
+        self._handle.follow(plans)
+        self.situation, self.plans, self.lasts = situation, plans, False
+
+    def ran_alone(self) -> bool:
+        """Whether all of the last step ran under the present policy."""
+        return self.situation is not None and all(plans == id(self.situation.plans) for plans in self.used)
+
+    def used_situations(self) -> list[Situation | None]:
+        """Those of the step's micro-batches; None for micro-batches under torch's checkpoint, or that were recorded."""
+        return list(self.used.values()) or [self.situation]
+
+
 class Evolution:
     """Follows one run from the step at which its policy was set."""
 
@@ -95,8 +133,6 @@ class Evolution:
         self.num_tries = 0
         """Steps that may still bring the batch to start over with: one that calls all blocks that any batch trains."""
         self._has_tried = False
-        self.last_shapes: BatchShapes = ()
-        """Sizes of the last micro-batch."""
         self.tracking_ms = 0.0
         """Time that tracking, solving, counting memory and profiling other sizes took so far, by how much longer such
         steps were than normal ones. The caller of `step_ends` adds what it and all that follows from it took, if
@@ -106,6 +142,7 @@ class Evolution:
         self.missing_bytes: dict[str, int] = {}
         """What steps take at their moments that no profile sees."""
         self._handle = handle
+        self._in_force = InForce(handle)
         handle.library.may_record = self._may_record
         self._full: tuple[Profile, Policy] | None = None
         """Full recomputation as one profile has it."""
@@ -114,24 +151,21 @@ class Evolution:
         self._num_micro = num_micro
         self._meter = StepMeter()
         self.guard = LossGuard(config)
-        self._is_tracking = False
-        self._meter_next = self._is_metering = False
-        self._num_steps = 0
+        self._turns = CountingTurns()
+        self._is_tracking = self._is_metering = False
         self._step = policy_step
         """The step that runs, counted from 1."""
-        self._count_from = 0
-        """The step from which memory may be counted, as many as were begun before it."""
-        self._pause = 0
-        """Grows with every step that was counted in vain, under plans without a prediction or beside a profiler."""
-        self._current: Situation | None = None
-        self._plans: BlockPlans | None = None
-        self._used: dict[int, Situation | None] = {}
-        """The plans of the step's micro-batches, by identity; None for those that are in no situation's force."""
+        self._is_alone = num_ranks() == 1
 
     @property
     def shown(self) -> Situation:
         """The situation of the last micro-batch; the first one if that ran under torch's checkpoint."""
-        return self._current or self.situations.all[0]
+        return self._in_force.situation or self.situations.all[0]
+
+    @property
+    def last_shapes(self) -> BatchShapes:
+        """Sizes of the last micro-batch."""
+        return self._in_force.shapes
 
     @property
     def idle_blocks(self) -> set[str]:
@@ -181,9 +215,9 @@ class Evolution:
         situation.rectifier.switch_off(self.guard.switched_off)
         self.situations.add(situation)
         self.situations.may_measure = not was_measured or profile.sizes is not None
-        self._put_in_force(situation, plans)
-        self._pause, self._count_from = 0, self._num_steps + RECORDED_STEPS
-        self._meter_next |= is_provisional
+        self._in_force.put(situation, plans)
+        self._turns.wait(RECORDED_STEPS)
+        self._turns.is_wanted |= is_provisional
         return situation
 
     def start_over(self, shapes: BatchShapes | None, profile: Profile, policy: Policy) -> None:
@@ -203,35 +237,43 @@ class Evolution:
         """`step` is the number of the step that begins, counted from 1."""
         self._step = step
         due = is_tracking_step(step - self.policy_step, self.config.tracking)
-        self._used.clear()
+        self._in_force.used.clear()
         self._meter.begin()
         if due or self.guard.suspicion is not None:
             self._start_tracking()
-        if not self._is_tracking and self._meter_next and self._num_steps >= self._count_from and model is not None:
+        if self._turns.step_begins() and not self._is_tracking and model is not None:
             self._is_metering = True
             is_provisional = any(situation.is_provisional for situation in self.situations.all)
             functions = self._handle.installation.functions if is_provisional else None
             self._meter.count_memory(model, optimizer, functions)
-        self._num_steps += 1
 
     def choose(self, shapes: BatchShapes) -> None:
         """Put the policy for a micro-batch of `shapes` in force."""
-        self.last_shapes = shapes
+        in_force = self._in_force
+        if not in_force.lasts or shapes != in_force.shapes:
+            self._choose_anew(shapes)
+        in_force.used[id(in_force.plans)] = in_force.situation
+
+    def _choose_anew(self, shapes: BatchShapes) -> None:
+        in_force = self._in_force
+        in_force.shapes = shapes
         sizes = self.situations.class_of(shapes)
         situation = self.situations.around(shapes) if sizes is None else self._situation_at(sizes, shapes)
         plans = None if situation is None else situation.plans
         if situation is None and sizes is not None:
             plans = self.situations.other(sizes, shapes)
-        if situation is not self._current or plans is not self._plans:
-            self._put_in_force(situation, plans)
-        self._used[id(plans)] = situation
+        if situation is not in_force.situation or plans is not in_force.plans:
+            in_force.put(situation, plans)
+        # Batches that want a policy of their own are counted each time.
+        in_force.lasts = situation is not None and not self.situations.counted
 
     def has_run(self, calls: Mapping[str, int]) -> tuple[float, dict[str, int]]:
         """(predicted overhead in milliseconds of the last micro-batch, how many of its calls ran otherwise than a
         policy says by why); of its blocks' `calls` these are known to have left their plans."""
-        if self._plans is None:
+        plans, current = self._in_force.plans, self._in_force.situation
+        if plans is None:
             return self._fell_back(), {NO_POLICY: 1}
-        current, policy = self._current, self._plans.policy
+        policy = plans.policy
         if current is not None:
             policy = current.rectifier.policy  # today's prices
         planned_ms = policy.predicted_overhead_ms * ratio(self.last_shapes, None if current is None else current.shapes)
@@ -260,7 +302,7 @@ class Evolution:
     @property
     def _reference(self) -> Situation:
         """The situation whose profile tells most of the last micro-batch."""
-        return self._current or self.situations.measured or self.shown
+        return self._in_force.situation or self.situations.measured or self.shown
 
     def _full_recomputation(self, profile: Profile) -> Policy:
         if self._full is None or self._full[0] is not profile:
@@ -301,7 +343,7 @@ class Evolution:
             sizes = tuple(shape for shape in shapes if shape.name in {other.name for other in sizes})
             profile = at_size(measured.rectifier.profile, to_plain(sizes))
             policy = self._policy_or_least(sizes, profile)
-        if num_ranks() > 1 or len(self.situations.all) >= MAX_SITUATIONS:
+        if not self._is_alone or len(self.situations.all) >= MAX_SITUATIONS:
             plans = self._handle.prepare(policy, self._handle.plans)
             note_latest(self.situations.others, sizes, plans, MAX_OTHERS)
             return None
@@ -316,8 +358,9 @@ class Evolution:
         situation = Situation(sizes, rectifier, plans, is_told=True, num_steps=RECORDED_STEPS)
         is_larger = num_elements(sizes) > measured.rectifier.profile.sizes.largest
         situation.must_count = is_larger
-        self._meter_next |= is_larger
+        self._turns.is_wanted |= is_larger
         self.situations.add(situation)
+        self._in_force.lasts = False
         self._note(self._step, "policy", **predictions(policy), reason=f"for batches of {describe(sizes)}")
         return situation
 
@@ -382,7 +425,7 @@ class Evolution:
     def step_ends(self, step: int) -> bool:
         """Returns whether a policy changed."""
         self._meter.end()
-        for situation in self._used_situations():
+        for situation in self._in_force.used_situations():
             if situation is not None:
                 situation.num_steps += 1
         self._count_time()
@@ -398,7 +441,7 @@ class Evolution:
         self._meter.close()
         changed |= self._take_over(step)
         is_looking = (step - self.policy_step) % LOOK_STEPS == 0
-        if is_looking or num_ranks() == 1:
+        if is_looking or self._is_alone:
             self._look_for_sizes()
         if is_looking:
             self._look_for_blocks()
@@ -411,7 +454,7 @@ class Evolution:
     def tighten(self, step: int) -> str | None:
         """Plan with less memory after `step` ran out of it; returns why that cannot be, or None."""
         self.cancel()
-        situation = self._current
+        situation = self._in_force.situation
         if num_ranks() > 1:
             return "the other ranks are in the middle of it"
         if situation is None:
@@ -438,18 +481,15 @@ class Evolution:
         self._meter.close()
         self._is_tracking = self._is_metering = False
 
-    def _put_in_force(self, situation: Situation | None, plans: BlockPlans | None) -> None:
-        self._handle.follow(plans)
-        self._current, self._plans = situation, plans
-
     def _follow(self, step: int, situation: Situation, policy: Policy) -> None:
+        self._in_force.lasts = False
         situation.plans = self._handle.prepare(policy, situation.plans)
         situation.times.start_over()
         situation.is_fresh = True
         if self.guard.policy_changed():
             self.policy_step = step  # tracked as closely as the first one
-        if situation is self._current:
-            self._put_in_force(situation, situation.plans)
+        if situation is self._in_force.situation:
+            self._in_force.put(situation, situation.plans)
 
     def _start_tracking(self) -> None:
         for situation in self.situations.all:
@@ -457,7 +497,7 @@ class Evolution:
                 situation.rectifier.start_tracking(situation.plans, every_kind=self.guard.suspicion is not None)
                 self._is_tracking = True
         # On a CPU counting takes a profiler, as long as a step: not again for the same actions while they are tracked.
-        self._meter_next = not self._is_tracking or any(situation.must_count for situation in self.situations.all)
+        self._turns.is_wanted = not self._is_tracking or any(situation.must_count for situation in self.situations.all)
 
     def _finish_tracking(self, step: int) -> None:
         self._is_tracking = False
@@ -492,7 +532,7 @@ class Evolution:
 
         Returns whether a policy changed.
         """
-        mine, used, changed = None, self._used_situations(), False
+        mine, used, changed = None, self._in_force.used_situations(), False
         if all(situation is not None and situation.num_steps > RECORDED_STEPS for situation in used):
             # The peak of a step is that of its largest micro-batch.
             largest = max(used, key=lambda situation: situation.rectifier.predicted_peak_bytes())
@@ -503,9 +543,7 @@ class Evolution:
             if found is not None and found[1] is not None:
                 peaks[found[0]] = max(found[1], peaks.get(found[0], 0))
                 moments = {m: max(found[2].get(m, 0), moments.get(m, 0)) for m in {**moments, **found[2]}}
-        self._meter_next = not peaks
-        self._pause = 0 if peaks else 2 * self._pause + 1
-        self._count_from = self._num_steps + self._pause // 2
+        self._turns.ended(in_vain=not peaks)
         for index, peak in sorted(peaks.items()):
             situation = self.situations.all[index]
             if situation.is_provisional:
@@ -585,8 +623,8 @@ class Evolution:
         situation.predicted_step_ms = None if step_ms is None else step_ms + extra_ms
         actions, channels = moved(before, policy)
         if actions:
-            situation.must_count = self._meter_next = True
-            self._pause, self._count_from = 0, self._num_steps
+            situation.must_count = self._turns.is_wanted = True
+            self._turns.wait(0)
         text = f"{actions} actions, {channels} sets of channels"
         figures = predictions(policy) | {"moved": text, "waited_ms": waited_ms}
         self._note(step, "change", reason=reason, **figures, **step_times(situation))
@@ -597,8 +635,10 @@ class Evolution:
         """Want a profile of sizes that none tells of; and with several ranks, be ready for the classes that came."""
         if len(self.situations.all) >= MAX_SITUATIONS:
             return
-        self.wanted = most_wanted(of_all_ranks(self.situations.unplanned()))
-        if num_ranks() > 1:
+        if self._is_alone:
+            self.wanted = most_wanted([self.situations.unplanned()]) if self.situations.counted else None
+        else:
+            self.wanted = most_wanted(of_all_ranks(self.situations.unplanned()))
             came = list(self.situations.others)
             for sizes in sorted(set().union(*of_all_ranks(came)), key=repr)[
                 : MAX_SITUATIONS - len(self.situations.all)
@@ -615,18 +655,10 @@ class Evolution:
             if any(of_all_ranks(any(blocks[name].num_calls for name in idle))):
                 self.num_tries, self._has_tried = MOST_TRIES, True
 
-    def _ran_alone(self) -> bool:
-        """Whether all of the last step ran under the present policy."""
-        return self._current is not None and all(plans == id(self._current.plans) for plans in self._used)
-
-    def _used_situations(self) -> list[Situation | None]:
-        """Those of the step's micro-batches; None for micro-batches under torch's checkpoint, or that were recorded."""
-        return list(self._used.values()) or [self._current]
-
     def _count_time(self) -> None:
         """Put the step that ends among the normal ones, or what it took beyond one into `tracking_ms`."""
-        current, step_ms = self._current, self._meter.step_ms
-        if step_ms is None or not self._ran_alone() or current.num_steps <= RECORDED_STEPS:
+        current, step_ms = self._in_force.situation, self._meter.step_ms
+        if step_ms is None or not self._in_force.ran_alone() or current.num_steps <= RECORDED_STEPS:
             self.tracking_ms += self._meter.counting_ms
         elif self._is_tracking or self._is_metering or current.is_fresh:
             self.tracking_ms += current.times.add_other(step_ms)

@@ -164,7 +164,8 @@ class Rectifier:
     def switch_off(self, codecs: Iterable[SwitchedOff]) -> None:
         """From the next solving on, none of `codecs`, and perhaps a finer one in place of each."""
         self.switched_off |= frozenset(codecs)
-        self.profile = with_finer(self.profile, self.switched_off, self.config)
+        if self.switched_off:
+            self.profile = with_finer(self.profile, self.switched_off, self.config)
 
     def solve_for(self, profile: Profile) -> Policy:
         """The policy for the prices of `profile`, today's from now on; on all ranks what the first one solves.

@@ -115,7 +115,8 @@ class Situations:
         self.all: list[Situation] = []
         self.others: OrderedDict[BatchShapes, BlockPlans] = OrderedDict()
         """Plans for classes that have no situation."""
-        self._unplanned: OrderedDict[BatchShapes, _Unplanned] = OrderedDict()
+        self.counted: OrderedDict[BatchShapes, _Unplanned] = OrderedDict()
+        """Buckets some of whose batches have no policy of their own."""
         self._refused: set[BatchShapes] = set()
         self.may_measure = True
         """Whether a profile may tell of all sizes: none has shown yet that the model takes no parts of a batch."""
@@ -128,7 +129,7 @@ class Situations:
             return
         self.all = [s for s in self.all if s.shapes is None or not self._is_replaced(s, situation)] + [situation]
         self.others.pop(shapes, None)
-        self._unplanned.pop(bucket_of(shapes), None)
+        self.counted.pop(bucket_of(shapes), None)
 
     @staticmethod
     def _is_replaced(old: Situation, new: Situation) -> bool:
@@ -175,19 +176,19 @@ class Situations:
     def refuse(self, shapes: BatchShapes) -> None:
         """No policy fits the bucket of `shapes`: it stays under torch's checkpoint, or a larger one's policy."""
         self._refused.add(bucket_of(shapes))
-        self._unplanned.pop(bucket_of(shapes), None)
+        self.counted.pop(bucket_of(shapes), None)
 
     def _see(self, bucket: BatchShapes, shapes: BatchShapes, weight: int) -> None:
         if bucket in self._refused:
             return
-        known = self._unplanned.get(bucket) or _Unplanned(shapes)
-        note_latest(self._unplanned, bucket, known, MAX_UNPLANNED)
+        known = self.counted.get(bucket) or _Unplanned(shapes)
+        note_latest(self.counted, bucket, known, MAX_UNPLANNED)
         known.shapes = smallest_around(known.shapes, shapes)
         known.num_seen += weight
 
     def unplanned(self) -> dict[BatchShapes, tuple[BatchShapes, int]]:
         """Per bucket without a policy of its own: the sizes that were seen, and how often."""
-        return {bucket: (seen.shapes, seen.num_seen) for bucket, seen in self._unplanned.items()}
+        return {bucket: (seen.shapes, seen.num_seen) for bucket, seen in self.counted.items()}
 
 
 def most_wanted(seen: list[dict[BatchShapes, tuple[BatchShapes, int]]]) -> BatchShapes | None:

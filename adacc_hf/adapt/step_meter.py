@@ -90,6 +90,31 @@ class StepMeter:
         self._memory = self._marks = None
 
 
+class CountingTurns:
+    """Which steps' memory is counted: one after each change of policy, and ever later ones while they count in vain,
+    under plans without a prediction or beside a profiler."""
+
+    def __init__(self) -> None:
+        self.is_wanted = False
+        """Whether a step is to be counted, as soon as may be."""
+        self._num_steps = self._from = self._pause = 0
+
+    def wait(self, num_steps: int) -> None:
+        """Count none of the next `num_steps`."""
+        self._pause, self._from = 0, self._num_steps + num_steps
+
+    def step_begins(self) -> bool:
+        """Whether the step that begins is one to be counted."""
+        self._num_steps += 1
+        return self.is_wanted and self._num_steps > self._from
+
+    def ended(self, in_vain: bool) -> None:
+        """A step was counted; if in vain, the next one comes after twice as many."""
+        self.is_wanted = in_vain
+        self._pause = 2 * self._pause + 1 if in_vain else 0
+        self._from = self._num_steps + self._pause // 2
+
+
 # Times of training steps: of normal ones, and by how much longer the others take.
 
 MAX_STEPS = 64

@@ -30,15 +30,6 @@ OptionKey = tuple[int, int, str]
 K = TypeVar("K")
 
 
-def is_tracking_step(steps_since: int, tracking: str | int) -> bool:
-    """Whether outliers are looked at `steps_since` steps after the policy was set: 1, 2, 4, ... if "exponential"."""
-    if tracking == "off" or steps_since < 1:
-        return False
-    if tracking == "exponential":
-        return steps_since & (steps_since - 1) == 0
-    return steps_since % int(tracking) == 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class Observation:
     """What a tracking step found, the most over all blocks of a kind, all calls and all ranks."""

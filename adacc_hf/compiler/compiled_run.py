@@ -1,4 +1,4 @@
-"""A Trainer's run with torch_compile=True: whether it is one, and how measured peaks set its graphs' share."""
+"""A Trainer's run with torch_compile=True: the partitioner cuts its graphs, and measured peaks set its share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import TrainingArguments
 
 from adacc_hf.adapt.checkpoint_files import save_history
 from adacc_hf.adapt.step_meter import StepMeter
@@ -300,23 +299,7 @@ def _without_checkpointing(model: Any) -> Callable[[], None]:
     return lambda: switch(True)
 
 
-# Whether a Trainer's run is compiled, and how Adacc joins it; Inductor, slow to import, is imported only then.
-
-
-def is_compiled(args: TrainingArguments, launched_with: str | None) -> bool:
-    """Whether the run compiles its model: by its arguments, or by the backend that Accelerate was launched with.
-
-    Raises ValueError for a way of compiling that has no partitioner.
-    """
-    backend = launched_with or (args.torch_compile_backend if args.torch_compile else None)
-    if backend is None:
-        return False
-    if backend != "inductor":
-        raise ValueError(
-            f"torch_compile_backend={backend!r}: AdaccCallback decides inside Inductor's graphs only; use 'inductor', "
-            f"or train without torch_compile"
-        )
-    return True
+# How a Trainer's run is compiled with Adacc; Inductor, slow to import, is imported only then.
 
 
 def begin_compiled_run(

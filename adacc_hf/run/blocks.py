@@ -26,6 +26,7 @@ from adacc_hf.torch_glue.compat import (
     PreTrainedModel,
     checkpointed,
     class_name,
+    has_cache,
     has_filled_cache,
     is_checkpoint_wrapper,
     is_compiled_around,
@@ -110,13 +111,14 @@ class BlockFunction:
                 f"checkpoint, or selective checkpointing): only one pair sees a tensor; switch the other one off "
                 f"(activation_offloading=False, FSDP activation_checkpointing=False) or remove adacc_hf"
             )
-        if has_filled_cache(self.block, fn, args):
-            raise ValueError(
-                f"block {self.name} is given past_key_values that hold keys already (prefix tuning, or a text trained "
-                f"piece by piece): replay cannot keep a cache, and without it training would be another one; train "
-                f"without adacc_hf, or without the cache (prompt tuning and LoRA need none)"
-            )
-        fn, args = without_caches(fn, args)
+        if has_cache(fn, args):
+            if has_filled_cache(self.block, fn, args):
+                raise ValueError(
+                    f"block {self.name} is given past_key_values that hold keys already (prefix tuning, or a text "
+                    f"trained piece by piece): replay cannot keep a cache, and without it training would be another "
+                    f"one; train without adacc_hf, or without the cache (prompt tuning and LoRA need none)"
+                )
+            fn, args = without_caches(fn, args)
         return run_inside_hooks(fn, args, self._run)
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -26,13 +26,13 @@ from adacc_hf.tape.compiled_plan import CompiledPlan
 from adacc_hf.tape.recorder import CHANGED_UNSEEN, COMPILED, Drawing, Recorder, runs_compiled_code
 from adacc_hf.tape.replay import Program, view
 from adacc_hf.tape.tape import Source, Tape
-from adacc_hf.torch_glue.private import version_of
+from adacc_hf.torch_glue.private import current_autograd_node, version_of
 from adacc_hf.torch_glue.tensors import (
+    PLAIN,
     arrived,
     copied,
     copy_with_storage,
     current_node,
-    is_plain,
     local_of,
     spec_of,
     whole,
@@ -83,15 +83,23 @@ class Call:
         self._environment: list[torch.Tensor | None] = [None] * plan.num_values
         self._versions: dict[int, tuple[torch.Tensor, int]] = {}
         for value, tensor in externals:
+            local = tensor if type(tensor) in PLAIN else local_of(tensor)
             if value in self._cells:
-                self._store(value, tensor)
+                self._store(value, tensor, local)
             else:
-                self._environment[value] = local_of(tensor)
+                self._environment[value] = local
                 self._versions[value] = tensor, version_of(tensor)
         self._slot = 0
         self._schedule = plan.schedule
         self._rank = 0
         self._in_order = True
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """`fn(*args)`, whose saved tensors this call takes."""
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            result = fn(*args)
+        self.finish()
+        return result
 
     def pack(self, tensor: torch.Tensor) -> PackedSlot:
         """Take the next tensor that autograd saves."""
@@ -100,7 +108,7 @@ class Call:
         if slot >= self.plan.num_slots:
             raise SavedOtherwiseError(self._describe(slot, tensor, "no such slot"))
         expected = self.plan.slots[slot]
-        if is_plain(tensor):  # as nearly all are: thirty saved tensors in each block pass through here
+        if type(tensor) in PLAIN:  # as nearly all are: thirty saved tensors in each block pass through here
             local = tensor
         else:
             tensor = arrived(tensor)
@@ -113,7 +121,7 @@ class Call:
         ):
             raise SavedOtherwiseError(self._describe(slot, local, expected))
         if expected.in_cell and not self.has(expected.value):
-            self._store(expected.value, tensor)
+            self._store(expected.value, tensor, local)
         if expected.needs is None:
             return slot, tensor.detach(), version_of(tensor), None
         cells = self._cells
@@ -140,7 +148,8 @@ class Call:
         """
         for value, base in bases.items():
             if not self.has(value):
-                self._store(value, copy_with_storage(base))
+                copy = copy_with_storage(base)
+                self._store(value, copy, copy)
         self._cells = {}
 
     def unpack(self, packed: PackedSlot) -> torch.Tensor:
@@ -155,8 +164,10 @@ class Call:
             return copied(held) if self.plan.slots[slot].is_read_by_replay and _may_be_overwritten() else held
         if torch.is_grad_enabled() or torch.is_autocast_enabled(self.plan.device_type):
             with torch.no_grad(), torch.autocast(self.plan.device_type, enabled=False):
-                return whole(self._run(program, slot, held), spec)
-        return whole(self._run(program, slot, held), spec)
+                remade = self._run(program, slot, held)
+        else:
+            remade = self._run(program, slot, held)
+        return remade if spec is None else whole(remade, spec)
 
     def _next_program(self, slot: int) -> Program | None:
         schedule = self._schedule
@@ -181,7 +192,8 @@ class Call:
         for value in program.loads:
             self._fetch(value, slot, cells)
         ref = self.plan.slots[slot].ref
-        result = view(environment[ref.value], ref)
+        base = environment[ref.value]
+        result = base.as_strided(*ref.geometry) if base.dtype is ref.dtype else view(base, ref)
         for value in program.frees:
             environment[value] = None
         is_held = environment[ref.value] is not None or ref.value in self.plan.store.retained
@@ -196,18 +208,26 @@ class Call:
                 raise self._modified(value)
             self._environment[value] = cell.tensor
         elif self._environment[value] is None:
-            decoded = self._codecs[value].decode(cell.payload)
-            self._environment[value] = view(decoded, self.plan.tape.values[value].ref)
+            decoded, ref = self._codecs[value].decode(cell.payload), self.plan.tape.values[value].ref
+            is_same = decoded.dtype is ref.dtype
+            self._environment[value] = decoded.as_strided(*ref.geometry) if is_same else view(decoded, ref)
 
-    def _store(self, value: int, tensor: torch.Tensor) -> None:
-        """Fill the cell of `value` from a tensor on its storage; encoded once however many slots share it (rule R3)."""
-        cell = self._cells[value]
+    def _store(self, value: int, tensor: torch.Tensor, local: torch.Tensor) -> None:
+        """Fill the cell of `value` from a tensor on its storage, of which this rank has the part `local`; encoded once
+        however many slots share it (rule R3)."""
+        cell, is_coded = self._cells[value], value in self._codecs
         with torch.no_grad():
-            if value in self._codecs:
-                cell.payload = self._codecs[value].encode(view(local_of(tensor), self.plan.encode_views[value]))
+            if is_coded:
+                ref = self.plan.encode_views[value]
             else:
                 cell.saved, cell.version = tensor.detach(), version_of(tensor)
-                cell.tensor = view(local_of(cell.saved), self.plan.tape.values[value].ref)
+                local = cell.saved if local is tensor else local_of(cell.saved)
+                ref = self.plan.tape.values[value].ref
+            base = local.as_strided(*ref.geometry) if local.dtype is ref.dtype else view(local, ref)
+            if is_coded:
+                cell.payload = self._codecs[value].encode(base)
+            else:
+                cell.tensor = base
 
     def _check_unchanged(self, value: int) -> None:
         tensor, version = self._versions[value]
@@ -234,7 +254,8 @@ def _may_be_overwritten() -> bool:
 
     Such a function's backward may write into what it saved (rule R6); torch's own never do.
     """
-    node = current_node()
+    node = current_autograd_node()  # torch's own, most often
+    node = current_node() if node is None else node
     return node is None or isinstance(node, BackwardCFunction)
 
 

@@ -180,7 +180,8 @@ class FollowPlan:
     ) -> Any:
         """Run one call under the plan, its operators compared with the tape if `check` is given."""
         externals = fetch(entry.compiled.externals, block, args, kwargs)
-        if not entry.compiled.has_all(externals):  # a layer that merged its adapter has its scales elsewhere for a call
+        # A layer that merged its adapter has its scales elsewhere for a call.
+        if entry.compiled.held and not entry.compiled.has_all(externals):
             self.library.fallbacks[OUT_OF_PLACE] += 1
             return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)
         if check is not None:
@@ -189,19 +190,18 @@ class FollowPlan:
         if len(entry.compiled.tape.order or ()) < entry.compiled.num_slots:
             entry.seen = call.seen = []
         if check is None:
-            with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
-                result = fn(*args)
+            result = call.run(fn, args)
         else:
             with torch.autograd.graph.saved_tensors_hooks(check.unseen(call.pack), call.unpack), check:
                 result = fn(*args)
             check.finish()
-        call.finish()
+            call.finish()
         self._refuse_replaced(entry.compiled, externals, block)
         return result
 
     def _refuse_replaced(self, plan: CompiledPlan, externals: list[tuple[int, torch.Tensor]], block: nn.Module) -> None:
         """Raise TapeMismatchError if what the call read is not there any more where replay looks it up."""
-        replaced = plan.replaced(externals, block)
+        replaced = plan.replaced(externals, block) if plan.held else None
         if replaced is not None:
             raise TapeMismatchError(
                 f"block {self.name} put another tensor in the place of {replaced} within a call, so that replay would "

@@ -30,7 +30,7 @@ from adacc_hf.torch_glue.private import (
     schema_of,
     storage_key,
 )
-from adacc_hf.torch_glue.tensors import local_of, runs_on_parts, storage_of
+from adacc_hf.torch_glue.tensors import PLAIN, local_of, runs_on_parts, storage_of
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -100,9 +100,10 @@ def call_key(paths: StatePaths, args: Args, kwargs: Kwargs) -> Any:
     tensors = []
     device_type = "cpu"
     for path, tensor in argument_tensors(args, kwargs):
-        alias = storages.setdefault(storage_key(storage_of(tensor)), len(storages))
-        device_type = tensor.device.type
         is_strided = tensor.layout is torch.strided
+        storage = tensor.untyped_storage() if is_strided and type(tensor) in PLAIN else storage_of(tensor)
+        alias = storages.setdefault(storage_key(storage), len(storages))
+        device_type = tensor.device.type
         place = (tensor.stride(), tensor.storage_offset()) if is_strided else tensor.layout
         tensors.append((path, tensor.shape, place, tensor.dtype, tensor.requires_grad, alias))
     autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)

@@ -122,7 +122,8 @@ class CompiledPlan:
         self.encode_views = {value: encode_view(tape, value) for value in self.store.compressed}
         self.externals = self._externals()
         """(value, source) of the inputs, parameters and buffers that a call must hold for replay."""
-        self._held = [place for place, (_, source) in enumerate(self.externals) if source.place in PLACES]
+        self.held = [place for place, (_, source) in enumerate(self.externals) if source.place in PLACES]
+        """The places among them of what hangs on parameters and modules; most blocks have none."""
         self._given_back = frozenset(slot.value for slot in self.slots if slot.needs is None)
         self.follow(tape.order or tuple(reversed(range(self.num_slots))))
 
@@ -155,7 +156,7 @@ class CompiledPlan:
 
     def has_all(self, externals: list[tuple[int, torch.Tensor | None]]) -> bool:
         """Whether what hangs on parameters and modules is there in this call, and is as it was when recorded."""
-        found = [(self.tape.values[value], tensor) for value, tensor in map(externals.__getitem__, self._held)]
+        found = [(self.tape.values[value], tensor) for value, tensor in map(externals.__getitem__, self.held)]
         return all(
             tensor is not None
             and (geometry_of(tensor), tensor.dtype, tensor.device) == (was.ref.geometry, was.ref.dtype, was.device)
@@ -164,7 +165,7 @@ class CompiledPlan:
 
     def replaced(self, before: list[tuple[int, torch.Tensor]], block: nn.Module) -> Source | None:
         """What hung on the block when a call began and is not what hangs there now, if anything."""
-        for place in self._held:
+        for place in self.held:
             _, source = self.externals[place]
             now = find_external(source, block, (), {})
             if now is None or storage_key(now.untyped_storage()) != storage_key(before[place][1].untyped_storage()):

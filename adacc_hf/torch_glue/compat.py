@@ -30,9 +30,9 @@ CHECKPOINTING = "activation_checkpointing" if hasattr(PreTrainedModel, "is_activ
 
 __all__ = [
     "CHECKPOINTING", "FLAG", "FUNCTION", "SETTER", "GradientCheckpointingLayer", "PreTrainedModel", "PretrainedConfig",
-    "attention_of", "block_of", "cast_from", "checkpointed", "class_name", "has_filled_cache", "is_compiled_around",
-    "keyword_arguments", "layerdrop_rates", "no_packed_sequences", "outer_hooks", "owner_of", "owns_its_node",
-    "run_inside_hooks", "switch_checkpointing", "without_caches", "without_layerdrop",
+    "attention_of", "block_of", "cast_from", "checkpointed", "class_name", "has_cache", "has_filled_cache",
+    "is_compiled_around", "keyword_arguments", "layerdrop_rates", "no_packed_sequences", "outer_hooks", "owner_of",
+    "owns_its_node", "run_inside_hooks", "switch_checkpointing", "without_caches", "without_layerdrop",
 ]  # fmt: skip
 
 
@@ -87,6 +87,11 @@ def without_caches(fn: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]
         kept = {name: None if isinstance(argument, Cache) else argument for name, argument in keywords.items()}
         fn = partial(fn.func, *fn.args, **kept)
     return fn, args
+
+
+def has_cache(fn: Any, args: tuple[Any, ...]) -> bool:
+    """Whether there is a key-value cache among the arguments."""
+    return any(isinstance(value, Cache) for value in (*args, *keyword_arguments(fn).values()))
 
 
 def has_filled_cache(block: nn.Module, fn: Any, args: tuple[Any, ...]) -> bool:

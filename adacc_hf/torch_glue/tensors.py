@@ -32,6 +32,8 @@ _INDICES = {
     torch.sparse_coo: (coo_indices,),
 }
 """What tells where the elements of a sparse tensor are."""
+PLAIN = frozenset({Tensor, nn.Parameter})
+"""Classes of tensors that are nothing else. Where hundreds pass in a step, these are asked for without a call."""
 
 
 def runs_on_parts(kind: type) -> bool:
@@ -103,7 +105,7 @@ def _elements(tensor: Tensor) -> Tensor:
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether `tensor` is nothing but a tensor."""
-    return type(tensor) is Tensor or type(tensor) is nn.Parameter
+    return type(tensor) in PLAIN
 
 
 # Which node of autograd's graph runs now.

@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from adacc_hf import AdaccConfig, Rectifier, apply_policy, profile_model, solve_policy
+from adacc_hf.adapt.evolution import is_tracking_step
 from adacc_hf.adapt.judging import Rectification
-from adacc_hf.adapt.tracking import is_tracking_step
 from adacc_hf.eval.records.records import Spread
 from adacc_hf.eval.trials.evolution_scenarios import Scenario, plant
 from adacc_hf.eval.trials.workload import Batch, Workload

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
 import adacc_hf.adapt.rectifier as rectifier_module
-import adacc_hf.callbacks.adacc as adacc_module
+import adacc_hf.callbacks.phases as phases_module
 import adacc_hf.callbacks.policy_maker as maker_module
 import adacc_hf.kernels.outlier_int4 as outlier_int4
 from adacc_hf import AdaccCallback, InfeasibleBudgetError
@@ -22,6 +22,7 @@ from adacc_hf.adapt.judging import Rectification
 from adacc_hf.adapt.step_meter import StepMeter
 from adacc_hf.artifacts.files import HISTORY_FILE
 from adacc_hf.artifacts.index_values import SPOILED_ERROR
+from adacc_hf.callbacks.phases import Evolving
 from adacc_hf.run.follow_plan import FollowPlan
 from adacc_hf.tape import call_key as known_shapes
 from adacc_hf.torch_glue.memory import MemoryMeter, count_static_bytes
@@ -103,7 +104,7 @@ def test_lengths_that_differ_from_the_first_steps_on_are_never_without_a_policy(
 
     def choose(evolution, shapes):
         original(evolution, shapes)
-        unplanned.append(evolution._current is None)
+        unplanned.append(evolution._in_force.situation is None)
 
     monkeypatch.setattr(Evolution, "choose", choose)
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
@@ -339,7 +340,8 @@ def test_what_was_being_solved_for_more_memory_is_not_taken_over(make_trainer, l
     class SolveFromStep3(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 3:
-                callback._evolution._solve_from(3, callback._evolution.shown)
+                evolution = callback._run.phase.evolution
+                evolution._solve_from(3, evolution.shown)
 
     trainer = make_trainer([callback, SolveFromStep3()], trainer_class=failing((5, "forward")), max_steps=7)
     trainer.train()
@@ -354,8 +356,8 @@ def test_a_tighter_budget_holds_for_the_same_sizes_after_a_resume(make_trainer, 
 
     class NoteBudgets(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            evolution = callback._evolution
             if state.global_step == state.max_steps:
+                evolution = callback._run.phase.evolution
                 budgets = {s.shapes: s.rectifier.memory_budget for s in evolution.situations.all}
                 noted.append((evolution.memory_budget, budgets))
 
@@ -408,7 +410,7 @@ class SpikeLoss(Trainer):
 @pytest.mark.parametrize("spoiled", [True, False], ids=["spoiled", "healthy"])
 def test_a_spike_switches_compression_off_only_where_it_spoils_gradients(make_trainer, monkeypatch, caplog, spoiled):
     callback = AdaccCallback(**{**COMPRESS, "memory_budget": 0.9, "actions": ("retain", "compress", "recompute")})
-    for module in ("callbacks.policy_maker", "tracking.judging"):
+    for module in ("callbacks.policy_maker", "adapt.judging"):
         monkeypatch.setattr(f"adacc_hf.{module}.solve_policy", compress_first)
     spoil = [SpoilCodec(monkeypatch, 8)] if spoiled else []
     trainer = make_trainer([callback, *spoil], trainer_class=SpikeLoss, max_steps=13)
@@ -431,14 +433,15 @@ def test_a_spike_switches_compression_off_only_where_it_spoils_gradients(make_tr
 def test_a_codec_that_is_switched_off_is_so_at_every_size(make_trainer, make_model, sharpen, monkeypatch, step):
     """Batches of 16 tokens have a policy of their own once they come; those of 32 have a spoiled gradient."""
     lengths = [31, 32] + ([16, 32] if step == 20 else [32, 32]) * 6 + [16, 32] * 6
-    for module in ("callbacks.policy_maker", "callbacks.evolution", "tracking.judging"):
+    for module in ("callbacks.policy_maker", "adapt.evolution", "adapt.judging"):
         monkeypatch.setattr(f"adacc_hf.{module}.solve_policy", compress_first)
     policies = {}
 
     class Note(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
-            if callback._evolution is not None:
-                policies[state.global_step] = [s.rectifier.policy for s in callback._evolution.situations.all]
+            if isinstance(callback._run.phase, Evolving):
+                situations = callback._run.phase.evolution.situations.all
+                policies[state.global_step] = [s.rectifier.policy for s in situations]
 
     settings = {"memory_budget": 0.9, "min_compress_bytes": 1024, "tracking": step}
     callback = AdaccCallback(**{**COMPRESS, **settings})
@@ -521,14 +524,14 @@ def test_history_is_kept_in_a_file(make_trainer, tmp_path):
 def test_a_long_history_is_not_written_at_every_event(make_trainer, tmp_path, monkeypatch):
     """All of it is written each time: at every event that would take ever longer."""
     lengths = []
-    original = adacc_module.save_history
+    original = phases_module.save_history
 
     def save(folder, history):
         lengths.append(len(history))
         original(folder, history)
 
-    monkeypatch.setattr(adacc_module, "save_history", save)
-    monkeypatch.setattr(adacc_module, "HISTORY_PARTS", 4)
+    monkeypatch.setattr(phases_module, "save_history", save)
+    monkeypatch.setattr(phases_module, "HISTORY_PARTS", 4)
     callback = AdaccCallback(policy=None, **COMPRESS, outliers=False, tracking=1)
     make_trainer([callback], max_steps=32).train()
     assert lengths[-1] == len(callback.history) >= 31

@@ -17,7 +17,7 @@ from adacc_hf.kernels import codecs, outlier_int4
 def register() -> None:
     """Make every codec take tensors of the device as tensors of the CPU on the same memory."""
     for name in codecs.list_codecs():
-        codec_class = codecs._registry[name]
+        codec_class = type(codecs.get_codec(name))
         codec_class.fit = _lent_to(codec_class.fit)
         codec_class.encode = _encoder(codec_class.encode)
         codec_class.decode = _decoder(codec_class.decode)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from adacc_hf.adapt.accuracy import GradientError
-from adacc_hf.adapt.tracking import Findings, MeasuringCodec, Observation, is_tracking_step
+from adacc_hf.adapt.evolution import is_tracking_step
+from adacc_hf.adapt.tracking import Findings, MeasuringCodec, Observation
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.profile import CodecOption
 from adacc_hf.kernels.codecs import get_codec
