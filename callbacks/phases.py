@@ -27,7 +27,7 @@ from adacc_hf.adapt.checkpoint_files import (
 )
 from adacc_hf.adapt.evolution import Evolution
 from adacc_hf.adapt.shape_policies import metrics, predictions
-from adacc_hf.adapt.step_retry import run_with_retry
+from adacc_hf.adapt.steps import run_with_retry
 from adacc_hf.adapt.what_ran import STEPS, UNCOMPILED, WhatRan, num_fallback_steps
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Policy

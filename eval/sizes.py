@@ -27,7 +27,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from adacc_hf import AdaccCallback, AdaccConfig, Profile, apply_policy, profile_model, solve_policy
 from adacc_hf.adapt.repricing import at_size
-from adacc_hf.adapt.step_meter import StepMeter
+from adacc_hf.adapt.steps import StepMeter
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.peak_accuracy import TOLERANCE, least_peak_bytes
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments, set_seed
 
 from adacc_hf import AdaccCallback, AdaccConfig
 from adacc_hf.artifacts.files import POLICY_FILE
-from adacc_hf.callbacks.train_methods import method_callbacks
 from adacc_hf.estimate.model_presets import build_model, checked_seq_len, load_config
 from adacc_hf.eval.tasks.cloze_passages import CLOZE_FILE, cloze_passages, save_passages
+from adacc_hf.eval.trials.train_methods import method_callbacks
 from adacc_hf.reports.report import write_report
 
 log = logging.getLogger(__name__)

@@ -34,8 +34,7 @@ from adacc_hf.adapt.shape_policies import (
     step_times,
     tracking_figures,
 )
-from adacc_hf.adapt.step_meter import CountingTurns, StepMeter
-from adacc_hf.adapt.step_retry import advice, tighter_budget
+from adacc_hf.adapt.steps import CountingTurns, StepMeter, advice, tighter_budget
 from adacc_hf.adapt.tracking import Observation
 from adacc_hf.adapt.what_ran import NO_POLICY, full_recomputation, ratio
 from adacc_hf.artifacts.config import AdaccConfig

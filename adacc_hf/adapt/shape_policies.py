@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from adacc_hf.adapt.checkpoint_files import SavedSituation
 from adacc_hf.adapt.rectifier import Rectifier, Tracking
-from adacc_hf.adapt.step_meter import StepTimes
+from adacc_hf.adapt.steps import StepTimes
 from adacc_hf.artifacts.files import note_latest
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile

@@ -17,8 +17,9 @@ What else comes out far off is found by measuring, when a block is profiled (`pr
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TypeVar
 
-from adacc_hf.artifacts.dependencies import walk_back
+T = TypeVar("T")
 
 SPOILED_ERROR = 0.25
 """Relative error from which compression is held to spoil a gradient, a block's or an operator's. INT4 leaves about 0.1
@@ -70,3 +71,24 @@ def made_from(
 def upstream(value: int, reads: Callable[[int], Iterable[int]], is_activation: Callable[[int], bool]) -> frozenset[int]:
     """All activations that `value` is made from, near or far."""
     return frozenset(filter(is_activation, walk_back(reads(value), reads)[1]))
+
+
+def walk_back(wanted: Iterable[T], reads: Callable[[T], Iterable[T] | None]) -> tuple[dict[T, None], dict[T, None]]:
+    """(the ends, at which the walk goes no further; what it passes on the way), each once in the order found.
+
+    `reads` gives what one is made of, which may leave out what it gave before; None for an end.
+    """
+    ends: dict[T, None] = {}
+    passed: dict[T, None] = {}
+    pending = list(wanted)
+    while pending:
+        current = pending.pop()
+        if current in passed or current in ends:
+            continue
+        made_of = reads(current)
+        if made_of is None:
+            ends[current] = None
+        else:
+            passed[current] = None
+            pending += made_of
+    return ends, passed

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from adacc_hf.adapt.checkpoint_files import save_history
-from adacc_hf.adapt.step_meter import StepMeter
+from adacc_hf.adapt.steps import StepMeter
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import AdaccError, InfeasibleBudgetError
 from adacc_hf.artifacts.files import COMPILED_FILE, HISTORY_FILE, read_json

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from adacc_hf.artifacts.dependencies import walk_back
+from adacc_hf.artifacts.index_values import walk_back
 from adacc_hf.artifacts.policy import RETAIN, Choice
 from adacc_hf.artifacts.profile import CodecOption, KindProfile
 from adacc_hf.compiler.segments import Segments, cut_into_segments

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from adacc_hf.artifacts.dependencies import walk_back
 from adacc_hf.artifacts.errors import PolicyMismatchError
+from adacc_hf.artifacts.index_values import walk_back
 from adacc_hf.artifacts.policy import IDLE_KIND, Action, Choice, Plan, Policy
 from adacc_hf.artifacts.profile import CodecOption, KindProfile, Profile, Value
 from adacc_hf.artifacts.units import format_bytes

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from adacc_hf.artifacts.dependencies import walk_back
+from adacc_hf.artifacts.index_values import walk_back
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice, Plan
 from adacc_hf.solve.linear_program import Program
 

@@ -19,7 +19,7 @@ import adacc_hf.kernels.outlier_int4 as outlier_int4
 from adacc_hf import AdaccCallback, InfeasibleBudgetError
 from adacc_hf.adapt.evolution import Evolution
 from adacc_hf.adapt.judging import Rectification
-from adacc_hf.adapt.step_meter import StepMeter
+from adacc_hf.adapt.steps import StepMeter
 from adacc_hf.artifacts.files import HISTORY_FILE
 from adacc_hf.artifacts.index_values import SPOILED_ERROR
 from adacc_hf.callbacks.phases import Evolving
