@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adacc_hf.adapt.checkpoint_files import Saved, SavedSituation, drop_files, going_on, load_from_checkpoint
+from adacc_hf.adapt.checkpoint_files import Saved, SavedShapePolicy, drop_files, going_on, load_from_checkpoint
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.files import POLICY_FILE, PROFILE_FILE
 from adacc_hf.artifacts.policy import Policy
@@ -205,7 +205,7 @@ class AdaccCallback(TrainerCallback):
         given = self._run.given
         if isinstance(given, (str, Path, Policy)):
             policy = given if isinstance(given, Policy) else Policy.load(given)
-            return Saved(situations=[SavedSituation(policy=policy, profile=None)])
+            return Saved(shape_policies=[SavedShapePolicy(policy=policy, profile=None)])
         checkpoint = self._guard.checkpoint
         if checkpoint is None:
             return None

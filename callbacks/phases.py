@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerState, TrainingArguments
 
 from adacc_hf.adapt.checkpoint_files import (
     Saved,
-    SavedSituation,
+    SavedShapePolicy,
     going_on,
     save_files,
     save_history,
@@ -32,7 +32,7 @@ from adacc_hf.adapt.what_ran import STEPS, UNCOMPILED, WhatRan, num_fallback_ste
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.callbacks.policy_maker import PolicyMaker, PolicySource, RefusedSizeError, Waiting, is_ready
+from adacc_hf.callbacks.policy_maker import FullRecompute, PolicyMaker, PolicySource, RefusedSizeError, is_ready
 from adacc_hf.callbacks.trainer import LastBatch, loss_of
 from adacc_hf.price.whole_model import ComputeLoss
 from adacc_hf.run.blocks import Installation
@@ -235,7 +235,7 @@ class Recomputing(Phase):
         self._trainer = trainer
         self._maker = PolicyMaker(run.config, run.given, run.num_micro, trainer)
         self._batches = MicroBatches(trainer)
-        self._waiting = Waiting(model, run.config)
+        self._waiting = FullRecompute(model, run.config)
         self._batches.catch(model)
         self._step = 0
         """Steps that were over when the present one began."""
@@ -279,7 +279,7 @@ class Recomputing(Phase):
         self._waiting.remove()
         found = self._maker.estimated(model, trainer.optimizer, dict(inputs), compute_loss)
         if found is None:
-            self._waiting = Waiting(model, run.config)
+            self._waiting = FullRecompute(model, run.config)
             self._waiting.begin_step()
             self._waiting.sizes.add(self._batches.shapes)
             return
@@ -366,8 +366,8 @@ class Following(Phase):
 
     def _saved(self) -> Saved:
         run = self._run
-        situations = [SavedSituation(policy=run.policy, profile=run.profile)]
-        return Saved(situations=situations, memory_budget=run.config.memory_budget, history=run.history)
+        shape_policies = [SavedShapePolicy(policy=run.policy, profile=run.profile)]
+        return Saved(shape_policies=shape_policies, memory_budget=run.config.memory_budget, history=run.history)
 
     def ends(self) -> None:
         self._run.save_rest()
@@ -478,13 +478,13 @@ class Evolving(Following):
         """Profile and solve for a size of batch that was seen often, with the step's batch made to that size."""
         wanted, self.evolution.wanted = self.evolution.wanted, None
         self._maker.all_sizes = True
-        situations = self.evolution.situations
+        shape_policies = self.evolution.shape_policies
         try:
             with self.handle.taken_off():
                 made = self._maker.for_size(wanted, model, optimizer, self.evolution, *self._batches.take())
         except RefusedSizeError as reason:
             log.warning("Adacc: batches of %s get no policy of their own: %s", describe(wanted), reason)
-            situations.refuse(wanted)
+            shape_policies.refuse(wanted)
             self._run.note(step, "memory", reason=f"{describe(wanted)}: {reason}")
             return False
         if made is None:
@@ -492,7 +492,7 @@ class Evolving(Following):
         shapes, profile, policy = made
         self.evolution.add(shapes, profile, policy, was_measured=True)
         if shapes != wanted:  # and so on: each batch of the bucket would want a policy that fits it better
-            situations.refuse(wanted)
+            shape_policies.refuse(wanted)
         self._run.note(step, "policy", **predictions(policy), reason=f"for batches of {describe(shapes)}")
         log.info("Adacc: for batches of %s: %s", describe(shapes), policy.summary())
         return True
@@ -607,7 +607,7 @@ def follow(
 
 def resume(run: Run, model: nn.Module, saved: Saved, step: int, trainer: Trainer | None) -> None:
     """Go on at `step` with what was given, or with what a checkpoint holds."""
-    first = saved.situations[0]
+    first = saved.shape_policies[0]
     run.history = list(saved.history)
     maker, batches = PolicyMaker(run.config, run.given, run.num_micro, trainer), MicroBatches(trainer)
     policy_step = step if saved.policy_step is None else saved.policy_step

@@ -299,7 +299,7 @@ MOST_STEPS = 64
 chance of 1 in 5,000."""
 
 
-def is_ready(waiting: Waiting, num_waited: int) -> bool:
+def is_ready(waiting: FullRecompute, num_waited: int) -> bool:
     """Whether the last batch, on every rank, called all blocks, so that it can be profiled.
 
     Raises UncalledBlocksError after `num_waited` steps, MOST_STEPS or more.
@@ -344,7 +344,7 @@ def profile_at(
 # How a model trains until there is a policy.
 
 
-class Waiting(Installation):
+class FullRecompute(Installation):
     """Every block under torch's own checkpointing, and the head chunked where the config allows no other."""
 
     def __init__(self, model: nn.Module, config: AdaccConfig) -> None:

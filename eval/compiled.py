@@ -123,7 +123,7 @@ def measure_budgets(family: str, shares: Sequence[float], clock: str, device: st
     """Bytes, peak and time of a step of plain torch.compile, and of ours at each of some falling budgets."""
     torch.set_num_threads(threads)
     model, batch = _model_and_batch(family, device, seed)
-    # Bytes, not a share, so that what is remade counts against the budget: the shares are given region by region.
+    # Bytes, not a share, so that what is recomputed counts against the budget: the shares are given region by region.
     partitioner = AdaccPartitioner(AdaccConfig(memory_budget=2**60), CompiledPolicy(share=1.0))
     installed = InstalledPartitioner(partitioner)
     lowest, compiled = LowestPeak(installed), torch.compile(model)

@@ -24,7 +24,7 @@ from adacc_hf.eval.records.records import Settings, add_settings, markdown_table
 from adacc_hf.eval.trials.families import ATTENTIONS
 from adacc_hf.eval.trials.workload import DEMO, Workload
 from adacc_hf.solve.baselines import Bandwidths, bandwidths
-from adacc_hf.solve.milp import KindModel, build_model
+from adacc_hf.solve.milp import KindModel, build_block_model
 
 PAPER = """The paper's Table 1, four tensors of a GPT on its GPU:
 
@@ -59,7 +59,7 @@ def measure(workload: Workload, settings: Settings) -> dict[str, Any]:
     model = workload.model(settings.device, settings.seed)
     config = AdaccConfig()
     profile = profile_model(model, next(workload.batches(settings.device, settings.seed)), config)
-    models = [build_model(kind, config) for kind in profile.kinds]
+    models = [build_block_model(kind, config) for kind in profile.kinds]
     return {"activations": [row for model in models for row in kind_rows(model)]}
 
 

@@ -73,7 +73,7 @@ class Uncompressed:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _SeenCall:
     """One call of a block: what it takes to run it again, and the gradients that its outputs got."""
 
     block: nn.Module
@@ -91,7 +91,7 @@ class BlockSample:
 
     def __init__(self, plan: FollowPlan) -> None:
         self.plan = plan
-        self._seen: _Seen | None = None
+        self._seen: _SeenCall | None = None
         self._exact: list[Tensor | None] | None = None
         """The exact gradient, once something was compared with it."""
         plan.observer = self
@@ -137,11 +137,11 @@ class BlockSample:
         return GradientError.between(self._exact, other)
 
 
-def _seen_call(block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Seen:
+def _seen_call(block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _SeenCall:
     tensors = [leaf for leaf in [*tree_leaves((args, kwargs)), *block.parameters()] if isinstance(leaf, Tensor)]
     device = tensors[0].device
     enabled = torch.is_autocast_enabled(device.type)
-    return _Seen(
+    return _SeenCall(
         block=block,
         fn=fn,
         args=tree_map(lambda leaf: _detached(leaf) if isinstance(leaf, Tensor) else leaf, args),
@@ -157,7 +157,7 @@ def _detached(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _gradient(seen: _Seen, call: Callable[[tuple[Any, ...]], Any]) -> list[Tensor | None]:
+def _gradient(seen: _SeenCall, call: Callable[[tuple[Any, ...]], Any]) -> list[Tensor | None]:
     """The gradients of the call's inputs and of the block's parameters."""
     args = tree_map(lambda leaf: _detached(leaf) if isinstance(leaf, Tensor) else leaf, seen.args)
     wanted = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -31,13 +31,13 @@ from adacc_hf.torch_glue.ranks import num_ranks
 
 log = logging.getLogger(__name__)
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 _OLDEST = ("policy_step", "memory_budget", "tightened", "history", "losses", "tracking_ms")
 """Plain fields of `Saved` that checkpoints have had from the beginning."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavedSituation:
+class SavedShapePolicy:
     """What a run needs to go on at one size of batch."""
 
     policy: Policy
@@ -66,8 +66,9 @@ class SavedSituation:
         }
 
     @classmethod
-    def load(cls, folder: Path, number: int, record: dict[str, Any]) -> SavedSituation:
-        """The situation of that number in a checkpoint, where `record` is what `to_json` gave; older ones lack some."""
+    def load(cls, folder: Path, number: int, record: dict[str, Any]) -> SavedShapePolicy:
+        """The shape policy of that number in a checkpoint, where `record` is what `to_json` gave; older ones lack
+        some."""
         files = [folder / _numbered(name, number) for name in (PROFILE_FILE, PRICES_FILE, SEARCHED_FILE)]
         profile, prices, searched = (Profile.load(file) if file.is_file() else None for file in files)
         return cls(
@@ -92,9 +93,9 @@ class SavedSituation:
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """What a run needs to go on: the situation in force comes first."""
+    """What a run needs to go on: the shape policy in force comes first."""
 
-    situations: list[SavedSituation]
+    shape_policies: list[SavedShapePolicy]
     policy_step: int | None = None
     """The step from which tracking is counted; None for the step at which the run resumes."""
     memory_budget: str | float | int | None = None
@@ -106,7 +107,7 @@ class Saved:
     suspicion: str | None = None
     """What the run was to look into in its next step."""
     switched_off: list[SwitchedOff] = field(default_factory=list)
-    """Codecs that are not used any more, since they spoiled gradients."""
+    """Codecs that are not used any more, since they degraded gradients."""
     is_unproven: bool = False
     """Whether a policy without some of them was still to come."""
     tracking_ms: float = 0.0
@@ -114,27 +115,28 @@ class Saved:
     """Ranks of the run: among more of them each holds less of what is divided."""
 
     def to_json(self) -> dict[str, Any]:
-        """All of it but for what situations have in files of their own."""
+        """All of it but for what shape policies have in files of their own."""
         plain = {name: getattr(self, name) for name in (*_OLDEST, "suspicion", "is_unproven", "num_ranks")}
         return {
             "version": STATE_VERSION,
             **plain,
             "switched_off": [list(codec) for codec in self.switched_off],
-            "situations": [situation.to_json() for situation in self.situations],
+            "shape_policies": [shape_policy.to_json() for shape_policy in self.shape_policies],
         }
 
     @classmethod
     def load(cls, folder: Path, record: dict[str, Any]) -> Saved:
         """What was in a checkpoint, where `record` is what `to_json` gave; older ones lack some of it."""
-        situations = [
-            SavedSituation.load(folder, number, fields) for number, fields in enumerate(record["situations"], start=1)
+        shape_policies = [
+            SavedShapePolicy.load(folder, number, fields)
+            for number, fields in enumerate(record["shape_policies"], start=1)
         ]
-        if not situations:
-            raise ValueError("it has no situation")
+        if not shape_policies:
+            raise ValueError("it has no shape policy")
         return cls(
-            situations=situations,
+            shape_policies=shape_policies,
             suspicion=record.get("suspicion"),
-            switched_off=_switched_off(record, situations),
+            switched_off=_switched_off(record, shape_policies),
             is_unproven=record.get("is_unproven", False),
             num_ranks=record.get("num_ranks", num_ranks()),  # older checkpoints do not tell
             **{name: record[name] for name in _OLDEST},
@@ -159,7 +161,7 @@ def drop_files(folder: str | Path) -> None:
 
 
 def save_files(folder: str | Path, policy: Policy, profile: Profile | None, number: int = 1) -> None:
-    """Write both into `folder`, each whole or not at all; those of further situations are numbered."""
+    """Write both into `folder`, each whole or not at all; those of further shape policies are numbered."""
     if profile is not None:
         profile.save(Path(folder) / _numbered(PROFILE_FILE, number))
     policy.save(Path(folder) / _numbered(POLICY_FILE, number))
@@ -180,8 +182,8 @@ def save_in_checkpoint(args: TrainingArguments, state: TrainerState, saved: Save
         log.warning("Adacc: no policy saved, since there is no %s; a run that resumes will profile again", folder)
         return
     write_json(folder / STATE_FILE, saved.to_json())
-    for number, situation in reversed(list(enumerate(saved.situations, start=1))):
-        situation.save(folder, number)
+    for number, shape_policy in reversed(list(enumerate(saved.shape_policies, start=1))):
+        shape_policy.save(folder, number)
 
 
 def load_from_checkpoint(folder: str | Path, memory_budget: str | float | int) -> Saved | None:
@@ -199,7 +201,7 @@ def load_from_checkpoint(folder: str | Path, memory_budget: str | float | int) -
         raise type(error)(
             f"{error}. To have the resumed run profile again, delete {POLICY_FILE} and {PROFILE_FILE} in {folder}"
         ) from error
-    solved_for = dict(saved.situations[0].policy.facts).get("memory_budget", memory_budget)
+    solved_for = dict(saved.shape_policies[0].policy.facts).get("memory_budget", memory_budget)
     earlier = solved_for if saved.memory_budget is None else saved.memory_budget
     if earlier != memory_budget:
         log.info("Adacc: %s was solved for memory_budget=%r, not %r: solving anew", folder, earlier, memory_budget)
@@ -212,7 +214,7 @@ def load_from_checkpoint(folder: str | Path, memory_budget: str | float | int) -
 
 def _load(folder: Path) -> Saved:
     if not (folder / STATE_FILE).is_file():
-        return Saved(situations=[SavedSituation.load(folder, 1, {})])
+        return Saved(shape_policies=[SavedShapePolicy.load(folder, 1, {})])
     record = read_json(folder / STATE_FILE, AdaccError, "state")
     try:
         if record["version"] != STATE_VERSION:
@@ -222,11 +224,11 @@ def _load(folder: Path) -> Saved:
         raise AdaccError(f"{folder / STATE_FILE} is damaged ({type(error).__name__}: {error})") from error
 
 
-def _switched_off(record: dict[str, Any], situations: list[SavedSituation]) -> list[SwitchedOff]:
+def _switched_off(record: dict[str, Any], shape_policies: list[SavedShapePolicy]) -> list[SwitchedOff]:
     if "switched_off" in record:
         return [(block, activation, codec) for block, activation, codec in record["switched_off"]]
     # Older checkpoints name blocks whose kinds were not compressed with loss at all.
-    profiles = [situation.profile for situation in situations if situation.profile is not None]
+    profiles = [shape_policy.profile for shape_policy in shape_policies if shape_policy.profile is not None]
     blocks = record["exact_blocks"]
     return sorted(set().union(*(in_all_blocks(profile, lossy_options(profile, blocks)) for profile in profiles)))
 

@@ -25,9 +25,9 @@ from adacc_hf.adapt.rectifier import Rectifier, Tracking
 from adacc_hf.adapt.repricing import without_codecs
 from adacc_hf.adapt.shape_policies import (
     MAX_OTHERS,
-    MAX_SITUATIONS,
-    Situation,
-    Situations,
+    MAX_SHAPE_POLICIES,
+    ShapePolicies,
+    ShapePolicy,
     most_wanted,
     moved,
     predictions,
@@ -72,7 +72,7 @@ RECORDED_STEPS = 2
 """First steps of a handle, whose calls are recorded: they take longer than those that follow, and more memory where no
 profile has recorded the model before."""
 
-Note = Callable[..., None]
+NoteEvent = Callable[..., None]
 
 
 def _is_for(policy: Policy, profile: Profile) -> bool:
@@ -93,40 +93,42 @@ class InForce:
     """What the run's micro-batches run under."""
 
     def __init__(self, handle: PolicyHandle) -> None:
-        self.situation: Situation | None = None
-        """None under torch's checkpoint, and under plans that are in no situation's force."""
+        self.shape_policy: ShapePolicy | None = None
+        """None under torch's checkpoint, and under plans that are in no shape policy's force."""
         self.plans: BlockPlans | None = None
         self.shapes: BatchShapes = ()
         """Sizes of the last micro-batch."""
         self.lasts = False
         """Whether the next micro-batch runs under the same if it has the same sizes."""
-        self.used: dict[int, Situation | None] = {}
-        """The plans of the step's micro-batches, by identity; None for those that are in no situation's force."""
+        self.used: dict[int, ShapePolicy | None] = {}
+        """The plans of the step's micro-batches, by identity; None for those that are in no shape policy's force."""
         self._handle = handle
 
-    def put(self, situation: Situation | None, plans: BlockPlans | None) -> None:
+    def put(self, shape_policy: ShapePolicy | None, plans: BlockPlans | None) -> None:
         """Run the next micro-batch under `plans`."""
         self._handle.follow(plans)
-        self.situation, self.plans, self.lasts = situation, plans, False
+        self.shape_policy, self.plans, self.lasts = shape_policy, plans, False
 
     def ran_alone(self) -> bool:
         """Whether all of the last step ran under the present policy."""
-        return self.situation is not None and all(plans == id(self.situation.plans) for plans in self.used)
+        return self.shape_policy is not None and all(plans == id(self.shape_policy.plans) for plans in self.used)
 
-    def used_situations(self) -> list[Situation | None]:
+    def used_shape_policies(self) -> list[ShapePolicy | None]:
         """Those of the step's micro-batches; None for micro-batches under torch's checkpoint, or that were recorded."""
-        return list(self.used.values()) or [self.situation]
+        return list(self.used.values()) or [self.shape_policy]
 
 
 class Evolution:
     """Follows one run from the step at which its policy was set."""
 
-    def __init__(self, handle: PolicyHandle, config: AdaccConfig, policy_step: int, note: Note, num_micro: int) -> None:
+    def __init__(
+        self, handle: PolicyHandle, config: AdaccConfig, policy_step: int, note: NoteEvent, num_micro: int
+    ) -> None:
         self.config = config
         self.memory_budget = config.memory_budget
         """The budget of new policies: the config's, or less after a step ran out of memory."""
         self.policy_step = policy_step
-        self.situations = Situations()
+        self.shape_policies = ShapePolicies()
         self.wanted: BatchShapes | None = None
         """Sizes to be profiled with the next step's batch."""
         self.num_tries = 0
@@ -157,9 +159,9 @@ class Evolution:
         self._is_alone = num_ranks() == 1
 
     @property
-    def shown(self) -> Situation:
-        """The situation of the last micro-batch; the first one if that ran under torch's checkpoint."""
-        return self._in_force.situation or self.situations.all[0]
+    def shown(self) -> ShapePolicy:
+        """The shape policy of the last micro-batch; the first one if that ran under torch's checkpoint."""
+        return self._in_force.shape_policy or self.shape_policies.all[0]
 
     @property
     def last_shapes(self) -> BatchShapes:
@@ -169,13 +171,15 @@ class Evolution:
     @property
     def idle_blocks(self) -> set[str]:
         """Blocks that a policy decides nothing about, the same on all ranks."""
-        return set().union(*(situation.rectifier.policy.idle_blocks for situation in self.situations.all))
+        return set().union(*(shape_policy.rectifier.policy.idle_blocks for shape_policy in self.shape_policies.all))
 
     def saved(self, history: list[dict[str, Any]]) -> Saved:
         """What a run needs to go on from here."""
         shown = self.shown
         return Saved(
-            situations=[s.saved() for s in [shown, *(other for other in self.situations.all if other is not shown)]],
+            shape_policies=[
+                s.saved() for s in [shown, *(other for other in self.shape_policies.all if other is not shown)]
+            ],
             policy_step=self.policy_step,
             memory_budget=self.config.memory_budget,
             tightened=None if self.memory_budget == self.config.memory_budget else self.memory_budget,
@@ -193,7 +197,7 @@ class Evolution:
         self.memory_budget = self.config.memory_budget if saved.tightened is None else saved.tightened
         self.guard = LossGuard(self.config, saved.losses, saved.switched_off)
         self.guard.suspicion, self.guard.is_unproven = saved.suspicion, saved.is_unproven
-        for record in reversed(saved.situations):
+        for record in reversed(saved.shape_policies):
             self.add(record.shapes, record.profile, record.policy).go_on(record)
 
     def add(
@@ -203,26 +207,26 @@ class Evolution:
         policy: Policy,
         is_provisional: bool = False,
         was_measured: bool = False,
-    ) -> Situation:
+    ) -> ShapePolicy:
         """Be ready for batches of `shapes`, and follow `policy` from now on, or until a step was counted.
 
         `was_measured` says whether other sizes were to be measured with `profile`, as far as the model lets them be.
         """
         plans = self._handle.prepare(policy, self._handle.plans)
         rectifier = Rectifier(profile, policy, self.config, self.memory_budget)
-        situation = Situation(shapes, rectifier, plans, is_provisional=is_provisional)
-        situation.rectifier.switch_off(self.guard.switched_off)
-        self.situations.add(situation)
-        self.situations.may_measure = not was_measured or profile.sizes is not None
-        self._in_force.put(situation, plans)
+        shape_policy = ShapePolicy(shapes, rectifier, plans, is_provisional=is_provisional)
+        shape_policy.rectifier.switch_off(self.guard.switched_off)
+        self.shape_policies.add(shape_policy)
+        self.shape_policies.may_measure = not was_measured or profile.sizes is not None
+        self._in_force.put(shape_policy, plans)
         self._turns.wait(RECORDED_STEPS)
         self._turns.is_wanted |= is_provisional
-        return situation
+        return shape_policy
 
     def start_over(self, shapes: BatchShapes | None, profile: Profile, policy: Policy) -> None:
         """Follow `policy` alone: those for other sizes leave blocks out that it has plans for."""
         self.cancel()
-        self.situations.all.clear()
+        self.shape_policies.all.clear()
         self._has_tried = False
         self.add(shapes, profile, policy)
 
@@ -242,7 +246,7 @@ class Evolution:
             self._start_tracking()
         if self._turns.step_begins() and not self._is_tracking and model is not None:
             self._is_metering = True
-            is_provisional = any(situation.is_provisional for situation in self.situations.all)
+            is_provisional = any(shape_policy.is_provisional for shape_policy in self.shape_policies.all)
             functions = self._handle.installation.functions if is_provisional else None
             self._meter.count_memory(model, optimizer, functions)
 
@@ -251,25 +255,25 @@ class Evolution:
         in_force = self._in_force
         if not in_force.lasts or shapes != in_force.shapes:
             self._choose_anew(shapes)
-        in_force.used[id(in_force.plans)] = in_force.situation
+        in_force.used[id(in_force.plans)] = in_force.shape_policy
 
     def _choose_anew(self, shapes: BatchShapes) -> None:
         in_force = self._in_force
         in_force.shapes = shapes
-        sizes = self.situations.class_of(shapes)
-        situation = self.situations.around(shapes) if sizes is None else self._situation_at(sizes, shapes)
-        plans = None if situation is None else situation.plans
-        if situation is None and sizes is not None:
-            plans = self.situations.other(sizes, shapes)
-        if situation is not in_force.situation or plans is not in_force.plans:
-            in_force.put(situation, plans)
+        sizes = self.shape_policies.class_of(shapes)
+        shape_policy = self.shape_policies.around(shapes) if sizes is None else self._shape_policy_at(sizes, shapes)
+        plans = None if shape_policy is None else shape_policy.plans
+        if shape_policy is None and sizes is not None:
+            plans = self.shape_policies.other(sizes, shapes)
+        if shape_policy is not in_force.shape_policy or plans is not in_force.plans:
+            in_force.put(shape_policy, plans)
         # Batches that want a policy of their own are counted each time.
-        in_force.lasts = situation is not None and not self.situations.counted
+        in_force.lasts = shape_policy is not None and not self.shape_policies.counted
 
     def has_run(self, calls: Mapping[str, int]) -> tuple[float, dict[str, int]]:
         """(predicted overhead in milliseconds of the last micro-batch, how many of its calls ran otherwise than a
         policy says by why); of its blocks' `calls` these are known to have left their plans."""
-        plans, current = self._in_force.plans, self._in_force.situation
+        plans, current = self._in_force.plans, self._in_force.shape_policy
         if plans is None:
             return self._fell_back(), {NO_POLICY: 1}
         policy = plans.policy
@@ -299,9 +303,9 @@ class Evolution:
         return least.predicted_overhead_ms * size
 
     @property
-    def _reference(self) -> Situation:
-        """The situation whose profile tells most of the last micro-batch."""
-        return self._in_force.situation or self.situations.measured or self.shown
+    def _reference(self) -> ShapePolicy:
+        """The shape policy whose profile tells most of the last micro-batch."""
+        return self._in_force.shape_policy or self.shape_policies.measured or self.shown
 
     def _full_recomputation(self, profile: Profile) -> Policy:
         if self._full is None or self._full[0] is not profile:
@@ -323,16 +327,16 @@ class Evolution:
         held = max(sum(value.nbytes for value in kind.values if value.shared is None) for kind in profile.kinds)
         return profile.static_bytes + size * (peak - profile.static_bytes + held) <= budget.nbytes
 
-    def _situation_at(self, sizes: BatchShapes, shapes: BatchShapes) -> Situation | None:
-        """The situation of the class `sizes` of a batch of `shapes`, made if it is new.
+    def _shape_policy_at(self, sizes: BatchShapes, shapes: BatchShapes) -> ShapePolicy | None:
+        """The shape policy of the class `sizes` of a batch of `shapes`, made if it is new.
 
-        None if the class runs under plans that are in no situation's force. Where nothing keeps to the budget at the
-        class's own sizes, which no batch is larger than, the batch's have a situation of their own.
+        None if the class runs under plans that are in no shape policy's force. Where nothing keeps to the budget at the
+        class's own sizes, which no batch is larger than, the batch's have a shape policy of their own.
         """
-        known = self.situations.at(sizes) or self.situations.at(shapes)
-        if known is not None or self.situations.other(sizes, shapes) is not None:
+        known = self.shape_policies.at(sizes) or self.shape_policies.at(shapes)
+        if known is not None or self.shape_policies.other(sizes, shapes) is not None:
             return known
-        measured = self.situations.measured
+        measured = self.shape_policies.measured
         if measured.is_provisional:
             return measured
         profile = at_size(measured.rectifier.profile, to_plain(sizes))
@@ -342,33 +346,33 @@ class Evolution:
             sizes = tuple(shape for shape in shapes if shape.name in {other.name for other in sizes})
             profile = at_size(measured.rectifier.profile, to_plain(sizes))
             policy = self._policy_or_least(sizes, profile)
-        if not self._is_alone or len(self.situations.all) >= MAX_SITUATIONS:
+        if not self._is_alone or len(self.shape_policies.all) >= MAX_SHAPE_POLICIES:
             plans = self._handle.prepare(policy, self._handle.plans)
-            note_latest(self.situations.others, sizes, plans, MAX_OTHERS)
+            note_latest(self.shape_policies.others, sizes, plans, MAX_OTHERS)
             return None
         return self._add_told(sizes, profile, policy)
 
-    def _add_told(self, sizes: BatchShapes, profile: Profile, policy: Policy) -> Situation:
+    def _add_told(self, sizes: BatchShapes, profile: Profile, policy: Policy) -> ShapePolicy:
         """Be ready for batches of a class whose `profile` was told from another one's."""
-        measured = self.situations.measured
+        measured = self.shape_policies.measured
         plans = self._handle.prepare(policy, self._handle.plans)
         rectifier = Rectifier(profile, policy, self.config, self.memory_budget)
         rectifier.switch_off(self.guard.switched_off)
-        situation = Situation(sizes, rectifier, plans, is_told=True, num_steps=RECORDED_STEPS)
+        shape_policy = ShapePolicy(sizes, rectifier, plans, is_told=True, num_steps=RECORDED_STEPS)
         is_larger = num_elements(sizes) > measured.rectifier.profile.sizes.largest
-        situation.must_count = is_larger
+        shape_policy.must_count = is_larger
         self._turns.is_wanted |= is_larger
-        self.situations.add(situation)
+        self.shape_policies.add(shape_policy)
         self._in_force.lasts = False
         self._note(self._step, "policy", **predictions(policy), reason=f"for batches of {describe(sizes)}")
-        return situation
+        return shape_policy
 
     def _policy_at(self, profile: Profile) -> Policy:
         """The policy for batches with this profile: one of those in force that nearly uses up the budget there, or else
         what the solver finds. Raises InfeasibleBudgetError if nothing keeps to the budget."""
         budget = Budget.resolve(self.memory_budget, profile, self.config)
         allowed = without_codecs(profile, self.guard.switched_off)
-        in_force = [s.rectifier.policy for s in self.situations.all if _is_for(s.rectifier.policy, profile)]
+        in_force = [s.rectifier.policy for s in self.shape_policies.all if _is_for(s.rectifier.policy, profile)]
         told = [current_policy(allowed, policy) for policy in in_force if not over_bound(allowed, policy, self.config)]
         told = [policy for policy in told if USED_UP * budget.nbytes <= needed_bytes(policy, budget) <= budget.nbytes]
         if told:
@@ -396,14 +400,14 @@ class Evolution:
 
     def _largest_fitting(self, sizes: BatchShapes, least: Policy) -> BatchShapes | None:
         """The largest class of batches of fewer tokens than `sizes` at which the policy `least` keeps to the budget."""
-        reference = self.situations.measured.rectifier.profile
+        reference = self.shape_policies.measured.rectifier.profile
         length = max(shape.size[1] for shape in sizes if len(shape.size) > 1) if any(s.size[1:] for s in sizes) else 0
         for shorter in sorted({int(length / STEP**k) for k in range(1, 16)} - {0}, reverse=True):
             cut = tuple(
                 replace(s, size=tuple(max(1, n * shorter // length) if d == 1 else n for d, n in enumerate(s.size)))
                 for s in sizes
             )
-            known = self.situations.class_of(cut)
+            known = self.shape_policies.class_of(cut)
             if known is None:
                 return None
             profile = at_size(reference, to_plain(known))
@@ -424,12 +428,14 @@ class Evolution:
     def step_ends(self, step: int) -> bool:
         """Returns whether a policy changed."""
         self._meter.end()
-        for situation in self._in_force.used_situations():
-            if situation is not None:
-                situation.num_steps += 1
+        for shape_policy in self._in_force.used_shape_policies():
+            if shape_policy is not None:
+                shape_policy.num_steps += 1
         self._count_time()
         was_tracking = self._is_tracking
-        is_due = any(situation.due is not None and step >= situation.due for situation in self.situations.all)
+        is_due = any(
+            shape_policy.due is not None and step >= shape_policy.due for shape_policy in self.shape_policies.all
+        )
         self.is_busy = was_tracking or self._is_metering or is_due
         changed = False
         if was_tracking:
@@ -448,25 +454,25 @@ class Evolution:
 
     def logged(self, logs: Mapping[str, float]) -> None:
         """Look at what all ranks log; a check of all kinds follows in the next step if it is suspicious."""
-        self.guard.logged(logs, any(situation.rectifier.has_work() for situation in self.situations.all))
+        self.guard.logged(logs, any(shape_policy.rectifier.has_work() for shape_policy in self.shape_policies.all))
 
     def tighten(self, step: int) -> str | None:
         """Plan with less memory after `step` ran out of it; returns why that cannot be, or None."""
         self.cancel()
-        situation = self._in_force.situation
+        shape_policy = self._in_force.shape_policy
         if num_ranks() > 1:
             return "the other ranks are in the middle of it"
-        if situation is None:
+        if shape_policy is None:
             return "it ran under full recomputation already"
-        rectifier = situation.rectifier
+        rectifier = shape_policy.rectifier
         budget = tighter_budget(rectifier)
         try:
             policy = rectifier.solve_within(budget)
         except InfeasibleBudgetError as error:
             return f"no policy needs that much less: {error}"
         self.memory_budget = budget
-        situation.due, situation.must_solve = None, False
-        self._follow(step, situation, policy)
+        shape_policy.due, shape_policy.must_solve = None, False
+        self._follow(step, shape_policy, policy)
         self._note(step, "memory", reason=f"out of memory: from now on memory_budget={budget}", **predictions(policy))
         return None
 
@@ -475,67 +481,69 @@ class Evolution:
 
     def cancel(self) -> None:
         """Stop measuring. Harmless when nothing is measured."""
-        for situation in self.situations.all:
-            situation.rectifier.cancel_tracking()
+        for shape_policy in self.shape_policies.all:
+            shape_policy.rectifier.cancel_tracking()
         self._meter.close()
         self._is_tracking = self._is_metering = False
 
-    def _follow(self, step: int, situation: Situation, policy: Policy) -> None:
+    def _follow(self, step: int, shape_policy: ShapePolicy, policy: Policy) -> None:
         self._in_force.lasts = False
-        situation.plans = self._handle.prepare(policy, situation.plans)
-        situation.times.start_over()
-        situation.is_fresh = True
+        shape_policy.plans = self._handle.prepare(policy, shape_policy.plans)
+        shape_policy.times.start_over()
+        shape_policy.is_fresh = True
         if self.guard.policy_changed():
             self.policy_step = step  # tracked as closely as the first one
-        if situation is self._in_force.situation:
-            self._in_force.put(situation, situation.plans)
+        if shape_policy is self._in_force.shape_policy:
+            self._in_force.put(shape_policy, shape_policy.plans)
 
     def _start_tracking(self) -> None:
-        for situation in self.situations.all:
-            if situation.rectifier.has_work():
-                situation.rectifier.start_tracking(situation.plans, every_kind=self.guard.suspicion is not None)
+        for shape_policy in self.shape_policies.all:
+            if shape_policy.rectifier.has_work():
+                shape_policy.rectifier.start_tracking(shape_policy.plans, every_kind=self.guard.suspicion is not None)
                 self._is_tracking = True
         # On a CPU counting takes a profiler, as long as a step: not again for the same actions while they are tracked.
-        self._turns.is_wanted = not self._is_tracking or any(situation.must_count for situation in self.situations.all)
+        self._turns.is_wanted = not self._is_tracking or any(
+            shape_policy.must_count for shape_policy in self.shape_policies.all
+        )
 
     def _finish_tracking(self, step: int) -> None:
         self._is_tracking = False
         suspicion = self.guard.taken_suspicion()
-        must_solve, is_spoiled = {}, False
-        tracked = [situation for situation in self.situations.all if situation.rectifier.is_tracking]
-        observed = Observation.merged([situation.rectifier.observed() for situation in tracked])
-        for situation in self.situations.all:
-            found = situation.rectifier.reprice(observed)
-            if situation not in tracked:
-                must_solve[id(situation)] = found.needs_solving
+        must_solve, is_degraded = {}, False
+        tracked = [shape_policy for shape_policy in self.shape_policies.all if shape_policy.rectifier.is_tracking]
+        observed = Observation.merged([shape_policy.rectifier.observed() for shape_policy in tracked])
+        for shape_policy in self.shape_policies.all:
+            found = shape_policy.rectifier.reprice(observed)
+            if shape_policy not in tracked:
+                must_solve[id(shape_policy)] = found.needs_solving
                 continue
-            situation.error = max(found.errors.values(), default=None)
-            situation.gradient_error = max((g.error for g in found.gradients.values()), default=None)
-            self._note(step, "tracking", **tracking_figures(situation, found))
-            must_solve[id(situation)] = found.needs_solving
-            self.guard.switched_off |= situation.rectifier.switched_off
+            shape_policy.error = max(found.errors.values(), default=None)
+            shape_policy.gradient_error = max((g.error for g in found.gradients.values()), default=None)
+            self._note(step, "tracking", **tracking_figures(shape_policy, found))
+            must_solve[id(shape_policy)] = found.needs_solving
+            self.guard.switched_off |= shape_policy.rectifier.switched_off
             doubt = suspicion or self.guard.doubt(found)
-            is_spoiled |= doubt is not None and self._judge(step, situation, doubt, found)
-        for situation in self.situations.all:
-            situation.rectifier.switch_off(self.guard.switched_off)
-            if is_spoiled or must_solve.get(id(situation)):
-                self._solve_from(step, situation)
+            is_degraded |= doubt is not None and self._judge(step, shape_policy, doubt, found)
+        for shape_policy in self.shape_policies.all:
+            shape_policy.rectifier.switch_off(self.guard.switched_off)
+            if is_degraded or must_solve.get(id(shape_policy)):
+                self._solve_from(step, shape_policy)
 
-    def _judge(self, step: int, situation: Situation, suspicion: str, found: Tracking) -> bool:
-        is_spoiled, verdict = self.guard.judge(suspicion, situation.rectifier.profile, found)
+    def _judge(self, step: int, shape_policy: ShapePolicy, suspicion: str, found: Tracking) -> bool:
+        is_degraded, verdict = self.guard.judge(suspicion, shape_policy.rectifier.profile, found)
         self._note(step, "guard", reason=suspicion, verdict=verdict)
-        return is_spoiled
+        return is_degraded
 
     def _compare_peaks(self, step: int) -> bool:
         """Correct prices where a step took more memory than predicted; each rank may have had another size.
 
         Returns whether a policy changed.
         """
-        mine, used, changed = None, self._in_force.used_situations(), False
-        if all(situation is not None and situation.num_steps > RECORDED_STEPS for situation in used):
+        mine, used, changed = None, self._in_force.used_shape_policies(), False
+        if all(shape_policy is not None and shape_policy.num_steps > RECORDED_STEPS for shape_policy in used):
             # The peak of a step is that of its largest micro-batch.
-            largest = max(used, key=lambda situation: situation.rectifier.predicted_peak_bytes())
-            mine = (self.situations.all.index(largest), self._meter.peak_bytes, self._meter.moments)
+            largest = max(used, key=lambda shape_policy: shape_policy.rectifier.predicted_peak_bytes())
+            mine = (self.shape_policies.all.index(largest), self._meter.peak_bytes, self._meter.moments)
         peaks: dict[int, int] = {}
         moments: dict[str, int] = {}
         for found in of_all_ranks(mine):
@@ -544,17 +552,17 @@ class Evolution:
                 moments = {m: max(found[2].get(m, 0), moments.get(m, 0)) for m in {**moments, **found[2]}}
         self._turns.ended(in_vain=not peaks)
         for index, peak in sorted(peaks.items()):
-            situation = self.situations.all[index]
-            if situation.is_provisional:
-                changed = self._settle(step, situation, peak, moments)
+            shape_policy = self.shape_policies.all[index]
+            if shape_policy.is_provisional:
+                changed = self._settle(step, shape_policy, peak, moments)
             else:
-                self._compare_peak(step, situation, peak)
+                self._compare_peak(step, shape_policy, peak)
         return changed
 
-    def _settle(self, step: int, situation: Situation, peak: int, moments: Mapping[str, int]) -> bool:
+    def _settle(self, step: int, shape_policy: ShapePolicy, peak: int, moments: Mapping[str, int]) -> bool:
         """Follow the policy for what a whole step was found to take; returns whether it is another one."""
-        rectifier, before = situation.rectifier, situation.rectifier.policy
-        situation.measured_peak_bytes, situation.must_count, situation.is_provisional = peak, False, False
+        rectifier, before = shape_policy.rectifier, shape_policy.rectifier.policy
+        shape_policy.measured_peak_bytes, shape_policy.must_count, shape_policy.is_provisional = peak, False, False
         current = current_policy(rectifier.profile, before)  # tracking may have priced other outlier channels
         self.missing_bytes = missing_bytes(rectifier.profile, current, moments)
         predicted, above = rectifier.predicted_peak_bytes(), max(self.missing_bytes.values(), default=0)
@@ -568,39 +576,39 @@ class Evolution:
             return False
         waited_ms = (time.perf_counter() - started) * 1e3
         reason = f"a whole step was counted, which takes up to {above} bytes more than was profiled"
-        self._change(step, situation, before, policy, reason, waited_ms)
+        self._change(step, shape_policy, before, policy, reason, waited_ms)
         return True
 
-    def _compare_peak(self, step: int, situation: Situation, peak: int) -> None:
-        predicted = situation.rectifier.predicted_peak_bytes()
-        situation.measured_peak_bytes, situation.must_count = peak, False
+    def _compare_peak(self, step: int, shape_policy: ShapePolicy, peak: int) -> None:
+        predicted = shape_policy.rectifier.predicted_peak_bytes()
+        shape_policy.measured_peak_bytes, shape_policy.must_count = peak, False
         above = peak > predicted * (1 + PEAK_TOLERANCE) or (
-            peak > predicted and situation.rectifier.is_over_budget(peak)
+            peak > predicted and shape_policy.rectifier.is_over_budget(peak)
         )
         self._note(step, "memory", measured_peak_bytes=peak, peak_bytes=predicted, corrected=above)
         if above:
-            situation.rectifier.add_memory(peak - predicted)
-            self._solve_from(step, situation)
+            shape_policy.rectifier.add_memory(peak - predicted)
+            self._solve_from(step, shape_policy)
 
-    def _solve_from(self, step: int, situation: Situation) -> None:
-        if situation.is_provisional:  # solved as soon as a step was counted
+    def _solve_from(self, step: int, shape_policy: ShapePolicy) -> None:
+        if shape_policy.is_provisional:  # solved as soon as a step was counted
             return
-        situation.must_solve = situation.rectifier.is_solving
-        if not situation.must_solve:
-            situation.rectifier.start_solving()
-            situation.due = step + self.config.takeover_steps
+        shape_policy.must_solve = shape_policy.rectifier.is_solving
+        if not shape_policy.must_solve:
+            shape_policy.rectifier.start_solving()
+            shape_policy.due = step + self.config.takeover_steps
 
     def _take_over(self, step: int) -> bool:
         changed = False
-        for situation in self.situations.all:
-            if situation.due is None or step < situation.due:
+        for shape_policy in self.shape_policies.all:
+            if shape_policy.due is None or step < shape_policy.due:
                 continue
             started = time.perf_counter()
-            before, found = situation.rectifier.policy, situation.rectifier.take_over()
+            before, found = shape_policy.rectifier.policy, shape_policy.rectifier.take_over()
             waited_ms = (time.perf_counter() - started) * 1e3
-            situation.due = None
+            shape_policy.due = None
             # Waiting is part of this step's work; what the solver computed before was taken from training's core.
-            self.tracking_ms += max(0.0, situation.rectifier.solver_ms - waited_ms)
+            self.tracking_ms += max(0.0, shape_policy.rectifier.solver_ms - waited_ms)
             if NOTHING_FITS in found.reason:
                 log.warning("Adacc: step %d: %s", step, found.reason)
             if found.policy is None:
@@ -608,41 +616,41 @@ class Evolution:
                     self._note(step, "memory", reason=found.reason)
             else:
                 changed = True
-                self._change(step, situation, before, found.policy, found.reason, waited_ms)
-            if situation.must_solve:
-                self._solve_from(step, situation)
+                self._change(step, shape_policy, before, found.policy, found.reason, waited_ms)
+            if shape_policy.must_solve:
+                self._solve_from(step, shape_policy)
         return changed
 
     def _change(
-        self, step: int, situation: Situation, before: Policy, policy: Policy, reason: str, waited_ms: float
+        self, step: int, shape_policy: ShapePolicy, before: Policy, policy: Policy, reason: str, waited_ms: float
     ) -> None:
         check_same_policy(policy)
         extra_ms = (policy.predicted_overhead_ms - before.predicted_overhead_ms) * self._num_micro
-        step_ms = situation.times.median_ms
-        situation.predicted_step_ms = None if step_ms is None else step_ms + extra_ms
+        step_ms = shape_policy.times.median_ms
+        shape_policy.predicted_step_ms = None if step_ms is None else step_ms + extra_ms
         actions, channels = moved(before, policy)
         if actions:
-            situation.must_count = self._turns.is_wanted = True
+            shape_policy.must_count = self._turns.is_wanted = True
             self._turns.wait(0)
         text = f"{actions} actions, {channels} sets of channels"
         figures = predictions(policy) | {"moved": text, "waited_ms": waited_ms}
-        self._note(step, "change", reason=reason, **figures, **step_times(situation))
-        self._follow(step, situation, policy)
+        self._note(step, "change", reason=reason, **figures, **step_times(shape_policy))
+        self._follow(step, shape_policy, policy)
         log.info("Adacc: policy changed at step %d (%s): %s", step, reason, policy.summary())
 
     def _look_for_sizes(self) -> None:
         """Want a profile of sizes that none tells of; and with several ranks, be ready for the classes that came."""
-        if len(self.situations.all) >= MAX_SITUATIONS:
+        if len(self.shape_policies.all) >= MAX_SHAPE_POLICIES:
             return
         if self._is_alone:
-            self.wanted = most_wanted([self.situations.unplanned()]) if self.situations.counted else None
+            self.wanted = most_wanted([self.shape_policies.unplanned()]) if self.shape_policies.counted else None
         else:
-            self.wanted = most_wanted(of_all_ranks(self.situations.unplanned()))
-            came = list(self.situations.others)
+            self.wanted = most_wanted(of_all_ranks(self.shape_policies.unplanned()))
+            came = list(self.shape_policies.others)
             for sizes in sorted(set().union(*of_all_ranks(came)), key=repr)[
-                : MAX_SITUATIONS - len(self.situations.all)
+                : MAX_SHAPE_POLICIES - len(self.shape_policies.all)
             ]:
-                profile = at_size(self.situations.measured.rectifier.profile, to_plain(sizes))
+                profile = at_size(self.shape_policies.measured.rectifier.profile, to_plain(sizes))
                 policy = from_first_rank(lambda p=profile, s=sizes: self._policy_or_least(s, p))
                 self._add_told(sizes, profile, policy)
 
@@ -656,7 +664,7 @@ class Evolution:
 
     def _count_time(self) -> None:
         """Put the step that ends among the normal ones, or what it took beyond one into `tracking_ms`."""
-        current, step_ms = self._in_force.situation, self._meter.step_ms
+        current, step_ms = self._in_force.shape_policy, self._meter.step_ms
         if step_ms is None or not self._in_force.ran_alone() or current.num_steps <= RECORDED_STEPS:
             self.tracking_ms += self._meter.counting_ms
         elif self._is_tracking or self._is_metering or current.is_fresh:

@@ -1,4 +1,4 @@
-"""Whether another policy is worth following at today's prices, and which codecs spoil a gradient."""
+"""Whether another policy is worth following at today's prices, and which codecs degrade a gradient."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from adacc_hf.adapt.repricing import repriced_choice
 from adacc_hf.adapt.tracking import full_name
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
-from adacc_hf.artifacts.index_values import SPOILED_ERROR
+from adacc_hf.artifacts.index_values import DEGRADED_ERROR
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import CodecOption, KindProfile
 from adacc_hf.solve.budget import Budget
@@ -129,7 +129,7 @@ def bound_of(config: AdaccConfig) -> float | None:
 def gradient_bound(config: AdaccConfig) -> float:
     """Largest error that a sampled block's gradient may have."""
     bound = bound_of(config)
-    return SPOILED_ERROR if bound is None else min(bound, SPOILED_ERROR)
+    return DEGRADED_ERROR if bound is None else min(bound, DEGRADED_ERROR)
 
 
 def freed_bytes(before: Profile, after: Profile, config: AdaccConfig) -> int:
@@ -180,7 +180,7 @@ def _may_use(options: tuple[CodecOption, ...], codec: str, bound: float | None) 
     return option is not None and _keeps_to(option, bound)
 
 
-# What spoils a gradient: the fewest activations without whose compression it keeps to its bound.
+# What degrades a gradient: the fewest activations without whose compression it keeps to its bound.
 #
 # Round trips do not tell. Queries and keys come back as exact as anything else, and where backward makes attention's
 # softmax of them again, the gradient may be off by more than its length.
@@ -196,8 +196,8 @@ def fewest(
     bound with all of them kept.
 
     At first each activation is compressed alone; then one after the other on top of those that are, the least harmful
-    first. So activations that spoil the gradient each by itself are found however many they are, and of those that
-    spoil it only together no more than it takes.
+    first. So activations that degrade the gradient each by itself are found however many they are, and of those that
+    degrade it only together no more than it takes.
     """
     everything = kept = frozenset(lossy)
     alone: dict[int, float] = {}

@@ -1,9 +1,9 @@
-"""Suspicious losses, told from what the Trainer logs, and the codecs that turn out to spoil gradients.
+"""Suspicious losses, told from what the Trainer logs, and the codecs that turn out to degrade gradients.
 
-A gradient is spoiled if its relative error is above SPOILED_ERROR. It is looked for in a block of every kind in the
-step after a suspicious loss, and in the sampled blocks of every tracking step. What spoils it is not used any more, and
-once another policy is in force, its first step shows whether that was all: a policy may remake what must be exact from
-what is compressed.
+A gradient is degraded if its relative error is above DEGRADED_ERROR. It is looked for in a block of every kind in the
+step after a suspicious loss, and in the sampled blocks of every tracking step. What degrades it is not used any more,
+and once another policy is in force, its first step shows whether that was all: a policy may recompute what must be
+exact from what is compressed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from adacc_hf.adapt.rectifier import Tracking
 from adacc_hf.adapt.repricing import SwitchedOff
 from adacc_hf.adapt.tracking import full_name
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.index_values import SPOILED_ERROR
+from adacc_hf.artifacts.index_values import DEGRADED_ERROR
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.torch_glue.ranks import of_all_ranks
 
 log = logging.getLogger(__name__)
 
-PROOF = "codecs that spoiled gradients were switched off"
+PROOF = "codecs that degraded gradients were switched off"
 """Why gradients are looked at although nothing is suspicious."""
 
 
@@ -37,7 +37,7 @@ class LossGuard:
         self.suspicion: str | None = None
         """What is to be looked into in the next step."""
         self.switched_off = frozenset(switched_off)
-        """Codecs that have spoiled gradients: not used from then on, at any size of batch."""
+        """Codecs that have degraded gradients: not used from then on, at any size of batch."""
         self.is_unproven = False
         """Whether a policy without them is still to come."""
         self._is_on = config.guard
@@ -71,14 +71,14 @@ class LossGuard:
     def doubt(self, found: Tracking) -> str | None:
         """What a tracking step found that needs no suspicious loss to be acted on."""
         worst = max((gradient.error for gradient in found.gradients.values()), default=0.0)
-        return None if worst <= SPOILED_ERROR else "a tracking step found a spoiled gradient"
+        return None if worst <= DEGRADED_ERROR else "a tracking step found a degraded gradient"
 
     def judge(self, suspicion: str, profile: Profile, found: Tracking) -> tuple[bool, str]:
-        """Whether compression spoils the gradient of any kind of block, by codecs that end then, and the verdict."""
+        """Whether compression degrades the gradient of any kind of block, by codecs that end then, and the verdict."""
         errors = {kind: gradient.error for kind, gradient in found.gradients.items()}
-        spoiled = {kind: error for kind, error in errors.items() if not error <= SPOILED_ERROR}
-        if spoiled:
-            return True, self._switched_off(suspicion, profile, found, spoiled)
+        degraded = {kind: error for kind, error in errors.items() if not error <= DEGRADED_ERROR}
+        if degraded:
+            return True, self._switched_off(suspicion, profile, found, degraded)
         if errors:
             verdict = f"compression is not the cause: gradients are exact to {max(errors.values()):.3g}"
             log.info("Adacc: %s; %s", suspicion, verdict)
@@ -87,14 +87,14 @@ class LossGuard:
             log.warning("Adacc: %s; %s", suspicion, verdict)
         return False, verdict
 
-    def _switched_off(self, suspicion: str, profile: Profile, found: Tracking, spoiled: Mapping[int, float]) -> str:
+    def _switched_off(self, suspicion: str, profile: Profile, found: Tracking, degraded: Mapping[int, float]) -> str:
         self.is_unproven = True
-        culprits = sorted(key for key in found.spoiling if key[0] in spoiled)
+        culprits = sorted(key for key in found.degrading if key[0] in degraded)
         names = ", ".join(f"{full_name(profile, (kind, value))} ({codec})" for kind, value, codec in culprits)
         log.warning(
-            "Adacc: %s, and compression spoils gradients (relative error %.3g) by %s: it is switched off for them",
+            "Adacc: %s, and compression degrades gradients (relative error %.3g) by %s: it is switched off for them",
             suspicion,
-            max(spoiled.values()),
+            max(degraded.values()),
             names,
         )
         return f"lossy compression is switched off for {names}"

@@ -32,7 +32,7 @@ from adacc_hf.adapt.repricing import (
     with_errors,
     with_finer,
     with_more_memory,
-    with_outliers,
+    with_outlier_counts,
     without_codecs,
 )
 from adacc_hf.adapt.tracking import Findings, MeasuringCodec, Observation, OptionKey, full_name, is_tracked
@@ -59,7 +59,7 @@ class Tracking:
     """Relative L2 round-trip error of each compressed activation."""
     gradients: dict[int, GradientError]
     """What compression cost the gradient of sampled blocks, by kind."""
-    spoiling: frozenset[OptionKey]
+    degrading: frozenset[OptionKey]
     """What of it made that too much: these codecs are not used any more."""
     reason: str
     """Why the policy must be solved again, or why not."""
@@ -87,14 +87,14 @@ class Rectifier:
         self.config = config
         self.memory_budget = config.memory_budget if memory_budget is None else memory_budget
         self.switched_off: frozenset[SwitchedOff] = frozenset()
-        """Codecs that are not used any more, since they spoiled gradients."""
+        """Codecs that are not used any more, since they degraded gradients."""
         self._plans: BlockPlans | None = None
         self._findings = Findings()
         self._samples: dict[str, BlockSample] = {}
         self.num_tracked = 0
         """Tracking steps so far; the blocks whose gradients are compared go on from there."""
-        self._spoiled: list[str] = []
-        """The blocks whose gradients were found spoiled last."""
+        self._degraded: list[str] = []
+        """The blocks whose gradients were found degraded last."""
         self.solver_ms = 0.0
         """What the solver computed for the last `take_over`, 0 on ranks that only hear of it."""
         self._solving: Background[Rectification] | None = None
@@ -133,11 +133,11 @@ class Rectifier:
     def observed(self) -> Observation:
         """Stop measuring; returns what was found on any rank."""
         self._stop_measuring()
-        gradients, spoiling = self._compare()
-        observation = Observation.merged(of_all_ranks(self._findings.read(gradients, spoiling)))
-        kinds = {kind for kind, _, _ in observation.spoiling}
-        spoiled = [block.name for block in self.profile.blocks if block.name in self._samples and block.kind in kinds]
-        self._spoiled = spoiled or self._spoiled
+        gradients, degrading = self._compare()
+        observation = Observation.merged(of_all_ranks(self._findings.read(gradients, degrading)))
+        kinds = {kind for kind, _, _ in observation.degrading}
+        degraded = [block.name for block in self.profile.blocks if block.name in self._samples and block.kind in kinds]
+        self._degraded = degraded or self._degraded
         self.cancel_tracking()
         return observation
 
@@ -225,13 +225,13 @@ class Rectifier:
     def _sampled(self, every_kind: bool) -> list[str]:
         """Blocks whose gradients are compared: some in turn, or a lossy one of every kind.
 
-        In turn those for which the budget has room. Of every kind, room or not, the one that was found spoiled last, or
-        the first one, which takes least.
+        In turn those for which the budget has room. Of every kind, room or not, the one that was found degraded last,
+        or the first one, which takes least.
         """
         names = self.lossy_blocks()
         if every_kind:
             kinds = {block.name: block.kind for block in self.profile.blocks}
-            suspects = [name for name in self._spoiled if name in names]
+            suspects = [name for name in self._degraded if name in names]
             return list({kinds[name]: name for name in reversed([*suspects, *names])}.values())
         budget = Budget.resolve(self.memory_budget, self.profile, self.config)
         if budget.of_peak:
@@ -250,17 +250,17 @@ class Rectifier:
         bound = gradient_bound(self.config)
         kinds = {block.name: block.kind for block in self.profile.blocks}
         found: dict[int, list[GradientError]] = {}
-        spoiling: set[OptionKey] = set()
+        degrading: set[OptionKey] = set()
         for name, sample in self._samples.items():
             error = sample.compare()
             if error is not None:
                 found.setdefault(kinds[name], []).append(error)
             if any(of_all_ranks(error is not None and error.error > bound)):
-                spoiling |= self._spoiling(name, kinds[name], sample, was_compared=error is not None)
+                degrading |= self._degrading(name, kinds[name], sample, was_compared=error is not None)
             sample.close()  # one exact gradient at a time
-        return {kind: GradientError.worst(errors) for kind, errors in found.items()}, frozenset(spoiling)
+        return {kind: GradientError.worst(errors) for kind, errors in found.items()}, frozenset(degrading)
 
-    def _spoiling(self, name: str, kind: int, sample: BlockSample, was_compared: bool) -> frozenset[OptionKey]:
+    def _degrading(self, name: str, kind: int, sample: BlockSample, was_compared: bool) -> frozenset[OptionKey]:
         """The codecs of the block `name` without which its gradient is mended: all where that cannot be found.
 
         Those that are switched off already, and in force until another policy is, are taken for granted.
@@ -281,7 +281,7 @@ class Rectifier:
         values = known if is_explained else fewest(lossy.keys() - known, bound, error_without)
         if values is None:
             log.warning(
-                "Adacc: what spoils the gradient of %s cannot be told: lossy compression ends for all blocks like it",
+                "Adacc: what degrades the gradient of %s cannot be told: lossy compression ends for all blocks like it",
                 name,
             )
             return lossy_options(self.profile, [name])
@@ -290,10 +290,10 @@ class Rectifier:
     def reprice(self, found: Observation) -> Tracking:
         """Put what was found into the prices: under this policy, or under that of the same blocks at another size."""
         before = self.profile
-        repriced = with_outliers(before, found.num_outliers)
+        repriced = with_outlier_counts(before, found.num_outliers)
         channels_moved = repriced != before
         self.profile = with_errors(repriced, found.option_errors)
-        self.switch_off(in_all_blocks(before, found.spoiling))
+        self.switch_off(in_all_blocks(before, found.degrading))
         over = over_bound(self._to_solve(), self.policy, self.config)
         if channels_moved:
             reason = "the number of outliers changed"
@@ -305,7 +305,7 @@ class Rectifier:
             num_outliers={full_name(before, key): count for key, count in found.num_outliers.items()},
             errors={full_name(before, key): error for key, error in found.errors.items()},
             gradients=found.gradients,
-            spoiling=found.spoiling,
+            degrading=found.degrading,
             reason=reason,
             needs_solving=channels_moved or bool(over),
         )

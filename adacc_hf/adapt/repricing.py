@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from adacc_hf.adapt.tracking import Key, OptionKey
+from adacc_hf.adapt.tracking import OptionKey, TrackedKey
 from adacc_hf.kernels.codecs import codec_type, get_codec, precise_codec
 from adacc_hf.price.codec_options import make_codec
 
@@ -20,10 +20,10 @@ FINER_STEPS = 16
 """The precise codec's steps to one of INT4's: four more bits."""
 
 
-def with_outliers(profile: Profile, counts: Mapping[Key, int]) -> Profile:
+def with_outlier_counts(profile: Profile, counts: Mapping[TrackedKey, int]) -> Profile:
     """`profile` with what keeps outliers of each counted activation priced for as many channels as were found."""
 
-    def reprice(key: Key, value: Value, option: CodecOption) -> CodecOption:
+    def reprice(key: TrackedKey, value: Value, option: CodecOption) -> CodecOption:
         if key not in counts or not codec_type(option.codec).keeps_outliers:
             return option
         return _with_channels(value, option, counts[key])
@@ -42,7 +42,7 @@ def _with_channels(value: Value, option: CodecOption, count: int) -> CodecOption
 def with_errors(profile: Profile, errors: Mapping[OptionKey, float]) -> Profile:
     """`profile` with the codec errors that were measured."""
 
-    def reprice(key: Key, value: Value, option: CodecOption) -> CodecOption:
+    def reprice(key: TrackedKey, value: Value, option: CodecOption) -> CodecOption:
         return replace(option, error=errors.get((*key, option.codec), option.error))
 
     return _with_options(profile, reprice)
@@ -54,7 +54,7 @@ def without_codecs(profile: Profile, switched_off: Collection[SwitchedOff]) -> P
     if not gone:
         return profile
 
-    def left(key: Key, value: Value) -> tuple[CodecOption, ...]:
+    def left(key: TrackedKey, value: Value) -> tuple[CodecOption, ...]:
         return tuple(option for option in value.codecs if (*key, option.codec) not in gone)
 
     return _with_codecs(profile, left)
@@ -69,7 +69,7 @@ def with_finer(profile: Profile, switched_off: Collection[SwitchedOff], config: 
     if not gone:
         return profile
 
-    def offered(key: Key, value: Value) -> tuple[CodecOption, ...]:
+    def offered(key: TrackedKey, value: Value) -> tuple[CodecOption, ...]:
         off = next((option for option in value.codecs if (*key, option.codec) in gone), None)
         is_known = any(option.codec == precise_codec() for option in value.codecs)
         return value.codecs if off is None or is_known else (*value.codecs, *_finer(value, off, config))
@@ -104,11 +104,11 @@ def repriced_choice(kind: KindProfile, value: int, choice: Choice) -> Choice:
     return choice if option is None else replace(choice, options=option.options)
 
 
-def _with_options(profile: Profile, reprice: Callable[[Key, Value, CodecOption], CodecOption]) -> Profile:
+def _with_options(profile: Profile, reprice: Callable[[TrackedKey, Value, CodecOption], CodecOption]) -> Profile:
     return _with_codecs(profile, lambda key, value: tuple(reprice(key, value, option) for option in value.codecs))
 
 
-def _with_codecs(profile: Profile, codecs_of: Callable[[Key, Value], tuple[CodecOption, ...]]) -> Profile:
+def _with_codecs(profile: Profile, codecs_of: Callable[[TrackedKey, Value], tuple[CodecOption, ...]]) -> Profile:
     def changed(kind_index: int, value: Value) -> Value:
         if not value.codecs:
             return value

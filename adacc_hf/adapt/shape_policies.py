@@ -12,7 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from adacc_hf.adapt.checkpoint_files import SavedSituation
+from adacc_hf.adapt.checkpoint_files import SavedShapePolicy
 from adacc_hf.adapt.rectifier import Rectifier, Tracking
 from adacc_hf.adapt.steps import StepTimes
 from adacc_hf.artifacts.files import note_latest
@@ -32,9 +32,9 @@ from adacc_hf.torch_glue.batch_shapes import (
 if TYPE_CHECKING:
     from adacc_hf.adapt.evolution import Evolution
 
-ENOUGH = 8
+ENOUGH_SEEN = 8
 """Batches of a bucket without a policy of its own that are worth a profile, which takes as long as 20 to 60 steps."""
-MAX_SITUATIONS = 16
+MAX_SHAPE_POLICIES = 16
 """Policies per run that follow the data. Classes that come later run under what suits them best of these."""
 MAX_OTHERS = 64
 """Classes that do so and are remembered."""
@@ -44,7 +44,7 @@ tensors may have a new one each, and all ranks tell each other of them."""
 
 
 @dataclass(slots=True)
-class Situation:
+class ShapePolicy:
     """One size of batch, and how training goes at that size."""
 
     shapes: BatchShapes | None
@@ -71,10 +71,10 @@ class Situation:
     gradient_error: float | None = None
     measured_peak_bytes: int | None = None
 
-    def saved(self) -> SavedSituation:
+    def saved(self) -> SavedShapePolicy:
         """What a run needs to go on at this size."""
         rectifier = self.rectifier
-        return SavedSituation(
+        return SavedShapePolicy(
             policy=rectifier.policy,
             profile=rectifier.priced,
             prices=None if rectifier.profile == rectifier.priced else rectifier.profile,
@@ -86,7 +86,7 @@ class Situation:
             is_provisional=self.is_provisional,
         )
 
-    def go_on(self, record: SavedSituation) -> None:
+    def go_on(self, record: SavedShapePolicy) -> None:
         """Go on where `saved` was written; what the solver had begun is begun anew."""
         self.rectifier.num_tracked, self.due = record.num_tracked, record.due
         self.is_provisional = record.is_provisional
@@ -108,31 +108,32 @@ class _Unplanned:
     num_seen: int = 0
 
 
-class Situations:
+class ShapePolicies:
     """All of a run. `choose` is asked for every batch and never synchronises."""
 
     def __init__(self) -> None:
-        self.all: list[Situation] = []
+        self.all: list[ShapePolicy] = []
         self.others: OrderedDict[BatchShapes, BlockPlans] = OrderedDict()
-        """Plans for classes that have no situation."""
+        """Plans for classes that have no shape policy."""
         self.counted: OrderedDict[BatchShapes, _Unplanned] = OrderedDict()
         """Buckets some of whose batches have no policy of their own."""
         self._refused: set[BatchShapes] = set()
         self.may_measure = True
         """Whether a profile may tell of all sizes: none has shown yet that the model takes no parts of a batch."""
 
-    def add(self, situation: Situation) -> None:
-        """Take the place of a situation of the same sizes, or of any smaller ones of its bucket that were profiled."""
-        shapes = situation.shapes
+    def add(self, shape_policy: ShapePolicy) -> None:
+        """Take the place of a shape policy of the same sizes, or of any smaller ones of its bucket that were
+        profiled."""
+        shapes = shape_policy.shapes
         if shapes is None:
-            self.all = [situation]
+            self.all = [shape_policy]
             return
-        self.all = [s for s in self.all if s.shapes is None or not self._is_replaced(s, situation)] + [situation]
+        self.all = [s for s in self.all if s.shapes is None or not self._is_replaced(s, shape_policy)] + [shape_policy]
         self.others.pop(shapes, None)
         self.counted.pop(bucket_of(shapes), None)
 
     @staticmethod
-    def _is_replaced(old: Situation, new: Situation) -> bool:
+    def _is_replaced(old: ShapePolicy, new: ShapePolicy) -> bool:
         if old.shapes == new.shapes:
             return True
         return (
@@ -140,7 +141,7 @@ class Situations:
         )
 
     @property
-    def measured(self) -> Situation | None:
+    def measured(self) -> ShapePolicy | None:
         """The latest one whose profile tells of other sizes."""
         known = [s for s in self.all if s.shapes is not None and s.rectifier.profile.sizes is not None]
         return known[-1] if known else None
@@ -153,16 +154,16 @@ class Situations:
         found = measured.rectifier.profile.sizes.class_of(to_plain(shapes))
         return None if found is None else from_plain(found)
 
-    def at(self, sizes: BatchShapes) -> Situation | None:
-        """The situation of a class."""
-        return next((situation for situation in self.all if situation.shapes == sizes), None)
+    def at(self, sizes: BatchShapes) -> ShapePolicy | None:
+        """The shape policy of a class."""
+        return next((shape_policy for shape_policy in self.all if shape_policy.shapes == sizes), None)
 
     def other(self, sizes: BatchShapes, shapes: BatchShapes) -> BlockPlans | None:
-        """The plans of a class without a situation, or of the sizes of one of its batches."""
+        """The plans of a class without a shape policy, or of the sizes of one of its batches."""
         return self.others.get(sizes) or self.others.get(shapes)
 
-    def around(self, shapes: BatchShapes) -> Situation | None:
-        """The situation that keeps a batch of `shapes`, whose class is unknown, within the budget at least cost.
+    def around(self, shapes: BatchShapes) -> ShapePolicy | None:
+        """The shape policy that keeps a batch of `shapes`, whose class is unknown, within the budget at least cost.
 
         None if none does.
         """
@@ -170,7 +171,7 @@ class Situations:
         best = min(fitting, key=lambda s: 0 if s.shapes is None else num_elements(s.shapes), default=None)
         bucket = bucket_of(shapes)
         if best is None or (best.shapes is not None and bucket_of(best.shapes) != bucket):
-            self._see(bucket, shapes, ENOUGH if best is None and self.may_measure else 1)
+            self._see(bucket, shapes, ENOUGH_SEEN if best is None and self.may_measure else 1)
         return best
 
     def refuse(self, shapes: BatchShapes) -> None:
@@ -198,7 +199,7 @@ def most_wanted(seen: list[dict[BatchShapes, tuple[BatchShapes, int]]]) -> Batch
         for bucket, (shapes, count) in rank.items():
             before, counted = total.get(bucket, (shapes, 0))
             total[bucket] = smallest_around(before, shapes), counted + count
-    wanted = [(count, num_elements(shapes), shapes) for shapes, count in total.values() if count >= ENOUGH]
+    wanted = [(count, num_elements(shapes), shapes) for shapes, count in total.values() if count >= ENOUGH_SEEN]
     return max(wanted, key=lambda item: item[:2])[2] if wanted else None
 
 
@@ -213,9 +214,9 @@ def predictions(policy: Policy) -> dict[str, float]:
     }
 
 
-def tracking_figures(situation: Situation, found: Tracking) -> dict[str, Any]:
+def tracking_figures(shape_policy: ShapePolicy, found: Tracking) -> dict[str, Any]:
     """What a tracking step found, beside how training went until then."""
-    rectifier = situation.rectifier
+    rectifier = shape_policy.rectifier
     figures: dict[str, Any] = {
         "reason": found.reason,
         "num_outliers": found.num_outliers,
@@ -225,12 +226,12 @@ def tracking_figures(situation: Situation, found: Tracking) -> dict[str, Any]:
     if found.gradients:
         figures["gradient_error"] = max(gradient.error for gradient in found.gradients.values())
         figures["gradient_cosine"] = min(gradient.cosine for gradient in found.gradients.values())
-    return figures | step_times(situation)
+    return figures | step_times(shape_policy)
 
 
-def step_times(situation: Situation) -> dict[str, float]:
+def step_times(shape_policy: ShapePolicy) -> dict[str, float]:
     """Measured and predicted time of a step under the present policy, as far as they are known."""
-    times = {"step_ms": situation.times.median_ms, "predicted_step_ms": situation.predicted_step_ms}
+    times = {"step_ms": shape_policy.times.median_ms, "predicted_step_ms": shape_policy.predicted_step_ms}
     return {name: value for name, value in times.items() if value is not None}
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.config import AdaccConfig
     from adacc_hf.artifacts.profile import CodecOption, Profile, Value
 
-Key = tuple[int, int]
+TrackedKey = tuple[int, int]
 """An activation: index of its kind, index of its value."""
 
 OptionKey = tuple[int, int, str]
@@ -34,15 +34,15 @@ K = TypeVar("K")
 class Observation:
     """What a tracking step found, the most over all blocks of a kind, all calls and all ranks."""
 
-    num_outliers: dict[Key, int]
+    num_outliers: dict[TrackedKey, int]
     """Outlier channels of each tracked activation."""
-    errors: dict[Key, float]
+    errors: dict[TrackedKey, float]
     """Relative L2 round-trip error of each activation as it was compressed."""
     option_errors: dict[OptionKey, float]
     """The same for the codecs to choose from; under `max_error` with as many raw channels as were found."""
     gradients: dict[int, GradientError]
     """The worst error of a sampled block's gradient, by kind."""
-    spoiling: frozenset[OptionKey]
+    degrading: frozenset[OptionKey]
     """Codecs that must not be used as they were, for the gradient's error to keep to its bound."""
 
     @classmethod
@@ -57,7 +57,7 @@ class Observation:
             errors=_most(observation.errors for observation in observations),
             option_errors=_most(observation.option_errors for observation in observations),
             gradients={kind: GradientError.worst(errors) for kind, errors in sorted(gradients.items())},
-            spoiling=frozenset().union(*(observation.spoiling for observation in observations)),
+            degrading=frozenset().union(*(observation.degrading for observation in observations)),
         )
 
 
@@ -73,27 +73,27 @@ def _most(findings: Iterable[dict[K, float]]) -> dict[K, float]:
 class Findings:
     """What the codecs of a tracking step have measured so far; errors stay on the device until they are read."""
 
-    num_outliers: dict[Key, int] = field(default_factory=dict)
-    errors: dict[Key, Tensor] = field(default_factory=dict)
+    num_outliers: dict[TrackedKey, int] = field(default_factory=dict)
+    errors: dict[TrackedKey, Tensor] = field(default_factory=dict)
     option_errors: dict[OptionKey, Tensor] = field(default_factory=dict)
 
-    def add_count(self, key: Key, count: int) -> None:
+    def add_count(self, key: TrackedKey, count: int) -> None:
         self.num_outliers[key] = max(count, self.num_outliers.get(key, 0))
 
-    def add_error(self, key: Key, error: Tensor) -> None:
+    def add_error(self, key: TrackedKey, error: Tensor) -> None:
         _raise_to(self.errors, key, error)
 
     def add_option_error(self, key: OptionKey, error: Tensor) -> None:
         _raise_to(self.option_errors, key, error)
 
-    def read(self, gradients: dict[int, GradientError], spoiling: frozenset[OptionKey]) -> Observation:
+    def read(self, gradients: dict[int, GradientError], degrading: frozenset[OptionKey]) -> Observation:
         """Synchronises with the device."""
         return Observation(
             num_outliers=dict(self.num_outliers),
             errors={key: float(error) for key, error in self.errors.items()},
             option_errors={key: float(error) for key, error in self.option_errors.items()},
             gradients=gradients,
-            spoiling=spoiling,
+            degrading=degrading,
         )
 
 
@@ -107,7 +107,7 @@ class MeasuringCodec:
     def __init__(
         self,
         codec: Codec,
-        key: Key,
+        key: TrackedKey,
         options: Sequence[CodecOption],
         config: AdaccConfig,
         findings: Findings,
@@ -163,7 +163,7 @@ def is_tracked(value: Value, config: AdaccConfig) -> bool:
     return patterns is None or any(fnmatch(value.name.partition(":")[0], pattern) for pattern in patterns)
 
 
-def full_name(profile: Profile, key: Key) -> str:
+def full_name(profile: Profile, key: TrackedKey) -> str:
     """A name for the activation that no other of the profile has."""
     kind, value = key
     return f"{numbered(kind.block_class for kind in profile.kinds)[kind]}.{profile.kinds[kind].names[value]}"

@@ -77,7 +77,7 @@ class AdaccConfig:
     never makes them."""
     max_error: float | None = None
     """Largest relative L2 round-trip error that a compressed activation may have, and largest relative error of a
-    sampled block's gradient. What tracking steps find above it, or to spoil a gradient by that much, is promoted: to
+    sampled block's gradient. What tracking steps find above it, or to degrade a gradient by that much, is promoted: to
     INT8, or not compressed at all. None does not bound it, 0 allows lossless codecs only; up to 1e6."""
     solver_gap: float = 0.0
     """Part of the overhead, 0 to 1, by which a solution of an integer program may miss the best one; 0 asks for a
@@ -97,7 +97,7 @@ class AdaccConfig:
     compares none."""
     loss_spike: float = 2.0
     """A logged loss above this many times (1 to 1e6) the median of the last 16, and outside their noise, is a spike.
-    Codecs that spoil the gradient of any kind of block then are switched off, as under `guard`. Close to 1 every bad
+    Codecs that degrade the gradient of any kind of block then are switched off, as under `guard`. Close to 1 every bad
     batch is one; 1e6 sees only non-finite ones."""
     takeover_steps: int = 1
     """Optimizer steps, 0 to 1000, between a tracking step and the taking over of what was solved from it. 0 waits for

@@ -4,12 +4,12 @@ off.
 Indices follow from numbers: which expert a token goes to, in which order rows are sorted. A replay that reads numbers
 from a lossy codec may decide otherwise than forward did, where two were nearly equal: rows that forward saved in one
 order would meet gradients in another. So no replay makes such indices, unless all that they follow from is exact.
-Truths (a comparison's result) are remade: where they come out otherwise, a number was near the threshold, and what they
-choose between is near too.
+Truths (a comparison's result) are recomputed: where they come out otherwise, a number was near the threshold, and what
+they choose between is near too.
 
 A statistic is one number for each row, such as a norm's deviation. A row of which a codec leaves next to nothing has a
 deviation out of all proportion, and that one number scales all of its gradient. So where rows are stored with loss
-their statistics are stored too. Where rows are remade themselves, statistics of the same rows suit them better.
+their statistics are stored too. Where rows are recomputed themselves, statistics of the same rows suit them better.
 
 What else comes out far off is found by measuring, when a block is profiled (`price/gradient_probe.py`).
 """
@@ -21,13 +21,13 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-SPOILED_ERROR = 0.25
-"""Relative error from which compression is held to spoil a gradient, a block's or an operator's. INT4 leaves about 0.1
-(0.15 under eager attention). Errors grow from block to block, so that a whole gradient may be off by far more than that
-of any block."""
+DEGRADED_ERROR = 0.25
+"""Relative error from which compression is held to degrade a gradient, a block's or an operator's. INT4 leaves about
+0.1 (0.15 under eager attention). Errors grow from block to block, so that a whole gradient may be off by far more than
+that of any block."""
 
 
-def decided(
+def index_values(
     operators: Iterable[tuple[Sequence[int], Sequence[int]]],
     is_index: Callable[[int], bool],
     coded: Collection[int],
@@ -36,7 +36,7 @@ def decided(
     """Values that no replay may make where those in `coded` are stored with loss.
 
     `operators` are, in order, the values that each reads and makes; `is_index` tells whether a value holds
-    indices. What is made of an index that is not `stored` cannot be remade either (rule R14).
+    indices. What is made of an index that is not `stored` cannot be recomputed either (rule R14).
     """
     inexact, found = set(coded), set()
     for inputs, made in operators:

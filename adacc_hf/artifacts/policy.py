@@ -207,7 +207,7 @@ class Policy:
     def uniform(cls, profile: Profile, action: Action | str, codec: str | None = None) -> Policy:
         """Give every activation `action`, where it can take it; else RETAIN.
 
-        With RECOMPUTE, what cannot be remade (dropout masks) is stored by a lossless codec where one was priced.
+        With RECOMPUTE, what cannot be recomputed (dropout masks) is stored by a lossless codec where one was priced.
         With COMPRESS, `codec` picks the codec; None takes each activation's first priced one. Raises ValueError for a
         codec that was not priced for any activation.
         """
@@ -239,7 +239,7 @@ class Policy:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "format": "adacc_hf.artifacts.policy",
+            "format": "adacc_hf.policy",
             "version": FORMAT_VERSION,
             "predicted_stored_bytes": self.predicted_stored_bytes,
             "predicted_peak_bytes": self.predicted_peak_bytes,
@@ -264,7 +264,7 @@ class Policy:
 
     @classmethod
     def from_json(cls, record: Any, source: str) -> Policy:
-        if not isinstance(record, dict) or record.get("format") != "adacc_hf.artifacts.policy":
+        if not isinstance(record, dict) or record.get("format") != "adacc_hf.policy":
             raise PolicyMismatchError(f"{source} is not an adacc_hf policy file: solve a policy and save it again")
         if record.get("version") != FORMAT_VERSION:
             raise PolicyMismatchError(
@@ -314,7 +314,7 @@ def _check_priced(profile: Profile, codec: str) -> None:
     names = ", ".join(priced) or "none"
     if any(codec in dict(value.too_coarse) for value in values):
         raise ValueError(
-            f"codec={codec!r} would spoil gradients wherever it was tried, so that this profile has {names}: choose "
+            f"codec={codec!r} would degrade gradients wherever it was tried, so that this profile has {names}: choose "
             f"one of these"
         )
     raise ValueError(
@@ -349,7 +349,7 @@ def _random_plan(kind: KindProfile, generator: random.Random, allowed: Sequence[
         choices[value.index] = generator.choice(menu) if menu else RETAIN
         if choices[value.index] in [Choice.compress(option) for option in options if not option.lossless]:
             coded.add(value.index)
-    kept = [v for v in kind.decided(coded) | kind.fragile_beside(coded) if choices.get(v) == RECOMPUTE]
+    kept = [v for v in kind.index_values(coded) | kind.exactness_dependents_of(coded) if choices.get(v) == RECOMPUTE]
     return Plan(kind=kind.digest, choices=tuple((choices | dict.fromkeys(kept, RETAIN)).items()))
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.files import fields_of, read_json, write_json
-from adacc_hf.artifacts.index_values import SPOILED_ERROR, decided, is_index, is_statistic, made_from, upstream
+from adacc_hf.artifacts.index_values import DEGRADED_ERROR, index_values, is_index, is_statistic, made_from, upstream
 from adacc_hf.artifacts.policy import numbered
 from adacc_hf.artifacts.profile_sizes import ProfileSizes, Shapes, sizes_of
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class CodecOption:
 class Value:
     """One storage, at one version, that a block reads or makes.
 
-    An *activation* is a value that the block must have stored or remake for backward: what autograd saves, and the
+    An *activation* is a value that the block must have stored or recompute for backward: what autograd saves, and the
     block input that replay starts from.
     """
 
@@ -62,7 +62,7 @@ class Value:
     shared: int | None
     """Index into `Profile.shared` for an input that other blocks or the caller hold too; always available."""
     recomputable: bool
-    """Whether replay was verified to remake it bit for bit from what is stored (rule R7)."""
+    """Whether replay was verified to recompute it bit for bit from what is stored (rule R7)."""
     role: str
     """Class of tensor for the choice of a codec (paper, section 3.2): linear, norm, activation, qkv, softmax, mask,
     input, parameter (a cast of one), other."""
@@ -73,8 +73,8 @@ class Value:
     """An earlier activation with the same bits, made by the same operator from the same input. RECOMPUTE takes this
     value from there."""
     replay_error: float = 0.0
-    """Largest relative error that it makes in the gradient of an operator to remake it from what codecs left of other
-    activations; 0 where that was not measured."""
+    """Largest relative error that it makes in the gradient of an operator to recompute it from what codecs left of
+    other activations; 0 where that was not measured."""
     too_coarse: tuple[tuple[str, float], ...] = ()
     """Codecs that are left out, and the relative error that each would make in the gradient of an operator."""
 
@@ -89,9 +89,9 @@ class Value:
         return is_statistic(self.shape)
 
     @property
-    def is_far_remade(self) -> bool:
+    def is_far_recomputed(self) -> bool:
         """Whether it comes out too far off where replay starts from what codecs left."""
-        return self.replay_error > SPOILED_ERROR
+        return self.replay_error > DEGRADED_ERROR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,9 +176,9 @@ class KindProfile:
         """Values that repeat an earlier activation, mapped to it."""
         return {value.index: value.equal_to for value in self.values if value.equal_to is not None}
 
-    def decided(self, coded: Collection[int]) -> frozenset[int]:
+    def index_values(self, coded: Collection[int]) -> frozenset[int]:
         """Values that no replay may make where those in `coded` are stored with loss (`index_values.py`)."""
-        return decided(
+        return index_values(
             ((operator.inputs, operator.outputs) for operator in self.operators),
             lambda value: self.values[value].is_index,
             coded,
@@ -186,12 +186,12 @@ class KindProfile:
         )
 
     @cached_property
-    def fragile(self) -> dict[int, frozenset[int]]:
+    def exactness_dependents(self) -> dict[int, frozenset[int]]:
         """Saved activations that no replay may make where any of these others is stored with loss: those with one
         number for each row, and what comes out too far off (`index_values.py`)."""
         saved = [value for value in self.activations if value.saved]
-        far = {v.index: upstream(v.index, self._reads, self._is_activation) for v in saved if v.is_far_remade}
-        # Where a statistic's rows are remade from further up, it is remade with them: it suits them better.
+        far = {v.index: upstream(v.index, self._reads, self._is_activation) for v in saved if v.is_far_recomputed}
+        # Where a statistic's rows are recomputed from further up, it is recomputed with them: it suits them better.
         rows = {v.index: made_from(v.index, self._reads, self._is_activation) for v in saved if v.is_statistic}
         return far | rows
 
@@ -202,9 +202,9 @@ class KindProfile:
     def _is_activation(self, value: int) -> bool:
         return self.values[value].activation
 
-    def fragile_beside(self, coded: Collection[int]) -> frozenset[int]:
+    def exactness_dependents_of(self, coded: Collection[int]) -> frozenset[int]:
         """Activations that no replay may make where those in `coded` are stored with loss."""
-        return frozenset(value for value, others in self.fragile.items() if not others.isdisjoint(coded))
+        return frozenset(value for value, others in self.exactness_dependents.items() if not others.isdisjoint(coded))
 
     def merged(self, equal: Mapping[int, int]) -> KindProfile:
         """The kind in which `equal[v]` stands for `v` wherever an operator reads it or a slot holds it."""
@@ -262,7 +262,7 @@ class Head:
     tail_peak_bytes: int
     backward_base_bytes: tuple[int, ...]
     """Of each block in forward order."""
-    outside_held_bytes: int = 0
+    outside_live_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,7 +297,7 @@ class Profile:
     """`Head.ms` of that head."""
     other_heads: tuple[Head, ...] = ()
     """The other heads that a policy may choose."""
-    outside_held_bytes: int = 0
+    outside_live_bytes: int = 0
     """By how much `outside_peak_bytes` is lower where no replay reads any of the `held` tensors."""
     optimizer_peak_bytes: int = 0
     """Most bytes live while gradients are clipped and the optimizer steps; 0 if it was profiled without one."""
@@ -334,7 +334,7 @@ class Profile:
             blocks=tuple(replace(block, backward_base_bytes=base) for block, base in bases),
             outside_stored_bytes=wanted.outside_stored_bytes,
             outside_peak_bytes=wanted.outside_peak_bytes,
-            outside_held_bytes=wanted.outside_held_bytes,
+            outside_live_bytes=wanted.outside_live_bytes,
             loss_peak_bytes=wanted.loss_peak_bytes,
             tail_peak_bytes=wanted.tail_peak_bytes,
         )
@@ -377,7 +377,7 @@ class Profile:
             ms=self.head_ms,
             outside_stored_bytes=self.outside_stored_bytes,
             outside_peak_bytes=self.outside_peak_bytes,
-            outside_held_bytes=self.outside_held_bytes,
+            outside_live_bytes=self.outside_live_bytes,
             loss_peak_bytes=self.loss_peak_bytes,
             tail_peak_bytes=self.tail_peak_bytes,
             backward_base_bytes=tuple(block.backward_base_bytes for block in self.blocks),
@@ -407,7 +407,7 @@ class Profile:
         """`outside_peak_bytes` and `loss_peak_bytes` if the replays of all blocks read only `read`."""
         held, unread = self.unread_bytes(-1, frozenset()), self.unread_bytes(-1, read)
         # What is read is there on top of the peak without any of them, at most.
-        lower = max(0, self.outside_held_bytes - (held - unread))
+        lower = max(0, self.outside_live_bytes - (held - unread))
         return self.outside_peak_bytes - lower, self.loss_peak_bytes - unread
 
     @cached_property
@@ -422,14 +422,14 @@ class Profile:
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, atomically."""
         # A run writes one whenever its prices move, and it is some 2,000 records long: no indent, no copies.
-        record = {"format": "adacc_hf.artifacts.profile", "version": FORMAT_VERSION, **fields_of(self)}
+        record = {"format": "adacc_hf.profile", "version": FORMAT_VERSION, **fields_of(self)}
         write_json(path, record, indent=None)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read what `save` wrote. Raises FileNotFoundError, or AdaccError for what is no whole profile."""
         record = read_json(path, AdaccError, "profile")
-        if not isinstance(record, dict) or record.get("format") != "adacc_hf.artifacts.profile":
+        if not isinstance(record, dict) or record.get("format") != "adacc_hf.profile":
             raise AdaccError(f"{path} is not an adacc_hf profile: profile the model and save it again")
         if record.get("version") != FORMAT_VERSION:
             raise AdaccError(

@@ -43,7 +43,7 @@ def numbers_of(profile: Profile) -> list[int]:
     return numbers
 
 
-def outline_of(profile: Profile) -> Any:
+def profile_outline(profile: Profile) -> Any:
     """What profiles of one model at several sizes have in common: which values, operators and moments there are."""
     kinds = [
         (
@@ -206,7 +206,7 @@ def _changed(profile: Profile, change: Change) -> Profile:
         outside_peak_bytes=change(profile.outside_peak_bytes),
         loss_peak_bytes=change(profile.loss_peak_bytes),
         tail_peak_bytes=change(profile.tail_peak_bytes),
-        outside_held_bytes=change(profile.outside_held_bytes),
+        outside_live_bytes=change(profile.outside_live_bytes),
         optimizer_peak_bytes=change(profile.optimizer_peak_bytes),
     )
 
@@ -237,7 +237,7 @@ def _changed_head(head: Head, change: Change) -> Head:
         loss_peak_bytes=change(head.loss_peak_bytes),
         tail_peak_bytes=change(head.tail_peak_bytes),
         backward_base_bytes=tuple(map(change, head.backward_base_bytes)),
-        outside_held_bytes=change(head.outside_held_bytes),
+        outside_live_bytes=change(head.outside_live_bytes),
     )
 
 

@@ -61,7 +61,7 @@ class BlockOutcome:
     moments: tuple[int, ...]
     """Bytes live at each moment of its backward, besides `BlockProfile.backward_base_bytes` and what earlier blocks
     stored."""
-    held_bytes: int
+    live_bytes: int
     """What of `stored_bytes` forward does not hold anyway until the whole forward ends."""
 
     @cached_property
@@ -100,7 +100,7 @@ class EarlierBlocks(NamedTuple):
     """What the blocks of a step up to one leave behind."""
 
     stored_bytes: int = 0
-    held_bytes: int = 0
+    live_bytes: int = 0
     """What of it forward does not hold anyway."""
     shared: frozenset[int] = frozenset()
     """Shared tensors that their replay reads."""
@@ -109,7 +109,7 @@ class EarlierBlocks(NamedTuple):
         """The same after one more block."""
         return EarlierBlocks(
             self.stored_bytes + outcome.stored_bytes,
-            self.held_bytes + outcome.held_bytes,
+            self.live_bytes + outcome.live_bytes,
             self.shared | outcome.shared,
         )
 
@@ -117,7 +117,7 @@ class EarlierBlocks(NamedTuple):
         """Bytes live besides the block's own in the forward and in the backward of the `index`-th, the next one."""
         block = profile.blocks[index]
         unread = profile.unread_bytes(index, self.shared | outcome.shared)
-        return block.forward_base_bytes + self.held_bytes, block.backward_base_bytes - unread + self.stored_bytes
+        return block.forward_base_bytes + self.live_bytes, block.backward_base_bytes - unread + self.stored_bytes
 
     def block_peak(self, profile: Profile, index: int, outcome: BlockOutcome) -> int:
         """Peak in the forward and the backward of the `index`-th block."""
@@ -128,7 +128,7 @@ class EarlierBlocks(NamedTuple):
     def head_peaks(self, profile: Profile) -> tuple[int, int]:
         """Peaks in the forward and the backward of the head and the loss, after all blocks."""
         outside, loss = profile.head_peaks(self.shared)
-        return outside + self.held_bytes, loss + self.stored_bytes
+        return outside + self.live_bytes, loss + self.stored_bytes
 
 
 def step_peak_bytes(profile: Profile, outcomes: Sequence[BlockOutcome]) -> int:
@@ -173,11 +173,11 @@ def run_block(kind: KindProfile, plan: Plan) -> BlockOutcome:
 
     Raises ValueError for a plan that cannot be carried out.
     """
-    return _Walk(kind, plan).outcome()
+    return _BlockWalk(kind, plan).outcome()
 
 
 @dataclass(frozen=True)
-class _Step:
+class _Moment:
     """One thing that happens in backward: an operator runs, or autograd asks for a slot or lets go of it."""
 
     entry_bytes: int
@@ -187,7 +187,7 @@ class _Step:
     released: int | None = None
 
 
-class _Walk:
+class _BlockWalk:
     """The walk through one block's backward: first what happens in which order, then what is live when."""
 
     def __init__(self, kind: KindProfile, plan: Plan) -> None:
@@ -257,22 +257,22 @@ class _Walk:
             )
         return self.kind.operators[value.producer]
 
-    def _steps(self) -> list[_Step]:
+    def _steps(self) -> list[_Moment]:
         """Everything that happens in backward, in order."""
-        steps: list[_Step] = []
+        steps: list[_Moment] = []
         done: set[int] = set()
         for event in self.kind.backward:
             sizes = (event.entry_bytes, event.extra_bytes)
             if event.release:
-                steps.append(_Step(*sizes, released=event.slot))
+                steps.append(_Moment(*sizes, released=event.slot))
                 continue
             _, operators = self.closures.get(event.slot, (frozenset(), frozenset()))
-            steps += [_Step(*sizes, operator=self.kind.operators[j]) for j in sorted(operators - done)]
+            steps += [_Moment(*sizes, operator=self.kind.operators[j]) for j in sorted(operators - done)]
             done |= operators
-            steps.append(_Step(*sizes, unpacked=event.slot))
+            steps.append(_Moment(*sizes, unpacked=event.slot))
         return steps
 
-    def _deaths(self, steps: Sequence[_Step]) -> tuple[dict[int, float], dict[int, float]]:
+    def _deaths(self, steps: Sequence[_Moment]) -> tuple[dict[int, float], dict[int, float]]:
         """The step after which each root, and each replayed or decoded value, is dead; infinity for the block's end."""
         released = {step.released: number for number, step in enumerate(steps) if step.released is not None}
         root_death: dict[int, float] = {}
@@ -297,7 +297,7 @@ class _Walk:
             shared=frozenset(self.shared),
             overhead_ms=sum(step.operator.ms for step in steps if step.operator is not None)
             + sum(option.encode_ms + option.decode_ms for option in coded),
-            held_bytes=sum(n for v, n in self.roots.items() if self._is_coded(v) or not self.kind.values[v].cached),
+            live_bytes=sum(n for v, n in self.roots.items() if self._is_coded(v) or not self.kind.values[v].cached),
             forward_moments=tuple(self._forward_moments()),
             moments=tuple(self._moments(steps)),
         )
@@ -320,7 +320,7 @@ class _Walk:
     def _is_saved(self, value: int) -> bool:
         return self.kind.values[value].saved
 
-    def _moments(self, steps: Sequence[_Step]) -> list[int]:
+    def _moments(self, steps: Sequence[_Moment]) -> list[int]:
         """Live bytes of this block at each moment of its backward."""
         root_death, death = self._deaths(steps)
         decoded = self._decoded_bytes(steps)
@@ -350,7 +350,7 @@ class _Walk:
                 moments.append(live + after + step.extra_bytes)
         return moments
 
-    def _decoded_bytes(self, steps: Sequence[_Step]) -> list[tuple[int, int]]:
+    def _decoded_bytes(self, steps: Sequence[_Moment]) -> list[tuple[int, int]]:
         """Bytes of decoded values (while a step runs, after it), for each step."""
         uses: dict[int, list[int]] = {}
         for number, step in enumerate(steps):
@@ -371,7 +371,7 @@ class _Walk:
         self,
         value: int,
         uses: Sequence[int],
-        steps: Sequence[_Step],
+        steps: Sequence[_Moment],
         unpacks: Sequence[int],
         released: Mapping[int | None, int],
     ) -> list[tuple[float, float, int]]:
@@ -397,7 +397,7 @@ class _Walk:
         """Whether readers take `value` from the store, so that replaying it makes a copy that nobody uses."""
         return value in self.roots or self.kind.values[value].shared is not None
 
-    def _decoded_by(self, step: _Step) -> list[int]:
+    def _decoded_by(self, step: _Moment) -> list[int]:
         """Stored values that must be decoded before `step`, unless they were already."""
         read = step.operator.inputs if step.operator is not None else ()
         if step.unpacked is not None and self.kind.slots[step.unpacked] >= 0:

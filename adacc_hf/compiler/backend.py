@@ -23,7 +23,7 @@ def adacc(
     `options` are the fields of `AdaccConfig` in `GRAPH_SETTINGS`, and settings of Inductor's
     (`torch._inductor.list_options()`); `mode` is one of Inductor's, which torch takes in place of options only. A
     `memory_budget` that is a float is a fraction of what torch.compile would save. One in bytes, such as "300MiB",
-    bounds what the region holds for its backward at any time: what it stores, with what is remade meanwhile;
+    bounds what the region holds for its backward at any time: what it stores, with what is recomputed meanwhile;
     parameters, gradients, the optimizer and other regions are not in it.
     A region is compiled without knowing the others or how often it is called, so each gets the whole of it: with graph
     breaks, or with blocks compiled one by one, that is not the model's budget. AdaccCallback with `torch_compile=True`

@@ -72,7 +72,7 @@ class CompiledRun:
         """Of the largest micro-batch of this step, and of all measured ones."""
         self._least: int | None = None
         """Modelled peak of the regions that take least."""
-        self._next: _Change | None = None
+        self._next: _ShareChange | None = None
         """What the next step begins with, if there is one."""
         self._meter = StepMeter()
         self.peak_bytes: int | None = None
@@ -198,7 +198,7 @@ class CompiledRun:
         self._num_rounds += 1
         # The least possible takes far more time than a fair share; batches of another size have another one.
         share = share if self._num_rounds <= MAX_ROUNDS else None
-        self._next = _Change(step, share, "some regions cannot keep to their share")
+        self._next = _ShareChange(step, share, "some regions cannot keep to their share")
 
     def _settle(self, step: int, device: torch.device) -> None:
         """Set the share by the measured peak of a whole step."""
@@ -235,9 +235,9 @@ class CompiledRun:
         # Regions together take less than their share: most are not at their own peak when the step is at its.
         share, taken = (1.0, plain) if self.policy.share is None else (self.policy.share, modelled)
         reason = f"a measured peak of {format_bytes(peak_bytes)}"
-        self._next = _Change(step, None if is_last else min(1.0, share * allowed / max(taken, 1)), reason)
+        self._next = _ShareChange(step, None if is_last else min(1.0, share * allowed / max(taken, 1)), reason)
 
-    def _compile_again(self, change: _Change) -> None:
+    def _compile_again(self, change: _ShareChange) -> None:
         """Compile all regions again, each with the changed share of its bytes."""
         step, share, reason = change
         allowed = "as little as can be" if share is None else format_bytes(int(share * self.policy.plain_bytes))
@@ -257,7 +257,7 @@ class CompiledRun:
         return parse_bytes(budget, "memory_budget") if isinstance(budget, str) else budget
 
 
-class _Change(NamedTuple):
+class _ShareChange(NamedTuple):
     """What a step showed to be needed; regions are compiled for it when the next one begins, if there is one."""
 
     step: int

@@ -133,7 +133,8 @@ def prepare(module: fx.GraphModule) -> str | None:
 
 
 def _copy_what_forward_writes_to(graph: fx.Graph) -> None:
-    """Let what reads an input that forward writes to at its end read a copy, which can be handed over, never remade.
+    """Let what reads an input that forward writes to at its end read a copy, which can be handed over, never
+    recomputed.
 
     In backward the input holds what was written; torch's own partitioner reads it there all the same.
     """

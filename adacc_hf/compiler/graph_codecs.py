@@ -25,10 +25,10 @@ _MASKING = {aten.where, aten.mul, aten.div, aten.clone, torch.ops.prims.convert_
 """What leads from a softmax to the scores that attention multiplies by."""
 
 
-def codec_options(
-    joint: JointGraph, value: int, config: AdaccConfig, spoiled: Set[int], fine: Set[int]
+def graph_codec_options(
+    joint: JointGraph, value: int, config: AdaccConfig, degraded: Set[int], fine: Set[int]
 ) -> tuple[CodecOption, ...]:
-    """The codecs for one value; for those in `spoiled` lossless ones only, for casts of parameters none (rule R4).
+    """The codecs for one value; for those in `degraded` lossless ones only, for casts of parameters none (rule R4).
 
     None either for what has as many elements as the data says: a codec's groups are laid out before that is known.
     Unless the settings name codecs, values in `fine` take the precise one, and on a GPU all others may.
@@ -49,7 +49,7 @@ def codec_options(
         elif tensor.device.type != "cpu":  # a kernel that passes over the value makes its codes, which share no bytes
             names = list(dict.fromkeys([*names, precise_codec()]))
     codecs = [make_codec(name, config, num_outliers) for name in names]
-    codecs = [codec for codec in codecs if codec.lossless or value not in spoiled]
+    codecs = [codec for codec in codecs if codec.lossless or value not in degraded]
     options = [_option(codec, node, size, joint.forward) for codec in codecs if codec.supports(size, tensor.dtype)]
     return tuple(option for option in options if config.max_error is None or option.error <= config.max_error)
 

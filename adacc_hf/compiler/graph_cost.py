@@ -18,12 +18,12 @@ from torch import fx
 from adacc_hf.compiler.functorch import hint, op_types
 from adacc_hf.compiler.joint_graph import is_held, nbytes_of, readers, root_of
 from adacc_hf.kernels.codecs import Codec
-from adacc_hf.price.timing import REPEATS, median_ms
+from adacc_hf.price.timing import TIMING_REPEATS, median_ms
 from adacc_hf.torch_glue.private import no_dispatch, tree_map_only
 
 
 @dataclass(frozen=True)
-class _Device:
+class _DeviceCosts:
     """What coding takes there besides moving payloads."""
 
     encode_passes: float
@@ -38,8 +38,8 @@ class _Device:
 
 
 _DEVICES = {
-    "cpu": _Device(encode_passes=8, rereads=False, compile_ms=600.0, calls_ms=0.02),
-    "cuda": _Device(encode_passes=0, rereads=True, compile_ms=50.0, calls_ms=0.005),
+    "cpu": _DeviceCosts(encode_passes=8, rereads=False, compile_ms=600.0, calls_ms=0.02),
+    "cuda": _DeviceCosts(encode_passes=0, rereads=True, compile_ms=50.0, calls_ms=0.005),
 }
 NUM_STEPS = 10_000
 """Steps over which compiling is spread: a training run's, as an order of magnitude."""
@@ -182,7 +182,7 @@ def device_speed(device: torch.device) -> DeviceSpeed:
     with no_dispatch(), torch.no_grad():
         source = torch.zeros(LARGE_BYTES // 4, device=device)
         target = torch.empty_like(source)
-        copy_ms = least_ms(lambda: target.copy_(source), device)
+        copy_ms = least_replay_ms(lambda: target.copy_(source), device)
     return DeviceSpeed(2 * LARGE_BYTES / copy_ms, CHEAP["cpu" if device.type == "cpu" else "cuda"])
 
 
@@ -193,14 +193,15 @@ def function_ms(function: Any, device: torch.device) -> float:
         sample = torch.linspace(0.1, 2.0, CACHED_ELEMENTS[device.type], device=device)
         result = torch.empty_like(sample)
         own, ordinary = (
-            least_ms(lambda op=op: op(sample, out=result), device) for op in (function.out, torch.ops.aten.neg.out)
+            least_replay_ms(lambda op=op: op(sample, out=result), device)
+            for op in (function.out, torch.ops.aten.neg.out)
         )
     return max(own - ordinary, 0.0) / sample.numel()
 
 
-def least_ms(run: Callable[[], object], device: torch.device) -> float:
+def least_replay_ms(run: Callable[[], object], device: torch.device) -> float:
     """Least time of some runs: what else the machine does makes them slower only."""
-    return min(median_ms(run, device, repeats=1) for _ in range(REPEATS))
+    return min(median_ms(run, device, repeats=1) for _ in range(TIMING_REPEATS))
 
 
 def keep_ms(node: fx.Node) -> float:
@@ -288,4 +289,4 @@ def _hinted(sizes: Any) -> tuple[int, ...]:
 def _measure(target: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> float:
     with no_dispatch(), torch.no_grad():
         args, kwargs = tree_map_only(_Example, _Example.make, (args, kwargs))
-        return least_ms(lambda: target(*args, **kwargs), device)
+        return least_replay_ms(lambda: target(*args, **kwargs), device)

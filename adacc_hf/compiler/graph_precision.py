@@ -1,4 +1,4 @@
-"""Which values of a graph a lossy or a coarse codec would spoil, as far as the graph shows: there is no data yet.
+"""Which values of a graph a lossy or a coarse codec would degrade, as far as the graph shows: there is no data yet.
 
 A mask's infinities, or the large numbers that stand for them, take up the whole scale of the group they are in, and
 what is added to them keeps them. Sums and norms have few elements, each of which decides about a whole row. What an
@@ -29,8 +29,8 @@ INVERTING = {"log", "log2", "log10", "reciprocal", "rsqrt"}
 """Of 0 they make an infinity. A graph has backward in it: what that divides by stands there (unlike on a tape)."""
 
 
-def spoiled_by_codecs(joint: JointGraph) -> frozenset[int]:
-    """Values that must be kept or remade, never compressed with loss: masks, what holds one, statistics, exponents,
+def precision_sensitive_nodes(joint: JointGraph) -> frozenset[int]:
+    """Values that must be kept or recomputed, never compressed with loss: masks, what holds one, statistics, exponents,
     divisors."""
     graph = joint.nodes[0].graph if joint.nodes else fx.Graph()
     huge: set[fx.Node] = set()
@@ -138,7 +138,7 @@ def _is_statistic(node: fx.Node) -> bool:
 #
 # Backward of fused attention makes its softmax again, and takes the exponential of what a codec left of queries and
 # keys;
-# so does a softmax that is remade. Where scores are large, four bits leave nothing of it. And of what is compared
+# so does a softmax that is recomputed. Where scores are large, four bits leave nothing of it. And of what is compared
 # with
 # zero, as ReLU's result is in its backward, four bits make many an element zero.
 
@@ -149,21 +149,21 @@ COMPARISONS = {"lt", "le", "gt", "ge"}
 
 
 @dataclass(frozen=True)
-class Sensitive:
+class PrecisionNeeds:
     """Values by index."""
 
     fine: frozenset[int]
     """What is stored with loss is stored by a fine codec."""
     precise: frozenset[int]
-    """And what is remade is remade of nothing coarser."""
+    """And what is recomputed is recomputed of nothing coarser."""
 
 
-def sensitive_values(joint: JointGraph) -> Sensitive:
+def precision_needs(joint: JointGraph) -> PrecisionNeeds:
     graph = joint.nodes[0].graph if joint.nodes else fx.Graph()
     factors = _sources_of_what_is(_is_factor_of, graph)
     # A product of what is coarse averages errors out: next to none of its elements is zero for them.
     compared = _sources_of_what_is(_is_compared_by, graph)
-    return Sensitive(fine=_indices(joint, factors | compared), precise=_indices(joint, factors | exponents(graph)))
+    return PrecisionNeeds(fine=_indices(joint, factors | compared), precise=_indices(joint, factors | exponents(graph)))
 
 
 def _sources_of_what_is(read_by: Callable[[fx.Node, fx.Node], bool], graph: fx.Graph) -> set[fx.Node]:

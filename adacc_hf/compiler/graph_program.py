@@ -14,8 +14,8 @@ from adacc_hf.artifacts.policy import RETAIN, Choice
 from adacc_hf.artifacts.profile import CodecOption, KindProfile
 from adacc_hf.compiler.segments import Segments, cut_into_segments
 from adacc_hf.kernels.codecs import precise_codec
-from adacc_hf.solve.linear_program import Program, Solver, SolverLog, Terms
-from adacc_hf.solve.milp import BlockVariables, KindModel, Store, lossy_values
+from adacc_hf.solve.linear_program import LinearProgram, Solver, SolverLog, Terms
+from adacc_hf.solve.milp import BlockVariables, KindModel, StoredForm, lossy_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +23,12 @@ class GraphChoice:
     """What backward gets."""
 
     stored: Mapping[int, Choice]
-    """How each handed-over value is stored; what is not here and needed is remade."""
+    """How each handed-over value is stored; what is not here and needed is recomputed."""
     stored_bytes: Mapping[int, int]
     """What each of them takes."""
     nbytes: int
     peak_bytes: int
-    """Most that is live while a segment is remade: what is stored up to it, and what is remade of it."""
+    """Most that is live while a segment is recomputed: what is stored up to it, and what is recomputed of it."""
     ms: float
     """Replay, storing and codecs."""
 
@@ -39,10 +39,10 @@ class GraphModel:
 
     model: KindModel
     segments: Segments
-    held_bytes: tuple[int, ...]
-    """What each value takes while its segment is remade."""
+    live_bytes: tuple[int, ...]
+    """What each value takes while its segment is recomputed."""
     precise: Set[int] = frozenset()
-    """Values that are remade of nothing that a coarse codec left."""
+    """Values that are recomputed of nothing that a coarse codec left."""
 
     def is_coarse(self, value: int, option: int) -> bool:
         """Whether that way to store a value leaves less of it than the precise codec would."""
@@ -54,29 +54,29 @@ def graph_model(
     kind: KindProfile,
     keep_ms: Mapping[int, float],
     codecs: Mapping[int, tuple[CodecOption, ...]],
-    held_bytes: Sequence[int],
+    live_bytes: Sequence[int],
     precise: Set[int] = frozenset(),
 ) -> GraphModel:
     """The choices there are: keep each value, for the time that takes, code it, or run its operator again."""
     menus = {
         value.index: (
-            Store(RETAIN, value.nbytes, keep_ms[value.index]),
+            StoredForm(RETAIN, value.nbytes, keep_ms[value.index]),
             *(
-                Store(Choice.compress(option), option.nbytes, option.encode_ms + option.decode_ms, option.lossless)
+                StoredForm(Choice.compress(option), option.nbytes, option.encode_ms + option.decode_ms, option.lossless)
                 for option in codecs.get(value.index, ())
             ),
         )
         for value in kind.values
     }
     runnable = frozenset(operator.index for operator in kind.operators if operator.replayable)
-    segments = cut_into_segments(kind, held_bytes)
-    # What lives across a boundary is never remade: whatever needs it has it stored.
+    segments = cut_into_segments(kind, live_bytes)
+    # What lives across a boundary is never recomputed: whatever needs it has it stored.
     values = tuple(replace(v, recomputable=v.recomputable and v.index not in segments.boundary) for v in kind.values)
     cut = replace(kind, values=values)
     # A graph can hand over any index, not only what backward reads.
-    kept = replace(cut, values=tuple(replace(value, saved=True) for value in values)).decided(lossy_values(menus))
-    model = KindModel(whole=cut, kind=cut, menus=menus, runnable=runnable, decided=kept)
-    return GraphModel(model, segments, tuple(held_bytes), precise)
+    kept = replace(cut, values=tuple(replace(value, saved=True) for value in values)).index_values(lossy_values(menus))
+    model = KindModel(whole=cut, kind=cut, menus=menus, runnable=runnable, index_values=kept)
+    return GraphModel(model, segments, tuple(live_bytes), precise)
 
 
 class _GraphProgram:
@@ -84,12 +84,12 @@ class _GraphProgram:
 
     def __init__(self, graph: GraphModel) -> None:
         self._graph = graph
-        self.program = Program()
+        self.program = LinearProgram()
         self.block = BlockVariables(self.program, graph.model)
         self._keep_precise()
 
     def bound(self, cap_bytes: int, *, of_peak: bool) -> None:
-        """Allow at most `cap_bytes` to be stored; with `of_peak` to be live while any segment is remade."""
+        """Allow at most `cap_bytes` to be stored; with `of_peak` to be live while any segment is recomputed."""
         high = (cap_bytes + 0.5) / 1024  # half a byte keeps rounding away from both sides
         self.program.constrain(self.block.terms_bytes(1 / 1024), high=high)
         for segment in range(self._graph.segments.count if of_peak else 0):
@@ -98,35 +98,36 @@ class _GraphProgram:
     def _keep_precise(self) -> None:
         """[Precise] no replay that starts at what a coarse codec left ends in a precise value.
 
-        `coarse[v]` is 1 where v, as replays read it, comes from such a codec: that stores v, or what v is remade from.
+        `coarse[v]` is 1 where v, as replays read it, comes from such a codec: that stores v, or what v is recomputed
+        from.
         """
         model = self._graph.model
         coarse: dict[int, int] = {}
-        _, upstream = walk_back(self._graph.precise, self._remade_from)
+        _, upstream = walk_back(self._graph.precise, self._recomputed_from)
         for value in sorted(upstream):
             options = {
                 self.block.store[value, o]: self._graph.is_coarse(value, o) for o in range(len(model.menus[value]))
             }
             fine = [(variable, 1.0) for variable, is_coarse in options.items() if not is_coarse]
             stored = [(variable, -1.0) for variable, is_coarse in options.items() if is_coarse]
-            reads = [coarse[read] for read in self._remade_from(value) if read in coarse]
+            reads = [coarse[read] for read in self._recomputed_from(value) if read in coarse]
             own: list[tuple[int, float]] = []
             if value not in self._graph.precise and (stored or reads):
                 coarse[value] = self.program.variable()
                 own = [(coarse[value], 1.0)]
                 self.program.constrain([*own, *stored], low=0.0)
             for read in reads:
-                run = self.block.run[model.remake(value)]
+                run = self.block.run[model.recompute(value)]
                 self.program.constrain([*own, *fine, (read, -1.0), (run, -1.0)], low=-1.0)
 
-    def _remade_from(self, value: int) -> tuple[int, ...]:
-        operator = self._graph.model.remake(value)
+    def _recomputed_from(self, value: int) -> tuple[int, ...]:
+        operator = self._graph.model.recompute(value)
         return () if operator is None else self._graph.model.kind.operators[operator].inputs
 
     def peak(self) -> int:
-        """A variable, in whole KiB, that is no less than what is live while any segment is remade."""
+        """A variable, in whole KiB, that is no less than what is live while any segment is recomputed."""
         everything = sum(max(store.nbytes for store in menu) for menu in self._graph.model.menus.values())
-        peak = self.program.variable(upper=float((everything + sum(self._graph.held_bytes)) // 1024 + 1))
+        peak = self.program.variable(upper=float((everything + sum(self._graph.live_bytes)) // 1024 + 1))
         for segment in range(self._graph.segments.count):
             self.program.constrain([*self.segment_bytes(segment), (peak, -1.0)], high=0.0)
         return peak
@@ -141,25 +142,26 @@ class _GraphProgram:
         return _choice(self._graph, taken)
 
     def segment_bytes(self, segment: int) -> list[tuple[int, float]]:
-        """What is live, in KiB, while a segment is remade: what is stored up to it, and what is remade of it."""
+        """What is live, in KiB, while a segment is recomputed: what is stored up to it, and what is recomputed of
+        it."""
         of_value = self._graph.segments.of_value
         stored = [
             (variable, self._graph.model.menus[value][option].nbytes / 1024)
             for (value, option), variable in self.block.store.items()
             if of_value[value] <= segment
         ]
-        remade = [
-            (self.block.run[record.producer], self._graph.held_bytes[record.index] / 1024)
+        recomputed = [
+            (self.block.run[record.producer], self._graph.live_bytes[record.index] / 1024)
             for record in self._graph.model.kind.values
             if of_value[record.index] == segment and record.producer in self.block.run
         ]
-        return stored + remade
+        return stored + recomputed
 
 
 def least_time(graph: GraphModel, cap_bytes: int, log: SolverLog, *, of_peak: bool) -> GraphChoice | None:
     """The fastest choice that stores at most `cap_bytes`; None if there is none.
 
-    With `of_peak`, what is remade of a segment counts too, with what is stored up to it.
+    With `of_peak`, what is recomputed of a segment counts too, with what is stored up to it.
     """
     program = _GraphProgram(graph)
     program.bound(cap_bytes, of_peak=of_peak)
@@ -169,7 +171,7 @@ def least_time(graph: GraphModel, cap_bytes: int, log: SolverLog, *, of_peak: bo
 def least_bytes(graph: GraphModel, log: SolverLog, *, of_peak: bool) -> GraphChoice:
     """The fastest of the choices that store least, or with `of_peak` of those that have least live at any time.
 
-    What is remade for nothing would not only take time: it has temporaries, which a peak of segments leaves out.
+    What is recomputed for nothing would not only take time: it has temporaries, which a peak of segments leaves out.
     """
     program = _GraphProgram(graph)
     costs = [(program.peak(), 1.0)] if of_peak else program.block.terms_bytes(1 / 1024)
@@ -179,11 +181,11 @@ def least_bytes(graph: GraphModel, log: SolverLog, *, of_peak: bool) -> GraphCho
 
 
 def keeping(graph: GraphModel, values: Iterable[int]) -> GraphChoice:
-    """The choice that keeps `values` as they are and remakes the others."""
+    """The choice that keeps `values` as they are and recomputes the others."""
     return _choice(graph, {value: graph.model.menus[value][0] for value in values})
 
 
-def _choice(graph: GraphModel, taken: Mapping[int, Store]) -> GraphChoice:
+def _choice(graph: GraphModel, taken: Mapping[int, StoredForm]) -> GraphChoice:
     """The choice that stores what is `taken`, less what nobody reads."""
     model = graph.model
     runs: set[int] = set()
@@ -212,10 +214,10 @@ def _choice(graph: GraphModel, taken: Mapping[int, Store]) -> GraphChoice:
 
 
 def _peak_bytes(graph: GraphModel, stored_bytes: Mapping[int, int], runs: Set[int]) -> int:
-    """Most that is live while a segment is remade."""
-    stored, remade = [0] * graph.segments.count, [0] * graph.segments.count
+    """Most that is live while a segment is recomputed."""
+    stored, recomputed = [0] * graph.segments.count, [0] * graph.segments.count
     for value, segment in enumerate(graph.segments.of_value):
         stored[segment] += stored_bytes.get(value, 0)
         if graph.model.kind.values[value].producer in runs:
-            remade[segment] += graph.held_bytes[value]
-    return max(map(sum, zip(accumulate(stored), remade, strict=True)))
+            recomputed[segment] += graph.live_bytes[value]
+    return max(map(sum, zip(accumulate(stored), recomputed, strict=True)))

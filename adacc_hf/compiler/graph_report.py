@@ -16,7 +16,7 @@ from adacc_hf.reports.timeline import timeline_parts
 if TYPE_CHECKING:
     from adacc_hf.compiler.region import CompiledPolicy, GraphTensor, RegionPlan
 
-TITLE = "Adacc report: compiled graphs"
+GRAPHS_TITLE = "Adacc report: compiled graphs"
 NUMBERS = frozenset({"bytes", "stored"})
 BAR_INCHES = 0.26
 
@@ -27,9 +27,9 @@ def write_compiled_report(folder: str | Path, *, policy: CompiledPolicy, history
     `history` is `AdaccCallback.history`. Raises NotADirectoryError if `folder` is a file and ImportError without
     matplotlib. Nothing is written then.
     """
-    parts = [Heading(TITLE, level=1), *_summary(policy), *_map(policy), *fallback_parts(history)]
+    parts = [Heading(GRAPHS_TITLE, level=1), *_summary(policy), *_map(policy), *fallback_parts(history)]
     parts += timeline_parts(history)
-    return write_document(folder, TITLE, [*parts, *_tensors(policy), *event_parts(history)])
+    return write_document(folder, GRAPHS_TITLE, [*parts, *_tensors(policy), *event_parts(history)])
 
 
 def _summary(policy: CompiledPolicy) -> list[Part]:
@@ -63,7 +63,8 @@ def _summary(policy: CompiledPolicy) -> list[Part]:
         Table(headers, rows, numbers=frozenset(headers[1:-1])),
         Paragraph(
             "A region is a graph that torch.compile makes; calls are those of one micro-batch. Stored is what one "
-            "call's forward hands to its backward, parameters and the batch left out; held at most has what is remade "
+            "call's forward hands to its backward, parameters and the batch left out; held at most has what is "
+            "recomputed "
             "meanwhile; code is the most that forward or backward has live by the code that Inductor made, temporaries "
             "and gradients included. Overhead is replay, storing and codecs, as priced."
         ),

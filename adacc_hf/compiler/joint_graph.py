@@ -1,7 +1,7 @@
 """A joint graph read as one kind of block: its forward values, the operators that make them, and what backward reads.
 
-A *value* is what one forward node makes; views are followed to the value they show, since they cost nothing to remake.
-Inputs that are at hand in backward anyway, parameters and the batch, are left out.
+A *value* is what one forward node makes; views are followed to the value they show, since they cost nothing to
+recompute. Inputs that are at hand in backward anyway, parameters and the batch, are left out.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def nbytes_of(node: fx.Node) -> int:
 
 
 def is_held(node: fx.Node) -> bool:
-    """Whether a value lies in memory when it is remade: where all that reads it is fused with it, it never does."""
+    """Whether a value lies in memory when it is recomputed: where all that reads it is fused with it, it never does."""
     if not op_types().is_fusible(node):
         return True
     return any(user.op != "output" and not op_types().is_fusible(user) for user in readers(node))

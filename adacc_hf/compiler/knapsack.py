@@ -10,7 +10,7 @@ from torch import fx
 
 from adacc_hf.compiler.functorch import CustomKnapsackSolver
 from adacc_hf.compiler.graph_cost import OperatorTimes
-from adacc_hf.solve.linear_program import Program, Solver, SolverLog
+from adacc_hf.solve.linear_program import LinearProgram, Solver, SolverLog
 
 
 class AdaccKnapsack(CustomKnapsackSolver):
@@ -33,7 +33,7 @@ class AdaccKnapsack(CustomKnapsackSolver):
         node_info: Any,
         all_recomputable_banned_nodes: list[fx.Node],
     ) -> tuple[list[int], list[int]]:
-        """Positions of what to save, and of what to remake; `memory` and `max_memory` have one unit."""
+        """Positions of what to save, and of what to recompute; `memory` and `max_memory` have one unit."""
         times = [self._times.replay_ms(node) for node in all_recomputable_banned_nodes]
         saved = set(best_saved(memory, times, max_memory))
         return sorted(saved), [index for index in range(len(memory)) if index not in saved]
@@ -44,8 +44,8 @@ class AdaccKnapsack(CustomKnapsackSolver):
 
 
 def best_saved(memory: list[float], times: list[float], max_memory: float) -> list[int]:
-    """The items that fit `max_memory` together and would take longest to remake."""
-    program = Program()
+    """The items that fit `max_memory` together and would take longest to recompute."""
+    program = LinearProgram()
     kept = [program.variable() for _ in memory]
     scale = max(max_memory, sum(memory)) or 1.0
     program.constrain([(x, size / scale) for x, size in zip(kept, memory, strict=True)], high=max_memory / scale)

@@ -19,9 +19,9 @@ from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Action, Choice
 from adacc_hf.artifacts.units import format_bytes, parse_bytes
 from adacc_hf.compiler import functorch
-from adacc_hf.compiler.graph_codecs import codec_options
+from adacc_hf.compiler.graph_codecs import graph_codec_options
 from adacc_hf.compiler.graph_cost import OperatorTimes, keep_ms
-from adacc_hf.compiler.graph_precision import sensitive_values, spoiled_by_codecs
+from adacc_hf.compiler.graph_precision import precision_needs, precision_sensitive_nodes
 from adacc_hf.compiler.graph_program import GraphChoice, GraphModel, graph_model, keeping, least_bytes, least_time
 from adacc_hf.compiler.joint_graph import JointGraph, is_held, nbytes_of, read_joint_graph, root_of
 from adacc_hf.compiler.live_bytes import GraphInput, graph_inputs, most_live_bytes, most_live_bytes_of_code
@@ -45,11 +45,11 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
 
     A budget that is a fraction in (0, 1] is one of the bytes that torch's own partitioner would save; each region of a
     model gets that fraction of its own bytes, so that together they keep to it. A budget in bytes bounds what each
-    region holds for its backward at any time: what is stored, with what is remade of it meanwhile. A region that fits
-    is left as it is. One that cannot keep to bytes raises InfeasibleBudgetError; one that cannot keep to a fraction,
-    as that of the loss often cannot, gets the least possible and a warning. `policy` has
-    one `RegionPlan` per region that was partitioned in this process; what comes out of a compile cache is not
-    partitioned again. A region that `given` has a plan for follows that one.
+    region holds for its backward at any time: what is stored, with what is recomputed of it meanwhile. A region that
+    fits is left as it is. One that cannot keep to bytes raises InfeasibleBudgetError; one that cannot keep to a
+    fraction, as that of the loss often cannot, gets the least possible and a warning. `policy` has one `RegionPlan` per
+    region that was partitioned in this process; what comes out of a compile cache is not partitioned again. A region
+    that `given` has a plan for follows that one.
     """
 
     def __init__(
@@ -237,12 +237,12 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
             for operator, ms in zip(joint.kind.operators, times, strict=True)
         )
         store_ms = {index: keep_ms(node) for index, node in enumerate(joint.nodes)}
-        spoiled, sensitive = spoiled_by_codecs(joint), sensitive_values(joint)
+        degraded, sensitive = precision_sensitive_nodes(joint), precision_needs(joint)
         indices = range(len(joint.nodes))
-        codecs = {index: codec_options(joint, index, self.config, spoiled, sensitive.fine) for index in indices}
-        held_bytes = [nbytes_of(node) if is_held(node) else 0 for node in joint.nodes]
+        codecs = {index: graph_codec_options(joint, index, self.config, degraded, sensitive.fine) for index in indices}
+        live_bytes = [nbytes_of(node) if is_held(node) else 0 for node in joint.nodes]
         kind = replace(joint.kind, operators=operators)
-        return graph_model(kind, store_ms, codecs, held_bytes, sensitive.precise)
+        return graph_model(kind, store_ms, codecs, live_bytes, sensitive.precise)
 
     def _limits(self) -> SolverLog:
         return SolverLog(gap=self.config.solver_gap, seconds=self.config.solver_seconds)

@@ -39,7 +39,8 @@ class RegionPlan:
     """What torch's own partitioner would hand to backward, parameters left out."""
     stored_bytes: int = 0
     peak_bytes: int = 0
-    """Most that is live of it in backward while a part of it is remade: what is stored up to there, and that part."""
+    """Most that is live of it in backward while a part of it is recomputed: what is stored up to there, and that
+    part."""
     backward_bytes: int = 0
     """Most that its backward has live in all, temporaries and gradients with it, as `live_bytes` reads the graph."""
     code_bytes: tuple[int, int] | None = None
@@ -49,7 +50,7 @@ class RegionPlan:
     """What replay, storing and codecs take beyond those of torch's own partition, as priced; below 0 where they take
     less."""
     stored: tuple[tuple[str, Choice], ...] = ()
-    """How each value that is handed over is stored, by the name of its node; the others are remade."""
+    """How each value that is handed over is stored, by the name of its node; the others are recomputed."""
     tensors: tuple[GraphTensor, ...] = ()
     """What becomes of each tensor that torch's partitioner or this plan hands over; no plan is followed by it."""
     reason: str = ""
@@ -205,7 +206,7 @@ class GraphTensor:
     action: str
     codec: str | None = None
     stored_bytes: int = 0
-    """What backward gets of it; 0 if it is remade."""
+    """What backward gets of it; 0 if it is recomputed."""
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> GraphTensor:

@@ -1,8 +1,9 @@
 """Where a long graph is cut into segments whose replay ends at what is stored.
 
-A graph remakes each value once, as soon as backward asks for one that needs it, and holds it until its last reader is
-through. Without limits, the first such question could have the whole forward remade and held at once, at more than
-plain training's peak. So what lives across a boundary is always stored, and one segment at most is remade at a time.
+A graph recomputes each value once, as soon as backward asks for one that needs it, and holds it until its last reader
+is through. Without limits, the first such question could have the whole forward recomputed and held at once, at more
+than plain training's peak. So what lives across a boundary is always stored, and one segment at most is recomputed at a
+time.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ class Segments:
         return max(self.of_value, default=0) + 1
 
 
-def cut_into_segments(kind: KindProfile, held_bytes: Sequence[int]) -> Segments:
+def cut_into_segments(kind: KindProfile, live_bytes: Sequence[int]) -> Segments:
     """The boundaries for which their bytes, with those of the largest segment between two, are least.
 
-    `held_bytes` are what remaking each value takes while its segment is remade.
+    `live_bytes` are what recomputing each value takes while its segment is recomputed.
     """
     made_at = _making_positions(kind)
     live = _live_across(kind, made_at)
@@ -43,7 +44,7 @@ def cut_into_segments(kind: KindProfile, held_bytes: Sequence[int]) -> Segments:
     positions = _local_minima(live_bytes)
     made_bytes = [0] * (len(live) + 1)
     for value, position in enumerate(made_at):
-        made_bytes[position] += held_bytes[value]
+        made_bytes[position] += live_bytes[value]
     before = [0]
     for nbytes in made_bytes:
         before.append(before[-1] + nbytes)
@@ -71,7 +72,7 @@ def _making_positions(kind: KindProfile) -> list[int]:
 def _live_across(kind: KindProfile, made_at: Sequence[int]) -> list[list[int]]:
     """For each operator the values that live when it has run, and that forward reads later.
 
-    What comes of parameters alone can be remade at any place.
+    What comes of parameters alone can be recomputed at any place.
     """
     last_read = list(made_at)
     for operator in kind.operators:

@@ -17,7 +17,7 @@ from adacc_hf.torch_glue.compat import owner_of, owns_its_node
 from adacc_hf.torch_glue.private import input_metadata, sequence_number, storage_owners
 from adacc_hf.torch_glue.tensors import calling
 
-Key = tuple[str, int]
+EdgeKey = tuple[str, int]
 """What tells nodes of a graph apart: the number that autograd gave it, or the leaf that it accumulates for."""
 
 
@@ -25,7 +25,7 @@ class FakeBackward:
     """Runs backward, and calls what was asked for when a tensor's gradient is there."""
 
     def __init__(self) -> None:
-        self._calls: dict[tuple[Key, int], list[Callable[[], None]]] = {}
+        self._calls: dict[tuple[EdgeKey, int], list[Callable[[], None]]] = {}
 
     def on_gradient(self, tensor: torch.Tensor, call: Callable[[], None]) -> None:
         """Have `call` called by the next `run` once the gradient of `tensor` is there."""
@@ -34,7 +34,7 @@ class FakeBackward:
 
     def run(self, loss: torch.Tensor) -> None:
         """Give every leaf that `loss` depends on its gradient. `loss` is detached from its graph, which is let go."""
-        walk = _Walk(owner_of(loss), self._calls)
+        walk = _BackwardPass(owner_of(loss), self._calls)
         self._calls = {}
         first = torch.ones_like(loss)
         loss.detach_()
@@ -42,15 +42,15 @@ class FakeBackward:
             walk.run(first)
 
 
-class _Walk:
+class _BackwardPass:
     """One backward. It owns the graph: nothing else may hold a node that is to let go of what it saved."""
 
-    def __init__(self, root: Any, calls: dict[tuple[Key, int], list[Callable[[], None]]]) -> None:
+    def __init__(self, root: Any, calls: dict[tuple[EdgeKey, int], list[Callable[[], None]]]) -> None:
         self._calls = calls
         self._waiting = _count_edges(root)
         self._ready: list[tuple[float, int, Any]] = []
-        self._gradients: dict[Key, list[torch.Tensor | None]] = {}
-        self._owners: dict[Key, list[Any]] = {}
+        self._gradients: dict[EdgeKey, list[torch.Tensor | None]] = {}
+        self._owners: dict[EdgeKey, list[Any]] = {}
         """What keeps nodes alive that their Python objects do not own."""
         self._root = root
 
@@ -110,14 +110,14 @@ class _Walk:
                     self._pass_on(grandchild, position, None)
 
 
-def _key(node: Any) -> Key:
+def _key(node: Any) -> EdgeKey:
     variable = getattr(node, "variable", None)
     return ("node", sequence_number(node)) if variable is None else ("leaf", id(variable))
 
 
-def _count_edges(root: Any) -> dict[Key, int]:
+def _count_edges(root: Any) -> dict[EdgeKey, int]:
     """How many edges of the graph lead to each node."""
-    counts: dict[Key, int] = {_key(root): 0}
+    counts: dict[EdgeKey, int] = {_key(root): 0}
     stack = [root]
     while stack:
         for child, _ in stack.pop().next_functions:

@@ -33,10 +33,10 @@ from adacc_hf.price.codec_options import (
     with_outlier_codec,
 )
 from adacc_hf.price.gradient_probe import GradientErrors
-from adacc_hf.price.measurement import Instruments
+from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.pricing import Prices
 from adacc_hf.tape.compiled_plan import encode_view
-from adacc_hf.tape.recorder import Drawing
+from adacc_hf.tape.recorder import RngUse
 from adacc_hf.tape.replay import view
 from adacc_hf.tape.tape import Tape, TapeOperator, TensorRef, map_tensors
 from adacc_hf.tape.verification import obtainable
@@ -59,7 +59,7 @@ _SAMPLE = (256, 256)
 """Shape of the numbers that codec errors are taken on."""
 
 
-class FakeInstruments(Instruments):
+class FakeMeasurement(Measurement):
     """Readings from tensors without memory, for `device`."""
 
     records_other_sizes = False
@@ -71,7 +71,7 @@ class FakeInstruments(Instruments):
         """
         self.device = device
         self.outlier_share = outlier_share
-        self.drawing = FakeDrawing
+        self.rng_use = FakeRngUse
         self._backward = FakeBackward()
         self._times_measured = times_measured
         self._meter: FakeMemoryMeter | None = None
@@ -170,7 +170,7 @@ class FakeInstruments(Instruments):
         return random_states_kept([])
 
 
-class FakeMemoryInstruments(FakeInstruments):
+class FakeMemoryMeasurement(FakeMeasurement):
     """The same without the times of the step and of the heads, on which no peak depends."""
 
     def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:
@@ -183,7 +183,7 @@ class FakeMemoryInstruments(FakeInstruments):
         return 0.0
 
 
-class FakeDrawing(Drawing):
+class FakeRngUse(RngUse):
     """Whether an operator draws random numbers, by its tag and its probability: no generator moves on fake tensors."""
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

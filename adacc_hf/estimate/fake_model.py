@@ -19,7 +19,7 @@ from adacc_hf.artifacts.policy import num_calls
 from adacc_hf.artifacts.profile import BlockProfile, Profile
 from adacc_hf.estimate.devices import Device
 from adacc_hf.estimate.fake_device import fake_autocast, fake_tensors
-from adacc_hf.estimate.fake_measurement import FakeInstruments, FakeMemoryInstruments
+from adacc_hf.estimate.fake_measurement import FakeMeasurement, FakeMemoryMeasurement
 from adacc_hf.estimate.model_presets import fresh_model
 from adacc_hf.estimate.static_memory import Sharding
 from adacc_hf.head.chunked_loss import at_most_chunks
@@ -107,7 +107,7 @@ class FakeModel:
 
     def profile(self, batch_size: int, seq_len: int) -> Profile:
         """The profile of a step on `batch_size` sequences of `seq_len` tokens, every block traced."""
-        profile = self._trace(FakeInstruments, batch_size, seq_len)
+        profile = self._trace(FakeMeasurement, batch_size, seq_len)
         self._thinning = plan_thinning(self.model, profile)
         return profile
 
@@ -118,16 +118,16 @@ class FakeModel:
         """
         assert self._thinning is not None, "profile() finds what can be left out"
         with thinned(self.model, self._thinning):
-            profile = self._trace(FakeMemoryInstruments, batch_size, seq_len)
+            profile = self._trace(FakeMemoryMeasurement, batch_size, seq_len)
         return self._thinning.expand(profile)
 
-    def _trace(self, instruments: type[FakeInstruments], batch_size: int, seq_len: int) -> Profile:
+    def _trace(self, measurement: type[FakeMeasurement], batch_size: int, seq_len: int) -> Profile:
         ids = torch.zeros((batch_size, seq_len), dtype=torch.long)
         batch = {"input_ids": ids, "labels": ids.clone()}
         is_plain = self.workload.adacc.heads[0] == "plain"
-        readings = instruments(self.workload.device, self.workload.outlier_share, times_measured=is_plain)
+        readings = measurement(self.workload.device, self.workload.outlier_share, times_measured=is_plain)
         with fake_autocast(self.workload.trace, self.autocast), at_most_chunks(3):
-            return profile_model(self.model, batch, self.workload.adacc, instruments=readings)
+            return profile_model(self.model, batch, self.workload.adacc, measurement=readings)
 
 
 @contextmanager

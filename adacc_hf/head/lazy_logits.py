@@ -115,12 +115,12 @@ class LazyLogits(Tensor):
         call: HeadCall,
         rows: Tensor,
         make: Callable[[], Tensor],
-        remake: Callable[..., Tensor],
+        recompute: Callable[..., Tensor],
         shape: tuple[int, ...],
         dtype: torch.dtype,
         sources: tuple[Tensor, ...],
     ) -> LazyLogits:
-        lazy = _Stand.apply(remake, shape, dtype, *sources)
+        lazy = _Stand.apply(recompute, shape, dtype, *sources)
         lazy.call, lazy.rows, lazy.make, lazy.made = call, rows, make, None
         return lazy
 
@@ -176,9 +176,9 @@ class _Stand(torch.autograd.Function):
     """Makes the stand-in, and carries a gradient that reached it below Python to what the logits are made from."""
 
     @staticmethod
-    def forward(ctx: Any, remake: Callable[..., Tensor], shape: Any, dtype: Any, *sources: Tensor) -> LazyLogits:
+    def forward(ctx: Any, recompute: Callable[..., Tensor], shape: Any, dtype: Any, *sources: Tensor) -> LazyLogits:
         ctx.set_materialize_grads(False)
-        ctx.remake, ctx.sources = remake, sources
+        ctx.recompute, ctx.sources = recompute, sources
         device = sources[0].device
         return make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=device, requires_grad=False)
 
@@ -192,7 +192,7 @@ class _Stand(torch.autograd.Function):
         # weight itself, where it is the embedding's too, and autograd would follow it back through the whole model.
         sources = [_real(source).detach().requires_grad_(source.requires_grad) for source in ctx.sources]
         with torch.enable_grad():
-            whole = ctx.remake(*sources)
+            whole = ctx.recompute(*sources)
         wanted = [source for source in sources if source.requires_grad]
         found = iter(torch.autograd.grad(whole, wanted, gradient))
         _let_go(ctx)
@@ -203,7 +203,7 @@ def _let_go(ctx: Any) -> None:
     """Free what a stand-in is made from as autograd frees saved tensors, which lazy logits must not be: saved, they
     would be shown to hooks, and made."""
     if not keeps_graph():
-        ctx.remake, ctx.sources = None, ()
+        ctx.recompute, ctx.sources = None, ()
 
 
 class _Values(torch.autograd.Function):

@@ -11,7 +11,7 @@ import torch
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.profile import CodecOption
 from adacc_hf.kernels.codecs import MASK, Codec, codec_type, codecs_suiting, get_codec, precise_codec
-from adacc_hf.price.precision import spoiled_by_codecs
+from adacc_hf.price.precision import precision_sensitive_values
 from adacc_hf.price.timing import Bottleneck, time_of
 from adacc_hf.tape.compiled_plan import encode_view
 from adacc_hf.tape.replay import view
@@ -33,16 +33,16 @@ def storable(tape: Tape) -> list[int]:
 
 def candidates(tape: Tape, config: AdaccConfig) -> dict[int, list[str]]:
     """Names of the codecs that each of the `storable` values may be compressed with."""
-    spoiled = spoiled_by_codecs(tape)
-    return {value: _codec_names(tape, value, config, value in spoiled) for value in storable(tape)}
+    degraded = precision_sensitive_values(tape)
+    return {value: _codec_names(tape, value, config, value in degraded) for value in storable(tape)}
 
 
-def _codec_names(tape: Tape, value: int, config: AdaccConfig, is_spoiled: bool) -> list[str]:
+def _codec_names(tape: Tape, value: int, config: AdaccConfig, is_degraded: bool) -> list[str]:
     record, role = tape.values[value], role_of(tape, value)
     if record.nbytes < config.min_compress_bytes or not record.is_encodable or role == "parameter":
         return []
     is_lossless = role == MASK and config.codecs is None
-    if not is_lossless and ("compress" not in config.actions or is_spoiled):
+    if not is_lossless and ("compress" not in config.actions or is_degraded):
         return []
     return codecs_of_role(role, config)
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from adacc_hf.artifacts.index_values import SPOILED_ERROR
+from adacc_hf.artifacts.index_values import DEGRADED_ERROR
 from adacc_hf.kernels.codecs import Codec
 from adacc_hf.tape.compiled_plan import encode_view
 from adacc_hf.tape.recorder import is_freed
-from adacc_hf.tape.replay import Environment, Step, view
+from adacc_hf.tape.replay import Environment, ReplayStep, view
 from adacc_hf.tape.tape import Tape, TapeOperator, TensorRef, geometry_of, leaves, map_tensors
 from adacc_hf.torch_glue.tensors import relative_error
 
@@ -44,7 +44,7 @@ def gradient_errors(tape: Tape, bases: Sequence[torch.Tensor], codecs: Mapping[i
     """The errors on the recorded tensors `bases`.
 
     `codecs` has those that activations may be stored with, with loss, the coarsest first. Those whose error is above
-    SPOILED_ERROR are measured, and replay starts from the others.
+    DEGRADED_ERROR are measured, and replay starts from the others.
     """
     found: dict[tuple[int, str], float] = {}
     while any(codecs.values()):
@@ -59,30 +59,30 @@ def gradient_errors(tape: Tape, bases: Sequence[torch.Tensor], codecs: Mapping[i
 
 def is_near(errors: Mapping[tuple[int, str], float], value: int, codec: str) -> bool:
     """Whether what the codec leaves of the value is near enough for backward; so is what was not measured."""
-    return errors.get((value, codec), 0.0) <= SPOILED_ERROR
+    return errors.get((value, codec), 0.0) <= DEGRADED_ERROR
 
 
 def _errors_of(tape: Tape, bases: Sequence[torch.Tensor], codecs: Mapping[int, Sequence[Codec]]) -> GradientErrors:
     found = GradientErrors()
-    remaking = _Remaking(tape, bases, codecs)
+    recomputing = _Remaking(tape, bases, codecs)
     for operator in tape.operators:
-        remaking.run(operator)
-        candidates = [value for value in (*operator.inputs(), *operator.made()) if remaking.has_stand_in(value)]
+        recomputing.run(operator)
+        candidates = [value for value in (*operator.inputs(), *operator.made()) if recomputing.has_stand_in(value)]
         if candidates:
-            _try(_backward_of(operator, tape, bases), candidates, remaking, found)
-        remaking.end(operator)
+            _try(_backward_of(operator, tape, bases), candidates, recomputing, found)
+        recomputing.end(operator)
     return found
 
 
 def _try(
-    backward: _Backward | _Product | None, values: Sequence[int], remaking: _Remaking, found: GradientErrors
+    backward: _Backward | _Product | None, values: Sequence[int], recomputing: _Remaking, found: GradientErrors
 ) -> None:
     """Note what `backward` makes of all that may stand in for `values`."""
     for value in values if backward is not None else ():
-        for name, decoded in remaking.decoded(value):
+        for name, decoded in recomputing.decoded(value):
             _raise_to(found.codecs, (value, name), backward.error(value, decoded))
-        if value in remaking.remade:
-            _raise_to(found.replay, value, backward.error(value, remaking.remade[value]))
+        if value in recomputing.recomputed:
+            _raise_to(found.replay, value, backward.error(value, recomputing.recomputed[value]))
 
 
 def _raise_to(errors: dict, key: object, error: float) -> None:
@@ -96,7 +96,7 @@ class _Remaking:
     """
 
     def __init__(self, tape: Tape, bases: Sequence[torch.Tensor], codecs: Mapping[int, Sequence[Codec]]) -> None:
-        self.remade: dict[int, torch.Tensor] = {}
+        self.recomputed: dict[int, torch.Tensor] = {}
         """What replay makes of saved values, as long as an operator is to come that may have saved it too."""
         self._tape = tape
         self._bases = bases
@@ -111,7 +111,7 @@ class _Remaking:
                 self._settle(value.index)
 
     def has_stand_in(self, value: int) -> bool:
-        return value in self._saved and (value in self._codecs or value in self.remade)
+        return value in self._saved and (value in self._codecs or value in self.recomputed)
 
     def decoded(self, value: int) -> list[tuple[str, torch.Tensor]]:
         """What each codec leaves of a value, by the codec's name."""
@@ -128,11 +128,11 @@ class _Remaking:
         is_changed = not self._inexact.isdisjoint(operator.inputs())
         is_ready = is_changed and all(environment[value] is not None for value in operator.inputs())
         if is_ready and not self._tape.recomputable.isdisjoint(made):
-            Step(operator, self._tape).run(environment)
+            ReplayStep(operator, self._tape).run(environment)
             # No replay makes indices of what codecs left (decisions.py), and truths are near where they come out wrong.
             changed = [value for value in made if environment[value].is_floating_point()]
             self._inexact.update(changed)
-            self.remade |= {value: environment[value] for value in changed if value in self._saved}
+            self.recomputed |= {value: environment[value] for value in changed if value in self._saved}
         for value in made:
             self._settle(value)
 
@@ -149,7 +149,7 @@ class _Remaking:
         for value in (*operator.inputs(), *operator.made()):
             if self._last[value] <= operator.index:
                 self._environment[value] = None
-                self.remade.pop(value, None)
+                self.recomputed.pop(value, None)
                 self._decoded.pop(value, None)
 
 

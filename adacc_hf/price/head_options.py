@@ -14,7 +14,7 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import ChunkedHeadError
 from adacc_hf.head.head import ChunkedHead
 from adacc_hf.head.lazy_logits import LossCall
-from adacc_hf.price.measurement import Instruments
+from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.step_memory import StepLayout
 from adacc_hf.torch_glue.memory import forward_loss
 
@@ -63,7 +63,7 @@ class HeadSurvey(AbstractContextManager["HeadSurvey"]):
         model: nn.Module,
         batch: Mapping[str, Any],
         measure: Callable[[], StepLayout],
-        instruments: Instruments,
+        measurement: Measurement,
     ) -> HeadLayout | None:
         """What `measure` says with the chunked head, where there is another one to compare it with."""
         if self._head is None or self.own == "chunked":
@@ -72,7 +72,7 @@ class HeadSurvey(AbstractContextManager["HeadSurvey"]):
         try:
             layout = measure()
             self._head.check_used()
-            return HeadLayout(layout=layout, ms=instruments.head_times(lambda: self._losses(model, batch)))
+            return HeadLayout(layout=layout, ms=measurement.head_times(lambda: self._losses(model, batch)))
         except ChunkedHeadError as error:
             log.info("Adacc: the head stays plain: %s", error)
             return None

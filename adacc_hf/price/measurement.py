@@ -19,7 +19,7 @@ from adacc_hf.price.codec_options import outliers_in
 from adacc_hf.price.gradient_probe import GradientErrors
 from adacc_hf.price.pricing import Prices, errors_of, price_call, price_tape
 from adacc_hf.price.timing import median_ms, seconds_of
-from adacc_hf.tape.recorder import Drawing
+from adacc_hf.tape.recorder import RngUse
 from adacc_hf.tape.tape import Tape
 from adacc_hf.tape.verification import verify
 from adacc_hf.torch_glue.memory import (
@@ -33,16 +33,16 @@ from adacc_hf.torch_glue.memory import (
 from adacc_hf.torch_glue.states import random_states_kept
 
 
-class Instruments:
+class Measurement:
     """Readings from real runs."""
 
-    drawing: type[Drawing] = Drawing
+    rng_use: type[RngUse] = RngUse
     """Finds out whether an operator draws random numbers."""
     records_other_sizes = True
     """Whether parts of the batch are run too, so that the model can train at any size."""
 
     def verify(self, tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
-        """The values of `tape` that replay remakes bit for bit (rule R7)."""
+        """The values of `tape` that replay recomputes bit for bit (rule R7)."""
         return verify(tape, bases)
 
     def outliers(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
@@ -92,7 +92,7 @@ class Instruments:
         `find_losses` runs a forward to find the losses of a step.
         """
         losses = find_losses()
-        return {name: sum(self.head_ms(loss, compute) for loss in losses) for name, compute in HEADS.items()}
+        return {name: sum(self.head_ms(loss, compute) for loss in losses) for name, compute in PRICED_HEADS.items()}
 
     def head_ms(self, loss: LossCall, compute: Callable[[LossCall], torch.Tensor]) -> float:
         """Milliseconds of the output layer and one loss, which `compute` makes."""
@@ -132,7 +132,7 @@ def _gradients(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> tuple[T
     return torch.autograd.grad(value, [leaf for leaf in leaves if leaf is not None and leaf.requires_grad])
 
 
-def whole(loss: LossCall) -> Tensor:
+def whole_loss(loss: LossCall) -> Tensor:
     """The loss by way of whole logits."""
     dtype, bias = loss.call.dtype, loss.call.bias
     with torch.autocast(loss.rows.device.type, enabled=False):
@@ -140,5 +140,5 @@ def whole(loss: LossCall) -> Tensor:
         return F.cross_entropy(logits.float(), loss.target, ignore_index=loss.ignore_index, reduction=loss.reduction)
 
 
-HEADS = {"plain": whole, "chunked": LossCall.chunked}
+PRICED_HEADS = {"plain": whole_loss, "chunked": LossCall.chunked}
 """How each head makes a loss, by its name."""

@@ -81,11 +81,11 @@ def coming_state_bytes(optimizer: torch.optim.Optimizer, trained: Iterable[nn.Pa
     if _bare_step(optimizer) is _bare_step(torch.optim.Optimizer):
         return 0  # LOMO and AdaLomo step inside backward, and have made what they keep
     wanted = {id(parameter) for parameter in trained}
-    alike: dict[Hashable, list[_Slot]] = {}
+    alike: dict[Hashable, list[_StateSlot]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             if id(parameter) in wanted and not _has_state(optimizer, group, parameter):
-                slot = _Slot(number, parameter, _override(optimizer, number, place, parameter))
+                slot = _StateSlot(number, parameter, _override(optimizer, number, place, parameter))
                 alike.setdefault(slot.size, []).append(slot)
     if not alike:
         return 0
@@ -94,7 +94,7 @@ def coming_state_bytes(optimizer: torch.optim.Optimizer, trained: Iterable[nn.Pa
 
 
 @dataclass(frozen=True)
-class _Slot:
+class _StateSlot:
     """A parameter's place in an optimizer."""
 
     group: int
@@ -121,7 +121,7 @@ class _Twin:
             if not callable(getattr(type(optimizer), name, None)):
                 vars(self._copy)[name] = _copy_of(value)
 
-    def state_bytes(self, slot: _Slot) -> int:
+    def state_bytes(self, slot: _StateSlot) -> int:
         """Bytes that a step makes for the parameter of `slot` alone, on its device.
 
         Raises OptimizerStateError if there is no such step, and torch.OutOfMemoryError.
@@ -148,7 +148,7 @@ class _Twin:
         """Bytes that the steps so far made for all parameters together (the codes of bitsandbytes)."""
         return sum(nbytes for storage, nbytes in self._shared.items() if storage not in self._known)
 
-    def _give(self, slot: _Slot, stand_in: nn.Parameter) -> None:
+    def _give(self, slot: _StateSlot, stand_in: nn.Parameter) -> None:
         """Have the copy step on `stand_in` alone, in place of the parameter of `slot`."""
         gradient = torch.ones_like(stand_in.detach())
         # It refuses other gradients, and its state has all elements.

@@ -14,11 +14,11 @@ from torch import nn
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import call_name
 from adacc_hf.artifacts.profile import CodecOption, Profile, Value
-from adacc_hf.artifacts.profile_sizes import Shapes, numbers_of, outline_of
+from adacc_hf.artifacts.profile_sizes import Shapes, numbers_of, profile_outline
 from adacc_hf.head.lazy_logits import LossCall
 from adacc_hf.kernels.codecs import get_codec
 from adacc_hf.price.gradient_probe import GradientErrors
-from adacc_hf.price.measurement import HEADS, Instruments
+from adacc_hf.price.measurement import PRICED_HEADS, Measurement
 from adacc_hf.price.pricing import Prices, operator_workspaces
 from adacc_hf.run.blocks import Installation, Plainly
 from adacc_hf.run.call import Recording
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 LEAST_TOKENS = 8
 """Texts that are shorter are not cut."""
-SHORT = 16
+FEW_TOKENS = 16
 """Tokens of the smaller one of two parts."""
 ALIGNED = 16
 """What lengths are told apart by on a GPU: see `family.CallSizes`."""
@@ -120,7 +120,7 @@ def with_other_sizes(
         except NOT_TAKEN as error:
             log.info("Adacc: the model takes no part of a batch (%s): sizes are profiled as they come", error)
             break
-        if outline_of(other) == outline_of(profile):
+        if profile_outline(other) == profile_outline(profile):
             measured.append((to_plain(batch_shapes(part)), tuple(numbers_of(other))))
     return replace(profile, measured=tuple(measured)) if len(measured) > 1 else profile
 
@@ -149,12 +149,12 @@ def _resized(before: Value, after: Value) -> Iterator[CodecOption]:
             yield replace(option, nbytes=nbytes, encode_ms=encode_ms, decode_ms=decode_ms)
 
 
-class MemoryAlone(Instruments):
-    """The readings of other instruments, but for prices: times and accuracies are those of the whole batch."""
+class MemoryAlone(Measurement):
+    """The readings of other measurement, but for prices: times and accuracies are those of the whole batch."""
 
-    def __init__(self, others: Instruments) -> None:
+    def __init__(self, others: Measurement) -> None:
         self._others = others
-        self.drawing = others.drawing
+        self.rng_use = others.rng_use
         for name in ("verify", "meter", "on_gradient", "backward", "available_bytes", "keep_random"):
             setattr(self, name, getattr(others, name))
 
@@ -173,7 +173,7 @@ class MemoryAlone(Instruments):
         return Prices([], [])
 
     def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:
-        return dict.fromkeys(HEADS, 0.0)
+        return dict.fromkeys(PRICED_HEADS, 0.0)
 
     def step_ms(self, model: nn.Module, batch: Mapping[str, Any]) -> float:
         return 0.0
@@ -192,7 +192,7 @@ def _parts(batch: Mapping[str, Any], is_pair: bool) -> Iterator[dict[str, Any]]:
     if not _can_be_shorter(lengths, is_pair):
         parts = [(few, None, None)] if few < samples else []
     else:
-        half, short = _shorter(lengths[0], lengths[0] // 2), _shorter(lengths[0], min(SHORT, lengths[0] // 4))
+        half, short = _shorter(lengths[0], lengths[0] // 2), _shorter(lengths[0], min(FEW_TOKENS, lengths[0] // 4))
         parts = [(samples, half, half), (few, short, short)] + ([(samples, half, short)] if is_pair else [])
     yield from _cut_to(batch, parts, is_pair)
 

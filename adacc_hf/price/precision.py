@@ -1,4 +1,4 @@
-"""Which values of a tape a lossy codec would spoil: they are kept, remade, or stored losslessly.
+"""Which values of a tape a lossy codec would degrade: they are kept, recomputed, or stored losslessly.
 
 Sums and norms have few elements, each of which decides about a whole row. Where backward takes an exponential or an
 angle of a value, its error is no longer a relative one. A mask's -inf takes up the whole scale of its group. And an
@@ -34,8 +34,8 @@ ZERO_TO_ZERO |= {"clone", "to_copy", "convert_element_type"}
 """Operators that make an element 0 of an element that is 0, on tapes and in compiled graphs."""
 
 
-def spoiled_by_codecs(tape: Tape) -> set[int]:
-    """Values that must be kept or remade, never compressed with loss."""
+def precision_sensitive_values(tape: Tape) -> set[int]:
+    """Values that must be kept or recomputed, never compressed with loss."""
     summaries = {value.index for value in tape.values if _is_summary(tape, value.index)}
     return summaries | _exponents(tape) | _attention_biases(tape) | _divisors(tape)
 

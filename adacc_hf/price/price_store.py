@@ -21,7 +21,7 @@ from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.files import PROFILES_VARIABLE, RecordFolder, __version__
 from adacc_hf.artifacts.profile import codec_option_from_json
 from adacc_hf.kernels.codecs import ROLES, codecs_suiting, precise_codec
-from adacc_hf.price.measurement import Instruments
+from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.pricing import Prices
 from adacc_hf.price.timing import Bottleneck
 from adacc_hf.tape.tape import Tape
@@ -35,7 +35,7 @@ class ProfileStoreError(AdaccError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Key:
+class PriceKey:
     """What prices depend on. They are taken from the folder only if all of it is the same."""
 
     tape: str
@@ -59,7 +59,7 @@ class Key:
 class Row:
     """One tape with its prices."""
 
-    key: Key
+    key: PriceKey
     block_class: str
     created: str
     prices: dict[str, Any]
@@ -97,12 +97,12 @@ class ProfileStore:
     def folder(self) -> Path:
         return self._records.folder
 
-    def get(self, key: Key) -> Row | None:
+    def get(self, key: PriceKey) -> Row | None:
         """The row of exactly this key."""
         row = self._row(key.name)
         return row if row is not None and row.key == key else None
 
-    def put(self, key: Key, block_class: str, prices: dict[str, Any]) -> None:
+    def put(self, key: PriceKey, block_class: str, prices: dict[str, Any]) -> None:
         """Keep `prices`, in place of what was there for the same key."""
         created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._records.put(key.name, Row(key=key, block_class=block_class, created=created, prices=prices))
@@ -125,7 +125,7 @@ class ProfileStore:
 
     def _row(self, name: str) -> Row | None:
         record = self._records.get(name)
-        return None if record is None else Row(**{**record, "key": Key(**record["key"])})
+        return None if record is None else Row(**{**record, "key": PriceKey(**record["key"])})
 
 
 # Prices that are kept there, and taken from there when asked.
@@ -133,7 +133,7 @@ class ProfileStore:
 log = logging.getLogger(__name__)
 
 
-class StoringInstruments(Instruments):
+class StoringMeasurement(Measurement):
     """Readings from real runs. Prices are kept in `store`, and with `reuse_prices` known ones are not measured again.
 
     A folder that cannot be used is reported once and left alone from then on.
@@ -151,7 +151,7 @@ class StoringInstruments(Instruments):
             self._keep(key, tape, prices)
         return prices
 
-    def _known(self, key: Key, tape: Tape) -> Prices | None:
+    def _known(self, key: PriceKey, tape: Tape) -> Prices | None:
         if not self._is_usable:
             return None
         try:
@@ -163,7 +163,7 @@ class StoringInstruments(Instruments):
             self._give_up(f"the prices of {key.name} in {self.store.folder} are damaged ({error})")
         return None
 
-    def _keep(self, key: Key, tape: Tape, prices: Prices) -> None:
+    def _keep(self, key: PriceKey, tape: Tape, prices: Prices) -> None:
         if not self._is_usable:
             return
         try:
@@ -180,7 +180,7 @@ class StoringInstruments(Instruments):
         )
 
 
-def price_key(tape: Tape, device: torch.device, config: AdaccConfig, outliers: Mapping[int, int]) -> Key:
+def price_key(tape: Tape, device: torch.device, config: AdaccConfig, outliers: Mapping[int, int]) -> PriceKey:
     """What the prices of `tape` depend on."""
     settings = (
         config.actions,
@@ -193,7 +193,7 @@ def price_key(tape: Tape, device: torch.device, config: AdaccConfig, outliers: M
         sorted(outliers.items()),
         (__version__, FORMAT_VERSION),
     )
-    return Key(
+    return PriceKey(
         tape=tape.digest,
         shapes=_digest([(value.nbytes, value.ref.geometry, value.ref.dtype) for value in tape.values]),
         dtype=" ".join(sorted({str(value.ref.dtype).removeprefix("torch.") for value in tape.values})),

@@ -16,7 +16,7 @@ from adacc_hf.price.gradient_probe import GradientErrors, gradient_errors, is_ne
 from adacc_hf.price.sharing import RecordedBlock, Sharing
 from adacc_hf.price.timing import Bottleneck, Timing, bottleneck, median_ms, time_of
 from adacc_hf.tape.recorder import MOVES_STORAGE, is_freed
-from adacc_hf.tape.replay import Environment, Step
+from adacc_hf.tape.replay import Environment, ReplayStep
 from adacc_hf.tape.tape import Tape
 from adacc_hf.torch_glue.memory import MemoryMeter
 from adacc_hf.torch_glue.private import schema_of
@@ -67,7 +67,7 @@ def errors_of(tape: Tape, bases: Sequence[torch.Tensor], prices: Prices, config:
             return gradient_errors(tape, bases, _lossy(prices.codecs))
     except torch.OutOfMemoryError:
         log.warning(
-            "Adacc: no memory to try codecs on the gradients of %s: only tracking steps will tell if one spoils them",
+            "Adacc: no memory to try codecs on the gradients of %s: only tracking steps will tell if one degrades them",
             tape.block_class,
         )
         return GradientErrors()
@@ -142,10 +142,10 @@ def _runs(tape: Tape, bases: Sequence[torch.Tensor]) -> Iterator[tuple[int, Call
             ready = bool(operator.made()) and is_own and schema_of(operator.target).name not in MOVES_STORAGE
         if not ready or any(environment[value] is None for value in operator.inputs()):
             continue
-        step = Step(operator, tape)
+        step = ReplayStep(operator, tape)
         kept = {value: environment[value] for value in [*operator.inputs(), *operator.made()]}
 
-        def run(step: Step = step, kept: dict[int, torch.Tensor | None] = kept) -> None:
+        def run(step: ReplayStep = step, kept: dict[int, torch.Tensor | None] = kept) -> None:
             for value, tensor in kept.items():
                 environment[value] = tensor
             step.run(environment)

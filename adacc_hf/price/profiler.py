@@ -18,12 +18,12 @@ from torch import nn
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import NoEstimateError, UncalledBlocksError
 from adacc_hf.artifacts.profile import BlockProfile, Head, KindProfile, Profile
-from adacc_hf.artifacts.profile_sizes import numbers_of, outline_of
+from adacc_hf.artifacts.profile_sizes import numbers_of, profile_outline
 from adacc_hf.price.head_options import HeadLayout, HeadSurvey
-from adacc_hf.price.measurement import Instruments
+from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.optimizer_memory import coming_state_bytes
 from adacc_hf.price.other_sizes import MemoryAlone, at_size, record_other_sizes, small_parts, with_other_sizes
-from adacc_hf.price.price_store import ProfileStore, StoringInstruments
+from adacc_hf.price.price_store import ProfileStore, StoringMeasurement
 from adacc_hf.price.pricing import fallback_backward
 from adacc_hf.price.step_memory import ForwardLayout, NoSync, StepLayout, measure_forward, measure_step_layout
 from adacc_hf.price.survey import Survey, recompute_outcome
@@ -42,7 +42,7 @@ def profile_model(
     batch: Mapping[str, Any],
     config: AdaccConfig | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    instruments: Instruments | None = None,
+    measurement: Measurement | None = None,
     gradient_accumulation_steps: int = 1,
     optimizer_step_bytes: int = 0,
     optimizer_state_bytes: int | None = None,
@@ -69,7 +69,7 @@ def profile_model(
             loss to train on. `batch` is whatever that needs. It is called some 8 times.
         all_sizes: measure the memory of three parts of the batch too, which takes as long as four more steps of it, so
             that `Profile.sizes` tells of batches of any size, as far as the model takes parts of a batch.
-        instruments: what takes the readings, by default from real runs; prices are then kept in the folder that
+        measurement: what takes the readings, by default from real runs; prices are then kept in the folder that
             `adacc profiles` shows.
 
     Raises NoBlocksError for a model without repeated blocks, NestedHooksError if other saved-tensor hooks are active,
@@ -78,7 +78,7 @@ def profile_model(
     whose coming state cannot be known, ValueError for a batch without a loss.
     """
     config = config or AdaccConfig()
-    instruments = instruments or StoringInstruments(ProfileStore())
+    measurement = measurement or StoringMeasurement(ProfileStore())
     _check_trainable(model, batch)
     _check_not_below("gradient_accumulation_steps", gradient_accumulation_steps, 1)
     _check_not_below("optimizer_step_bytes", optimizer_step_bytes, 0)
@@ -88,9 +88,9 @@ def profile_model(
         coming_state_bytes(optimizer, model.parameters())  # before minutes are spent on what it may refuse
     device = next(model.parameters()).device
     gradients = [p.grad for p in model.parameters() if p.grad is not None and p.grad.device == device]
-    step = _Step(
+    step = _MeasuredStep(
         # A step begins without gradients: those that are there are set aside for as long as this takes.
-        static_bytes=instruments.static_bytes(model, batch, optimizer) - distinct_bytes(gradients),
+        static_bytes=measurement.static_bytes(model, batch, optimizer) - distinct_bytes(gradients),
         other_batches_bytes=(gradient_accumulation_steps - 1) * batch_bytes(batch),
         optimizer_bytes=None if optimizer is None else optimizer_step_bytes,
         optimizer=optimizer,
@@ -98,23 +98,23 @@ def profile_model(
         accumulates=gradient_accumulation_steps > 1,
         no_sync=no_sync,
     )
-    with _left_as_it_was(model, instruments), without_layerdrop(model):
+    with _left_as_it_was(model, measurement), without_layerdrop(model):
         installation = Installation(model, config.block_classes)
         try:
             with HeadSurvey(model, config) as heads:
                 called = model if compute_loss is None else WithLoss(model, compute_loss)
-                survey = Survey(config, instruments)
+                survey = Survey(config, measurement)
                 survey.library.expect_same_orders(library_of_profiles(model))
                 profile = _profile(called, batch, survey, installation, step, heads)
                 if all_sizes:
 
                     def measure(part: Mapping[str, Any]) -> Profile:
-                        unpriced = Survey(config, MemoryAlone(instruments), survey.library)
+                        unpriced = Survey(config, MemoryAlone(measurement), survey.library)
                         other = replace(step, static_bytes=step.static_bytes - batch_bytes(batch) + batch_bytes(part))
                         return _profile(called, part, unpriced, installation, other, heads)
 
                     profile = with_other_sizes(profile, batch, installation, measure)
-                elif instruments.records_other_sizes:
+                elif measurement.records_other_sizes:
                     record_other_sizes(called, batch, installation, survey.library)
                 library_of_profiles(model).take(survey.library)
                 return profile
@@ -127,7 +127,7 @@ def estimate_profile(
     batch: Mapping[str, Any],
     config: AdaccConfig,
     optimizer: torch.optim.Optimizer | None = None,
-    instruments: Instruments | None = None,
+    measurement: Measurement | None = None,
     **settings: Any,
 ) -> Profile:
     """The profile of `batch`, told from those of a few of its samples.
@@ -143,13 +143,13 @@ def estimate_profile(
     parts = small_parts(batch)
     if not parts:
         raise NoEstimateError("it has less than six samples")
-    instruments = instruments or StoringInstruments(ProfileStore())
-    readings = [instruments, *(MemoryAlone(instruments) for _ in parts[1:])]
+    measurement = measurement or StoringMeasurement(ProfileStore())
+    readings = [measurement, *(MemoryAlone(measurement) for _ in parts[1:])]
     profiles = [
         profile_model(model, part, config, optimizer, reading, **settings)
         for part, reading in zip(parts, readings, strict=True)
     ]
-    if any(outline_of(profile) != outline_of(profiles[0]) for profile in profiles):
+    if any(profile_outline(profile) != profile_outline(profiles[0]) for profile in profiles):
         raise NoEstimateError("the model runs other operators on other numbers of samples")
     sizes = [to_plain(batch_shapes(part)) for part in parts]
     measured = tuple((size, tuple(numbers_of(profile))) for size, profile in zip(sizes, profiles, strict=True))
@@ -158,7 +158,7 @@ def estimate_profile(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Step:
+class _MeasuredStep:
     """What is live during a training step besides what its micro-batches allocate."""
 
     static_bytes: int
@@ -172,7 +172,7 @@ class _Step:
     accumulates: bool
     no_sync: NoSync | None
 
-    def training(self, parameters: Iterable[nn.Parameter]) -> _Step:
+    def training(self, parameters: Iterable[nn.Parameter]) -> _MeasuredStep:
         """The same, known to train `parameters`."""
         if self.optimizer is None or self.coming_bytes is not None:
             return self
@@ -199,10 +199,10 @@ def _profile(
     batch: Mapping[str, Any],
     survey: Survey,
     installation: Installation,
-    step: _Step,
+    step: _MeasuredStep,
     heads: HeadSurvey,
 ) -> Profile:
-    instruments = survey.instruments
+    measurement = survey.measurement
     survey.record(model, batch, installation)
     heads.check_own()
     blocks = survey.blocks
@@ -226,7 +226,7 @@ def _profile(
             sources,
             shared,
             {name: name in survey.before_rest for name in watched.values()},
-            instruments,
+            measurement,
         )
     left_out = [name for name in uncalled if name not in ran.names]
     if left_out:
@@ -237,18 +237,18 @@ def _profile(
     def measure(watched: str = "") -> StepLayout:
         watchers = survey.follow_full_recomputation(installation, watched, sources)
         return measure_step_layout(
-            model, batch, installation, watchers, recomputed, instruments, step.accumulates, step.no_sync
+            model, batch, installation, watchers, recomputed, measurement, step.accumulates, step.no_sync
         )
 
     # One block at a time retains what it makes: where blocks are of many kinds that is nearly all of them together.
     layout = StepLayout.merged({name: measure(name) for name in watched.values()})
-    step_ms = instruments.step_ms(model, batch)  # as it was measured, before other heads have no block retain anything
+    step_ms = measurement.step_ms(model, batch)  # as it was measured, before other heads have no block retain anything
     survey.learn_orders(layout.events)
     step = step.training(layout.trained)
     static_bytes = step.live_bytes(layout)
     replay_bytes = sum(shared[index].nbytes for index in {index for kind in kinds for index in kind.held})
-    held_bytes = sum(record.nbytes for record in shared if record.saved) + replay_bytes
-    other = heads.other(model, batch, measure, instruments)
+    live_bytes = sum(record.nbytes for record in shared if record.saved) + replay_bytes
+    other = heads.other(model, batch, measure, measurement)
     device = next(model.parameters()).device
     profile = Profile(
         model_class=type(installation.model).__name__,
@@ -263,32 +263,32 @@ def _profile(
             for block in blocks
         ),
         shared=shared,
-        outside_stored_bytes=layout.outside_stored_bytes - held_bytes,
+        outside_stored_bytes=layout.outside_stored_bytes - live_bytes,
         static_bytes=static_bytes,
         outside_peak_bytes=static_bytes + layout.outside_peak_bytes,
-        outside_held_bytes=min(replay_bytes, max(0, layout.outside_peak_bytes - forward.outside_peak_bytes)),
+        outside_live_bytes=min(replay_bytes, max(0, layout.outside_peak_bytes - forward.outside_peak_bytes)),
         loss_peak_bytes=static_bytes + layout.loss_peak_bytes,
         tail_peak_bytes=static_bytes + max(layout.tail_peak_bytes, forward.first_peak_bytes),
-        available_bytes=instruments.available_bytes(device, step.static_bytes),
+        available_bytes=measurement.available_bytes(device, step.static_bytes),
         step_ms=step_ms,
         device=str(device),
         optimizer_peak_bytes=step.optimizer_peak_bytes(layout),
         head=heads.own,
         head_ms=other.ms[heads.own] if other is not None else 0.0,
         other_heads=(
-            (_chunked(other, [block.name for block in blocks], forward, static_bytes, held_bytes),) if other else ()
+            (_chunked(other, [block.name for block in blocks], forward, static_bytes, live_bytes),) if other else ()
         ),
     )
     return with_idle(profile, list(uncalled), installation)
 
 
-def _chunked(other: HeadLayout, blocks: list[str], forward: ForwardLayout, static_bytes: int, held_bytes: int) -> Head:
+def _chunked(other: HeadLayout, blocks: list[str], forward: ForwardLayout, static_bytes: int, live_bytes: int) -> Head:
     """The record of the chunked head."""
     layout = other.layout
     return Head(
         name="chunked",
         ms=other.ms["chunked"],
-        outside_stored_bytes=layout.outside_stored_bytes - held_bytes,
+        outside_stored_bytes=layout.outside_stored_bytes - live_bytes,
         outside_peak_bytes=static_bytes + layout.outside_peak_bytes,
         loss_peak_bytes=static_bytes + layout.loss_peak_bytes,
         tail_peak_bytes=static_bytes + max(layout.tail_peak_bytes, forward.first_peak_bytes),
@@ -328,7 +328,7 @@ def describe_uncalled(installation: Installation, uncalled: list[str], when: str
 
 
 @contextmanager
-def _left_as_it_was(model: nn.Module, instruments: Instruments) -> Iterator[None]:
+def _left_as_it_was(model: nn.Module, measurement: Measurement) -> Iterator[None]:
     """Put gradients, generators and what modules hold back as they were; no gradient reaches who waits for it."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     states = ModuleStates(model.modules())
@@ -338,7 +338,7 @@ def _left_as_it_was(model: nn.Module, instruments: Instruments) -> Iterator[None
         parameter.grad = None
     try:
         devices = {parameter.device for parameter, _ in gradients}
-        with instruments.keep_random(devices), torch.enable_grad(), without_gradient_hooks(model.parameters()):
+        with measurement.keep_random(devices), torch.enable_grad(), without_gradient_hooks(model.parameters()):
             yield
     finally:
         for parameter, gradient in gradients:

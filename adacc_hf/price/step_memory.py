@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import BackwardEvent, ForwardEvent, KindProfile, Profile, Shared
 from adacc_hf.artifacts.step_peak import BlockOutcome, simulate
-from adacc_hf.price.measurement import Instruments
+from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.watching import MarkCalls, WatchForward, WatchSlots
 from adacc_hf.run.blocks import BlockFunction, Installation, LaterCall
 from adacc_hf.tape.tape import Source
@@ -83,7 +83,7 @@ def measure_forward(
     sources: Mapping[str, Sequence[Source]],
     shared: Sequence[Shared],
     watched: Mapping[str, bool],
-    instruments: Instruments,
+    measurement: Measurement,
 ) -> ForwardLayout:
     """Run one forward that stores nothing. `sources` has what of `shared` each block would keep for replay.
 
@@ -92,7 +92,7 @@ def measure_forward(
     held: list[torch.Tensor] = []
     last = list(installation.functions)[-1]
     installation.begin_step()
-    with collecting_no_garbage(), instruments.meter(next(model.parameters()).device) as meter:
+    with collecting_no_garbage(), measurement.meter(next(model.parameters()).device) as meter:
         for name, function in installation.functions.items():
             function.strategy = WatchForward(name, kinds[name], meter, sources[name], held, shared, name == last)
         meter.mark(("begin",))
@@ -135,7 +135,7 @@ def measure_step_layout(
     installation: Installation,
     watchers: Sequence[WatchSlots],
     recomputed: Mapping[str, BlockOutcome],
-    instruments: Instruments,
+    measurement: Measurement,
     accumulates: bool = False,
     no_sync: NoSync | None = None,
 ) -> StepLayout:
@@ -148,21 +148,21 @@ def measure_step_layout(
     installation.begin_step()
     earlier_bytes = 0
     if accumulates:
-        with collecting_no_garbage(), instruments.meter(device) as meter, (no_sync or nullcontext)():
-            instruments.backward(forward_loss(model, batch))
+        with collecting_no_garbage(), measurement.meter(device) as meter, (no_sync or nullcontext)():
+            measurement.backward(forward_loss(model, batch))
             meter.mark(("end",))
         earlier_bytes = meter.points[-1].live_bytes
         installation.begin_step()
     functions = installation.functions
     strategies = {name: function.strategy for name, function in functions.items()}
-    with collecting_no_garbage(), instruments.meter(device) as meter:
+    with collecting_no_garbage(), measurement.meter(device) as meter:
         for index, (name, function) in enumerate(functions.items()):
-            function.strategy = MarkCalls(name, strategies[name], meter, instruments, is_first=index == 0)
+            function.strategy = MarkCalls(name, strategies[name], meter, measurement, is_first=index == 0)
         for watcher in watchers:
             watcher.meter = meter
         loss = forward_loss(model, batch)
         meter.mark(("loss",))
-        instruments.backward(loss)
+        measurement.backward(loss)
         loss_bytes = loss.untyped_storage().nbytes()
         del loss
         trained = tuple(parameter for parameter in model.parameters() if parameter.grad is not None)
@@ -173,7 +173,7 @@ def measure_step_layout(
     for watcher in watchers:
         watcher.meter = None
     stored = {name: outcome.stored_bytes for name, outcome in recomputed.items()}
-    held = {name: outcome.held_bytes for name, outcome in recomputed.items()}
+    held = {name: outcome.live_bytes for name, outcome in recomputed.items()}
     stored |= {watcher.name: watcher.stored_bytes for watcher in watchers}
     held |= {watcher.name: watcher.stored_bytes - watcher.cached_bytes for watcher in watchers}
     reading = _Reading(meter.points, list(functions), watchers, stored, held)
@@ -293,7 +293,7 @@ class CountedStep:
     def __init__(self, functions: Mapping[str, BlockFunction | LaterCall], meter: MemoryMeter) -> None:
         self._marked = []
         for index, (name, function) in enumerate(functions.items()):
-            marking = MarkCalls(name, function.strategy, meter, Instruments(), is_first=index == 0)
+            marking = MarkCalls(name, function.strategy, meter, Measurement(), is_first=index == 0)
             self._marked.append((function, marking))
             function.strategy = marking
         self._hook = register_optimizer_step_pre_hook(lambda *_: meter.mark((OPTIMIZER,)))

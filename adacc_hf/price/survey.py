@@ -14,12 +14,12 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.index_values import SPOILED_ERROR
+from adacc_hf.artifacts.index_values import DEGRADED_ERROR
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Plan, call_name, num_calls, split_call
 from adacc_hf.artifacts.profile import BackwardEvent, ForwardEvent, KindProfile, Operator, Value, unpack_order
 from adacc_hf.artifacts.step_peak import BlockOutcome, run_block
 from adacc_hf.price.codec_options import is_parameter_cast, role_of, storable, with_outliers
-from adacc_hf.price.measurement import Instruments
+from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.pricing import Prices, fallback_kind, with_fallback_forward
 from adacc_hf.price.sharing import RecordedBlock, Sharing, address_of
 from adacc_hf.price.watching import WatchSlots
@@ -27,7 +27,7 @@ from adacc_hf.run.blocks import Installation
 from adacc_hf.run.call import Recording
 from adacc_hf.run.follow_plan import FollowPlan
 from adacc_hf.tape.call_inputs import argument_tensors
-from adacc_hf.tape.call_key import Key, KnownShape, KnownShapes
+from adacc_hf.tape.call_key import CallKey, KnownShape, KnownShapes
 from adacc_hf.tape.compiled_plan import encode_view
 from adacc_hf.tape.library import TapeLibrary
 from adacc_hf.tape.recorder import HIDDEN, Recorder
@@ -57,7 +57,7 @@ class RecordBlock:
     def _recorded(self, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.num_calls += 1
         name = call_name(self.name, self.num_calls)
-        recording = Recording(name, block, args, kwargs, self.survey.instruments.drawing)
+        recording = Recording(name, block, args, kwargs, self.survey.measurement.rng_use)
         result = recording.run(fn)
         # Nothing is recorded under full recomputation, which takes memory of its own: no other state, no second call.
         known = KnownShapes(watches_state=False)
@@ -71,11 +71,11 @@ class RecordBlock:
 class Survey:
     """All blocks' tapes, what they share with each other and with the rest of the model, and the prices."""
 
-    def __init__(self, config: AdaccConfig, instruments: Instruments, library: TapeLibrary | None = None) -> None:
+    def __init__(self, config: AdaccConfig, measurement: Measurement, library: TapeLibrary | None = None) -> None:
         """`library` is that of another survey of the same model."""
         self.config = config
-        self.instruments = instruments
-        self.library = library or TapeLibrary(instruments.verify)
+        self.measurement = measurement
+        self.library = library or TapeLibrary(measurement.verify)
         self.blocks: list[RecordedBlock] = []
         self._prices: dict[str, Prices] = {}
         self._outside: dict[int, StorageWeakRef] = {}
@@ -114,7 +114,7 @@ class Survey:
         self,
         name: str,
         known: KnownShapes,
-        key: Key,
+        key: CallKey,
         recording: Recording,
         given: Mapping[Source, torch.Tensor],
         result: Any,
@@ -123,10 +123,10 @@ class Survey:
         """Keep one block's tape, and take the prices if no tape like it came before; lets go of the recording."""
         recorder = recording.recorder
         tape = self.library.verified(recorder)
-        outliers = self.instruments.outliers(tape, recorder.bases, self.config)
+        outliers = self.measurement.outliers(tape, recorder.bases, self.config)
         if tape.digest not in self._prices:
             self._prices[tape.digest] = self._price(tape, recorder.bases, outliers, run_again)
-        errors = self.instruments.gradient_errors(tape, recorder.bases, self._prices[tape.digest], self.config)
+        errors = self.measurement.gradient_errors(tape, recorder.bases, self._prices[tape.digest], self.config)
         self.library.remember(tape, key.given_to(recording.block), recording.name)
         known.add(key, KnownShape(tape, num_calls=2))
         inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
@@ -156,8 +156,8 @@ class Survey:
         if not tape.values:  # a block that passes on what it is given
             return Prices([], [])
         if tape.untrusted in HIDDEN and not tape.has_collectives:
-            return self.instruments.price_call(run_again, bases[0].device)
-        return self.instruments.price(tape, bases, self.config, outliers)
+            return self.measurement.price_call(run_again, bases[0].device)
+        return self.measurement.price(tape, bases, self.config, outliers)
 
     def note_leaves(self, given: Iterable[torch.Tensor]) -> None:
         """Note inputs that autograd holds to give them a gradient: `enable_input_require_grads` makes some."""
@@ -377,7 +377,7 @@ class KindBuilder:
         tape, record = self.tape, self.tape.values[index]
         options = self.prices.codecs.get(index, ()) if index in self.optional else ()
         errors = {option.codec: self._gradient_error(index, option.codec) for option in options}
-        too_coarse = {codec: error for codec, error in errors.items() if error > SPOILED_ERROR}
+        too_coarse = {codec: error for codec, error in errors.items() if error > DEGRADED_ERROR}
         codecs = tuple(option for option in options if option.codec not in too_coarse)
         return Value(
             index=index,

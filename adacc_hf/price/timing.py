@@ -11,7 +11,7 @@ import torch
 
 from adacc_hf.torch_glue.private import sleep_on_gpu
 
-REPEATS = 5
+TIMING_REPEATS = 5
 """Runs per price, after one to warm up; the median stands. Five bound the effect of one interruption."""
 
 HEAD_START = 2
@@ -48,12 +48,12 @@ def seconds_of(
     return clock() - start
 
 
-def median_ms(run: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
+def median_ms(run: Callable[[], object], device: torch.device, repeats: int = TIMING_REPEATS) -> float:
     """Median time of `run` on `device`, in milliseconds."""
     return time_of(run, device, repeats).device_ms
 
 
-def time_of(run: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> Timing:
+def time_of(run: Callable[[], object], device: torch.device, repeats: int = TIMING_REPEATS) -> Timing:
     """Medians over `repeats` runs, after one to warm up."""
     run()
     timings = on_cuda(run, device, repeats) if device.type == "cuda" else _on_cpu(run, repeats)

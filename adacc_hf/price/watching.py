@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from adacc_hf.artifacts.profile import KindProfile, Shared
-from adacc_hf.price.measurement import Instruments
+from adacc_hf.price.measurement import Measurement
 from adacc_hf.run.blocks import Strategy
 from adacc_hf.tape.call_inputs import find_external
 from adacc_hf.tape.tape import Source
@@ -146,12 +146,12 @@ class MarkCalls:
     """A strategy around another: marks when a block's forward ends and when its backward starts."""
 
     def __init__(
-        self, name: str, inner: Strategy, meter: MemoryMeter, instruments: Instruments, is_first: bool
+        self, name: str, inner: Strategy, meter: MemoryMeter, measurement: Measurement, is_first: bool
     ) -> None:
         self.name = name
         self.inner = inner
         self.meter = meter
-        self.instruments = instruments
+        self.measurement = measurement
         self.is_first = is_first
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -166,5 +166,5 @@ class MarkCalls:
         """Mark when the gradient of the first differentiable tensor in `tree` is there."""
         for leaf in tree_leaves(tree):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                self.instruments.on_gradient(leaf, lambda: self.meter.mark(label))
+                self.measurement.on_gradient(leaf, lambda: self.meter.mark(label))
                 return

@@ -25,7 +25,7 @@ class RanBlocks:
 
     def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
         self.names: set[str] = set()
-        self._hooks = [block.register_forward_pre_hook(_Note(name, self.names)) for name, block in blocks.items()]
+        self._hooks = [block.register_forward_pre_hook(_NoteLoss(name, self.names)) for name, block in blocks.items()]
 
     def remove(self) -> None:
         """Note nothing more. Harmless when called again."""
@@ -39,7 +39,7 @@ class RanBlocks:
         self.remove()
 
 
-class _Note:
+class _NoteLoss:
     """A hook that knows no model, so that a copy of a model with it in place copies nothing else."""
 
     def __init__(self, name: str, names: set[str]) -> None:

@@ -25,8 +25,8 @@ class ActivationRow:
     option: CodecOption | None
     """The codec it is compressed with."""
     replay_ms: float | None
-    """Time to remake it from what the plan stores; None if it cannot be replayed. Operators that two rows need count in
-    both, though they run once."""
+    """Time to recompute it from what the plan stores; None if it cannot be replayed. Operators that two rows need count
+    in both, though they run once."""
     twin: str | None = None
     """The label of the activation that it repeats, and is taken from where it is recomputed."""
     is_decided: bool = False
@@ -61,7 +61,7 @@ def activation_rows(kind: KindProfile, plan: Plan) -> list[ActivationRow]:
     choices = dict(plan.choices)
     options = {value.index: _chosen_option(value, choices[value.index]) for value in kind.activations}
     coded = [value for value, option in options.items() if option is not None and not option.lossless]
-    decided = kind.decided(coded) | kind.fragile_beside(coded)
+    index_values = kind.index_values(coded) | kind.exactness_dependents_of(coded)
     return [
         ActivationRow(
             value=value,
@@ -70,7 +70,7 @@ def activation_rows(kind: KindProfile, plan: Plan) -> list[ActivationRow]:
             option=options[value.index],
             replay_ms=_replay_ms(kind, choices, value),
             twin=None if value.equal_to is None else kind.names[value.equal_to],
-            is_decided=value.index in decided,
+            is_decided=value.index in index_values,
         )
         for value in kind.activations
     ]
@@ -179,10 +179,10 @@ def _replay_ms(kind: KindProfile, choices: dict[int, Choice], value: Value) -> f
         return () if missing.producer is None else kind.operators[missing.producer].inputs
 
     _, passed = walk_back([value.index], reads)
-    remade = [kind.values[index] for index in passed if kind.values[index].equal_to is None]
-    if any(v.producer is None or not v.recomputable or not kind.operators[v.producer].replayable for v in remade):
+    recomputed = [kind.values[index] for index in passed if kind.values[index].equal_to is None]
+    if any(v.producer is None or not v.recomputable or not kind.operators[v.producer].replayable for v in recomputed):
         return None
-    return sum(kind.operators[index].ms for index in {v.producer for v in remade})
+    return sum(kind.operators[index].ms for index in {v.producer for v in recomputed})
 
 
 def _is_stored(value: Value, choices: dict[int, Choice]) -> bool:

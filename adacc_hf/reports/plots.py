@@ -15,7 +15,7 @@ from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.reports.document import ACTION_COLORS
 from adacc_hf.solve.frontier import chain, frontiers, overhead_ms
 from adacc_hf.solve.linear_program import SolverLog
-from adacc_hf.solve.milp import build_model
+from adacc_hf.solve.milp import build_block_model
 from adacc_hf.solve.minimum_peak import PeakOracle
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def trade_off(profile: Profile) -> list[Point]:
 
     They may take every action and codec that was priced. Between two of them the solver finds more.
     """
-    models = [build_model(kind, AdaccConfig()) for kind in profile.kinds]
+    models = [build_block_model(kind, AdaccConfig()) for kind in profile.kinds]
     oracle = PeakOracle(profile)
     policies = chain([block.kind for block in profile.blocks], frontiers(SolverLog(), models))
     points = [(oracle.peak_bytes(policy), overhead_ms(policy) + profile.head_overhead_ms) for policy in policies]

@@ -194,7 +194,7 @@ def _actions(profile: Profile, policy: Policy) -> list[Part]:
     parts: list[Part] = [
         Heading("Actions"),
         Paragraph(
-            "Replay ms is the time to remake an activation from what its plan stores; operators that two rows need "
+            "Replay ms is the time to recompute an activation from what its plan stores; operators that two rows need "
             "count in both, though they run once. Codec ms is encoding and decoding, error the relative L2 error of "
             "the round trip."
         ),

@@ -22,7 +22,7 @@ MARKS = {
     "change": ("policy changed", "#8c959f", ":"),
     "guard": ("guard", "#D55E00", "--"),
 }
-PANEL_INCHES = 2.1
+TIMELINE_INCHES = 2.1
 
 
 def timeline_parts(history: Sequence[Record]) -> list[Part]:
@@ -46,7 +46,7 @@ def draw_timeline(history: Sequence[Record]) -> bytes:
     if not panels:
         raise ValueError("history has no tracking or memory event with figures: there is nothing to draw")
     with matplotlib_module().rc_context(FONT):
-        figure = new_figure(PANEL_INCHES * len(panels) + 0.5)
+        figure = new_figure(TIMELINE_INCHES * len(panels) + 0.5)
         axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
         for axis, (label, curves) in zip(axes, panels, strict=True):
             _draw_panel(axis, label, curves)

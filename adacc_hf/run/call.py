@@ -3,10 +3,12 @@
 NOTE [State of a call]
 1. Autograd's packed object is `(slot, held, version, spec)`. It owns what this slot needs: the tensor itself, or the
    cells of the stored values that its replay reads. When autograd lets go of the slot, they go (rule R11): no table
-   outside. `spec` makes a DTensor of what was remade; all else here are plain tensors, the parts of this rank.
-2. The call owns what was remade in backward and a later unpack needs. The schedule says when each value was used last.
+   outside. `spec` makes a DTensor of what was recomputed; all else here are plain tensors, the parts of this rank.
+2. The call owns what was recomputed in backward and a later unpack needs. The schedule says when each value was used
+last.
 3. Unpacks usually come in the order that the schedule was made for. If one does not (a second backward, gradients of a
-   part of the graph), it is served by a program made for it alone, and nothing remade is dropped before the call ends.
+   part of the graph), it is served by a program made for it alone, and nothing recomputed is dropped before the call
+   ends.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from adacc_hf.artifacts.errors import SavedOtherwiseError
 from adacc_hf.kernels.codecs import Codec
 from adacc_hf.tape.comparison import CheckingRecorder
 from adacc_hf.tape.compiled_plan import CompiledPlan
-from adacc_hf.tape.recorder import CHANGED_UNSEEN, COMPILED, Drawing, Recorder, runs_compiled_code
-from adacc_hf.tape.replay import Program, view
+from adacc_hf.tape.recorder import CHANGED_UNSEEN, COMPILED, Recorder, RngUse, runs_compiled_code
+from adacc_hf.tape.replay import ReplayProgram, view
 from adacc_hf.tape.tape import Source, Tape
 from adacc_hf.torch_glue.private import current_autograd_node, version_of
 from adacc_hf.torch_glue.tensors import (
@@ -153,7 +155,7 @@ class Call:
         self._cells = {}
 
     def unpack(self, packed: PackedSlot) -> torch.Tensor:
-        """Give autograd the tensor of a slot, remade if need be."""
+        """Give autograd the tensor of a slot, recomputed if need be."""
         slot, held, version, spec = packed
         if self.seen is not None:
             self.seen.append(slot)
@@ -164,12 +166,12 @@ class Call:
             return copied(held) if self.plan.slots[slot].is_read_by_replay and _may_be_overwritten() else held
         if torch.is_grad_enabled() or torch.is_autocast_enabled(self.plan.device_type):
             with torch.no_grad(), torch.autocast(self.plan.device_type, enabled=False):
-                remade = self._run(program, slot, held)
+                recomputed = self._run(program, slot, held)
         else:
-            remade = self._run(program, slot, held)
-        return remade if spec is None else whole(remade, spec)
+            recomputed = self._run(program, slot, held)
+        return recomputed if spec is None else whole(recomputed, spec)
 
-    def _next_program(self, slot: int) -> Program | None:
+    def _next_program(self, slot: int) -> ReplayProgram | None:
         schedule = self._schedule
         if self._in_order and schedule.order[self._rank] == slot:
             program = schedule.programs[self._rank]
@@ -180,7 +182,7 @@ class Call:
             return None
         return self.plan.program_out_of_order(slot, self._environment)
 
-    def _run(self, program: Program, slot: int, cells: list[Cell]) -> torch.Tensor:
+    def _run(self, program: ReplayProgram, slot: int, cells: list[Cell]) -> torch.Tensor:
         environment = self._environment
         # No others: an optimizer may step inside backward, on weights that nothing needs any more.
         for value in program.reads:
@@ -288,11 +290,11 @@ class Recording:
         block: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        drawing: type[Drawing] = Drawing,
+        rng_use: type[RngUse] = RngUse,
     ) -> None:
         self.name = name
         self.block = block
-        self.recorder = Recorder(block, args, kwargs, drawing)
+        self.recorder = Recorder(block, args, kwargs, rng_use)
         self._arguments = (args, kwargs)
         self._parameters = dict(block.named_parameters(remove_duplicate=False))
         self._packed: list[RecordedSlot] = []
@@ -383,7 +385,7 @@ class CheckedCall:
     """A call that takes what its plan says, and a record of it.
 
     Where it leaves the plan's tape, by another operator or another saved tensor, everything from there on is kept, and
-    what was saved before is remade from what the tape says of it: the call is exact all the same.
+    what was saved before is recomputed from what the tape says of it: the call is exact all the same.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from adacc_hf.run.blocks import Checkpointed
 from adacc_hf.run.call import Call, CheckedCall, Recording
 from adacc_hf.run.size_check import SizeCheck
 from adacc_hf.tape.call_inputs import argument_tensors, fetch
-from adacc_hf.tape.call_key import Key, KnownShape, KnownShapes
+from adacc_hf.tape.call_key import CallKey, KnownShape, KnownShapes
 from adacc_hf.tape.compiled_plan import CompiledPlan, choices_by_value, unfit
 from adacc_hf.tape.family import MOST_SIZES, TapeFamily
 from adacc_hf.tape.library import TapeLibrary
@@ -98,9 +98,9 @@ class FollowPlan:
         self._earlier = earlier
         """What the block ran under before, kept until its first call so that a plan of the same actions shares it."""
         self.known.followers.add(self)
-        self.entries: dict[Key, Entry] = {}
+        self.entries: dict[CallKey, Entry] = {}
         """By what was recorded."""
-        self._sized: OrderedDict[Key, Entry] = OrderedDict()
+        self._sized: OrderedDict[CallKey, Entry] = OrderedDict()
         """By sizes that were not: the latest ones."""
         self._bases: WeakKeyDictionary[TapeFamily, Entry] = WeakKeyDictionary()
         """What the entries of all sizes of a family are made from."""
@@ -132,7 +132,7 @@ class FollowPlan:
             return fn(*args)
         key = self.known.key(block, args, kwargs)
         entry = self.entries.get(key) or self._known_entry(key) or self._sized_entry(key, block)
-        if entry is None and self.known.is_strange(key):
+        if entry is None and self.known.is_unseen(key):
             self.library.fallbacks[NEW_DATA] += 1
             return self._run_untaped(any(t.has_collectives for t in self.tapes.values()), block, fn, args, kwargs)
         if entry is None:
@@ -213,7 +213,7 @@ class FollowPlan:
             return entry.codecs
         return {value: self.wrap_codec(value, codec) for value, codec in entry.codecs.items()}
 
-    def _known_entry(self, key: Key) -> Entry | None:
+    def _known_entry(self, key: CallKey) -> Entry | None:
         """The entry for a shape that was recorded under another plan."""
         known = self.known.get(key)
         if known is not None:
@@ -221,7 +221,7 @@ class FollowPlan:
             self._earlier = ()
         return self.entries.get(key)
 
-    def _sized_entry(self, key: Key, block: nn.Module) -> Entry | None:
+    def _sized_entry(self, key: CallKey, block: nn.Module) -> Entry | None:
         """The entry for a size that was never recorded, if there is a family that serves it. Where replay is compared
         again (rule R7), what cannot be compared on the way has none."""
         entry = self._sized.get(key)
@@ -270,7 +270,7 @@ class FollowPlan:
         )
 
     def _unproven_call(
-        self, key: Key, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, key: CallKey, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a call at a size that never ran. If it runs or saves other than its family says, it is run once more, and
         recorded: nothing but random generators was changed. Where more may be, it is recorded on the way."""
@@ -302,7 +302,7 @@ class FollowPlan:
         self._sized.clear()
         return self._first_call(key, block, fn, args, kwargs)
 
-    def _extend(self, key: Key, entry: Entry, block: nn.Module) -> None:
+    def _extend(self, key: CallKey, entry: Entry, block: nn.Module) -> None:
         """Have the family of a size that ran as it says serve those in between too."""
         if entry.is_proven and not entry.is_within:
             entry.is_within = True
@@ -314,7 +314,9 @@ class FollowPlan:
             self.library.learn_order(entry.compiled.tape, entry.seen)
             entry.seen = None
 
-    def _first_call(self, key: Key, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _first_call(
+        self, key: CallKey, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         given = key.given_to(block)
         expected = self._expected(key, given)
         if expected is None and self._is_too_large_to_record(given):
@@ -339,7 +341,7 @@ class FollowPlan:
         self._is_checkpointed = _is_checkpointed_on_all_ranks(tape)
         self._compare_with_family(given, tape)
         self.library.remember(tape, given, self.name)
-        entry = self._entry(KnownShape(tape, varies=self._is_restless(key, tape)))
+        entry = self._entry(KnownShape(tape, varies=self._is_unstable(key, tape)))
         self._remember(key, entry)
         self._count_fallback(entry)
         if entry.compiled is not None and not entry.compiled.is_plain:
@@ -359,7 +361,7 @@ class FollowPlan:
         return not self.library.may_record()
 
     def _compare_with_family(self, given: Hashable, tape: Tape) -> None:
-        """Hold what was recorded, and remade bit for bit, against what the family of its sizes says (rule R7)."""
+        """Hold what was recorded, and recomputed bit for bit, against what the family of its sizes says (rule R7)."""
         found = self.library.family_at(given, self.name)
         if found is None or tape.untrusted is not None:
             return
@@ -371,7 +373,7 @@ class FollowPlan:
         elif not tape.recomputable >= family.base.recomputable:
             self.library.refuse(family, family.base.recomputable - tape.recomputable, self.name)
 
-    def _expected(self, key: Key, given: Hashable) -> Entry | None:
+    def _expected(self, key: CallKey, given: Hashable) -> Entry | None:
         """How the block probably runs at a shape where it never ran, if another one of its kind did."""
         if self._was_surprising or any(known.shape == key.shape for known in self.known):
             return None
@@ -379,7 +381,7 @@ class FollowPlan:
         return None if tape is None else self._entry(KnownShape(tape))
 
     def _end_expected_call(
-        self, key: Key, given: Hashable, expected: Entry, result: Any, tape: Tape, seen: list[int] | None
+        self, key: CallKey, given: Hashable, expected: Entry, result: Any, tape: Tape, seen: list[int] | None
     ) -> Any:
         if tape.digest == expected.known.tape.digest:
             expected.known.tape, expected.seen = expected.known.tape.with_reads(tape.reads), seen
@@ -391,14 +393,14 @@ class FollowPlan:
             self.library.forget(self.plan.kind, given)
         return result
 
-    def _remember(self, key: Key, entry: Entry) -> None:
+    def _remember(self, key: CallKey, entry: Entry) -> None:
         self.entries[self.known.add(key, entry.known)] = entry
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: CallKey) -> None:
         """Let go of a shape that the block remembers no more."""
         self.entries.pop(key, None)
 
-    def _is_restless(self, key: Key, tape: Tape) -> bool:
+    def _is_unstable(self, key: CallKey, tape: Tape) -> bool:
         """Whether the block is given other Python values again and again, and runs other operators with each."""
         state = self.known.state
         if state is None:
@@ -406,9 +408,9 @@ class FollowPlan:
         others = {known.tape.digest for other, known in self.known.items() if key == other._replace(state=key.state)}
         if others:
             state.learn(same_operators=tape.digest in others)
-        if state.is_restless:
-            self.library.warn_restless(self.name, tape, state.changed)
-        return state.is_restless
+        if state.is_unstable:
+            self.library.warn_unstable(self.name, tape, state.changed)
+        return state.is_unstable
 
     def _checked_call(self, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Record the call once more; if it ran other operators, torch's checkpoint takes over at this shape."""

@@ -38,7 +38,7 @@ class SizeCheck(TorchDispatchMode):
     """
 
     def __init__(self, name: str, tape: Tape, compares: bool = False) -> None:
-        """`compares` says whether replay is compared too: `unlike` has what it does not remake."""
+        """`compares` says whether replay is compared too: `unlike` has what it does not recompute."""
         super().__init__()
         self.compares = compares
         self.unlike: set[int] = set()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice, Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.solve.milp import Column, KindModel, Store, price
+from adacc_hf.solve.milp import KindModel, PricedPlan, StoredForm, price
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Bandwidths:
     recompute_ms: float | None
     recompute: float | None
     """Bytes per ms: the paper's Band_recomp."""
-    store: Store | None
+    store: StoredForm | None
     """The codec with the highest bandwidth."""
     compress: float | None
     """Bytes per ms: the paper's Band_comp."""
@@ -67,13 +67,13 @@ def _per_ms(nbytes: int, ms: float) -> float:
 
 
 def replay_ms(model: KindModel, value: int) -> float | None:
-    """Time to remake an activation when all others are stored; None if it cannot be."""
-    if model.remake(value) is None:
+    """Time to recompute an activation when all others are stored; None if it cannot be."""
+    if model.recompute(value) is None:
         return None
     return price(model, {**dict.fromkeys(model.menus, RETAIN), value: RECOMPUTE}).ms
 
 
-def greedy_policies(profile: Profile, models: Sequence[KindModel]) -> Iterator[list[Column]]:
+def greedy_policies(profile: Profile, models: Sequence[KindModel]) -> Iterator[list[PricedPlan]]:
     """Policies from all RETAIN on, a column per block, each with one more activation of one block changed.
 
     The first blocks are changed first, as in `frontier.chain`. Every policy takes at least the time of those before it:

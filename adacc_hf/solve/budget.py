@@ -14,7 +14,7 @@ from adacc_hf.solve.frontier import fixed_bytes
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Profile
-    from adacc_hf.solve.milp import Column
+    from adacc_hf.solve.milp import PricedPlan
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def infeasible_stored(
 
 
 def infeasible_peak(
-    profile: Profile, config: AdaccConfig, budget: Budget, floor: list[Column], bound: int
+    profile: Profile, config: AdaccConfig, budget: Budget, floor: list[PricedPlan], bound: int
 ) -> InfeasibleBudgetError:
     outcome = simulate(profile, [column.plan for column in floor])
     needed = outcome.peak_bytes

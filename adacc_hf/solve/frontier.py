@@ -15,13 +15,13 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from adacc_hf.solve.linear_program import Program, Solver, SolverLog
-from adacc_hf.solve.milp import BlockVariables, Column, KindModel, retain_all
+from adacc_hf.solve.linear_program import LinearProgram, Solver, SolverLog
+from adacc_hf.solve.milp import BlockVariables, KindModel, PricedPlan, retain_all
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Profile
 
-TOLERANCE = 1e-6
+SLOPE_TOLERANCE = 1e-6
 """How far below the line between its neighbours a corner must lie, as a part of their difference; far above what HiGHS
 may leave of an optimum."""
 INTEGRALITY = 1e-4
@@ -30,7 +30,7 @@ SCALE = 1e3
 """What the costs of one run, and an objective, add up to at most: HiGHS's tolerances are absolute."""
 
 
-def frontiers(log: SolverLog, models: Sequence[KindModel]) -> list[list[Column]]:
+def frontiers(log: SolverLog, models: Sequence[KindModel]) -> list[list[PricedPlan]]:
     """For each kind the plans worth mixing, from all RETAIN to the least bytes: bytes falling, ms rising.
 
     They do not depend on the budget, which makes the policies for two budgets comparable. Shared tensors count as free.
@@ -38,7 +38,7 @@ def frontiers(log: SolverLog, models: Sequence[KindModel]) -> list[list[Column]]
     return [_frontier(log, model) for model in models]
 
 
-def _frontier(log: SolverLog, model: KindModel) -> list[Column]:
+def _frontier(log: SolverLog, model: KindModel) -> list[PricedPlan]:
     plain = retain_all(model)
     if not plain.plan.choices:  # HiGHS has no status for a program without variables
         return [plain]
@@ -49,7 +49,7 @@ def _frontier(log: SolverLog, model: KindModel) -> list[Column]:
     return [plain, *_corners(program, plain, least), least]
 
 
-def _corners(program: _PricedMemory, left: Column, right: Column) -> list[Column]:
+def _corners(program: _PricedMemory, left: PricedPlan, right: PricedPlan) -> list[PricedPlan]:
     """The corners strictly between two plans of the hull, bytes falling."""
     if right.ms <= left.ms:
         return []
@@ -63,7 +63,7 @@ class _PricedMemory:
     """One block's program at any price of memory."""
 
     def __init__(self, log: SolverLog, model: KindModel) -> None:
-        program = Program()
+        program = LinearProgram()
         self.log = log
         self.program = program
         self.block = BlockVariables(program, model)
@@ -72,18 +72,18 @@ class _PricedMemory:
         self.limit = program.constrain(self.block.terms_bytes(1 / self.whole_bytes))
         self.relaxation = Solver(program, log, integer=False)
 
-    def cheapest(self, price: float) -> Column:
+    def cheapest(self, price: float) -> PricedPlan:
         """The plan with the least ms + price * bytes."""
         weight = SCALE / (self.whole_ms + price * self.whole_bytes)
         return self._solved([*self.block.terms_ms(weight), *self.block.terms_bytes(weight * price)])
 
-    def least_bytes(self) -> Column:
+    def least_bytes(self) -> PricedPlan:
         """The plan that stores least, and of those the fastest."""
         column = self._solved(self.block.terms_bytes(SCALE / self.whole_bytes))
         fastest = self._solved(self.block.terms_ms(SCALE / self.whole_ms), column.nbytes / self.whole_bytes)
         return min(column, fastest, key=lambda c: (c.nbytes, c.ms))
 
-    def _solved(self, costs: list[tuple[int, float]], limit: float = math.inf) -> Column:
+    def _solved(self, costs: list[tuple[int, float]], limit: float = math.inf) -> PricedPlan:
         solution = self._solution(self.relaxation, costs, limit)
         if any(INTEGRALITY < value < 1 - INTEGRALITY for value in solution):
             solution = self._solution(self.integer, costs, limit)
@@ -101,7 +101,7 @@ class _PricedMemory:
         return solution
 
 
-def least_ms(num_blocks: Sequence[int], columns: Sequence[Sequence[Column]], limit_bytes: int) -> float:
+def least_ms(num_blocks: Sequence[int], columns: Sequence[Sequence[PricedPlan]], limit_bytes: int) -> float:
     """The time that no policy can beat which stores at most `limit_bytes`, shared tensors left out; infinity if none
     can store so little.
 
@@ -114,18 +114,18 @@ def least_ms(num_blocks: Sequence[int], columns: Sequence[Sequence[Column]], lim
         freed = min(max(0, excess), num_blocks[kind] * (left.nbytes - right.nbytes))
         ms += freed * price
         excess -= freed
-    slack = sum(n * TOLERANCE * frontier[-1].ms for n, frontier in zip(num_blocks, columns, strict=True))
+    slack = sum(n * SLOPE_TOLERANCE * frontier[-1].ms for n, frontier in zip(num_blocks, columns, strict=True))
     return math.inf if excess > 0 else max(0.0, ms - slack)
 
 
-def _steps(columns: Sequence[Sequence[Column]]) -> Iterator[tuple[float, int, int, Column, Column]]:
+def _steps(columns: Sequence[Sequence[PricedPlan]]) -> Iterator[tuple[float, int, int, PricedPlan, PricedPlan]]:
     """(price, kind, number along the frontier, plan after, plan before) of every step along the frontiers."""
     for kind, frontier in enumerate(columns):
         for number, (left, right) in enumerate(pairwise(frontier)):
             yield _slope(left, right), kind, number, right, left
 
 
-def chain(kinds: Sequence[int], columns: Sequence[Sequence[Column]]) -> Iterator[list[Column]]:
+def chain(kinds: Sequence[int], columns: Sequence[Sequence[PricedPlan]]) -> Iterator[list[PricedPlan]]:
     """Policies from all RETAIN to the least bytes, a column per block; each makes one more block store less.
 
     `kinds[i]` is the kind of block i and `columns[k]` the frontier of kind k. The step that costs least per byte comes
@@ -141,15 +141,15 @@ def chain(kinds: Sequence[int], columns: Sequence[Sequence[Column]]) -> Iterator
                 yield list(policy)
 
 
-def _slope(left: Column, right: Column) -> float:
+def _slope(left: PricedPlan, right: PricedPlan) -> float:
     """The price of memory, in ms per byte, at which two plans cost the same."""
     return (right.ms - left.ms) / (left.nbytes - right.nbytes)
 
 
-def _is_below(corner: Column, left: Column, right: Column) -> bool:
+def _is_below(corner: PricedPlan, left: PricedPlan, right: PricedPlan) -> bool:
     """Whether `corner` is better than every mixture of its neighbours, and between them."""
     line_ms = left.ms + _slope(left, right) * (left.nbytes - corner.nbytes)
-    return right.nbytes < corner.nbytes < left.nbytes and corner.ms < line_ms - TOLERANCE * (right.ms - left.ms)
+    return right.nbytes < corner.nbytes < left.nbytes and corner.ms < line_ms - SLOPE_TOLERANCE * (right.ms - left.ms)
 
 
 # Which plan each block gets, as one program over all kinds: the least time for a given amount of stored bytes.
@@ -168,14 +168,14 @@ def fixed_bytes(profile: Profile) -> int:
     return profile.outside_stored_bytes + sum(shared.nbytes for shared in profile.shared if shared.saved)
 
 
-def stored_bytes(profile: Profile, columns: Sequence[Column]) -> int:
+def stored_bytes(profile: Profile, columns: Sequence[PricedPlan]) -> int:
     """What forward leaves behind when the i-th block runs under `columns[i]`; shared tensors count once."""
     read = frozenset().union(*(column.shared for column in columns))
     shared = sum(profile.shared[i].nbytes for i in read if not profile.shared[i].saved)
     return fixed_bytes(profile) + shared + sum(column.nbytes for column in columns)
 
 
-def overhead_ms(columns: Sequence[Column]) -> float:
+def overhead_ms(columns: Sequence[PricedPlan]) -> float:
     """What the policy costs per step."""
     return math.fsum(column.ms for column in columns)
 
@@ -192,7 +192,7 @@ class MixtureProgram:
         self,
         profile: Profile,
         models: Sequence[KindModel],
-        frontiers: Sequence[Sequence[Column]],
+        frontiers: Sequence[Sequence[PricedPlan]],
         num_free: Sequence[int],
         log: SolverLog,
     ) -> None:
@@ -202,7 +202,7 @@ class MixtureProgram:
         blocks = Counter(block.kind for block in profile.blocks)
         self.num_free = num_free
         self.rest = [blocks[k] - free for k, free in enumerate(num_free)]
-        program = Program()
+        program = LinearProgram()
         self.free = {k: BlockVariables(program, model) for k, model in enumerate(models) if num_free[k]}
         self.counts = {
             (k, c): program.variable(self.rest[k])
@@ -219,7 +219,7 @@ class MixtureProgram:
         self.program, self.log = program, log
         self.solver = Solver(program, log, integer=True)
 
-    def _constrain(self, program: Program) -> None:
+    def _constrain(self, program: LinearProgram) -> None:
         # [Blocks] every block has a plan.
         for k, rest in enumerate(self.rest):
             if rest:
@@ -234,7 +234,7 @@ class MixtureProgram:
             for shared in self.frontiers[k][c].shared & self.reads.keys():
                 program.constrain([(self.reads[shared], self.rest[k]), (count, -1.0)], low=0.0)
 
-    def least_ms(self, cap_bytes: int, most_ms: float = math.inf) -> list[Column] | None:
+    def least_ms(self, cap_bytes: int, most_ms: float = math.inf) -> list[PricedPlan] | None:
         """A column per block, the fastest of those that store at most `cap_bytes` and take at most `most_ms`; None if
         none was found. A limit of time that is near what can be had shortens the search to a fraction."""
         room = cap_bytes - fixed_bytes(self.profile)
@@ -254,7 +254,7 @@ class MixtureProgram:
             room -= excess
         return None
 
-    def least_bytes(self) -> list[Column]:
+    def least_bytes(self) -> list[PricedPlan]:
         """A column per block, storing as little as any, where all blocks are free.
 
         Without a cap the relaxation is integral, as in frontier.py, and no limit of time can cut it short.
@@ -281,7 +281,7 @@ class MixtureProgram:
         terms += [(count, self.frontiers[k][c].nbytes) for (k, c), count in self.counts.items()]
         return terms + [(read, self.profile.shared[i].nbytes) for i, read in self.reads.items()]
 
-    def _columns(self, solution: Sequence[float]) -> list[Column]:
+    def _columns(self, solution: Sequence[float]) -> list[PricedPlan]:
         """The solution as a column per block; among blocks of a kind the first store least."""
         pools = [[self.free[k].column(solution)] * free if free else [] for k, free in enumerate(self.num_free)]
         for (k, c), count in self.counts.items():

@@ -29,7 +29,7 @@ Terms = Iterable[tuple[int, float]]
 """Pairs of a variable and its coefficient; a variable may occur more than once."""
 
 
-class Program:
+class LinearProgram:
     """Variables from 0 to a bound of their own, and rows that bound sums of them; both are known by their number."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class SolverLog:
 class Solver:
     """One program inside HiGHS; `minimize` may be called again after a change of costs or bounds."""
 
-    def __init__(self, program: Program, log: SolverLog, *, integer: bool) -> None:
+    def __init__(self, program: LinearProgram, log: SolverLog, *, integer: bool) -> None:
         import numpy
         import pulp
 

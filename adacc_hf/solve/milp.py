@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from adacc_hf.artifacts.index_values import walk_back
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice, Plan
-from adacc_hf.solve.linear_program import Program
+from adacc_hf.solve.linear_program import LinearProgram
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.config import AdaccConfig
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Store:
+class StoredForm:
     """One way to store an activation."""
 
     choice: Choice
@@ -40,11 +40,11 @@ class KindModel:
     """The kind as it was profiled."""
     kind: KindProfile
     """The kind in which no value repeats another, if replay is allowed: one that would is taken from the other."""
-    menus: Mapping[int, tuple[Store, ...]]
+    menus: Mapping[int, tuple[StoredForm, ...]]
     """The ways to store each activation, RETAIN first."""
     runnable: frozenset[int]
-    """Operators that can be replayed: their inputs can all be stored or remade."""
-    decided: frozenset[int] = frozenset()
+    """Operators that can be replayed: their inputs can all be stored or recomputed."""
+    index_values: frozenset[int] = frozenset()
     """Indices that a codec's error could make others, which are stored if they are needed."""
 
     @cached_property
@@ -53,10 +53,10 @@ class KindModel:
         runs = sum(operator.ms for operator in self.kind.operators)
         return runs + sum(store.ms for menu in self.menus.values() for store in menu)
 
-    def remake(self, value: int) -> int | None:
+    def recompute(self, value: int) -> int | None:
         """The operator whose replay makes `value`, or None if none may."""
         record = self.kind.values[value]
-        may_be = record.recomputable and value not in self.decided
+        may_be = record.recomputable and value not in self.index_values
         return record.producer if may_be and record.producer in self.runnable else None
 
     def is_lossy(self, value: int, choice: Choice) -> bool:
@@ -67,7 +67,7 @@ class KindModel:
 
 
 @dataclass(frozen=True, eq=False)
-class Column:
+class PricedPlan:
     """One plan for a block of a kind, with its price in whole bytes. Compared by identity, which is quick to hash."""
 
     plan: Plan
@@ -78,15 +78,16 @@ class Column:
     ms: float
 
 
-def build_model(kind: KindProfile, config: AdaccConfig) -> KindModel:
+def build_block_model(kind: KindProfile, config: AdaccConfig) -> KindModel:
     """The actions that `config` allows on `kind`."""
     whole = kind
     if Action.RECOMPUTE in config.parsed_actions:
         kind = whole.merged(whole.equal)
     menus = {
-        value.index: (Store(RETAIN, value.nbytes, 0.0), *_codec_stores(value, config)) for value in kind.activations
+        value.index: (StoredForm(RETAIN, value.nbytes, 0.0), *_codec_stores(value, config))
+        for value in kind.activations
     }
-    kept = kind.decided(lossy_values(menus))
+    kept = kind.index_values(lossy_values(menus))
     runnable: set[int] = set()
     if Action.RECOMPUTE in config.parsed_actions:
         for operator in kind.operators:
@@ -96,16 +97,16 @@ def build_model(kind: KindProfile, config: AdaccConfig) -> KindModel:
     return KindModel(whole, kind, menus, frozenset(runnable), kept)
 
 
-def lossy_values(menus: Mapping[int, Sequence[Store]]) -> set[int]:
+def lossy_values(menus: Mapping[int, Sequence[StoredForm]]) -> set[int]:
     """The values that may be stored with loss."""
     return {value for value, menu in menus.items() if any(not store.is_lossless for store in menu)}
 
 
-def _codec_stores(value: Value, config: AdaccConfig) -> list[Store]:
+def _codec_stores(value: Value, config: AdaccConfig) -> list[StoredForm]:
     """The codecs that `config` allows for `value`: lossless ones always, since they change nothing."""
     lossy = Action.COMPRESS in config.parsed_actions
     return [
-        Store(Choice.compress(option), option.nbytes, option.encode_ms + option.decode_ms, option.lossless)
+        StoredForm(Choice.compress(option), option.nbytes, option.encode_ms + option.decode_ms, option.lossless)
         for option in value.codecs
         if (option.lossless or (lossy and (config.codecs is None or option.codec in config.codecs)))
         and (config.max_error is None or option.error <= config.max_error)
@@ -115,11 +116,11 @@ def _codec_stores(value: Value, config: AdaccConfig) -> list[Store]:
 
 def _is_available(value: Value, menus: Mapping[int, Any], runnable: set[int], kept: Collection[int]) -> bool:
     """Whether a replayed operator can read `value`, given the operators before it that can be replayed."""
-    can_be_remade = value.recomputable and value.producer in runnable and value.index not in kept
-    return value.shared is not None or value.index in menus or can_be_remade
+    can_be_recomputed = value.recomputable and value.producer in runnable and value.index not in kept
+    return value.shared is not None or value.index in menus or can_be_recomputed
 
 
-def price(model: KindModel, choices: Mapping[int, Choice]) -> Column:
+def price(model: KindModel, choices: Mapping[int, Choice]) -> PricedPlan:
     """The plan with these choices; what nobody reads is neither replayed nor stored.
 
     A block input that autograd does not save costs bytes only if a replay reads it. Activations that repeat another
@@ -127,15 +128,15 @@ def price(model: KindModel, choices: Mapping[int, Choice]) -> Column:
     """
     choices = {v.index: choices[v.index] if v.index in model.menus else RECOMPUTE for v in model.whole.activations}
     coded = [value for value, choice in choices.items() if model.is_lossy(value, choice)]
-    choices |= {value: RETAIN for value in model.kind.fragile_beside(coded) if choices[value] == RECOMPUTE}
+    choices |= {value: RETAIN for value in model.kind.exactness_dependents_of(coded) if choices[value] == RECOMPUTE}
     values = model.kind.values
     runs: set[int] = set()
 
     def reads(value: int) -> tuple[int, ...] | None:
         if values[value].shared is not None or choices.get(value, RECOMPUTE) != RECOMPUTE:
             return None
-        operator = model.remake(value)
-        assert operator is not None, f"the program lets value {value} be remade, which cannot be"
+        operator = model.recompute(value)
+        assert operator is not None, f"the program lets value {value} be recomputed, which cannot be"
         runs.add(operator)
         return model.kind.operators[operator].inputs
 
@@ -143,7 +144,7 @@ def price(model: KindModel, choices: Mapping[int, Choice]) -> Column:
     read, _ = walk_back(wanted, reads)
     kept = [v.index for v in model.kind.activations if choices[v.index] != RECOMPUTE and (v.saved or v.index in read)]
     stores = [next(store for store in model.menus[v] if store.choice == choices[v]) for v in kept]
-    return Column(
+    return PricedPlan(
         plan=Plan(kind=model.kind.digest, choices=tuple(choices.items())),
         nbytes=sum(store.nbytes for store in stores),
         shared=frozenset(values[v].shared for v in read if values[v].shared is not None),
@@ -154,7 +155,7 @@ def price(model: KindModel, choices: Mapping[int, Choice]) -> Column:
 class BlockVariables:
     """The variables and constraints of one block of `model` inside `program`."""
 
-    def __init__(self, program: Program, model: KindModel) -> None:
+    def __init__(self, program: LinearProgram, model: KindModel) -> None:
         self.model = model
         self.store = {
             (value, option): program.variable() for value, menu in model.menus.items() for option in range(len(menu))
@@ -162,7 +163,7 @@ class BlockVariables:
         self.run = {j: program.variable() for j in sorted(model.runnable)}
         self._constrain(program)
 
-    def _constrain(self, program: Program) -> None:
+    def _constrain(self, program: LinearProgram) -> None:
         # [Once] an activation is stored in at most one way (equation 5).
         for value, menu in self.model.menus.items():
             if len(menu) > 1:
@@ -170,14 +171,14 @@ class BlockVariables:
         # [Available] what autograd saved is stored, or its producer is replayed (equations 5 and 6).
         for value in self.model.kind.activations:
             if value.saved:
-                program.constrain([*self._stored(value.index), *self._remade(value.index)], low=1.0)
+                program.constrain([*self._stored(value.index), *self._recomputed(value.index)], low=1.0)
         # [Dependency] a replayed operator has its inputs; for what autograd saved, [Available] says so already.
         for j, run in self.run.items():
             for value in self._unsaved_inputs(j):
-                program.constrain([*self._stored(value), *self._remade(value), (run, -1.0)], low=0.0)
+                program.constrain([*self._stored(value), *self._recomputed(value), (run, -1.0)], low=0.0)
         # [Fragile] what no replay may make where another one is stored with loss is stored then.
-        for value, others in self.model.kind.fragile.items():
-            for other in others if self._remade(value) else ():
+        for value, others in self.model.kind.exactness_dependents.items():
+            for other in others if self._recomputed(value) else ():
                 lossy = [
                     (self.store[other, o], -1.0) for o, s in enumerate(self.model.menus[other]) if not s.is_lossless
                 ]
@@ -187,8 +188,8 @@ class BlockVariables:
     def _stored(self, value: int) -> list[tuple[int, float]]:
         return [(self.store[value, option], 1.0) for option in range(len(self.model.menus.get(value, ())))]
 
-    def _remade(self, value: int) -> list[tuple[int, float]]:
-        operator = self.model.remake(value)
+    def _recomputed(self, value: int) -> list[tuple[int, float]]:
+        operator = self.model.recompute(value)
         return [] if operator is None else [(self.run[operator], 1.0)]
 
     def _unsaved_inputs(self, operator: int) -> list[int]:
@@ -211,7 +212,7 @@ class BlockVariables:
         """What is stored, in bytes (equation 8), times `weight`."""
         return [(x, weight * self.model.menus[v][o].nbytes) for (v, o), x in self.store.items()]
 
-    def column(self, solution: Sequence[float]) -> Column:
+    def column(self, solution: Sequence[float]) -> PricedPlan:
         """The plan that the solved variables mean, rounded to integers and priced anew."""
         choices = {}
         for value, menu in self.model.menus.items():
@@ -224,10 +225,10 @@ class BlockVariables:
         return price(self.model, choices)
 
 
-def retain_all(model: KindModel) -> Column:
+def retain_all(model: KindModel) -> PricedPlan:
     """The plan that leaves the block untouched, values that repeat others included."""
     activations = model.whole.activations
-    return Column(
+    return PricedPlan(
         plan=Plan(kind=model.whole.digest, choices=tuple((value.index, RETAIN) for value in activations)),
         nbytes=sum(value.nbytes for value in activations if value.saved),
         shared=frozenset(),

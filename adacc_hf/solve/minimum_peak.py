@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from adacc_hf.artifacts.policy import RECOMPUTE
 from adacc_hf.artifacts.step_peak import BlockOutcome, EarlierBlocks, run_block, step_peak_bytes
-from adacc_hf.solve.milp import Column, KindModel, price
+from adacc_hf.solve.milp import KindModel, PricedPlan, price
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.policy import Plan
     from adacc_hf.artifacts.profile import Profile
 
     Outcomes = dict[tuple[int, Plan], BlockOutcome]
-    Pools = dict[frozenset[int], list[tuple[Column, BlockOutcome]]]
+    Pools = dict[frozenset[int], list[tuple[PricedPlan, BlockOutcome]]]
     from adacc_hf.artifacts.profile import KindProfile
 
     _Needs = tuple[tuple[int, ...], frozenset[int]]
@@ -27,9 +27,9 @@ class PeakOracle:
         """`outcomes` are those of an oracle for another head, on which no block's own depend."""
         self.profile = profile
         self._by_plan = {} if outcomes is None else outcomes
-        self._by_column: dict[Column, BlockOutcome] = {}
+        self._by_column: dict[PricedPlan, BlockOutcome] = {}
 
-    def outcome(self, kind: int, column: Column) -> BlockOutcome:
+    def outcome(self, kind: int, column: PricedPlan) -> BlockOutcome:
         """What a block of `kind` keeps and needs under `column`."""
         found = self._by_column.get(column)
         if found is None:
@@ -39,12 +39,12 @@ class PeakOracle:
             found = self._by_column[column] = self._by_plan[key]
         return found
 
-    def peak_bytes(self, columns: Sequence[Column]) -> int:
+    def peak_bytes(self, columns: Sequence[PricedPlan]) -> int:
         """Peak of a step in which the i-th block runs under `columns[i]`."""
         blocks = zip(self.profile.blocks, columns, strict=True)
         return step_peak_bytes(self.profile, [self.outcome(block.kind, column) for block, column in blocks])
 
-    def peak_block(self, columns: Sequence[Column]) -> int | None:
+    def peak_block(self, columns: Sequence[PricedPlan]) -> int | None:
         """The block in whose forward or backward the peak is, the first of several; None if it is outside of them."""
         peak = self.peak_bytes(columns)
         earlier = EarlierBlocks()
@@ -55,24 +55,24 @@ class PeakOracle:
             earlier = earlier.then(outcome)
         return None
 
-    def arranged(self, columns: Sequence[Column]) -> list[Column]:
+    def arranged(self, columns: Sequence[PricedPlan]) -> list[PricedPlan]:
         """The same columns, for each kind in the order of the lowest peak.
 
         Of two neighbours the one with more working set over what it stores goes first: a block's backward stands on
         what earlier blocks store. So blocks that recompute come first and blocks that retain last. What replays hold of
         shared tensors is left out of account.
         """
-        pools: dict[int, list[Column]] = {}
+        pools: dict[int, list[PricedPlan]] = {}
         for block, column in zip(self.profile.blocks, columns, strict=True):
             pools.setdefault(block.kind, []).append(column)
         order = {kind: iter(sorted(pool, key=lambda c: self._excess(kind, c))) for kind, pool in pools.items()}
         return [next(order[block.kind]) for block in self.profile.blocks]
 
-    def _excess(self, kind: int, column: Column) -> tuple[int, int]:
+    def _excess(self, kind: int, column: PricedPlan) -> tuple[int, int]:
         outcome = self.outcome(kind, column)
         return (outcome.stored_bytes - outcome.working_bytes, outcome.stored_bytes)
 
-    def least_peak(self, frontiers: Sequence[Sequence[Column]]) -> list[Column]:
+    def least_peak(self, frontiers: Sequence[Sequence[PricedPlan]]) -> list[PricedPlan]:
         """The policy made of frontier plans with the least peak there is; exact, to the byte."""
         pools = [self._by_reads(kind, frontier) for kind, frontier in enumerate(frontiers)]
         policy = [frontiers[block.kind][0] for block in self.profile.blocks]
@@ -86,12 +86,12 @@ class PeakOracle:
                 policy, high = found, self.peak_bytes(found)
         return policy
 
-    def is_peak_below(self, frontiers: Sequence[Sequence[Column]], nbytes: int) -> bool:
+    def is_peak_below(self, frontiers: Sequence[Sequence[PricedPlan]], nbytes: int) -> bool:
         """Whether any policy made of frontier plans has a lower peak than `nbytes`; quicker than `least_peak`."""
         pools = [self._by_reads(kind, frontier) for kind, frontier in enumerate(frontiers)]
         return self._within(pools, nbytes - 1) is not None
 
-    def _by_reads(self, kind: int, frontier: Sequence[Column]) -> Pools:
+    def _by_reads(self, kind: int, frontier: Sequence[PricedPlan]) -> Pools:
         """The plans by the held tensors that their replay reads, each pool with what stores least first."""
         pools: Pools = {}
         for column in frontier:
@@ -99,15 +99,17 @@ class PeakOracle:
             pools.setdefault(outcome.shared & self.profile.held[-1], []).append((column, outcome))
         return {reads: sorted(pool, key=lambda pair: pair[1].stored_bytes) for reads, pool in pools.items()}
 
-    def _within(self, pools: Sequence[Pools], budget: int) -> list[Column] | None:
+    def _within(self, pools: Sequence[Pools], budget: int) -> list[PricedPlan] | None:
         """A policy whose peak keeps to `budget`; None if there is none.
 
         Block by block from the first, the plan that stores least of those whose own forward and backward fit: storing
         less never hurts a later block. Reading another held tensor may, so each set of them is followed on its own.
         """
-        reached: dict[frozenset[int], tuple[tuple[Column, ...], EarlierBlocks]] = {frozenset(): ((), EarlierBlocks())}
+        reached: dict[frozenset[int], tuple[tuple[PricedPlan, ...], EarlierBlocks]] = {
+            frozenset(): ((), EarlierBlocks())
+        }
         for index, block in enumerate(self.profile.blocks):
-            following: dict[frozenset[int], tuple[tuple[Column, ...], EarlierBlocks]] = {}
+            following: dict[frozenset[int], tuple[tuple[PricedPlan, ...], EarlierBlocks]] = {}
             for read, (columns, earlier) in reached.items():
                 for reads, pool in pools[block.kind].items():
                     fitting = (pair for pair in pool if earlier.block_peak(self.profile, index, pair[1]) <= budget)
@@ -139,9 +141,9 @@ VARIATIONS = 1200
 """Changes after which no round begins, each 0.3 to 1 ms: what GPT-2 takes. T5's would go on for a minute, for 2 %."""
 
 
-def descent(
-    oracle: PeakOracle, models: Sequence[KindModel], frontiers: Sequence[Sequence[Column]], start: list[Column]
-) -> list[list[Column]]:
+def local_search(
+    oracle: PeakOracle, models: Sequence[KindModel], frontiers: Sequence[Sequence[PricedPlan]], start: list[PricedPlan]
+) -> list[list[PricedPlan]]:
     """Policies of falling peak, from `start` on, which has the least that frontier plans reach; they depend on no
     budget."""
     pools = [_undominated(oracle, kind, frontier) for kind, frontier in enumerate(frontiers)]
@@ -163,30 +165,30 @@ def descent(
 
 
 def _to_vary(
-    oracle: PeakOracle, kind: int, policy: Sequence[Column], pool: Sequence[Column], varied: set[Column]
-) -> list[Column]:
+    oracle: PeakOracle, kind: int, policy: Sequence[PricedPlan], pool: Sequence[PricedPlan], varied: set[PricedPlan]
+) -> list[PricedPlan]:
     """Plans of a kind that were not varied yet: what the policy has, then those with the smallest working sets."""
     used = set(policy)
     order = sorted(pool, key=lambda column: (column not in used, oracle.outcome(kind, column).working_bytes))
     return [column for column in order if column not in varied][:VARIED]
 
 
-def _changed(model: KindModel, column: Column) -> Iterator[Column]:
+def _changed(model: KindModel, column: PricedPlan) -> Iterator[PricedPlan]:
     """The plans that differ from `column` in one activation."""
     choices = dict(column.plan.choices)
     for value, menu in model.menus.items():
-        can_go = model.kind.values[value].saved and model.remake(value) is not None
+        can_go = model.kind.values[value].saved and model.recompute(value) is not None
         for choice in [*(store.choice for store in menu), *([RECOMPUTE] if can_go else [])]:
             if choice != choices[value]:
                 yield price(model, {**choices, value: choice})
 
 
-def _undominated(oracle: PeakOracle, kind: int, columns: Sequence[Column]) -> list[Column]:
+def _undominated(oracle: PeakOracle, kind: int, columns: Sequence[PricedPlan]) -> list[PricedPlan]:
     """Those that no other needs less memory than at every moment that counts."""
-    kept: dict[_Needs, Column] = {}
+    kept: dict[_Needs, PricedPlan] = {}
     for column in sorted(columns, key=lambda column: column.ms):
         outcome = oracle.outcome(kind, column)
-        sizes = (outcome.stored_bytes, outcome.held_bytes, outcome.working_bytes, outcome.forward_working_bytes)
+        sizes = (outcome.stored_bytes, outcome.live_bytes, outcome.working_bytes, outcome.forward_working_bytes)
         needs = (sizes, outcome.shared)
         if not any(_is_within(other, needs) for other in kept):
             kept = {other: kept[other] for other in kept if not _is_within(needs, other)} | {needs: column}
@@ -198,7 +200,7 @@ def _is_within(needs: _Needs, others: _Needs) -> bool:
     return shared <= other_shared and all(size <= other for size, other in zip(sizes, other_sizes, strict=True))
 
 
-def least_bound(profile: Profile, frontiers: Sequence[Sequence[Column]]) -> int:
+def least_bound(profile: Profile, frontiers: Sequence[Sequence[PricedPlan]]) -> int:
     """Bytes that no policy's peak is below: what is live in any case, with the least that blocks can store."""
     least = [least_outcome(kind, frontier[-1].nbytes) for kind, frontier in zip(profile.kinds, frontiers, strict=True)]
     return step_peak_bytes(profile, [least[block.kind] for block in profile.blocks])
@@ -212,7 +214,7 @@ def least_outcome(kind: KindProfile, stored_bytes: int) -> BlockOutcome:
         overhead_ms=0.0,
         forward_moments=tuple(event.extra_bytes for event in kind.forward),
         moments=tuple(_handed_bytes(kind)),
-        held_bytes=max(0, stored_bytes - sum(value.nbytes for value in kind.activations if value.cached)),
+        live_bytes=max(0, stored_bytes - sum(value.nbytes for value in kind.activations if value.cached)),
     )
 
 

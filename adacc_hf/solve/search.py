@@ -18,8 +18,8 @@ from adacc_hf.solve.baselines import greedy_policies
 from adacc_hf.solve.budget import Budget, infeasible_peak, infeasible_stored
 from adacc_hf.solve.frontier import MixtureProgram, chain, fixed_bytes, frontiers, least_ms, overhead_ms, stored_bytes
 from adacc_hf.solve.linear_program import SolverLog
-from adacc_hf.solve.milp import Column, KindModel, build_model, retain_all
-from adacc_hf.solve.minimum_peak import PeakOracle, descent, least_bound, least_outcome
+from adacc_hf.solve.milp import KindModel, PricedPlan, build_block_model, retain_all
+from adacc_hf.solve.minimum_peak import PeakOracle, least_bound, least_outcome, local_search
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.config import AdaccConfig
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.step_peak import BlockOutcome
     from adacc_hf.solve.minimum_peak import Outcomes
 
-    Fits = Callable[[list[Column]], bool]
+    Fits = Callable[[list[PricedPlan]], bool]
 
 REFINEMENTS = 4
 """Amounts of stored bytes tried between two policies of the chain, which differ in one block: the same for every budget
@@ -47,11 +47,11 @@ class Kinds:
         self.plain_stored_bytes = profile.plain_stored_bytes
         """What fractions are fractions of, whatever the head."""
         self.log = SolverLog(gap=config.solver_gap, seconds=config.solver_seconds)
-        self.models: list[KindModel] = [build_model(kind, config) for kind in profile.kinds]
+        self.models: list[KindModel] = [build_block_model(kind, config) for kind in profile.kinds]
         self.outcomes: Outcomes = {}
 
     @cached_property
-    def frontiers(self) -> list[list[Column]]:
+    def frontiers(self) -> list[list[PricedPlan]]:
         return frontiers(self.log, self.models)
 
 
@@ -72,17 +72,17 @@ class PolicySearch:
         """Of each kind."""
         self._proven_ms: float | None = None
 
-    def within(self, budget: Budget, rival_ms: float = math.inf) -> list[Column] | None:
+    def within(self, budget: Budget, incumbent_ms: float = math.inf) -> list[PricedPlan] | None:
         """The plan of each block, in the fastest policy found.
 
-        If none is faster than `rival_ms`, any other, or None. Raises InfeasibleBudgetError if nothing fits, unless the
-        rival was enough to give up.
+        If none is faster than `incumbent_ms`, any other, or None. Raises InfeasibleBudgetError if nothing fits, unless
+        the rival was enough to give up.
         """
         find = self._within_peak if budget.of_peak else self._within_stored
-        found = find(budget, rival_ms)
+        found = find(budget, incumbent_ms)
         return min(found, key=self.rank, default=None)
 
-    def _within_stored(self, budget: Budget, rival_ms: float) -> list[list[Column]]:
+    def _within_stored(self, budget: Budget, incumbent_ms: float) -> list[list[PricedPlan]]:
         if self._stored(self.plain) <= budget.nbytes:
             return [self.plain]
         least = self._uniform.least_bytes()
@@ -91,40 +91,40 @@ class PolicySearch:
             raise infeasible_stored(self.profile, self.config, budget, self._stored(least), plain_bytes)
         columns = self.kinds.frontiers
 
-        def fits(policy: list[Column]) -> bool:
+        def fits(policy: list[PricedPlan]) -> bool:
             return self._stored(policy) <= budget.nbytes
 
         found = [least]
         if len(self.models) > 1:
-            found += self._chained(columns, budget, fits, rival_ms)
+            found += self._chained(columns, budget, fits, incumbent_ms)
         else:
             found += itertools.islice(filter(fits, self._chain(columns)), 1)
-            found += self._fastest(self._mixture(columns, 0), budget.nbytes, self._least_rank(found, rival_ms))
+            found += self._fastest(self._mixture(columns, 0), budget.nbytes, self._least_rank(found, incumbent_ms))
         # One plan per kind may be no mixture of the frontiers, and faster where kinds have few blocks.
-        found += self._fastest(self._uniform, budget.nbytes, self._least_rank(found, rival_ms))
+        found += self._fastest(self._uniform, budget.nbytes, self._least_rank(found, incumbent_ms))
         if len(self.plain) == 1 and not self.log.num_unproven:
-            self._proven_ms = (1 - self.log.worst_gap) * self._least_rank(found, rival_ms)
-        found += self._greedy(fits, self._least_rank(found, rival_ms))
+            self._proven_ms = (1 - self.log.worst_gap) * self._least_rank(found, incumbent_ms)
+        found += self._greedy(fits, self._least_rank(found, incumbent_ms))
         return [self.oracle.arranged(policy) for policy in found]
 
-    def _within_peak(self, budget: Budget, rival_ms: float) -> list[list[Column]]:
+    def _within_peak(self, budget: Budget, incumbent_ms: float) -> list[list[PricedPlan]]:
         if self.oracle.peak_bytes(self.plain) <= budget.nbytes:
             return [self.plain]
         columns = self.kinds.frontiers
         fits = self._fits_peak(budget)
-        found = list(self._chained(columns, budget, fits, rival_ms, with_one_plans=True))
+        found = list(self._chained(columns, budget, fits, incumbent_ms, with_one_plans=True))
         if found:
-            found += self._greedy(fits, self._least_rank(found, rival_ms))
-        if self._least_rank(found, rival_ms) <= self.bound_ms(self._reachable(columns)):
+            found += self._greedy(fits, self._least_rank(found, incumbent_ms))
+        if self._least_rank(found, incumbent_ms) <= self.bound_ms(self._reachable(columns)):
             return found
         start = self.oracle.least_peak(columns)
         start_bytes = self.oracle.peak_bytes(start)
         if start_bytes <= budget.nbytes:
-            found = [start, *(found or self._greedy(fits, rival_ms))]
+            found = [start, *(found or self._greedy(fits, incumbent_ms))]
         # Policies below the frontiers' least peak are looked for where one could be the best: at larger budgets too,
         # or more memory could cost time.
-        if self._least_rank(found, rival_ms) > self.bound_ms(Budget(start_bytes, start_bytes, of_peak=True)):
-            trail = descent(self.oracle, self.models, columns, start)
+        if self._least_rank(found, incumbent_ms) > self.bound_ms(Budget(start_bytes, start_bytes, of_peak=True)):
+            trail = local_search(self.oracle, self.models, columns, start)
             found += filter(fits, trail)
             if not found:
                 least = self._least_peak(columns, trail[-1])
@@ -134,7 +134,7 @@ class PolicySearch:
                 found = [least]
         return found
 
-    def _least_peak(self, columns: Sequence[Sequence[Column]], policy: list[Column]) -> list[Column]:
+    def _least_peak(self, columns: Sequence[Sequence[PricedPlan]], policy: list[PricedPlan]) -> list[PricedPlan]:
         """`policy`, or what is found for a budget of one byte less than its peak; and so on."""
         while True:
             nbytes = self.oracle.peak_bytes(policy) - 1
@@ -150,13 +150,13 @@ class PolicySearch:
         """Whether a policy's peak keeps to the budget."""
         limit = self._limit_bytes(budget)
 
-        def fits(policy: list[Column]) -> bool:
+        def fits(policy: list[PricedPlan]) -> bool:
             # The sum first, which takes no simulation of plans that are far too large.
             return sum(c.nbytes for c in policy) <= limit and self.oracle.peak_bytes(policy) <= budget.nbytes
 
         return fits
 
-    def _reachable(self, columns: Sequence[Sequence[Column]]) -> Budget:
+    def _reachable(self, columns: Sequence[Sequence[PricedPlan]]) -> Budget:
         """A budget that some policy made of frontier plans keeps to; quick to find, and not the least."""
         ends = ([frontier[max(-back, -len(frontier))] for frontier in columns] for back in range(1, ENDS + 1))
         policies = ([end[block.kind] for block in self.profile.blocks] for end in ends)
@@ -198,22 +198,22 @@ class PolicySearch:
         # In the head what blocks store is live; in its forward also casts of parameters, stored or not.
         kinds = [self.profile.kind_of(block) for block in self.profile.blocks]
         cached = sum(value.nbytes for kind in kinds for value in kind.activations if value.cached)
-        return budget.nbytes - max(EarlierBlocks(held_bytes=-cached).head_peaks(self.profile))
+        return budget.nbytes - max(EarlierBlocks(live_bytes=-cached).head_peaks(self.profile))
 
-    def _greedy(self, fits: Fits, rival_ms: float) -> list[list[Column]]:
-        """The first policy of the greedy rule that fits, if one does that is faster than `rival_ms`."""
+    def _greedy(self, fits: Fits, incumbent_ms: float) -> list[list[PricedPlan]]:
+        """The first policy of the greedy rule that fits, if one does that is faster than `incumbent_ms`."""
         policies = greedy_policies(self.profile, self.models)
-        faster = itertools.takewhile(lambda policy: self.rank(policy)[0] < rival_ms, policies)
+        faster = itertools.takewhile(lambda policy: self.rank(policy)[0] < incumbent_ms, policies)
         return list(itertools.islice(filter(fits, faster), 1))
 
     def _chained(
         self,
-        columns: Sequence[Sequence[Column]],
+        columns: Sequence[Sequence[PricedPlan]],
         budget: Budget,
         fits: Fits,
-        rival_ms: float,
+        incumbent_ms: float,
         with_one_plans: bool = False,
-    ) -> list[list[Column]]:
+    ) -> list[list[PricedPlan]]:
         """The fastest policy of the chain that fits, and what fits of the policies between it and the one before; of
         those with one plan per kind too, if asked for, and these alone if nothing of the chain fits."""
         before = self.plain
@@ -221,26 +221,26 @@ class PolicySearch:
             if fits(policy):
                 found = [policy]
                 if policy != before:
-                    found += self._between(columns, policy, before, budget, fits, rival_ms)
+                    found += self._between(columns, policy, before, budget, fits, incumbent_ms)
                     if with_one_plans:
-                        found += self._one_plans(policy, before, budget, fits, self._least_rank(found, rival_ms))
+                        found += self._one_plans(policy, before, budget, fits, self._least_rank(found, incumbent_ms))
                 return found
             before = policy
         # The last of the chain stores least, and whatever its peak, one plan per kind may have a lower one.
-        return list(self._one_plans(before, before, budget, fits, rival_ms)) if with_one_plans else []
+        return list(self._one_plans(before, before, budget, fits, incumbent_ms)) if with_one_plans else []
 
-    def _chain(self, columns: Sequence[Sequence[Column]]) -> Iterator[list[Column]]:
+    def _chain(self, columns: Sequence[Sequence[PricedPlan]]) -> Iterator[list[PricedPlan]]:
         return chain([block.kind for block in self.profile.blocks], columns)
 
     def _between(
         self,
-        columns: Sequence[Sequence[Column]],
-        low: list[Column],
-        high: list[Column],
+        columns: Sequence[Sequence[PricedPlan]],
+        low: list[PricedPlan],
+        high: list[PricedPlan],
         budget: Budget,
         fits: Fits,
-        rival_ms: float,
-    ) -> list[list[Column]]:
+        incumbent_ms: float,
+    ) -> list[list[PricedPlan]]:
         """The fastest that fits of policies that store more than `low` and less than `high`, which differ in one block.
 
         Only blocks of that block's kind change: more kinds to choose from take longer than they gain. The largest are
@@ -251,7 +251,7 @@ class PolicySearch:
         low_bytes, high_bytes = self._stored(low), self._stored(high)
         steps = [low_bytes + (high_bytes - low_bytes) * step // (REFINEMENTS + 1) for step in range(1, REFINEMENTS + 1)]
         low_ms = self.rank(low)[0]
-        caps = self._worth_trying(steps, budget, min(rival_ms, low_ms))
+        caps = self._worth_trying(steps, budget, min(incumbent_ms, low_ms))
         if not caps:
             return []
         program = self._mixture(self._near(columns, kind, high), kind)
@@ -259,11 +259,11 @@ class PolicySearch:
         return list(itertools.islice(filter(fits, map(self.oracle.arranged, policies)), 1))
 
     def _one_plans(
-        self, low: list[Column], high: list[Column], budget: Budget, fits: Fits, rival_ms: float
-    ) -> Iterator[list[Column]]:
+        self, low: list[PricedPlan], high: list[PricedPlan], budget: Budget, fits: Fits, incumbent_ms: float
+    ) -> Iterator[list[PricedPlan]]:
         """What fits of the fastest policies with one plan per kind, of any shape, for what they store: every percent of
         plain training's bytes from `low` to `high`, and beyond until some in a row do not fit. Where none can be
-        faster than `rival_ms`, none is looked for.
+        faster than `incumbent_ms`, none is looked for.
 
         Where kinds have few blocks, they may be faster than mixtures, or need less while a block's backward runs.
         """
@@ -271,19 +271,19 @@ class PolicySearch:
         first, last = -(-100 * self._stored(low) // whole), 100 * self._stored(high) // whole
         percents = {whole * percent // 100: percent for percent in range(first, 101)}
         missed: set[tuple[float, int]] = set()
-        for cap in self._worth_trying(list(percents), budget, rival_ms):
-            for policy in map(self.oracle.arranged, self._fastest(self._uniform, cap, rival_ms)):
+        for cap in self._worth_trying(list(percents), budget, incumbent_ms):
+            for policy in map(self.oracle.arranged, self._fastest(self._uniform, cap, incumbent_ms)):
                 if fits(policy):
                     missed.clear()
-                    rival_ms = self.rank(policy)[0]
+                    incumbent_ms = self.rank(policy)[0]
                     yield policy
                 elif percents[cap] > last:
                     missed.add(self.rank(policy))  # the same policy may be the fastest of many amounts
             if len(missed) == MISSES:
                 return
 
-    def _worth_trying(self, caps: Sequence[int], budget: Budget, rival_ms: float) -> list[int]:
-        """Of rising amounts of stored bytes those whose fastest policies could fit and be faster than `rival_ms`.
+    def _worth_trying(self, caps: Sequence[int], budget: Budget, incumbent_ms: float) -> list[int]:
+        """Of rising amounts of stored bytes those whose fastest policies could fit and be faster than `incumbent_ms`.
 
         The fastest of an amount above the budget's limit either does not fit or is that of the first one above it.
         """
@@ -291,17 +291,20 @@ class PolicySearch:
         read = sum(shared.nbytes for shared in self.profile.shared if not shared.saved)
         limit = self._limit_bytes(budget)
         num_within = sum(cap - outside - read < limit for cap in caps)
-        return [cap for cap in caps[: num_within + 1] if self._least_ms(min(limit, cap - outside)) < rival_ms]
+        return [cap for cap in caps[: num_within + 1] if self._least_ms(min(limit, cap - outside)) < incumbent_ms]
 
-    def _fastest(self, program: MixtureProgram, cap_bytes: int, rival_ms: float) -> list[list[Column]]:
-        """The fastest policy of `program` for what it stores, if it is no slower than `rival_ms` and one was found."""
-        policy = program.least_ms(cap_bytes, rival_ms - self.profile.head_overhead_ms)
+    def _fastest(self, program: MixtureProgram, cap_bytes: int, incumbent_ms: float) -> list[list[PricedPlan]]:
+        """The fastest policy of `program` for what it stores, if it is no slower than `incumbent_ms` and one was
+        found."""
+        policy = program.least_ms(cap_bytes, incumbent_ms - self.profile.head_overhead_ms)
         return [] if policy is None else [policy]
 
-    def _near(self, columns: Sequence[Sequence[Column]], kind: int, policy: Sequence[Column]) -> list[list[Column]]:
+    def _near(
+        self, columns: Sequence[Sequence[PricedPlan]], kind: int, policy: Sequence[PricedPlan]
+    ) -> list[list[PricedPlan]]:
         """Of the frontier of `kind` the columns of `policy` and their neighbours, the others being far from worth their
         price; of the other frontiers the columns of `policy` alone."""
-        used: list[set[Column]] = [set() for _ in columns]
+        used: list[set[PricedPlan]] = [set() for _ in columns]
         for block, column in zip(self.profile.blocks, policy, strict=True):
             used[block.kind].add(column)
         reach = [int(k == kind) for k in range(len(columns))]
@@ -310,7 +313,7 @@ class PolicySearch:
             for k, frontier in enumerate(columns)
         ]
 
-    def _mixture(self, columns: Sequence[Sequence[Column]], kind: int) -> MixtureProgram:
+    def _mixture(self, columns: Sequence[Sequence[PricedPlan]], kind: int) -> MixtureProgram:
         """Plans of the frontiers for all blocks but one of `kind`, which may have any."""
         num_free = [int(k == kind) for k in range(len(self.models))]
         return MixtureProgram(self.profile, self.models, columns, num_free, self.log)
@@ -320,13 +323,13 @@ class PolicySearch:
         """One plan of any shape for all blocks of a kind."""
         return MixtureProgram(self.profile, self.models, [[]] * len(self.models), self.num_blocks, self.log)
 
-    def _stored(self, policy: Sequence[Column]) -> int:
+    def _stored(self, policy: Sequence[PricedPlan]) -> int:
         return stored_bytes(self.profile, policy)
 
-    def rank(self, policy: Sequence[Column]) -> tuple[float, int]:
+    def rank(self, policy: Sequence[PricedPlan]) -> tuple[float, int]:
         """What decides between policies that fit: the time they cost, then what they store."""
         return (overhead_ms(policy) + self.profile.head_overhead_ms, self._stored(policy))
 
-    def _least_rank(self, policies: Sequence[Sequence[Column]], rival_ms: float = math.inf) -> float:
-        """The least time of any of `policies`, or `rival_ms`."""
-        return min([rival_ms, *(self.rank(policy)[0] for policy in policies)])
+    def _least_rank(self, policies: Sequence[Sequence[PricedPlan]], incumbent_ms: float = math.inf) -> float:
+        """The least time of any of `policies`, or `incumbent_ms`."""
+        return min([incumbent_ms, *(self.rank(policy)[0] for policy in policies)])

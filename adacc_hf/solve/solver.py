@@ -19,7 +19,7 @@ from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.solve.budget import Budget
-from adacc_hf.solve.milp import Column
+from adacc_hf.solve.milp import PricedPlan
 from adacc_hf.solve.search import Kinds, PolicySearch
 
 if TYPE_CHECKING:
@@ -70,16 +70,16 @@ def _searches(profile: Profile, config: AdaccConfig) -> list[PolicySearch]:
     return [PolicySearch(profile.with_head(name), config, kinds) for name in heads]
 
 
-def _fastest(searches: Sequence[PolicySearch], budget: Budget) -> tuple[PolicySearch, list[Column]]:
+def _fastest(searches: Sequence[PolicySearch], budget: Budget) -> tuple[PolicySearch, list[PricedPlan]]:
     """The fastest policy within the budget, with the search that found it. Raises InfeasibleBudgetError."""
-    found: list[tuple[PolicySearch, list[Column]]] = []
+    found: list[tuple[PolicySearch, list[PricedPlan]]] = []
     errors: list[InfeasibleBudgetError] = []
     for search in searches:
-        rival_ms = min((other.rank(columns)[0] for other, columns in found), default=math.inf)
-        if found and search.bound_ms(budget) >= rival_ms:
+        incumbent_ms = min((other.rank(columns)[0] for other, columns in found), default=math.inf)
+        if found and search.bound_ms(budget) >= incumbent_ms:
             continue
         try:
-            columns = search.within(budget, rival_ms)
+            columns = search.within(budget, incumbent_ms)
         except InfeasibleBudgetError as error:
             errors.append(error)
             continue

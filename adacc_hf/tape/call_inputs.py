@@ -272,7 +272,7 @@ _METHODS = ("tolist", "numpy")
 """Ways into Python that run no operator, so that no dispatch mode sees them."""
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
-Note = Callable[[torch.Tensor, str], None]
+NoteRead = Callable[[torch.Tensor, str], None]
 Path = tuple[Any, ...]
 Data = bytes | tuple[int, ...]
 """Of a tensor: its elements, one by one where they are few whole numbers."""
@@ -308,12 +308,12 @@ class _Watch:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._notes: dict[int, list[Note]] = {}
+        self._notes: dict[int, list[NoteRead]] = {}
         """By thread; the innermost comes last. Dynamo, when it is first used, keeps the methods that it finds: outside
         they must find nothing here."""
         self._before: dict[str, Any] = {}
 
-    def begin(self, note: Note) -> None:
+    def begin(self, note: NoteRead) -> None:
         with self._lock:
             if not self._notes:
                 self._before = {method: torch.Tensor.__dict__.get(method) for method in _METHODS}
@@ -351,7 +351,7 @@ _WATCH = _Watch()
 
 
 @contextmanager
-def watched(note: Note) -> Iterator[None]:
+def watched(note: NoteRead) -> Iterator[None]:
     """While open, `note(tensor, method)` is called where this thread turns a tensor into lists or arrays."""
     _WATCH.begin(note)
     try:

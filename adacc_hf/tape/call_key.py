@@ -25,7 +25,7 @@ MAX_SHAPES = 512
 objects, and to record a shape anew takes as long as some ten steps: texts have hundreds of lengths."""
 
 
-class Key(NamedTuple):
+class CallKey(NamedTuple):
     """What the operators of a call depend on, as far as it is known."""
 
     shape: Hashable
@@ -52,11 +52,11 @@ class KnownShape:
 class Follower(Protocol):
     """What keeps something of its own for each shape, as a plan does."""
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: CallKey) -> None:
         """Let go of what is kept for `key`, if anything is."""
 
 
-class KnownShapes(OrderedDict[Key, KnownShape]):
+class KnownShapes(OrderedDict[CallKey, KnownShape]):
     """What a block's calls have shown, the latest last. All plans of a block share it, and forget what it forgets."""
 
     def __init__(self, watches_state: bool = True) -> None:
@@ -67,7 +67,7 @@ class KnownShapes(OrderedDict[Key, KnownShape]):
         self._reads: tuple[tuple[Any, ...], ...] = ()
         """Where the arguments are that any tape's Python reads."""
         self._paths: StatePaths | None = None
-        self._strange: OrderedDict[Key, None] = OrderedDict()
+        self._unseen: OrderedDict[CallKey, None] = OrderedDict()
         """Calls of known shapes that were given other data, once each."""
         self.followers: WeakSet[Follower] = WeakSet()
         self.was_compared = False
@@ -75,31 +75,31 @@ class KnownShapes(OrderedDict[Key, KnownShape]):
         self.of_families: WeakKeyDictionary[TapeFamily, KnownShape] = WeakKeyDictionary()
         """What calls at all sizes of a family have shown."""
 
-    def key(self, block: nn.Module, args: Args, kwargs: Kwargs) -> Key:
+    def key(self, block: nn.Module, args: Args, kwargs: Kwargs) -> CallKey:
         """The key of a call that is about to run; to be asked once per call."""
         if self._paths is None or not self._paths.are_current():
             self._paths = StatePaths(block)
             if self.state is not None:
                 self.state.look_again()
         data = tuple(data_at(path, args, kwargs) for path in self._reads)
-        return Key(call_key(self._paths, args, kwargs), data, self._state_of(block))
+        return CallKey(call_key(self._paths, args, kwargs), data, self._state_of(block))
 
-    def is_strange(self, key: Key) -> bool:
+    def is_unseen(self, key: CallKey) -> bool:
         """Whether a call comes at a known shape with data that was never seen there.
 
         Recording takes memory, which is set aside where a shape is new, and time, which pays if the data comes again.
         """
         known_data = {known.data for known in self if known.shape == key.shape}
-        if not known_data or key.data in known_data or key in self._strange:
+        if not known_data or key.data in known_data or key in self._unseen:
             return False
         self.acquaint(key)
         return True
 
-    def acquaint(self, key: Key) -> None:
-        """Take a call of `key` for no strange one from now on."""
-        note_latest(self._strange, key, None, MAX_SHAPES)
+    def acquaint(self, key: CallKey) -> None:
+        """Take a call of `key` for no unseen one from now on."""
+        note_latest(self._unseen, key, None, MAX_SHAPES)
 
-    def add(self, key: Key, known: KnownShape) -> Key:
+    def add(self, key: CallKey, known: KnownShape) -> CallKey:
         """Note what a call showed; returns its key, which has the data that its tape is the first to read."""
         reads = known.tape.reads
         new = [path for path in reads if path not in self._reads]
@@ -117,7 +117,7 @@ class KnownShapes(OrderedDict[Key, KnownShape]):
         """What calls of this block at all sizes of `family` have shown; some were recorded, before there was one."""
         return self.of_families.setdefault(family, KnownShape(family.base, num_calls=2))
 
-    def _forget(self, keys: list[Key]) -> None:
+    def _forget(self, keys: list[CallKey]) -> None:
         for key in keys:
             del self[key]
             for follower in self.followers:
@@ -144,7 +144,7 @@ FIRST_STATE = 0
 INERT_AFTER = 3
 """Changes after which a value is looked at no more, if the block ran the same operators after each: a counter, say. A
 scale that moves step by step has changed operators by then."""
-SHORT = 16
+SHORT_TEXT = 16
 """Calls in a state below which it was too short to be worth a tape: to record and verify takes as long as some ten."""
 RESTLESS_AFTER = 4
 """Such states, one after the other, after which the block is left to torch's checkpoint, which needs no tape."""
@@ -178,20 +178,20 @@ class PythonState:
         """Which values made the last state another one than that before."""
 
     @property
-    def is_restless(self) -> bool:
+    def is_unstable(self) -> bool:
         """Whether one short state came after the other; what the block holds is looked at no more, then."""
         return self._num_short >= RESTLESS_AFTER
 
     def number(self) -> int:
         """The number of the state that the block is in, to be asked once per call."""
         self._num_calls += 1
-        if not self.is_restless and not self._seen.is_unchanged():
+        if not self.is_unstable and not self._seen.is_unchanged():
             self._enter()
         return self._number
 
     def look_again(self) -> None:
         """Take in modules that were put in the place of others."""
-        if not self.is_restless:
+        if not self.is_unstable:
             self._enter()
 
     def learn(self, same_operators: bool) -> None:
@@ -216,7 +216,7 @@ class PythonState:
         self.changed = tuple(path for path in before | self._content if before.get(path) != self._content.get(path))
         digest = _digest(self._content)
         if digest not in self._numbers:
-            self._is_new, self._follows_short_one = True, self._num_calls < SHORT
+            self._is_new, self._follows_short_one = True, self._num_calls < SHORT_TEXT
             self._num_calls = 0
         self._number = self._number_of(digest)
 

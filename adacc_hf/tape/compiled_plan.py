@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from adacc_hf.artifacts.index_values import decided, is_index, is_statistic, made_from
+from adacc_hf.artifacts.index_values import index_values, is_index, is_statistic, made_from
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice
 from adacc_hf.kernels.codecs import MASK, Codec, codecs_suiting, get_codec
 from adacc_hf.tape.call_inputs import PLACES, find_external
-from adacc_hf.tape.replay import Environment, Program, Store, closure, schedule, single_program
+from adacc_hf.tape.replay import Environment, ReplayProgram, StorageMap, closure, schedule, single_program
 from adacc_hf.tape.tape import Source, Tape, TapeOperator, TensorRef, geometry_of
 from adacc_hf.tape.verification import merged, substituted
 from adacc_hf.torch_glue.private import storage_key
@@ -47,7 +47,7 @@ class Slot:
         self.in_cell = in_cell
         """Whether the first slot of this value fills its cell."""
         self.needs = needs
-        """Stored values that remaking the slot reads; None: autograd gets back the very tensor."""
+        """Stored values that recomputing the slot reads; None: autograd gets back the very tensor."""
         self.position = {value: index for index, value in enumerate(needs or ())}
         self.checks_offset = block_made
         """Whether the offset in the storage is part of the tape; an argument may be a slice of anything."""
@@ -78,9 +78,9 @@ class Schedule:
 
     __slots__ = ("order", "programs")
 
-    def __init__(self, tape: Tape, store: Store, order: tuple[int, ...], given_back: frozenset[int]) -> None:
+    def __init__(self, tape: Tape, store: StorageMap, order: tuple[int, ...], given_back: frozenset[int]) -> None:
         self.order = order
-        self.programs: list[Program] = schedule(tape, store, order, given_back)
+        self.programs: list[ReplayProgram] = schedule(tape, store, order, given_back)
 
     def resized(self, operators: Callable[[int], TapeOperator], tape: Tape) -> Schedule:
         """The same programs on `tape`, whose operators differ in numbers alone."""
@@ -172,17 +172,17 @@ class CompiledPlan:
                 return source
         return None
 
-    def program_out_of_order(self, slot: int, environment: Environment) -> Program:
+    def program_out_of_order(self, slot: int, environment: Environment) -> ReplayProgram:
         made = {value for value, tensor in enumerate(environment) if tensor is not None}
         return single_program(self._with_equals, self.store, slot, made)
 
     def _roots_of(self, value: int) -> tuple[int, ...]:
-        """Stored values that remaking `value` from scratch reads."""
+        """Stored values that recomputing `value` from scratch reads."""
         _, leaves = closure(self._with_equals, value, self.store.__contains__)
         return tuple(leaf for leaf in leaves if leaf in self.store.retained or leaf in self.store.compressed)
 
     def _read_by_replay(self) -> set[int]:
-        """Values that operators read when anything that is not at hand is remade, parameters and the like aside."""
+        """Values that operators read when anything that is not at hand is recomputed, parameters and the like aside."""
         runs = [closure(self._with_equals, value, self.store.__contains__)[0] for value in self.needs]
         read = {value for run in runs for number in run for value in self._with_equals.operators[number].inputs()}
         return {value for value in read if not self.tape.is_held_elsewhere(value)}
@@ -201,12 +201,12 @@ class CompiledPlan:
         return [(value, self.tape.values[value].source) for value in early]
 
 
-def _store(tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> Store:
+def _store(tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> StorageMap:
     state = {value.index for value in tape.values if tape.is_module_state(value.index)}
     compressed = {value for value, choice in choices.items() if choice.action is Action.COMPRESS}
     retained = {value for value, choice in choices.items() if choice.action is Action.RETAIN}
     retained = {value for value in retained if not tape.values[value].overwritten}
-    return Store(frozenset(state | shared), frozenset(retained), frozenset(compressed))
+    return StorageMap(frozenset(state | shared), frozenset(retained), frozenset(compressed))
 
 
 def _taken_from_equals(tape: Tape, choices: dict[int, Choice]) -> dict[int, int]:
@@ -259,7 +259,7 @@ def choices_by_value(
 def unfit(choices: Mapping[int, Choice], tape: Tape) -> list[int]:
     """Values whose choice cannot be carried out on `tape`, or would make what no replay may (`index_values.py`)."""
     coded = {v for v, c in choices.items() if c.action is Action.COMPRESS and not _codec(c).lossless}
-    kept = decided(
+    kept = index_values(
         ((operator.inputs(), operator.made()) for operator in tape.operators),
         lambda value: is_index(str(tape.values[value].ref.dtype).removeprefix("torch.")),
         coded,

@@ -26,7 +26,7 @@ from adacc_hf.tape.tape import Geometry, Tape, TapeOperator, TapeValue, TensorRe
 from adacc_hf.tape.verification import obtainable
 from adacc_hf.torch_glue.private import attention_name, op_name
 
-ENOUGH = 3
+ENOUGH_RECORDS = 3
 """Records that a family is made of: two sizes tell what a number is a multiple of, the third one checks it."""
 MOST_RECORDS = 8
 """Records that expressions are looked for in. Numbers that follow no rule in so many follow none: a length that is
@@ -87,7 +87,7 @@ def _without_numbers(tree: Any, numbers: list[int], alignment: int) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RecordedCall:
     """One recorded call."""
 
     sizes: CallSizes
@@ -97,7 +97,7 @@ class Record:
 class TapeFamily:
     """The tapes of a block's calls at all sizes. Make one with `TapeFamily.of`."""
 
-    def __init__(self, records: Sequence[Record], expressions: _Expressions, template: _Template) -> None:
+    def __init__(self, records: Sequence[RecordedCall], expressions: _Expressions, template: _Template) -> None:
         self._expressions, self._template = expressions, template
         self._sized: OrderedDict[tuple[int, ...], Tape] = OrderedDict()
         tapes = [record.tape for record in records]
@@ -116,7 +116,7 @@ class TapeFamily:
         self._to_compare: Tape | None = None
 
     @classmethod
-    def of(cls, records: Sequence[Record]) -> TapeFamily | None:
+    def of(cls, records: Sequence[RecordedCall]) -> TapeFamily | None:
         """The family of calls that all ran the same operators; None if their numbers follow no rule."""
         tapes = [record.tape for record in records]
         calls = [record.sizes.dimensions for record in records]
@@ -190,7 +190,7 @@ class TapeFamily:
         return is_due
 
 
-def outline_of(tape: Tape) -> str:
+def tape_outline(tape: Tape) -> str:
     """What tapes of one family have in common: everything but whole numbers."""
     return _Columns(tape).outline
 
@@ -412,20 +412,20 @@ class SeenSizes:
         """A tape that must not be used, where all sizes so far had such."""
         self._num_untrusted = 0
 
-    def add(self, record: Record, make: Callable[[Sequence[Record]], TapeFamily | None]) -> None:
+    def add(self, record: RecordedCall, make: Callable[[Sequence[RecordedCall]], TapeFamily | None]) -> None:
         """Note a recorded call; `make` is asked for the family of some that ran the same operators."""
         if record.tape.untrusted is not None:
             self._num_untrusted += 1
-            self.untrusted = record.tape if self._num_untrusted >= ENOUGH - 1 and not self._groups else None
+            self.untrusted = record.tape if self._num_untrusted >= ENOUGH_RECORDS - 1 and not self._groups else None
             return
         self.untrusted = None
-        outline = outline_of(record.tape)
+        outline = tape_outline(record.tape)
         if outline in self._groups or len(self._groups) < MOST_GROUPS:
             self._groups.setdefault(outline, _Group()).add(record, make)
         else:
             self._groups.setdefault(_REST, _Group(is_given_up=True)).add(record, make)
 
-    def take(self, other: SeenSizes, make: Callable[[Sequence[Record]], TapeFamily | None]) -> None:
+    def take(self, other: SeenSizes, make: Callable[[Sequence[RecordedCall]], TapeFamily | None]) -> None:
         """Know what `other` has recorded."""
         for group in other._groups.values():
             for record in group.records:
@@ -463,12 +463,12 @@ class _Group:
 
     def __init__(self, is_given_up: bool = False) -> None:
         self.family: TapeFamily | None = None
-        self.records: list[Record] = []
+        self.records: list[RecordedCall] = []
         self._least: tuple[int, ...] = ()
         self._most: tuple[int, ...] = ()
         self._is_given_up = is_given_up
 
-    def add(self, record: Record, make: Callable[[Sequence[Record]], TapeFamily | None]) -> None:
+    def add(self, record: RecordedCall, make: Callable[[Sequence[RecordedCall]], TapeFamily | None]) -> None:
         sizes = record.sizes.dimensions
         if any(known.sizes.dimensions == sizes for known in self.records):
             return
@@ -476,7 +476,7 @@ class _Group:
         if self._is_given_up or self._has_foreseen(record):
             return
         self.records.append(record)
-        self._follow(make(self.records) if len(self.records) >= ENOUGH else None)
+        self._follow(make(self.records) if len(self.records) >= ENOUGH_RECORDS else None)
         if self.family is None and len(self.records) >= MOST_RECORDS:
             self.give_up()
 
@@ -488,7 +488,7 @@ class _Group:
         self._least = tuple(map(min, self._least or sizes.dimensions, sizes.dimensions))
         self._most = tuple(map(max, self._most or sizes.dimensions, sizes.dimensions))
 
-    def _has_foreseen(self, record: Record) -> bool:
+    def _has_foreseen(self, record: RecordedCall) -> bool:
         family = self.family
         return family is not None and family.is_in_force and family.agrees(record.tape, record.sizes)
 
@@ -518,11 +518,11 @@ def _kept(equal: dict[int, int], recomputable: frozenset[int]) -> dict[int, int]
     return {v: other for v, other in equal.items() if v in recomputable and other in recomputable}
 
 
-def _flat(records: Sequence[Record]) -> Iterator[Hashable]:
+def _flat(records: Sequence[RecordedCall]) -> Iterator[Hashable]:
     for record in records:
         yield record.tape.digest, record.sizes
 
 
-def identity_of(records: Sequence[Record]) -> Hashable:
+def identity_of(records: Sequence[RecordedCall]) -> Hashable:
     """What makes two blocks share a family: the same tapes at the same sizes."""
     return tuple(_flat(records))

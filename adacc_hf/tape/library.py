@@ -16,7 +16,7 @@ from adacc_hf.artifacts.files import note_latest
 from adacc_hf.artifacts.policy import Choice
 from adacc_hf.artifacts.profile import KindProfile, unpack_order
 from adacc_hf.tape.compiled_plan import CompiledPlan
-from adacc_hf.tape.family import CallSizes, Record, SeenSizes, TapeFamily, identity_of, without_values
+from adacc_hf.tape.family import CallSizes, RecordedCall, SeenSizes, TapeFamily, identity_of, without_values
 from adacc_hf.tape.recorder import Recorder
 from adacc_hf.tape.tape import Tape
 from adacc_hf.tape.verification import equal_values, verify
@@ -49,7 +49,7 @@ class TapeLibrary:
         self._families: WeakValueDictionary[Hashable, TapeFamily] = WeakValueDictionary()
         """By the records that they are made of."""
         self._refused: dict[str, set[int]] = {}
-        """By structure, values that replay did not remake at some size."""
+        """By structure, values that replay did not recompute at some size."""
         self._alignment = 1
         self._orders: dict[str, tuple[int, ...]] = {}
         """In which order backward asks for saved tensors, by structure: sizes do not change it."""
@@ -94,7 +94,7 @@ class TapeLibrary:
         if all(isinstance(data, tuple) for data in tape.reads.values()):  # of other data no rule is known
             shape, data, state = given
             sizes = CallSizes.of((shape, data or tuple(tape.reads.values()), state), self._alignment)
-            self._seen_sizes(block, sizes).add(Record(sizes, tape), self._family)
+            self._seen_sizes(block, sizes).add(RecordedCall(sizes, tape), self._family)
 
     def family_at(self, given: Hashable, block: str) -> tuple[TapeFamily, CallSizes] | None:
         """The family that serves a call of `block` that is given that, at a size that may be new; and the sizes."""
@@ -122,10 +122,11 @@ class TapeLibrary:
         return self._seen_sizes(block, CallSizes.of(given, self._alignment)).untrusted
 
     def refuse(self, family: TapeFamily, values: Collection[int], block: str) -> None:
-        """Replay did not remake `values` at a new size: retain them at all sizes."""
+        """Replay did not recompute `values` at a new size: retain them at all sizes."""
         names = ", ".join(family.base.values[value].name for value in sorted(values))
         log.warning(
-            "Adacc: at a new size replay did not remake %s of block %s bit for bit: retained from now on, at all sizes",
+            "Adacc: at a new size replay did not recompute %s of block %s bit for bit: retained from now on, at all "
+            "sizes",
             names,
             block,
         )
@@ -152,7 +153,7 @@ class TapeLibrary:
         note_latest(outlines, sizes.outline, seen, MOST_OUTLINES)
         return seen
 
-    def _family(self, records: Sequence[Record]) -> TapeFamily | None:
+    def _family(self, records: Sequence[RecordedCall]) -> TapeFamily | None:
         """The family of `records`, one for all blocks that recorded the same."""
         key = identity_of(records)
         family = self._families.get(key)
@@ -228,7 +229,7 @@ class TapeLibrary:
             _instead(tape),
         )
 
-    def warn_restless(self, name: str, tape: Tape, changed: tuple[str, ...]) -> None:
+    def warn_unstable(self, name: str, tape: Tape, changed: tuple[str, ...]) -> None:
         """Say once per kind that what the block's modules hold changes again and again."""
         self._warn_once(
             tape,

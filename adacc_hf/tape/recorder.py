@@ -62,11 +62,11 @@ class Recorder(TorchDispatchMode):
         block: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        drawing: type[Drawing] | None = None,
+        rng_use: type[RngUse] | None = None,
     ) -> None:
         super().__init__()
         self.block = block
-        self.drawing = drawing or Drawing
+        self.rng_use = rng_use or RngUse
         self.values: list[TapeValue] = []
         self.bases: list[torch.Tensor | None] = []
         """The base tensor of each value, detached, as far as they are kept."""
@@ -186,13 +186,13 @@ class Recorder(TorchDispatchMode):
         if func.namespace in COLLECTIVES:  # the rest are groups of ranks, which no digest can tell apart
             recorded_args, recorded_kwargs = tuple(tensor_refs((recorded_args, recorded_kwargs))), {}
         self._before_it_runs(func, recorded_args, recorded_kwargs)
-        drawing = self.drawing(func, args, kwargs)
+        rng_use = self.rng_use(func, args, kwargs)
         self._in_operator = True
         try:
             result = func(*args, **kwargs)
         finally:
             self._in_operator = False
-        drew = drawing.happened()
+        drew = rng_use.happened()
         self._check_trust(func, args)
         if all(has_storage(leaf) for leaf in given if isinstance(leaf, torch.Tensor)):
             written = written_tensors(func, args, kwargs)
@@ -412,7 +412,7 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 # Which operators draw random numbers (rule R5).
 
 
-class Drawing:
+class RngUse:
     """Finds out whether one operator draws random numbers, by the state of the generator before and after.
 
     The tag alone says too much: fused attention carries it, and draws only with dropout. Operators from outside torch

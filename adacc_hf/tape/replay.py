@@ -38,7 +38,7 @@ def share_elements(left: TensorRef, right: TensorRef) -> bool:
     return bool(taken.as_strided(*right.geometry).any())
 
 
-class Step:
+class ReplayStep:
     """One operator of the tape, prepared to run on an environment."""
 
     __slots__ = (
@@ -67,7 +67,7 @@ class Step:
         """Values nobody needs once this operator has run."""
         self._prepare(operator, tape)
 
-    def resized(self, operator: TapeOperator, tape: Tape) -> Step:
+    def resized(self, operator: TapeOperator, tape: Tape) -> ReplayStep:
         """The same step on `tape`, whose `operator` differs from this one's in numbers alone."""
         step = copy(self)
         step._prepare(operator, tape)
@@ -127,7 +127,7 @@ def _holds_tensor(tree: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class StorageMap:
     """Where each value is found without replay."""
 
     persistent: frozenset[int]
@@ -142,12 +142,12 @@ class Store:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class ReplayProgram:
     """What one unpack runs: steps, then values to fetch from the store, then values to let go."""
 
     loads: tuple[int, ...]
     """Values that the slot itself takes from the store; steps have their own."""
-    steps: tuple[Step, ...]
+    steps: tuple[ReplayStep, ...]
     frees: tuple[int, ...]
     reads: tuple[int, ...]
     """What of the persistent values it reads."""
@@ -158,7 +158,7 @@ class Program:
 
 
 def closure(tape: Tape, value: int, at_hand: Callable[[int], bool]) -> tuple[list[int], list[int]]:
-    """What remaking `value` takes: (operators in order, values read that are at hand or come from outside)."""
+    """What recomputing `value` takes: (operators in order, values read that are at hand or come from outside)."""
     operators: set[int] = set()
     leaves: dict[int, None] = {}
     pending = [value]
@@ -173,7 +173,9 @@ def closure(tape: Tape, value: int, at_hand: Callable[[int], bool]) -> tuple[lis
     return sorted(operators), list(leaves)
 
 
-def schedule(tape: Tape, store: Store, order: Sequence[int], given_back: Collection[int] = ()) -> list[Program]:
+def schedule(
+    tape: Tape, store: StorageMap, order: Sequence[int], given_back: Collection[int] = ()
+) -> list[ReplayProgram]:
     """The program of each unpack, if slots are asked for in `order`.
 
     Each operator runs at most once, at the first unpack that needs it; what a later unpack needs is kept, and every
@@ -190,15 +192,15 @@ def schedule(tape: Tape, store: Store, order: Sequence[int], given_back: Collect
     return [_drop_decoded(program, store, programs[rank + 1 :][:DECODED_KEPT]) for rank, program in enumerate(programs)]
 
 
-def _drop_decoded(program: Program, store: Store, next_programs: Sequence[Program]) -> Program:
+def _drop_decoded(program: ReplayProgram, store: StorageMap, next_programs: Sequence[ReplayProgram]) -> ReplayProgram:
     """`program`, letting go of decoded values that none of `next_programs` fetches."""
     soon = {value for later in next_programs for value in later.fetched()}
     dropped = [value for value in program.fetched() if value in store.compressed and value not in soon]
     return replace(program, frees=tuple(dict.fromkeys([*program.frees, *dropped])))
 
 
-def single_program(tape: Tape, store: Store, slot: int, made: set[int]) -> Program:
-    """The program of an unpack out of order, when the values `made` are at hand; nothing remade is let go."""
+def single_program(tape: Tape, store: StorageMap, slot: int, made: set[int]) -> ReplayProgram:
+    """The program of an unpack out of order, when the values `made` are at hand; nothing recomputed is let go."""
     value = tape.slots[slot].value
     run = missing_operators(tape, store, value, made)
     forever = (1, 0)
@@ -206,7 +208,7 @@ def single_program(tape: Tape, store: Store, slot: int, made: set[int]) -> Progr
     return _program(tape, store, value, 0, run, uses)
 
 
-def missing_operators(tape: Tape, store: Store, value: int, made: set[int]) -> list[int]:
+def missing_operators(tape: Tape, store: StorageMap, value: int, made: set[int]) -> list[int]:
     """Operators to run so that `value` is at hand when the values `made` are."""
     return closure(tape, value, lambda v: v in store or v in made)[0]
 
@@ -223,8 +225,8 @@ def _last_uses(tape: Tape, order: Sequence[int], runs: list[list[int]]) -> dict[
 
 
 def _program(
-    tape: Tape, store: Store, value: int, rank: int, run: list[int], uses: dict[int, tuple[int, int]]
-) -> Program:
+    tape: Tape, store: StorageMap, value: int, rank: int, run: list[int], uses: dict[int, tuple[int, int]]
+) -> ReplayProgram:
     read = dict.fromkeys([v for number in run for v in tape.operators[number].inputs()] + [value])
     stored = {v for v in read if v in store.retained or v in store.compressed}
     steps = tuple(_step(tape, store, number, (rank, index), uses) for index, number in enumerate(run))
@@ -234,12 +236,14 @@ def _program(
     ended = [v for v in read if v not in store.persistent and uses[v] <= (rank, len(run))]
     kept_out = [v for v in read if v in store.retained]
     persistent = tuple(v for v in read if v in store.persistent)
-    return Program(tuple(stored & {value}), steps, tuple(dict.fromkeys([*ended, *kept_out])), persistent)
+    return ReplayProgram(tuple(stored & {value}), steps, tuple(dict.fromkeys([*ended, *kept_out])), persistent)
 
 
-def _step(tape: Tape, store: Store, number: int, moment: tuple[int, int], uses: dict[int, tuple[int, int]]) -> Step:
+def _step(
+    tape: Tape, store: StorageMap, number: int, moment: tuple[int, int], uses: dict[int, tuple[int, int]]
+) -> ReplayStep:
     operator = tape.operators[number]
-    step = Step(operator, tape)
+    step = ReplayStep(operator, tape)
     step.outputs = tuple((position, v) for position, v in operator.outputs if v not in store)
     step.copies = tuple(old for old, _ in operator.mutations if old in store or uses[old] > moment)
     touched = dict.fromkeys([*operator.inputs(), *operator.made()])

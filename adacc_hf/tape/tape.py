@@ -164,7 +164,7 @@ class Tape:
     digest: str = ""
     """Digest with sizes and constants: tapes with equal digests replay alike."""
     recomputable: frozenset[int] = frozenset()
-    """Values that replay was verified to remake bit for bit (rule R7)."""
+    """Values that replay was verified to recompute bit for bit (rule R7)."""
     equal: dict[int, int] = field(default_factory=dict)
     """Values that an earlier saved one can stand for, mapped to it: see `equal_values`."""
     order: tuple[int, ...] | None = None

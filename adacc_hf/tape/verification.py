@@ -1,4 +1,4 @@
-"""Which values of a tape replay remakes bit for bit (rule R7), and which are equal to each other."""
+"""Which values of a tape replay recomputes bit for bit (rule R7), and which are equal to each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from adacc_hf.tape.replay import Environment, Step, view
+from adacc_hf.tape.replay import Environment, ReplayStep, view
 from adacc_hf.tape.tape import Tape, TapeOperator, TensorRef, map_tensors
 from adacc_hf.torch_glue.tensors import copy_with_storage
 
@@ -77,7 +77,7 @@ def _runs_without_hidden_writes(tape: Tape, operator: TapeOperator, environment:
     originals = {value: environment[value] for value in inputs}
     for value, original in originals.items():
         environment[value] = copy_with_storage(original)
-    Step(operator, tape).run(environment)
+    ReplayStep(operator, tape).run(environment)
     honest = all(same_bits(environment[value], original) for value, original in originals.items())
     for value, original in originals.items():
         environment[value] = original

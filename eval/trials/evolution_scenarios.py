@@ -46,7 +46,8 @@ def plant(model: PreTrainedModel, share: float) -> None:
 
 
 def _wide_gpt2(size: Size) -> PretrainedConfig:
-    """GPT-2 whose MLPs hold most of the memory: what ReLU leaves of them takes a product to be remade, not a glance."""
+    """GPT-2 whose MLPs hold most of the memory: what ReLU leaves of them takes a product to be recomputed, not a
+    glance."""
     config = FAMILIES["gpt2"].config(size)
     return GPT2Config(**config.to_diff_dict() | {"n_inner": WIDE * size.width, "activation_function": "relu"})
 

@@ -9,7 +9,7 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.solve.baselines import greedy_policies
 from adacc_hf.solve.budget import Budget
 from adacc_hf.solve.frontier import stored_bytes
-from adacc_hf.solve.milp import build_model
+from adacc_hf.solve.milp import build_block_model
 from adacc_hf.solve.minimum_peak import PeakOracle
 
 
@@ -25,7 +25,7 @@ def solve_greedy(
     budget = Budget.resolve(given, profile, config)
     oracle = PeakOracle(profile)
     needed = 0
-    for policy in greedy_policies(profile, [build_model(kind, config) for kind in profile.kinds]):
+    for policy in greedy_policies(profile, [build_block_model(kind, config) for kind in profile.kinds]):
         needed = oracle.peak_bytes(policy) if budget.of_peak else stored_bytes(profile, policy)
         if needed <= budget.nbytes:
             return Policy.build(profile, [column.plan for column in policy])

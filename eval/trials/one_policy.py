@@ -11,7 +11,7 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.solve.frontier import MixtureProgram, frontiers
 from adacc_hf.solve.linear_program import SolverLog
-from adacc_hf.solve.milp import build_model
+from adacc_hf.solve.milp import build_block_model
 
 
 def solve_one_policy(profile: Profile, budget: float, config: AdaccConfig) -> Policy:
@@ -41,7 +41,7 @@ def one_plan_policies(profile: Profile, config: AdaccConfig) -> list[Policy]:
     found = [program.least_ms(profile.plain_stored_bytes * percent // 100) for percent in range(1, 101)]
     found += [program.least_bytes()]
     if len(profile.kinds) == 1:
-        (frontier,) = frontiers(SolverLog(), [build_model(profile.kinds[0], config)])
+        (frontier,) = frontiers(SolverLog(), [build_block_model(profile.kinds[0], config)])
         found += [[column] * len(profile.blocks) for column in frontier]
     plans = dict.fromkeys(tuple(column.plan for column in columns) for columns in found if columns is not None)
     return [Policy.build(profile, policy) for policy in plans]
@@ -49,7 +49,7 @@ def one_plan_policies(profile: Profile, config: AdaccConfig) -> list[Policy]:
 
 def _program(profile: Profile, config: AdaccConfig) -> MixtureProgram:
     """The program in which all blocks of a kind are free together, and so share one plan."""
-    models = [build_model(kind, config) for kind in profile.kinds]
+    models = [build_block_model(kind, config) for kind in profile.kinds]
     blocks = Counter(block.kind for block in profile.blocks)
     num_free = [blocks[k] for k in range(len(models))]
     log = SolverLog(gap=config.solver_gap, seconds=config.solver_seconds)

@@ -22,7 +22,7 @@ from adacc_hf.artifacts.profile import (
     Value,
 )
 from adacc_hf.price.gradient_probe import GradientErrors
-from adacc_hf.price.measurement import Instruments
+from adacc_hf.price.measurement import Measurement
 from adacc_hf.run.call import CheckedCall, Recording
 
 
@@ -363,7 +363,7 @@ def random_profiles(draw, num_kinds=1, max_blocks=1):
         draw(st.permutations(layout)),
         shared,
         gradient_bytes=draw(st.integers(0, 50)),
-        outside_held_bytes=draw(st.integers(0, 20)) if any(kind.held for kind in kinds) else 0,
+        outside_live_bytes=draw(st.integers(0, 20)) if any(kind.held for kind in kinds) else 0,
     )
 
 
@@ -372,13 +372,13 @@ def every_plan_of(kind):
     for menu in itertools.product(*menus):
         choices = {value.index: choice for value, choice in zip(kind.activations, menu, strict=True)}
         lossy = [v.index for v in kind.activations for o in v.codecs if o.error and choices[v.index].codec == o.codec]
-        if not any(choices[value] == RECOMPUTE for value in kind.fragile_beside(lossy)):
+        if not any(choices[value] == RECOMPUTE for value in kind.exactness_dependents_of(lossy)):
             yield Plan(kind=kind.digest, choices=tuple(choices.items()))
 
 
 @pytest.fixture(scope="session")
 def every_plan():
-    """`every_plan(kind)`: all plans that remake nothing of coded values that no replay may make of them; of some the
+    """`every_plan(kind)`: all plans that recompute nothing of coded values that no replay may make of them; of some the
     simulator says that they cannot be carried out."""
     return every_plan_of
 
@@ -618,7 +618,7 @@ def tight_profile():
     tape.operator("last", [start, rotary], [("last", 4)], 0.0, save=[start, rotary], replayable=False)
     shared = [Shared(name="rotary", nbytes=12, saved=True), Shared(name="mask", nbytes=20, saved=False)]
     kind = replace(tape.kind(extra_bytes=4, forward_extra_bytes=4), held=(1,))
-    return make_profile([kind], [0], shared, outside_held_bytes=2)
+    return make_profile([kind], [0], shared, outside_live_bytes=2)
 
 
 @pytest.fixture
@@ -631,7 +631,7 @@ def wide_profile():
     return make_profile([tape.kind(extra_bytes=4, forward_extra_bytes=4)], [0, 0], gradient_bytes=45)
 
 
-class Untried(Instruments):
+class Untried(Measurement):
     """Tries no codec on gradients."""
 
     def gradient_errors(self, *_):
@@ -640,5 +640,5 @@ class Untried(Instruments):
 
 @pytest.fixture
 def untried():
-    """Instruments for a profile that leaves out no codec."""
+    """Measurement for a profile that leaves out no codec."""
     return Untried()

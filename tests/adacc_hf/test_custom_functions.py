@@ -1,7 +1,7 @@
 """Rule R6 for autograd functions written in Python: their backward may write into what they saved.
 
 The kernels of libraries do so to save memory. What other nodes of the block save is never overwritten here: that would
-spoil plain training too.
+degrade plain training too.
 """
 
 import numpy as np

@@ -24,7 +24,7 @@ from transformers import (
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.price import codec_options, pricing
 from adacc_hf.price.gradient_probe import GradientErrors
-from adacc_hf.price.measurement import Instruments
+from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.timing import Timing
 from adacc_hf.torch_glue.memory import MemoryMeter, MemoryPoint
 
@@ -164,7 +164,7 @@ class NoMeter(MemoryMeter):
         self.points = [MemoryPoint(label, 0, 0) for label in self.labels]
 
 
-class WithoutPrices(Instruments):
+class WithoutPrices(Measurement):
     """Takes no price, in bytes, time or accuracy: random policies look at none."""
 
     def meter(self, device):
@@ -208,7 +208,7 @@ def test_random_models_train_exactly(one_thread, free, family, example):
     plain = train(build(family, example), batch, example)
     model = build(family, example)
     with autocast(example):
-        profile = profile_model(model, batch, CONFIG, instruments=WithoutPrices())
+        profile = profile_model(model, batch, CONFIG, measurement=WithoutPrices())
     policy = Policy.random(profile, example.seed, ("retain", "recompute", "compress"), lossless=True)
     with apply_policy(model, policy, CONFIG) as handle:
         assert not different(train(model, batch, example), plain)

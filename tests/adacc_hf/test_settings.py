@@ -355,7 +355,7 @@ def test_adapters_on_a_4_bit_model(tiny_llama, padded_batch, assert_same_trainin
 
 @pytest.mark.filterwarnings("ignore")  # what torchao and peft say of their versions is their own matter
 def test_adapters_on_an_int8_model_of_torchao(tiny_llama, padded_batch, assert_same_training):
-    """What its products save is the weight as floats: remade from codes and scales, of which the weight is made."""
+    """What its products save is the weight as floats: recomputed from codes and scales, of which the weight is made."""
     peft, quantization = pytest.importorskip("peft"), pytest.importorskip("torchao.quantization")
 
     def build():

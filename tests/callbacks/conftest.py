@@ -193,7 +193,7 @@ class Sharpen(TrainerCallback):
 def sharpen():
     """`sharpen(factor, step=4)`: a callback that makes gradients depend on queries and keys more than on all else.
 
-    At a factor of 20 INT4 spoils it under fused attention, whose backward makes its softmax of them again.
+    At a factor of 20 INT4 degrades it under fused attention, whose backward makes its softmax of them again.
     """
     return Sharpen
 

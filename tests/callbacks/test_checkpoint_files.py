@@ -17,7 +17,7 @@ import adacc_hf.callbacks.policy_maker as maker_module
 from adacc_hf import AdaccCallback, AdaccConfig, AdaccError, Policy, PolicyMismatchError, Profile
 from adacc_hf.adapt.checkpoint_files import (
     Saved,
-    SavedSituation,
+    SavedShapePolicy,
     drop_files,
     load_from_checkpoint,
     save_files,
@@ -25,7 +25,7 @@ from adacc_hf.adapt.checkpoint_files import (
 )
 from adacc_hf.adapt.rectifier import Rectifier
 from adacc_hf.adapt.repricing import in_all_blocks, lossy_options, with_more_memory
-from adacc_hf.adapt.shape_policies import Situation
+from adacc_hf.adapt.shape_policies import ShapePolicy
 from adacc_hf.artifacts.files import HISTORY_FILE, POLICY_FILE, PRICES_FILE, PROFILE_FILE, STATE_FILE
 
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
@@ -85,7 +85,7 @@ def test_a_resumed_run_is_bit_equal_to_plain(train, checkpoint, lossless):
     train([AdaccCallback(**lossless)], resume=str(checkpoint), **SAVING).assert_equals(plain)
 
 
-def test_a_run_resumed_from_a_stranger_is_not_given_the_policy_that_lies_in_its_own_folder(
+def test_a_run_resumed_from_a_unseenr_is_not_given_the_policy_that_lies_in_its_own_folder(
     train, checkpoint, lossless, tmp_path, profilings
 ):
     # checkpoint-3 of another run without the callback; output_dir has a checkpoint-3 of its own, with a policy.
@@ -170,13 +170,13 @@ def test_the_prices_that_the_solver_saw_last_come_back(tmp_path, checkpoint):
     policy, profile = Policy.load(checkpoint / POLICY_FILE), Profile.load(checkpoint / PROFILE_FILE)
     searched, prices = with_more_memory(profile, 1), with_more_memory(profile, 2)
     config = AdaccConfig(memory_budget=0.6)
-    situation = Situation(None, Rectifier(profile, policy, config), None)
-    situation.rectifier.profile, situation.rectifier.searched = prices, searched
+    shape_policy = ShapePolicy(None, Rectifier(profile, policy, config), None)
+    shape_policy.rectifier.profile, shape_policy.rectifier.searched = prices, searched
     (tmp_path / "checkpoint-7").mkdir()
     where = SimpleNamespace(output_dir=tmp_path), SimpleNamespace(global_step=7)
-    save_in_checkpoint(*where, Saved(situations=[situation.saved()], memory_budget=0.6))
-    (record,) = load_from_checkpoint(tmp_path / "checkpoint-7", 0.6).situations
-    resumed = Situation(None, Rectifier(record.profile, record.policy, config), None)
+    save_in_checkpoint(*where, Saved(shape_policies=[shape_policy.saved()], memory_budget=0.6))
+    (record,) = load_from_checkpoint(tmp_path / "checkpoint-7", 0.6).shape_policies
+    resumed = ShapePolicy(None, Rectifier(record.profile, record.policy, config), None)
     assert resumed.rectifier.searched == profile
     resumed.go_on(record)
     assert (resumed.rectifier.profile, resumed.rectifier.searched) == (prices, searched)
@@ -184,9 +184,9 @@ def test_the_prices_that_the_solver_saw_last_come_back(tmp_path, checkpoint):
 
 DAMAGE = {
     "empty": "",
-    "cut": '{"format": "adacc_hf.artifacts.policy", "version": 2, "plans": [',
+    "cut": '{"format": "adacc_hf.policy", "version": 2, "plans": [',
     "no-policy": '{"hello": 1}',
-    "no-plans": '{"format": "adacc_hf.artifacts.policy", "version": 2}',
+    "no-plans": '{"format": "adacc_hf.policy", "version": 2}',
     "binary": "\x00\x01",
 }
 
@@ -295,15 +295,15 @@ def test_a_save_that_is_cut_short_leaves_no_half(train, checkpoint, lossless, mo
 
 def test_a_policy_that_is_missing_among_several_is_named_with_the_next_step(checkpoint):
     record = json.loads((checkpoint / STATE_FILE).read_text())
-    (checkpoint / STATE_FILE).write_text(json.dumps({**record, "situations": 2 * record["situations"]}))
+    (checkpoint / STATE_FILE).write_text(json.dumps({**record, "shape_policies": 2 * record["shape_policies"]}))
     with pytest.raises(FileNotFoundError, match=rf"adacc_policy_2\.json does not exist.*delete {POLICY_FILE} and"):
         load_from_checkpoint(checkpoint, 0.6)
 
 
-@pytest.mark.parametrize("situations", [[], [5], 5], ids=repr)
-def test_a_damaged_state_is_named_with_the_next_step(checkpoint, situations):
+@pytest.mark.parametrize("shape_policies", [[], [5], 5], ids=repr)
+def test_a_damaged_state_is_named_with_the_next_step(checkpoint, shape_policies):
     record = json.loads((checkpoint / STATE_FILE).read_text())
-    (checkpoint / STATE_FILE).write_text(json.dumps({**record, "situations": situations}))
+    (checkpoint / STATE_FILE).write_text(json.dumps({**record, "shape_policies": shape_policies}))
     with pytest.raises(AdaccError, match=rf"{STATE_FILE} is damaged .*delete {POLICY_FILE} and"):
         load_from_checkpoint(checkpoint, 0.6)
 
@@ -312,6 +312,6 @@ def test_files_of_a_policy_without_profile(tmp_path, train, checkpoint):
     policy = Policy.load(checkpoint / POLICY_FILE)
     save_files(tmp_path / "new", policy, None)
     saved = load_from_checkpoint(tmp_path / "new", 0.6)
-    assert saved == Saved(situations=[SavedSituation(policy=policy, profile=None)])
+    assert saved == Saved(shape_policies=[SavedShapePolicy(policy=policy, profile=None)])
     assert load_from_checkpoint(tmp_path / "new", AdaccConfig().memory_budget) is None
     assert load_from_checkpoint(tmp_path / "nothing", 0.6) is None

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 
 import adacc_hf.callbacks.policy_maker as maker_module
 from adacc_hf import AdaccCallback, profile_model
-from adacc_hf.price.measurement import Instruments
-from adacc_hf.price.price_store import StoringInstruments
+from adacc_hf.price.measurement import Measurement
+from adacc_hf.price.price_store import StoringMeasurement
 from adacc_hf.torch_glue.ranks import or_ends_its_process
 
 MESSAGE = "rank out of memory. Tried to allocate 7 GiB"
@@ -80,7 +80,7 @@ def sharded(toys: Any, name: str) -> str:
     for module in (*model.transformer.h, model):
         fully_shard(module, mesh=mesh)
     ids = torch.zeros(2, 8, dtype=torch.long)
-    failing = mock.patch.object(StoringInstruments, name, fail_on_rank_1(getattr(Instruments, name), 1))
+    failing = mock.patch.object(StoringMeasurement, name, fail_on_rank_1(getattr(Measurement, name), 1))
     try:
         with failing, or_ends_its_process():
             profile_model(model, {"input_ids": ids, "labels": ids})

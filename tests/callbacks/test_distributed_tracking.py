@@ -1,5 +1,5 @@
 """Two gloo ranks whose data differ keep the same policies: while outliers move, where one has longer batches, and where
-gradients of one are spoiled. This file is the script of each rank."""
+gradients of one are degraded. This file is the script of each rank."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def longer_batches(toys: Any, folder: Path) -> list[dict[str, Any]]:
     return adacc.history
 
 
-def spoiled_gradients(toys: Any, folder: Path) -> list[dict[str, Any]]:
-    """What happens in a run in which rank 1 alone finds a spoiled gradient, and the policy that it ends with."""
+def degraded_gradients(toys: Any, folder: Path) -> list[dict[str, Any]]:
+    """What happens in a run in which rank 1 alone finds a degraded gradient, and the policy that it ends with."""
     sharpen = toys.Sharpen(20.0 if os.environ["RANK"] == "1" else 1.0)
     adacc = AdaccCallback(**{**COMPRESS, "memory_budget": 0.9, "tracking": 4})
     model = toys.tiny_model(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
@@ -89,7 +89,7 @@ def run_rank(folder: Path) -> None:
         "policies": noted.policies,
         "history": [{k: v for k, v in e.items() if "_ms" not in k and "measured" not in k} for e in adacc.history],
         "longer": longer_batches(toys, folder / "longer"),
-        "spoiled": spoiled_gradients(toys, folder / "spoiled"),
+        "degraded": degraded_gradients(toys, folder / "degraded"),
     }
     toys.leave_what_was_found(folder, found)
 
@@ -103,8 +103,8 @@ def test_ranks_with_different_data_keep_the_same_policy_at_every_step(run_two_ra
     # One may come back: outliers do. Each differs from the one before it, and the first from there being none.
     assert sum(before != after for before, after in pairwise(one["policies"])) == len(changes) + 1
     assert max(max(e["num_outliers"].values()) for e in one["history"] if e["event"] == "tracking") >= 3
-    assert one["spoiled"] == other["spoiled"]
-    (guard,) = (event for event in one["spoiled"] if "verdict" in event)
+    assert one["degraded"] == other["degraded"]
+    (guard,) = (event for event in one["degraded"] if "verdict" in event)
     assert guard["step"] == 6
     assert guard["verdict"].startswith("lossy compression is switched off for GPT2Block.attn.c_attn:addmm")
     # Rank 1's first batches are larger than the one that all ranks' first policy was made for.

@@ -1,4 +1,4 @@
-"""What becomes of a policy in the middle of a run: other sizes, memory that runs out, spoiled gradients."""
+"""What becomes of a policy in the middle of a run: other sizes, memory that runs out, degraded gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from adacc_hf.adapt.evolution import Evolution
 from adacc_hf.adapt.judging import Rectification
 from adacc_hf.adapt.steps import StepMeter
 from adacc_hf.artifacts.files import HISTORY_FILE
-from adacc_hf.artifacts.index_values import SPOILED_ERROR
+from adacc_hf.artifacts.index_values import DEGRADED_ERROR
 from adacc_hf.callbacks.phases import Evolving
 from adacc_hf.run.follow_plan import FollowPlan
 from adacc_hf.tape import call_key as known_shapes
@@ -104,7 +104,7 @@ def test_lengths_that_differ_from_the_first_steps_on_are_never_without_a_policy(
 
     def choose(evolution, shapes):
         original(evolution, shapes)
-        unplanned.append(evolution._in_force.situation is None)
+        unplanned.append(evolution._in_force.shape_policy is None)
 
     monkeypatch.setattr(Evolution, "choose", choose)
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
@@ -358,7 +358,7 @@ def test_a_tighter_budget_holds_for_the_same_sizes_after_a_resume(make_trainer, 
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == state.max_steps:
                 evolution = callback._run.phase.evolution
-                budgets = {s.shapes: s.rectifier.memory_budget for s in evolution.situations.all}
+                budgets = {s.shapes: s.rectifier.memory_budget for s in evolution.shape_policies.all}
                 noted.append((evolution.memory_budget, budgets))
 
     class Failing(failing((23, "forward")), InOrder):
@@ -407,13 +407,13 @@ class SpikeLoss(Trainer):
         return loss * (10.0 if self.state.global_step + 1 == 9 else 1.0)
 
 
-@pytest.mark.parametrize("spoiled", [True, False], ids=["spoiled", "healthy"])
-def test_a_spike_switches_compression_off_only_where_it_spoils_gradients(make_trainer, monkeypatch, caplog, spoiled):
+@pytest.mark.parametrize("degraded", [True, False], ids=["degraded", "healthy"])
+def test_a_spike_switches_compression_off_only_where_it_degrades_gradients(make_trainer, monkeypatch, caplog, degraded):
     callback = AdaccCallback(**{**COMPRESS, "memory_budget": 0.9, "actions": ("retain", "compress", "recompute")})
     for module in ("callbacks.policy_maker", "adapt.judging"):
         monkeypatch.setattr(f"adacc_hf.{module}.solve_policy", compress_first)
-    spoil = [SpoilCodec(monkeypatch, 8)] if spoiled else []
-    trainer = make_trainer([callback, *spoil], trainer_class=SpikeLoss, max_steps=13)
+    degrade = [SpoilCodec(monkeypatch, 8)] if degraded else []
+    trainer = make_trainer([callback, *degrade], trainer_class=SpikeLoss, max_steps=13)
     trainer.train()
     (guard,) = events(callback, "guard")
     assert guard["step"] == 10, "the spike of step 9 is looked into in the next step"
@@ -423,15 +423,15 @@ def test_a_spike_switches_compression_off_only_where_it_spoils_gradients(make_tr
     healthy = Counter(choice.codec for plan in compress_first(callback.profile).plans for _, choice in plan.choices)
     named = guard["verdict"].count("(outlier_int4)")
     assert named == healthy["outlier_int4"] - codecs["outlier_int4"]
-    assert (named > 0) == spoiled
-    assert all(event["gradient_error"] <= SPOILED_ERROR for event in events(callback, "tracking")[-1:])
-    assert ("switched off for GPT2Block" in guard["verdict"]) == spoiled
-    assert any("it is switched off for them" in message for message in caplog.messages) == spoiled
+    assert (named > 0) == degraded
+    assert all(event["gradient_error"] <= DEGRADED_ERROR for event in events(callback, "tracking")[-1:])
+    assert ("switched off for GPT2Block" in guard["verdict"]) == degraded
+    assert any("it is switched off for them" in message for message in caplog.messages) == degraded
 
 
 @pytest.mark.parametrize("step", [4, 20], ids=["before-it-has-a-policy", "after"])
 def test_a_codec_that_is_switched_off_is_so_at_every_size(make_trainer, make_model, sharpen, monkeypatch, step):
-    """Batches of 16 tokens have a policy of their own once they come; those of 32 have a spoiled gradient."""
+    """Batches of 16 tokens have a policy of their own once they come; those of 32 have a degraded gradient."""
     lengths = [31, 32] + ([16, 32] if step == 20 else [32, 32]) * 6 + [16, 32] * 6
     for module in ("callbacks.policy_maker", "adapt.evolution", "adapt.judging"):
         monkeypatch.setattr(f"adacc_hf.{module}.solve_policy", compress_first)
@@ -440,8 +440,8 @@ def test_a_codec_that_is_switched_off_is_so_at_every_size(make_trainer, make_mod
     class Note(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if isinstance(callback._run.phase, Evolving):
-                situations = callback._run.phase.evolution.situations.all
-                policies[state.global_step] = [s.rectifier.policy for s in situations]
+                shape_policies = callback._run.phase.evolution.shape_policies.all
+                policies[state.global_step] = [s.rectifier.policy for s in shape_policies]
 
     settings = {"memory_budget": 0.9, "min_compress_bytes": 1024, "tracking": step}
     callback = AdaccCallback(**{**COMPRESS, **settings})

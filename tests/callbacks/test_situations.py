@@ -1,4 +1,4 @@
-"""Which situation a size of batch belongs to, and what is remembered of sizes over a long run."""
+"""Which shape policy a size of batch belongs to, and what is remembered of sizes over a long run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from adacc_hf.adapt.shape_policies import ENOUGH, MAX_UNPLANNED, Situation, Situations, most_wanted
+from adacc_hf.adapt.shape_policies import ENOUGH_SEEN, MAX_UNPLANNED, ShapePolicies, ShapePolicy, most_wanted
 from adacc_hf.torch_glue.batch_shapes import TensorShape
 
 
@@ -19,21 +19,21 @@ def parts(count):
     return (TensorShape(f"part_{count}", (2,)),)
 
 
-def situation(shapes):
+def shape_policy(shapes):
     """One whose profile tells of no other sizes."""
-    return Situation(shapes, SimpleNamespace(profile=SimpleNamespace(sizes=None)), "plans")
+    return ShapePolicy(shapes, SimpleNamespace(profile=SimpleNamespace(sizes=None)), "plans")
 
 
 @pytest.fixture
 def profiled():
-    """The situations of a run whose first batch had 32 tokens."""
-    situations = Situations()
-    situations.add(situation(ids(32)))
-    return situations
+    """The shape policies of a run whose first batch had 32 tokens."""
+    shape_policies = ShapePolicies()
+    shape_policies.add(shape_policy(ids(32)))
+    return shape_policies
 
 
 def test_sizes_of_which_no_profile_tells_run_under_the_smallest_around(profiled):
-    profiled.add(situation(ids(64)))
+    profiled.add(shape_policy(ids(64)))
     assert profiled.class_of(ids(20)) is None
     assert [profiled.around(ids(length)).shapes for length in (20, 32, 33, 64)] == [ids(32), ids(32), ids(64), ids(64)]
     assert profiled.around(ids(65)) is None
@@ -55,6 +55,6 @@ def test_sizes_that_never_come_again_are_not_remembered_for_ever(profiled):
         assert profiled.around(parts(1000 + length)) is None
     assert len(profiled.unplanned()) == MAX_UNPLANNED
     assert most_wanted([profiled.unplanned()]) is None
-    for length in range(ENOUGH * 100):
+    for length in range(ENOUGH_SEEN * 100):
         profiled.around(parts(length % 100))
     assert most_wanted([profiled.unplanned()]) is not None

@@ -9,7 +9,7 @@ import torch
 from transformers import Trainer
 
 from adacc_hf import AdaccCallback
-from adacc_hf.adapt.shape_policies import Situations
+from adacc_hf.adapt.shape_policies import ShapePolicies
 from adacc_hf.artifacts.errors import UncalledBlocksError
 from adacc_hf.callbacks import policy_maker as profiling
 from adacc_hf.callbacks.policy_maker import profile_at
@@ -126,18 +126,18 @@ def test_images_of_other_sizes_are_exact_and_get_policies_of_their_own(assert_eq
 def test_sounds_of_other_lengths_follow_the_policy_for_the_longest(assert_equal_to_plain, monkeypatch):
     """Its batches have no mask: nothing says that they are sounds."""
     chosen = []
-    around = Situations.around
+    around = ShapePolicies.around
 
     def noted(self, shapes):
         chosen.append(around(self, shapes))
         return chosen[-1]
 
-    monkeypatch.setattr(Situations, "around", noted)
+    monkeypatch.setattr(ShapePolicies, "around", noted)
     longest = TABLE["wav2vec2"].make_batch(0)
     sounds = [longest, longest] + [{**longest, "input_values": longest["input_values"][:, :-n]} for n in (1, 30, 7, 60)]
     callback = assert_equal_to_plain(TABLE["wav2vec2"].build, sounds)
     assert len(chosen) == len(sounds) - 2
-    assert all(situation.rectifier.policy == callback.policy for situation in chosen)
+    assert all(shape_policy.rectifier.policy == callback.policy for shape_policy in chosen)
 
 
 def test_the_policy_waits_for_a_batch_that_calls_every_block(assert_equal_to_plain):

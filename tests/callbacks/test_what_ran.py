@@ -147,8 +147,8 @@ def test_the_overhead_is_that_of_the_batches_that_ran(make_trainer, monkeypatch)
 
     def choose(evolution, shapes):
         original(evolution, shapes)
-        size = next(shape.size[1] for shape in evolution._in_force.situation.shapes if shape.name == "input_ids")
-        ran.append(evolution._in_force.situation.rectifier.policy.predicted_overhead_ms * shapes[0].size[1] / size)
+        size = next(shape.size[1] for shape in evolution._in_force.shape_policy.shapes if shape.name == "input_ids")
+        ran.append(evolution._in_force.shape_policy.rectifier.policy.predicted_overhead_ms * shapes[0].size[1] / size)
 
     monkeypatch.setattr(Evolution, "choose", choose)
     callback = AdaccCallback(**LOSSLESS, memory_budget=0.6, tracking="off")

@@ -136,7 +136,7 @@ class TestTheCheckCanFail:
         assert check(TABLE["gpt2"]).row()["stored bytes"] == "NO"
 
     def test_a_norm_of_what_a_codec_left_breaks_mixed(self, monkeypatch):
-        monkeypatch.setattr(KindProfile, "fragile", {})
+        monkeypatch.setattr(KindProfile, "exactness_dependents", {})
         monkeypatch.setattr(choices_module, "_is_statistic_of", lambda *_: False)  # or the executor retains them
         assert check(TABLE["vit_mae"]).row()["mixed"] == "NO"
 

@@ -36,9 +36,9 @@ def test_a_gradient_that_is_zero_or_not_finite_anyway_says_nothing(exact):
     assert GradientError.between(exact, other) is None
 
 
-@pytest.mark.parametrize("spoiled", [math.nan, math.inf])
-def test_a_gradient_that_only_compression_makes_non_finite_is_infinitely_wrong(spoiled):
-    found = GradientError.between([torch.ones(2), torch.ones(3)], [torch.ones(2), torch.tensor([1.0, spoiled, 1.0])])
+@pytest.mark.parametrize("degraded", [math.nan, math.inf])
+def test_a_gradient_that_only_compression_makes_non_finite_is_infinitely_wrong(degraded):
+    found = GradientError.between([torch.ones(2), torch.ones(3)], [torch.ones(2), torch.tensor([1.0, degraded, 1.0])])
     assert found == GradientError(error=math.inf, cosine=0.0)
 
 

@@ -17,17 +17,17 @@ EACH = 0.1
 class Gradient:
     """A gradient's error from the errors of what is compressed, added as if they were independent.
 
-    `spoils` are sets of activations: one adds `much` if what is compressed holds all of it.
+    `degrades` are sets of activations: one adds `much` if what is compressed holds all of it.
     """
 
-    def __init__(self, num, *spoils, much=2.0):
-        self.num, self.spoils, self.much = num, spoils, much
+    def __init__(self, num, *degrades, much=2.0):
+        self.num, self.degrades, self.much = num, degrades, much
         self.asked = []
 
     def error_without(self, kept):
         self.asked.append(kept)
         coded = set(range(self.num)) - kept
-        squares = [EACH**2] * len(coded) + [self.much**2 for spoil in self.spoils if spoil <= coded]
+        squares = [EACH**2] * len(coded) + [self.much**2 for degrade in self.degrades if degrade <= coded]
         return math.sqrt(sum(squares))
 
     def culprits(self, bound=0.5):
@@ -36,19 +36,19 @@ class Gradient:
 
 @pytest.mark.parametrize("much", [2.0, math.inf], ids=["twice-its-length", "not-finite"])
 @pytest.mark.parametrize(
-    ("spoils", "expected"),
+    ("degrades", "expected"),
     [([{3}], {3}), ([{2}, {5}], {2, 5}), ([{2}, {5}, {2, 5}], {2, 5}), ([{7}, {1}, {4}], {1, 4, 7})],
     ids=["one", "two", "a-pair-of-which-either-does", "three"],
 )
-def test_what_spoils_by_itself_is_found_and_nothing_else(spoils, expected, much):
-    """Of queries and keys that both spoil, leaving out either one alone helps little."""
-    gradient = Gradient(12, *spoils, much=much)
+def test_what_degrades_by_itself_is_found_and_nothing_else(degrades, expected, much):
+    """Of queries and keys that both degrade, leaving out either one alone helps little."""
+    gradient = Gradient(12, *degrades, much=much)
     assert gradient.culprits() == expected
     assert len(gradient.asked) <= 2 * 12 + 1
 
 
 @pytest.mark.parametrize(("num_culprits", "pairs"), [(1, [{2, 5}]), (1, [{2, 5}, {5, 9}]), (2, [{2, 5}, {3, 4}])])
-def test_of_those_that_spoil_together_no_more_than_it_takes(num_culprits, pairs):
+def test_of_those_that_degrade_together_no_more_than_it_takes(num_culprits, pairs):
     found = Gradient(12, *pairs).culprits()
     assert all(found & pair for pair in pairs)
     assert len(found) >= num_culprits

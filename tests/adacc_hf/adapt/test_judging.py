@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import adacc_hf.adapt.judging as judging_module
 from adacc_hf import AdaccConfig, Policy, profile_model
 from adacc_hf.adapt.judging import MIN_FREED, current_policy, freed_bytes, judged
-from adacc_hf.adapt.repricing import with_errors, with_outliers
+from adacc_hf.adapt.repricing import with_errors, with_outlier_counts
 
 CONFIG = AdaccConfig(min_compress_bytes=0, memory_budget=1.0)
 
@@ -24,7 +24,7 @@ def profile(tiny_gpt2, token_batch):
 def with_channels(profile, count):
     """`profile` with `count` outlier channels in every activation that may have some and is wide enough."""
     wide = [v.index for v in profile.kinds[0].values if v.encoded_shape[-1:] > (8,)]
-    return with_outliers(profile, {(0, value): count for value in wide})
+    return with_outlier_counts(profile, {(0, value): count for value in wide})
 
 
 @settings(max_examples=25)
@@ -80,7 +80,7 @@ def test_the_solver_is_not_asked_as_long_as_memory_is_only_lost(profile, searche
 def test_a_codec_that_keeps_to_the_bound_again_is_memory_freed(profile):
     bounded = CONFIG.with_overrides(max_error=0.5)
     keys = [(0, v.index, "outlier_int4") for v in profile.kinds[0].values if v.codecs]
-    spoiled = with_errors(profile, dict.fromkeys(keys, 0.9))
-    assert freed_bytes(spoiled, profile, CONFIG) == 0
-    assert freed_bytes(spoiled, profile, bounded) > 0
-    assert freed_bytes(profile, spoiled, bounded) == 0
+    degraded = with_errors(profile, dict.fromkeys(keys, 0.9))
+    assert freed_bytes(degraded, profile, CONFIG) == 0
+    assert freed_bytes(degraded, profile, bounded) > 0
+    assert freed_bytes(profile, degraded, bounded) == 0

@@ -17,7 +17,7 @@ from adacc_hf.adapt.accuracy import GradientError
 from adacc_hf.adapt.judging import ERROR_MARGIN, MIN_GAIN, Rectification, gradient_bound
 from adacc_hf.adapt.rectifier import Rectifier
 from adacc_hf.adapt.repricing import in_all_blocks, lossy_options
-from adacc_hf.artifacts.index_values import SPOILED_ERROR
+from adacc_hf.artifacts.index_values import DEGRADED_ERROR
 from adacc_hf.artifacts.policy import RETAIN
 
 NORM = "GPT2Block.ln_2:native_layer_norm"
@@ -204,13 +204,13 @@ def test_a_budget_that_nothing_fits_any_more_keeps_the_policy(model, batch, monk
 
 
 @pytest.mark.parametrize("is_fraction", [True, False], ids=["fraction", "bytes"])
-def test_a_fraction_gives_way_where_only_spoiled_gradients_keep_to_it(model, batch, is_fraction):
+def test_a_fraction_gives_way_where_only_degraded_gradients_keep_to_it(model, batch, is_fraction):
     """Bytes may be all that there are."""
     config = replace(COMPRESS, codecs=("channel_int4",))
     session = Session(model, batch, replace(config, memory_budget=1.0), policy=compress_all)
     least, plain = session.policy.predicted_stored_bytes, session.profile.plain_stored_bytes
     sharpen(model)
-    assert session.observe().spoiling
+    assert session.observe().degrading
     session.rectifier.memory_budget = least / plain if is_fraction else session.policy.predicted_peak_bytes
     session.rectifier.start_solving()
     found = session.rectifier.take_over()
@@ -219,7 +219,7 @@ def test_a_fraction_gives_way_where_only_spoiled_gradients_keep_to_it(model, bat
         assert f"; no policy fits any more, what stores least is taken: memory_budget={least / plain}" in found.reason
         session.handle.replace(found.policy)
         again, then = session.track()
-        assert again.gradients[0].error < SPOILED_ERROR
+        assert again.gradients[0].error < DEGRADED_ERROR
         assert then.policy is None
     else:
         assert found.policy is None
@@ -389,14 +389,14 @@ def test_a_gradient_above_the_bound_ends_no_more_codecs_than_it_takes(model, bat
     found = Session(model, batch, config, policy=compress_all).observe()
     largest, gradient = max(found.errors.values()), found.gradients[0].error
     assert gradient < largest, "pick another bound: it must lie above each round trip and below the gradient's error"
-    assert not found.spoiling, "0.5 is the bound where none is given"
+    assert not found.degrading, "0.5 is the bound where none is given"
     session = Session(model, batch, replace(config, max_error=gradient * 0.9), policy=compress_all)
     bound = gradient_bound(session.rectifier.config)
     session.rectifier.start_tracking(session.handle.plans)
     session.step()
     ((name, sample),) = session.rectifier._samples.items()
     session.rectifier._stop_measuring()
-    bypassed = {value for _, value, _ in session.rectifier._spoiling(name, 0, sample, True)}
+    bypassed = {value for _, value, _ in session.rectifier._degrading(name, 0, sample, True)}
     assert 0 < len(bypassed) < len(found.errors) / 2
     assert sample.compare(frozenset(bypassed)).error <= bound
     assert all(sample.compare(frozenset(bypassed - {value})).error > bound for value in bypassed)
@@ -413,14 +413,14 @@ def sharpen(model, factor=20.0):
         block.attn.c_attn.weight.data[:, : 2 * block.attn.split_size] *= factor
 
 
-def test_a_spoiled_gradient_ends_the_codec_that_spoils_it_and_no_other(model, batch):
+def test_a_degraded_gradient_ends_the_codec_that_degrades_it_and_no_other(model, batch):
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
     sharpen(model)
     found, rectified = session.track()
-    ((_, value, codec),) = found.spoiling
+    ((_, value, codec),) = found.degrading
     assert session.profile.kinds[0].values[value].name == QKV
     assert codec == "channel_int4"
-    assert found.gradients[0].error > SPOILED_ERROR
+    assert found.gradients[0].error > DEGRADED_ERROR
     assert rectified.reason.startswith(f"must not be compressed as before: GPT2Block.{QKV}")
     # The solver need not compress at all within this budget. What may not be, it cannot.
     everything = compress_all(session.rectifier._to_solve())
@@ -428,20 +428,20 @@ def test_a_spoiled_gradient_ends_the_codec_that_spoils_it_and_no_other(model, ba
     session.handle.replace(everything)
     session.rectifier.policy = everything
     later = session.observe()
-    assert later.gradients[0].error < SPOILED_ERROR
+    assert later.gradients[0].error < DEGRADED_ERROR
     assert later.errors.keys() == found.errors.keys()
-    assert not later.spoiling
+    assert not later.degrading
 
 
-def test_no_codec_that_was_not_named_takes_the_place_of_one_that_spoils_a_gradient(model, batch):
+def test_no_codec_that_was_not_named_takes_the_place_of_one_that_degrades_a_gradient(model, batch):
     config = replace(COMPRESS, memory_budget=1.0, codecs=("channel_int4",))
     session = Session(model, batch, config, policy=compress_all)
     sharpen(model)
-    ((_, value, _),) = session.observe().spoiling
+    ((_, value, _),) = session.observe().degrading
     assert not session.rectifier._to_solve().kinds[0].values[value].codecs
 
 
-def test_a_finer_codec_that_spoils_a_gradient_too_ends_as_well(model, batch):
+def test_a_finer_codec_that_degrades_a_gradient_too_ends_as_well(model, batch):
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
     for codec in ("channel_int4", "int8"):
         offered = session.rectifier._to_solve().kinds[0]
@@ -463,21 +463,21 @@ class Offs:
 
 
 @pytest.mark.parametrize(("max_error", "expected"), [(None, 2), (0.4, 2), (0.1, 3)], ids=str)
-def test_a_spoiled_gradient_is_not_left_just_below_what_spoils_it(model, batch, max_error, expected):
+def test_a_degraded_gradient_is_not_left_just_below_what_degrades_it(model, batch, max_error, expected):
     """Without any one of the first two it would be 0.48 off, and blocks add up."""
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0, max_error=max_error), policy=compress_all)
     lossy = [value for value, choice in session.policy.plans[0].choices if choice.codec is not None]
     offs = dict.fromkeys(lossy, 0.01) | dict(zip(lossy, [0.45, 0.45, 0.15], strict=False))
-    found = session.rectifier._spoiling("transformer.h.0", 0, Offs(offs), was_compared=True)
+    found = session.rectifier._degrading("transformer.h.0", 0, Offs(offs), was_compared=True)
     assert {value for _, value, _ in found} == set(lossy[:expected])
 
 
-def test_the_block_that_was_found_spoiled_is_looked_at_again(model, batch):
+def test_the_block_that_was_found_degraded_is_looked_at_again(model, batch):
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
     assert session.rectifier._sampled(every_kind=True) == ["transformer.h.0"]
     model.transformer.h[1].attn.c_attn.weight.data[:, :128] *= 20.0
-    assert not session.observe().spoiling
-    assert session.observe().spoiling
+    assert not session.observe().degrading
+    assert session.observe().degrading
     assert session.rectifier._sampled(every_kind=True) == ["transformer.h.1"]
 
 
@@ -496,7 +496,7 @@ def test_the_exact_gradient_is_made_once_for_a_search_and_is_gone_after_it(model
 
     monkeypatch.setattr(accuracy_module, "_gradient", counting)
     found = session.rectifier.finish_tracking()
-    assert found.spoiling
+    assert found.degrading
     assert max(held) == 1
     assert not any(sample._exact for sample in samples)
     # One is exact, one under the plan, and one for each activation that is compressed alone and then again.
@@ -504,7 +504,7 @@ def test_the_exact_gradient_is_made_once_for_a_search_and_is_gone_after_it(model
 
 
 def test_what_was_switched_off_is_not_searched_for_again(model, batch, monkeypatch):
-    """Until another policy is in force, if one ever fits, every tracking step finds the same gradient spoiled."""
+    """Until another policy is in force, if one ever fits, every tracking step finds the same gradient degraded."""
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0, guard_blocks=2), policy=compress_all)
     sharpen(model)
     first = session.observe()
@@ -512,8 +512,8 @@ def test_what_was_switched_off_is_not_searched_for_again(model, batch, monkeypat
     original = accuracy_module._gradient
     monkeypatch.setattr(accuracy_module, "_gradient", lambda *args: calls.append(1) or original(*args))
     second = session.observe()
-    assert second.spoiling == first.spoiling != frozenset()
-    assert len(calls) == 3 * len(model.transformer.h), "exact, under the plan, and without what is known to spoil it"
+    assert second.degrading == first.degrading != frozenset()
+    assert len(calls) == 3 * len(model.transformer.h), "exact, under the plan, and without what is known to degrade it"
     assert second.needs_solving
 
 
@@ -533,19 +533,19 @@ def test_a_search_that_runs_out_of_memory_ends_lossy_compression_of_the_kind(mod
 
     monkeypatch.setattr(accuracy_module, "_gradient", full)
     found = session.rectifier.finish_tracking()
-    assert found.spoiling == lossy_options(session.profile, ["transformer.h.0"])
-    assert "what spoils the gradient of transformer.h.0 cannot be told" in caplog.text
+    assert found.degrading == lossy_options(session.profile, ["transformer.h.0"])
+    assert "what degrades the gradient of transformer.h.0 cannot be told" in caplog.text
     session.rectifier.start_solving()
     assert session.rectifier.take_over().policy is not None
     assert not session.rectifier.has_work()
 
 
-def test_a_codec_that_spoiled_a_gradient_is_not_taken_again_for_its_round_trips(model, batch):
+def test_a_codec_that_degraded_a_gradient_is_not_taken_again_for_its_round_trips(model, batch):
     """Under a bound INT8 follows, and tracking goes on measuring what INT4 would do to the same activation."""
     session = Session(model, batch, replace(COMPRESS, memory_budget=0.27, max_error=0.2), policy=compress_all)
     sharpen(model, factor=12.0)
     found, _ = session.track()
-    ((_, value, codec),) = found.spoiling
+    ((_, value, codec),) = found.degrading
     assert codec == "channel_int4"
     for channels in ([5], [5, 40], []):
         assert {plan.choice(value).codec for plan in session.rectifier.policy.plans} == {"int8"}

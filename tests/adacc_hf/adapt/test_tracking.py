@@ -83,7 +83,7 @@ def test_without_the_guard_outliers_alone_are_counted():
 
 def test_lossless_codecs_have_no_error():
     found, _ = measure(torch.rand(4, 64) > 0.5, get_codec("bitmask"), [option("bitmask")])
-    assert found == Observation(num_outliers={}, errors={}, option_errors={}, gradients={}, spoiling=frozenset())
+    assert found == Observation(num_outliers={}, errors={}, option_errors={}, gradients={}, degrading=frozenset())
 
 
 def test_the_worst_of_all_ranks_counts():
@@ -93,14 +93,14 @@ def test_the_worst_of_all_ranks_counts():
             errors={(0, 1): 0.1, (0, 2): 0.4},
             option_errors={},
             gradients={0: GradientError(error=0.2, cosine=0.9)},
-            spoiling=frozenset({(0, 1, "int8")}),
+            degrading=frozenset({(0, 1, "int8")}),
         ),
         Observation(
             num_outliers={(0, 1): 1, (1, 0): 7},
             errors={(0, 1): 0.2},
             option_errors={},
             gradients={0: GradientError(error=0.1, cosine=0.8), 1: GradientError(error=0.0, cosine=1.0)},
-            spoiling=frozenset({(0, 2, "int8")}),
+            degrading=frozenset({(0, 2, "int8")}),
         ),
     ]
     merged = Observation.merged(ranks)
@@ -108,4 +108,4 @@ def test_the_worst_of_all_ranks_counts():
     assert merged.num_outliers == {(0, 1): 3, (1, 0): 7}
     assert merged.errors == {(0, 1): 0.2, (0, 2): 0.4}
     assert merged.gradients[0] == GradientError(error=0.2, cosine=0.8)
-    assert merged.spoiling == {(0, 1, "int8"), (0, 2, "int8")}
+    assert merged.degrading == {(0, 1, "int8"), (0, 2, "int8")}

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.artifacts.index_values import decided
+from adacc_hf.artifacts.index_values import index_values
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action
 from adacc_hf.reports.explain import explain_policy
-from adacc_hf.solve.milp import build_model, price
+from adacc_hf.solve.milp import build_block_model, price
 from adacc_hf.solve.solver import least_policy
 
 CONFIG = AdaccConfig(min_compress_bytes=0, codecs=("token_int4",))
@@ -20,7 +20,7 @@ CONFIG = AdaccConfig(min_compress_bytes=0, codecs=("token_int4",))
 @pytest.mark.parametrize(
     ("operators", "stored", "expected"),
     [
-        pytest.param([((0,), (1,)), ((1,), (12,)), ((12,), (13,))], {12}, {12}, id="index of remade numbers"),
+        pytest.param([((0,), (1,)), ((1,), (12,)), ((12,), (13,))], {12}, {12}, id="index of recomputed numbers"),
         pytest.param([((0,), (12,)), ((12,), (13,)), ((13, 1), (2,))], {12}, {12}, id="what follows from a stored one"),
         pytest.param([((0,), (12,)), ((12,), (13,)), ((13, 1), (2,))], set(), {12, 13, 2}, id="nowhere stored"),
         pytest.param([((0,), (2,)), ((1,), (12,)), ((11,), (13,))], {12}, set(), id="of exact numbers"),
@@ -28,7 +28,7 @@ CONFIG = AdaccConfig(min_compress_bytes=0, codecs=("token_int4",))
 )
 def test_an_index_is_decided_by_numbers_that_may_come_out_otherwise(operators, stored, expected):
     """Value 0 is stored with loss; those from 10 on are indices."""
-    assert decided(operators, lambda value: value >= 10, {0}, stored) == expected
+    assert index_values(operators, lambda value: value >= 10, {0}, stored) == expected
 
 
 def rows_in_order(block, hidden):
@@ -91,7 +91,7 @@ def test_so_does_the_executor_whatever_a_policy_says(sorting, caplog):
     assert "layers.0 retains block:sort" in caplog.text
 
 
-def test_lossless_policies_may_remake_them(sorting):
+def test_lossless_policies_may_recompute_them(sorting):
     model, batch, profile, plain = sorting
     policy = Policy.uniform(profile, Action.RECOMPUTE)
     assert {choice.action for value, choice in policy.plans[0].choices if value} == {Action.RECOMPUTE}
@@ -112,7 +112,7 @@ def norming(toy_model, toy_batch, untried):
     batch = toy_batch(8)
     config = AdaccConfig(min_compress_bytes=0, codecs=("int8",))
     # It is left to rules what no replay may make: the codec of these rows would not be offered.
-    profile = profile_model(model, batch, config, instruments=untried)
+    profile = profile_model(model, batch, config, measurement=untried)
     return model, batch, profile, gradients(model, batch)
 
 
@@ -129,25 +129,25 @@ def test_a_row_of_which_a_codec_leaves_nothing_has_a_gradient_of_its_size(normin
 
 
 def test_the_statistics_of_coded_rows_are_stored(norming):
-    """Whatever way a policy is found; those of rows that are remade are remade with them."""
+    """Whatever way a policy is found; those of rows that are recomputed are recomputed with them."""
     *_, profile, _ = norming
     kind = profile.kinds[0]
-    ((first, rows), (second, same)) = kind.fragile.items()
+    ((first, rows), (second, same)) = kind.exactness_dependents.items()
     assert rows == same
     (row,) = rows
-    model = build_model(kind, AdaccConfig(min_compress_bytes=0, codecs=("int8",)))
+    model = build_block_model(kind, AdaccConfig(min_compress_bytes=0, codecs=("int8",)))
     (lossy,) = [store.choice for store in model.menus[row] if not store.is_lossless]
     recomputed = dict(Policy.uniform(profile, Action.RECOMPUTE).plans[0].choices)
     kept = dict(price(model, recomputed | {row: lossy}).plan.choices)
     assert (kept[first], kept[second]) == (RETAIN, RETAIN)
-    remade = dict(price(model, recomputed).plan.choices)
-    assert (remade[first], remade[second]) == (RECOMPUTE, RECOMPUTE)
+    recomputed = dict(price(model, recomputed).plan.choices)
+    assert (recomputed[first], recomputed[second]) == (RECOMPUTE, RECOMPUTE)
 
 
 def test_the_executor_stores_them_whatever_a_policy_says(norming, caplog):
     model, batch, profile, plain = norming
     policy = Policy.uniform(profile, Action.COMPRESS)
-    statistics = dict.fromkeys(profile.kinds[0].fragile, RECOMPUTE)
+    statistics = dict.fromkeys(profile.kinds[0].exactness_dependents, RECOMPUTE)
     plans = tuple(replace(plan, choices=tuple((dict(plan.choices) | statistics).items())) for plan in policy.plans)
     config = AdaccConfig(min_compress_bytes=0, codecs=("int8",))
     with apply_policy(model, replace(policy, plans=plans), config), caplog.at_level(logging.WARNING):
@@ -156,7 +156,7 @@ def test_the_executor_stores_them_whatever_a_policy_says(norming, caplog):
 
 
 def test_a_statistic_is_stored_beside_its_own_rows_alone_however_far_off_it_would_be(tape_builder):
-    """Where these are remade from further up, an exact one does not suit them."""
+    """Where these are recomputed from further up, an exact one does not suit them."""
     tape = tape_builder()
     start = tape.value("input", 16)
     (rows,) = tape.operator("product", [start], [("rows", 16)], 1.0, save=[-1])
@@ -164,5 +164,5 @@ def test_a_statistic_is_stored_beside_its_own_rows_alone_however_far_off_it_woul
     (scaled,) = tape.operator("scale", [rows, deviation], [("scaled", 16)], 1.0, save=[-1])
     tape.values[deviation] |= {"shape": (4, 1), "replay_error": 1.0}
     tape.values[scaled]["replay_error"] = 1.0
-    fragile = tape.kind().fragile
-    assert fragile == {deviation: frozenset({rows}), scaled: frozenset({start, rows, deviation})}
+    exactness_dependents = tape.kind().exactness_dependents
+    assert exactness_dependents == {deviation: frozenset({rows}), scaled: frozenset({start, rows, deviation})}

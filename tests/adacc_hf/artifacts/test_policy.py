@@ -49,7 +49,7 @@ def test_uniform_takes_one_codec_where_asked(profile):
         Policy.uniform(profile, "compress", "zip")
     (kind,) = profile.kinds
     coarse = replace(kind.values[0], too_coarse=(("zip", 0.3),))
-    with pytest.raises(ValueError, match=r"'zip' would spoil gradients wherever it was tried, .* has .*int8"):
+    with pytest.raises(ValueError, match=r"'zip' would degrade gradients wherever it was tried, .* has .*int8"):
         Policy.uniform(replace(profile, kinds=(replace(kind, values=(coarse, *kind.values[1:])),)), "compress", "zip")
 
 
@@ -108,9 +108,9 @@ def test_a_missing_file_is_named(tmp_path):
     [
         ("{", "is not JSON"),
         ("[]", "is not an adacc_hf policy file"),
-        ('{"format": "adacc_hf.artifacts.profile"}', "is not an adacc_hf policy file"),
-        ('{"format": "adacc_hf.artifacts.policy", "version": 99}', "policy format version 99, this release reads 2"),
-        ('{"format": "adacc_hf.artifacts.policy", "version": 2}', "is a damaged policy file"),
+        ('{"format": "adacc_hf.profile"}', "is not an adacc_hf policy file"),
+        ('{"format": "adacc_hf.policy", "version": 99}', "policy format version 99, this release reads 2"),
+        ('{"format": "adacc_hf.policy", "version": 2}', "is a damaged policy file"),
     ],
     ids=["cut", "list", "profile", "future", "empty"],
 )

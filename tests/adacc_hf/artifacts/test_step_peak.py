@@ -150,20 +150,20 @@ def test_a_shared_tensor_is_live_from_the_first_block_whose_replay_reads_it_on(t
     tape.operator("where", [start, mask], [("a", 10)], ms=1.0, save=[-1])
     kind = replace(tape.kind(), held=(0,))
     profile = profile_of(
-        [kind], [0, 0, 0], [Shared(name="mask", nbytes=30, saved=False)], gradient_bytes=40, outside_held_bytes=25
+        [kind], [0, 0, 0], [Shared(name="mask", nbytes=30, saved=False)], gradient_bytes=40, outside_live_bytes=25
     )
-    keep, remake = plan_of(kind), plan_of(kind, a=RECOMPUTE)
+    keep, recompute = plan_of(kind), plan_of(kind, a=RECOMPUTE)
     # In each measured base, of 1040, 1080 and 1120 bytes, the mask is there.
     for plans, unread in (
         ((keep, keep, keep), (30, 30, 30, 30, 25)),
-        ((keep, remake, keep), (30, 0, 0, 0, 0)),
-        ((remake, keep, keep), (0, 0, 0, 0, 0)),
+        ((keep, recompute, keep), (30, 0, 0, 0, 0)),
+        ((recompute, keep, keep), (0, 0, 0, 0, 0)),
     ):
         live = {}
         for label, nbytes in simulate(profile, plans).timeline:
             live[label] = max(live.get(label, 0), nbytes)
-        stored = [100 if plan is remake else 10 for plan in plans]
-        extra = [10 if plan is remake else 0 for plan in plans]
+        stored = [100 if plan is recompute else 10 for plan in plans]
+        extra = [10 if plan is recompute else 0 for plan in plans]
         assert live["backward h.0"] == 1120 + stored[0] + extra[0] - unread[0]
         assert live["backward h.1"] == 1080 + sum(stored[:2]) + extra[1] - unread[1]
         assert live["backward h.2"] == 1040 + sum(stored) + extra[2] - unread[2]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from adacc_hf.compiler.functorch import short_name
-from adacc_hf.compiler.graph_precision import exponents, spoiled_by_codecs
+from adacc_hf.compiler.graph_precision import exponents, precision_sensitive_nodes
 from adacc_hf.compiler.joint_graph import JointGraph
 
 
@@ -48,36 +48,36 @@ def _targets(joint: JointGraph, values: set[int]) -> set[str]:
     return {str(joint.nodes[value].target).removeprefix("aten.").split(".")[0] for value in values}
 
 
-def test_masks_and_what_they_are_added_to_are_spoiled(joint: JointGraph) -> None:
-    spoiled = spoiled_by_codecs(joint)
-    assert "where" in _targets(joint, spoiled)
+def test_masks_and_what_they_are_added_to_are_degraded(joint: JointGraph) -> None:
+    degraded = precision_sensitive_nodes(joint)
+    assert "where" in _targets(joint, degraded)
     (scores,) = [i for i, n in enumerate(joint.nodes) if "add" in str(n.target) and "where" in str(n.all_input_nodes)]
-    assert scores in spoiled
+    assert scores in degraded
 
 
 def test_what_is_chosen_by_the_look_of_a_mask_is_not(joint: JointGraph) -> None:
     (chosen,) = [i for i, n in enumerate(joint.nodes) if "where" in str(n.target) and "div" in str(n.all_input_nodes)]
-    assert chosen not in spoiled_by_codecs(joint)
+    assert chosen not in precision_sensitive_nodes(joint)
 
 
-def test_statistics_of_norms_are_spoiled(joint: JointGraph) -> None:
-    assert {"rsqrt"} <= _targets(joint, spoiled_by_codecs(joint))
+def test_statistics_of_norms_are_degraded(joint: JointGraph) -> None:
+    assert {"rsqrt"} <= _targets(joint, precision_sensitive_nodes(joint))
 
 
-def test_scores_are_spoiled_before_softmax_and_not_after(joint: JointGraph) -> None:
-    spoiled = spoiled_by_codecs(joint)
+def test_scores_are_degraded_before_softmax_and_not_after(joint: JointGraph) -> None:
+    degraded = precision_sensitive_nodes(joint)
     by_target = {str(node.target).removeprefix("aten.").split(".")[0]: i for i, node in enumerate(joint.nodes)}
     scores = min(i for i, node in enumerate(joint.nodes) if "bmm" in str(node.target))
-    assert {scores, by_target["sub"]} <= spoiled
-    assert by_target["exp"] not in spoiled
+    assert {scores, by_target["sub"]} <= degraded
+    assert by_target["exp"] not in degraded
 
 
-def test_logits_and_what_a_loss_takes_the_exponential_of_are_spoiled(joint_graph_of: Any) -> None:
+def test_logits_and_what_a_loss_takes_the_exponential_of_are_degraded(joint_graph_of: Any) -> None:
     """An INT4 logarithm of a probability is off by 1 or more where most are -20: the gradient by a factor."""
     joint = joint_graph_of(Classifier(), torch.randn(64, 16, requires_grad=True), torch.zeros(64, dtype=torch.int64))
-    spoiled = spoiled_by_codecs(joint)
-    assert {"addmm", "sub"} <= _targets(joint, spoiled)
-    assert "tanh" in _targets(joint, set(range(len(joint.nodes))) - spoiled)
+    degraded = precision_sensitive_nodes(joint)
+    assert {"addmm", "sub"} <= _targets(joint, degraded)
+    assert "tanh" in _targets(joint, set(range(len(joint.nodes))) - degraded)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_logits_and_what_a_loss_takes_the_exponential_of_are_spoiled(joint_graph
     ],
     ids=["log", "sqrt", "div", "root", "made of it"],
 )
-def test_what_backward_divides_by_is_spoiled(joint_graph_of: Any, function: Any, divisor: str) -> None:
+def test_what_backward_divides_by_is_degraded(joint_graph_of: Any, function: Any, divisor: str) -> None:
     """INT4 makes a small element 0 beside large ones, and a gradient infinite."""
 
     class Divided(nn.Linear):
@@ -99,13 +99,13 @@ def test_what_backward_divides_by_is_spoiled(joint_graph_of: Any, function: Any,
             return function(super().forward(x).exp()) * x.tanh()
 
     joint = joint_graph_of(Divided(16, 16), torch.randn(64, 16, requires_grad=True))
-    spoiled = spoiled_by_codecs(joint)
-    assert divisor in _targets(joint, spoiled)
-    assert "tanh" in _targets(joint, set(range(len(joint.nodes))) - spoiled)
+    degraded = precision_sensitive_nodes(joint)
+    assert divisor in _targets(joint, degraded)
+    assert "tanh" in _targets(joint, set(range(len(joint.nodes))) - degraded)
 
 
 def test_activations_and_attention_weights_are_not(joint: JointGraph) -> None:
-    allowed = set(range(len(joint.nodes))) - spoiled_by_codecs(joint)
+    allowed = set(range(len(joint.nodes))) - precision_sensitive_nodes(joint)
     assert {"addmm", "tanh", "exp", "div"} <= _targets(joint, allowed)
 
 
@@ -129,5 +129,5 @@ def test_an_exponential_is_harmless_where_it_is_only_a_part_of_a_sigmoid(joint_g
     power = next(node for node in joint.operators if short_name(node) == "exp")
     gate = joint.value_of(power.args[0].args[0])
     assert short_name(joint.nodes[gate]) == "mm"
-    assert (gate in spoiled_by_codecs(joint)) is not is_bounded
+    assert (gate in precision_sensitive_nodes(joint)) is not is_bounded
     assert (joint.nodes[gate] in exponents(power.graph)) is not is_bounded

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from adacc_hf.artifacts.profile import CodecOption, KindProfile, Operator, Value
 from adacc_hf.compiler.graph_program import GraphModel, graph_model, keeping, least_bytes, least_time
 from adacc_hf.solve.linear_program import SolverLog
-from adacc_hf.solve.milp import Store
+from adacc_hf.solve.milp import StoredForm
 
 BLOCK = (100, 100, 100, 1)
 
@@ -45,7 +45,7 @@ def _chain(sizes: list[int], run_ms: float, keep_ms: float, is_read: list[bool] 
 
 @given(st.integers(2, 5))
 def test_what_lives_across_a_boundary_is_stored_at_any_price(blocks: int) -> None:
-    """Else the first question of backward could have all of forward remade at once."""
+    """Else the first question of backward could have all of forward recomputed at once."""
     graph = _chain([*BLOCK] * blocks, run_ms=0.0, keep_ms=1.0)
     choice = least_time(graph, 10**6, SolverLog(), of_peak=False)
     assert choice is not None
@@ -71,9 +71,9 @@ def test_the_least_bytes_are_those_of_boundaries() -> None:
 def test_of_the_choices_with_the_least_peak_it_is_the_fastest() -> None:
     graph = _chain([1024 * nbytes for nbytes in BLOCK] * 3, run_ms=1.0, keep_ms=0.0)
     least = least_bytes(graph, SolverLog(), of_peak=True)
-    everything_remade = keeping(graph, {0, *graph.segments.boundary})
-    assert least.peak_bytes == everything_remade.peak_bytes
-    # The last segment is there when backward begins, whether it was stored or is remade.
+    everything_recomputed = keeping(graph, {0, *graph.segments.boundary})
+    assert least.peak_bytes == everything_recomputed.peak_bytes
+    # The last segment is there when backward begins, whether it was stored or is recomputed.
     last = [value for value, segment in enumerate(graph.segments.of_value) if segment == graph.segments.count - 1]
     assert set(last) <= least.stored.keys()
 
@@ -138,7 +138,7 @@ class _Replayed:
     """What a graph's backward reads where `stored` is handed over."""
 
     graph: GraphModel
-    stored: Mapping[int, Store]
+    stored: Mapping[int, StoredForm]
 
     def __post_init__(self) -> None:
         pending = [value.index for value in self.graph.model.kind.values if value.saved]
@@ -155,8 +155,8 @@ class _Replayed:
     @property
     def is_allowed(self) -> bool:
         values = self.graph.model.kind.values
-        remade = self.read - self.stored.keys()
-        can_be = all(values[value].recomputable and values[value].producer is not None for value in remade)
+        recomputed = self.read - self.stored.keys()
+        can_be = all(values[value].recomputable and values[value].producer is not None for value in recomputed)
         return can_be and not any(self._is_coarse(value) for value in self.read & self.graph.precise)
 
     def _is_coarse(self, value: int) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from adacc_hf.compiler.graph_precision import sensitive_values
+from adacc_hf.compiler.graph_precision import precision_needs
 from adacc_hf.compiler.joint_graph import JointGraph
 
 
@@ -39,7 +39,7 @@ def _names(joint: JointGraph, values: frozenset[int]) -> set[str]:
 
 def test_what_fused_attention_multiplies_and_gives_is_sensitive(attention_graph: Any) -> None:
     joint = attention_graph(is_fused=True)
-    sensitive = sensitive_values(joint)
+    sensitive = precision_needs(joint)
     # Of the five products that of queries, keys and values, in one; and what fused attention gives first.
     products = [node.name for node in joint.nodes if "mm" in node.name]
     (result, _) = (node.name for node in joint.nodes if "attention" in str(node.args))
@@ -49,12 +49,12 @@ def test_what_fused_attention_multiplies_and_gives_is_sensitive(attention_graph:
 
 def test_parts_are_followed_to_the_whole(joint_graph_of: Any) -> None:
     joint = joint_graph_of(Parted(), torch.randn(2, 8, 16, requires_grad=True))
-    assert "addmm" in _names(joint, sensitive_values(joint).fine & sensitive_values(joint).precise)
+    assert "addmm" in _names(joint, precision_needs(joint).fine & precision_needs(joint).precise)
 
 
-def test_what_softmax_reads_is_remade_of_nothing_coarse(attention_graph: Any) -> None:
+def test_what_softmax_reads_is_recomputed_of_nothing_coarse(attention_graph: Any) -> None:
     joint = attention_graph(is_fused=False)
-    sensitive = sensitive_values(joint)
+    sensitive = precision_needs(joint)
     (scores, *_) = (node.name for node in joint.nodes if "bmm" in node.name)
     assert not sensitive.fine
     assert scores in _names(joint, sensitive.precise)
@@ -63,7 +63,7 @@ def test_what_softmax_reads_is_remade_of_nothing_coarse(attention_graph: Any) ->
 
 def test_what_backward_compares_with_zero_is_stored_finely(joint_graph_of: Any) -> None:
     joint = joint_graph_of(Rectified(), torch.randn(8, 16, requires_grad=True))
-    sensitive = sensitive_values(joint)
+    sensitive = precision_needs(joint)
     assert _names(joint, sensitive.fine) == {"addmm", "relu"}
     assert not sensitive.precise
 
@@ -71,4 +71,4 @@ def test_what_backward_compares_with_zero_is_stored_finely(joint_graph_of: Any) 
 @pytest.mark.parametrize("values", ["fine", "precise"])
 def test_nothing_is_where_all_is_ordinary(joint_graph_of: Any, values: str) -> None:
     joint = joint_graph_of(nn.Sequential(nn.Linear(16, 16), nn.Tanh()), torch.randn(8, 16, requires_grad=True))
-    assert not getattr(sensitive_values(joint), values)
+    assert not getattr(precision_needs(joint), values)

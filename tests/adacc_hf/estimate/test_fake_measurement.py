@@ -18,7 +18,7 @@ from adacc_hf import AdaccConfig, Policy, Profile, profile_model, solve_policy
 from adacc_hf.artifacts.profile import KindProfile
 from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_device import fake_autocast, fake_tensors
-from adacc_hf.estimate.fake_measurement import FakeInstruments, operator_ms
+from adacc_hf.estimate.fake_measurement import FakeMeasurement, operator_ms
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # each thread converts in a buffer of its own
 
@@ -68,9 +68,9 @@ def profile(config: PretrainedConfig, attention: str, dtype: torch.dtype | None,
     model.config.use_cache = False
     ids = torch.zeros((2, 48), dtype=torch.long)
     with fake_autocast("cpu", dtype):
-        instruments = FakeInstruments(find_device("cpu")) if fake else None
+        measurement = FakeMeasurement(find_device("cpu")) if fake else None
         batch = {"input_ids": ids, "labels": ids.clone()}
-        return profile_model(model, batch, LOSSLESS, instruments=instruments)
+        return profile_model(model, batch, LOSSLESS, measurement=measurement)
 
 
 def activations(kind: KindProfile) -> Counter[tuple[Any, ...]]:
@@ -133,15 +133,15 @@ def profile_on_cuda(config: PretrainedConfig) -> Profile:
     ids = torch.zeros((2, 48), dtype=torch.long)
     with fake_autocast("cuda", torch.bfloat16):
         return profile_model(
-            model, {"input_ids": ids, "labels": ids.clone()}, instruments=FakeInstruments(find_device("h100"))
+            model, {"input_ids": ids, "labels": ids.clone()}, measurement=FakeMeasurement(find_device("h100"))
         )
 
 
 def test_random_operators_are_never_replayed_and_all_else_of_torch_is() -> None:
     with fake_tensors("cuda"):
         (kind,) = profile_on_cuda(gpt2(64, 2)).kinds
-    drawing = {"aten.native_dropout.default", "aten._scaled_dot_product_flash_attention.default"}
-    assert {operator.name for operator in kind.operators if not operator.replayable} == drawing
+    rng_use = {"aten.native_dropout.default", "aten._scaled_dot_product_flash_attention.default"}
+    assert {operator.name for operator in kind.operators if not operator.replayable} == rng_use
 
 
 def test_a_plan_can_be_solved_from_it() -> None:
@@ -159,7 +159,7 @@ def test_a_step_timed_while_its_memory_is_measured_takes_as_long_as_one_timed_ap
         ids = torch.zeros((2, 32), dtype=torch.long)
         batch = {"input_ids": ids, "labels": ids.clone()}
         together, apart = (
-            profile_model(model, batch, instruments=FakeInstruments(device, times_measured=flag))
+            profile_model(model, batch, measurement=FakeMeasurement(device, times_measured=flag))
             for flag in (True, False)
         )
     assert together == apart

@@ -6,17 +6,17 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import adacc_hf.price.pricing as pricing_module
 from adacc_hf import Action, AdaccConfig, Policy, Profile, apply_policy, profile_model, solve_policy
-from adacc_hf.artifacts.index_values import SPOILED_ERROR
+from adacc_hf.artifacts.index_values import DEGRADED_ERROR
 from adacc_hf.artifacts.policy import RECOMPUTE
 from adacc_hf.kernels.codecs import get_codec
-from adacc_hf.price.measurement import Instruments
+from adacc_hf.price.measurement import Measurement
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
 
-class Kept(Instruments):
+class Kept(Measurement):
     """Keeps what was measured of each block."""
 
     def __init__(self):
@@ -75,7 +75,7 @@ def codecs_of(profile, name):
 def test_the_error_is_that_of_the_operators_backward(toy_model, toy_batch):
     model, batch = toy_model(lambda block, hidden: hidden + block.down(block.up(hidden).tanh()), 1), toy_batch(64)
     kept = Kept()
-    profile_model(model, batch, CONFIG.with_overrides(codecs=("token_int4",)), instruments=kept)
+    profile_model(model, batch, CONFIG.with_overrides(codecs=("token_int4",)), measurement=kept)
     ((tape, bases, errors),) = kept.found
     (value,) = [v.index for v in tape.values if v.name.endswith("tanh")]
     exact, coded = bases[value], get_codec("token_int4").decode(get_codec("token_int4").encode(bases[value]))
@@ -91,13 +91,13 @@ def test_sharp_fused_attention_takes_its_queries_and_keys_in_int8(sharp_gpt2, to
     """Although it is sharp in a block that no price was taken of."""
     model, batch = sharp_gpt2(), token_batch(4, 32)
     before = error_under(
-        model, batch, Policy.uniform(profile_model(model, batch, CONFIG, instruments=untried), Action.COMPRESS)
+        model, batch, Policy.uniform(profile_model(model, batch, CONFIG, measurement=untried), Action.COMPRESS)
     )
     profile = profile_model(model, batch, CONFIG)
     assert codecs_of(profile, "attn.c_attn:addmm") == ["int8"]
     ((codec, error),) = next(v for v in profile.kinds[0].values if v.name == "attn.c_attn:addmm").too_coarse
     assert codec == "channel_int4"
-    assert error > SPOILED_ERROR
+    assert error > DEGRADED_ERROR
     profile.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == profile
     # INT4 leaves about 0.1 of the rest.
@@ -105,14 +105,18 @@ def test_sharp_fused_attention_takes_its_queries_and_keys_in_int8(sharp_gpt2, to
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_sharp_softmax_is_not_remade_from_what_codecs_left(sharp_gpt2, token_batch, seed):
+def test_a_sharp_softmax_is_not_recomputed_from_what_codecs_left(sharp_gpt2, token_batch, seed):
     model, batch = sharp_gpt2("eager", 22), token_batch(4, 32)
     profile = profile_model(model, batch, CONFIG)
     (kind,) = profile.kinds
     (softmax,) = [value for value in kind.activations if value.role == "softmax"]
-    assert softmax.is_far_remade
+    assert softmax.is_far_recomputed
     queries_and_keys = {value.index for value in kind.activations[: softmax.index] if value.role == "qkv"}
-    assert kind.fragile[softmax.index] >= {index for index in queries_and_keys if index < softmax.index} != set()
+    assert (
+        kind.exactness_dependents[softmax.index]
+        >= {index for index in queries_and_keys if index < softmax.index}
+        != set()
+    )
     both = Policy.random(profile, seed, (Action.COMPRESS, Action.RECOMPUTE))
     assert all(dict(plan.choices)[softmax.index] != RECOMPUTE for plan in both.plans)
     assert error_under(model, batch, both) < 0.25
@@ -122,14 +126,14 @@ def test_a_sharp_softmax_is_not_remade_from_what_codecs_left(sharp_gpt2, token_b
 
 
 @pytest.mark.parametrize("budget", [0.2, 0.3, 0.4, 0.5])
-def test_the_solver_stores_what_would_be_remade_far_off(sharp_gpt2, token_batch, budget):
+def test_the_solver_stores_what_would_be_recomputed_far_off(sharp_gpt2, token_batch, budget):
     model, batch = sharp_gpt2("eager", 22), token_batch(4, 32)
     profile = profile_model(model, batch, CONFIG)
     policy = solve_policy(profile, budget, CONFIG)
     for plan in policy.plans:
         choices = dict(plan.choices)
         coded = {value for value, choice in choices.items() if choice.codec not in (None, "bitmask")}
-        assert not any(choices[value] == RECOMPUTE for value in profile.kinds[0].fragile_beside(coded))
+        assert not any(choices[value] == RECOMPUTE for value in profile.kinds[0].exactness_dependents_of(coded))
     assert error_under(model, batch, policy) < 0.25
 
 

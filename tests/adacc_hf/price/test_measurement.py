@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from adacc_hf.price import measurement as instruments
+from adacc_hf.price import measurement as measurement
 from adacc_hf.price import timing
 
 
@@ -16,8 +16,8 @@ def test_a_step_is_timed_from_an_idle_device_to_an_idle_device(monkeypatch):
         return model(batch["x"]).sum()
 
     monkeypatch.setattr(timing, "wait_for", lambda device: events.append(f"wait for {device}"))
-    monkeypatch.setattr(instruments, "forward_loss", forward_loss)
+    monkeypatch.setattr(measurement, "forward_loss", forward_loss)
     model = nn.Linear(2, 2)
-    assert instruments.Instruments().step_ms(model, {"x": torch.ones(1, 2)}) > 0.0
+    assert measurement.Measurement().step_ms(model, {"x": torch.ones(1, 2)}) > 0.0
     assert events == ["wait for cpu", "step", "wait for cpu"]
     assert model.weight.grad is None

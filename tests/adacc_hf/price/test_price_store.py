@@ -10,9 +10,9 @@ import pytest
 
 from adacc_hf.artifacts.files import PROFILES_VARIABLE
 from adacc_hf.cli import USER_ERROR, main
-from adacc_hf.price.price_store import Key, ProfileStore, ProfileStoreError, default_folder
+from adacc_hf.price.price_store import PriceKey, ProfileStore, ProfileStoreError, default_folder
 
-KEY = Key(tape="t", shapes="s", dtype="float32", device="a GPU", torch="2.13", settings="x")
+KEY = PriceKey(tape="t", shapes="s", dtype="float32", device="a GPU", torch="2.13", settings="x")
 PRICES = {
     "operators": [{"name": "aten.mm.default", "ms": 1.5}],
     "activations": [{"value": 3, "name": "mlp:mm", "nbytes": 2048, "codecs": []}],
@@ -29,7 +29,7 @@ def test_prices_come_back_for_exactly_their_key(store):
     assert store.get(KEY) is None
     store.put(KEY, "GPT2Block", PRICES)
     assert store.get(KEY).prices == PRICES
-    for field in fields(Key):
+    for field in fields(PriceKey):
         assert store.get(replace(KEY, **{field.name: "other"})) is None, field.name
 
 
@@ -86,7 +86,7 @@ def test_other_files_in_the_folder_are_left_alone(store):
 
 
 def test_prices_of_which_the_digest_alone_is_the_same_are_not_taken(store, monkeypatch):
-    monkeypatch.setattr(Key, "name", "same")
+    monkeypatch.setattr(PriceKey, "name", "same")
     store.put(KEY, "GPT2Block", PRICES)
     assert store.get(KEY).prices == PRICES
     assert store.get(replace(KEY, tape="other")) is None

@@ -6,7 +6,7 @@ import pytest
 
 from adacc_hf import AdaccConfig, profile_model
 from adacc_hf.artifacts.files import PROFILES_VARIABLE
-from adacc_hf.price.measurement import Instruments
+from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.price_store import ProfileStore
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -23,13 +23,13 @@ def store(tmp_path, monkeypatch) -> ProfileStore:
 def measured(monkeypatch):
     """The block classes of the tapes that were priced by measuring."""
     classes = []
-    price = Instruments.price
+    price = Measurement.price
 
     def watched(self, tape, *others):
         classes.append(tape.block_class)
         return price(self, tape, *others)
 
-    monkeypatch.setattr(Instruments, "price", watched)
+    monkeypatch.setattr(Measurement, "price", watched)
     return classes
 
 

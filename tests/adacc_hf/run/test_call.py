@@ -253,7 +253,7 @@ def test_a_parameter_changed_before_backward_is_refused(tiny_gpt2, token_batch, 
 @pytest.mark.parametrize("num_steps_before", [0, 1])
 @pytest.mark.parametrize("action", ["retain", "recompute"])
 def test_an_activation_changed_before_backward(toy_model, toy_batch, run_steps, action, num_steps_before):
-    """Refused if it was retained; remade as it was if it was recomputed."""
+    """Refused if it was retained; recomputed as it was if it was recomputed."""
     watched, seen = [], []
 
     def forward(block, hidden):

@@ -56,7 +56,8 @@ class Programs:
 
 
 def what_waits_is_changed(other, seed):
-    """tanh's result may be remade from what is held, which the tape saves last, and which is changed here instead."""
+    """tanh's result may be recomputed from what is held, which the tape saves last, and which is changed here
+    instead."""
     usual = ["double", "tanh", "times"]
     return example(usual=usual, other=other, prefix=2, block=0, step=1, seed=seed, knows_profile=True)
 

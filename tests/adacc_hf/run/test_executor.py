@@ -424,7 +424,7 @@ def unused_forward(model, batch):
 )
 def test_every_use_of_the_graph_is_exact(tiny_gpt2, batch, use):
     """Eager attention, whose operators all have second derivatives. Each use comes first, second and third, and between
-    them a plain step: what a use taught about the order of backward must not spoil it."""
+    them a plain step: what a use taught about the order of backward must not degrade it."""
     model = tiny_gpt2("eager")
     profile = profile_model(model, batch, CONFIG)
 
@@ -459,8 +459,8 @@ def test_the_order_of_backward_is_learned_from_the_fullest(tiny_gpt2, batch, use
 
 
 def test_the_order_of_backward_is_that_of_other_sizes(tiny_gpt2, token_batch, monkeypatch):
-    """Where backward asks out of order, all that was remade is kept to the block's end: a new length would take more
-    than its policy has."""
+    """Where backward asks out of order, all that was recomputed is kept to the block's end: a new length would take
+    more than its policy has."""
 
     def fail(*_):
         raise AssertionError("out of order")

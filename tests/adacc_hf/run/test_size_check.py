@@ -426,7 +426,7 @@ def test_a_kernel_that_differs_at_one_size_is_retained_at_all(
     with handle:
         model(**text(13)).loss.backward()  # the first new size
         model.zero_grad(set_to_none=True)
-        assert "replay did not remake block:unsteady of block layers.0 bit for bit" in caplog.records[0].message
+        assert "replay did not recompute block:unsteady of block layers.0 bit for bit" in caplog.records[0].message
         assert families_of(handle.library) == {family}
         assert value not in family.base.recomputable
         NUM_CALLS[0] = 0

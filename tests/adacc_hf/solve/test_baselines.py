@@ -9,7 +9,7 @@ from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Action
 from adacc_hf.eval.trials.greedy import solve_greedy
 from adacc_hf.solve.baselines import bandwidths, greedy_policies
-from adacc_hf.solve.milp import build_model
+from adacc_hf.solve.milp import build_block_model
 
 PAPER = [  # tensor MB, recompute ms, compression ms, MB after compression, action that wins
     (96, 0.36, 0.37, 24, Action.RECOMPUTE),
@@ -26,7 +26,7 @@ def test_the_paper_s_tensors_go_the_paper_s_way(
     start = tape.value("input", 8)
     (tensor,) = tape.operator("f", [start], [("T", size)], ms=recompute_ms, save=[-1])
     tape.values[tensor]["codecs"] = (make_codec("int4", payload, compress_ms / 2, compress_ms / 2),)
-    rows = {row.value: row for row in bandwidths(build_model(tape.kind(), AdaccConfig()))}
+    rows = {row.value: row for row in bandwidths(build_block_model(tape.kind(), AdaccConfig()))}
     assert rows[tensor].choice.action is winner
     assert rows[tensor].recompute == pytest.approx(size / recompute_ms)
     assert rows[tensor].compress == pytest.approx((size - payload) / compress_ms)
@@ -39,13 +39,13 @@ def test_paper_s_bandwidths_of_t1(tape_builder, make_codec):
     start = tape.value("input", 8)
     (tensor,) = tape.operator("f", [start], [("T1", 96)], ms=0.36, save=[-1])
     tape.values[tensor]["codecs"] = (make_codec("int4", 24, 0.3, 0.07),)
-    row = next(row for row in bandwidths(build_model(tape.kind(), AdaccConfig())) if row.value == tensor)
+    row = next(row for row in bandwidths(build_block_model(tape.kind(), AdaccConfig())) if row.value == tensor)
     assert (int(row.recompute), int(row.compress)) == (266, 194)
 
 
 def test_policies_store_less_and_less_and_take_longer(gpt2_like_profile):
     profile = gpt2_like_profile(num_blocks=3, attention="eager")
-    models = [build_model(kind, AdaccConfig()) for kind in profile.kinds]
+    models = [build_block_model(kind, AdaccConfig()) for kind in profile.kinds]
     policies = list(greedy_policies(profile, models))
     assert all(column.plan.is_plain for column in policies[0])
     ms = [sum(column.ms for column in policy) for policy in policies]

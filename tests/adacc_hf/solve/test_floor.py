@@ -14,8 +14,8 @@ from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.step_peak import simulate
 from adacc_hf.solve.frontier import frontiers
 from adacc_hf.solve.linear_program import SolverLog
-from adacc_hf.solve.milp import build_model
-from adacc_hf.solve.minimum_peak import PeakOracle, descent, least_bound
+from adacc_hf.solve.milp import build_block_model
+from adacc_hf.solve.minimum_peak import PeakOracle, least_bound, local_search
 from adacc_hf.solve.solver import solve_policy
 
 SOLVING = settings(
@@ -37,10 +37,10 @@ def every_peak(every_plan, profile):
 @given(data=st.data())
 def test_the_least_peak_lies_between_the_bound_and_the_frontier_s(profiles, every_plan, data):
     profile = data.draw(profiles())
-    models = [build_model(kind, AdaccConfig()) for kind in profile.kinds]
+    models = [build_block_model(kind, AdaccConfig()) for kind in profile.kinds]
     columns = frontiers(SolverLog(), models)
     oracle = PeakOracle(profile)
-    trail = [oracle.peak_bytes(policy) for policy in descent(oracle, models, columns, oracle.least_peak(columns))]
+    trail = [oracle.peak_bytes(policy) for policy in local_search(oracle, models, columns, oracle.least_peak(columns))]
     assert trail == sorted(set(trail), reverse=True)
     assert trail[0] == oracle.peak_bytes(oracle.least_peak(columns))
     assert least_bound(profile, columns) <= min(every_peak(every_plan, profile)) <= trail[-1]
@@ -56,7 +56,7 @@ def test_a_floor_that_is_proven_says_nothing_of_a_bound(gpt2_like_profile):
 
 def test_the_bound_is_that_of_every_head(gpt2_like_profile, add_chunked_head):
     profile = add_chunked_head(gpt2_like_profile(num_blocks=3), saved_bytes=10 << 30)
-    models = [build_model(kind, AdaccConfig()) for kind in profile.kinds]
+    models = [build_block_model(kind, AdaccConfig()) for kind in profile.kinds]
     columns = frontiers(SolverLog(), models)
     bounds = [least_bound(profile.with_head(name), columns) for name in profile.heads]
     with pytest.raises(InfeasibleBudgetError) as error:
@@ -68,10 +68,10 @@ def test_the_bound_is_that_of_every_head(gpt2_like_profile, add_chunked_head):
 def test_a_model_without_a_large_head_has_a_lower_floor_and_more_memory_never_costs_time(gpt2_like_profile, attention):
     profile = gpt2_like_profile(num_blocks=3, attention=attention)
     profile = replace(profile, outside_peak_bytes=profile.static_bytes, loss_peak_bytes=profile.static_bytes)
-    models = [build_model(kind, AdaccConfig()) for kind in profile.kinds]
+    models = [build_block_model(kind, AdaccConfig()) for kind in profile.kinds]
     columns = frontiers(SolverLog(), models)
     oracle = PeakOracle(profile)
-    trail = [oracle.peak_bytes(policy) for policy in descent(oracle, models, columns, oracle.least_peak(columns))]
+    trail = [oracle.peak_bytes(policy) for policy in local_search(oracle, models, columns, oracle.least_peak(columns))]
     assert trail[-1] < trail[0]
     bound = least_bound(profile, columns)
     with pytest.raises(InfeasibleBudgetError, match=f"no policy needs less than {bound} bytes") as error:

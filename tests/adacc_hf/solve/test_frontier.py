@@ -10,7 +10,7 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.step_peak import run_block
 from adacc_hf.solve.frontier import chain, frontiers
 from adacc_hf.solve.linear_program import SolverLog
-from adacc_hf.solve.milp import build_model
+from adacc_hf.solve.milp import build_block_model
 
 SOLVING = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -41,7 +41,7 @@ def on_line(columns, nbytes):
 @given(data=st.data())
 def test_no_plan_is_better_than_the_frontier(profiles, every_plan, data):
     kind = data.draw(profiles()).kinds[0]
-    (columns,) = frontiers(SolverLog(), [build_model(kind, AdaccConfig())])
+    (columns,) = frontiers(SolverLog(), [build_block_model(kind, AdaccConfig())])
     points = list(every_point(every_plan, kind))
     assert min(nbytes for nbytes, _ in points) == columns[-1].nbytes
     for nbytes, ms in points:
@@ -58,7 +58,7 @@ def test_no_plan_is_better_than_the_frontier(profiles, every_plan, data):
 def test_gpt2_s_frontier_bends_one_way_and_starts_with_plain(gpt2_like_profile, attention):
     kind = gpt2_like_profile(attention=attention).kinds[0]
     log = SolverLog()
-    (columns,) = frontiers(log, [build_model(kind, AdaccConfig())])
+    (columns,) = frontiers(log, [build_block_model(kind, AdaccConfig())])
     assert columns[0].plan.is_plain
     slopes = [(right.ms - left.ms) / (left.nbytes - right.nbytes) for left, right in pairwise(columns)]
     assert slopes == sorted(slopes)
@@ -69,7 +69,7 @@ def test_gpt2_s_frontier_bends_one_way_and_starts_with_plain(gpt2_like_profile, 
 
 
 def test_kinds_are_solved_together_as_alone(gpt2_like_profile):
-    models = [build_model(gpt2_like_profile(attention=a).kinds[0], AdaccConfig()) for a in ("sdpa", "eager")]
+    models = [build_block_model(gpt2_like_profile(attention=a).kinds[0], AdaccConfig()) for a in ("sdpa", "eager")]
     together = frontiers(SolverLog(), models)
     alone = [frontiers(SolverLog(), [model])[0] for model in models]
     assert [[(c.nbytes, c.ms) for c in columns] for columns in together] == [
@@ -78,7 +78,7 @@ def test_kinds_are_solved_together_as_alone(gpt2_like_profile):
 
 
 def test_the_chain_changes_one_block_at_a_time_and_the_first_ones_first(gpt2_like_profile):
-    models = [build_model(gpt2_like_profile(attention=a).kinds[0], AdaccConfig()) for a in ("sdpa", "eager")]
+    models = [build_block_model(gpt2_like_profile(attention=a).kinds[0], AdaccConfig()) for a in ("sdpa", "eager")]
     columns = frontiers(SolverLog(), models)
     kinds = [0, 1, 1, 0, 0]
     policies = list(chain(kinds, columns))
@@ -100,19 +100,19 @@ def test_the_chain_changes_one_block_at_a_time_and_the_first_ones_first(gpt2_lik
 def test_a_kind_with_nothing_to_choose_has_one_plan(tape_builder):
     tape = tape_builder()
     tape.operator("rand", [tape.value("input", 8)], [("mask", 8)], ms=1.0, save=[-1], replayable=False)
-    (columns,) = frontiers(SolverLog(), [build_model(tape.kind(), AdaccConfig())])
+    (columns,) = frontiers(SolverLog(), [build_block_model(tape.kind(), AdaccConfig())])
     assert [column.plan.is_plain for column in columns] == [True]
 
 
 def test_what_the_relaxation_divides_is_decided_by_an_integer_program(tape_builder, make_codec, every_plan):
-    """Half of the input coded and half of it whole would let half of a value be remade that a coded one forbids."""
+    """Half of the input coded and half of it whole would let half of a value be recomputed that a coded one forbids."""
     tape = tape_builder()
     start = tape.value("input", 12, codecs=(make_codec("int4", 4, 0.0, 0.0),))
-    (fragile,) = tape.operator("first", [start], [("fragile", 4)], 1.0, save=[-1])
+    (exactness_dependents,) = tape.operator("first", [start], [("exactness_dependents", 4)], 1.0, save=[-1])
     tape.operator("second", [start], [("other", 8)], 1.0, save=[-1])
-    tape.values[fragile]["replay_error"] = 1.0
+    tape.values[exactness_dependents]["replay_error"] = 1.0
     kind = tape.kind()
-    (columns,) = frontiers(SolverLog(), [build_model(kind, AdaccConfig())])
+    (columns,) = frontiers(SolverLog(), [build_block_model(kind, AdaccConfig())])
     points = list(every_point(every_plan, kind))
     assert columns[-1].nbytes == min(nbytes for nbytes, _ in points) == 8
     assert all(ms >= on_line(columns, nbytes) - 1e-9 for nbytes, ms in points)

@@ -7,18 +7,18 @@ import sys
 
 import pytest
 
-from adacc_hf.solve.linear_program import Program, Solver, SolverLog, combine
+from adacc_hf.solve.linear_program import LinearProgram, Solver, SolverLog, combine
 
 
-def knapsack() -> tuple[Program, int]:
+def knapsack() -> tuple[LinearProgram, int]:
     """Three things of 3, 4 and 5 bytes, of which 7 bytes may be taken."""
-    program = Program()
+    program = LinearProgram()
     things = [program.variable() for _ in range(3)]
     return program, program.constrain(zip(things, (3.0, 4.0, 5.0), strict=True), high=7.0)
 
 
 def test_a_row_without_bounds_gets_them_later() -> None:
-    program = Program()
+    program = LinearProgram()
     x = program.variable(2.0)
     row = program.constrain([(x, 3.0)])
     solver = Solver(program, SolverLog(), integer=False)
@@ -30,7 +30,7 @@ def test_a_row_without_bounds_gets_them_later() -> None:
 
 
 def test_the_solution_has_every_variable_in_its_own_place() -> None:
-    program = Program()
+    program = LinearProgram()
     xs = [program.variable(float(k)) for k in range(12)]  # the last two in no row
     program.constrain([(x, 1.0) for x in xs[:10]], low=0.0)
     program.constrain([(xs[1], 1.0), (xs[2], 1.0)], low=2.0, high=2.0)
@@ -43,7 +43,7 @@ VALUES = [(0, -4.0), (1, -5.0), (2, -6.0)]
 
 def test_a_variable_may_occur_twice_in_a_sum() -> None:
     assert combine([(0, 1), (1, 4), (0, 2)]) == {0: 3, 1: 4}
-    program = Program()
+    program = LinearProgram()
     x = program.variable(10)
     program.constrain([(x, 1), (x, 2)], high=12)
     (value,) = Solver(program, SolverLog(), integer=False).minimize([(x, -1), (x, -1)])
@@ -70,7 +70,7 @@ def test_only_the_integer_program_rounds() -> None:
 
 
 def test_a_program_without_a_solution_says_so() -> None:
-    program = Program()
+    program = LinearProgram()
     x = program.variable()
     program.constrain([(x, 1)], low=2)
     log = SolverLog()

@@ -9,7 +9,7 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.step_peak import simulate
 from adacc_hf.solve.frontier import frontiers
 from adacc_hf.solve.linear_program import SolverLog
-from adacc_hf.solve.milp import build_model
+from adacc_hf.solve.milp import build_block_model
 from adacc_hf.solve.minimum_peak import PeakOracle
 
 SOLVING = settings(
@@ -18,7 +18,7 @@ SOLVING = settings(
 
 
 def frontiers_of(profile):
-    return frontiers(SolverLog(), [build_model(kind, AdaccConfig()) for kind in profile.kinds])
+    return frontiers(SolverLog(), [build_block_model(kind, AdaccConfig()) for kind in profile.kinds])
 
 
 @SOLVING

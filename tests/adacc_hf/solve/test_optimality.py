@@ -55,7 +55,7 @@ def every_outcome(every_plan, kind):
             outcome = run_block(kind, plan)
         except ValueError:
             continue
-        sizes = (outcome.stored_bytes, outcome.held_bytes, outcome.working_bytes, outcome.forward_working_bytes)
+        sizes = (outcome.stored_bytes, outcome.live_bytes, outcome.working_bytes, outcome.forward_working_bytes)
         known = best.setdefault((*sizes, outcome.shared), outcome)
         if outcome.overhead_ms < known.overhead_ms:
             best[(*sizes, outcome.shared)] = outcome

@@ -19,10 +19,10 @@ from adacc_hf.solve.search import Kinds, PolicySearch
 CONFIG = AdaccConfig()
 
 
-def found_ms(profile, budget, rival_ms=math.inf):
+def found_ms(profile, budget, incumbent_ms=math.inf):
     """The time of the policy found, by a search of its own; infinity if none is."""
     search = PolicySearch(profile, CONFIG, Kinds(profile, CONFIG))
-    policy = search.within(budget, rival_ms)
+    policy = search.within(budget, incumbent_ms)
     return math.inf if policy is None else search.rank(policy)[0]
 
 

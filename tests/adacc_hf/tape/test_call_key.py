@@ -68,17 +68,17 @@ def test_what_a_block_is_made_of_tells_calls_apart():
     assert key_of_call(KnownShapes(), made(nn.Tanh())).given_to(block) == before.given_to(block)
 
 
-def test_new_data_at_a_known_shape_is_strange_once():
+def test_new_data_at_a_known_shape_is_unseen_once():
     known, one, other = KnownShapes(), torch.tensor([1, 2]), torch.tensor([2, 1])
     first = known.add(key_of(known, a=one), shape(a=one))
-    strange, new_shape = key_of(known, a=other), key_of(known, a=torch.tensor([1]))
-    assert [known.is_strange(key) for key in (first, new_shape, strange, strange)] == [False, False, True, False]
+    unseen, new_shape = key_of(known, a=other), key_of(known, a=torch.tensor([1]))
+    assert [known.is_unseen(key) for key in (first, new_shape, unseen, unseen)] == [False, False, True, False]
 
 
-def test_strange_data_is_not_remembered_for_ever():
+def test_unseen_data_is_not_remembered_for_ever():
     known, one = KnownShapes(), torch.tensor([0])
     known.add(key_of(known, a=one), shape(a=one))
     keys = [key_of(known, a=torch.tensor([number])) for number in range(1, MAX_SHAPES + 2)]
-    assert all(known.is_strange(key) for key in keys)
-    assert known.is_strange(keys[0])
-    assert not known.is_strange(keys[-1])
+    assert all(known.is_unseen(key) for key in keys)
+    assert known.is_unseen(keys[0])
+    assert not known.is_unseen(keys[-1])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from adacc_hf.tape.recorder import Drawing
+from adacc_hf.tape.recorder import RngUse
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])
@@ -20,7 +20,7 @@ def test_a_draw_that_reads_no_tensor_is_looked_for_on_the_device_it_names(monkey
     generator = Generator()
     monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    drawings = [Drawing(torch.ops.aten.rand.default, ([4],), {"device": torch.device(device)}) for _ in range(2)]
+    drawings = [RngUse(torch.ops.aten.rand.default, ([4],), {"device": torch.device(device)}) for _ in range(2)]
     assert not drawings[0].happened()
     generator.offset += 4
     assert drawings[1].happened()

@@ -12,7 +12,15 @@ from adacc_hf.run.blocks import Installation, Plainly
 from adacc_hf.run.call import Recording
 from adacc_hf.tape import family as families
 from adacc_hf.tape.call_key import KnownShapes
-from adacc_hf.tape.family import ENOUGH, MOST_GROUPS, MOST_RECORDS, CallSizes, Record, SeenSizes, TapeFamily
+from adacc_hf.tape.family import (
+    ENOUGH_RECORDS,
+    MOST_GROUPS,
+    MOST_RECORDS,
+    CallSizes,
+    RecordedCall,
+    SeenSizes,
+    TapeFamily,
+)
 from adacc_hf.tape.library import TapeLibrary
 
 
@@ -30,7 +38,7 @@ def recorded(block, *args, name="block", library=None, **kwargs):
 
 def record_of(block, *args, alignment=1):
     given, tape = recorded(block, *args)
-    return Record(CallSizes.of(given, alignment), tape)
+    return RecordedCall(CallSizes.of(given, alignment), tape)
 
 
 def text(samples, tokens):
@@ -129,7 +137,7 @@ class Recorded:
                 recording = Recording(self.name, block, args, kwargs)
                 result = recording.run(fn)
                 given = KnownShapes(watches_state=False).key(block, args, kwargs).given_to(block)
-                found[self.name] = Record(CallSizes.of(given, 1), library.verified(recording.recorder))
+                found[self.name] = RecordedCall(CallSizes.of(given, 1), library.verified(recording.recorder))
                 recording.discard()
                 return result
 
@@ -145,7 +153,7 @@ class Recorded:
 def model(request, one_thread):
     model = Recorded(request.param)
     records = [model.at(*sizes) for sizes in ((2, 11, 13), (3, 24, 27), (4, 40, 41), (4, 40, 14))]
-    number = 4 if model.is_pair else ENOUGH
+    number = 4 if model.is_pair else ENOUGH_RECORDS
     model.families = {name: TapeFamily.of([each[name] for each in records[:number]]) for name in records[0]}
     yield model
     model.installation.remove()
@@ -166,7 +174,7 @@ def test_all_blocks_of_a_kind_have_one_family(model):
     for sizes in ((2, 11, 13), (3, 24, 27), (4, 40, 41), (4, 40, 14)):
         for name, record in model.at(*sizes).items():
             tape = seen._tapes.setdefault(record.tape.digest, record.tape)
-            seen._seen_sizes(name, record.sizes).add(Record(record.sizes, tape), seen._family)
+            seen._seen_sizes(name, record.sizes).add(RecordedCall(record.sizes, tape), seen._family)
     found = [group.family for each in seen._seen.values() for s in each.values() for group in s._groups.values()]
     assert None not in found
     kinds = {family.base.structure for family in found}
@@ -222,7 +230,7 @@ def test_a_size_beyond_that_runs_alike_makes_the_range_wider(library):
     assert served(library, 40)
     (seen,) = library._seen["block"].values()
     (group,) = seen._groups.values()
-    assert len(group.records) == ENOUGH  # the last one told nothing new
+    assert len(group.records) == ENOUGH_RECORDS  # the last one told nothing new
 
 
 def branching(layer, hidden):
@@ -296,7 +304,7 @@ def test_blocks_that_are_not_trusted_are_not_recorded_at_each_size(library):
     block = Block(forward)
     for number, tokens in enumerate((4, 9, 14)):
         key = KnownShapes(watches_state=False).key(block, (text(3, tokens),), {})
-        assert (library.untrusted_at(key.given_to(block), "block") is None) == (number < ENOUGH - 1)
+        assert (library.untrusted_at(key.given_to(block), "block") is None) == (number < ENOUGH_RECORDS - 1)
         recorded(block, text(3, tokens), library=library)
     recorded(Block(), text(3, 5), library=library)  # now it was, once
     assert library.untrusted_at(key.given_to(block), "block") is None

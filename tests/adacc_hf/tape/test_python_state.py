@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.tape import call_key as python_state
-from adacc_hf.tape.call_key import INERT_AFTER, RESTLESS_AFTER, SHORT, PythonState
+from adacc_hf.tape.call_key import INERT_AFTER, RESTLESS_AFTER, SHORT_TEXT, PythonState
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 PLACES = ("attribute", "element", "configuration", "dropout", "mode")
@@ -194,14 +194,14 @@ def test_true_is_another_state_than_one(block):
     assert state.number() == 1
 
 
-def test_long_states_make_no_block_restless(block):
+def test_long_states_make_no_block_unstable(block):
     state = PythonState(block)
     for step in range(1, 3 * RESTLESS_AFTER):
         block[0].p = 1 / step
-        numbers = {state.number() for _ in range(SHORT)}
+        numbers = {state.number() for _ in range(SHORT_TEXT)}
         state.learn(same_operators=False)
         assert len(numbers) == 1
-    assert not state.is_restless
+    assert not state.is_unstable
 
 
 def test_a_value_with_an_effect_now_and_then_is_still_looked_at(block):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.tape.replay import Step, Store, schedule, share_elements, single_program, view
+from adacc_hf.tape.replay import ReplayStep, StorageMap, schedule, share_elements, single_program, view
 from adacc_hf.tape.tape import TensorRef
 from adacc_hf.tape.verification import verify
 from adacc_hf.torch_glue.tensors import copy_with_storage
@@ -185,7 +185,7 @@ def test_backward_leaves_the_generator_alone(tiny_gpt2, token_batch):
             assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_fused_dropout_is_remade_from_its_mask(toy_model, toy_batch, assert_exact):
+def test_fused_dropout_is_recomputed_from_its_mask(toy_model, toy_batch, assert_exact):
     """Rule R5: of native_dropout only the mask is random."""
 
     def forward(block, hidden):
@@ -229,7 +229,7 @@ def test_every_order_of_unpacks_gives_the_recorded_tensors(chain):
     """Each operator runs at most once, every order gives the same bits, and nothing is left at the end."""
     tape, recorder = chain
     assert verify(tape, recorder.bases) >= {v for v in tape.saved_values() if tape.values[v].source is None}
-    store = Store(outside(tape), frozenset(), frozenset())
+    store = StorageMap(outside(tape), frozenset(), frozenset())
     own = [slot for slot, ref in enumerate(tape.slots) if tape.values[ref.value].source is None]
     assert len(own) == 5
     for order in itertools.permutations(own):
@@ -252,7 +252,7 @@ def test_every_order_of_unpacks_gives_the_recorded_tensors(chain):
 
 def test_an_unpack_out_of_order_uses_what_is_at_hand(chain):
     tape, _ = chain
-    store = Store(outside(tape), frozenset(), frozenset())
+    store = StorageMap(outside(tape), frozenset(), frozenset())
     last = len(tape.slots) - 1
     whole = single_program(tape, store, last, set())
     assert [step.operator.index for step in whole.steps] == sorted({step.operator.index for step in whole.steps})
@@ -266,7 +266,7 @@ def test_a_step_spares_the_version_that_is_needed_later(chain):
     ((old, new),) = operator.mutations
     environment = environment_of(tape, recorder, outside(tape))
     environment[old] = torch.zeros(3, 8)
-    Step(operator, tape).run(environment)
+    ReplayStep(operator, tape).run(environment)
     assert torch.equal(environment[old], torch.zeros(3, 8))
     assert torch.equal(environment[new], torch.ones(3, 8))
 

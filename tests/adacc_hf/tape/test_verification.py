@@ -1,4 +1,4 @@
-"""Rule R7: what replay cannot remake is found out, on blocks made to deceive it."""
+"""Rule R7: what replay cannot recompute is found out, on blocks made to deceive it."""
 
 import numpy as np
 import pytest
@@ -17,8 +17,8 @@ def scale_and_write(x: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-@torch.library.custom_op("adacc_test::scale_and_spoil", mutates_args=())
-def scale_and_spoil(x: torch.Tensor) -> torch.Tensor:
+@torch.library.custom_op("adacc_test::scale_and_degrade", mutates_args=())
+def scale_and_degrade(x: torch.Tensor) -> torch.Tensor:
     """Doubles x; its schema hides that it then changes x."""
     doubled = x * 2
     x.detach().numpy()[:] *= 1.5
@@ -41,7 +41,7 @@ def never_twice_alike(x: torch.Tensor) -> torch.Tensor:
 
 
 scale_and_write.register_autograd(lambda ctx, gradient: (2 * gradient, None))
-scale_and_spoil.register_autograd(lambda ctx, gradient: 2 * gradient)
+scale_and_degrade.register_autograd(lambda ctx, gradient: 2 * gradient)
 thin_out.register_autograd(lambda ctx, gradient: gradient)
 never_twice_alike.register_autograd(lambda ctx, gradient: gradient)
 
@@ -68,9 +68,9 @@ def counts_in_hiding(block, hidden):
     return hidden + block.down((scale_and_write(block.up(hidden), block.count) + block.count).tanh())
 
 
-def spoils_its_input(block, hidden):
+def degrades_its_input(block, hidden):
     x = block.up(hidden)
-    return hidden + block.down(scale_and_spoil(x).tanh()) * x.sigmoid()
+    return hidden + block.down(scale_and_degrade(x).tanh()) * x.sigmoid()
 
 
 def thins_out(block, hidden):
@@ -81,8 +81,8 @@ def fills_empty(block, hidden):
     return hidden + block.down(FillsEmpty.apply(block.up(hidden)).tanh())
 
 
-@pytest.mark.parametrize("forward", [counts_in_hiding, spoils_its_input, thins_out])
-def test_what_replay_cannot_remake_is_not_recomputable(toy_model, toy_batch, assert_exact, forward):
+@pytest.mark.parametrize("forward", [counts_in_hiding, degrades_its_input, thins_out])
+def test_what_replay_cannot_recompute_is_not_recomputable(toy_model, toy_batch, assert_exact, forward):
     """Rule R7: training under liars stays that of plain training, generators and buffers included."""
     profile = assert_exact(toy_model(forward, setup=add_buffer), toy_batch())
     kind = profile.kinds[0]

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.estimate.fake_device import FakeMemoryMeter
-from adacc_hf.price.measurement import Instruments
+from adacc_hf.price.measurement import Measurement
 from adacc_hf.torch_glue.compat import switch_checkpointing
 from adacc_hf.torch_glue.memory import (
     CpuMemoryMeter,
@@ -220,7 +220,7 @@ def test_what_a_profile_and_a_measured_step_stand_on_has_workspaces_in_it(monkey
     model, batch = tiny_gpt2(), token_batch()
     static_bytes(model, batch)
     assert asked == []
-    Instruments().static_bytes(model, batch, None)
+    Measurement().static_bytes(model, batch, None)
     assert asked == [CPU]
     measure_step(model, batch)
     assert asked == [CPU, CPU]

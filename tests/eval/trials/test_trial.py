@@ -54,11 +54,11 @@ def test_the_papers_methods_take_less_than_plain(subject: dict, plain: dict, met
 def test_an_ablation_has_one_thing_less(subject: dict, method: str) -> None:
     assert method in ABLATION_METHODS
     figures = run_trial(subject, "ablation", method, budget=0.5, gate=False)
-    decided = figures["decided"]
+    index_values = figures["decided"]
     if method == "no_recomputation":
-        assert decided["actions"].get("recompute", 0) == 0
+        assert index_values["actions"].get("recompute", 0) == 0
     if method == "one_policy":
-        assert decided["num_plans"] == 1
+        assert index_values["num_plans"] == 1
     assert "gate" not in figures
 
 
