@@ -11,7 +11,9 @@ from adacc_hf.artifacts.policy import IDLE_KIND, Action, Choice, Plan, Policy
 from adacc_hf.artifacts.profile import CodecOption, KindProfile, Profile, Value
 from adacc_hf.artifacts.units import format_bytes
 
-IDLE = "nothing to decide: the profiled batch ran these blocks without gradients, so that they store nothing"
+NOTHING_TO_DECIDE = (
+    "nothing to decide: the profiled batch ran these blocks without gradients, so that they store nothing"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +124,7 @@ def explain_policy(policy: Policy, profile: Profile) -> str:
         widths = [max(len(line[column]) for line in cells) for column in range(4)]
         lines += ["", f"{kind.block_class}, {blocks}"]
         if plan.kind == IDLE_KIND:
-            lines.append(f"  {IDLE}")
+            lines.append(f"  {NOTHING_TO_DECIDE}")
             continue
         lines += [] if kind.fallback is None else [f"  fallback: {describe_fallback(kind)}"]
         lines += [_aligned(line, widths) for line in cells]

@@ -13,7 +13,7 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.reports.document import Figure, Heading, Paragraph, Part, Table, to_html, to_markdown
 from adacc_hf.reports.explain import (
-    IDLE,
+    NOTHING_TO_DECIDE,
     ActivationRow,
     activation_rows,
     check_belongs,
@@ -202,7 +202,7 @@ def _actions(profile: Profile, policy: Policy) -> list[Part]:
     for blocks, kind, plan in plan_groups(policy, profile):
         parts.append(Heading(f"{kind.block_class}: {blocks}", level=3))
         if plan.kind == IDLE_KIND:
-            parts.append(Paragraph(f"{IDLE.capitalize()}."))
+            parts.append(Paragraph(f"{NOTHING_TO_DECIDE.capitalize()}."))
             continue
         rows = [_action_cells(row) for row in activation_rows(kind, plan)]
         parts += [

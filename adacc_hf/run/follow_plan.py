@@ -35,8 +35,8 @@ VARYING = "operators, or numbers given to them, that vary from call to call"
 NEW_DATA = "other data in what a block reads into Python, under torch's checkpoint"
 UNRECORDED = "a path that no profile has recorded, under torch's checkpoint: to record it is above memory_budget"
 OUT_OF_PLACE = "what a plan reads was elsewhere, as with an adapter that was merged for a call"
-IDLE = "blocks are trained that the profiled batch ran without gradients, under torch's checkpoint"
-COLLECTIVES = "other ranks take part in operators of blocks that torch's checkpoint must run"
+UNTRAINED = "blocks are trained that the profiled batch ran without gradients, under torch's checkpoint"
+OTHER_RANKS = "other ranks take part in operators of blocks that torch's checkpoint must run"
 """Why a call ran otherwise than its plan says."""
 
 
@@ -126,7 +126,7 @@ class FollowPlan:
             return self.observer.run(self, block, fn, args, kwargs)
         if self._is_checkpointed:
             if self.plan.kind == IDLE_KIND or self._is_plain:
-                self.library.fallbacks[IDLE if self.plan.kind == IDLE_KIND else COLLECTIVES] += 1
+                self.library.fallbacks[UNTRAINED if self.plan.kind == IDLE_KIND else OTHER_RANKS] += 1
             return Checkpointed().run(block, fn, args, kwargs)
         if self._is_plain and (self.entries or self._bases):
             return fn(*args)

@@ -10,7 +10,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from adacc_hf import AdaccConfig, Profile, apply_policy, profile_model, solve_policy
 from adacc_hf.artifacts.errors import UncalledBlocksError
 from adacc_hf.price.whole_model import RanBlocks
-from adacc_hf.reports.explain import IDLE, explain_policy
+from adacc_hf.reports.explain import NOTHING_TO_DECIDE, explain_policy
 from adacc_hf.reports.report import write_report
 
 
@@ -52,7 +52,7 @@ def test_they_are_in_the_policy_without_actions(model, token_batch, budget, tmp_
     assert Profile.load(tmp_path / "profile.json") == profile
     policy = solve_policy(profile, budget, CONFIG)
     assert policy.idle_blocks == teacher
-    assert IDLE in explain_policy(policy, profile)
+    assert NOTHING_TO_DECIDE in explain_policy(policy, profile)
     write_report(tmp_path / "report", policy=policy, profile=profile)
     plain = gradients(model, token_batch())
     with apply_policy(model, policy):
