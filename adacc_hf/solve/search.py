@@ -76,7 +76,7 @@ class PolicySearch:
         """The plan of each block, in the fastest policy found.
 
         If none is faster than `incumbent_ms`, any other, or None. Raises InfeasibleBudgetError if nothing fits, unless
-        the rival was enough to give up.
+        the incumbent was enough to give up.
         """
         find = self._within_peak if budget.of_peak else self._within_stored
         found = find(budget, incumbent_ms)
