@@ -16,13 +16,22 @@ from tqdm import tqdm
 
 from adacc_hf.eval.loss import add_training, gap, train, training_options
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.records import Settings, Spread, add_settings, markdown_table, positive_int
+from adacc_hf.eval.records.records import (
+    Figures,
+    Settings,
+    Spread,
+    Status,
+    add_settings,
+    describe,
+    markdown_table,
+    positive_int,
+)
 from adacc_hf.eval.throughput import Run
 from adacc_hf.eval.trials.clock import add_clock, check_clock
-from adacc_hf.eval.trials.isolation import Figures, Status, run_isolated
+from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.methods import ABLATION_METHODS
 from adacc_hf.eval.trials.subject import add_subject, subject_options
-from adacc_hf.eval.trials.trial import describe, run_trial
+from adacc_hf.eval.trials.trial import run_trial
 
 ENDS = (Status.MEASURED.value, Status.OUT_OF_MEMORY.value)
 """A variant that nothing fits is a result: the part that is missing was needed for this budget."""

@@ -31,10 +31,10 @@ from adacc_hf.compiler.backend import InstalledPartitioner
 from adacc_hf.compiler.region import PlanStore
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.plots import curves, need_matplotlib
-from adacc_hf.eval.records.records import Settings, add_settings, markdown_table, positive_int
+from adacc_hf.eval.records.records import Figures, Settings, Status, add_settings, markdown_table, positive_int
 from adacc_hf.eval.throughput import Run
 from adacc_hf.eval.trials.clock import CLOCKS, add_clock, check_clock, cpu_seconds
-from adacc_hf.eval.trials.isolation import Figures, Status, run_isolated
+from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.limits import keeps_to
 from adacc_hf.eval.trials.lowest_peak import LowestPeak
 from adacc_hf.eval.trials.workload import Batch, Workload

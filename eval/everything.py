@@ -22,10 +22,9 @@ from tqdm import tqdm
 
 from adacc_hf.artifacts.files import read_json
 from adacc_hf.eval.records.ledger import Ledger, RecordError, add_resume, open_ledger
-from adacc_hf.eval.records.records import Settings, add_settings, markdown_table
+from adacc_hf.eval.records.records import Figures, Settings, Status, add_settings, markdown_table
 from adacc_hf.eval.records.schemas import check_record, need_jsonschema
 from adacc_hf.eval.trials.clock import add_clock, check_clock
-from adacc_hf.eval.trials.isolation import Figures, Status
 
 CLOCKED = (
     "throughput",

@@ -25,6 +25,7 @@ from adacc_hf.eval.length_trainings import TRAINER, TRAINER_MODEL, TRAINER_SCALE
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.plots import curves, need_matplotlib
 from adacc_hf.eval.records.records import (
+    Figures,
     RedGateError,
     Settings,
     Spread,
@@ -34,7 +35,6 @@ from adacc_hf.eval.records.records import (
 )
 from adacc_hf.eval.trials.clock import add_clock, check_clock
 from adacc_hf.eval.trials.contenders import CHECKPOINTING, PLAIN
-from adacc_hf.eval.trials.isolation import Figures
 from adacc_hf.eval.trials.length_cases import LENGTH_CASES, Scale
 
 SCALE = Scale()

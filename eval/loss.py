@@ -19,8 +19,8 @@ from tqdm import tqdm
 from adacc_hf.artifacts.config import check_memory_budget
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.plots import curves, need_matplotlib
-from adacc_hf.eval.records.records import Settings, add_settings, markdown_table, positive_int
-from adacc_hf.eval.trials.isolation import Figures, Status, run_isolated
+from adacc_hf.eval.records.records import Figures, Settings, Status, add_settings, markdown_table, positive_int
+from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.methods import PAPER_METHODS
 from adacc_hf.eval.trials.subject import add_subject, subject_options
 from adacc_hf.eval.trials.train_methods import parse_budget

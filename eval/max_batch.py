@@ -17,9 +17,9 @@ from tqdm import tqdm
 
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.records import Settings, add_settings, markdown_table, positive_int
+from adacc_hf.eval.records.records import Figures, Settings, Status, add_settings, markdown_table, positive_int
 from adacc_hf.eval.throughput import Run, point_key
-from adacc_hf.eval.trials.isolation import Figures, Status, run_isolated
+from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.largest import Tried, largest
 from adacc_hf.eval.trials.limits import add_limit, budget_bytes, limit_bytes
 from adacc_hf.eval.trials.methods import PAPER_METHODS

@@ -20,11 +20,11 @@ from tqdm import tqdm
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.peers_report import matched_key, report_text, save_plot
 from adacc_hf.eval.records.plots import need_matplotlib
-from adacc_hf.eval.records.records import Settings, add_settings, positive_int
+from adacc_hf.eval.records.records import Settings, Status, add_settings, positive_int
 from adacc_hf.eval.records.tradeoff import Point, compare, fastest_within
 from adacc_hf.eval.throughput import Run
 from adacc_hf.eval.trials.clock import add_clock, check_clock
-from adacc_hf.eval.trials.isolation import Status, failure, run_isolated
+from adacc_hf.eval.trials.isolation import failure, run_isolated
 from adacc_hf.eval.trials.methods import Promise
 from adacc_hf.eval.trials.peer_methods import ADACC_VARIANTS, COMPILED_PEERS, PEERS
 from adacc_hf.eval.trials.subject import add_subject, subject_options

@@ -19,8 +19,7 @@ from functools import partial
 
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.records import Settings, add_settings, markdown_table
-from adacc_hf.eval.trials.isolation import Figures, Status
+from adacc_hf.eval.records.records import Figures, Settings, Status, add_settings, markdown_table
 
 CASES = {
     "GPT-117M": "--model gpt2-117m --batch-size 16 --dtype fp16-amp --device v100",

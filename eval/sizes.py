@@ -26,17 +26,16 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_callback import PrinterCallback
 
 from adacc_hf import AdaccCallback, AdaccConfig, Profile, apply_policy, profile_model, solve_policy
-from adacc_hf.adapt.repricing import at_size
 from adacc_hf.adapt.steps import StepMeter
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.peak_accuracy import TOLERANCE, least_peak_bytes
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.plots import curves, need_matplotlib
-from adacc_hf.eval.records.records import Settings, add_settings, markdown_table, positive_int
-from adacc_hf.eval.trials.isolation import Figures
+from adacc_hf.eval.records.records import Figures, Settings, add_settings, markdown_table, positive_int
 from adacc_hf.eval.trials.length_cases import LENGTH_CASES, LengthCase, Scale, Size
 from adacc_hf.eval.trials.limits import keeps_to
 from adacc_hf.eval.trials.workload import Batch
+from adacc_hf.price.other_sizes import at_size
 from adacc_hf.torch_glue.batch_shapes import batch_shapes, describe, from_plain, to_plain
 from adacc_hf.torch_glue.memory import measure_step
 

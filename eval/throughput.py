@@ -18,13 +18,21 @@ from tqdm import tqdm
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.plots import curves, need_matplotlib
-from adacc_hf.eval.records.records import Settings, add_settings, markdown_table, positive_int
+from adacc_hf.eval.records.records import (
+    Figures,
+    Settings,
+    Status,
+    add_settings,
+    describe,
+    markdown_table,
+    positive_int,
+)
 from adacc_hf.eval.trials.clock import add_clock, check_clock
-from adacc_hf.eval.trials.isolation import Figures, Status, run_isolated
+from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.limits import add_limit, budget_bytes, limit_bytes
 from adacc_hf.eval.trials.methods import PAPER_METHODS
 from adacc_hf.eval.trials.subject import add_subject, subject_options
-from adacc_hf.eval.trials.trial import describe, run_trial
+from adacc_hf.eval.trials.trial import run_trial
 
 PAPER = {"full": (1.01, 1.37), "quantization": (1.09, 1.28)}
 """Adacc's tokens per second over those of another method, least and most (section 4.2, on V100 GPUs)."""

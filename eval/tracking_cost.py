@@ -28,9 +28,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from adacc_hf import AdaccCallback, AdaccConfig
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.records import Settings, add_settings, markdown_table, positive_int
+from adacc_hf.eval.records.records import Figures, Settings, add_settings, markdown_table, positive_int
 from adacc_hf.eval.trials.clock import CLOCKS, add_clock, check_clock
-from adacc_hf.eval.trials.isolation import Figures
 from adacc_hf.eval.trials.training import ByteSequences
 from adacc_hf.eval.trials.workload import Workload, library_bytes
 from adacc_hf.run.follow_plan import is_checked_call

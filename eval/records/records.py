@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from datetime import datetime, timezone
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,26 @@ import transformers
 
 import adacc_hf
 from adacc_hf.artifacts.errors import AdaccError
+from adacc_hf.artifacts.units import format_bytes
 
 DEFAULT_FOLDER = Path("runs/eval")
+
+Figures = dict[str, Any]
+"""What one measurement found."""
+
+
+class Status(str, Enum):
+    """How a measurement ended."""
+
+    MEASURED = "measured"
+    OUT_OF_MEMORY = "out_of_memory"
+    """The device refused, the counted bytes exceed the limit, or no policy fits the budget."""
+    CANNOT_RUN = "cannot_run"
+    """Something it needs is not here; the reason says what."""
+    RED = "red"
+    """Its gradients are wrong, so nothing was timed."""
+    TIMEOUT = "timeout"
+    ERROR = "error"
 
 
 class RedGateError(AdaccError):
@@ -170,3 +189,13 @@ def _processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else platform.machine()}, {len(names) or 1} cores"
+
+
+def describe(figures: Figures) -> dict[str, Any]:
+    """The cells that every table shows of a point: tokens per second and peak, or why there are none."""
+    speed = figures.get("tokens_per_second")
+    peak = figures.get("peak_bytes")
+    return {
+        "tokens/s": figures["status"].replace("_", " ") if speed is None else Spread(**speed).text(0),
+        "peak": "" if peak is None else format_bytes(peak),
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from adacc_hf.eval.trials.isolation import Status
+from adacc_hf.eval.records.records import Status
 
 Schema = dict[str, Any]
 

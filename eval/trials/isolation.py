@@ -17,32 +17,15 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from enum import Enum
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from adacc_hf.artifacts.errors import AdaccError, InfeasibleBudgetError
-
-Figures = dict[str, Any]
+from adacc_hf.eval.records.records import Figures, Status
 
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 """How a GPU's memory is given out in measurements, unless the user says otherwise: methods are to be compared by what
 they need, not by how their blocks happen to fall apart (`adacc_hf.torch_glue.memory.FRAGMENTS`)."""
-
-
-class Status(str, Enum):
-    """How a measurement ended."""
-
-    MEASURED = "measured"
-    OUT_OF_MEMORY = "out_of_memory"
-    """The device refused, the counted bytes exceed the limit, or no policy fits the budget."""
-    CANNOT_RUN = "cannot_run"
-    """Something it needs is not here; the reason says what."""
-    RED = "red"
-    """Its gradients are wrong, so nothing was timed."""
-    TIMEOUT = "timeout"
-    ERROR = "error"
 
 
 class CannotRunError(AdaccError):

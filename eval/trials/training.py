@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from adacc_hf import AdaccCallback, AdaccConfig
-from adacc_hf.eval.trials.isolation import Figures
+from adacc_hf.eval.records.records import Figures
 from adacc_hf.eval.trials.one_policy import solve_one_policy
 from adacc_hf.eval.trials.subject import Subject
 from adacc_hf.eval.trials.train_methods import method_callbacks

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.eval.records.records import Spread, to_json
+from adacc_hf.eval.records.records import Figures, Spread, to_json
 from adacc_hf.eval.trials import methods, peer_methods
 from adacc_hf.eval.trials.clock import CLOCKS
 from adacc_hf.eval.trials.gate import check, reference_gradients
-from adacc_hf.eval.trials.isolation import CannotRunError, Figures, OverLimitError
+from adacc_hf.eval.trials.isolation import CannotRunError, OverLimitError
 from adacc_hf.eval.trials.methods import Bench, Budget, Installed, Method
 from adacc_hf.eval.trials.subject import Subject, first_sequences
 from adacc_hf.price.timing import seconds_of
@@ -102,13 +101,3 @@ def _speed_figures(bench: Bench, installed: Installed, rounds: int, now: Callabl
     tokens = bench.batch["input_ids"].numel()
     speed = Spread.of([tokens / seconds for seconds in samples])
     return to_json({"step_ms": Spread.of([1e3 * seconds for seconds in samples]), "tokens_per_second": speed})
-
-
-def describe(figures: Figures) -> dict[str, Any]:
-    """The cells that every table shows of a point: tokens per second and peak, or why there are none."""
-    speed = figures.get("tokens_per_second")
-    peak = figures.get("peak_bytes")
-    return {
-        "tokens/s": figures["status"].replace("_", " ") if speed is None else Spread(**speed).text(0),
-        "peak": "" if peak is None else format_bytes(peak),
-    }
