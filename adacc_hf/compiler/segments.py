@@ -33,10 +33,10 @@ class Segments:
         return max(self.of_value, default=0) + 1
 
 
-def cut_into_segments(kind: KindProfile, live_bytes: Sequence[int]) -> Segments:
+def cut_into_segments(kind: KindProfile, value_bytes: Sequence[int]) -> Segments:
     """The boundaries for which their bytes, with those of the largest segment between two, are least.
 
-    `live_bytes` are what recomputing each value takes while its segment is recomputed.
+    `value_bytes` are what recomputing each value takes while its segment is recomputed.
     """
     made_at = _making_positions(kind)
     live = _live_across(kind, made_at)
@@ -44,7 +44,7 @@ def cut_into_segments(kind: KindProfile, live_bytes: Sequence[int]) -> Segments:
     positions = _local_minima(live_bytes)
     made_bytes = [0] * (len(live) + 1)
     for value, position in enumerate(made_at):
-        made_bytes[position] += live_bytes[value]
+        made_bytes[position] += value_bytes[value]
     before = [0]
     for nbytes in made_bytes:
         before.append(before[-1] + nbytes)
