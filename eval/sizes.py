@@ -193,7 +193,8 @@ class MeteredCallback(AdaccCallback):
     @property
     def meter(self) -> StepMeter | None:
         """Its meter, once there is a policy."""
-        return None if self._evolution is None else self._evolution._meter
+        evolution = getattr(self._run.phase, "evolution", None)
+        return None if evolution is None else evolution._meter
 
 
 class StepPeaks(TrainerCallback):

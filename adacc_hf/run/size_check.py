@@ -20,7 +20,7 @@ from adacc_hf.tape.call_inputs import find_external
 from adacc_hf.tape.recorder import written_tensors
 from adacc_hf.tape.tape import Tape, TapeOperator, TapeValue, TensorRef, has_storage, leaves, map_tensors
 from adacc_hf.tape.verification import same_bits
-from adacc_hf.torch_glue.private import TO_COPY, TorchDispatchMode, schema_of, storage_key
+from adacc_hf.torch_glue.private import TO_COPY, DisableTorchDispatch, TorchDispatchMode, schema_of, storage_key
 from adacc_hf.torch_glue.tensors import copy_with_storage, is_plain, local_of, runs_on_parts
 
 _CONSTANT = torch.ops.aten.lift_fresh.default
@@ -69,7 +69,7 @@ class SizeCheck(TorchDispatchMode):
 
         def run(tensor: torch.Tensor) -> Any:
             if is_plain(tensor):  # as nearly all are: no operator of these comes to this mode
-                with torch._C._DisableTorchDispatch():
+                with DisableTorchDispatch():
                     return pack(tensor)
             self._is_paused = True
             try:

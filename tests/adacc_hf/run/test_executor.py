@@ -99,7 +99,10 @@ def test_other_operators_are_said_once_with_what_to_do(gpt2, token_batch, recomp
     said = [record for record in caplog.records if "run other operators" in record.message]
     assert [record.levelno for record in said] == [logging.WARNING, *[logging.INFO] * (len(said) - 1)]
     assert len(said) > 1
-    assert "least memory that is lossless; to have none, set dataloader_drop_last=True, or pad" in said[0].message
+    assert (
+        "least memory that is lossless for what differs; to have none, set dataloader_drop_last=True, or pad"
+        in said[0].message
+    )
 
 
 def test_padding_may_come_and_go(gpt2, batch, recomputing, run_steps, assert_same_steps):
