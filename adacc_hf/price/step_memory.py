@@ -72,7 +72,9 @@ class StepLayout:
         *_, last = layouts.values()
         events = {name: events for layout in layouts.values() for name, events in layout.events.items()}
         own = {name: layout.peaks[name] for name, layout in layouts.items() if name in layout.peaks}
-        return replace(last, events=events, peaks={**last.peaks, **own})
+        # By which block is watched, the first one of a kind of its own has more or less live at the end of backward.
+        tail_peak_bytes = max(layout.tail_peak_bytes for layout in layouts.values())
+        return replace(last, events=events, peaks={**last.peaks, **own}, tail_peak_bytes=tail_peak_bytes)
 
 
 def measure_forward(

@@ -50,9 +50,9 @@ WRITER = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from adacc_hf.price.price_store import Key, ProfileStore
+from adacc_hf.price.price_store import PriceKey, ProfileStore
 
-key = Key(tape="t", shapes="s", dtype="float32", device="a GPU", torch="2.13", settings="x")
+key = PriceKey(tape="t", shapes="s", dtype="float32", device="a GPU", torch="2.13", settings="x")
 for number in range(10):
     ProfileStore(Path(sys.argv[1])).put(replace(key, tape=f"{sys.argv[2]}-{number}"), "GPT2Block", {})
 """

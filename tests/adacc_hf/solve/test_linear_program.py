@@ -106,13 +106,13 @@ def test_the_first_program_leaves_nothing_of_its_callers_alive() -> None:
     """PuLP keeps errors of its import, with the frames below it; a new process imports it anew."""
     code = """
 import gc, weakref
-from adacc_hf.solve.linear_program import Program
+from adacc_hf.solve.linear_program import LinearProgram
 
 class Model: pass
 
 def solve():
     model = Model()
-    Program()
+    LinearProgram()
     return weakref.ref(model)
 
 model = solve()
