@@ -69,12 +69,10 @@ class StepLayout:
     @staticmethod
     def merged(layouts: Mapping[str, StepLayout]) -> StepLayout:
         """One layout of those of steps in each of which one block was watched, by its name."""
-        *_, last = layouts.values()
+        first = next(iter(layouts.values()))  # later steps may stand on what those before them have left
         events = {name: events for layout in layouts.values() for name, events in layout.events.items()}
         own = {name: layout.peaks[name] for name, layout in layouts.items() if name in layout.peaks}
-        # By which block is watched, the first one of a kind of its own has more or less live at the end of backward.
-        tail_peak_bytes = max(layout.tail_peak_bytes for layout in layouts.values())
-        return replace(last, events=events, peaks={**last.peaks, **own}, tail_peak_bytes=tail_peak_bytes)
+        return replace(first, events=events, peaks={**first.peaks, **own})
 
 
 def measure_forward(

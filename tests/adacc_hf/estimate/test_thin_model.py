@@ -24,12 +24,8 @@ def test_a_few_blocks_tell_the_whole(config: PretrainedConfig, precision: str) -
         again = model.profile(2, 32)
     assert estimate.blocks == whole.blocks
     assert estimate.kinds == whole.kinds
-    for name in ("static_bytes", "outside_stored_bytes"):
+    for name in ("static_bytes", "outside_stored_bytes", "tail_peak_bytes"):
         assert getattr(estimate, name) == getattr(whole, name), name
-    # Where a first block of a kind of its own is recomputed, one of its results lies in the end of backward beside the
-    # gradients of all blocks: where few blocks have gradients, another moment is the peak of it.
-    one_result = 2 * 32 * 64 * 4 // 2
-    assert 0 <= whole.tail_peak_bytes - estimate.tail_peak_bytes <= (one_result if config is T5 else 0)
     assert estimate.outside_peak_bytes >= whole.outside_peak_bytes
     if precision == "fp32":
         assert estimate.outside_peak_bytes == whole.outside_peak_bytes
