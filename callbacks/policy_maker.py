@@ -228,7 +228,8 @@ class PolicyMaker:
         """The same profile on all ranks. Raises torch.OutOfMemoryError on all of them if memory runs out on one."""
         settings = self._settings(model, optimizer) | {"compute_loss": compute_loss, "all_sizes": self.all_sizes}
         with self._profiling(model):
-            return common_profile(profile_model(model, batch, self._config, optimizer, **settings))
+            profile = profile_model(model, batch, self._config, optimizer, **settings)
+        return common_profile(profile)  # once all ranks have one
 
     @contextmanager
     def _profiling(self, model: nn.Module) -> Iterator[None]:

@@ -97,7 +97,9 @@ def run_rank(folder: Path) -> None:
 def test_ranks_with_different_data_keep_the_same_policy_at_every_step(run_two_ranks) -> None:
     one, other = run_two_ranks(__file__)
     assert one["policies"] == other["policies"]
-    assert one["history"] == other["history"]
+    # What steps fell back on is each rank's own: batches differ in size.
+    shared = [[event for event in rank["history"] if event["event"] != "fallback"] for rank in (one, other)]
+    assert shared[0] == shared[1]
     changes = [event for event in one["history"] if event["event"] == "change"]
     assert len(changes) >= 3, "outliers move at every step"
     # One may come back: outliers do. Each differs from the one before it, and the first from there being none.
