@@ -164,7 +164,7 @@ class PolicySearch:
         return Budget(nbytes, nbytes, of_peak=True)
 
     def bound_ms(self, budget: Budget) -> float:
-        """What no policy within the budget can beat, to `frontier.TOLERANCE`; infinity if none can fit."""
+        """What no policy within the budget can beat, to `frontier.SLOPE_TOLERANCE`; infinity if none can fit."""
         if self._proven_ms is not None:
             return self._proven_ms
         in_head = self._least_ms(self._limit_bytes(budget))

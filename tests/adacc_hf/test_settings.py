@@ -719,7 +719,7 @@ def test_a_thousand_steps_of_changing_lengths_stay_flat(tiny_gpt2, monkeypatch):
         counts = counts_of_steps(model, lengths, batch_of, (WARM_UP, NUM_STEPS - 1))
         assert len(strategy._sized) == most
         assert len(strategy.entries) <= most
-        assert len(handle.library._tapes) <= most + family.ENOUGH
+        assert len(handle.library._tapes) <= most + family.ENOUGH_RECORDS
     assert_flat(counts)
 
 

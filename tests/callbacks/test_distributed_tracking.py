@@ -110,7 +110,8 @@ def test_ranks_with_different_data_keep_the_same_policy_at_every_step(run_two_ra
     assert guard["step"] == 6
     assert guard["verdict"].startswith("lossy compression is switched off for GPT2Block.attn.c_attn:addmm")
     # Rank 1's first batches are larger than the one that all ranks' first policy was made for.
-    assert one["longer"] == other["longer"]
+    longer = [[event for event in rank["longer"] if event["event"] != "fallback"] for rank in (one, other)]
+    assert longer[0] == longer[1]
     policies, counted = ([e for e in one["longer"] if e["event"] == event] for event in ("policy", "memory"))
     assert [event["step"] for event in policies] == [2, 19]
     assert policies[1]["reason"] == "for batches of input_ids 4x32, labels 4x32"

@@ -45,7 +45,7 @@ def test_no_plan_is_better_than_the_frontier(profiles, every_plan, data):
     points = list(every_point(every_plan, kind))
     assert min(nbytes for nbytes, _ in points) == columns[-1].nbytes
     for nbytes, ms in points:
-        # 1e-6 of the times, of the order of 10 ms here, is what the frontier may leave (frontier.TOLERANCE).
+        # 1e-6 of the times, of the order of 10 ms here, is what the frontier may leave (frontier.SLOPE_TOLERANCE).
         assert ms >= on_line(columns, nbytes) - 1e-4
     for column in columns:
         outcome = run_block(kind, column.plan)

@@ -41,7 +41,7 @@ def test_no_policy_of_two_blocks_is_faster_than_the_gap_allows(profiles, every_p
             for pair in itertools.product(*outcomes)
             if needs(profile, pair) <= facts["budget_bytes"]
         )
-        # What `frontier.TOLERANCE` may leave of about 100 ms.
+        # What `frontier.SLOPE_TOLERANCE` may leave of about 100 ms.
         assert (1 - facts["gap"]) * policy.predicted_overhead_ms <= best_ms + 1e-4
         if facts["status"] == "optimal":
             assert policy.predicted_overhead_ms <= best_ms + 1e-4
