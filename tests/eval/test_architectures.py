@@ -142,8 +142,9 @@ class TestTheCheckCanFail:
 
 
 def _store_doubled(store):
-    def doubled(self, value, tensor):
-        store(self, value, tensor * 2 if value in self._codecs and tensor.is_floating_point() else tensor)
+    def doubled(self, value, tensor, local):
+        is_coded = value in self._codecs and tensor.is_floating_point()
+        store(self, value, *((tensor * 2, local * 2) if is_coded else (tensor, local)))
 
     return doubled
 
