@@ -36,8 +36,8 @@ class RecomputeAll(FollowPlan):
         super().__init__(name, Plan(kind="", choices=()), library)
         self._is_plain = False
 
-    def choices(self, tape: Tape) -> dict[int, Choice]:
-        return least_memory_choices(tape)
+    def choices(self, tape: Tape) -> tuple[dict[int, Choice], bool]:
+        return least_memory_choices(tape), True
 
 
 @dataclass

@@ -457,7 +457,7 @@ class FollowPlan:
             self.library.warn_untrusted(self.name, tape)
         if tape.untrusted is not None or known.varies:
             return Entry(known, None, {}, fallback=self._fallback_of(known, tape))
-        choices, is_planned = self._choices(tape)
+        choices, is_planned = self.choices(tape)
         shared = frozenset(
             value.index for value in tape.values if tape.is_block_input(value.index) and value.index not in choices
         )
@@ -477,7 +477,7 @@ class FollowPlan:
         is_planned = self._is_plain or _structure_of(self.plan.kind) == _structure_of(tape.kind)
         return None if is_planned else f"torch's checkpoint, since {tape.untrusted}"
 
-    def _choices(self, tape: Tape) -> tuple[dict[int, Choice], bool]:
+    def choices(self, tape: Tape) -> tuple[dict[int, Choice], bool]:
         """The plan's choices as far as they can be followed on this tape, least memory for what it has besides, and
         whether it runs what was planned.
 
