@@ -47,7 +47,7 @@ class Source:
 
     place: str
     """"argument", "parameter", "buffer", "attached" or "module" for what else hangs on a parameter or a module
-    (held_tensors.py), or "unknown" for a tensor reached from elsewhere."""
+    (call_inputs.py), or "unknown" for a tensor reached from elsewhere."""
     path: tuple[Any, ...]
     """Argument: position or keyword, then indices into nested containers. Parameter, buffer: its name in the block.
     Attached, module: the parameter's or module's name, then attributes and indices."""
