@@ -123,8 +123,7 @@ def _with_codecs(profile: Profile, codecs_of: Callable[[TrackedKey, Value], tupl
 
 # Codecs that are switched off for some activations, under names that batches of all sizes have in common.
 #
-# The tape of another size may number its values otherwise, or have other ones. What its blocks and modules are
-# called,
+# The tape of another size may number its values otherwise, or have other ones. What its blocks and modules are called,
 # and in which order a module makes what, is the same.
 
 SwitchedOff = tuple[str, str, str]

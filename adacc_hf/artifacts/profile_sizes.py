@@ -276,10 +276,8 @@ def _ratio(before: int, after: int) -> float:
 
 # Numbers as exact polynomials of a call's sizes, found from a few calls.
 #
-# Sizes, strides, offsets and bytes of a block's tensors are sums of products of few sizes: batch, tokens, an
-# encoder's
-# tokens. Which ones is found by trying, in exact integers: first a constant, then one product of sizes times a
-# number,
+# Sizes, strides, offsets and bytes of a block's tensors are sums of products of few sizes: batch, tokens, an encoder's
+# tokens. Which ones is found by trying, in exact integers: first a constant, then one product of sizes times a number,
 # then a sum of two and of three. What no further call would check is not believed.
 
 Sizes = tuple[int, ...]

@@ -129,14 +129,11 @@ def _num_elements(node: fx.Node) -> int | None:
     return hint(tensor.numel()) if isinstance(tensor, torch.Tensor) else None
 
 
-# What replaying and storing cost in a compiled graph: bytes moved where operators fuse, measurement where they do
-# not.
+# What replaying and storing cost in a compiled graph: bytes moved where operators fuse, measurement where they do not.
 #
-# Inductor fuses pointwise operators and reductions into the kernels of their neighbours: replaying one costs little
-# but
-# what it reads and writes beyond what those do, unless it is a function such as tanh; storing a value costs writing
-# it in
-# forward and reading it in backward. Products and attention run by themselves in any case, and are timed.
+# Inductor fuses pointwise operators and reductions into the kernels of their neighbours: replaying one costs little but
+# what it reads and writes beyond what those do, unless it is a function such as tanh; storing a value costs writing it
+# in forward and reading it in backward. Products and attention run by themselves in any case, and are timed.
 
 LARGE_BYTES = 64 * 2**20
 """More than caches hold: what is stored is read again when much else was in between."""

@@ -137,10 +137,8 @@ def _is_statistic(node: fx.Node) -> bool:
 # Which values of a graph a coarse codec would put too far off: there is no data to try codecs on yet.
 #
 # Backward of fused attention makes its softmax again, and takes the exponential of what a codec left of queries and
-# keys;
-# so does a softmax that is recomputed. Where scores are large, four bits leave nothing of it. And of what is compared
-# with
-# zero, as ReLU's result is in its backward, four bits make many an element zero.
+# keys; so does a softmax that is recomputed. Where scores are large, four bits leave nothing of it. And of what is
+# compared with zero, as ReLU's result is in its backward, four bits make many an element zero.
 
 FACTORS = ("query", "key", "value", "q", "k", "v", "out")
 """What fused attention calls its products' factors, and in backward its result. A sharp softmax's gradient is a small

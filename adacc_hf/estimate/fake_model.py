@@ -184,10 +184,8 @@ def _from_meta(model: nn.Module) -> None:
 
 # A model with only a few blocks of each run of equal ones, and the profile of the whole from the profile of that.
 #
-# A block's tape does not depend on how many of its like there are. What does is linear in their number: parameters,
-# and
-# the gradients that are there when a block's backward starts. In the head, all casts of parameters that autocast
-# keeps
+# A block's tape does not depend on how many of its like there are. What does is linear in their number: parameters, and
+# the gradients that are there when a block's backward starts. In the head, all casts of parameters that autocast keeps
 # until forward ends are counted, though the peak may come after: there the estimate may be too high, never too low.
 
 KEPT = 3

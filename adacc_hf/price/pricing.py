@@ -160,10 +160,8 @@ def _runs(tape: Tape, bases: Sequence[torch.Tensor]) -> Iterator[tuple[int, Call
 # The profile of a kind that torch's checkpoint runs, since its operators depend on data (rule R8).
 #
 # All that such a block saves is one activation: retained, the block runs plainly; recomputed, torch's checkpoint runs
-# it,
-# holds all of the block's arguments and the state of the random generator, and runs the whole forward once more. So
-# the
-# solver and the simulator need not know about it.
+# it, holds all of the block's arguments and the state of the random generator, and runs the whole forward once more. So
+# the solver and the simulator need not know about it.
 
 SAVED = 0
 """The index of all that the block saves."""

@@ -280,8 +280,7 @@ class _SlotCount:
 # What a step of the run takes at each of its moments, where profiling does not see all that is allocated in it.
 #
 # DeepSpeed's engine fills buckets of gradients while backward runs and steps its optimizer at the end of it. None of
-# that
-# depends on the policy: what one step took more than predicted, another policy's steps take too.
+# that depends on the policy: what one step took more than predicted, another policy's steps take too.
 
 FORWARD, AFTER, OPTIMIZER = "forward, head and loss", "before or after the blocks", "optimizer"
 """Moments of a step besides the blocks' backwards, which go by their calls' names."""

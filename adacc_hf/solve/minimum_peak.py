@@ -127,12 +127,9 @@ class PeakOracle:
 
 # How small the peak of a step can get: policies below what the frontiers reach, and a bound that no policy is below.
 #
-# The plans of a frontier store little for their time, which is not all that a peak asks for: replaying more adds to
-# the
-# working set of a block's backward. So from the policy of frontier plans with the least peak on, single activations
-# get
-# another action, in all plans of the kind of block where the peak is that are the best for some need of memory, as
-# long
+# The plans of a frontier store little for their time, which is not all that a peak asks for: replaying more adds to the
+# working set of a block's backward. So from the policy of frontier plans with the least peak on, single activations get
+# another action, in all plans of the kind of block where the peak is that are the best for some need of memory, as long
 # as that lowers the peak. It is a local search: what it ends at is the best found, not proven to be the least.
 
 VARIED = 8

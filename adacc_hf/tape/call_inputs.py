@@ -201,10 +201,8 @@ def _owner(block: nn.Module, path: tuple[str, ...]) -> nn.Module:
 
 # Tensors that a block holds as neither parameter nor buffer: the scales of a quantized weight, an adapter's indices.
 #
-# They hang on its parameters and modules, in attributes, containers and small objects there, and a quantized weight
-# of
-# torchao is made of them. Each has a path, by which it is found anew at each call (rule R12). A call that puts
-# another
+# They hang on its parameters and modules, in attributes, containers and small objects there, and a quantized weight of
+# torchao is made of them. Each has a path, by which it is found anew at each call (rule R12). A call that puts another
 # one in its place cannot be followed.
 
 PLACES = ("attached", "module")
@@ -259,10 +257,8 @@ def _is_plain(found: Any) -> bool:
 # What a block reads into Python: the tensors whose data decides which operators run (rule R8).
 #
 # Attention over images of several sizes splits its tokens at lengths that it reads from an argument. Calls that are
-# given
-# the same lengths run the same operators, so that such data can be part of what tells calls apart, as shapes are.
-# What
-# follows from anything else - hidden states, parameters, random numbers - is no ground for a tape.
+# given the same lengths run the same operators, so that such data can be part of what tells calls apart, as shapes are.
+# What follows from anything else - hidden states, parameters, random numbers - is no ground for a tape.
 
 MOST_NUMBERS = 64
 """Whole numbers in a tensor for them to count as sizes: where each image of a batch ends, say."""

@@ -135,9 +135,8 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
 # The plain Python values that a block's modules hold: rates, scales, names, flags (rule R8).
 #
 # Replay gives operators the numbers that they were given when they were recorded. Training code changes such numbers
-# now
-# and then: a scale that grows, another active adapter, a dropout switched off. So each call asks here which state its
-# block is in, and each state has tapes of its own.
+# now and then: a scale that grows, another active adapter, a dropout switched off. So each call asks here which state
+# its block is in, and each state has tapes of its own.
 
 FIRST_STATE = 0
 """The number of the state in which a block was seen first."""

@@ -260,9 +260,8 @@ def without_layerdrop(model: nn.Module) -> Iterator[None]:
 # Transformers' warning that caching is incompatible with gradient checkpointing, where nobody asked for the latter.
 #
 # A block's own flag is how a function gets around it (`blocks.py`), so Transformers takes it to be checkpointed, and
-# says
-# in its log that it leaves the key-value cache out. It does so under any budget, and there is nothing to change about
-# it.
+# says in its log that it leaves the key-value cache out. It does so under any budget, and there is nothing to change
+# about it.
 
 _LOG = logging.getLogger(GradientCheckpointingLayer.__module__)
 _TEXT = "Caching is incompatible with gradient checkpointing"

@@ -111,8 +111,7 @@ def is_plain(tensor: Tensor) -> bool:
 # Which node of autograd's graph runs now.
 #
 # torch's engine knows that of its own backward only. A backward that calls the nodes itself, as that over tensors
-# without
-# memory does, says so here.
+# without memory does, says so here.
 
 _called: ContextVar[Any] = ContextVar("adacc_hf_called_node", default=None)
 
