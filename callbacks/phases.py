@@ -173,10 +173,14 @@ class MicroBatches:
         self.shapes: BatchShapes = ()
         self.has_met = False
         """Whether `shapes` are those of the micro-batch that runs, or ran last."""
-        self.is_catching = False
         self._trainer = trainer
         self._sizes: list[tuple[str, torch.Size]] = []
         self._last: LastBatch | None = None
+
+    @property
+    def is_catching(self) -> bool:
+        """Whether the last one is kept."""
+        return self._last is not None
 
     @property
     def met(self) -> BatchShapes | None:
@@ -200,13 +204,13 @@ class MicroBatches:
 
     def catch(self, model: nn.Module) -> None:
         """Keep the last one from now on. Harmless when it is kept already."""
-        if not self.is_catching:
-            self._last, self.is_catching = LastBatch(model), True
+        if self._last is None:
+            self._last = LastBatch(model)
 
     def loss(self, compute: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """What `compute` returns, the Trainer's `compute_loss`; a profile may need it with what it is given."""
         last = self._last  # which a `drop` within the loss would take away
-        if not self.is_catching:
+        if last is None:
             return compute(model, inputs, *args, **kwargs)
         if model.training:
             last.given(self._trainer, compute, inputs, *args, **kwargs)
@@ -222,9 +226,9 @@ class MicroBatches:
 
     def drop(self) -> None:
         """Let go of the last one; no more are kept. Harmless when none is."""
-        if self.is_catching:
+        if self._last is not None:
             self._last.remove()
-        self._last, self.is_catching = None, False
+        self._last = None
 
 
 class Recomputing(Phase):
@@ -291,9 +295,7 @@ class Recomputing(Phase):
         run.save(changed=True)
 
     def optimizer_begins(self, args: TrainingArguments, model: Any) -> None:
-        watch = self._maker.optimizer
-        if not watch.has_seen and self._run.num_steps + 1 >= self._run.config.profile_steps:
-            watch.begin(args, model)
+        self._maker.watch_optimizer(self._run.num_steps + 1, args, model)
 
     def optimizer_ends(self) -> None:
         self._maker.optimizer.end()
@@ -446,9 +448,7 @@ class Evolving(Following):
 
     def optimizer_begins(self, args: TrainingArguments, model: Any) -> None:
         self.evolution.backward_is_over()
-        watch = self._maker.optimizer  # which a run that resumes has not seen yet
-        if not watch.has_seen and self._run.num_steps + 1 >= self._run.config.profile_steps:
-            watch.begin(args, model)
+        self._maker.watch_optimizer(self._run.num_steps + 1, args, model)  # a run that resumes has not seen it yet
 
     def optimizer_ends(self) -> None:
         if self._maker.optimizer.is_counting:
