@@ -67,7 +67,7 @@ class InstalledPartitioner:
 
     Code that was compiled before is dropped, and so is what was compiled meanwhile when it is removed: torch compiles
     it again when it is called. AOTAutograd's cache, which would bring back partitioned graphs without their plans, is
-    off meanwhile; Inductor's, which has the code of each graph, is not (see `region.PlanStore`). Raises ValueError if torch
+    off meanwhile; Inductor's, which has the code of each graph, is not (see `PlanStore`). Raises ValueError if torch
     has a partitioner of the user's.
     """
 

@@ -129,7 +129,7 @@ class _Remaking:
         is_ready = is_changed and all(environment[value] is not None for value in operator.inputs())
         if is_ready and not self._tape.recomputable.isdisjoint(made):
             ReplayStep(operator, self._tape).run(environment)
-            # No replay makes indices of what codecs left (index_values.py), and truths are near where they come out wrong.
+            # No replay makes indices of what codecs left (rule R14), and truths are near where they come out wrong.
             changed = [value for value in made if environment[value].is_floating_point()]
             self._inexact.update(changed)
             self.recomputed |= {value: environment[value] for value in changed if value in self._saved}
