@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,16 +36,16 @@ LEFT_OUT = 4
 
 
 class SizedBatches(Dataset[Batch]):
-    """A whole batch of each of `sizes`."""
+    """A whole batch of each of `sizes`, which `make(size, device, seed)` makes."""
 
-    def __init__(self, case: LengthCase, scale: Scale, sizes: Sequence[Size], seed: int) -> None:
-        self.case, self.scale, self.sizes, self.seed = case, scale, sizes, seed
+    def __init__(self, make: Callable[[Size, str, int], Batch], sizes: Sequence[Size], seed: int) -> None:
+        self.make, self.sizes, self.seed = make, sizes, seed
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     def __getitem__(self, index: int) -> Batch:
-        return self.case.make_batch(self.scale, self.sizes[index], "cpu", self.seed + index)
+        return self.make(self.sizes[index], "cpu", self.seed + index)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def measure_trainings(
     }
     exact = {PLAIN, CHECKPOINTING, *(name for name, config in configs.items() if "compress" not in config.actions)}
     names = [*methods, *configs]
-    data = SizedBatches(case, scale, sizes, settings.seed)
+    data = SizedBatches(partial(case.make_batch, scale), sizes, settings.seed)
 
     def now() -> float:
         wait_for(torch.device(settings.device))  # or a step would end in the next one's turn
@@ -93,14 +93,16 @@ def measure_trainings(
     return {"sizes": sizes, "left_out": LEFT_OUT, "trainings": _figures(found)}
 
 
-def _train(
+def train_on(
     model: PreTrainedModel,
     data: SizedBatches,
     callbacks: Sequence[TrainerCallback],
-    overrides: dict[str, Any],
-    in_turn: StepInTurn,
     settings: Settings,
-) -> Training:
+    trainer_class: type[Trainer] = Trainer,
+    optimizer: torch.optim.Optimizer | None = None,
+    **overrides: Any,
+) -> float:
+    """The mean loss of one training by the Trainer, a step for each batch of `data`."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -116,15 +118,27 @@ def _train(
             disable_tqdm=True,
             **overrides,
         )
-        trainer = Trainer(
+        trainer = trainer_class(
             model=model,
             args=arguments,
             train_dataset=data,
             data_collator=lambda batches: batches[0],
-            callbacks=[*callbacks, in_turn],
+            callbacks=list(callbacks),
+            optimizers=(optimizer, None),
         )
         trainer.remove_callback(PrinterCallback)
-        loss = trainer.train().training_loss
+        return trainer.train().training_loss
+
+
+def _train(
+    model: PreTrainedModel,
+    data: SizedBatches,
+    callbacks: Sequence[TrainerCallback],
+    overrides: dict[str, Any],
+    in_turn: StepInTurn,
+    settings: Settings,
+) -> Training:
+    loss = train_on(model, data, [*callbacks, in_turn], settings, **overrides)
     history = next((callback.history for callback in callbacks if isinstance(callback, AdaccCallback)), [])
     policies = [event["step"] for event in history if event["event"] == "policy"]
     return Training(

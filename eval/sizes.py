@@ -13,21 +13,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 from tqdm import tqdm
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_callback import PrinterCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from adacc_hf import AdaccCallback, AdaccConfig, Profile, apply_policy, profile_model, solve_policy
 from adacc_hf.adapt.steps import StepMeter
 from adacc_hf.artifacts.units import format_bytes
+from adacc_hf.eval.length_trainings import SizedBatches, train_on
 from adacc_hf.eval.peak_accuracy import TOLERANCE, least_peak_bytes
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.plots import curves, need_matplotlib
@@ -174,19 +172,6 @@ class Trained:
     """Of every step."""
 
 
-class SizedBatches(Dataset[Batch]):
-    """A whole batch of each of `sizes`."""
-
-    def __init__(self, draw: _Draw, sizes: Sequence[Size], seed: int) -> None:
-        self.draw, self.sizes, self.seed = draw, sizes, seed
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-    def __getitem__(self, index: int) -> Batch:
-        return self.draw.batch(self.sizes[index], "cpu", self.seed + index)
-
-
 class MeteredCallback(AdaccCallback):
     """Adacc's callback, with what its own count of a step says: an allocator can be asked by one at a time."""
 
@@ -231,30 +216,8 @@ def train(case: LengthCase, draw: _Draw, scale: Scale, profile: Profile, setting
     budget = round(budget * 1.02)  # what the Trainer's step takes beside the model's is no part of the profile
     adacc = MeteredCallback(replace(CONFIG, memory_budget=budget))
     measured = StepPeaks(adacc)
-    data = SizedBatches(draw, sizes, settings.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder,
-            max_steps=len(data),
-            per_device_train_batch_size=1,
-            logging_strategy="no",
-            save_strategy="no",
-            seed=settings.seed,
-            use_cpu=settings.device == "cpu",
-            dataloader_pin_memory=settings.device != "cpu",
-            report_to="none",
-            disable_tqdm=True,
-        )
-        trainer = _InOrder(
-            model=model,
-            args=arguments,
-            train_dataset=data,
-            data_collator=lambda batches: batches[0],
-            callbacks=[adacc, measured],
-            optimizers=(optimizer, None),
-        )
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
+    data = SizedBatches(draw.batch, sizes, settings.seed)
+    train_on(model, data, [adacc, measured], settings, _InOrder, optimizer)
     batches = [draw.batch(size, "cpu", 0) for size in sizes]
     peaks = [
         peak + sum(tensor.nbytes for tensor in batch.values())
