@@ -217,6 +217,29 @@ class MeasureStep(TrainerCallback):
             self.peak_bytes = self.static_bytes + self.meter.peak_bytes
 
 
+class PeakPerStep(TrainerCallback):
+    """The peak of every step until the optimizer runs."""
+
+    def __init__(self):
+        self.peaks = []
+
+    def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self.static = count_static_bytes(model, {}, optimizer)
+        self.meter = CpuMemoryMeter()
+        self.meter.__enter__()
+        self.meter.mark(("step",))
+
+    def on_pre_optimizer_step(self, *args, **kwargs):
+        self.meter.__exit__(None, None, None)
+        self.peaks.append(self.static + self.meter.peak_bytes)
+
+
+@pytest.fixture
+def peak_per_step():
+    """A callback with the `peaks` of all steps until the optimizer runs, its batches left out."""
+    return PeakPerStep()
+
+
 @pytest.fixture(scope="session")
 def measure_step_peak():
     """`measure_step_peak(step)`: a callback with the `peak_bytes` of one step, its batches left out."""

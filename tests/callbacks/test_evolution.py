@@ -25,7 +25,6 @@ from adacc_hf.artifacts.index_values import DEGRADED_ERROR
 from adacc_hf.callbacks.phases import Evolving
 from adacc_hf.run.follow_plan import FollowPlan
 from adacc_hf.tape import call_key as known_shapes
-from adacc_hf.torch_glue.memory import MemoryMeter, count_static_bytes
 
 COMPRESS = {"actions": ("retain", "compress"), "min_compress_bytes": 4096, "memory_budget": 0.45}
 
@@ -60,23 +59,6 @@ def run_lengths(make_trainer, lengths, callbacks, trainer_class=InOrder, watch=N
         watch(trainer)
     trainer.train()
     return trainer
-
-
-class PeakPerStep(TrainerCallback):
-    """The peak of every step until the optimizer runs, and the batch's length."""
-
-    def __init__(self):
-        self.peaks = []
-
-    def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        self.static = count_static_bytes(model, {}, optimizer)
-        self.meter = MemoryMeter.for_device(torch.device("cpu"))
-        self.meter.__enter__()
-        self.meter.mark(("step",))
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self.meter.__exit__(None, None, None)
-        self.peaks.append(self.static + self.meter.peak_bytes)
 
 
 def test_other_lengths_get_policies_of_their_own(make_trainer):
@@ -194,7 +176,7 @@ def test_lossless_training_with_other_lengths_is_bit_equal_to_plain(
     )
 
 
-def test_changing_lengths_keep_to_the_budget_on_every_step(make_trainer, make_model, monkeypatch):
+def test_changing_lengths_keep_to_the_budget_on_every_step(make_trainer, make_model, monkeypatch, peak_per_step):
     """Every step, those under torch's checkpoint and those that are recorded or measure included."""
     # The CPU's allocator can be asked by one at a time.
     monkeypatch.setattr(StepMeter, "count_memory", lambda *_: None)
@@ -202,7 +184,7 @@ def test_changing_lengths_keep_to_the_budget_on_every_step(make_trainer, make_mo
     probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.5)
     run_lengths(make_trainer, [32] * 3, [probe], model=make_model())
     budget = int(probe.policy.predicted_peak_bytes)
-    peaks = PeakPerStep()
+    peaks = peak_per_step
     callback = AdaccCallback(memory_budget=budget, min_compress_bytes=4096)
     run_lengths(make_trainer, lengths, [callback, peaks], model=make_model())
     assert len(events(callback, "policy")) >= 2

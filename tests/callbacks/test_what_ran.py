@@ -15,7 +15,6 @@ from adacc_hf.adapt.steps import StepMeter
 from adacc_hf.artifacts.files import HISTORY_FILE
 from adacc_hf.cli import main
 from adacc_hf.solve.solver import least_policy
-from adacc_hf.torch_glue.memory import MemoryMeter, count_static_bytes
 
 BEFORE = "full recomputation, before there was a policy"
 NO_POLICY = "full recomputation, as no policy is for batches of their size"
@@ -69,23 +68,6 @@ class ForwardCalls(TrainerCallback):
 
     def on_pre_optimizer_step(self, *args, **kwargs):
         self.steps.append(self._num_calls)
-
-
-class Peaks(TrainerCallback):
-    """The peak of every step until the optimizer runs."""
-
-    def __init__(self):
-        self.peaks = []
-
-    def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        self.static = count_static_bytes(model, {}, optimizer)
-        self.meter = MemoryMeter.for_device(torch.device("cpu"))
-        self.meter.__enter__()
-        self.meter.mark(("step",))
-
-    def on_pre_optimizer_step(self, *args, **kwargs):
-        self.meter.__exit__(None, None, None)
-        self.peaks.append(self.static + self.meter.peak_bytes)
 
 
 def run(make_trainer, rows, callbacks, model=None, **settings):
@@ -216,10 +198,9 @@ def tiny_t5():
     return T5ForConditionalGeneration(T5Config(vocab_size=97, **sizes, decoder_start_token_id=0, use_cache=False))
 
 
-def train_t5(make_trainer, callback, monkeypatch, padded=(0, 1, 2, 3, 6)):
+def train_t5(make_trainer, callback, monkeypatch, peaks, padded=(0, 1, 2, 3, 6)):
     # The CPU's allocator can be asked by one at a time.
     monkeypatch.setattr(StepMeter, "count_memory", lambda *_: None)
-    peaks = Peaks()
     run(make_trainer, Rows([32] * 8, padded=padded), [callback, peaks], model=tiny_t5())
     return peaks.peaks[2:]
 
@@ -232,17 +213,19 @@ def profile_of_t5(make_trainer, **settings):
 
 
 @pytest.mark.parametrize("share", [0.02, 0.7])
-def test_a_path_that_was_not_profiled_keeps_to_the_budget_from_its_first_call(make_trainer, monkeypatch, share):
+def test_a_path_that_was_not_profiled_keeps_to_the_budget_from_its_first_call(
+    make_trainer, monkeypatch, peak_per_step, share
+):
     """Without padding T5 has no mask, and attention runs other operators: steps 5, 6 and 8."""
     profile = profile_of_t5(make_trainer, **LOSSLESS)
     least, plain = (Policy.uniform(profile, how).predicted_peak_bytes for how in ("recompute", "retain"))
     budget = int(least + share * (plain - least))
     callback = AdaccCallback(**LOSSLESS, memory_budget=budget)
-    assert max(train_t5(make_trainer, callback, monkeypatch)) <= budget
+    assert max(train_t5(make_trainer, callback, monkeypatch, peak_per_step)) <= budget
     assert sum(fallbacks(callback).values()) == 3
 
 
-def test_a_path_that_takes_more_than_the_budget_is_said(make_trainer, monkeypatch, caplog):
+def test_a_path_that_takes_more_than_the_budget_is_said(make_trainer, monkeypatch, peak_per_step, caplog):
     """Its blocks are run without loss, with more memory than codecs take."""
     settings = {"min_compress_bytes": 0, "tracking": "off"}
     profile = profile_of_t5(make_trainer, **settings)
@@ -251,7 +234,7 @@ def test_a_path_that_takes_more_than_the_budget_is_said(make_trainer, monkeypatc
     assert floor < lossless
     budget = (floor + lossless) // 2
     callback = AdaccCallback(**settings, memory_budget=budget)
-    train_t5(make_trainer, callback, monkeypatch)
+    train_t5(make_trainer, callback, monkeypatch, peak_per_step)
     said = [e["reason"] for e in callback.history if e["event"] == "memory" and "bytes more than" in e["reason"]]
     assert len(said) == 1
     assert said[0].startswith("a batch of attention_mask 4x32, input_ids 4x32, labels 4x32 ran otherwise")
