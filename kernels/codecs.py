@@ -255,7 +255,8 @@ def get_codec(name: str, **options: Any) -> Codec:
 
 def codec_type(name: str) -> type[Codec]:
     """The class of the codec `name`. Raises ValueError for an unknown one."""
-    if name not in list_codecs():
+    _discover()
+    if name not in _registry:
         raise ValueError(f"unknown codec {name!r}; known codecs: {', '.join(list_codecs())}")
     return _registry[name]
 

@@ -133,7 +133,8 @@ def at_size(profile: Profile, shapes: Shapes) -> Profile:
     kinds = []
     for before, after in zip(profile.kinds, told.kinds, strict=True):
         pairs = zip(before.values, after.values, strict=True)
-        kinds.append(replace(after, values=tuple(replace(v, codecs=tuple(_resized(old, v))) for old, v in pairs)))
+        values = (replace(v, codecs=tuple(_resized(old, v))) if v.codecs else v for old, v in pairs)
+        kinds.append(replace(after, values=tuple(values)))
     return replace(told, kinds=tuple(kinds))
 
 
@@ -150,7 +151,7 @@ def _resized(before: Value, after: Value) -> Iterator[CodecOption]:
 
 
 class MemoryAlone(Measurement):
-    """The readings of other measurement, but for prices: times and accuracies are those of the whole batch."""
+    """The readings of another measurement, but for prices: times and accuracies are those of the whole batch."""
 
     def __init__(self, others: Measurement) -> None:
         self._others = others
