@@ -270,10 +270,12 @@ _TEXT = "Caching is incompatible with gradient checkpointing"
 class CachingWarning(logging.Filter):
     """Keeps that warning from the log while it is on, if it is about a layer that `is_ours`; all else passes."""
 
+    _has_kept = False
+    """Whether any of them has since the last was removed: of several that are on, only the first is asked."""
+
     def __init__(self, is_ours: Callable[[nn.Module], bool]) -> None:
         super().__init__()
         self._is_ours = is_ours
-        self._has_kept = False
         _LOG.addFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -284,15 +286,16 @@ class CachingWarning(logging.Filter):
         while frame is not None:
             layer = frame.f_locals.get("self")
             if isinstance(layer, GradientCheckpointingLayer):
-                self._has_kept |= self._is_ours(layer)
-                return not self._is_ours(layer)
+                is_ours = self._is_ours(layer)
+                CachingWarning._has_kept |= is_ours
+                return not is_ours
             frame = frame.f_back
         return True
 
     def remove(self) -> None:
         """Let everything pass again. Harmless when called again."""
         _LOG.removeFilter(self)
-        if self._has_kept:
+        if CachingWarning._has_kept:
             # It counts as said once, and whoever checkpoints layers of that class from now on has not seen it.
             logging.Logger.warning_once.cache_clear()
-        self._has_kept = False
+        CachingWarning._has_kept = False

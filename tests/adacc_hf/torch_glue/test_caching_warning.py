@@ -56,6 +56,19 @@ def test_who_checkpoints_afterwards_is_still_told(tiny_gpt2, token_batch, run_st
     assert any(text.startswith("Caching is incompatible") for text in said())
 
 
+def test_who_checkpoints_afterwards_is_told_beside_another_model_under_a_policy(
+    tiny_gpt2, token_batch, run_steps, said
+):
+    model, other = tiny_gpt2(use_cache=True), tiny_gpt2()
+    with recomputing(other, token_batch()):
+        with recomputing(model, token_batch()):
+            run_steps(model, caching(token_batch), num_steps=1)
+        assert not said()
+        checkpoint_layers(model)
+        run_steps(model, caching(token_batch), num_steps=1)
+    assert any(text.startswith("Caching is incompatible") for text in said())
+
+
 def test_who_has_checkpointing_on_is_told_all_the_same(tiny_gpt2, token_batch, run_steps, said):
     model = tiny_gpt2(use_cache=True)
     checkpoint_layers(model)
