@@ -33,7 +33,7 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.callbacks.policy_maker import FullRecompute, PolicyMaker, PolicySource, RefusedSizeError, is_ready
-from adacc_hf.callbacks.trainer import LastBatch, loss_of
+from adacc_hf.callbacks.trainer import LastBatch, OptimizerWatch, loss_of
 from adacc_hf.price.whole_model import ComputeLoss
 from adacc_hf.run.blocks import Installation
 from adacc_hf.run.executor import PolicyHandle
@@ -129,6 +129,11 @@ class Run:
     def show(self, policy: Policy, profile: Profile | None) -> None:
         """These are in force from now on."""
         self.policy, self.profile = policy, profile
+
+    def watch_optimizer(self, watch: OptimizerWatch, args: TrainingArguments, model: nn.Module) -> None:
+        """Look at what clipping and the optimizer take at this step's end, if it is late enough and none was seen."""
+        if not watch.has_seen and self.num_steps >= self.config.profile_steps - 1:
+            watch.begin(args, model)
 
     def count_step(self, step: int) -> None:
         """Count `step`, which is over, if it ran otherwise than the policy says."""
@@ -295,7 +300,7 @@ class Recomputing(Phase):
         run.save(changed=True)
 
     def optimizer_begins(self, args: TrainingArguments, model: Any) -> None:
-        self._maker.watch_optimizer(self._run.num_steps + 1, args, model)
+        self._run.watch_optimizer(self._maker.optimizer, args, model)
 
     def optimizer_ends(self) -> None:
         self._maker.optimizer.end()
@@ -448,7 +453,7 @@ class Evolving(Following):
 
     def optimizer_begins(self, args: TrainingArguments, model: Any) -> None:
         self.evolution.backward_is_over()
-        self._maker.watch_optimizer(self._run.num_steps + 1, args, model)  # a run that resumes has not seen it yet
+        self._run.watch_optimizer(self._maker.optimizer, args, model)  # a run that resumes has not seen it yet
 
     def optimizer_ends(self) -> None:
         if self._maker.optimizer.is_counting:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from adacc_hf.adapt.evolution import Evolution
 from adacc_hf.adapt.repricing import SwitchedOff, with_finer, without_codecs
@@ -83,11 +83,6 @@ class PolicyMaker:
         self._config, self._given, self._num_micro, self._trainer = config, given, num_micro, trainer
         self.all_sizes = False
         """Whether batches differ in size, so that profiles tell of all sizes."""
-
-    def watch_optimizer(self, step: int, args: TrainingArguments, model: nn.Module) -> None:
-        """Look at what clipping and the optimizer take at the end of `step`, if it is late enough and none was seen."""
-        if not self.optimizer.has_seen and step >= self._config.profile_steps:
-            self.optimizer.begin(args, model)
 
     def remove(self) -> None:
         """Take everything off the optimizer. Harmless when called again."""

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from adacc_hf.artifacts.policy import Action
-from adacc_hf.artifacts.step_peak import simulate
+from adacc_hf.artifacts.policy import Action, Policy
+from adacc_hf.artifacts.step_peak import run_block, simulate
 from adacc_hf.kernels.codecs import Payload
 from adacc_hf.torch_glue.private import tree_leaves, tree_map
 from adacc_hf.torch_glue.ranks import is_sharded
@@ -24,7 +24,7 @@ from adacc_hf.torch_glue.states import RandomStates, random_states_kept
 from adacc_hf.torch_glue.tensors import difference_norm, l2_norm, without_gradient_hooks
 
 if TYPE_CHECKING:
-    from adacc_hf.artifacts.policy import Plan, Policy
+    from adacc_hf.artifacts.policy import Plan
     from adacc_hf.artifacts.profile import KindProfile, Profile
     from adacc_hf.run.follow_plan import FollowPlan
 
@@ -173,7 +173,28 @@ def _gradient(seen: _SeenCall, call: Callable[[tuple[Any, ...]], Any]) -> list[T
 
 
 # What comparing a block's gradient takes: its input is held from its forward, and the gradient of its output from its
-# backward, until the step's end.
+# backward, until the step's end, and then the block runs as in plain training.
+
+
+def comparison_peaks(profile: Profile) -> dict[str, int]:
+    """Most bytes live while the gradient of a block is compared after a step, by the block's name.
+
+    The exact backward and the one under the policy follow each other: the gradients of the former are held meanwhile,
+    and the latter stores no more.
+    """
+    plain = Policy.uniform(profile, Action.RETAIN)
+    plans = {block.kind: plain.plan_of(block.name) for block in profile.blocks}
+    peaks: dict[int, int] = {}
+    for index, plan in plans.items():
+        kind = profile.kinds[index]
+        outcome = run_block(kind, plan)
+        held = sum(value.nbytes for value in kind.values if value.producer is None and value.activation)
+        # As large as the gradients of the block's parameters.
+        parameters = sum(value.nbytes for value in kind.values if value.producer is None and not value.activation)
+        # Its input, the gradient of its output, and that of its input.
+        sample = 3 * held + parameters
+        peaks[index] = profile.static_bytes + sample + max(outcome.forward_working_bytes, outcome.working_bytes)
+    return {block.name: peaks[block.kind] for block in profile.blocks}
 
 
 def peaks_with_samples(profile: Profile, policy: Policy) -> dict[str, int]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from adacc_hf.adapt.accuracy import BlockSample, GradientError, peaks_with_samples
+from adacc_hf.adapt.accuracy import BlockSample, GradientError, comparison_peaks, peaks_with_samples
 from adacc_hf.adapt.judging import (
     Rectification,
     current_policy,
@@ -236,7 +236,8 @@ class Rectifier:
         budget = Budget.resolve(self.memory_budget, self.profile, self.config)
         if budget.of_peak:
             peaks = peaks_with_samples(self.profile, current_policy(self.profile, self.policy))
-            names = [name for name in names if peaks[name] <= budget.nbytes]
+            after = comparison_peaks(self.profile)
+            names = [name for name in names if max(peaks[name], after[name]) <= budget.nbytes]
         num = min(self.config.guard_blocks, len(names))
         if num < self.config.guard_blocks:
             log.info("Adacc: gradients of %d blocks are compared, for more the budget has no room", num)

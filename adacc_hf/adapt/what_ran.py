@@ -77,6 +77,8 @@ def full_recomputation(profile: Profile) -> Policy:
 
 def ratio(shapes: BatchShapes | None, other: BatchShapes | None) -> float:
     """How much larger a batch of `shapes` is than one of `other`; 1 where either is not known."""
+    if shapes == other:
+        return 1.0
     names = {shape.name for shape in shapes or ()} & {shape.name for shape in other or ()}
     mine, theirs = (num_elements(tuple(s for s in each or () if s.name in names)) for each in (shapes, other))
     return mine / theirs if mine and theirs else 1.0

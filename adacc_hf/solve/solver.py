@@ -81,7 +81,8 @@ def _fastest(searches: Sequence[PolicySearch], budget: Budget) -> tuple[PolicySe
         try:
             columns = search.within(budget, incumbent_ms)
         except InfeasibleBudgetError as error:
-            errors.append(error)
+            # Without its frames: they hold this list, and through their callers a whole step's tensors.
+            errors.append(error.with_traceback(None))
             continue
         if columns is search.plain and search is searches[0]:
             return search, columns

@@ -9,6 +9,7 @@ compiler/functorch.py, and what is Transformers' in `compat` and callbacks/train
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -100,9 +101,8 @@ keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether the backward that runs in this thread was called with retain_graph."""
 
 
-def outer_hooks() -> Any:
-    """The innermost pair of saved-tensor hooks that is active now, or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+outer_hooks = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
+"""The innermost pair of saved-tensor hooks that is active now, or None; called once in each call of a block."""
 
 
 # Operators.

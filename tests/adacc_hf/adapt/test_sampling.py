@@ -7,10 +7,10 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
-from adacc_hf.adapt.accuracy import peaks_with_samples
+from adacc_hf.adapt.accuracy import comparison_peaks, peaks_with_samples
 from adacc_hf.adapt.rectifier import Rectifier
 from adacc_hf.artifacts.policy import Policy
-from adacc_hf.torch_glue.memory import measure_step
+from adacc_hf.torch_glue.memory import MemoryMeter, measure_step, static_bytes
 
 NUM_LAYERS = 5
 INPUT_BYTES = 8 * 32 * 64 * 4
@@ -54,6 +54,26 @@ def test_a_step_with_a_sample_takes_no_more_than_predicted(case, action, monkeyp
     assert all(measured[name] <= peaks[name] + ROUNDED for name in peaks), (measured, peaks)
     # What is predicted errs by the block's own input and gradient at most, which it may hold at its peak anyway.
     assert all(peaks[name] <= measured[name] + 2 * INPUT_BYTES for name in peaks), (measured, peaks)
+
+
+@pytest.mark.parametrize("action", ["compress", "recompute"])
+def test_a_comparison_takes_no_more_than_predicted(case, action, monkeypatch):
+    model, batch, profile = case
+    policy = Policy.uniform(profile, action)
+    peaks = comparison_peaks(profile)
+    rectifier = Rectifier(profile, policy, AdaccConfig(min_compress_bytes=4096))
+    with apply_policy(model, policy) as handle:
+        settle(model, batch)
+        for name in peaks:
+            monkeypatch.setattr(rectifier, "_sampled", lambda every_kind, name=name: [name])
+            rectifier.start_tracking(handle.plans)
+            measure_step(model, batch)
+            with MemoryMeter.for_device(torch.device("cpu")) as meter:
+                rectifier.finish_tracking()
+            before = static_bytes(model, batch, None) + 2 * INPUT_BYTES
+            assert before + meter.peak_bytes <= peaks[name], name
+            # The gradients that are held are not all there when the block's backward is at its peak.
+            assert peaks[name] <= 1.1 * (before + meter.peak_bytes), name
 
 
 def test_only_blocks_that_the_budget_has_room_for_are_sampled(case):
