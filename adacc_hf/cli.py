@@ -1,4 +1,4 @@
-"""The `adacc` command: plan runs, look into policy files, report on them, list the codecs, measure."""
+"""The `adacc` command: plan runs, look into policy files, report on them, list the codecs, examine, measure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from adacc_hf import __version__, cli_policy
+from adacc_hf import __version__, cli_policy, doctor
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.files import PROFILES_VARIABLE
 from adacc_hf.artifacts.units import format_bytes
@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     cli_policy.add_parsers(commands)
     cli_plan.add_parser(commands)
     _add_profiles_parser(commands)
+    doctor.add_parser(commands)
 
     codecs = commands.add_parser("codecs", help="list the codecs, with the bytes that they keep of a tensor")
     codecs.set_defaults(run=_codecs)

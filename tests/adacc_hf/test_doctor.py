@@ -1,0 +1,80 @@
+"""What `adacc doctor` finds, and what it advises."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from adacc_hf import doctor
+from adacc_hf.cli import main
+
+
+def found(what: str) -> doctor.Finding:
+    (finding,) = [finding for finding in doctor.examine() if finding.what == what]
+    return finding
+
+
+def test_it_prints_versions_device_and_what_is_used(capsys):
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"ok  torch         {torch.__version__}" in lines
+    assert any(line.startswith("ok  device") and "CPU" in line for line in lines)
+    assert sum(line.startswith(("ok", "!!")) for line in lines) == len(doctor.examine())
+
+
+def test_advice_stands_below_what_it_is_about(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "examine", lambda: [doctor.Finding("a", "well"), doctor.Finding("bc", "slow", "do it")])
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "ok  a   well",
+        "!!  bc  slow",
+        "        do it",
+        "1 of 2 could be better",
+    ]
+
+
+def test_without_a_compiler_codecs_are_slow(monkeypatch):
+    assert found("codecs").advice is None
+    monkeypatch.setattr("adacc_hf.kernels._cpu.library", lambda: None)
+    assert "g++" in found("codecs").advice
+
+
+def test_a_package_that_is_missing_is_named_with_the_version_asked_for(monkeypatch):
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor, "version", version)
+    assert "pip install 'highspy>=1.9'" in found("highspy").advice
+
+
+def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ADACC_HF_PROFILES", str(tmp_path / "file" / "profiles"))
+    assert "ADACC_HF_PROFILES" in found("prices").advice
+
+
+def test_without_matplotlib_and_triton(monkeypatch):
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    assert "adacc_hf[plot]" in found("pictures").advice
+
+
+def test_a_host_that_is_slow_to_launch(monkeypatch):
+    monkeypatch.setattr(doctor, "SLOW_HOST_US", 0.0)
+    assert "larger batches" in found("host").advice
+
+
+@pytest.mark.parametrize("expands", [True, False])
+@pytest.mark.parametrize("major", [8, 9])
+def test_a_gpu(monkeypatch, expands, major):
+    properties = SimpleNamespace(name="Some GPU", total_memory=80 * 2**30, major=major)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch, "empty", lambda *sizes, device: None)
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
+    monkeypatch.setattr("adacc_hf.torch_glue.memory.segments_expand", lambda: expands)
+    findings = {finding.what: finding for finding in doctor._on_gpu(torch.device("cuda"))}
+    assert findings["device"].found.startswith("Some GPU, 80 GiB")
+    assert (findings["allocator"].advice is None) == expands
+    assert (findings["attention"].advice is None) == (major < 9)
