@@ -1,0 +1,54 @@
+"""What a step at a size that never ran would make the host wait for on a GPU: where replay is compared, and nowhere
+else (rules R7 and R10)."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.torch_glue.compat import no_packed_sequences
+
+aten = torch.ops.aten
+WAITS = (aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.is_nonzero.default)
+NEW_SIZES = [(samples, tokens) for tokens in (19, 22, 27, 30, 35, 41, 46, 51, 57) for samples in (3, 5)]
+CONFIG = AdaccConfig(min_compress_bytes=0)
+
+
+class Waiting(TorchDispatchMode):
+    """Counts the operators that read what a tensor holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in WAITS:
+            self.found[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def waits(model, batch) -> Counter[str]:
+    with Waiting() as waiting:
+        model(**batch).loss.backward()
+    model.zero_grad(set_to_none=True)
+    return waiting.found
+
+
+@pytest.mark.parametrize("action", ["recompute", "compress", "random"])
+def test_a_new_size_waits_where_it_is_compared_and_nowhere_else(tiny_gpt2, token_batch, action):
+    model = tiny_gpt2("sdpa", layers=3, n_positions=64)
+    profile = profile_model(model, token_batch(8, 64), CONFIG)
+    actions = ("retain", "recompute", "compress")
+    policy = Policy.random(profile, 0, actions) if action == "random" else Policy.uniform(profile, action)
+    with no_packed_sequences():  # Transformers waits to see whether a batch is packed, in plain training too
+        plain = {size: waits(model, token_batch(*size)) for size in NEW_SIZES}
+        with apply_policy(model, policy, CONFIG):
+            found = [waits(model, token_batch(*size)) - plain[size] for size in NEW_SIZES]
+    compared = [number for number, more in enumerate(found, start=1) if more]
+    # The 1st, 2nd, 4th, 8th, 16th: ever more rarely.
+    assert compared == [number for number in range(1, len(NEW_SIZES) + 1) if number & (number - 1) == 0]
+    assert all(more.keys() == {"aten.equal.default"} for more in found if more)
