@@ -98,8 +98,10 @@ class PolicyMaker:
         """
         if batch is None:
             raise RuntimeError(
-                "AdaccCallback saw no training batch: the model was not called in train mode with gradients on, or was "
-                "not called by keyword arguments"
+                "AdaccCallback saw no training batch: the model was not called in train mode with gradients on, or not "
+                "by keyword arguments, or its loss is made neither by itself nor by the Trainer's compute_loss (TRL's "
+                "OnlineDPOTrainer makes it in training_step): train without AdaccCallback, or in a loop of your own "
+                "with profile_model(..., compute_loss=...) and apply_policy"
             )
         profile = self._profile_or_explain(model, batch, optimizer, compute_loss)
         if self._config.memory_budget == "auto" and profile.device.startswith("cuda") and not segments_expand():

@@ -10,6 +10,7 @@ names.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections import deque
@@ -394,8 +395,8 @@ class LastBatch:
         self._own = loss.grad_fn if self._given is not None and is_whole else None
         if self._given is not None and not is_whole:
             self.batch, self.compute_loss = self._given
-        elif kwargs:
-            self.batch, self.compute_loss = dict(kwargs), None
+        elif kwargs and loss is not None:
+            self.batch, self.compute_loss = _by_name(module, args, kwargs), None
 
 
 def loss_of(trainer: Trainer, compute: Callable[..., Any], model: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -403,6 +404,14 @@ def loss_of(trainer: Trainer, compute: Callable[..., Any], model: Any, batch: An
     with trainer.compute_loss_context_manager():
         result = compute(model, batch, *args, **kwargs)
     return result[0] if isinstance(result, tuple) else result
+
+
+def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """All arguments of a call by name; None if those without have none."""
+    parameters = list(inspect.signature(module.forward).parameters.values())[: len(args)] if args else []
+    if len(parameters) < len(args) or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        return None
+    return {**{p.name: given for p, given in zip(parameters, args, strict=True)}, **kwargs}
 
 
 def _leads_to(node: Node | None, wanted: Node) -> bool:

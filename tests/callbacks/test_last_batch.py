@@ -94,3 +94,28 @@ def test_the_models_own_loss_comes_first():
     last.remove()
     assert last.batch is None
     assert not model._forward_hooks
+
+
+def made_here(loss):
+    """A model that is called by position and by name, and its outputs."""
+    model = torch.nn.Linear(2, 2)
+    model.forward = lambda input, scale=1, *rest, **more: SimpleNamespace(loss=loss, scores=input * scale)
+    return model
+
+
+def test_arguments_without_a_name_get_that_of_the_model():
+    model = made_here(loss=torch.ones(()))
+    last = LastBatch(model)
+    model(torch.ones(2, 2), scale=3, labels=4)
+    assert list(last.batch) == ["input", "scale", "labels"]
+    model(torch.ones(2, 2), 3, 5, labels=4)  # the 5 has no name
+    assert last.batch is None
+
+
+def test_what_makes_no_loss_is_no_batch():
+    """TRL's OnlineDPOTrainer calls the model in `training_step`, and makes the loss there."""
+    model = made_here(loss=None)
+    last = LastBatch(model)
+    model(torch.ones(2, 2), scale=3)
+    assert last.batch is None
+    assert last.compute_loss is None

@@ -142,7 +142,14 @@ TRAINERS = [
     _trainer("orpo", "ORPOTrainer", "preferences", settings=_SHORT),
     _trainer("gkd", "GKDTrainer", "chats", settings={**_SHORT, "max_new_tokens": 8}, models=("teacher_model",)),
     _trainer("gmpo", "GMPOTrainer", "prompts", settings=_GENERATED, rewards=True),
-    _trainer("online_dpo", "OnlineDPOTrainer", "prompts", settings={"max_new_tokens": 8}, rewards=True),
+    _trainer(
+        "online_dpo",
+        "OnlineDPOTrainer",
+        "prompts",
+        settings={"max_new_tokens": 8},
+        rewards=True,
+        refused="its loss is made neither by itself nor by the Trainer's compute_loss",
+    ),
     _trainer("tpo", "TPOTrainer", "triples", settings=_SHORT),
 ]
 

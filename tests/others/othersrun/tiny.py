@@ -180,7 +180,7 @@ DATA: dict[str, list[dict[str, Any]]] = {
     "chat prompts": _rows(18, prompt=_asked),
     "chat answers": _rows(18, prompt=_asked, completion=_answered),
     "quotes": _rows(18, quote=_sentences(6, 14), author=_short),
-    "feelings": _rows(18, sentence=_sentences(6, 14), label=lambda: _draw.randrange(2)),
+    "feelings": _rows(30, sentence=_sentences(6, 14), label=lambda: _draw.randrange(2)),
 }
 
 
