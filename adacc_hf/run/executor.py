@@ -2,8 +2,9 @@
 
 A block whose plan retains everything is called plainly. Any other call runs inside one pair of saved-tensor hooks,
 which carries all actions. A block is recorded at a few sizes, most often by a profile. From then on calls of other
-sizes run on tapes whose numbers are evaluated from theirs (`tape/family.py`). The first call at each new size is
-compared with its tape operator by operator, on one block of those that share it. After that there is no dispatch mode.
+sizes run on tapes whose numbers are evaluated from theirs (`tape/family.py`). The first call at each of some new sizes
+is compared with its tape operator by operator, on one block of those that share it. Otherwise there is no dispatch
+mode.
 
 NOTE [Rules of the executor]. Code and tests say "rule R3".
 R1  Exact: without a lossy codec, loss and every gradient are bit-equal to plain training, dropout included.
@@ -22,8 +23,9 @@ R7  Nothing is replayed that was not compared with the original, bit for bit, at
     each operator as soon as it has run, which takes the memory of one operator's results. What comes out otherwise is
     told, and retained at all sizes; the call is run again, and recorded. Fused attention whose library plans for each
     shape anew (cuDNN's) is not replayed at new sizes at all.
-R8  Each call checks what autograd saves against the tape. At a size that none has run, one block compares every
-    operator with it as well: what runs otherwise is put back, and recorded. Few whole numbers in an argument that the
+R8  Each call checks what autograd saves against the tape. At the first 16 sizes that none has run, at the 32nd, 64th
+    ..., and at all beyond the recorded ones, one block compares every operator with it as well. What runs otherwise is
+    put back, and recorded, and so is each new size from then on. Few whole numbers in an argument that the
     block reads into Python are sizes too. Other data in such an argument, every state of the Python values that a
     block's modules hold, and other modules and hooks in the place of these have tapes of their own. Where operators
     depend on any other data, torch's checkpoint takes over; and so it does at a call unlike any recorded one that the

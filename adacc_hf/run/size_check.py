@@ -1,10 +1,11 @@
 """The check of a call at a size that never ran: whether its operators are given what its tape says (rule R7).
 
 What autograd saves shows few of a tape's numbers. An argument that only replay reads, a stride or the dimension of a
-sum, would change a gradient unseen. So the first block that runs a tape evaluated for a new size runs under a dispatch
-mode that looks at numbers alone: it keeps nothing, and takes some ten microseconds an operator, a tenth of what
-recording takes. At some sizes it also runs each operator that a replay may run once more, as soon as it has run, and
-compares the bits of what it makes: that takes the memory of one operator's results, not of all that the block makes.
+sum, would change a gradient unseen. So at `family.AGREED` new sizes, and few after them, the first block that runs a
+tape evaluated for one runs under a dispatch mode that looks at numbers alone: it keeps nothing, and takes some ten
+microseconds an operator, a tenth of what recording takes. At some of them it also runs each operator that a replay may
+run once more, as soon as it has run, and compares the bits of what it makes: that takes the memory of one operator's
+results, not of all that the block makes.
 """
 
 from __future__ import annotations

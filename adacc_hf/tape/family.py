@@ -4,11 +4,11 @@ NOTE [Which sizes a family serves]
 A block's Python decides which operators run by comparing sizes with numbers of its own (a window that starts to bind)
 or with 1, seldom in another way. So a family is trusted at sizes that lie between sizes at which the block was
 recorded, in each dimension, and which are told apart from 0 and 1, and on a GPU by whether they are aligned, as its
-kernels tell them apart. There the first block that runs a size is compared with what the family says, operator by
-operator (size_check.py), and each block by what autograd saves (rule R8). Beyond, each block is compared by operators.
-Where records at sizes that lie within each other have other operators, no range tells which of them a new size runs:
-each size is recorded. Whether the same operators give the same bits again is compared at every so many new sizes (rule
-R7).
+kernels tell them apart. There each block is compared with what the family says by what autograd saves (rule R8), and
+the first block that runs a size by its operators too (size_check.py), at AGREED sizes and few after them. Beyond, each
+block is compared by operators. Where records at sizes that lie within each other have other operators, no range tells
+which of them a new size runs: each size is recorded. Whether the same operators give the same bits again is compared
+at every so many new sizes (rule R7).
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ MOST_RECORDS = 8
 rounded up to a window's, say."""
 MOST_GROUPS = 8
 """Sorts of tapes that a block may have at the sizes of one outline; in any more of them no family is looked for."""
+AGREED = 16
+"""New sizes at which all operators of a block are given the numbers that the family says. Sums of at most three
+products of sizes that are right at so many, and at the smallest and largest recorded ones, are right at those between:
+a rule with a step in it, as of lengths that are rounded up, has shown it by then. What each call saves is compared all
+the same, and has about half of the numbers. To compare operators at every size made steps up to 1.3 times as long."""
 MOST_SIZES = 32
 """Sizes whose tapes are kept at hand. To evaluate one anew takes less than a millisecond."""
 
@@ -156,6 +161,8 @@ class TapeFamily:
         self._num_new += 1
         if self._num_new & (self._num_new - 1) == 0:
             self._to_compare = tape
+        elif self._num_new > AGREED:
+            tape.is_checked = True
 
     def agrees(self, tape: Tape, sizes: CallSizes) -> bool:
         """Whether a recorded call of these sizes ran as the family says."""

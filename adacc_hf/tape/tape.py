@@ -170,7 +170,8 @@ class Tape:
     order: tuple[int, ...] | None = None
     """Order in which backward asks for the slots, each once, as far as it was seen."""
     is_checked: bool = True
-    """Whether a call was seen to give its operators these numbers, which were evaluated for its sizes if not."""
+    """Whether a call was seen to give its operators these numbers, or calls of enough other sizes those that were
+    evaluated for them in the same way."""
     _consumers: dict[int, list[int]] = field(default_factory=dict)
 
     @property

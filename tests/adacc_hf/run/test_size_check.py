@@ -14,7 +14,7 @@ from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.artifacts.errors import SavedOtherwiseError
 from adacc_hf.artifacts.profile_sizes import Polynomial
 from adacc_hf.run.size_check import SizeCheck
-from adacc_hf.tape.family import SeenSizes
+from adacc_hf.tape.family import AGREED, SeenSizes
 from adacc_hf.tape.library import library_of_profiles
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -169,6 +169,23 @@ def test_one_block_of_a_family_is_checked_for_all(tiny_gpt2, token_batch, run_st
         assert checked == ["transformer.h.0"] * 2
         run_steps(begun.model, token_batch(3, 60))  # beyond: each block may do otherwise there
         assert checked[2:] == [f"transformer.h.{place}" for place in range(3)]
+
+
+def test_once_enough_sizes_have_agreed_few_more_are_checked(tiny_gpt2, token_batch, run_steps, monkeypatch):
+    """The last size before that, none, the 32nd, none, and each block at a size beyond the recorded ones."""
+    checked = []
+    finish = SizeCheck.finish
+    monkeypatch.setattr(SizeCheck, "finish", lambda check: checked.append(check._name) or finish(check))
+    begun = Begun(tiny_gpt2(layers=3), token_batch(4, 40))
+    handle, family = begun.apply(num_new=AGREED - 1)
+    with handle:
+        for tokens, expected in ((33, 1), (31, 1), (29, 1)):
+            run_steps(begun.model, token_batch(3, tokens))
+            assert len(checked) == expected
+        family._num_new = 31
+        for tokens, expected in ((27, 2), (25, 2), (60, 5)):
+            run_steps(begun.model, token_batch(3, tokens))
+            assert len(checked) == expected
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
