@@ -247,14 +247,15 @@ class _InOrder(Trainer):
 
 
 def _was_said(adacc: MeteredCallback, step: int, batch: Batch) -> bool:
-    """Whether the run said that batches of this size need more than the budget, before the step was over."""
+    """Whether the run said that batches of this size need more than the budget, or may, before the step was over."""
     shapes = batch_shapes(batch)
     known = [describe(shapes)]
     if adacc.profile is not None and adacc.profile.sizes is not None:
         found = adacc.profile.sizes.class_of(to_plain(shapes))
         known += [] if found is None else [describe(from_plain(found))]
     reasons = [event.get("reason", "") for event in adacc.history if event["step"] <= step]
-    return any(reason.startswith(f"batches of {text} need ") for reason in reasons for text in known)
+    beginnings = tuple(f"batches of {text} {verb} " for text in known for verb in ("need", "may take more than"))
+    return any(reason.startswith(beginnings) for reason in reasons)
 
 
 def faults_of(point: Figures, settings: Settings) -> list[str]:

@@ -341,7 +341,7 @@ class Evolution:
             return measured
         profile = at_size(measured.rectifier.profile, to_plain(sizes))
         try:
-            policy = self._policy_at(profile)
+            policy = self._policy_at(profile, self._with_room(profile))
         except InfeasibleBudgetError:
             sizes = tuple(shape for shape in shapes if shape.name in {other.name for other in sizes})
             profile = at_size(measured.rectifier.profile, to_plain(sizes))
@@ -367,36 +367,58 @@ class Evolution:
         self._note(self._step, "policy", **predictions(policy), reason=f"for batches of {describe(sizes)}")
         return shape_policy
 
-    def _policy_at(self, profile: Profile) -> Policy:
+    def _policy_at(self, profile: Profile, memory_budget: str | float | int) -> Policy:
         """The policy for batches with this profile: one of those in force that nearly uses up the budget there, or else
         what the solver finds. Raises InfeasibleBudgetError if nothing keeps to the budget."""
-        budget = Budget.resolve(self.memory_budget, profile, self.config)
+        budget = Budget.resolve(memory_budget, profile, self.config)
         allowed = without_codecs(profile, self.guard.switched_off)
         in_force = [s.rectifier.policy for s in self.shape_policies.all if _is_for(s.rectifier.policy, profile)]
         told = [current_policy(allowed, policy) for policy in in_force if not over_bound(allowed, policy, self.config)]
         told = [policy for policy in told if USED_UP * budget.nbytes <= needed_bytes(policy, budget) <= budget.nbytes]
         if told:
             return min(told, key=lambda policy: policy.predicted_overhead_ms)
-        return solve_policy(allowed, self.memory_budget, with_margin(self.config))
+        return solve_policy(allowed, memory_budget, with_margin(self.config))
+
+    def _with_room(self, profile: Profile) -> str | float | int:
+        """The budget for batches whose `profile` is told: a smaller one where peaks are not told exactly."""
+        budget = Budget.resolve(self.memory_budget, profile, self.config)
+        uncertainty = self.shape_policies.measured.rectifier.profile.sizes.uncertainty
+        return int(budget.nbytes / (1 + uncertainty)) if budget.of_peak and uncertainty else self.memory_budget
 
     def _policy_or_least(self, sizes: BatchShapes, profile: Profile) -> Policy:
-        """As `_policy_at`; that of least memory, which is said, or raised as `on_over_budget` has it, where none
-        keeps to the budget."""
-        try:
-            return self._policy_at(profile)
-        except InfeasibleBudgetError as error:
-            allowed = without_codecs(profile, self.guard.switched_off)
-            least = solve_policy(allowed, self._as_given(error.smallest_budget_bytes, profile), self.config)
-            text = f"batches of {describe(sizes)} need {error.smallest_budget_bytes} bytes at least"
-            fitting = self._largest_fitting(sizes, least)
-            text += f", those of {describe(fitting)} would keep to the budget" if fitting else ""
-            if self.config.on_over_budget == "error":
-                raise InfeasibleBudgetError(
-                    f"{text}: {error}", error.smallest_budget_bytes, error.bound_bytes
-                ) from error
-            log.warning("Adacc: %s. Training goes on with the least memory: %s", text, error)
-            self._note(self._step, "memory", reason=f"{text}: {error}")
-            return least
+        """As `_policy_at`; what leaves no room, which is said, or that of least memory, which is said, or raised as
+        `on_over_budget` has it, where none keeps to the budget."""
+        with_room = self._with_room(profile)
+        for given in dict.fromkeys((with_room, self.memory_budget)):
+            try:
+                policy = self._policy_at(profile, given)
+            except InfeasibleBudgetError as error:
+                floor, bound, why = error.smallest_budget_bytes, error.bound_bytes, str(error)
+                continue
+            if given != with_room:
+                self._say_doubt(sizes, policy)
+            return policy
+        # The same settings once more: what the solver finds with others may need more than what was found.
+        allowed = without_codecs(profile, self.guard.switched_off)
+        least = solve_policy(allowed, self._as_given(floor, profile), with_margin(self.config))
+        text = f"batches of {describe(sizes)} need {floor} bytes at least"
+        fitting = self._largest_fitting(sizes, least)
+        text += f", those of {describe(fitting)} would keep to the budget" if fitting else ""
+        if self.config.on_over_budget == "error":
+            raise InfeasibleBudgetError(f"{text}: {why}", floor, bound)
+        log.warning("Adacc: %s. Training goes on with the least memory: %s", text, why)
+        self._note(self._step, "memory", reason=f"{text}: {why}")
+        return least
+
+    def _say_doubt(self, sizes: BatchShapes, policy: Policy) -> None:
+        """Say that batches of these sizes may take more than the budget, which has no room for what is not known."""
+        uncertainty = self.shape_policies.measured.rectifier.profile.sizes.uncertainty
+        text = (
+            f"batches of {describe(sizes)} may take more than memory_budget={self.memory_budget!r}: what they need is "
+            f"told to {uncertainty:.0%} ({policy.predicted_peak_bytes} bytes)"
+        )
+        log.warning("Adacc: %s", text)
+        self._note(self._step, "memory", reason=text)
 
     def _largest_fitting(self, sizes: BatchShapes, least: Policy) -> BatchShapes | None:
         """The largest class of batches of fewer tokens than `sizes` at which the policy `least` keeps to the budget."""

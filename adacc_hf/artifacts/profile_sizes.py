@@ -85,6 +85,13 @@ class ProfileSizes:
         self._rules = [rules[column] for column in columns]
 
     @property
+    def uncertainty(self) -> float:
+        """By which part a peak may lie above what is told of it. More than two sizes that vary by themselves (samples,
+        and the lengths of a pair of texts) make more terms than the measured parts can tell apart: peaks of T5 lay up
+        to 2.3 % above (`adacc eval sizes`)."""
+        return 0.03 if len(self._symbols) > 2 else 0.0
+
+    @property
     def largest(self) -> int:
         """Elements of the largest batch whose memory was measured."""
         return max(self._amounts)

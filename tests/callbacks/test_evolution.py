@@ -22,6 +22,7 @@ from adacc_hf.adapt.judging import Rectification
 from adacc_hf.adapt.steps import StepMeter
 from adacc_hf.artifacts.files import HISTORY_FILE
 from adacc_hf.artifacts.index_values import DEGRADED_ERROR
+from adacc_hf.artifacts.profile_sizes import ProfileSizes
 from adacc_hf.callbacks.phases import Evolving
 from adacc_hf.run.follow_plan import FollowPlan
 from adacc_hf.tape import call_key as known_shapes
@@ -114,6 +115,21 @@ def test_a_size_at_which_nothing_keeps_to_the_budget_is_said_before_it_runs(make
     assert said[0]["reason"].startswith("batches of input_ids 4x32, labels 4x32 need ")
     assert ", those of input_ids 4x16, labels 4x16 would keep to the budget" in said[0]["reason"]
     assert len([message for message in caplog.messages if "with the least memory" in message]) == 1
+
+
+def test_a_size_of_which_too_little_is_known_is_said_where_the_budget_has_no_room_for_that(
+    make_trainer, make_model, monkeypatch
+):
+    probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.4)
+    run_lengths(make_trainer, [15, 16, 16], [probe], model=make_model())
+    budget = int(probe.policy.predicted_peak_bytes)
+    for uncertainty, expected in ((0.0, []), (0.5, [4])):
+        monkeypatch.setattr(ProfileSizes, "uncertainty", uncertainty)
+        callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=budget)
+        run_lengths(make_trainer, [15, 16, 16, 13, 13, 16], [callback], model=make_model())
+        said = [event for event in events(callback, "memory") if "may take more than" in event.get("reason", "")]
+        assert [event["step"] for event in said] == expected
+        assert all("what they need is told to 50%" in event["reason"] for event in said)
 
 
 def refuse_profiles_of(length, monkeypatch):
