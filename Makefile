@@ -72,7 +72,7 @@ bench: $(INSTALLED) ## Time the executor and the codecs against what they replac
 eval: $(INSTALLED) ## Run everything in eval/ at the demo's scale, into runs/eval
 	HF_HUB_OFFLINE=1 $(BIN)/adacc eval all $(EVAL_OPTIONS)
 
-tables: $(INSTALLED) ## Write README's tables, and those beside the records, from the JSON in eval/results
+tables: $(INSTALLED) ## Write the tables of README and docs/, and those beside the records, from the JSON in eval/results
 	$(BIN)/python -m adacc_hf.eval.tables
 
 style: $(INSTALLED) ## Format the code and fix what ruff can fix

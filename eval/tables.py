@@ -1,10 +1,10 @@
-"""Write the tables of README.md, and those beside committed records, from the JSON in eval/results.
+"""Write the tables of README.md and docs/, and those beside committed records, from the JSON in eval/results.
 
     python -m adacc_hf.eval.tables
     python -m adacc_hf.eval.tables --check
 
-In README.md a table stands between <!-- table: cpu/peers#1 --> and <!-- end of table -->, named by folder and file of
-its record and by its number in the report; without a number the whole report stands there. Nothing in it is typed.
+In a page a table stands between <!-- table: cpu/peers#1 --> and <!-- end of table -->, named by folder and file of its
+record and by its number in the report; without a number the whole report stands there. Nothing in it is typed.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def texts(root: Path) -> Iterator[tuple[Path, str]]:
     results = root / "eval" / "results"
     for path in sorted(results.rglob("*.json")):
         yield path.with_suffix(".md"), report(path)
-    readme = root / "README.md"
-    yield readme, with_tables(readme.read_text(encoding="utf-8"), results)
+    for page in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
+        yield page, with_tables(page.read_text(encoding="utf-8"), results)
 
 
 def report(path: Path) -> str:
