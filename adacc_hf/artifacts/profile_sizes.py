@@ -179,9 +179,10 @@ class _Line:
 
 
 def _rounded(size: int, reference: int) -> int:
-    """The size of the class of `size`, of which `reference` is one. Few samples are not rounded."""
+    """The size of the class of `size`, of which `reference` is one. Few samples are not rounded, but for one alone: it
+    often runs other operators, of which nothing is told, and has the room of two."""
     if size <= FEW:
-        return size
+        return size if size > 1 or reference == 1 else 2
     return max(size, math.ceil(reference * STEP ** math.ceil(math.log(size / reference, STEP) - 1e-9) - 1e-9))
 
 
