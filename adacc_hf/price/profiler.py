@@ -19,7 +19,6 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import NoEstimateError, UncalledBlocksError
 from adacc_hf.artifacts.profile import BlockProfile, Head, KindProfile, Profile
 from adacc_hf.artifacts.profile_sizes import numbers_of, profile_outline
-from adacc_hf.price.head_options import HeadLayout, HeadSurvey
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.optimizer_memory import coming_state_bytes
 from adacc_hf.price.other_sizes import MemoryAlone, at_size, record_other_sizes, small_parts, with_other_sizes
@@ -27,7 +26,7 @@ from adacc_hf.price.price_store import ProfileStore, StoringMeasurement
 from adacc_hf.price.pricing import fallback_backward
 from adacc_hf.price.step_memory import ForwardLayout, NoSync, StepLayout, measure_forward, measure_step_layout
 from adacc_hf.price.survey import Survey, recompute_outcome
-from adacc_hf.price.whole_model import ComputeLoss, RanBlocks, WithLoss, with_idle
+from adacc_hf.price.whole_model import ComputeLoss, HeadLayout, HeadSurvey, RanBlocks, WithLoss, with_idle
 from adacc_hf.run.blocks import Installation
 from adacc_hf.tape.library import library_of_profiles
 from adacc_hf.torch_glue.batch_shapes import batch_shapes, to_plain
