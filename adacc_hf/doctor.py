@@ -13,10 +13,12 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from typing import Any
 
+from packaging.requirements import Requirement
+
 OPERATORS = 200
 """That are launched one after the other, to tell how long the host takes for one."""
 SLOW_HOST_US = 20.0
-"""A host that takes longer for an operator is busy elsewhere, or slow: most take 3 to 8."""
+"""A host that takes longer for an operator is busy elsewhere, or slow."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def _doctor(_: argparse.Namespace) -> str:
 
 
 def examine() -> list[Finding]:
-    """Everything that is looked at, in the order in which it is told. Takes about a second beyond importing torch."""
+    """Everything that is looked at, in the order in which it is told."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -58,36 +60,30 @@ def examine() -> list[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    """Versions, beside the least that this package asks for."""
+    """The versions that are installed; of what is missing, those that this package asks for."""
     yield Finding("python", platform.python_version())
-    asked = {_name_of(line): line.partition(";")[0] for line in requires("adacc_hf") or () if "extra ==" not in line}
+    asked = {requirement.name: requirement for requirement in map(Requirement, requires("adacc_hf") or ())}
     for name in ("torch", "transformers", "accelerate", "pulp", "highspy"):
         try:
             yield Finding(name, version(name))
         except PackageNotFoundError:
-            yield Finding(name, "not installed", f"pip install '{asked.get(name, name)}'")
-
-
-def _name_of(requirement: str) -> str:
-    return next(part for part in requirement.replace(">", " ").replace("<", " ").replace("=", " ").split())
+            yield Finding(name, "not installed", f"pip install '{asked[name]}'")
 
 
 def _on_gpu(device: Any) -> Iterator[Finding]:
     import torch
 
-    from adacc_hf.torch_glue.memory import FRAGMENTS, segments_expand
+    from adacc_hf.torch_glue.memory import FRAGMENTS_HINT, segments_expand
 
     properties = torch.cuda.get_device_properties(device)
     gib = properties.total_memory / 2**30
     yield Finding("device", f"{properties.name}, {gib:.0f} GiB; not yet measured on a GPU")
     torch.empty(1, device=device)  # there is a segment to look at
+    expands = segments_expand()
     yield Finding(
         "allocator",
-        "expandable segments" if segments_expand() else "segments of fixed sizes",
-        None
-        if segments_expand()
-        else f'memory_budget="auto" leaves {FRAGMENTS:.0%} of the GPU to fragments of its memory: set '
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch is imported",
+        "expandable segments" if expands else "segments of fixed sizes",
+        None if expands else FRAGMENTS_HINT,
     )
     has_triton = find_spec("triton") is not None
     yield Finding(
@@ -116,7 +112,7 @@ def _on_cpu() -> Iterator[Finding]:
     yield Finding(
         "codecs",
         "C++ kernels" if is_built else "plain torch, ten and more times slower: their C++ could not be built",
-        None if is_built else "install g++, point CXX to a compiler, or XDG_CACHE_HOME to a writable folder",
+        None if is_built else _cpu.TO_BUILD,
     )
 
 

@@ -43,7 +43,7 @@ from adacc_hf.torch_glue.batch_shapes import (
     is_alike,
     resized,
 )
-from adacc_hf.torch_glue.memory import FRAGMENTS, segments_expand
+from adacc_hf.torch_glue.memory import FRAGMENTS_HINT, segments_expand
 from adacc_hf.torch_glue.ranks import (
     all_or_none,
     check_same_policy,
@@ -56,11 +56,6 @@ from adacc_hf.torch_glue.ranks import (
 )
 
 log = logging.getLogger(__name__)
-
-FRAGMENTS_HINT = (
-    f'memory_budget="auto" leaves {FRAGMENTS:.0%} of the GPU to fragments of its memory; set '
-    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before training to use them"
-)
 
 PolicySource = Policy | str | Path | Callable[[Profile], Policy]
 

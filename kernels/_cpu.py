@@ -28,6 +28,7 @@ SOURCE = Path(__file__).with_name("_cpu.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # _cpu.cpp knows them by their places here
 MAX_GROUP = _symmetric.GROUP_SIZES[-1]
+TO_BUILD = "Install g++, point CXX to a compiler, or XDG_CACHE_HOME to a writable folder"
 BYTES_PER_THREAD = 256 * 1024  # below this, waking a thread costs more than it saves
 
 _POINTER, _SIZE = c_void_p, c_int64
@@ -52,8 +53,9 @@ def library() -> ctypes.CDLL | None:
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: there is no home folder
         logger.warning(
             "codecs run as plain torch on the CPU, ten and more times slower, since their C++ could not be built: %s. "
-            "Install g++, point CXX to a compiler, or XDG_CACHE_HOME to a writable folder",
+            "%s",
             (getattr(error, "stderr", None) or str(error)).strip(),
+            TO_BUILD,
         )
         return None
     for name, arguments in _SIGNATURES.items():

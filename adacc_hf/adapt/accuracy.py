@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from adacc_hf.artifacts.policy import Action, Policy
+from adacc_hf.artifacts.policy import RETAIN, Action, Plan
 from adacc_hf.artifacts.step_peak import run_block, simulate
 from adacc_hf.kernels.codecs import Payload
 from adacc_hf.torch_glue.private import tree_leaves, tree_map
@@ -24,7 +24,7 @@ from adacc_hf.torch_glue.states import RandomStates, random_states_kept
 from adacc_hf.torch_glue.tensors import difference_norm, l2_norm, without_gradient_hooks
 
 if TYPE_CHECKING:
-    from adacc_hf.artifacts.policy import Plan
+    from adacc_hf.artifacts.policy import Policy
     from adacc_hf.artifacts.profile import KindProfile, Profile
     from adacc_hf.run.follow_plan import FollowPlan
 
@@ -182,18 +182,15 @@ def comparison_peaks(profile: Profile) -> dict[str, int]:
     The exact backward and the one under the policy follow each other: the gradients of the former are held meanwhile,
     and the latter stores no more.
     """
-    plain = Policy.uniform(profile, Action.RETAIN)
-    plans = {block.kind: plain.plan_of(block.name) for block in profile.blocks}
-    peaks: dict[int, int] = {}
-    for index, plan in plans.items():
-        kind = profile.kinds[index]
-        outcome = run_block(kind, plan)
-        held = sum(value.nbytes for value in kind.values if value.producer is None and value.activation)
+    peaks = []
+    for kind in profile.kinds:
+        plain = Plan(kind=kind.digest, choices=tuple((value.index, RETAIN) for value in kind.activations))
+        outcome, (held, _) = run_block(kind, plain), _input_bytes(kind, plain)
         # As large as the gradients of the block's parameters.
         parameters = sum(value.nbytes for value in kind.values if value.producer is None and not value.activation)
         # Its input, the gradient of its output, and that of its input.
         sample = 3 * held + parameters
-        peaks[index] = profile.static_bytes + sample + max(outcome.forward_working_bytes, outcome.working_bytes)
+        peaks.append(profile.static_bytes + sample + max(outcome.forward_working_bytes, outcome.working_bytes))
     return {block.name: peaks[block.kind] for block in profile.blocks}
 
 

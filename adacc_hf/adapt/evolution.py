@@ -382,8 +382,12 @@ class Evolution:
     def _with_room(self, profile: Profile) -> str | float | int:
         """The budget for batches whose `profile` is told: a smaller one where peaks are not told exactly."""
         budget = Budget.resolve(self.memory_budget, profile, self.config)
-        uncertainty = self.shape_policies.measured.rectifier.profile.sizes.uncertainty
+        uncertainty = self._uncertainty
         return int(budget.nbytes / (1 + uncertainty)) if budget.of_peak and uncertainty else self.memory_budget
+
+    @property
+    def _uncertainty(self) -> float:
+        return self.shape_policies.measured.rectifier.profile.sizes.uncertainty
 
     def _policy_or_least(self, sizes: BatchShapes, profile: Profile) -> Policy:
         """As `_policy_at`; what leaves no room, which is said, or that of least memory, which is said, or raised as
@@ -412,10 +416,9 @@ class Evolution:
 
     def _say_doubt(self, sizes: BatchShapes, policy: Policy) -> None:
         """Say that batches of these sizes may take more than the budget, which has no room for what is not known."""
-        uncertainty = self.shape_policies.measured.rectifier.profile.sizes.uncertainty
         text = (
             f"batches of {describe(sizes)} may take more than memory_budget={self.memory_budget!r}: what they need is "
-            f"told to {uncertainty:.0%} ({policy.predicted_peak_bytes} bytes)"
+            f"told to {self._uncertainty:.0%} ({policy.predicted_peak_bytes} bytes)"
         )
         log.warning("Adacc: %s", text)
         self._note(self._step, "memory", reason=text)

@@ -37,7 +37,7 @@ AGREED = 16
 """New sizes at which all operators of a block are given the numbers that the family says. Sums of at most three
 products of sizes that are right at so many, and at the smallest and largest recorded ones, are right at those between:
 a rule with a step in it, as of lengths that are rounded up, has shown it by then. What each call saves is compared all
-the same, and has about half of the numbers. To compare operators at every size made steps up to 1.3 times as long."""
+the same."""
 MOST_SIZES = 32
 """Sizes whose tapes are kept at hand. To evaluate one anew takes less than a millisecond."""
 

@@ -25,6 +25,10 @@ FRAGMENTS = 0.1
 """Share of a GPU that is set aside for what is lost between the blocks of torch's caching allocator, unless its
 segments expand. tests/emulated_cuda/fragments.py trains to the brim of such a device, where
 `AdaccConfig.memory_margin` alone does not do; no GPU was asked yet."""
+FRAGMENTS_HINT = (
+    f'memory_budget="auto" leaves {FRAGMENTS:.0%} of the GPU to fragments of its memory; set '
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before training to use them"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """What Transformers says of caches and checkpointing, which is news only to who has asked for checkpointing."""
 
 import logging
+from contextlib import nullcontext
 
 import pytest
 
@@ -46,21 +47,10 @@ def test_our_own_flag_is_not_warned_of(tiny_gpt2, token_batch, run_steps, said):
     assert [text.split(" in ")[-1] for text in said()] == ["another matter", "somebody else's layer."]
 
 
-def test_who_checkpoints_afterwards_is_still_told(tiny_gpt2, token_batch, run_steps, said):
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another model under a policy"])
+def test_who_checkpoints_afterwards_is_still_told(tiny_gpt2, token_batch, run_steps, said, beside):
     model = tiny_gpt2(use_cache=True)
-    with recomputing(model, token_batch()):
-        run_steps(model, caching(token_batch), num_steps=1)
-    assert not said()
-    checkpoint_layers(model)
-    run_steps(model, caching(token_batch), num_steps=1)
-    assert any(text.startswith("Caching is incompatible") for text in said())
-
-
-def test_who_checkpoints_afterwards_is_told_beside_another_model_under_a_policy(
-    tiny_gpt2, token_batch, run_steps, said
-):
-    model, other = tiny_gpt2(use_cache=True), tiny_gpt2()
-    with recomputing(other, token_batch()):
+    with recomputing(tiny_gpt2(), token_batch()) if beside else nullcontext():
         with recomputing(model, token_batch()):
             run_steps(model, caching(token_batch), num_steps=1)
         assert not said()
