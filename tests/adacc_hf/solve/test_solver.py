@@ -1,5 +1,7 @@
 """Budgets are met to the byte, a larger one never costs time, and an impossible one names the least that would do."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -74,6 +76,29 @@ def test_peak_budgets_hold_and_their_floor_is_exact(profiles, data):
     assert policy.is_plain
     with pytest.raises(InfeasibleBudgetError):
         solve_policy(profile, floor - 1)
+
+
+def test_a_failed_search_keeps_nothing_of_its_callers(gpt2_like_profile):
+    """A step's tensors, say: an error that is kept in a frame it holds itself lives until garbage is collected."""
+
+    class Tensor:
+        pass
+
+    def caller():
+        tensor = Tensor()
+        # Not pytest.raises, which keeps the frame.
+        try:
+            solve_policy(profile, 1)
+        except InfeasibleBudgetError:
+            return weakref.ref(tensor)
+        raise AssertionError("a budget of one byte was met")
+
+    profile = gpt2_like_profile()
+    gc.disable()
+    try:
+        assert caller()() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("num_blocks", [2, 12, 48])
