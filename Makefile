@@ -12,7 +12,7 @@ PIP := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip 
 INSTALL := $(PIP) --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-gpu test-emulated test-others bench eval tables style check clean
+.PHONY: help venv demo test test-gpu test-emulated test-others bench eval tables style check types clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -82,6 +82,12 @@ style: $(INSTALLED) ## Format the code and fix what ruff can fix
 check: $(INSTALLED) ## Fail if `make style` would change or complain
 	@$(BIN)/ruff format --check
 	@$(BIN)/ruff check
+
+# mypy finds modules by their folders: the links give the three that stand at the top level their place in the package.
+types: $(INSTALLED) ## Check the product's types
+	@mkdir -p build/types/adacc_hf
+	@ln -sfn $(CURDIR)/adacc_hf/* $(CURDIR)/callbacks $(CURDIR)/kernels $(CURDIR)/eval build/types/adacc_hf
+	@$(BIN)/mypy
 
 clean: ## Remove .venv, caches and build leftovers; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
