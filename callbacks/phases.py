@@ -25,7 +25,7 @@ from adacc_hf.adapt.checkpoint_files import (
     save_history,
     save_in_checkpoint,
 )
-from adacc_hf.adapt.evolution import Evolution
+from adacc_hf.adapt.evolution import LEFT_AS, Evolution
 from adacc_hf.adapt.shape_policies import metrics, predictions
 from adacc_hf.adapt.steps import run_with_retry
 from adacc_hf.adapt.what_ran import STEPS, UNCOMPILED, WhatRan, num_fallback_steps
@@ -477,7 +477,7 @@ class Evolving(Following):
         """Make a policy with the step's batch where one is wanted; returns whether there is one."""
         if self.evolution.wanted is not None:
             return self._add_size(step, model, optimizer)
-        return self.evolution.num_tries > 0 and self._add_blocks(step, model, optimizer)
+        return self.evolution.num_tries > 0 and self._start_over(step, model, optimizer)
 
     def _add_size(self, step: int, model: Any, optimizer: Any) -> bool:
         """Profile and solve for a size of batch that was seen often, with the step's batch made to that size."""
@@ -502,23 +502,24 @@ class Evolving(Following):
         log.info("Adacc: for batches of %s: %s", describe(shapes), policy.summary())
         return True
 
-    def _add_blocks(self, step: int, model: Any, optimizer: Any) -> bool:
-        """Profile the step's batch and start over with its policy, if it trains all blocks that any batch does."""
+    def _start_over(self, step: int, model: Any, optimizer: Any) -> bool:
+        """Profile the step's batch and start over with its policy, if it is one to do so with."""
+        why = self.evolution.why_start_over
         if not self.evolution.can_start_over():
             if self.evolution.num_tries == 0:
-                self._keep_blocks(step, "no batch trains them and all others")
+                self._stay(step, why, "no batch came that calls all of them")
             return False
         self.evolution.num_tries = 0
         try:
             with self.handle.taken_off():
-                made = self._maker.for_more_blocks(model, optimizer, self.evolution, *self._batches.take())
+                made = self._maker.for_all_blocks(model, optimizer, self.evolution, *self._batches.take())
         except RefusedSizeError as reason:
-            self._keep_blocks(step, str(reason))
+            self._stay(step, why, str(reason))
             return False
         self._run.profile, policy = made
         self.evolution.start_over(self._profiled_shapes(), self._run.profile, policy)
-        self._run.note(step, "policy", **predictions(policy), reason="more blocks are trained than before")
-        log.info("Adacc: more blocks are trained than before: %s", policy.summary())
+        self._run.note(step, "policy", **predictions(policy), reason=why)
+        log.info("Adacc: %s: %s", why, policy.summary())
         return True
 
     def _profiled_shapes(self) -> BatchShapes | None:
@@ -527,9 +528,9 @@ class Evolving(Following):
             return from_plain(self._run.profile.measured[0][0])
         return from_first_rank(lambda: self._batches.met)
 
-    def _keep_blocks(self, step: int, reason: str) -> None:
-        """Say why blocks that are trained by now stay under torch's checkpoint."""
-        reason = f"blocks that are trained by now stay under torch's checkpoint: {reason}"
+    def _stay(self, step: int, why: str, obstacle: str) -> None:
+        """Say that a run goes on as it is, although `why`."""
+        reason = f"{why}, which stay {LEFT_AS[why]}: {obstacle}"
         log.warning("Adacc: %s", reason)
         self._batches.drop()
         self._run.note(step, "memory", reason=reason)

@@ -171,7 +171,7 @@ class PolicyMaker:
             raise RefusedSizeError("they train fewer blocks, and a policy is for all of them")
         return shapes, priced, policy
 
-    def for_more_blocks(
+    def for_all_blocks(
         self,
         model: nn.Module,
         optimizer: Any,
@@ -179,7 +179,7 @@ class PolicyMaker:
         batch: dict[str, Any] | None,
         compute_loss: ComputeLoss | None,
     ) -> tuple[Profile, Policy]:
-        """(profile, policy) for the step's batch, which trains blocks that no batch did that was profiled before.
+        """(profile, policy) for the step's batch, which runs more than what was profiled, or otherwise.
 
         Raises RefusedSizeError if there is no such policy.
         """

@@ -181,12 +181,20 @@ class MeteredCallback(AdaccCallback):
         evolution = getattr(self._run.phase, "evolution", None)
         return None if evolution is None else evolution._meter
 
+    @property
+    def has_left(self) -> bool:
+        """Whether calls of the last micro-batch ran otherwise than a policy says."""
+        handle = getattr(self._run.phase, "handle", None)
+        return handle is not None and bool(handle.library.fallbacks)
+
 
 class StepPeaks(TrainerCallback):
     """The peak of every step until the optimizer runs, its batch left out. It stands behind Adacc's callback."""
 
     def __init__(self, adacc: MeteredCallback) -> None:
         self.peaks: list[int] = []
+        self.left: list[bool] = []
+        """Whether blocks ran otherwise than their policy says."""
         self._adacc, self._own = adacc, StepMeter()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any):
@@ -198,6 +206,7 @@ class StepPeaks(TrainerCallback):
         self._own.backward_is_over()
         peak = self._own.peak_bytes
         self.peaks.append(self._adacc.meter.peak_bytes if peak is None else peak)
+        self.left.append(self._adacc.has_left)
 
 
 def train(case: LengthCase, draw: _Draw, scale: Scale, profile: Profile, settings: Settings) -> Trained:
@@ -224,8 +233,10 @@ def train(case: LengthCase, draw: _Draw, scale: Scale, profile: Profile, setting
         for peak, batch in zip(measured.peaks, batches, strict=True)
     ]
     over = [
-        {"step": step, "size": size, "peak_bytes": peak, "said": _was_said(adacc, step, batch)}
-        for step, (size, peak, batch) in enumerate(zip(sizes, peaks, batches, strict=True), start=1)
+        {"step": step, "size": size, "peak_bytes": peak, "said": _was_said(adacc, step, batch, left)}
+        for step, (size, peak, batch, left) in enumerate(
+            zip(sizes, peaks, batches, measured.left, strict=True), start=1
+        )
         if not keeps_to(peak, budget, settings.device)
     ]
     return Trained(
@@ -246,8 +257,9 @@ class _InOrder(Trainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
-def _was_said(adacc: MeteredCallback, step: int, batch: Batch) -> bool:
-    """Whether the run said that batches of this size need more than the budget, or may, before the step was over."""
+def _was_said(adacc: MeteredCallback, step: int, batch: Batch, has_left: bool) -> bool:
+    """Whether the run said that batches of this size, or that leave their plans as this one `has_left` them, need more
+    than the budget, or may, before the step was over."""
     shapes = batch_shapes(batch)
     known = [describe(shapes)]
     if adacc.profile is not None and adacc.profile.sizes is not None:
@@ -255,7 +267,8 @@ def _was_said(adacc: MeteredCallback, step: int, batch: Batch) -> bool:
         known += [] if found is None else [describe(from_plain(found))]
     reasons = [event.get("reason", "") for event in adacc.history if event["step"] <= step]
     beginnings = tuple(f"batches of {text} {verb} " for text in known for verb in ("need", "may take more than"))
-    return any(reason.startswith(beginnings) for reason in reasons)
+    is_said = any(reason.startswith(beginnings) for reason in reasons)
+    return is_said or (has_left and any("ran otherwise than a policy says" in reason for reason in reasons))
 
 
 def faults_of(point: Figures, settings: Settings) -> list[str]:

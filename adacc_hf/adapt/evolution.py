@@ -4,8 +4,8 @@ NOTE [Timetable of a step]. All ranks do the same at the same step.
 1. Step begins: at a tracking step, the policies in force measure. At the next normal one, its memory is counted.
 2. Each micro-batch: the policy for its size is put in force. Out of memory: tighter policy, once more.
 3. Step ends: a) what was measured goes into the prices; b) what was solved `takeover_steps` steps ago is taken over; c)
-   if prices moved, the solver starts on a thread. Now and then a size that was seen often is profiled, and once blocks
-   are trained that the profiled batch ran without gradients, all sizes are.
+   if prices moved, the solver starts on a thread. Now and then a size that was seen often is profiled; and once blocks
+   are trained that the profiled batch ran without gradients, or most batches run other operators than it did, all are.
 """
 
 from __future__ import annotations
@@ -61,8 +61,12 @@ PEAK_TOLERANCE = 0.01
 what allocators round, and a few small tensors of the Trainer's that the profiler does not see."""
 
 MOST_TRIES = 64
-"""Steps that may bring a batch that calls all blocks together, once a block is trained that no policy has a plan for;
-with several ranks each is a collective."""
+"""Steps that may bring a batch to start over with, once one is wanted; with several ranks each is a collective."""
+MORE_BLOCKS = "more blocks are trained than before"
+OTHER_OPERATORS = "most batches run other operators than the profiled one"
+"""Why a run may start over with another batch."""
+LEFT_AS = {MORE_BLOCKS: "under torch's checkpoint", OTHER_OPERATORS: "with the least memory"}
+"""How their calls run until then."""
 
 USED_UP = 0.9
 """Part of the budget that a policy for one class of sizes needs at another to be taken there as well; to solve takes a
@@ -131,9 +135,16 @@ class Evolution:
         self.shape_policies = ShapePolicies()
         self.wanted: BatchShapes | None = None
         """Sizes to be profiled with the next step's batch."""
+        self.why_start_over = ""
+        """Why a batch to start over with is wanted."""
         self.num_tries = 0
-        """Steps that may still bring the batch to start over with: one that calls all blocks that any batch trains."""
-        self._has_tried = False
+        """Steps that may still bring it: one that calls all blocks that any batch trains, by the wanted operators."""
+        self._has_tried: set[str] = set()
+        """What the run has wanted to start over for."""
+        self._ran = self._left = 0
+        """Micro-batches since the last look, and those of them most of whose calls left their plans."""
+        self._has_left = False
+        """Whether the last one did."""
         self.tracking_ms = 0.0
         """Time that tracking, solving, counting memory and profiling other sizes took so far, by how much longer such
         steps were than normal ones. The caller of `step_ends` adds what it and all that follows from it took, if
@@ -147,7 +158,9 @@ class Evolution:
         handle.library.may_record = self._may_record
         self._full: tuple[Profile, Policy] | None = None
         """Full recomputation as one profile has it."""
-        self._has_said_excess = False
+        self._has_said_room = False
+        self._said_excess: set[bool] = set()
+        """Whether by how much, of what was said of batches that left their plans."""
         self._note = note
         self._num_micro = num_micro
         self._meter = StepMeter()
@@ -227,14 +240,16 @@ class Evolution:
         """Follow `policy` alone: those for other sizes leave blocks out that it has plans for."""
         self.cancel()
         self.shape_policies.all.clear()
-        self._has_tried = False
+        self._has_tried.discard(MORE_BLOCKS)
         self.add(shapes, profile, policy)
 
     def can_start_over(self) -> bool:
-        """Whether the last batch, on every rank, called all blocks that any batch has trained so far."""
+        """Whether the last batch, on every rank, called all blocks that any batch has trained so far, by the operators
+        that most batches run."""
         self.num_tries -= 1
         installation = self._handle.installation
-        return all(of_all_ranks(not set(installation.left_out()).difference(installation.uncalled())))
+        is_whole = not set(installation.left_out()).difference(installation.uncalled())
+        return all(of_all_ranks(is_whole and (self._has_left or self.why_start_over != OTHER_OPERATORS)))
 
     def step_begins(self, step: int, model: nn.Module | None, optimizer: Any) -> None:
         """`step` is the number of the step that begins, counted from 1."""
@@ -274,33 +289,45 @@ class Evolution:
         """(predicted overhead in milliseconds of the last micro-batch, how many of its calls ran otherwise than a
         policy says by why); of its blocks' `calls` these are known to have left their plans."""
         plans, current = self._in_force.plans, self._in_force.shape_policy
+        self._ran += 1
         if plans is None:
             return self._fell_back(), {NO_POLICY: 1}
         policy = plans.policy
         if current is not None:
             policy = current.rectifier.policy  # today's prices
         planned_ms = policy.predicted_overhead_ms * ratio(self.last_shapes, None if current is None else current.shapes)
+        share = min(1.0, sum(calls.values()) / len(policy.blocks))
+        self._has_left = share > 0.5
+        self._left += self._has_left
         if not calls:
             return planned_ms, {}
-        share = min(1.0, sum(calls.values()) / len(policy.blocks))
         return (1 - share) * planned_ms + share * self._fell_back(), dict(calls)
 
     def _fell_back(self) -> float:
-        """Overhead of the last micro-batch if all of it ran under full recomputation; says if that is over budget."""
+        """Overhead of the last micro-batch if all of it ran under full recomputation; says, once, that such batches may
+        be over budget, and by how much where that is told."""
         reference = self._reference
         profile, size = reference.rectifier.profile, ratio(self.last_shapes, reference.shapes)
         least, budget = self._full_recomputation(profile), Budget.resolve(self.memory_budget, profile, self.config)
         peak = int(profile.static_bytes + size * (least.predicted_peak_bytes - profile.static_bytes))
-        if budget.of_peak and peak > budget.nbytes and not self._has_said_excess:
-            self._has_said_excess = True
-            text = (
-                f"a batch of {describe(self.last_shapes)} ran otherwise than a policy says, which takes up to some "
-                f"{peak - budget.nbytes} bytes more than memory_budget={self.memory_budget!r} allows: set "
-                f"dataloader_drop_last=True, or pad to one length, to have none"
-            )
-            log.warning("Adacc: step %d: %s", self._step, text)
-            self._note(self._step, "memory", reason=text)
+        if budget.of_peak:
+            self._say_excess(max(0, peak - budget.nbytes))
         return least.predicted_overhead_ms * size
+
+    def _say_excess(self, nbytes: int) -> None:
+        """Say of batches that leave their plans that they may be over budget, and once more if they are by `nbytes`."""
+        said = bool(nbytes)
+        if said in self._said_excess:
+            return
+        self._said_excess |= {said, False}
+        taken = f"takes up to some {nbytes} bytes" if said else "may take"
+        text = (
+            f"a batch of {describe(self.last_shapes)} ran otherwise than a policy says, which {taken} more than "
+            f"memory_budget={self.memory_budget!r} allows: set dataloader_drop_last=True, or pad to one length, to "
+            f"have none"
+        )
+        log.log(logging.WARNING if said else logging.INFO, "Adacc: step %d: %s", self._step, text)
+        self._note(self._step, "memory", reason=text)
 
     @property
     def _reference(self) -> ShapePolicy:
@@ -474,7 +501,7 @@ class Evolution:
         if is_looking or self._is_alone:
             self._look_for_sizes()
         if is_looking:
-            self._look_for_blocks()
+            self._look_for_reasons()
         return changed
 
     def logged(self, logs: Mapping[str, float]) -> None:
@@ -526,6 +553,16 @@ class Evolution:
             if shape_policy.rectifier.has_work():
                 shape_policy.rectifier.start_tracking(shape_policy.plans, every_kind=self.guard.suspicion is not None)
                 self._is_tracking = True
+        lack_room = [s for s in self.shape_policies.all if s.rectifier.lacks_room]
+        if lack_room and not self._has_said_room:
+            self._has_said_room = True
+            sizes = "batches" if lack_room[0].shapes is None else f"batches of {describe(lack_room[0].shapes)}"
+            log.info(
+                "Adacc: at %s the budget has no room to compare gradients of %d blocks (guard_blocks) with exact ones: "
+                "as many are as it has room for",
+                sizes,
+                self.config.guard_blocks,
+            )
         # On a CPU counting takes a profiler, as long as a step: not again for the same actions while they are tracked.
         self._turns.is_wanted = not self._is_tracking or any(
             shape_policy.must_count for shape_policy in self.shape_policies.all
@@ -679,13 +716,19 @@ class Evolution:
                 policy = from_first_rank(lambda p=profile, s=sizes: self._policy_or_least(s, p))
                 self._add_told(sizes, profile, policy)
 
-    def _look_for_blocks(self) -> None:
-        """Want a batch to start over with, for once, if blocks are trained that a policy decides nothing about."""
-        idle = self.idle_blocks
-        if idle and not self._has_tried:
-            blocks = self._handle.installation.blocks
-            if any(of_all_ranks(any(blocks[name].num_calls for name in idle))):
-                self.num_tries, self._has_tried = MOST_TRIES, True
+    def _look_for_reasons(self) -> None:
+        """Want a batch to start over with, once for each reason there is."""
+        idle, blocks = self.idle_blocks, self._handle.installation.blocks
+        if idle and MORE_BLOCKS not in self._has_tried:
+            self._may_start_over(MORE_BLOCKS, any(blocks[name].num_calls for name in idle))
+        if OTHER_OPERATORS not in self._has_tried:
+            self._may_start_over(OTHER_OPERATORS, 2 * self._left > self._ran)
+        self._ran = self._left = 0
+
+    def _may_start_over(self, why: str, is_mine: bool) -> None:
+        if any(of_all_ranks(is_mine)):
+            self.why_start_over, self.num_tries = why, MOST_TRIES
+            self._has_tried.add(why)
 
     def _count_time(self) -> None:
         """Put the step that ends among the normal ones, or what it took beyond one into `tracking_ms`."""

@@ -95,6 +95,8 @@ class Rectifier:
         """Tracking steps so far; the blocks whose gradients are compared go on from there."""
         self._degraded: list[str] = []
         """The blocks whose gradients were found degraded last."""
+        self.lacks_room = False
+        """Whether the budget had room for fewer comparisons than `guard_blocks`, at the last tracking step."""
         self.solver_ms = 0.0
         """What the solver computed for the last `take_over`, 0 on ranks that only hear of it."""
         self._solving: Background[Rectification] | None = None
@@ -237,10 +239,10 @@ class Rectifier:
         if budget.of_peak:
             peaks = peaks_with_samples(self.profile, current_policy(self.profile, self.policy))
             after = comparison_peaks(self.profile)
-            names = [name for name in names if max(peaks[name], after[name]) <= budget.nbytes]
+            fitting = [name for name in names if max(peaks[name], after[name]) <= budget.nbytes]
+            self.lacks_room = min(self.config.guard_blocks, len(names)) > len(fitting)
+            names = fitting
         num = min(self.config.guard_blocks, len(names))
-        if num < self.config.guard_blocks:
-            log.info("Adacc: gradients of %d blocks are compared, for more the budget has no room", num)
         return [names[(self.num_tracked * num + place) % len(names)] for place in range(num)]
 
     def _compare(self) -> tuple[dict[int, GradientError], frozenset[OptionKey]]:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainerCallback
 
+import adacc_hf.adapt.evolution as evolution_module
 import adacc_hf.callbacks.policy_maker as maker_module
 from adacc_hf import AdaccCallback, AdaccConfig, Policy
-from adacc_hf.adapt.evolution import Evolution
+from adacc_hf.adapt.evolution import OTHER_OPERATORS, Evolution
 from adacc_hf.adapt.steps import StepMeter
 from adacc_hf.artifacts.files import HISTORY_FILE
 from adacc_hf.cli import main
@@ -18,6 +19,7 @@ from adacc_hf.solve.solver import least_policy
 
 BEFORE = "full recomputation, before there was a policy"
 NO_POLICY = "full recomputation, as no policy is for batches of their size"
+OTHER_OPERATORS_RAN = "other operators than when profiled (a smaller last batch, no padding), with the least memory"
 LOSSLESS = {"actions": ("retain", "recompute")}
 
 
@@ -240,3 +242,28 @@ def test_a_path_that_takes_more_than_the_budget_is_said(make_trainer, monkeypatc
     assert said[0].startswith("a batch of attention_mask 4x32, input_ids 4x32, labels 4x32 ran otherwise")
     assert f"more than memory_budget={budget} allows" in said[0]
     assert sum("ran otherwise than a policy says" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("num_padded", [2, 8])
+def test_most_batches_run_operators_that_were_not_profiled(make_trainer, monkeypatch, num_padded):
+    """The profiled batch has no padding: once most others have, one of them is profiled, and its policy is in force."""
+    monkeypatch.setattr(evolution_module, "LOOK_STEPS", 4)
+    padded = range(2, 2 + num_padded)
+    trained = []
+    for callbacks in ([], [AdaccCallback(**LOSSLESS, memory_budget=0.4)]):
+        torch.manual_seed(0)
+        trainer = run(make_trainer, Rows([32] * 12, padded=padded), callbacks, model=tiny_t5())
+        trained.append(trainer.model.state_dict())
+    plain, ours = trained
+    assert all(torch.equal(ours[name], tensor) for name, tensor in plain.items())
+    (callback,) = callbacks
+    policies = [(e["step"], e.get("reason")) for e in callback.history if e["event"] == "policy"]
+    left = {why: steps for why, steps in fallbacks(callback).items() if why.startswith("other operators")}
+    if num_padded == 2:
+        assert [step for step, _ in policies] == [2]
+        assert left == {OTHER_OPERATORS_RAN: 2}
+        return
+    # Looked for after step 6, the last of four since the policy was set; the next batch is profiled.
+    assert policies[1:] == [(7, OTHER_OPERATORS)]
+    # Steps 3 to 7, and 11 and 12, which have no padding.
+    assert left == {OTHER_OPERATORS_RAN: 7}
