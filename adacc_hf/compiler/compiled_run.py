@@ -56,7 +56,7 @@ class CompiledRun:
         """`note(step, event, **figures)` is told what happens. A policy that is `given` is followed as it is."""
         self._config = config
         self._note = note
-        self._is_fraction = isinstance(config.memory_budget, float)
+        self._fraction = config.memory_budget if isinstance(config.memory_budget, float) else None
         _warn_of_idle_settings(config)
         self._is_settled = given is not None
         self._is_measured = False
@@ -77,7 +77,7 @@ class CompiledRun:
         self._meter = StepMeter()
         self.peak_bytes: int | None = None
         """Measured over a whole step, the optimizer's part included; the last one that was counted."""
-        if given is None and not self._is_fraction:
+        if given is None and self._fraction is None:
             given = CompiledPolicy(share=None)
         partitioner = AdaccPartitioner(config, given, PlanStore())
         self._undo_checkpointing = _without_checkpointing(model)
@@ -100,7 +100,7 @@ class CompiledRun:
         self._num_elements, self.fell_back = 0, False
         # The step that compiles is no measure, and the first one allocates the optimizer's state.
         is_late = self._num_steps >= max(1, self._config.profile_steps - 1)
-        self._is_measured = is_late and not (self._is_settled or self._is_fraction)
+        self._is_measured = is_late and self._fraction is None and not self._is_settled
         if self._is_measured:
             self._meter.count_memory(model, optimizer)
 
@@ -127,8 +127,8 @@ class CompiledRun:
                 overhead_ms=plan.overhead_ms, calls=plan.calls, reason=plan.reason,
             )  # fmt: skip
         self._num_noted = len(self.policy.regions)
-        if self._is_fraction and not self._is_settled:
-            self._share_fairly(step)
+        if self._fraction is not None and not self._is_settled:
+            self._share_fairly(step, self._fraction)
         elif self._is_measured:
             self._settle(step, next(model.parameters()).device)
 
@@ -178,9 +178,9 @@ class CompiledRun:
             )
             self._is_warned = True
 
-    def _share_fairly(self, step: int) -> None:
+    def _share_fairly(self, step: int, budget: float) -> None:
         """If the regions of the first step store too much together, let those that can store less do so."""
-        budget, policy = self._config.memory_budget, self.policy
+        policy = self.policy
         figures = (policy.stored_bytes, policy.plain_bytes, _fair_share(policy, budget))
         stored_bytes, plain_bytes, share = max(of_all_ranks(figures), key=lambda rank: rank[0] / max(rank[1], 1))
         self._is_settled = stored_bytes <= budget * plain_bytes
@@ -204,9 +204,10 @@ class CompiledRun:
         """Set the share by the measured peak of a whole step."""
         policy = self.policy
         figures = of_all_ranks((self._meter.peak_bytes, policy.peak_bytes, policy.plain_bytes, self._num_elements))
-        if any(peak is None for peak, *_ in figures):
+        measured = [(peak, *others) for peak, *others in figures if peak is not None]
+        if len(measured) < len(figures):
             return
-        peak_bytes, modelled, plain, num_elements = max(figures)
+        peak_bytes, modelled, plain, num_elements = max(measured)
         is_smaller = num_elements < self._most_elements
         self._most_elements = max(self._most_elements, num_elements)
         self.peak_bytes = peak_bytes
@@ -254,6 +255,7 @@ class CompiledRun:
         if budget == "auto":
             available = min(of_all_ranks(available_bytes(device, self._meter.static_bytes)))
             return int(available * (1 - self._config.memory_margin))
+        assert not isinstance(budget, float)  # which is one of what is stored, whatever the peak
         return parse_bytes(budget, "memory_budget") if isinstance(budget, str) else budget
 
 
@@ -323,13 +325,13 @@ def begin_compiled_run(
         kept = None if checkpoint is None else Path(checkpoint) / COMPILED_FILE
         if given is not None or kept is None or not kept.is_file():
             return None if given is None else CompiledPolicy.load(given), []
-        policy, history = CompiledPolicy.load(kept), read_json(kept.with_name(HISTORY_FILE), AdaccError, "history")
-        if policy.settled_for != config.memory_budget:
+        found, history = CompiledPolicy.load(kept), read_json(kept.with_name(HISTORY_FILE), AdaccError, "history")
+        if found.settled_for != config.memory_budget:
             log.info(
-                "Adacc: %s is settled for %r, not %r: deciding anew", kept, policy.settled_for, config.memory_budget
+                "Adacc: %s is settled for %r, not %r: deciding anew", kept, found.settled_for, config.memory_budget
             )
-            policy = None
-        return policy, history
+            return None, history
+        return found, history
 
     # The first rank decides, also where the others do not see its files: all ranks must measure peaks, or none.
     policy, history = from_first_rank(load)

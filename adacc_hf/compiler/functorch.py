@@ -28,9 +28,9 @@ from adacc_hf.torch_glue.private import OpOverload, named, op_name, schema_of
 __all__ = [
     "CustomKnapsackSolver", "CustomPartitionerFn", "NodeInfo", "cache_dir", "classify", "code_of",
     "compile_by_inductor", "compile_number", "extract", "functorch_config", "graph_calls", "graph_number",
-    "has_unknown_sizes", "held_inputs", "hint", "inductor_config", "is_getitem", "is_random", "is_view", "makes_sizes",
-    "min_cut_rematerialization_partition", "must_be_saved", "must_run_in_forward", "op_types", "options_of_mode",
-    "plain_saved", "prepare", "recompile_limit", "select_decomp_table", "short_name", "size_node",
+    "has_unknown_sizes", "held_inputs", "hint", "inductor_config", "is_getitem", "is_random", "is_view", "maker_of",
+    "makes_sizes", "min_cut_rematerialization_partition", "must_be_saved", "must_run_in_forward", "op_types",
+    "options_of_mode", "plain_saved", "prepare", "recompile_limit", "select_decomp_table", "short_name", "size_node",
 ]  # fmt: skip
 
 _FUNCTION = named("CompiledFunctionBackward", "_forward_cls")
@@ -42,7 +42,7 @@ op_types = cache(partitioners.get_default_op_list)
 if hasattr(symbolic_shapes, "optimization_hint"):
     _number_of = symbolic_shapes.optimization_hint
 else:  # before torch 2.12, whose partitioner takes that number for sizes that depend on data
-    _number_of = partial(symbolic_shapes.size_hint, fallback=4096)
+    _number_of = partial(symbolic_shapes.size_hint, fallback=4096)  # type: ignore[attr-defined]
 
 
 def hint(size: int | torch.SymInt) -> int:
@@ -54,7 +54,9 @@ def compile_by_inductor(module: fx.GraphModule, inputs: Sequence[Any], settings:
     """What Inductor makes of `module` under these settings of its own."""
     from torch._inductor.compile_fx import compile_fx  # takes seconds
 
-    return compile_fx(module, inputs, config_patches=settings)
+    compiled = compile_fx(module, inputs, config_patches=settings)
+    assert callable(compiled)  # files are made by other settings alone
+    return compiled
 
 
 def options_of_mode(mode: str) -> dict[str, Any]:
@@ -87,19 +89,21 @@ def graph_calls(result: torch.Tensor) -> Iterator[tuple[int, type]]:
 
     Each call is one node for autograd. The last calls come first.
     """
-    _, nodes = walk_back([result.grad_fn], lambda node: node and [before for before, _ in node.next_functions])
+    _, nodes = walk_back(
+        [result.grad_fn], lambda node: None if node is None else [before for before, _ in node.next_functions]
+    )
     for node in nodes:
         function = getattr(node, _FUNCTION, None)
         number = getattr(function, _GRAPH_NUMBER, None)
-        if number is not None:
+        if function is not None and number is not None:
             yield number, function
 
 
 def code_of(function: type | None, name: Literal["compiled_fw", "compiled_bw"]) -> Callable[..., Any] | None:
     """The code that Inductor made of a graph's forward or backward; None if another backend made it, or nobody yet."""
     compiled = getattr(function, name, None)
-    while hasattr(compiled, "__wrapped__"):  # 2.11 puts forward into functions of AOTAutograd
-        compiled = compiled.__wrapped__
+    while (wrapped := getattr(compiled, "__wrapped__", None)) is not None:  # 2.11 has AOTAutograd's around it
+        compiled = wrapped
     runner = getattr(compiled, "compiled_fn_runner", None)
     # With partitions, it is they that allocate.
     return None if runner is None or getattr(runner, "partitions", None) else runner.call
@@ -236,6 +240,11 @@ def short_name(node: fx.Node) -> str:
 
 def is_getitem(node: fx.Node) -> bool:
     return node.target is operator.getitem
+
+
+def maker_of(node: fx.Node) -> fx.Node:
+    """The node that runs to make what `node` is: itself, or what it takes a part of."""
+    return node.all_input_nodes[0] if is_getitem(node) else node
 
 
 def is_view(node: fx.Node) -> bool:

@@ -96,17 +96,17 @@ def _is_softmax(node: fx.Node) -> bool:
     if packet is aten.div and getattr(getattr(node.args[0], "target", None), "overloadpacket", None) is aten.exp:
         return True
     if is_view(node):
-        return _is_softmax(node.args[0])
+        return _is_softmax(node.all_input_nodes[0])
     return packet in _MASKING and any(_is_softmax(read) for read in node.all_input_nodes if _are_alike(read, node))
 
 
 def _are_alike(one: fx.Node, other: fx.Node) -> bool:
     """Whether two nodes are tensors of the same shape."""
-    tensors = [node.meta.get("val") for node in (one, other)]
-    return all(isinstance(tensor, torch.Tensor) for tensor in tensors) and tensors[0].shape == tensors[1].shape
+    left, right = one.meta.get("val"), other.meta.get("val")
+    return isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and left.shape == right.shape
 
 
-def _option(codec: Codec, node: fx.Node, size: tuple[int, ...], forward: Set[fx.Node]) -> CodecOption:
+def _option(codec: Codec, node: fx.Node, size: tuple[int, ...], forward: frozenset[fx.Node]) -> CodecOption:
     payload_bytes = codec.predicted_bytes(size, node.meta["val"].dtype)
     encode_ms, decode_ms = coding_ms(codec, node, payload_bytes, forward)
     return CodecOption(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -119,8 +119,10 @@ def _is_normalized(node: fx.Node) -> bool:
 
 def _reduces(made: fx.Node, source: fx.Node) -> bool:
     """Whether the first of two is far smaller than the second, and made in a kernel that reads what it is made of."""
-    counts = [_num_elements(node) for node in (made, source)]
-    return op_types().is_fusible(made) and None not in counts and REDUCED * counts[0] <= counts[1]
+    count, of_source = _num_elements(made), _num_elements(source)
+    if count is None or of_source is None:
+        return False
+    return op_types().is_fusible(made) and REDUCED * count <= of_source
 
 
 def _num_elements(node: fx.Node) -> int | None:
@@ -190,8 +192,7 @@ def function_ms(function: Any, device: torch.device) -> float:
         sample = torch.linspace(0.1, 2.0, CACHED_ELEMENTS[device.type], device=device)
         result = torch.empty_like(sample)
         own, ordinary = (
-            least_replay_ms(lambda op=op: op(sample, out=result), device)
-            for op in (function.out, torch.ops.aten.neg.out)
+            least_replay_ms(partial(op, sample, out=result), device) for op in (function.out, torch.ops.aten.neg.out)
         )
     return max(own - ordinary, 0.0) / sample.numel()
 
@@ -232,6 +233,7 @@ class OperatorTimes:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda read: _Example.of(read))
         key = (node.target, repr(args), repr(kwargs))
         if key not in self._timed:
+            assert callable(node.target)  # as that of any operator
             self._timed[key] = _measure(node.target, args, kwargs, device)
         return self._timed[key]
 

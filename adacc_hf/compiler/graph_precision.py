@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from adacc_hf.compiler.functorch import hint, is_getitem, is_view, op_types, short_name
+from adacc_hf.compiler.functorch import hint, is_getitem, is_view, maker_of, op_types, short_name
 from adacc_hf.compiler.joint_graph import JointGraph
 from adacc_hf.price.precision import EXPONENTS, ZERO_TO_ZERO, attention_arguments, divisors, is_summary
 
@@ -99,10 +99,10 @@ def _is_elementwise(read: fx.Node, user: fx.Node) -> bool:
     """Whether a user is a view of what it reads, or a part, or makes an element or more of each element."""
     if is_view(user) or is_getitem(user):
         return True
-    tensors = [node.meta.get("val") for node in (read, user)]
-    if not op_types().is_fusible(user) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+    source, made = read.meta.get("val"), user.meta.get("val")
+    if not (op_types().is_fusible(user) and isinstance(source, torch.Tensor) and isinstance(made, torch.Tensor)):
         return False
-    return hint(tensors[0].numel()) <= hint(tensors[1].numel())
+    return hint(source.numel()) <= hint(made.numel())
 
 
 def _is_huge(node: fx.Node, huge: set[fx.Node]) -> bool:
@@ -128,8 +128,8 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def _is_statistic(node: fx.Node) -> bool:
-    maker = node.args[0] if is_getitem(node) else node
-    reads = [read.meta["val"] for read in maker.all_input_nodes if isinstance(read.meta.get("val"), torch.Tensor)]
+    inputs = maker_of(node).all_input_nodes
+    reads = [read.meta["val"] for read in inputs if isinstance(read.meta.get("val"), torch.Tensor)]
     sizes = [[hint(length) for length in tensor.shape] for tensor in (node.meta["val"], *reads[:1])]
     return not sizes[0] or is_summary(sizes[0], sizes[1] if reads else ())
 

@@ -116,8 +116,11 @@ class _GraphProgram:
                 coarse[value] = self.program.variable()
                 own = [(coarse[value], 1.0)]
                 self.program.constrain([*own, *stored], low=0.0)
+            operator = model.recompute(value)
+            if operator is None:  # it reads nothing
+                continue
+            run = self.block.run[operator]
             for read in reads:
-                run = self.block.run[model.recompute(value)]
                 self.program.constrain([*own, *fine, (read, -1.0), (run, -1.0)], low=-1.0)
 
     def _recomputed_from(self, value: int) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from adacc_hf.compiler.functorch import (
     is_getitem,
     is_random,
     is_view,
+    maker_of,
     makes_sizes,
     must_be_saved,
     must_run_in_forward,
@@ -96,7 +97,7 @@ def nodes_behind(nodes: Iterable[fx.Node], ends: Container[fx.Node]) -> Iterable
 
 def root_of(node: fx.Node) -> fx.Node:
     """The node whose storage `node` shows."""
-    while is_view(node) or (is_getitem(node) and is_view(node.args[0])):
+    while is_view(node) or (is_getitem(node) and is_view(maker_of(node))):
         node = node.all_input_nodes[0]
     return node
 
@@ -122,7 +123,7 @@ def is_held(node: fx.Node) -> bool:
 
 def _forward_nodes(module: fx.GraphModule, info: NodeInfo) -> dict[fx.Node, None]:
     """What forward runs, in order, and what it must make for backward alone: fused attention's sums and seeds."""
-    made = {node: node.args[0] if is_getitem(node) else node for node in module.graph.nodes if node.op != "output"}
+    made = {node: maker_of(node) for node in module.graph.nodes if node.op != "output"}
     return dict.fromkeys(
         node for node, maker in made.items() if info.is_required_fw(maker) or must_run_in_forward(maker)
     )
@@ -140,7 +141,7 @@ def _made_of_parameters(nodes: list[fx.Node], static: set[fx.Node]) -> set[fx.No
     """
     found: set[fx.Node] = set()
     for node in nodes:
-        maker = node.args[0] if is_getitem(node) else node
+        maker = maker_of(node)
         reads = [root_of(read) for read in maker.all_input_nodes]
         known = all(read in static or read in found for read in reads)
         if node.op == "call_function" and known and not is_random(maker):
@@ -149,7 +150,7 @@ def _made_of_parameters(nodes: list[fx.Node], static: set[fx.Node]) -> set[fx.No
 
 
 def _value(index: int, node: fx.Node, makers: dict[fx.Node, int], wanted: bool, of_parameters: bool) -> Value:
-    maker = node.args[0] if is_getitem(node) else node
+    maker = maker_of(node)
     producer = makers.get(maker)
     tensor = node.meta["val"]
     shape = tuple(hint(size) for size in tensor.shape)

@@ -30,6 +30,7 @@ from adacc_hf.compiler.rewrite import compress_saved, keep_products_apart
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.price.price_store import device_name
 from adacc_hf.solve.linear_program import SolverLog
+from adacc_hf.tape.compiled_plan import codec_of
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
             return self._plainly(gm, joint_inputs, kwargs, replace(plan, reason=refusal), elsewhere)
         joint = read_joint_graph(gm, info, held)
         saved = functorch.plain_saved(gm, info)
-        plain = {joint.value_of(node) for node in saved} - {None}
+        plain = {value for node in saved if (value := joint.value_of(node)) is not None}
         # Torch may have forward make what backward alone reads, which is no value of ours.
         plain_bytes = sum(nbytes_of(root) for root in {root_of(node) for node in saved} - {*held})
         plan = replace(plan, plain_bytes=plain_bytes, stored_bytes=plain_bytes, peak_bytes=plain_bytes)
@@ -229,8 +230,8 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
 
     def _graph(self, joint: JointGraph) -> GraphModel:
         """The program's data: operators priced, values with what keeping and coding them costs."""
-        operators = zip(joint.kind.operators, joint.operators, strict=True)
-        times = [self._times.replay_ms(node) if operator.replayable else 0.0 for operator, node in operators]
+        pairs = zip(joint.kind.operators, joint.operators, strict=True)
+        times = [self._times.replay_ms(node) if operator.replayable else 0.0 for operator, node in pairs]
         may_replay = Action.RECOMPUTE in self.config.parsed_actions
         operators = tuple(
             replace(operator, ms=ms, replayable=operator.replayable and (may_replay or not operator.inputs))
@@ -315,11 +316,7 @@ def _nothing_yet(config: AdaccConfig) -> CompiledPolicy:
 
 
 def _codecs(joint: JointGraph, stored: Mapping[int, Choice]) -> dict[str, Codec]:
-    return {
-        joint.nodes[value].name: get_codec(how.codec, **dict(how.options))
-        for value, how in stored.items()
-        if how.action is Action.COMPRESS
-    }
+    return {joint.nodes[value].name: codec_of(how) for value, how in stored.items() if how.action is Action.COMPRESS}
 
 
 @cache

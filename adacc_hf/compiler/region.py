@@ -16,7 +16,7 @@ from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.files import RecordFolder, read_json, write_json
 from adacc_hf.artifacts.policy import COMPILED_FORMAT, RECOMPUTE, Action, Choice
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.compiler.functorch import cache_dir, inductor_config, is_getitem
+from adacc_hf.compiler.functorch import cache_dir, inductor_config, maker_of
 from adacc_hf.compiler.joint_graph import JointGraph
 from adacc_hf.torch_glue.private import COMPILED_MODULE
 
@@ -104,9 +104,9 @@ class CompiledPolicy:
 
         Where calls were not counted: each region once, if it was compiled for several sizes by its last plan.
         """
-        counted = [plan for plan in self.regions if plan.calls]
+        counted = [(plan, plan.calls) for plan in self.regions if plan.calls]
         if counted:
-            return tuple(plan for plan in counted for _ in range(plan.calls))
+            return tuple(plan for plan, calls in counted for _ in range(calls))
         return tuple({plan.region: plan for plan in self.regions}.values())
 
     @property
@@ -131,8 +131,9 @@ class CompiledPolicy:
     def code_bytes(self) -> int | None:
         """Most that a step has live beside what is there before it, by the code of all regions; None where one is not
         known."""
-        found = [plan.code_bytes for plan in self.in_force]
-        return None if None in found or not found else self._most([max(both) for both in found])
+        plans = self.in_force
+        found = [max(plan.code_bytes) for plan in plans if plan.code_bytes is not None]
+        return self._most(found) if found and len(found) == len(plans) else None
 
     def _most(self, live_bytes: Sequence[int]) -> int:
         """The most of what is live in each region's backward, beside what those before it store."""
@@ -225,7 +226,7 @@ def graph_tensors(
 
 def _tensor(joint: JointGraph, value: int, choice: Choice, stored_bytes: int) -> GraphTensor:
     record, node = joint.kind.values[value], joint.nodes[value]
-    maker = node.args[0] if is_getitem(node) else node
+    maker = maker_of(node)
     return GraphTensor(
         name=record.name,
         module=module_path(node),

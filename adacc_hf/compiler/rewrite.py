@@ -44,7 +44,8 @@ def compress_saved(
 
 def memory_order(tensor: Tensor) -> list[int]:
     """The dimensions of a tensor from the outermost in memory to the innermost."""
-    return sorted(range(tensor.dim()), key=lambda d: (-hint(tensor.stride(d)), d))
+    strides = tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda d: (-hint(strides[d]), d))
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
@@ -138,19 +139,20 @@ def keep_products_apart(backward: fx.GraphModule) -> None:
     graph = backward.graph
     gradients = {node for node in graph.find_nodes(op="output")[0].args[0] if isinstance(node, fx.Node)}
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
-        are_tensors = not node.kwargs and all(isinstance(argument, fx.Node) for argument in node.args)
-        if node in gradients and are_tensors and any(map(_is_product, node.args)):
-            _subtract_instead(graph, node)
+        terms = [argument for argument in node.args if isinstance(argument, fx.Node)]
+        are_all = not node.kwargs and len(terms) == len(node.args)
+        if node in gradients and are_all and any(map(_is_product, terms)):
+            _subtract_instead(graph, node, terms)
     graph.lint()
     backward.recompile()
 
 
-def _is_product(argument: fx.Node) -> bool:
-    return root_of(argument).target is aten.mm.default
+def _is_product(term: fx.Node) -> bool:
+    return root_of(term).target is aten.mm.default
 
 
-def _subtract_instead(graph: fx.Graph, node: fx.Node) -> None:
-    product, other = node.args if _is_product(node.args[0]) else reversed(node.args)
+def _subtract_instead(graph: fx.Graph, node: fx.Node, terms: list[fx.Node]) -> None:
+    product, other = terms if _is_product(terms[0]) else terms[::-1]
     with graph.inserting_before(node):
         negative = graph.call_function(aten.neg.default, (product,))
         negative.meta = {**product.meta}

@@ -49,7 +49,7 @@ def cut_into_segments(kind: KindProfile, value_bytes: Sequence[int]) -> Segments
     for nbytes in made_bytes:
         before.append(before[-1] + nbytes)
     total = before[-1]
-    best = (total, ())
+    best: tuple[int, tuple[int, ...]] = (total, ())
     for step in range(1, NUM_SIZES + 1):
         # Geometric: from half the graph down to a few operators.
         limit = total * 0.75 ** (2 * step)
@@ -79,10 +79,10 @@ def _live_across(kind: KindProfile, made_at: Sequence[int]) -> list[list[int]]:
         for value in operator.inputs:
             last_read[value] = max(last_read[value], operator.index)
     live: list[list[int]] = [[] for _ in kind.operators]
-    for value in kind.values:
-        if value.role != "parameter":
-            for position in range(made_at[value.index], last_read[value.index]):
-                live[position].append(value.index)
+    for record in kind.values:
+        if record.role != "parameter":
+            for position in range(made_at[record.index], last_read[record.index]):
+                live[position].append(record.index)
     return live
 
 

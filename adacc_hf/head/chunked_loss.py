@@ -134,7 +134,7 @@ def _forward(
     row_gradient = torch.empty_like(rows) if needed[0] else None
     # Sums over chunks are kept wide: in bfloat16 each further chunk would round once more.
     weight_gradient = torch.zeros_like(weight, dtype=wide) if needed[1] else None
-    bias_gradient = torch.zeros_like(bias, dtype=wide) if needed[2] else None
+    bias_gradient = torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None
     total = torch.zeros((), dtype=wide, device=rows.device)
     for start in range(0, rows.shape[0], num_rows)[: _most_chunks.get()]:
         chunk = slice(start, start + num_rows)
@@ -158,7 +158,7 @@ def _forward(
         del outputs
     gradients = [row_gradient]
     for gradient, tensor in ((weight_gradient, weight), (bias_gradient, bias)):
-        gradients.append(None if gradient is None else gradient.to(tensor.dtype))
+        gradients.append(None if gradient is None or tensor is None else gradient.to(tensor.dtype))
     return gradients, total
 
 

@@ -166,7 +166,10 @@ class LazyLogits(Tensor):
         return func(*tree_map(_real, args), **tree_map(_real, kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    # torch declares what it has there by default, a function of no class.
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:  # autograd's own, of an output of `_Stand`
             return args[0]
         return func(*tree_map(_real_values, args), **tree_map(_real_values, kwargs or {}))

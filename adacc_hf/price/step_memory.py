@@ -89,7 +89,7 @@ def measure_forward(
 
     Of the calls in `watched` those that are True own what the rest of the model does between them and the next one.
     """
-    held: list[torch.Tensor] = []
+    held: list[torch.Tensor | None] = []
     last = list(installation.functions)[-1]
     installation.begin_step()
     with collecting_no_garbage(), measurement.meter(next(model.parameters()).device) as meter:

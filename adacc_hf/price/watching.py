@@ -93,7 +93,7 @@ class WatchForward:
         kind: KindProfile,
         meter: MemoryMeter | None,
         sources: Sequence[Source],
-        held: list[torch.Tensor],
+        held: list[torch.Tensor | None],
         shared: Sequence[Shared],
         is_last: bool,
     ) -> None:

@@ -122,12 +122,18 @@ class BlockFunction:
         return run_inside_hooks(fn, args, self._run)
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        block = self.block
+        assert block is not None  # `__call__` has seen to that
         if not self.later:
-            return self.strategy.run(self.block, fn, args, keyword_arguments(fn))
-        call = [self, *self.later][self.step.next_of(1 + len(self.later))]
-        result = call.strategy.run(self.block, fn, args, keyword_arguments(fn))
+            return self.strategy.run(block, fn, args, keyword_arguments(fn))
+        call = self.calls()[self.step.next_of(1 + len(self.later))]
+        result = call.strategy.run(block, fn, args, keyword_arguments(fn))
         self.step.returned(result)
         return result
+
+    def calls(self) -> list[BlockFunction | LaterCall]:
+        """What carries the strategy of each of its calls in a step."""
+        return [self, *self.later]
 
     def set_later(self, number: int) -> None:
         """Have as many later calls in a step; a new one begins with the strategy of the first."""
@@ -188,7 +194,7 @@ class Installation:
         if calls != list(self.functions):
             for block, number in num_calls(calls).items():
                 self.blocks[block].set_later(number - 1)
-            known = {call.name: call for block in self.blocks.values() for call in (block, *block.later)}
+            known = {call.name: call for block in self.blocks.values() for call in block.calls()}
             self.functions = {name: known[name] for name in calls}
         self.begin_step()
 
@@ -202,12 +208,15 @@ class Installation:
     def reinstall(self) -> None:
         """Set the blocks' functions again after somebody else has set theirs."""
         for function in self.blocks.values():
-            if self._wraps_forward and isinstance(function.block, GradientCheckpointingLayer):
-                function.block.__dict__[FLAG] = False
-            elif isinstance(function.block, GradientCheckpointingLayer):
-                function.block.__dict__[FLAG] = WhileTraining(was_on=True)
-                function.block.__dict__[FUNCTION] = function
-            for inner in _inner_layers(function.block):
+            block = function.block
+            if block is None:  # the functions were removed
+                continue
+            if self._wraps_forward and isinstance(block, GradientCheckpointingLayer):
+                block.__dict__[FLAG] = False
+            elif isinstance(block, GradientCheckpointingLayer):
+                block.__dict__[FLAG] = WhileTraining(was_on=True)
+                block.__dict__[FUNCTION] = function
+            for inner in _inner_layers(block):
                 inner.__dict__[FLAG] = False
 
     def uncalled(self) -> list[str]:

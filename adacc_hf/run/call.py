@@ -42,6 +42,9 @@ from adacc_hf.torch_glue.tensors import (
 
 PackedSlot = tuple[int, Any, "int | None", Any]
 
+_NOTHING = ReplayProgram((), (), (), ())
+"""What is run for a slot of which autograd gets back the very tensor."""
+
 
 class Cell:
     """A stored value of one call: its base tensor, or its payload."""
@@ -171,7 +174,7 @@ class Call:
             recomputed = self._run(program, slot, held)
         return recomputed if spec is None else whole(recomputed, spec)
 
-    def _next_program(self, slot: int) -> ReplayProgram | None:
+    def _next_program(self, slot: int) -> ReplayProgram:
         schedule = self._schedule
         if self._in_order and schedule.order[self._rank] == slot:
             program = schedule.programs[self._rank]
@@ -179,7 +182,7 @@ class Call:
             return program
         self._in_order = False
         if self.plan.slots[slot].needs is None:
-            return None
+            return _NOTHING
         return self.plan.program_out_of_order(slot, self._environment)
 
     def _run(self, program: ReplayProgram, slot: int, cells: list[Cell]) -> torch.Tensor:
@@ -195,6 +198,7 @@ class Call:
             self._fetch(value, slot, cells)
         ref = self.plan.slots[slot].ref
         base = environment[ref.value]
+        assert base is not None  # the program has put it there
         result = base.as_strided(*ref.geometry) if base.dtype is ref.dtype else view(base, ref)
         for value in program.frees:
             environment[value] = None
@@ -273,12 +277,12 @@ def changed_in_place(block: str, what: str) -> RuntimeError:
 
 
 class RecordedSlot:
-    """What autograd holds for one slot: the slot's number, what is stored for it, and the version of that."""
+    """What autograd holds for one slot: the very tensor that it saved, and later what a plan stores for it."""
 
     __slots__ = ("__weakref__", "content")
 
     def __init__(self, slot: int, tensor: torch.Tensor) -> None:
-        self.content: tuple[int, Any, int | None] = (slot, tensor.detach(), version_of(tensor))
+        self.content: PackedSlot = (slot, tensor.detach(), version_of(tensor), None)
 
 
 class Recording:
@@ -316,7 +320,7 @@ class Recording:
         self._call = Call(compiled, self.name, codecs, externals)
         self._call.seen = []
         for packed in self._packed:
-            _, tensor, version = packed.content
+            _, tensor, version, _ = packed.content
             content = self._call.pack(tensor)
             # A tensor that the block changed since stays: backward refuses it, as plain autograd does.
             if version_of(tensor) == version:
@@ -330,14 +334,14 @@ class Recording:
         Returns for each slot a reference that is dead once autograd has let go of it.
         """
         for packed in self._packed:
-            packed.content = (packed.content[0], None, None)
+            packed.content = (packed.content[0], None, None, None)
         references = [weakref.ref(packed) for packed in self._packed]
         self.close()
         return references
 
     def close(self) -> None:
         """Let go of everything but what the packed objects own."""
-        self.recorder = None
+        del self.recorder
         self._arguments = ((), {})
         self._parameters = {}
         self._packed = []
@@ -351,7 +355,7 @@ class Recording:
 
         Backward reads it as it is then, which is neither what was saved nor what a replay would make.
         """
-        slot, tensor, version = packed.content
+        slot, tensor, version, _ = packed.content
         return version_of(tensor) == version and self.recorder.was_written_later(self.recorder.slots[slot])
 
     def _pack(self, tensor: torch.Tensor) -> RecordedSlot:
@@ -362,7 +366,7 @@ class Recording:
     def _unpack(self, packed: RecordedSlot) -> torch.Tensor:
         if self._call is not None:
             return self._call.unpack(packed.content)
-        slot, tensor, version = packed.content
+        slot, tensor, version, _ = packed.content
         if version_of(tensor) != version:
             raise changed_in_place(self.name, f"saved tensor {slot}")
         return tensor
@@ -403,9 +407,7 @@ class CheckedCall:
         self._call = Call(plan, name, codecs, externals)
         self._call.seen = []
         self._has_left = False
-        self.recorder: CheckingRecorder | None = CheckingRecorder(
-            block, args, kwargs, plan.tape, plan.roots, self._call.leave_tape
-        )
+        self.recorder = CheckingRecorder(block, args, kwargs, plan.tape, plan.roots, self._call.leave_tape)
 
     @property
     def seen(self) -> list[int] | None:
@@ -422,7 +424,7 @@ class CheckedCall:
         self._has_left = recorder.has_left
         if not recorder.has_left:
             self._call.finish()
-        self.recorder, self._args = None, ()  # autograd holds this object, for the sake of `_unpack`
+        del self.recorder, self._args  # autograd holds this object, for the sake of `_unpack`
         return result, tape
 
     def _pack(self, tensor: torch.Tensor) -> Any:

@@ -19,9 +19,9 @@ from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.run.blocks import Checkpointed
 from adacc_hf.run.call import Call, CheckedCall, Recording
 from adacc_hf.run.size_check import SizeCheck
-from adacc_hf.tape.call_inputs import argument_tensors, fetch
+from adacc_hf.tape.call_inputs import Given, argument_tensors, fetch
 from adacc_hf.tape.call_key import CallKey, KnownShape, KnownShapes
-from adacc_hf.tape.compiled_plan import CompiledPlan, choices_by_value, unfit
+from adacc_hf.tape.compiled_plan import CompiledPlan, choices_by_value, codec_of, unfit
 from adacc_hf.tape.family import MOST_SIZES, TapeFamily
 from adacc_hf.tape.library import TapeLibrary
 from adacc_hf.tape.tape import Tape
@@ -60,6 +60,12 @@ class Entry:
     """Why the block runs otherwise than its plan says; None if it does not."""
     compares: bool = False
     """Whether replay is to be compared once more at this size."""
+
+    @property
+    def program(self) -> CompiledPlan:
+        """What a block runs under that has a plan to run under."""
+        assert self.compiled is not None
+        return self.compiled
 
     @property
     def is_current(self) -> bool:
@@ -179,15 +185,16 @@ class FollowPlan:
         check: SizeCheck | None = None,
     ) -> Any:
         """Run one call under the plan, its operators compared with the tape if `check` is given."""
-        externals = fetch(entry.compiled.externals, block, args, kwargs)
+        compiled = entry.program
+        externals = fetch(compiled.externals, block, args, kwargs)
         # A layer that merged its adapter has its scales elsewhere for a call.
-        if entry.compiled.held and not entry.compiled.has_all(externals):
+        if not compiled.has_all(externals):
             self.library.fallbacks[OUT_OF_PLACE] += 1
             return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)
         if check is not None:
             check.begin(block, args, kwargs)
-        call = Call(entry.compiled, self.name, self._codecs(entry), externals)
-        if len(entry.compiled.tape.order or ()) < entry.compiled.num_slots:
+        call = Call(compiled, self.name, self._codecs(entry), externals)
+        if len(compiled.tape.order or ()) < compiled.num_slots:
             entry.seen = call.seen = []
         if check is None:
             result = call.run(fn, args)
@@ -196,7 +203,7 @@ class FollowPlan:
                 result = fn(*args)
             check.finish()
             call.finish()
-        self._refuse_replaced(entry.compiled, externals, block)
+        self._refuse_replaced(compiled, externals, block)
         return result
 
     def _refuse_replaced(self, plan: CompiledPlan, externals: list[tuple[int, torch.Tensor]], block: nn.Module) -> None:
@@ -253,9 +260,10 @@ class FollowPlan:
         if base is None or base.base is not family.base:
             base = self._bases[family] = self._entry(self.known.of_family(family), family.base)
             base.base = family.base
-        compiled = self.library.resized(base.compiled, tape)
-        codecs = {v: _fitting(codec, v, base.compiled, compiled) for v, codec in base.codecs.items()}
-        if None in codecs.values():  # this size is too small for one of them
+        compiled = self.library.resized(base.program, tape)
+        fitting = {v: _fitting(codec, v, base.program, compiled) for v, codec in base.codecs.items()}
+        codecs = {v: codec for v, codec in fitting.items() if codec is not None}
+        if len(codecs) < len(fitting):  # this size is too small for one of them
             entry = self._entry(base.known, tape)
             entry.family, entry.base, entry.is_proven = family, family.base, False
             return entry
@@ -274,7 +282,8 @@ class FollowPlan:
     ) -> Any:
         """Run a call at a size that never ran. If it runs or saves other than its family says, it is run once more, and
         recorded: nothing but random generators was changed. Where more may be, it is recorded on the way."""
-        tape = entry.compiled.tape
+        tape, family, why = entry.program.tape, entry.family, None
+        assert family is not None  # what was recorded is proven
         if _must_not_run_twice(tape):
             result = self._checked_call(entry, block, fn, args, kwargs)
             self._extend(key, entry, block)
@@ -294,24 +303,23 @@ class FollowPlan:
                 self._extend(key, entry, block)
                 return result
             del result
-            why = None
-            self.library.refuse(entry.family, check.unlike, self.name)
+            self.library.refuse(family, check.unlike, self.name)
         if why is not None and entry.is_within:  # beyond, other operators may run: they will have a family of their own
-            self.library.distrust(entry.family, self.name, why)
+            self.library.distrust(family, self.name, why)
         states.restore()
         self._sized.clear()
         return self._first_call(key, block, fn, args, kwargs)
 
     def _extend(self, key: CallKey, entry: Entry, block: nn.Module) -> None:
         """Have the family of a size that ran as it says serve those in between too."""
-        if entry.is_proven and not entry.is_within:
+        if entry.family is not None and entry.is_proven and not entry.is_within:
             entry.is_within = True
             self.library.extend(entry.family, key.given_to(block), self.name)
 
     def _learn_order(self, entry: Entry) -> None:
         """Learn the order of unpacks from the backward that asked for most slots, whichever came first."""
         if entry.seen:
-            self.library.learn_order(entry.compiled.tape, entry.seen)
+            self.library.learn_order(entry.program.tape, entry.seen)
             entry.seen = None
 
     def _first_call(
@@ -381,7 +389,7 @@ class FollowPlan:
         return None if tape is None else self._entry(KnownShape(tape))
 
     def _end_expected_call(
-        self, key: CallKey, given: Hashable, expected: Entry, result: Any, tape: Tape, seen: list[int] | None
+        self, key: CallKey, given: Given, expected: Entry, result: Any, tape: Tape, seen: list[int] | None
     ) -> Any:
         if tape.digest == expected.known.tape.digest:
             expected.known.tape, expected.seen = expected.known.tape.with_reads(tape.reads), seen
@@ -419,9 +427,10 @@ class FollowPlan:
             self.library.fallbacks[OUT_OF_PLACE] += 1
             return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)
         result, tape, seen = done
-        if seen is not None and (entry.family is not None or tape.digest == entry.compiled.tape.digest):
+        planned = entry.program.tape
+        if seen is not None and (entry.family is not None or tape.digest == planned.digest):
             entry.seen = seen
-            entry.is_proven = entry.compiled.tape.is_checked = True
+            entry.is_proven = planned.is_checked = True
         elif entry.family is not None:
             why = "they vary from call to call" if entry.is_proven else "a call of a new one ran others"
             self.library.distrust(entry.family, self.name, why)
@@ -442,12 +451,13 @@ class FollowPlan:
         There is no such list if the call left the plan's tape. None if what the plan needs is not there, as with an
         adapter that was merged for this call: nothing has run.
         """
-        externals = fetch(entry.compiled.externals, block, args, kwargs)
-        if not entry.compiled.has_all(externals):
+        compiled = entry.program
+        externals = fetch(compiled.externals, block, args, kwargs)
+        if not compiled.has_all(externals):
             return None
-        call = CheckedCall(self.name, block, args, kwargs, entry.compiled, self._codecs(entry), externals)
+        call = CheckedCall(self.name, block, args, kwargs, compiled, self._codecs(entry), externals)
         result, tape = call.run(fn)
-        self._refuse_replaced(entry.compiled, externals, block)
+        self._refuse_replaced(compiled, externals, block)
         return result, tape, call.seen
 
     def _entry(self, known: KnownShape, tape: Tape | None = None) -> Entry:
@@ -462,11 +472,7 @@ class FollowPlan:
             value.index for value in tape.values if tape.is_block_input(value.index) and value.index not in choices
         )
         compiled = self.library.compiled(tape, choices, shared)
-        codecs = {
-            value: get_codec(choice.codec, **dict(choice.options))
-            for value, choice in choices.items()
-            if choice.action is Action.COMPRESS
-        }
+        codecs = {value: codec_of(choice) for value, choice in choices.items() if choice.action is Action.COMPRESS}
         return Entry(known, compiled, codecs, fallback=None if is_planned or self._is_plain else OTHER_OPERATORS)
 
     def _fallback_of(self, known: KnownShape, tape: Tape) -> str | None:

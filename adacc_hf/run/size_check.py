@@ -126,7 +126,7 @@ class SizeCheck(TorchDispatchMode):
         outputs = [] if "empty" in operator.short_name else operator.outputs
         pairs = [(value, made[position], others[position]) for position, value in outputs]
         copies = written_tensors(func, args, kwargs)
-        pairs += [(new, *pair) for (_, new), *pair in zip(operator.mutations, written, copies, strict=True)]
+        pairs += [(new, one, other) for (_, new), one, other in zip(operator.mutations, written, copies, strict=True)]
         self.unlike |= {value for value, one, other in pairs if not same_bits(local_of(one), local_of(other))}
 
     def _compare_dropout(self, given: torch.Tensor, made: Any) -> None:

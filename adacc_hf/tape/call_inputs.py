@@ -140,12 +140,12 @@ def state_layout(block: nn.Module) -> Hashable:
 
 def fetch(
     externals: Sequence[tuple[int, Source]], block: nn.Module, args: Args, kwargs: Kwargs
-) -> list[tuple[int, torch.Tensor]]:
+) -> list[tuple[int, torch.Tensor | None]]:
     """The inputs, parameters and buffers of this call, by value (rule R12)."""
     return [(value, find_external(source, block, args, kwargs)) for value, source in externals]
 
 
-def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor:
+def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
     """The tensor at `source` in this call of `block`, detached unless it is a parameter.
 
     What hangs on something may be gone: None, then.
@@ -272,6 +272,8 @@ NoteRead = Callable[[torch.Tensor, str], None]
 Path = tuple[Any, ...]
 Data = bytes | tuple[int, ...]
 """Of a tensor: its elements, one by one where they are few whole numbers."""
+Given = tuple[Hashable, tuple[Data | None, ...], Hashable]
+"""What tells calls of all blocks of one kind apart: what `call_key` says, data read into Python, `state_layout`."""
 
 
 @dataclass(frozen=True, slots=True)

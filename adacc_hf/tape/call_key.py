@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import nn
 
 from adacc_hf.artifacts.files import note_latest
-from adacc_hf.tape.call_inputs import Args, Data, Kwargs, StatePaths, call_key, data_at, state_layout
+from adacc_hf.tape.call_inputs import Args, Data, Given, Kwargs, StatePaths, call_key, data_at, state_layout
 from adacc_hf.tape.family import TapeFamily
 from adacc_hf.tape.tape import Tape
 from adacc_hf.torch_glue.compat import PretrainedConfig
@@ -34,7 +34,7 @@ class CallKey(NamedTuple):
     state: int
     """The number of the state that the block's modules are in."""
 
-    def given_to(self, block: nn.Module) -> Hashable:
+    def given_to(self, block: nn.Module) -> Given:
         """What of it blocks of one kind have in common, each of which counts its states by itself, and their layout."""
         return self.shape, self.data, state_layout(block)
 

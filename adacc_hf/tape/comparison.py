@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,7 @@ class CheckingRecorder(Recorder):
         self._tape = tape
         self._wanted = frozenset(wanted)
         self._on_leaving = on_leaving
+        self._at_hand: dict[int, torch.Tensor] = {}
         self._addresses: list[StorageWeakRef] = []
         """As long as these live, no other storage gets the address of one that died."""
         self._num_values = self._num_operators = 0
@@ -55,7 +56,7 @@ class CheckingRecorder(Recorder):
 
     def let_go(self, value: int) -> None:
         """Keep `value` no longer."""
-        self.bases[value] = None
+        self._at_hand.pop(value, None)
 
     def save(self, tensor: torch.Tensor) -> int:
         slot = super().save(tensor)
@@ -103,14 +104,17 @@ class CheckingRecorder(Recorder):
         if self.has_left:
             return
         self.has_left = True
-        wanted = {value: self.bases[value] for value in sorted(self._wanted) if value < self._num_values}
-        self._wanted = frozenset()
+        wanted, self._wanted = sorted(self._wanted.intersection(self._at_hand)), frozenset()
         with self.paused():
-            self._on_leaving({value: base for value, base in wanted.items() if base is not None})
+            self._on_leaving({value: self._at_hand[value] for value in wanted if value < self._num_values})
 
-    def _kept(self, tensor: torch.Tensor, value: int, source: Source | None) -> torch.Tensor | None:
+    def _keep(self, tensor: torch.Tensor, value: int, source: Source | None) -> None:
         self._addresses.append(StorageWeakRef(tensor.untyped_storage()))
-        return tensor.detach() if source is not None or value in self._wanted else None
+        if source is not None or value in self._wanted:
+            self._at_hand[value] = tensor.detach()
+
+    def kept(self) -> Iterable[tuple[int, torch.Tensor]]:
+        return self._at_hand.items()
 
 
 def _same_value(value: TapeValue, expected: TapeValue) -> bool:

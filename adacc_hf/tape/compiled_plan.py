@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy
 from dataclasses import replace
+from typing import TypeGuard
 
 import torch
 from torch import nn
 
 from adacc_hf.artifacts.index_values import index_values, is_index, is_statistic, made_from
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice
-from adacc_hf.kernels.codecs import MASK, Codec, codecs_suiting, get_codec
+from adacc_hf.kernels.codecs import MASK, Codec, codecs_suiting, get_codec, list_codecs
 from adacc_hf.tape.call_inputs import PLACES, find_external
 from adacc_hf.tape.replay import Environment, ReplayProgram, StorageMap, closure, schedule, single_program
 from adacc_hf.tape.tape import Source, Tape, TapeOperator, TensorRef, geometry_of
@@ -154,8 +155,10 @@ class CompiledPlan:
             self._merged = merged(self.tape, self._equal) if self._equal else self.tape
         return self._merged
 
-    def has_all(self, externals: list[tuple[int, torch.Tensor | None]]) -> bool:
+    def has_all(self, externals: list[tuple[int, torch.Tensor | None]]) -> TypeGuard[list[tuple[int, torch.Tensor]]]:
         """Whether what hangs on parameters and modules is there in this call, and is as it was when recorded."""
+        if not self.held:
+            return True
         found = [(self.tape.values[value], tensor) for value, tensor in map(externals.__getitem__, self.held)]
         return all(
             tensor is not None
@@ -198,7 +201,12 @@ class CompiledPlan:
         }
         saved = set(self._with_equals.saved_values())
         early = [v for v in sorted(read) if v in self.store.persistent or (v in self.roots and v not in saved)]
-        return [(value, self.tape.values[value].source) for value in early]
+        return [(value, self._source_of(value)) for value in early]
+
+    def _source_of(self, value: int) -> Source:
+        source = self.tape.values[value].source
+        assert source is not None  # what the block makes is not there early
+        return source
 
 
 def _store(tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> StorageMap:
@@ -234,7 +242,7 @@ def can_follow(choice: Choice, tape: Tape, value: int) -> bool:
     if choice.action is Action.RECOMPUTE:
         return value in tape.recomputable
     if choice.action is Action.COMPRESS:
-        record, codec = tape.values[value], _codec(choice)
+        record, codec = tape.values[value], codec_of(choice)
         return record.is_encodable and codec.supports(record.ref.geometry[0], record.ref.dtype)
     return True
 
@@ -251,14 +259,14 @@ def choices_by_value(
     found = {value: choice for value, choice in least_memory_choices(tape).items() if value not in held}
     for value in found.keys() & planned.keys():
         choice = planned[value]
-        if can_follow(choice, tape, value) and (with_loss or choice.codec is None or _codec(choice).lossless):
+        if can_follow(choice, tape, value) and (with_loss or choice.codec is None or codec_of(choice).lossless):
             found[value] = choice
     return found | dict.fromkeys(unfit(found, tape), RETAIN)
 
 
 def unfit(choices: Mapping[int, Choice], tape: Tape) -> list[int]:
     """Values whose choice cannot be carried out on `tape`, or would make what no replay may (`index_values.py`)."""
-    coded = {v for v, c in choices.items() if c.action is Action.COMPRESS and not _codec(c).lossless}
+    coded = {v for v, c in choices.items() if c.action is Action.COMPRESS and not codec_of(c).lossless}
     kept = index_values(
         ((operator.inputs(), operator.made()) for operator in tape.operators),
         lambda value: is_index(str(tape.values[value].ref.dtype).removeprefix("torch.")),
@@ -286,7 +294,10 @@ def _is_statistic_of(coded: Collection[int], value: int, choices: Collection[int
     return not made_from(value, reads, choices.__contains__).isdisjoint(coded)
 
 
-def _codec(choice: Choice) -> Codec:
+def codec_of(choice: Choice) -> Codec:
+    """The codec of a choice to compress. Raises ValueError if it names none, or one that there is not."""
+    if choice.codec is None:
+        raise ValueError(f"codec=None for a choice to {choice}: choose from {', '.join(list_codecs())}")
     return get_codec(choice.codec, **dict(choice.options))
 
 

@@ -226,20 +226,15 @@ class _Expressions:
         numbers: Sequence[list[int]],
     ) -> _Expressions | None:
         basis = Basis([tuple(call[p] for p in symbols) for call in calls])
-        fitted: dict[Column, Polynomial | None] = {}
-
-        def fit(column: Column) -> Polynomial | None:
-            if column not in fitted:
-                fitted[column] = basis.fit(column)
-            return fitted[column]
-
+        fitted: dict[Column, Polynomial] = {}
         given_columns = list(zip(*given, strict=True))
         columns = list(zip(*numbers, strict=True))
         distinct = list(dict.fromkeys(columns))
-        if any(
-            fit(column) is None for column in (*given_columns, *distinct)
-        ):  # it takes long to find out that none fits
-            return None
+        for column in dict.fromkeys((*given_columns, *distinct)):
+            polynomial = basis.fit(column)
+            if polynomial is None:  # it takes long to find out that none fits
+                return None
+            fitted[column] = polynomial
         given_fits, number_fits = ([fitted[column] for column in each] for each in (given_columns, distinct))
         index = {column: place for place, column in enumerate(distinct)}
         return cls(symbols, basis, given_fits, number_fits, [index[column] for column in columns])
@@ -249,8 +244,8 @@ class _Expressions:
         products = self._products(sizes)
         if not self._is_given(sizes, products):
             return None
-        numbers = [polynomial(products) for polynomial in self._distinct]
-        return None if None in numbers else numbers
+        numbers = [n for polynomial in self._distinct if (n := polynomial(products)) is not None]
+        return numbers if len(numbers) == len(self._distinct) else None
 
     def fits_layout(self, sizes: CallSizes) -> bool:
         """Whether a call's numbers hang together as the family's do."""

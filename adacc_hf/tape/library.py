@@ -15,6 +15,7 @@ from torch import nn
 from adacc_hf.artifacts.files import note_latest
 from adacc_hf.artifacts.policy import Choice
 from adacc_hf.artifacts.profile import KindProfile, unpack_order
+from adacc_hf.tape.call_inputs import Given
 from adacc_hf.tape.compiled_plan import CompiledPlan
 from adacc_hf.tape.family import CallSizes, RecordedCall, SeenSizes, TapeFamily, identity_of, without_values
 from adacc_hf.tape.recorder import Recorder
@@ -85,7 +86,7 @@ class TapeLibrary:
         """Expect backward to ask for slots in the orders that `other` knows."""
         self._orders.update(other._orders)
 
-    def remember(self, tape: Tape, given: Hashable, block: str) -> None:
+    def remember(self, tape: Tape, given: Given, block: str) -> None:
         """Note that `block`, given that, ran as `tape` says."""
         for name in (block, None):
             self._of_calls[_structure(tape.kind), given, name] = tape

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import starmap
 from typing import Any
 
 import torch
@@ -68,8 +67,8 @@ class Recorder(TorchDispatchMode):
         self.block = block
         self.rng_use = rng_use or RngUse
         self.values: list[TapeValue] = []
-        self.bases: list[torch.Tensor | None] = []
-        """The base tensor of each value, detached, as far as they are kept."""
+        self.bases: list[torch.Tensor] = []
+        """The base tensor of each value, detached."""
         self._storages: list[int] = []
         """Where each value's storage is."""
         self.operators: list[TapeOperator] = []
@@ -141,8 +140,7 @@ class Recorder(TorchDispatchMode):
     def tape(self) -> Tape:
         """The record of all that ran. Call it after the block has returned."""
         self._check_held()
-        kept = [(base, value) for base, value in zip(self.bases, self.values, strict=True) if base is not None]
-        if self.untrusted is None and any(starmap(is_freed, kept)):
+        if self.untrusted is None and any(is_freed(base, self.values[value]) for value, base in self.kept()):
             self.untrusted = "memory is taken away from tensors that backward reads (FSDP inside the block)"
         tape = self._unsealed()
         if tape.untrusted is None:
@@ -295,10 +293,11 @@ class Recorder(TorchDispatchMode):
 
     def _check_held(self) -> None:
         """Trust what else hangs on the block only where it is after the call what it was before."""
-        looked_up = [value for value in self.values if value.source is not None and value.source.place in PLACES]
+        found = [(value, value.source) for value in self.values if value.source is not None]
+        looked_up = [(value, source) for value, source in found if source.place in PLACES]
         now = dict(held_tensors(self.block)) if looked_up else {}
-        for value in looked_up:
-            tensor = now.get(value.source)
+        for value, source in looked_up:
+            tensor = now.get(source)
             if tensor is None or storage_key(tensor.untyped_storage()) != self._storages[value.index]:
                 value.source = Source("unknown", ())
 
@@ -326,14 +325,18 @@ class Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         ref = TensorRef(index, geometry_of(tensor), tensor.dtype)
         self.values.append(TapeValue(index, storage.nbytes(), ref, tensor.device, source, producer, name))
-        self.bases.append(self._kept(tensor, index, source))
+        self._keep(tensor, index, source)
         self._storages.append(storage_key(storage))
         self._current[storage_key(storage)] = index
         return index
 
-    def _kept(self, tensor: torch.Tensor, value: int, source: Source | None) -> torch.Tensor | None:
-        """What is kept of a value's base while recording goes on."""
-        return tensor.detach()
+    def _keep(self, tensor: torch.Tensor, value: int, source: Source | None) -> None:
+        """Keep what there is to keep of a new value while recording goes on."""
+        self.bases.append(tensor.detach())
+
+    def kept(self) -> Iterable[tuple[int, torch.Tensor]]:
+        """The base tensors that are kept, by value."""
+        return enumerate(self.bases)
 
     def _enter_module(self, name: str, *_: Any) -> None:
         self._modules.append(name)
@@ -460,12 +463,11 @@ _NODE = "CompiledFunctionBackward"
 
 def runs_compiled_code(result: Any, given: Any) -> bool:
     """Whether compiled code took part in making `result` out of `given`, both trees of tensors."""
-    ends = {leaf.grad_fn for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)}
+    seen = {leaf.grad_fn for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)}
     nodes = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    seen = {None, *ends}
     while nodes:
         node = nodes.pop()
-        if node in seen:
+        if node is None or node in seen:
             continue
         if node.name() == _NODE:
             return True

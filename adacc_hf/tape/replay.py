@@ -89,10 +89,11 @@ class ReplayStep:
 
     def run(self, environment: Environment) -> None:
         """Run the operator on the values in `environment` and put what it makes there."""
-        untouched = [environment[old] for old in self.copies]
+        at_hand: list[torch.Tensor] = environment  # type: ignore[assignment]  # what it reads was put there before
+        untouched = [at_hand[old] for old in self.copies]
         for old in self.copies:
-            environment[old] = copy_with_storage(environment[old])
-        result = self._call(environment)
+            environment[old] = copy_with_storage(at_hand[old])
+        result = self._call(at_hand)
         if self.outputs:
             made = (result,) if isinstance(result, torch.Tensor) else leaves(result)
             for position, value in self.outputs:
@@ -104,15 +105,15 @@ class ReplayStep:
         for value in self.frees:
             environment[value] = None
 
-    def _call(self, environment: Environment) -> Any:
+    def _call(self, at_hand: list[torch.Tensor]) -> Any:
         if self._nested:
             args, kwargs = map_tensors(
-                (self.operator.args, self._kwargs), TensorRef, lambda ref: view(environment[ref.value], ref)
+                (self.operator.args, self._kwargs), TensorRef, lambda ref: view(at_hand[ref.value], ref)
             )
             return self.target(*args, **kwargs)
         args = self._args.copy()
         for position, ref, geometry in self._tensors:
-            base = environment[ref.value]
+            base = at_hand[ref.value]
             if geometry is None:
                 args[position] = base
             elif base.dtype is ref.dtype:
@@ -154,7 +155,7 @@ class ReplayProgram:
 
     def fetched(self) -> list[int]:
         """All values that it takes from the store."""
-        return [value for part in (*self.steps, self) for value in part.loads]
+        return [*(value for step in self.steps for value in step.loads), *self.loads]
 
 
 def closure(tape: Tape, value: int, at_hand: Callable[[int], bool]) -> tuple[list[int], list[int]]:

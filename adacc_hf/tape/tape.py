@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from adacc_hf.kernels._layout import is_dense
-from adacc_hf.torch_glue.private import op_name
+from adacc_hf.torch_glue.private import OpOverload, op_name
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 """Size, stride and storage offset, in elements."""
@@ -90,7 +90,7 @@ class TapeOperator:
     """One ATen call that made or changed storages."""
 
     index: int
-    target: Callable[..., Any]
+    target: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: tuple[tuple[int, int], ...]
@@ -239,9 +239,9 @@ class Tape:
         """
         same: dict[int, int] = {}
         own_of: dict[int, int] = {}
-        calls = [[(op.module, *op.signature()) for op in tape.operators] for tape in (self, other)]
-        is_whole = calls[0] == calls[1]
-        for begin, other_begin, number in SequenceMatcher(None, *calls, autojunk=False).get_matching_blocks():
+        calls, others = ([(op.module, *op.signature()) for op in tape.operators] for tape in (self, other))
+        is_whole = calls == others
+        for begin, other_begin, number in SequenceMatcher(None, calls, others, autojunk=False).get_matching_blocks():
             for place in range(number):
                 own, theirs = self.operators[begin + place], other.operators[other_begin + place]
                 for value, found in zip([*own.inputs(), *own.made()], [*theirs.inputs(), *theirs.made()], strict=True):
@@ -305,7 +305,8 @@ def has_storage(tensor: torch.Tensor) -> bool:
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
-    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    # torch declares SymInt too, which comes to no record.
+    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()  # type: ignore[return-value]
 
 
 def _constants(tree: Any) -> str:

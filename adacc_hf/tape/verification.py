@@ -22,11 +22,11 @@ def verify(tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
     follows from them does.
     """
     environment: Environment = [None] * len(tape.values)
-    for value in tape.values:
-        if value.source is not None and value.source.place != "unknown" and not value.overwritten:
-            environment[value.index] = bases[value.index]
+    for record in tape.values:
+        if record.source is not None and record.source.place != "unknown" and not record.overwritten:
+            environment[record.index] = bases[record.index]
     good: set[int] = set()
-    last_reader = {value.index: max(tape.consumers(value.index), default=-1) for value in tape.values}
+    last_reader = {record.index: max(tape.consumers(record.index), default=-1) for record in tape.values}
     for operator in tape.operators:
         _verify_operator(tape, operator, bases, environment, good)
         for value in [*operator.inputs(), *operator.made()]:
@@ -45,7 +45,8 @@ def _verify_operator(
     # With gradients off LSTM on a CPU leaves out what its backward reads, and runs another kernel.
     ready = ready and all(environment[made] is not None for made in operator.made())
     for made in operator.made():
-        if ready and _came_out_alike(tape, made, environment[made], bases[made]):
+        replayed = environment[made]
+        if ready and replayed is not None and _came_out_alike(tape, made, replayed, bases[made]):
             good.add(made)
             if tape.values[made].is_encodable:  # all of its storage was compared: two of it are not needed any more
                 environment[made] = bases[made]
@@ -74,11 +75,12 @@ def _runs_without_hidden_writes(tape: Tape, operator: TapeOperator, environment:
     inputs = [value for value in operator.inputs() if value not in declared]
     if operator.target.namespace == "aten":
         inputs = [value for value in inputs if _is_buffer(tape, value)]
-    originals = {value: environment[value] for value in inputs}
-    for value, original in originals.items():
-        environment[value] = copy_with_storage(original)
+    originals = {value: tensor for value in inputs if (tensor := environment[value]) is not None}
+    copies = {value: copy_with_storage(original) for value, original in originals.items()}
+    for value, copy in copies.items():
+        environment[value] = copy
     ReplayStep(operator, tape).run(environment)
-    honest = all(same_bits(environment[value], original) for value, original in originals.items())
+    honest = all(same_bits(copies[value], original) for value, original in originals.items())
     for value, original in originals.items():
         environment[value] = original
     return honest

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers import PretrainedConfig, masking_utils
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
+from transformers.utils.logging import warning_once
 
 from adacc_hf.torch_glue.private import CHECKPOINTED, eval_frame_callback, named, outer_hooks, sequence_number
 from adacc_hf.torch_glue.states import ModuleStates, PythonStates, states_before
@@ -282,7 +284,7 @@ class CachingWarning(logging.Filter):
         """Whether `record` goes on; asked where it is logged, so that the layer is on the stack."""
         if not record.getMessage().startswith(_TEXT):
             return True
-        frame = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             layer = frame.f_locals.get("self")
             if isinstance(layer, GradientCheckpointingLayer):
@@ -297,5 +299,5 @@ class CachingWarning(logging.Filter):
         _LOG.removeFilter(self)
         if CachingWarning._has_kept:
             # It counts as said once, and whoever checkpoints layers of that class from now on has not seen it.
-            logging.Logger.warning_once.cache_clear()
+            warning_once.cache_clear()
         CachingWarning._has_kept = False

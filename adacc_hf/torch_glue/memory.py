@@ -205,7 +205,8 @@ def measure_step(
     device = next(model.parameters()).device
     allocate_workspaces(device)
     live_bytes = static_bytes(model, batch, optimizer)
-    before = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+    gradients = [(p, p.grad) for p in model.parameters()]
+    before = [(gradient, gradient.clone()) for _, gradient in gradients if gradient is not None]
     meter = MemoryMeter.for_device(device)
     with without_gradient_hooks(model.parameters()), collecting_no_garbage(), meter:
         meter.mark(("forward",))
@@ -213,10 +214,10 @@ def measure_step(
         meter.mark(("backward",))
         backward(loss)
     loss_bytes = loss.untyped_storage().nbytes()
-    for parameter, gradient, values in before:
-        parameter.grad = gradient
-        if gradient is not None:
-            gradient.copy_(values)
+    for parameter, own in gradients:
+        parameter.grad = own
+    for gradient, values in before:
+        gradient.copy_(values)
     backward_start = next(point for point in meter.points if point.label == ("backward",))
     return StepMemory(
         static_bytes=live_bytes,
@@ -428,6 +429,7 @@ def readings(profiled: profile, mark: str) -> list[int | None]:
     In order of time, and relative to the start. What another thread frees shows in the next event.
     """
     found = []
+    assert profiled.kineto_results is not None  # it has ended
     nodes: list[Any] = list(profiled.kineto_results.experimental_event_tree())
     while nodes:
         node = nodes.pop()

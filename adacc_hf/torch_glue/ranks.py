@@ -95,13 +95,14 @@ def or_ends_its_process() -> Iterator[None]:
 def _raise_on_all(error: Exception | None) -> None:
     is_memory = isinstance(error, torch.OutOfMemoryError)
     found = of_all_ranks(None if error is None else (is_memory, f"{type(error).__name__}: {error}"))
-    failed = next((rank for rank, failure in enumerate(found) if failure is not None), None)
-    if failed is None:
+    failures = [(rank, *failure) for rank, failure in enumerate(found) if failure is not None]
+    if not failures:
         return
-    if any(failure is not None and failure[0] for failure in found):
-        failed = next(rank for rank, failure in enumerate(found) if failure is not None and failure[0])
-        raise OutOfMemoryOnRankError(f"rank {failed}: {found[failed][1]}") from error
-    raise error if error is not None else RankFailedError(f"rank {failed} failed with {found[failed][1]}")
+    rank, _, what = failures[0]
+    for failed, is_memory, how in failures:
+        if is_memory:
+            raise OutOfMemoryOnRankError(f"rank {failed}: {how}") from error
+    raise error if error is not None else RankFailedError(f"rank {rank} failed with {what}")
 
 
 def check_same_policy(policy: Policy) -> None:

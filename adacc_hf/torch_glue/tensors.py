@@ -70,7 +70,7 @@ def parts_with_memory(tensor: Tensor) -> list[Tensor]:
     local = local_of(tensor)
     if local.layout in _INDICES:
         return [_elements(local), *(indices(local) for indices in _INDICES[local.layout])]
-    if not wraps_others(local):
+    if not is_traceable_wrapper_subclass(local):
         return [local]
     names, _ = local.__tensor_flatten__()
     return [part for name in names for part in parts_with_memory(getattr(local, name))]

@@ -283,6 +283,29 @@ def test_an_activation_changed_before_backward(toy_model, toy_batch, run_steps, 
             assert torch.equal(gradient, plain["layers.0.up.weight"])
 
 
+@pytest.mark.parametrize("action", ["retain", "recompute"])
+def test_an_activation_changed_within_a_recorded_call_is_refused(toy_model, toy_batch, action):
+    """As plain autograd refuses it, and by name, once the call was handed over to a plan."""
+    changing = []
+
+    def forward(block, hidden):
+        x = block.up(hidden).tanh()
+        result = hidden.exp() + block.down(x)  # the first is recomputed, the other is not
+        if block in changing:
+            x.zero_()
+        return result
+
+    model = toy_model(forward)
+    policy = Policy.uniform(profile_model(model, toy_batch(batch=4), CONFIG), action)
+    with apply_policy(model, policy):
+        model(**toy_batch(batch=4)).loss.backward()
+        changing.append(model.layers[1])
+        model(**toy_batch(batch=6))  # compared with what the other block ran
+        loss = model(**toy_batch(batch=6)).loss  # recorded
+        with pytest.raises(RuntimeError, match=r"changed in place after the forward|modified by an inplace operation"):
+            loss.backward()
+
+
 def test_a_call_stores_the_bytes_of_its_payloads(toy_model, toy_batch):
     """A linear layer's input, saved alone."""
 
