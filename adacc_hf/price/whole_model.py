@@ -64,7 +64,8 @@ class _NoteLoss:
 
 def with_idle(profile: Profile, idle: Sequence[str], installation: Installation) -> Profile:
     """`profile` with the blocks called `idle`, after those that store something."""
-    classes = {name: class_name(installation.blocks[name].block) for name in idle}
+    modules = installation.modules
+    classes = {name: class_name(modules[name]) for name in idle}
     kinds = {each: len(profile.kinds) + index for index, each in enumerate(dict.fromkeys(classes.values()))}
     bases = (profile.static_bytes,) * len(idle)
     return replace(
