@@ -7,7 +7,14 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adacc_hf.adapt.checkpoint_files import Saved, SavedShapePolicy, drop_files, going_on, load_from_checkpoint
+from adacc_hf.adapt.checkpoint_files import (
+    Saved,
+    SavedShapePolicy,
+    checkpoint_folder,
+    drop_files,
+    going_on,
+    load_from_checkpoint,
+)
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.files import POLICY_FILE, PROFILE_FILE
 from adacc_hf.artifacts.policy import Policy
@@ -170,7 +177,7 @@ class AdaccCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        folder = checkpoint_folder(args, state)
         with going_on(folder, "a run that resumes from it will profile again"):
             drop_files(folder)
             self._run.phase.save(args, state)

@@ -20,7 +20,9 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from adacc_hf.adapt.checkpoint_files import (
     Saved,
     SavedShapePolicy,
+    checkpoint_folder,
     going_on,
+    output_folder,
     save_files,
     save_history,
     save_in_checkpoint,
@@ -120,8 +122,14 @@ class Run:
         self.ran = WhatRan()
         self.num_micro = args.gradient_accumulation_steps
         self.num_steps = self._num_saved = 0
-        self._folder, self._is_first_rank = args.output_dir, state.is_world_process_zero
+        self._folder, self._is_first_rank = output_folder(args), state.is_world_process_zero
         self._is_unsaved = self._is_uncounted = False
+
+    @property
+    def in_force(self) -> Policy:
+        """The policy, in a phase that follows one."""
+        assert self.policy is not None
+        return self.policy
 
     def note(self, step: int, event: str, **figures: Any) -> None:
         self.history.append({"step": step, "event": event, **figures})
@@ -153,7 +161,7 @@ class Run:
         self._is_unsaved |= changed
         with going_on(self._folder, REPORTS_LACK):
             if self._is_unsaved:
-                save_files(self._folder, self.policy, self.profile)
+                save_files(self._folder, self.in_force, self.profile)
                 self._is_unsaved = False
             if changed or is_last or (len(self.history) - self._num_saved) * HISTORY_PARTS >= len(self.history):
                 save_history(self._folder, self.history)
@@ -218,13 +226,15 @@ class MicroBatches:
         if last is None:
             return compute(model, inputs, *args, **kwargs)
         if model.training:
+            assert self._trainer is not None  # whose `compute_loss` this is
             last.given(self._trainer, compute, inputs, *args, **kwargs)
         result = compute(model, inputs, *args, **kwargs)
         last.loss_is_made(result)
         return result
 
     def take(self) -> tuple[dict[str, Any] | None, ComputeLoss | None]:
-        """The last one and what makes its loss, which are let go of; no more are kept."""
+        """The last one that was kept and what makes its loss, which are let go of; no more are kept."""
+        assert self._last is not None
         caught = self._last.batch, self._last.compute_loss
         self.drop()
         return caught
@@ -279,6 +289,7 @@ class Recomputing(Phase):
     def _begin_within(self, compute: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any) -> None:
         """Train within the budget from the first step on, if the first steps and the profile might take more."""
         run, trainer, model = self._run, self._trainer, self._waiting.model
+        assert trainer is not None  # whose `compute_loss` this is
         if not isinstance(inputs, Mapping):
             return
 
@@ -295,7 +306,8 @@ class Recomputing(Phase):
         self._batches.drop()
         profile, policy = found
         run.phase = following = follow(run, model, policy, profile, self._step, self._maker, self._batches)
-        following.begin_within(self._step, model, trainer.optimizer)
+        assert isinstance(following, Evolving)  # nothing is estimated for a policy that was given
+        following.begin_within(profile, policy, self._step, model, trainer.optimizer)
         run.note(self._step, "policy", **predictions(policy))
         run.save(changed=True)
 
@@ -319,7 +331,7 @@ class Recomputing(Phase):
         self._waiting.remove()  # the profiler's own functions around the blocks must not stand around these
         profile, policy, is_provisional = maker.first(model, optimizer, *batches.take())
         run.phase = following = follow(run, model, policy, profile, step, maker, batches)
-        following.begin_with(is_provisional)
+        following.begin_with(profile, policy, is_provisional)
         run.note(step, "policy", **predictions(policy), **{STEPS: run.num_steps})
         run.save(changed=True)
 
@@ -338,9 +350,9 @@ class Following(Phase):
         self._run = run
         self.handle = handle
 
-    def begin_with(self, is_provisional: bool) -> None:
+    def begin_with(self, profile: Profile, policy: Policy, is_provisional: bool) -> None:
         """Go on after a profile; a policy may be followed only until a step was counted."""
-        self._run.ran.policy_is_set(self._run.profile, None)
+        self._run.ran.policy_is_set(profile, None)
 
     def restore(self, saved: Saved) -> None:
         """Go on where the run stood that wrote `saved`."""
@@ -354,7 +366,7 @@ class Following(Phase):
         self.handle.library.fallbacks.clear()
 
     def micro_batch_ends(self) -> None:
-        self._run.ran.ran(self._run.policy.predicted_overhead_ms, self.handle.library.fallbacks)
+        self._run.ran.ran(self._run.in_force.predicted_overhead_ms, self.handle.library.fallbacks)
 
     def step_ends(self, step: int, model: Any, optimizer: Any) -> None:
         self._run.count_step(step)
@@ -363,7 +375,7 @@ class Following(Phase):
 
     def figures(self, logs: dict[str, float], is_own: bool) -> dict[str, float]:
         run = self._run
-        found = metrics(run.policy, run.profile, self.evolution, run.ran.overhead_ms) | run.fallback_figures()
+        found = metrics(run.in_force, run.profile, self.evolution, run.ran.overhead_ms) | run.fallback_figures()
         if is_own:
             run.ran.logged()
         return found
@@ -373,7 +385,7 @@ class Following(Phase):
 
     def _saved(self) -> Saved:
         run = self._run
-        shape_policies = [SavedShapePolicy(policy=run.policy, profile=run.profile)]
+        shape_policies = [SavedShapePolicy(policy=run.in_force, profile=run.profile)]
         return Saved(shape_policies=shape_policies, memory_budget=run.config.memory_budget, history=run.history)
 
     def ends(self) -> None:
@@ -386,6 +398,8 @@ class Following(Phase):
 class Evolving(Following):
     """A policy that follows the data (adapt/evolution.py), and others for other sizes of batch."""
 
+    evolution: Evolution
+
     def __init__(
         self, run: Run, handle: PolicyHandle, policy_step: int, maker: PolicyMaker, batches: MicroBatches
     ) -> None:
@@ -396,15 +410,14 @@ class Evolving(Following):
         self._step = 0
         """Steps that were over when the present one began."""
 
-    def begin_with(self, is_provisional: bool) -> None:
-        run, shapes = self._run, self._profiled_shapes()
-        self.evolution.add(shapes, run.profile, run.policy, is_provisional, self._maker.all_sizes)
-        run.ran.policy_is_set(run.profile, shapes)
+    def begin_with(self, profile: Profile, policy: Policy, is_provisional: bool) -> None:
+        shapes = self._shapes_of(profile)
+        self.evolution.add(shapes, profile, policy, is_provisional, self._maker.all_sizes)
+        self._run.ran.policy_is_set(profile, shapes)
 
-    def begin_within(self, step: int, model: Any, optimizer: Any) -> None:
+    def begin_within(self, profile: Profile, policy: Policy, step: int, model: Any, optimizer: Any) -> None:
         """Go on within the first micro-batch of a step, under a policy that is followed until a step was counted."""
-        shapes = self._profiled_shapes()
-        self.evolution.add(shapes, self._run.profile, self._run.policy, is_provisional=True, was_measured=True)
+        self.evolution.add(self._shapes_of(profile), profile, policy, is_provisional=True, was_measured=True)
         self.step_begins(step, model, optimizer)
         self._begin_micro_batch()
         self.evolution.choose(self._batches.shapes)
@@ -475,13 +488,13 @@ class Evolving(Following):
 
     def _profile_again(self, step: int, model: Any, optimizer: Any) -> bool:
         """Make a policy with the step's batch where one is wanted; returns whether there is one."""
-        if self.evolution.wanted is not None:
-            return self._add_size(step, model, optimizer)
+        wanted, self.evolution.wanted = self.evolution.wanted, None
+        if wanted is not None:
+            return self._add_size(wanted, step, model, optimizer)
         return self.evolution.num_tries > 0 and self._start_over(step, model, optimizer)
 
-    def _add_size(self, step: int, model: Any, optimizer: Any) -> bool:
+    def _add_size(self, wanted: BatchShapes, step: int, model: Any, optimizer: Any) -> bool:
         """Profile and solve for a size of batch that was seen often, with the step's batch made to that size."""
-        wanted, self.evolution.wanted = self.evolution.wanted, None
         self._maker.all_sizes = True
         shape_policies = self.evolution.shape_policies
         try:
@@ -516,16 +529,16 @@ class Evolving(Following):
         except RefusedSizeError as reason:
             self._stay(step, why, str(reason))
             return False
-        self._run.profile, policy = made
-        self.evolution.start_over(self._profiled_shapes(), self._run.profile, policy)
+        profile, policy = made
+        self.evolution.start_over(self._shapes_of(profile), profile, policy)
         self._run.note(step, "policy", **predictions(policy), reason=why)
         log.info("Adacc: %s: %s", why, policy.summary())
         return True
 
-    def _profiled_shapes(self) -> BatchShapes | None:
+    def _shapes_of(self, profile: Profile) -> BatchShapes | None:
         """The sizes of the batch that was just profiled: the first rank's, whose profile all ranks share."""
-        if self._run.profile.measured:
-            return from_plain(self._run.profile.measured[0][0])
+        if profile.measured:
+            return from_plain(profile.measured[0][0])
         return from_first_rank(lambda: self._batches.met)
 
     def _stay(self, step: int, why: str, obstacle: str) -> None:
@@ -584,7 +597,7 @@ class Compiled(Phase):
         return self._compiled.metrics() | self._run.fallback_figures()
 
     def save(self, args: TrainingArguments, state: TrainerState) -> None:
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        folder = checkpoint_folder(args, state)
         if folder.is_dir():
             self._compiled.save(folder, self._run.history)
 

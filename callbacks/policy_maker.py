@@ -91,14 +91,7 @@ class PolicyMaker:
         A policy is provisional, and that of least memory, where the peak that the budget bounds is not known before a
         whole step of the run was counted. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
         """
-        if batch is None:
-            raise RuntimeError(
-                "AdaccCallback saw no training batch: the model was not called in train mode with gradients on, or not "
-                "by keyword arguments, or its loss is made neither by itself nor by the Trainer's compute_loss (TRL's "
-                "OnlineDPOTrainer makes it in training_step): train without AdaccCallback, or in a loop of your own "
-                "with profile_model(..., compute_loss=...) and apply_policy"
-            )
-        profile = self._profile_or_explain(model, batch, optimizer, compute_loss)
+        profile = self._profile_or_explain(model, _seen(batch), optimizer, compute_loss)
         if self._config.memory_budget == "auto" and profile.device.startswith("cuda") and not segments_expand():
             log.info("Adacc: %s", FRAGMENTS_HINT)
         is_provisional = self._is_provisional(profile)
@@ -146,7 +139,7 @@ class PolicyMaker:
         RefusedSizeError if no batch would.
         """
         seen = evolution.last_shapes
-        if not all(of_all_ranks(batch is not None and is_alike(seen, wanted))):
+        if not all(of_all_ranks(batch is not None and is_alike(seen, wanted))) or batch is None:
             return None
 
         def profile(given: dict[str, Any]) -> Profile:
@@ -184,7 +177,7 @@ class PolicyMaker:
         Raises RefusedSizeError if there is no such policy.
         """
         try:
-            profile = self._profile(model, batch, optimizer, compute_loss)
+            profile = self._profile(model, _seen(batch), optimizer, compute_loss)
         except torch.OutOfMemoryError as error:
             if is_sharded(model):  # as above
                 raise
@@ -284,6 +277,17 @@ class PolicyMaker:
         return solve_policy(allowed, budget, self._config)
 
 
+def _seen(batch: dict[str, Any] | None) -> dict[str, Any]:
+    if batch is None:
+        raise RuntimeError(
+            "AdaccCallback saw no training batch: the model was not called in train mode with gradients on, or not "
+            "by keyword arguments, or its loss is made neither by itself nor by the Trainer's compute_loss (TRL's "
+            "OnlineDPOTrainer makes it in training_step): train without AdaccCallback, or in a loop of your own "
+            "with profile_model(..., compute_loss=...) and apply_policy"
+        )
+    return batch
+
+
 def _checked(made: Any) -> Policy:
     if not isinstance(made, Policy):
         raise ValueError(f"policy=... is a function that returned {made!r}: let it return a Policy")
@@ -356,7 +360,7 @@ class FullRecompute(Installation):
             function.strategy = Checkpointed()
         self.sizes: set[BatchShapes] = set()
         """Those of the batches that came."""
-        self._ran = RanBlocks({name: function.block for name, function in self.blocks.items()})
+        self._ran = RanBlocks(self.modules)
 
     def begin_step(self) -> None:
         super().begin_step()

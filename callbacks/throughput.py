@@ -31,6 +31,11 @@ class ThroughputCallback(TrainerCallback):
         self._guard: TrainerGuard | None = None
         self._reset()
 
+    def _reset(self) -> None:
+        self._num_steps = self._timed_steps = self._tokens = self._tokens_in_step = 0
+        self._seconds = 0.0
+        self._started = 0.0
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
@@ -87,11 +92,6 @@ class ThroughputCallback(TrainerCallback):
         if self._guard is not None:
             self._guard.leave(self)
         self._hook = self._guard = None
-
-    def _reset(self) -> None:
-        self._num_steps = self._timed_steps = self._tokens = self._tokens_in_step = 0
-        self._seconds = 0.0
-        self._started = 0.0
 
     def _count(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = kwargs.get("input_ids")

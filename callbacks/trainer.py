@@ -17,7 +17,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from types import FrameType
+from typing import Any, TypeGuard
 
 import torch
 from accelerate.utils import DistributedType
@@ -138,7 +139,7 @@ class Unguarded:
     @property
     def checkpoint(self) -> str | None:
         """The folder that the run is said to resume from."""
-        return self._args.resume_from_checkpoint
+        return None if self._args is None else self._args.resume_from_checkpoint
 
     def wrap(self, name: str, around: Callable[..., Any]) -> None:
         """There is no Trainer whose method could be wrapped."""
@@ -149,7 +150,7 @@ class Unguarded:
 
 def calling_trainer(callback: TrainerCallback) -> tuple[Trainer, str | None] | None:
     """The Trainer whose training loop is on the stack, and the checkpoint that it resumes from."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         names = frame.f_locals
         caller = names.get("self")
@@ -198,7 +199,7 @@ TRAINING_KEYS = frozenset({"loss", "train_loss"})
 """Keys that the Trainer's logs of training steps and of the whole run have, and those of evaluation have not."""
 
 
-def is_training_log(logs: dict[str, float] | None) -> bool:
+def is_training_log(logs: dict[str, float] | None) -> TypeGuard[dict[str, float]]:
     return logs is not None and not TRAINING_KEYS.isdisjoint(logs)
 
 
@@ -245,7 +246,7 @@ def keep_figures(trainer: Trainer | None) -> Iterator[None]:
         yield
         return
     put_back = _keeping_dict(vars(trainer))
-    trainer.log = _log_nothing
+    vars(trainer)["log"] = _log_nothing
     try:
         yield
     finally:
@@ -319,8 +320,12 @@ class OptimizerWatch:
         """Most bytes that clipping or the step took beside parameters, gradients and state; 0 until it was seen."""
         self.has_seen = False
         """Whether a step was seen, or it was found that none can be."""
-        self.is_counting = False
         self._meter: OptimizerMeter | None = None
+
+    @property
+    def is_counting(self) -> bool:
+        """Whether a step is looked at."""
+        return self._meter is not None
 
     def begin(self, args: TrainingArguments, model: nn.Module) -> None:
         """The optimizer is about to step. Gradients were clipped already, so that is done again, without effect."""
@@ -331,16 +336,16 @@ class OptimizerWatch:
             return
         if args.max_grad_norm:
             self.nbytes = max(self.nbytes, measure_clipping(model.parameters()))
-        self._meter = OptimizerMeter(device)
-        self._meter.__enter__()
-        self.is_counting = True
+        meter = OptimizerMeter(device)
+        meter.__enter__()
+        self._meter = meter
 
     def end(self) -> None:
         """The optimizer has stepped. Harmless when nothing is counted."""
-        if self.is_counting:
+        if self._meter is not None:
             self._meter.__exit__(None, None, None)
             self.nbytes = max(self.nbytes, self._meter.nbytes)
-        self._meter, self.is_counting = None, False
+        self._meter = None
 
 
 # The batch that a profile is made of: what a model was trained on last, and who made the loss of it.
@@ -382,7 +387,7 @@ class LastBatch:
     def loss_is_made(self, result: Any) -> None:
         """`compute_loss` has returned `result`, made of other outputs unless it is a multiple of the model's loss."""
         loss = result[0] if isinstance(result, tuple) else result
-        if self._own is not None and not _leads_to(loss.grad_fn, self._own):
+        if self._given is not None and self._own is not None and not _leads_to(loss.grad_fn, self._own):
             self.batch, self.compute_loss = self._given
         self._own = None
 
@@ -390,7 +395,7 @@ class LastBatch:
         if not module.training or not torch.is_grad_enabled():
             return
         self._num_calls += 1
-        loss = getattr(output, "loss", None)
+        loss: Any = getattr(output, "loss", None)
         is_whole = self._num_calls == 1 and kwargs and loss is not None
         self._own = loss.grad_fn if self._given is not None and is_whole else None
         if self._given is not None and not is_whole:

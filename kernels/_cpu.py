@@ -64,6 +64,14 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
+@cache
+def _functions() -> ctypes.CDLL:
+    """The library, for tensors that are `usable` by it."""
+    loaded = library()
+    assert loaded is not None
+    return loaded
+
+
 def usable(tensor: Tensor) -> bool:
     """Whether the functions below can take this tensor, if it is of a dtype that they know."""
     return tensor.is_cpu and library() is not None
@@ -107,7 +115,7 @@ def encode_groups(
     rows = groups // 2 if bits == 4 else groups
     codes = torch.empty(rows, group_size, dtype=torch.uint8, device="cpu")
     peaks = torch.empty(groups, dtype=peak_dtype(flat_N.dtype), device="cpu")
-    library().adacc_encode_groups(
+    _functions().adacc_encode_groups(
         flat_N.data_ptr(), codes.data_ptr(), peaks.data_ptr(), _pointer(keep), numel, group_size, rows, channels,
         DTYPES.index(flat_N.dtype), bits, factor, factor < 0, rounding == "stochastic", seed, _threads(flat_N.nbytes),
     )  # fmt: skip
@@ -117,7 +125,7 @@ def encode_groups(
 def decode_groups(out_N: Tensor, codes: Tensor, peaks: Tensor, bits: int, factor: float) -> None:
     """Fill a contiguous tensor from codes [rows, G] and peaks."""
     rows, group_size = codes.shape
-    library().adacc_decode_groups(
+    _functions().adacc_decode_groups(
         out_N.data_ptr(), codes.data_ptr(), peaks.data_ptr(), out_N.numel(), group_size, rows,
         DTYPES.index(out_N.dtype), bits, factor, _threads(out_N.nbytes),
     )  # fmt: skip
@@ -136,7 +144,7 @@ def scatter_channels(out_RC: Tensor, raw: Tensor, indices: Tensor) -> None:
 
 
 def _copy_channels(x_RC: Tensor, raw: Tensor, indices: Tensor, gather: bool) -> None:
-    library().adacc_copy_channels(
+    _functions().adacc_copy_channels(
         x_RC.data_ptr(), raw.data_ptr(), indices.data_ptr(), *x_RC.shape, indices.shape[0],
         x_RC.element_size(), gather, _threads(x_RC.nbytes),
     )  # fmt: skip
@@ -150,7 +158,7 @@ def encode_asymmetric(
     codes = torch.empty(groups // 2, group_size, dtype=torch.uint8, device="cpu")
     offsets = torch.empty(groups, dtype=flat_N.dtype, device="cpu")
     half_ranges = torch.empty(groups, dtype=torch.bfloat16, device="cpu")
-    library().adacc_encode_asymmetric(
+    _functions().adacc_encode_asymmetric(
         flat_N.data_ptr(), codes.data_ptr(), offsets.data_ptr(), half_ranges.data_ptr(), flat_N.numel(), group_size,
         groups // 2, DTYPES.index(flat_N.dtype), factor, zero, rounding == "stochastic", seed, _threads(flat_N.nbytes),
     )  # fmt: skip
@@ -162,7 +170,7 @@ def decode_asymmetric(
 ) -> None:
     """Fill a contiguous tensor from codes [A/2, G], offsets and half ranges."""
     rows, group_size = codes.shape
-    library().adacc_decode_asymmetric(
+    _functions().adacc_decode_asymmetric(
         out_N.data_ptr(), codes.data_ptr(), offsets.data_ptr(), half_ranges.data_ptr(), out_N.numel(), group_size,
         rows, DTYPES.index(out_N.dtype), factor, zero, _threads(out_N.nbytes),
     )  # fmt: skip
@@ -174,7 +182,7 @@ def encode_columns(x_RC: Tensor, group_size: int, factor: float, rounding: str, 
     groups = even_groups(rows, group_size)
     codes = torch.empty(groups // 2, group_size, columns, dtype=torch.uint8, device="cpu")
     peaks = torch.empty(groups, columns, dtype=peak_dtype(x_RC.dtype), device="cpu")
-    library().adacc_encode_columns(
+    _functions().adacc_encode_columns(
         x_RC.data_ptr(), codes.data_ptr(), peaks.data_ptr(), rows, columns, group_size, groups // 2,
         DTYPES.index(x_RC.dtype), factor, factor < 0, rounding == "stochastic", seed, _threads(x_RC.nbytes),
     )  # fmt: skip
@@ -185,7 +193,7 @@ def decode_columns(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) 
     """Fill a contiguous matrix from codes [A/2, G, C] and peaks [A, C]."""
     rows, columns = out_RC.shape
     pairs, group_size, _ = codes.shape
-    library().adacc_decode_columns(
+    _functions().adacc_decode_columns(
         out_RC.data_ptr(), codes.data_ptr(), peaks.data_ptr(), rows, columns, group_size, pairs,
         DTYPES.index(out_RC.dtype), factor, _threads(out_RC.nbytes),
     )  # fmt: skip
@@ -196,7 +204,7 @@ def pack_bits(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
     numel = patterns_N.numel()
     packed = torch.empty(-(-numel // 8), dtype=torch.uint8, device="cpu")
     pattern = torch.empty(1, dtype=patterns_N.dtype, device="cpu") if with_pattern else None
-    library().adacc_pack_bits(
+    _functions().adacc_pack_bits(
         patterns_N.data_ptr(), packed.data_ptr(), _pointer(pattern), numel, packed.numel(),
         patterns_N.element_size(), _threads(patterns_N.nbytes),
     )  # fmt: skip
@@ -205,7 +213,7 @@ def pack_bits(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
 
 def unpack_bits(out_N: Tensor, packed: Tensor, pattern: Tensor | None = None) -> None:
     """Fill a contiguous tensor with 0 and the pattern, or 0 and 1."""
-    library().adacc_unpack_bits(
+    _functions().adacc_unpack_bits(
         out_N.data_ptr(), packed.data_ptr(), _pointer(pattern), out_N.numel(), packed.numel(),
         out_N.element_size(), _threads(out_N.nbytes),
     )  # fmt: skip

@@ -104,7 +104,8 @@ def encode_ref(x_AGB: Tensor, bits: int, factor: float, rounding: str, seed: int
     offset = rounding_offset_ref(x_AGB, CODE_RANGES[bits][0], rounding, seed)
     if bits == 8:
         return _codes_ref(x_AGB, bits, factor, offset)
-    return packed_ref(lambda x, offset: _codes_ref(x, bits, factor, offset), x_AGB, offset)
+    codes, peaks = packed_ref(lambda x, offset: _codes_ref(x, bits, factor, offset), x_AGB, offset)
+    return codes, peaks
 
 
 def packed_ref(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> tuple[Tensor, ...]:

@@ -31,7 +31,9 @@ def encode_ref(flat_N: Tensor, group_size: int, scale: str, rounding: str, seed:
     groups = even_groups(flat_N.shape[0], group_size)
     x_AG = _symmetric.pad_to(flat_N, groups * group_size, with_last=True).view(groups, group_size)
     offset = _symmetric.rounding_offset_ref(x_AG, OFFSET_CODES[scale], rounding, seed)
-    return _symmetric.packed_ref(lambda x_AG, offset: _codes_ref(x_AG, scale, offset), x_AG, offset)
+    packed = _symmetric.packed_ref(lambda x_AG, offset: _codes_ref(x_AG, scale, offset), x_AG, offset)
+    codes, offsets, half_ranges = packed
+    return codes, offsets, half_ranges
 
 
 def _codes_ref(x_AG: Tensor, scale: str, offset: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, wraps
 from importlib import import_module
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -75,6 +75,16 @@ class Kernels:
     """Fills a contiguous tensor from them."""
 
 
+class Coder(Protocol):
+    """What encodes a tensor and decodes it: a codec, or what stands in its place for a while."""
+
+    def encode(self, tensor: Tensor) -> Payload:
+        """See `Codec.encode`."""
+
+    def decode(self, payload: Payload) -> Tensor:
+        """See `Codec.decode`."""
+
+
 class Codec:
     """Base class of all codecs. `encode` and `decode` never synchronise with the device; their shapes are static.
 
@@ -107,7 +117,13 @@ class Codec:
     @property
     def options(self) -> dict[str, Any]:
         """JSON-able options that rebuild this codec: `get_codec(codec.name, **codec.options)`."""
-        return {name: getattr(self, name) for name in _option_names(type(self))}
+        return {name: getattr(self, name) for name in self.option_names()}
+
+    @classmethod
+    @cache
+    def option_names(cls) -> tuple[str, ...]:
+        """The names of the options that the codec takes. Asking Python takes as long as encoding a small tensor."""
+        return tuple(inspect.signature(cls).parameters)
 
     def supports(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         """Whether tensors of this shape and dtype can be encoded at all. Looks at no data."""
@@ -230,12 +246,6 @@ def _discover() -> None:
             import_module(f"{_PACKAGE}.{module.name}")
 
 
-@cache
-def _option_names(codec_class: type[Codec]) -> tuple[str, ...]:
-    """The names of the options that `codec_class` takes. Asking Python takes as long as encoding a small tensor."""
-    return tuple(inspect.signature(codec_class).parameters)
-
-
 def list_codecs() -> list[str]:
     """The names of all codecs, sorted."""
     _discover()
@@ -245,7 +255,7 @@ def list_codecs() -> list[str]:
 def get_codec(name: str, **options: Any) -> Codec:
     """A new codec. Raises ValueError for an unknown name, an unknown option or a value out of range."""
     cls = codec_type(name)
-    known = _option_names(cls)
+    known = cls.option_names()
     for option in options:
         if option not in known:
             allowed = ", ".join(known) or "none"

@@ -210,6 +210,7 @@ class OutlierInt4(Codec):
             return None
         if self._outliers is None:
             self.fit(tensor)
+        assert self._outliers is not None
         fitted = self._outliers.channels, self._outliers.keep.element_size()
         given = rows_and_columns(tuple(tensor.shape))[1], tensor.element_size()
         if fitted != given:

@@ -152,6 +152,17 @@ def going_on(folder: str | Path, consequence: str) -> Iterator[None]:
         log.warning("Adacc: not all files were written into %s (%s): %s", folder, error, consequence)
 
 
+def output_folder(args: TrainingArguments) -> str:
+    """The folder of the run, which has a name by default."""
+    assert args.output_dir is not None
+    return args.output_dir
+
+
+def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    """The folder of the checkpoint of the present step."""
+    return Path(output_folder(args)) / f"checkpoint-{state.global_step}"
+
+
 def drop_files(folder: str | Path) -> None:
     """Remove what an earlier run left in the checkpoint `folder`, policies first: without one nothing else is read."""
     names = (POLICY_FILE, COMPILED_FILE, STATE_FILE, PROFILE_FILE, PRICES_FILE, SEARCHED_FILE, HISTORY_FILE)
@@ -177,7 +188,7 @@ def save_in_checkpoint(args: TrainingArguments, state: TrainerState, saved: Save
 
     The first policy comes last: a run that resumes reads nothing without it, so that it reads all or nothing.
     """
-    folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+    folder = checkpoint_folder(args, state)
     if not folder.is_dir():
         log.warning("Adacc: no policy saved, since there is no %s; a run that resumes will profile again", folder)
         return

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -129,8 +130,8 @@ class Evolution:
         self, handle: PolicyHandle, config: AdaccConfig, policy_step: int, note: NoteEvent, num_micro: int
     ) -> None:
         self.config = config
-        self.memory_budget = config.memory_budget
-        """The budget of new policies: the config's, or less after a step ran out of memory."""
+        self._tightened: float | int | None = None
+        """The budget of new policies after a step ran out of memory."""
         self.policy_step = policy_step
         self.shape_policies = ShapePolicies()
         self.wanted: BatchShapes | None = None
@@ -172,6 +173,11 @@ class Evolution:
         self._is_alone = num_ranks() == 1
 
     @property
+    def memory_budget(self) -> str | float | int:
+        """The budget of new policies: the config's, or less after a step ran out of memory."""
+        return self.config.memory_budget if self._tightened is None else self._tightened
+
+    @property
     def shown(self) -> ShapePolicy:
         """The shape policy of the last micro-batch; the first one if that ran under torch's checkpoint."""
         return self._in_force.shape_policy or self.shape_policies.all[0]
@@ -195,7 +201,7 @@ class Evolution:
             ],
             policy_step=self.policy_step,
             memory_budget=self.config.memory_budget,
-            tightened=None if self.memory_budget == self.config.memory_budget else self.memory_budget,
+            tightened=self._tightened,
             history=history,
             losses=self.guard.losses,
             suspicion=self.guard.suspicion,
@@ -206,12 +212,12 @@ class Evolution:
 
     def restore(self, saved: Saved) -> None:
         """Go on where the run stood that wrote `saved`; what its solver had begun is begun anew."""
-        self.tracking_ms = saved.tracking_ms
-        self.memory_budget = self.config.memory_budget if saved.tightened is None else saved.tightened
+        self.tracking_ms, self._tightened = saved.tracking_ms, saved.tightened
         self.guard = LossGuard(self.config, saved.losses, saved.switched_off)
         self.guard.suspicion, self.guard.is_unproven = saved.suspicion, saved.is_unproven
         for record in reversed(saved.shape_policies):
-            self.add(record.shapes, record.profile, record.policy).go_on(record)
+            if record.profile is not None:  # one whose file is gone is made anew
+                self.add(record.shapes, record.profile, record.policy).go_on(record)
 
     def add(
         self,
@@ -363,7 +369,7 @@ class Evolution:
         known = self.shape_policies.at(sizes) or self.shape_policies.at(shapes)
         if known is not None or self.shape_policies.other(sizes, shapes) is not None:
             return known
-        measured = self.shape_policies.measured
+        measured, _ = self.shape_policies.told_from()
         if measured.is_provisional:
             return measured
         profile = at_size(measured.rectifier.profile, to_plain(sizes))
@@ -381,12 +387,12 @@ class Evolution:
 
     def _add_told(self, sizes: BatchShapes, profile: Profile, policy: Policy) -> ShapePolicy:
         """Be ready for batches of a class whose `profile` was told from another one's."""
-        measured = self.shape_policies.measured
+        _, told = self.shape_policies.told_from()
         plans = self._handle.prepare(policy, self._handle.plans)
         rectifier = Rectifier(profile, policy, self.config, self.memory_budget)
         rectifier.switch_off(self.guard.switched_off)
         shape_policy = ShapePolicy(sizes, rectifier, plans, is_told=True, num_steps=RECORDED_STEPS)
-        is_larger = num_elements(sizes) > measured.rectifier.profile.sizes.largest
+        is_larger = num_elements(sizes) > told.largest
         shape_policy.must_count = is_larger
         self._turns.is_wanted |= is_larger
         self.shape_policies.add(shape_policy)
@@ -414,7 +420,7 @@ class Evolution:
 
     @property
     def _uncertainty(self) -> float:
-        return self.shape_policies.measured.rectifier.profile.sizes.uncertainty
+        return self.shape_policies.told_from()[1].uncertainty
 
     def _policy_or_least(self, sizes: BatchShapes, profile: Profile) -> Policy:
         """As `_policy_at`; what leaves no room, which is said, or that of least memory, which is said, or raised as
@@ -452,7 +458,7 @@ class Evolution:
 
     def _largest_fitting(self, sizes: BatchShapes, least: Policy) -> BatchShapes | None:
         """The largest class of batches of fewer tokens than `sizes` at which the policy `least` keeps to the budget."""
-        reference = self.shape_policies.measured.rectifier.profile
+        reference = self.shape_policies.told_from()[0].rectifier.profile
         length = max(shape.size[1] for shape in sizes if len(shape.size) > 1) if any(s.size[1:] for s in sizes) else 0
         for shorter in sorted({int(length / STEP**k) for k in range(1, 16)} - {0}, reverse=True):
             cut = tuple(
@@ -522,7 +528,7 @@ class Evolution:
             policy = rectifier.solve_within(budget)
         except InfeasibleBudgetError as error:
             return f"no policy needs that much less: {error}"
-        self.memory_budget = budget
+        self._tightened = budget
         shape_policy.due, shape_policy.must_solve = None, False
         self._follow(step, shape_policy, policy)
         self._note(step, "memory", reason=f"out of memory: from now on memory_budget={budget}", **predictions(policy))
@@ -602,9 +608,10 @@ class Evolution:
         Returns whether a policy changed.
         """
         mine, used, changed = None, self._in_force.used_shape_policies(), False
-        if all(shape_policy is not None and shape_policy.num_steps > RECORDED_STEPS for shape_policy in used):
+        known = [s for s in used if s is not None and s.num_steps > RECORDED_STEPS]
+        if len(known) == len(used):
             # The peak of a step is that of its largest micro-batch.
-            largest = max(used, key=lambda shape_policy: shape_policy.rectifier.predicted_peak_bytes())
+            largest = max(known, key=lambda shape_policy: shape_policy.rectifier.predicted_peak_bytes())
             mine = (self.shape_policies.all.index(largest), self._meter.peak_bytes, self._meter.moments)
         peaks: dict[int, int] = {}
         moments: dict[str, int] = {}
@@ -712,8 +719,8 @@ class Evolution:
             for sizes in sorted(set().union(*of_all_ranks(came)), key=repr)[
                 : MAX_SHAPE_POLICIES - len(self.shape_policies.all)
             ]:
-                profile = at_size(self.shape_policies.measured.rectifier.profile, to_plain(sizes))
-                policy = from_first_rank(lambda p=profile, s=sizes: self._policy_or_least(s, p))
+                profile = at_size(self.shape_policies.told_from()[0].rectifier.profile, to_plain(sizes))
+                policy = from_first_rank(partial(self._policy_or_least, sizes, profile))
                 self._add_told(sizes, profile, policy)
 
     def _look_for_reasons(self) -> None:
@@ -733,7 +740,7 @@ class Evolution:
     def _count_time(self) -> None:
         """Put the step that ends among the normal ones, or what it took beyond one into `tracking_ms`."""
         current, step_ms = self._in_force.shape_policy, self._meter.step_ms
-        if step_ms is None or not self._in_force.ran_alone() or current.num_steps <= RECORDED_STEPS:
+        if step_ms is None or current is None or not self._in_force.ran_alone() or current.num_steps <= RECORDED_STEPS:
             self.tracking_ms += self._meter.counting_ms
         elif self._is_tracking or self._is_metering or current.is_fresh:
             self.tracking_ms += current.times.add_other(step_ms)

@@ -61,7 +61,7 @@ def judged(
     """
     over = over_bound(profile, policy, config)
     current = None if over else current_policy(profile, policy)
-    reason = f"must not be compressed as before: {', '.join(over)}"
+    reason: str | None = f"must not be compressed as before: {', '.join(over)}"
     if current is not None:
         reason = _no_room(current, Budget.resolve(memory_budget, profile, config))
         freed = freed_bytes(searched, profile, config)
@@ -78,6 +78,7 @@ def judged(
             policy, least, f"{reason}; {NOTHING_FITS}, what stores least is taken: {error}", searched=True
         )
     if reason is None:
+        assert current is not None
         gain, now_ms = current.predicted_overhead_ms - candidate.predicted_overhead_ms, current.predicted_overhead_ms
         if gain <= MIN_GAIN * now_ms:
             return _rectified(policy, current, SAME_ACTIONS, searched=True)
@@ -88,7 +89,8 @@ def judged(
 def _solved(profile: Profile, memory_budget: str | float | int, config: AdaccConfig) -> Policy:
     """The solver's policy, with headroom if there is one. Raises InfeasibleBudgetError if there is none at all."""
     budget = Budget.resolve(memory_budget, profile, config)
-    less = int(budget.nbytes * (1 - HEADROOM)) if budget.of_peak else memory_budget * (1 - HEADROOM)
+    part = 1 - HEADROOM
+    less = memory_budget * part if isinstance(memory_budget, float) else int(budget.nbytes * part)
     try:
         policy = solve_policy(profile, less, config)
     except InfeasibleBudgetError:

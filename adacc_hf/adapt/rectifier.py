@@ -277,7 +277,8 @@ class Rectifier:
             found = sample.compare(known | values)
             without_gradient = None if was_compared else 0.0  # a rank that never had one agrees with the others
             errors = of_all_ranks(without_gradient if found is None else found.error)
-            return None if None in errors else max(errors)
+            told = [error for error in errors if error is not None]
+            return max(told) if len(told) == len(errors) else None
 
         before = error_without(frozenset()) if known else None
         is_explained = before is not None and before <= bound
@@ -318,7 +319,7 @@ def _codecs(plan: Plan) -> dict[int, Codec]:
     return {
         value: get_codec(choice.codec, **dict(choice.options))
         for value, choice in plan.choices
-        if choice.action is Action.COMPRESS
+        if choice.action is Action.COMPRESS and choice.codec is not None
     }
 
 

@@ -18,6 +18,7 @@ from adacc_hf.adapt.steps import StepTimes
 from adacc_hf.artifacts.files import note_latest
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.profile_sizes import ProfileSizes
 from adacc_hf.run.executor import BlockPlans
 from adacc_hf.torch_glue.batch_shapes import (
     BatchShapes,
@@ -128,12 +129,14 @@ class ShapePolicies:
         if shapes is None:
             self.all = [shape_policy]
             return
-        self.all = [s for s in self.all if s.shapes is None or not self._is_replaced(s, shape_policy)] + [shape_policy]
+        self.all = [s for s in self.all if not self._is_replaced(s, shape_policy)] + [shape_policy]
         self.others.pop(shapes, None)
         self.counted.pop(bucket_of(shapes), None)
 
     @staticmethod
     def _is_replaced(old: ShapePolicy, new: ShapePolicy) -> bool:
+        if old.shapes is None or new.shapes is None:
+            return False
         if old.shapes == new.shapes:
             return True
         return (
@@ -146,12 +149,19 @@ class ShapePolicies:
         known = [s for s in self.all if s.shapes is not None and s.rectifier.profile.sizes is not None]
         return known[-1] if known else None
 
+    def told_from(self) -> tuple[ShapePolicy, ProfileSizes]:
+        """`measured`, and what its profile tells of other sizes; there is one where there is a class of sizes."""
+        measured = self.measured
+        assert measured is not None
+        sizes = measured.rectifier.profile.sizes
+        assert sizes is not None
+        return measured, sizes
+
     def class_of(self, shapes: BatchShapes) -> BatchShapes | None:
         """The class of sizes that a batch belongs to; None where that cannot be told."""
-        measured = self.measured
-        if measured is None:
+        if self.measured is None:
             return None
-        found = measured.rectifier.profile.sizes.class_of(to_plain(shapes))
+        found = self.told_from()[1].class_of(to_plain(shapes))
         return None if found is None else from_plain(found)
 
     def at(self, sizes: BatchShapes) -> ShapePolicy | None:

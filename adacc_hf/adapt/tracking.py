@@ -27,7 +27,8 @@ TrackedKey = tuple[int, int]
 OptionKey = tuple[int, int, str]
 """An activation and the name of a codec."""
 
-K = TypeVar("K")
+K = TypeVar("K", TrackedKey, OptionKey)
+F = TypeVar("F", bound=float)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +62,8 @@ class Observation:
         )
 
 
-def _most(findings: Iterable[dict[K, float]]) -> dict[K, float]:
-    most: dict[K, float] = {}
+def _most(findings: Iterable[dict[K, F]]) -> dict[K, F]:
+    most: dict[K, F] = {}
     for found in findings:
         for key, figure in found.items():
             most[key] = max(figure, most.get(key, figure))

@@ -38,7 +38,7 @@ def index_values(
     `operators` are, in order, the values that each reads and makes; `is_index` tells whether a value holds
     indices. What is made of an index that is not `stored` cannot be recomputed either (rule R14).
     """
-    inexact, found = set(coded), set()
+    inexact, found = set(coded), set[int]()
     for inputs, made in operators:
         if any(value in found and value not in stored for value in inputs):
             found.update(made)

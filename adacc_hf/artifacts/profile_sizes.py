@@ -112,7 +112,7 @@ class ProfileSizes:
         rounded = [polynomial(products) if polynomial else None for polynomial in self._following]
         if any(size is None or size < own for size, own in zip(rounded, given, strict=True)):
             return None
-        sizes = iter(rounded)
+        sizes = (size for size in rounded if size is not None)
         return tuple((name, tuple(next(sizes) for _ in size)) for name, size in shapes)
 
     def at(self, profile: Profile, shapes: Shapes) -> Profile:

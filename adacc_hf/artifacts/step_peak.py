@@ -373,7 +373,7 @@ class _BlockWalk:
         uses: Sequence[int],
         steps: Sequence[_Moment],
         unpacks: Sequence[int],
-        released: Mapping[int | None, int],
+        released: Mapping[int, int],
     ) -> list[tuple[float, float, int]]:
         """(first step, last step, bytes) of each stretch in which a compressed value, used at `uses`, is there decoded.
 
@@ -388,7 +388,7 @@ class _BlockWalk:
                 spans.append((number, number, nbytes))
             is_last = index == len(uses) - 1
             slot = steps[number].unpacked
-            end = number if is_last else unpacks[ordinal]
+            end: float = number if is_last else unpacks[ordinal]
             end = end if slot is None else max(end, released.get(slot, math.inf))
             spans[-1] = (spans[-1][0], max(spans[-1][1], end), nbytes)
         return spans

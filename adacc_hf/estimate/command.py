@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -222,10 +223,14 @@ def _verdict(planned: Planned) -> str:
 def _methods(planned: Planned) -> list[str]:
     plain_ms = planned.forecasts["plain"].step_ms
     full_ms = planned.forecasts["full recomputation"].step_ms
-    rows = [("", "fits", "peak", "step ms", "of plain", "of full rec.", "largest batch", "longest sequence")]
+    rows: list[tuple[str, ...]] = [
+        ("", "fits", "peak", "step ms", "of plain", "of full rec.", "largest batch", "longest sequence")
+    ]
     for name, forecast in planned.forecasts.items():
         ms = forecast.step_ms
-        times = ("-", "-", "-") if ms is None else (f"{ms:.1f}", f"{ms / plain_ms:.3f}", f"{ms / full_ms:.3f}")
+        times = ("-", "-", "-")
+        if ms is not None and plain_ms is not None and full_ms is not None:
+            times = f"{ms:.1f}", f"{ms / plain_ms:.3f}", f"{ms / full_ms:.3f}"
         longest = [_count(forecast.largest_batch), _count(forecast.longest_seq_len)]
         rows.append((name, "yes" if forecast.fits else "no", format_bytes(forecast.peak_bytes), *times, *longest))
     return _table(rows)
@@ -277,7 +282,7 @@ def _count(number: int | None) -> str:
     return "-" if number is None else str(number)
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(_cell(n, cell, widths[n]) for n, cell in enumerate(row)).rstrip() for row in rows]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -38,7 +39,7 @@ _CUDA_LAUNCH_MS = 0.005
 
 
 def _gpu(
-    name: str, title: str, source: str, memory_gb: float, bandwidth_gb: float, tera_flops: dict[str, float]
+    name: str, title: str, source: str, memory_gb: float, bandwidth_gb: float, tera_flops: Mapping[str, float]
 ) -> Device:
     return Device(
         name=name,

@@ -117,8 +117,8 @@ def _attention(
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-        is_float_mask = attn_mask is not None and attn_mask.dtype is not torch.bool
-        attn_mask = attn_mask.to(dtype) if is_float_mask else attn_mask
+        if attn_mask is not None and attn_mask.dtype is not torch.bool:
+            attn_mask = attn_mask.to(dtype)
     if attn_mask is None and query.dtype in _HALVES and query.shape[-1] <= _FLASH_HEAD_DIM:
         return _flash(query, key, value, dropout_p, is_causal, scale)
     if not enable_gqa or query.shape[1] == key.shape[1]:

@@ -33,7 +33,7 @@ from adacc_hf.price.codec_options import (
     with_outlier_codec,
 )
 from adacc_hf.price.gradient_probe import GradientErrors
-from adacc_hf.price.measurement import Measurement
+from adacc_hf.price.measurement import Measurement, on_leaves
 from adacc_hf.price.pricing import Prices
 from adacc_hf.tape.compiled_plan import encode_view
 from adacc_hf.tape.recorder import RngUse
@@ -132,10 +132,9 @@ class FakeMeasurement(Measurement):
         )
 
     def head_ms(self, loss: LossCall, compute: Callable[[LossCall], torch.Tensor]) -> float:
-        tensors = (loss.rows, loss.call.weight, loss.call.bias)
-        leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
+
         with at_most_chunks(None), _SumOfTimes(self.device) as times:
-            FakeBackward().run(compute(loss.on(*leaves)))
+            FakeBackward().run(compute(on_leaves(loss)))
         return times.total_ms
 
     def meter(self, device: torch.device) -> MemoryMeter:

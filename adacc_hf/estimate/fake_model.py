@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import cast
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from adacc_hf.artifacts.config import AdaccConfig
@@ -96,7 +97,7 @@ class FakeModel:
         weights = precision.compute if sharding.casts_weights else precision.weights
         dtype = str(weights).removeprefix("torch.")
         make = _lora_model if workload.peft == "lora" else fresh_model
-        self.model: nn.Module = make(workload.config, workload.attention, dtype)
+        self.model = make(workload.config, workload.attention, dtype)
         self.model.config.use_cache = False
         self.model.train()
         self._thinning: Thinning | None = None
@@ -148,7 +149,7 @@ def fake_model(workload: Workload) -> Iterator[FakeModel]:
             ) from error
 
 
-def _lora_model(config: PretrainedConfig, attention: str, dtype: str) -> nn.Module:
+def _lora_model(config: PretrainedConfig, attention: str, dtype: str) -> PreTrainedModel:
     """The model with PEFT's LoRA adapters, at PEFT's defaults for its architecture."""
     try:
         from peft import LoraConfig, get_peft_model
@@ -164,7 +165,7 @@ def _lora_model(config: PretrainedConfig, attention: str, dtype: str) -> nn.Modu
             warnings.simplefilter("ignore", FutureWarning)
             adapted = get_peft_model(model, lora, low_cpu_mem_usage=True)
     _from_meta(adapted)
-    return adapted
+    return cast("PreTrainedModel", adapted)  # it passes on what it has not itself
 
 
 def _from_meta(model: nn.Module) -> None:

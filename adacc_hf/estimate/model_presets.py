@@ -59,7 +59,7 @@ class T5Size:
     vocab_size: int = 32_128
 
     def config(self) -> T5Config:
-        return T5Config(**asdict(self), decoder_start_token_id=0)
+        return T5Config(**asdict(self) | {"decoder_start_token_id": 0})
 
 
 PRESETS: dict[str, Gpt2Size | LlamaSize | T5Size] = {
@@ -137,9 +137,9 @@ def context_length(config: PretrainedConfig) -> int | None:
 def checked_seq_len(seq_len: int | None, config: PretrainedConfig, option: str = "--seq_len") -> int:
     """The sequence length: the setting, called `option`, or else the context. Raises ValueError outside 2..context."""
     longest = context_length(config)
-    if seq_len is None and longest is None:
-        raise ValueError(f"{option} must be set, because this model's configuration names no context length")
     length = longest if seq_len is None else seq_len
+    if length is None:
+        raise ValueError(f"{option} must be set, because this model's configuration names no context length")
     if length < 2 or (longest is not None and length > longest):
         allowed = "at least 2" if longest is None else f"2 to {longest}, the model's context"
         raise ValueError(f"{option}={length} is outside its range ({allowed}); change it or choose another --model")

@@ -96,7 +96,7 @@ def finer_options(
     tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, values: Sequence[int], scarce: Bottleneck
 ) -> dict[int, tuple[CodecOption, ...]]:
     """The precise codec, priced for those of `values` that it takes, where the settings leave the choice to us."""
-    found = {}
+    found: dict[int, tuple[CodecOption, ...]] = {}
     for value in values if config.codecs is None else ():
         tensor, codec = view(bases[value], encode_view(tape, value)), make_codec(precise_codec(), config, 0)
         if codec.supports(tuple(tensor.shape), tensor.dtype):

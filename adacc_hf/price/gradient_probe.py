@@ -78,7 +78,9 @@ def _try(
     backward: _Backward | _Product | None, values: Sequence[int], recomputing: _Remaking, found: GradientErrors
 ) -> None:
     """Note what `backward` makes of all that may stand in for `values`."""
-    for value in values if backward is not None else ():
+    if backward is None:
+        return
+    for value in values:
         for name, decoded in recomputing.decoded(value):
             _raise_to(found.codecs, (value, name), backward.error(value, decoded))
         if value in recomputing.recomputed:
@@ -130,9 +132,10 @@ class _Remaking:
         if is_ready and not self._tape.recomputable.isdisjoint(made):
             ReplayStep(operator, self._tape).run(environment)
             # No replay makes indices of what codecs left (rule R14), and truths are near where they come out wrong.
-            changed = [value for value in made if environment[value].is_floating_point()]
+            remade = {value: tensor for value in made if (tensor := environment[value]) is not None}
+            changed = {value: tensor for value, tensor in remade.items() if tensor.is_floating_point()}
             self._inexact.update(changed)
-            self.recomputed |= {value: environment[value] for value in changed if value in self._saved}
+            self.recomputed |= {value: tensor for value, tensor in changed.items() if value in self._saved}
         for value in made:
             self._settle(value)
 

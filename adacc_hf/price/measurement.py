@@ -125,11 +125,21 @@ def head_ms(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> float:
 
 def _gradients(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> tuple[Tensor, ...]:
     """The gradients that training needs of the layer, from copies that end where the layer starts."""
-    tensors = (loss.rows, loss.call.weight, loss.call.bias)
-    leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
+    copy = on_leaves(loss)
     with torch.enable_grad():
-        value = compute(loss.on(*leaves))
+        value = compute(copy)
+    leaves = (copy.rows, copy.call.weight, copy.call.bias)
     return torch.autograd.grad(value, [leaf for leaf in leaves if leaf is not None and leaf.requires_grad])
+
+
+def on_leaves(loss: LossCall) -> LossCall:
+    """The same loss of tensors that end where the layer starts."""
+    bias = loss.call.bias
+    return loss.on(_leaf(loss.rows), _leaf(loss.call.weight), None if bias is None else _leaf(bias))
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def whole_loss(loss: LossCall) -> Tensor:

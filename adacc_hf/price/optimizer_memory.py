@@ -181,9 +181,9 @@ def _override(optimizer: torch.optim.Optimizer, group: int, place: int, paramete
     return {**manager.index2config.get((group, place), {}), **manager.pid2config.get(id(parameter), {})}
 
 
-def _bare_step(optimizer: Any) -> Callable[..., Any]:
+def _bare_step(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> Callable[..., Any]:
     """The step of an optimizer's class without the hooks of all optimizers, which torch puts around it."""
-    step = (optimizer if isinstance(optimizer, type) else type(optimizer)).step
+    step: Any = (optimizer if isinstance(optimizer, type) else type(optimizer)).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 

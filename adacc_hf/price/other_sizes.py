@@ -127,6 +127,7 @@ def with_other_sizes(
 
 def at_size(profile: Profile, shapes: Shapes) -> Profile:
     """`profile` for batches of `shapes`, which its `sizes.class_of` gave, with the codecs that suit values there."""
+    assert profile.sizes is not None
     told = profile.sizes.at(profile, shapes)
     if told is profile:
         return profile
@@ -190,11 +191,12 @@ def _parts(batch: Mapping[str, Any], is_pair: bool) -> Iterator[dict[str, Any]]:
     only the second one is short."""
     samples, lengths = _extent(batch)
     few = min(2, samples)
+    parts: list[tuple[int, int | None, int | None]]
     if not _can_be_shorter(lengths, is_pair):
         parts = [(few, None, None)] if few < samples else []
     else:
         half, short = _shorter(lengths[0], lengths[0] // 2), _shorter(lengths[0], min(FEW_TOKENS, lengths[0] // 4))
-        parts = [(samples, half, half), (few, short, short)] + ([(samples, half, short)] if is_pair else [])
+        parts = [(samples, half, half), (few, short, short), *([(samples, half, short)] if is_pair else [])]
     yield from _cut_to(batch, parts, is_pair)
 
 
@@ -251,7 +253,7 @@ def _cut(
     size = list(shape.size)
     if size[0] == samples:
         size[0] = others
-    if len(size) == 2 and first is not None:
+    if len(size) == 2 and first is not None and second is not None:
         is_second = is_pair and (shape.name == "labels" or shape.name.startswith("decoder_"))
         shorter = second + len(lengths) if is_second else first
         size[1] = shorter + lengths.index(size[1])

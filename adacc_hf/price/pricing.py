@@ -90,12 +90,16 @@ def _needs_finer(errors: GradientErrors, value: int, codecs: Sequence[Codec]) ->
 
 def price_call(run: Callable[[], object], device: torch.device) -> Prices:
     """The prices of a call whose operators are not all on its tape: it counts as one, and `run` makes it again."""
-    with torch.autograd.graph.saved_tensors_hooks(_keep_nothing, _keep_nothing):
+    with torch.autograd.graph.saved_tensors_hooks(_keep_nothing, _refuse_backward):
         return Prices([median_ms(run, device)], [0])
 
 
 def _keep_nothing(_: object) -> None:
     """For saved tensors of a call that has no backward."""
+
+
+def _refuse_backward(_: object) -> torch.Tensor:
+    raise RuntimeError("a call that is timed has no backward")
 
 
 def operator_timings(tape: Tape, bases: Sequence[torch.Tensor]) -> list[Timing]:

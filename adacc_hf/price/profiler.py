@@ -206,7 +206,7 @@ def _profile(
     heads.check_own()
     blocks = survey.blocks
     called = {block.name for block in blocks}
-    uncalled = {name: function.block for name, function in installation.blocks.items() if name not in called}
+    uncalled = {name: block for name, block in installation.modules.items() if name not in called}
     if not blocks:
         raise UncalledBlocksError(describe_uncalled(installation, list(uncalled), "with this batch"))
     installation.expect(block.name for block in blocks)
@@ -317,7 +317,7 @@ def _check_not_below(name: str, value: int, least: int) -> None:
 
 def describe_uncalled(installation: Installation, uncalled: list[str], when: str) -> str:
     """What to do about blocks that were not called."""
-    blocks = {name: class_name(function.block) for name, function in installation.blocks.items()}
+    blocks = {name: class_name(block) for name, block in installation.modules.items()}
     used = sorted({blocks[name] for name in blocks.keys() - set(uncalled)})
     return (
         f"{len(uncalled)} of {len(blocks)} blocks, {uncalled[0]} first, were not called {when}: use a batch that calls "

@@ -65,7 +65,8 @@ class RecordedBlock:
         """Those inputs, with where each call finds them."""
         if self.tape.untrusted:
             return self.given.items()
-        return [(self.tape.values[value].source, tensor) for value, tensor in self.arguments.items()]
+        sources = ((self.tape.values[value].source, tensor) for value, tensor in self.arguments.items())
+        return [(source, tensor) for source, tensor in sources if source is not None]
 
 
 class Sharing:

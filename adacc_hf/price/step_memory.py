@@ -166,7 +166,7 @@ def measure_step_layout(
         loss_bytes = loss.untyped_storage().nbytes()
         del loss
         trained = tuple(parameter for parameter in model.parameters() if parameter.grad is not None)
-        gradient_bytes = distinct_bytes(parameter.grad for parameter in trained)
+        gradient_bytes = distinct_bytes(p.grad for p in trained if p.grad is not None)
         model.zero_grad(set_to_none=True)
     for name, function in functions.items():
         function.strategy = strategies[name]
@@ -312,7 +312,7 @@ def peaks_of(points: Sequence[MemoryPoint]) -> dict[str, int]:
     An optimizer that steps before the last backward, parameter by parameter, is part of the block's moment.
     """
     last = max((i for i, point in enumerate(points) if point.label[0] in ("backward", "tail")), default=-1)
-    moment, peaks = FORWARD, {}
+    moment, peaks = FORWARD, dict[str, int]()
     for i, point in enumerate(points):
         kind = point.label[0]
         if kind == "backward":

@@ -26,13 +26,13 @@ class TrackedTensor:
 
     def __init__(self, slot: int, tensor: torch.Tensor, beside: Any, mark: Callable[[Any], None]) -> None:
         self.slot = slot
-        self.tensor: torch.Tensor | None = tensor
+        self.tensor = tensor
         self.beside = beside
         """What lives as long as any slot of the block."""
         self.mark = mark
 
     def __del__(self) -> None:
-        self.tensor = self.beside = None
+        del self.tensor, self.beside
         self.mark(("release", self.slot))
 
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,7 +65,8 @@ class _NoteLoss:
 
 def with_idle(profile: Profile, idle: Sequence[str], installation: Installation) -> Profile:
     """`profile` with the blocks called `idle`, after those that store something."""
-    classes = {name: class_name(installation.blocks[name].block) for name in idle}
+    modules = installation.modules
+    classes = {name: class_name(modules[name]) for name in idle}
     kinds = {each: len(profile.kinds) + index for index, each in enumerate(dict.fromkeys(classes.values()))}
     bases = (profile.static_bytes,) * len(idle)
     return replace(
@@ -151,7 +153,7 @@ class HeadSurvey(AbstractContextManager["HeadSurvey"]):
 
     def check_own(self) -> None:
         """Raise ChunkedHeadError if a chunked head was asked for and the model's forward had no use for it."""
-        if self.own == "chunked":
+        if self._head is not None and self.own == "chunked":
             self._head.check_used()
 
     def other(
@@ -162,28 +164,30 @@ class HeadSurvey(AbstractContextManager["HeadSurvey"]):
         measurement: Measurement,
     ) -> HeadLayout | None:
         """What `measure` says with the chunked head, where there is another one to compare it with."""
-        if self._head is None or self.own == "chunked":
+        head = self._head
+        if head is None or self.own == "chunked":
             return None
-        self._head.is_on = True
+        head.is_on = True
         try:
             layout = measure()
-            self._head.check_used()
-            return HeadLayout(layout=layout, ms=measurement.head_times(lambda: self._losses(model, batch)))
+            head.check_used()
+            return HeadLayout(layout=layout, ms=measurement.head_times(partial(_losses, head, model, batch)))
         except ChunkedHeadError as error:
             log.info("Adacc: the head stays plain: %s", error)
             return None
         finally:
-            self._head.is_on = False
+            head.is_on = False
 
-    def _losses(self, model: nn.Module, batch: Mapping[str, Any]) -> list[LossCall]:
-        """The losses of one step. A pass of its own: what it holds must not be counted by the meter."""
-        found: list[LossCall] = []
-        self._head.on_loss = lambda loss: found.append(_without_graph(loss))
-        try:
-            forward_loss(model, batch)
-        finally:
-            self._head.on_loss = None
-        return found
+
+def _losses(head: ChunkedHead, model: nn.Module, batch: Mapping[str, Any]) -> list[LossCall]:
+    """The losses of one step. A pass of its own: what it holds must not be counted by the meter."""
+    found: list[LossCall] = []
+    head.on_loss = lambda loss: found.append(_without_graph(loss))
+    try:
+        forward_loss(model, batch)
+    finally:
+        head.on_loss = None
+    return found
 
 
 def _without_graph(loss: LossCall) -> LossCall:

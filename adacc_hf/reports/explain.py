@@ -184,7 +184,7 @@ def _replay_ms(kind: KindProfile, choices: dict[int, Choice], value: Value) -> f
     recomputed = [kind.values[index] for index in passed if kind.values[index].equal_to is None]
     if any(v.producer is None or not v.recomputable or not kind.operators[v.producer].replayable for v in recomputed):
         return None
-    return sum(kind.operators[index].ms for index in {v.producer for v in recomputed})
+    return sum(kind.operators[index].ms for index in {v.producer for v in recomputed if v.producer is not None})
 
 
 def _is_stored(value: Value, choices: dict[int, Choice]) -> bool:

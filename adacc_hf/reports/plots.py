@@ -8,6 +8,8 @@ from io import BytesIO
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Action, Plan, Policy
 from adacc_hf.artifacts.profile import KindProfile, Profile
@@ -262,7 +264,8 @@ def draw_frontier(profile: Profile, policy: Policy, budget_bytes: int | None = N
         axis.set_ylim(bottom=-0.03 * axis.get_ylim()[1])
         if profile.step_ms:
             share = axis.secondary_yaxis(
-                "right", functions=(lambda ms: _percent(ms, profile), lambda p: _ms(p, profile))
+                "right",
+                functions=(lambda ms: _percent(np.asarray(ms), profile), lambda p: _ms(np.asarray(p), profile)),
             )
             share.set_ylabel("% of the profiled step")
         axis.grid(color="#e3e6ea", lw=0.8)
@@ -278,9 +281,9 @@ def _draw_tradeoff(axis, curve: Sequence[Point], scale: float) -> None:
     axis.plot(peaks, times, color="#0072B2", lw=1.8, ds="steps-post", label="what the solver trades, any action")
 
 
-def _percent(ms: float, profile: Profile) -> float:
+def _percent(ms: np.ndarray, profile: Profile) -> np.ndarray:
     return 100 * ms / profile.step_ms
 
 
-def _ms(percent: float, profile: Profile) -> float:
+def _ms(percent: np.ndarray, profile: Profile) -> np.ndarray:
     return percent * profile.step_ms / 100

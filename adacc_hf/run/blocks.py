@@ -175,6 +175,11 @@ class Installation:
                 self._set(module, SETTER, Reinstaller(self, getattr(module, SETTER)))
         self._caching_warning = CachingWarning(_is_on_for_us)
 
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The blocks themselves, while their functions are around them."""
+        return {name: function.block for name, function in self.blocks.items() if function.block is not None}
+
     def remove(self) -> None:
         """Put everything back as it was. Harmless when called again."""
         while self._undo:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from adacc_hf.artifacts.errors import SavedOtherwiseError
-from adacc_hf.kernels.codecs import Codec
+from adacc_hf.kernels.codecs import Coder
 from adacc_hf.tape.comparison import CheckingRecorder
 from adacc_hf.tape.compiled_plan import CompiledPlan
 from adacc_hf.tape.recorder import CHANGED_UNSEEN, COMPILED, Recorder, RngUse, runs_compiled_code
@@ -77,7 +77,7 @@ class Call:
     )
 
     def __init__(
-        self, plan: CompiledPlan, block: str, codecs: dict[int, Codec], externals: list[tuple[int, torch.Tensor]]
+        self, plan: CompiledPlan, block: str, codecs: Mapping[int, Coder], externals: list[tuple[int, torch.Tensor]]
     ) -> None:
         self.plan = plan
         self.block = block
@@ -314,7 +314,7 @@ class Recording:
             self.recorder.untrusted = self.recorder.untrusted or CHANGED_UNSEEN
         return result
 
-    def hand_over(self, compiled: CompiledPlan, codecs: dict[int, Codec]) -> list[int]:
+    def hand_over(self, compiled: CompiledPlan, codecs: Mapping[int, Coder]) -> list[int]:
         """Store what the plan stores and let go of the rest; returns the list that the order of unpacks goes into."""
         externals = [(value, self._external(value, source)) for value, source in compiled.externals]
         self._call = Call(compiled, self.name, codecs, externals)
@@ -399,7 +399,7 @@ class CheckedCall:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         plan: CompiledPlan,
-        codecs: dict[int, Codec],
+        codecs: Mapping[int, Coder],
         externals: list[tuple[int, torch.Tensor]],
     ) -> None:
         self.name = name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -15,7 +15,7 @@ from torch import nn
 from adacc_hf.artifacts.errors import PolicyMismatchError, SavedOtherwiseError, TapeMismatchError
 from adacc_hf.artifacts.files import note_latest
 from adacc_hf.artifacts.policy import IDLE_KIND, RETAIN, Action, Choice, Plan
-from adacc_hf.kernels.codecs import Codec, get_codec
+from adacc_hf.kernels.codecs import Codec, Coder, get_codec
 from adacc_hf.run.blocks import Checkpointed
 from adacc_hf.run.call import Call, CheckedCall, Recording
 from adacc_hf.run.size_check import SizeCheck
@@ -112,7 +112,7 @@ class FollowPlan:
         """What the entries of all sizes of a family are made from."""
         self._was_surprising = False
         """Whether the block ran otherwise than another one of its kind."""
-        self.wrap_codec: Callable[[int, Codec], Codec] | None = None
+        self.wrap_codec: Callable[[int, Codec], Coder] | None = None
         """If set, what stands around each activation's codec for the time being."""
         self.observer: Observer | None = None
         """If set, what runs the next call in place of this strategy."""
@@ -215,7 +215,7 @@ class FollowPlan:
                 f"read an old one: make it a buffer, or leave its class out with AdaccConfig(block_classes=...)"
             )
 
-    def _codecs(self, entry: Entry) -> dict[int, Codec]:
+    def _codecs(self, entry: Entry) -> Mapping[int, Coder]:
         if self.wrap_codec is None:
             return entry.codecs
         return {value: self.wrap_codec(value, codec) for value, codec in entry.codecs.items()}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice, Policy
 from adacc_hf.artifacts.profile import Profile
@@ -40,7 +41,7 @@ class Bandwidths:
         """The action with the higher bandwidth; RETAIN if there is no other."""
         if self.best is None:
             return RETAIN
-        return RECOMPUTE if self.best == self.recompute else self.store.choice
+        return RECOMPUTE if self.store is None or self.best == self.recompute else self.store.choice
 
 
 def bandwidths(model: KindModel) -> list[Bandwidths]:
@@ -49,17 +50,21 @@ def bandwidths(model: KindModel) -> list[Bandwidths]:
     for value in model.kind.activations:
         ms = replay_ms(model, value.index) if value.saved else None
         codecs = [store for store in model.menus[value.index][1:] if value.saved]
-        best = max(codecs, key=lambda store, size=value.nbytes: _per_ms(size - store.nbytes, store.ms), default=None)
+        best = max(codecs, key=partial(_freed_per_ms, value.nbytes), default=None)
         rows.append(
             Bandwidths(
                 value=value.index,
                 recompute_ms=ms,
                 recompute=None if ms is None else _per_ms(value.nbytes, ms),
                 store=best,
-                compress=None if best is None else _per_ms(value.nbytes - best.nbytes, best.ms),
+                compress=None if best is None else _freed_per_ms(value.nbytes, best),
             )
         )
     return rows
+
+
+def _freed_per_ms(nbytes: int, store: StoredForm) -> float:
+    return _per_ms(nbytes - store.nbytes, store.ms)
 
 
 def _per_ms(nbytes: int, ms: float) -> float:
@@ -82,8 +87,9 @@ def greedy_policies(profile: Profile, models: Sequence[KindModel]) -> Iterator[l
     choices = [dict.fromkeys(model.menus, RETAIN) for model in models]
     policy = [price(models[block.kind], choices[block.kind]) for block in profile.blocks]
     yield list(policy)
-    changes = [(k, row) for k, model in enumerate(models) for row in bandwidths(model) if row.choice != RETAIN]
-    for kind, row in sorted(changes, key=lambda change: -change[1].best):
+    rows = [(kind, row) for kind, model in enumerate(models) for row in bandwidths(model)]
+    changes = [(row.best, kind, row) for kind, row in rows if row.best is not None and row.choice != RETAIN]
+    for _, kind, row in sorted(changes, key=lambda change: -change[0]):
         choices[kind][row.value] = row.choice
         column = price(models[kind], choices[kind])
         for i, block in enumerate(profile.blocks):

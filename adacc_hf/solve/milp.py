@@ -147,7 +147,7 @@ def price(model: KindModel, choices: Mapping[int, Choice]) -> PricedPlan:
     return PricedPlan(
         plan=Plan(kind=model.kind.digest, choices=tuple(choices.items())),
         nbytes=sum(store.nbytes for store in stores),
-        shared=frozenset(values[v].shared for v in read if values[v].shared is not None),
+        shared=frozenset(shared for v in read if (shared := values[v].shared) is not None),
         ms=sum(model.kind.operators[j].ms for j in runs) + sum(store.ms for store in stores),
     )
 
@@ -169,9 +169,9 @@ class BlockVariables:
             if len(menu) > 1:
                 program.constrain(self._stored(value), high=1.0)
         # [Available] what autograd saved is stored, or its producer is replayed (equations 5 and 6).
-        for value in self.model.kind.activations:
-            if value.saved:
-                program.constrain([*self._stored(value.index), *self._recomputed(value.index)], low=1.0)
+        for activation in self.model.kind.activations:
+            if activation.saved:
+                program.constrain([*self._stored(activation.index), *self._recomputed(activation.index)], low=1.0)
         # [Dependency] a replayed operator has its inputs; for what autograd saved, [Available] says so already.
         for j, run in self.run.items():
             for value in self._unsaved_inputs(j):
@@ -201,7 +201,7 @@ class BlockVariables:
         """Pairs of a shared tensor and the run variable of an operator that reads it."""
         values = self.model.kind.values
         inputs = [(v, run) for j, run in self.run.items() for v in dict.fromkeys(self.model.kind.operators[j].inputs)]
-        return [(values[v].shared, run) for v, run in inputs if values[v].shared is not None]
+        return [(shared, run) for v, run in inputs if (shared := values[v].shared) is not None]
 
     def terms_ms(self, weight: float = 1.0) -> list[tuple[int, float]]:
         """Replay, encoding and decoding, in ms (equation 4), times `weight`."""
@@ -218,10 +218,10 @@ class BlockVariables:
         for value, menu in self.model.menus.items():
             taken = [store.choice for o, store in enumerate(menu) if solution[self.store[value, o]] > 0.5]
             choices[value] = taken[0] if taken else RECOMPUTE
-        for value in self.model.kind.activations:
+        for activation in self.model.kind.activations:
             # A block input that nothing needs is not stored under any action; it cannot be RECOMPUTE.
-            if not value.saved and choices[value.index] == RECOMPUTE:
-                choices[value.index] = RETAIN
+            if not activation.saved and choices[activation.index] == RECOMPUTE:
+                choices[activation.index] = RETAIN
         return price(self.model, choices)
 
 

@@ -144,7 +144,7 @@ def local_search(
     """Policies of falling peak, from `start` on, which has the least that frontier plans reach; they depend on no
     budget."""
     pools = [_undominated(oracle, kind, frontier) for kind, frontier in enumerate(frontiers)]
-    trail, varied, num_left = [start], set(), VARIATIONS
+    trail, varied, num_left = [start], set[PricedPlan](), VARIATIONS
     while num_left > 0:
         block = oracle.peak_block(trail[-1])
         if block is None:
