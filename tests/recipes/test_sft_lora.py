@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("trl", reason="the sft extra installs trl")
 pytest.importorskip("peft", reason="the sft extra installs peft")
 
+import chats as chat_files
 import sft_lora
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -61,7 +62,7 @@ def test_the_demo_trains_and_stores_half(
     assert "tokens/s" in line
     assert "that plain training stores; saved in" in line
     assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
-    assert AutoTokenizer.from_pretrained(tmp_path / "run").chat_template == sft_lora.CHAT_TEMPLATE
+    assert AutoTokenizer.from_pretrained(tmp_path / "run").chat_template == chat_files.CHAT_TEMPLATE
 
 
 def test_without_compression_losses_are_those_of_plain_training(tiny_run: list[str], one_thread: None):
@@ -95,7 +96,7 @@ def test_a_file_of_ones_own_is_taken(kind: str, tiny_run: list[str], tmp_path: P
     callback = sft_lora.make_callback(settings[0])
     trainer = sft_lora.make_trainer(settings, [callback])
     text = trainer.processing_class.decode(trainer.train_dataset[0]["input_ids"])
-    assert all(said in text for said in sft_lora.strings_in(CHATS[kind]))
+    assert all(said in text for said in chat_files.strings_in(CHATS[kind]))
     if kind == "messages":
         sft_lora.train(trainer, callback)
         assert len(losses(trainer)) == 3
@@ -105,7 +106,7 @@ def test_a_file_of_ones_own_is_taken(kind: str, tiny_run: list[str], tmp_path: P
 def test_a_saved_model_is_taken_and_all_its_weights_can_be_trained(tiny_run: list[str], tmp_path: Path):
     settings = sft_lora.parse_settings(tiny_run)
     tokenizer = sft_lora.demo_tokenizer(sft_lora.load_chats(settings[0].chats, "text"), tmp_path / "cache")
-    sft_lora.demo_model(tokenizer, settings[1]).save_pretrained(tmp_path / "model")
+    sft_lora.demo_model(tokenizer, 64, seed=0).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     argv = with_setting(tiny_run, model_name_or_path=tmp_path / "model", use_peft=False, memory_budget="0.5")
     trainer, callback = trained(with_setting(argv, max_steps=3, report_to="none", assistant_only_loss=True))
