@@ -98,11 +98,12 @@ def warn_of_checkpointing(args: TrainingArguments, config: AdaccConfig) -> None:
     """Say that a policy takes the place of torch's checkpointing, which TRL's arguments switch on by default."""
     if getattr(args, CHECKPOINTING, False):  # without a Trainer, whoever calls gives what arguments there are
         log.warning(
-            "Adacc: gradient_checkpointing=True (the default of TRL's arguments): once there is a policy, it takes the "
-            "place of checkpointing, and its peak may be higher than that of checkpointing, as memory_budget=%r "
-            "allows; set gradient_checkpointing=False to have this line no more, and a smaller memory_budget to save "
-            "more",
+            "Adacc: %s=True (the default of TRL's arguments): once there is a policy, it takes the place of "
+            "checkpointing, and its peak may be higher than that of checkpointing, as memory_budget=%r allows; set "
+            "%s=False to have this line no more, and a smaller memory_budget to save more",
+            CHECKPOINTING,  # TRL sets the older name; set, the newer one of Transformers 5.23 goes before it
             config.memory_budget,
+            CHECKPOINTING,
         )
 
 

@@ -38,7 +38,7 @@ class DataArguments:
         metadata={
             "help": "pile (streamed from the hub), stdlib (the source text of the running Python's standard library, "
             "no download), or a file: .txt (documents end at lines holding only <|endoftext|>, or else at blank "
-            'lines), .jsonl or .jsonl.zst with rows {"text": ...}.'
+            'lines), .jsonl or .jsonl.zst with rows {"text": ...}; or a folder of such files.'
         },
     )
     pile_id: str = field(

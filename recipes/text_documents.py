@@ -1,4 +1,4 @@
-"""Documents to train on: the Pile, the running Python's standard library, or a file.
+"""Documents to train on: the Pile, the running Python's standard library, a file, or a folder of files.
 
 Every source ends as one `datasets` object with the single column "text", one row per document. Local text is kept as
 an Arrow cache keyed by its content, so that a changed file is read anew; the Pile is streamed.
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from arrow_cache import cached_rows
 from datasets import Dataset, Features, IterableDataset, Value, load_dataset
-from text_files import checked_file, read_file
+from text_files import checked_files, read_file
 
 # Third-party packages are not the standard library, and test data is not text anyone wants to model.
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
@@ -24,11 +24,11 @@ def stream_pile(pile_id: str) -> IterableDataset:
 
 
 def load_documents(dataset: str, cache_dir: Path) -> tuple[Dataset, str]:
-    """The documents of `stdlib` or of a file, and the SHA-256 of their content.
+    """The documents of `stdlib`, a file or a folder of files, and the SHA-256 of their content.
 
     Raises FileNotFoundError for a missing file and ValueError for text that cannot be used; either leaves no cache.
     """
-    paths = stdlib_files() if dataset == "stdlib" else [checked_file(dataset)]
+    paths = stdlib_files() if dataset == "stdlib" else checked_files(dataset)
     digest = _content_digest(paths)
     documents = cached_rows(
         _stdlib_rows if dataset == "stdlib" else _file_rows,

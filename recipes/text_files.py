@@ -14,7 +14,7 @@ def checked_file(dataset: str) -> Path:
     path = Path(dataset)
     if not path.name.endswith(FILE_SUFFIXES):
         raise ValueError(
-            f"--dataset={dataset} is neither pile, stdlib, nor a file of a known kind; "
+            f"--dataset={dataset} is neither pile, stdlib, a folder, nor a file of a known kind; "
             f"name a file that ends in {', '.join(FILE_SUFFIXES)}"
         )
     if not path.is_file():
@@ -22,6 +22,20 @@ def checked_file(dataset: str) -> Path:
     if path.stat().st_size == 0:
         raise ValueError(f"--dataset={dataset} is an empty file; pass a file with text")
     return path
+
+
+def checked_files(dataset: str) -> list[Path]:
+    """The file behind `--dataset`, or all such files of a folder, in a fixed order; empty ones are left out."""
+    folder = Path(dataset)
+    if not folder.is_dir():
+        return [checked_file(dataset)]
+    files = (path for path in folder.rglob("*") if path.name.endswith(FILE_SUFFIXES) and path.is_file())
+    found = sorted(path for path in files if path.stat().st_size > 0)
+    if not found:
+        raise ValueError(
+            f"--dataset={dataset} is a folder without text; put files there that end in {', '.join(FILE_SUFFIXES)}"
+        )
+    return found
 
 
 def read_file(path: str) -> Iterator[str]:

@@ -113,8 +113,9 @@ def test_ranks_that_share_a_sequence_are_refused(train, lossless, monkeypatch):
 
 @pytest.mark.parametrize("is_on", [True, False])
 def test_a_policy_in_place_of_checkpointing_is_said_once(train, lossless, caplog, is_on):
-    """TRL's arguments switch checkpointing on by default."""
+    """TRL's arguments switch checkpointing on by default; the line calls the setting what Transformers does."""
     train([AdaccCallback(**lossless)], **{CHECKPOINTING: is_on})
-    said = [record.getMessage() for record in caplog.records if "gradient_checkpointing=True" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if f" {CHECKPOINTING}=True" in record.getMessage()]
     assert len(said) == is_on
     assert all("takes the place" in text and "memory_budget=0.6" in text for text in said)
+    assert all(f"set {CHECKPOINTING}=False" in text for text in said)

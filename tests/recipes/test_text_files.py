@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from text_files import checked_file, read_file
+from text_files import checked_files, read_file
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_windows_line_ends_are_read_as_newlines(tmp_path: Path):
         ("gone.txt", None, FileNotFoundError, r"--dataset=.*gone\.txt: no such file; check the path"),
         ("empty.txt", b"", ValueError, r"empty\.txt is an empty file; pass a file with text"),
         ("blank.txt", b"\n \n\n", ValueError, r"blank\.txt holds no text"),
-        ("a.csv", b"x", ValueError, r"a\.csv is neither pile, stdlib, nor .*ends in \.txt, \.jsonl, \.jsonl\.zst"),
+        ("a.csv", b"x", ValueError, r"a\.csv is neither pile, stdlib, .*nor .*ends in \.txt, \.jsonl, \.jsonl\.zst"),
         ("a.jsonl", b'{"text": "x"}\n\n{"text"\n', ValueError, r"a\.jsonl, line 3 is not JSON"),
         ("a.jsonl", b'{"txt": "x"}\n', ValueError, r"line 1 has no \"text\" string \(it has the keys \['txt'\]\)"),
         ("a.jsonl", b'{"text": 5}\n', ValueError, r"line 1 has no \"text\" string"),
@@ -62,4 +62,17 @@ def test_bad_input_names_the_setting(
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(error, match=message):
-        list(read_file(str(checked_file(str(path)))))
+        [list(read_file(str(file))) for file in checked_files(str(path))]
+
+
+def test_a_folder_is_all_its_text_files(tmp_path: Path):
+    for name, content in (("b/two.txt", "two"), ("a.jsonl", "{}"), ("c.txt", ""), ("d.csv", "x")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert checked_files(str(tmp_path)) == [tmp_path / "a.jsonl", tmp_path / "b" / "two.txt"]
+
+
+def test_a_folder_without_text_is_refused(tmp_path: Path):
+    (tmp_path / "d.csv").write_text("x")
+    with pytest.raises(ValueError, match=r"is a folder without text; put files there that end in \.txt, \.jsonl"):
+        checked_files(str(tmp_path))

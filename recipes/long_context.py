@@ -1,0 +1,241 @@
+"""Train a LLaMA-like model on long sequences: first the plan, then the run under the budget that was planned for.
+
+    python recipes/long_context.py                              the demo: 1024 tokens, under a minute on a CPU
+    python recipes/long_context.py --model llama-1b --seq_len 65536 --device h100 --bf16 --plan_only
+    accelerate launch recipes/long_context.py --model meta-llama/Llama-3.2-1B --from_pretrained \
+        --tokenizer meta-llama/Llama-3.2-1B --dataset books/ --seq_len 32768 --bf16
+
+The plan is that of `adacc plan`; it needs neither the device nor weights. Documents are joined and cut to full length.
+Settings that cannot work, and a plan that does not fit, end the run with one message and exit status 2.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from planned_run import Run, plan_run
+from text_documents import load_documents
+from text_packing import encode_documents, pack_documents, stack_sequences
+from text_tokenizer import load_tokenizer, trained_tokenizer
+from transformers import AutoModelForCausalLM, HfArgumentParser, PretrainedConfig, Trainer, TrainingArguments, set_seed
+
+from adacc_hf import AdaccCallback, AdaccConfig
+from adacc_hf.artifacts.errors import AdaccError
+from adacc_hf.artifacts.units import format_bytes
+from adacc_hf.estimate.command import to_text
+from adacc_hf.estimate.devices import NAMES
+from adacc_hf.estimate.model_presets import checked_seq_len, fresh_model, load_config
+from adacc_hf.eval.trials.train_methods import parse_budget
+from adacc_hf.torch_glue.ranks import from_first_rank
+
+
+@dataclass(kw_only=True)
+class RecipeArguments:
+    """What is trained on what, and within which memory."""
+
+    model: str = field(
+        default="demo-llama",
+        metadata={"help": "demo-llama, llama-1b, llama3-8b, llama3-70b, or the hub id or folder of a model's config."},
+    )
+    from_pretrained: bool = field(default=False, metadata={"help": "Start from the weights of a hub id or folder."})
+    rope_theta: float | None = field(
+        default=None, metadata={"help": "Base of the rotary positions; a larger one stretches them over more tokens."}
+    )
+    attn_implementation: Literal["sdpa", "eager"] = field(default="sdpa", metadata={"help": "How attention runs."})
+    dataset: str = field(
+        default="stdlib",
+        metadata={"help": "A .txt, .jsonl or .jsonl.zst file, a folder of them, or stdlib (Python's)."},
+    )
+    max_documents: int | None = field(default=None, metadata={"help": "First documents used (the demo: 100)."})
+    tokenizer: str = field(
+        default="train", metadata={"help": "Hub id or folder of a tokenizer, or train: a byte-level BPE of the text."}
+    )
+    seq_len: int = field(default=32768, metadata={"help": "Tokens per sequence (the demo: 1024)."})
+    device: str = field(
+        default="auto", metadata={"help": f"What to plan for: auto (what is here), or one of {', '.join(NAMES)}."}
+    )
+    memory_budget: str = field(
+        default="auto",
+        metadata={
+            "help": "auto (the device's memory less 5 percent), a size such as 20GiB for the peak of a step, or a "
+            "fraction of plain training's activation bytes such as 0.5 (the demo's), planned as the peak it takes."
+        },
+    )
+    actions: str = field(
+        default="retain,compress,recompute",
+        metadata={"help": "What may be done with activations; retain,recompute is bit-equal to plain training."},
+    )
+    plan_only: bool = field(default=False, metadata={"help": "Print the plan and stop."})
+    find_largest: bool = field(
+        default=False,
+        metadata={"help": "Look for the largest batch and the longest sequence too: a dozen traces more."},
+    )
+    cache_dir: str = field(default="runs/cache", metadata={"help": "Folder for prepared text; safe to delete."})
+
+
+HAS_GPU = torch.cuda.is_available()
+# The Trainer's own default pins memory, and warns where there is no device to pin it for.
+DEFAULTS = {
+    "output_dir": "runs/long-context",
+    "per_device_train_batch_size": 1,
+    "bf16": HAS_GPU,
+    "dataloader_drop_last": True,  # every batch is full: one size, one policy
+    "dataloader_pin_memory": HAS_GPU,
+}
+DEMO_DEFAULTS = {
+    "seq_len": 1024,
+    "max_documents": 100,
+    "memory_budget": "0.5",
+    "max_steps": 8,
+    "learning_rate": 1e-3,
+    "logging_steps": 2,
+    "report_to": "none",
+}
+
+
+def parse_settings(argv: list[str]) -> tuple[RecipeArguments, TrainingArguments]:
+    """The settings on the command line. Raises ValueError for one that cannot be."""
+    parser = HfArgumentParser((RecipeArguments, TrainingArguments), description=__doc__, allow_abbrev=False)
+    is_demo = not any(text.partition("=")[0] == "--model" for text in argv)
+    parser.set_defaults(**DEFAULTS, **(DEMO_DEFAULTS if is_demo else {}))
+    return parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+
+
+def long_config(recipe: RecipeArguments) -> PretrainedConfig:
+    """The model's configuration with room for the sequence. Raises ValueError for positions that cannot be longer."""
+    config = load_config(recipe.model)
+    if getattr(config, "rope_parameters", None) is None or config.is_encoder_decoder:
+        raise ValueError(f"--model={recipe.model} has no rotary positions to make longer; choose a LLaMA-like model")
+    if recipe.rope_theta is not None:
+        config.rope_parameters["rope_theta"] = recipe.rope_theta
+    config.max_position_embeddings = max(config.max_position_embeddings, recipe.seq_len)
+    checked_seq_len(recipe.seq_len, config)
+    return config
+
+
+def planned_budget(recipe: RecipeArguments, training: TrainingArguments, config: PretrainedConfig) -> int:
+    """The bytes to train within, once the plan was printed. Raises ValueError where it does not fit."""
+    run = Run(
+        model=recipe.model,
+        config=config,
+        attention=recipe.attn_implementation,
+        seq_len=recipe.seq_len,
+        device=recipe.device,
+        adacc=AdaccConfig(memory_budget=parse_budget(recipe.memory_budget), actions=tuple(recipe.actions.split(","))),
+        find_largest=recipe.find_largest,
+    )
+    planned = plan_run(run, training)
+    print(to_text(planned), flush=True)
+    budget = planned.request.budget
+    if not planned.forecasts["adacc"].fits:
+        raise ValueError(
+            f"--seq_len={recipe.seq_len} does not fit: the least possible peak is "
+            f"{format_bytes(planned.forecasts['adacc'].peak_bytes)}, the budget {format_bytes(budget)}; shorten it, "
+            f"raise --memory_budget, launch on more devices with FSDP, or choose a smaller --model"
+        )
+    return budget
+
+
+def make_trainer(
+    recipe: RecipeArguments, training: TrainingArguments, config: PretrainedConfig, callback: AdaccCallback | None
+) -> Trainer:
+    """The Trainer on the text. Raises ValueError or OSError that names what cannot work."""
+    cache_dir = Path(recipe.cache_dir)
+    with training.main_process_first(desc="preparing the data"):
+        documents, digest = load_documents(recipe.dataset, cache_dir)
+        if recipe.max_documents is not None:
+            documents = documents.take(recipe.max_documents)
+        if recipe.tokenizer == "train":
+            tokenizer = trained_tokenizer(
+                documents, f"{digest} {recipe.max_documents}", config.vocab_size, 20_000, cache_dir
+            )
+        else:
+            tokenizer = load_tokenizer(recipe.tokenizer)
+        encoded = encode_documents(documents, tokenizer)
+        sequences = pack_documents(encoded, recipe.seq_len, str(cache_dir / "sequences"), "training")
+    batch_size = training.per_device_train_batch_size * training.world_size
+    if len(sequences) < batch_size:
+        raise ValueError(
+            f"--dataset={recipe.dataset} fills {len(sequences)} sequences of --seq_len={recipe.seq_len} tokens, less "
+            f"than one batch of {batch_size}; pass more text, or lower --per_device_train_batch_size or --seq_len"
+        )
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"--tokenizer={recipe.tokenizer} has {len(tokenizer)} tokens and --model={recipe.model} embeds only "
+            f"{config.vocab_size}; use the model's own tokenizer"
+        )
+    set_seed(training.seed)
+    attention = {"attn_implementation": recipe.attn_implementation, "dtype": "float32"}
+    if recipe.from_pretrained:
+        model = AutoModelForCausalLM.from_pretrained(recipe.model, config=config, **attention)
+    else:
+        model = fresh_model(config, **attention)
+    return Trainer(
+        model=model,
+        args=training,
+        data_collator=stack_sequences,
+        train_dataset=sequences,
+        processing_class=tokenizer,
+        callbacks=[] if callback is None else [callback],
+    )
+
+
+def train(trainer: Trainer, callback: AdaccCallback, seq_len: int) -> Trainer:
+    """Trains, saves the model, and prints one closing line."""
+    metrics = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint).metrics
+    trainer.save_model()
+    if trainer.is_world_process_zero():
+        speed = metrics["train_samples_per_second"] * seq_len
+        print(closing_line(trainer, callback, speed))
+    return trainer
+
+
+def closing_line(trainer: Trainer, callback: AdaccCallback, speed: float) -> str:
+    """What was reached at which speed, what was decided, and what that takes."""
+    logs = trainer.state.log_history
+    losses = [entry["loss"] for entry in logs if "loss" in entry] or [logs[-1]["train_loss"]]
+    parts = [f"{trainer.state.global_step} steps, loss {losses[0]:.3f} to {losses[-1]:.3f}, {speed:.0f} tokens/s"]
+    policy, profile = callback.policy, callback.profile
+    if policy is not None:
+        parts.append(policy.summary())
+    if policy is not None and profile is not None:
+        share = policy.predicted_stored_bytes / profile.plain_stored_bytes
+        parts.append(
+            f"that is {share:.0%} of the {format_bytes(profile.plain_stored_bytes)} that plain training stores"
+        )
+    peaks = [entry["adacc/measured_peak_gib"] for entry in logs if "adacc/measured_peak_gib" in entry]
+    if peaks:
+        budget = format_bytes(int(callback.config.memory_budget))
+        parts.append(f"peak of a counted step {format_bytes(int(peaks[-1] * 2**30))} of {budget}")
+    return "; ".join([*parts, f"saved in {trainer.args.output_dir}"])
+
+
+def command_line() -> int:
+    """Runs the recipe; the exit status is 2 after an error in the settings, told in one message."""
+    try:
+        recipe, training = parse_settings(sys.argv[1:])
+        config = long_config(recipe)
+        budget = from_first_rank(lambda: planned_budget(recipe, training, config))
+        if recipe.plan_only:
+            return 0
+        callback = AdaccCallback(memory_budget=budget, actions=tuple(recipe.actions.split(",")))
+        trainer = make_trainer(recipe, training, config, callback)
+    except (ValueError, OSError, AdaccError) as error:
+        return tell(error)
+    try:
+        train(trainer, callback, recipe.seq_len)
+    except AdaccError as error:  # a budget that no policy fits after all
+        return tell(error)
+    return 0
+
+
+def tell(error: Exception) -> int:
+    """Prints the error as one message."""
+    print(f"long_context.py: error: {error}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(command_line())

@@ -1,0 +1,182 @@
+"""Teach a language model to chat by LoRA or QLoRA under a memory budget: TRL's SFTTrainer with one callback more.
+
+    python recipes/sft_lora.py                                  the demo: a tiny LLaMA, under a minute on a CPU
+    accelerate launch recipes/sft_lora.py --model_name_or_path meta-llama/Llama-3.1-8B-Instruct --dtype bfloat16 \
+        --chats my_chats.jsonl --max_length 4096 --per_device_train_batch_size 4 --memory_budget 24GiB
+
+`--load_in_4bit` makes it QLoRA, `--use_peft false` trains all weights. Every setting of TRL's SFTConfig and ModelConfig
+may be given, on the command line or as `--config settings.yaml`. Settings that cannot work end the run with one message
+and exit status 2. It takes pip install 'adacc-hf[recipes,sft]', and bitsandbytes for QLoRA.
+"""
+
+import importlib.util
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from chats import ROWS, demo_model, demo_tokenizer, load_chats
+from transformers import TrainerCallback
+from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
+
+from adacc_hf import AdaccCallback
+from adacc_hf.artifacts.errors import AdaccError
+from adacc_hf.artifacts.units import format_bytes
+from adacc_hf.eval.trials.train_methods import parse_budget
+from adacc_hf.torch_glue.compat import CHECKPOINTING
+
+
+@dataclass(kw_only=True)
+class RecipeArguments:
+    """What TRL's own settings do not say."""
+
+    chats: str = field(
+        default=str(Path(__file__).parent / "data" / "chats.jsonl"),
+        metadata={"help": f"A jsonl file with rows {ROWS}."},
+    )
+    memory_budget: str = field(
+        default="auto",
+        metadata={
+            "help": "auto (what the device has), a size such as 20GiB for the peak of a step, or a fraction of plain "
+            "training's activation bytes such as 0.5 (the demo's)."
+        },
+    )
+    actions: str = field(
+        default="retain,compress,recompute",
+        metadata={"help": "What may be done with activations; retain,recompute is bit-equal to plain training."},
+    )
+    cache_dir: str = field(default="runs/cache", metadata={"help": "Folder for the demo's tokenizer; safe to delete."})
+
+
+Settings = tuple[RecipeArguments, SFTConfig, ModelConfig]
+DEFAULTS = {
+    "output_dir": "runs/sft-lora",
+    "use_peft": True,
+    "packing": True,
+    "bf16": torch.cuda.is_available(),
+    "dataloader_pin_memory": torch.cuda.is_available(),  # the Trainer warns where there is no device to pin for
+    # TRL switches torch's checkpointing on. The callback decides in its place; off, no log line has to say so.
+    CHECKPOINTING: False,
+}
+DEMO_DEFAULTS = {
+    "memory_budget": "0.5",
+    "max_length": 256,
+    # TRL packs chats as they fit and puts the rows of a batch end to end. Padded, batches have one size and one policy.
+    "pad_to_multiple_of": "256",
+    "dataloader_drop_last": True,
+    "max_steps": 30,
+    "per_device_train_batch_size": 2,
+    "learning_rate": 1e-2,
+    "lora_target_modules": "all-linear",
+    "report_to": "none",
+}
+
+
+def parse_settings(argv: list[str]) -> Settings:
+    """The settings on the command line or in `--config`. Raises ValueError for one that cannot be."""
+    parser = TrlParser((RecipeArguments, SFTConfig, ModelConfig), description=__doc__, allow_abbrev=False)
+    is_demo = not any(text.partition("=")[0] in ("--model_name_or_path", "--config") for text in argv)
+    parser.set_defaults(**DEFAULTS, **(DEMO_DEFAULTS if is_demo else {}))
+    return parser.parse_args_and_config(argv)
+
+
+def make_callback(recipe: RecipeArguments) -> AdaccCallback:
+    """The one line that this recipe adds to a usual one. Raises ValueError for a budget or action that there is not."""
+    return AdaccCallback(memory_budget=parse_budget(recipe.memory_budget), actions=tuple(recipe.actions.split(",")))
+
+
+def make_trainer(settings: Settings, callbacks: list[TrainerCallback]) -> SFTTrainer:
+    """TRL's trainer on the chats. Raises ValueError or OSError for what cannot work, before anything is trained."""
+    recipe, training, model = settings
+    check_quantization(model)
+    chats = load_chats(recipe.chats, training.dataset_text_field)
+    if model.model_name_or_path is None:
+        with training.main_process_first(desc="training the tokenizer"):
+            tokenizer = demo_tokenizer(chats, Path(recipe.cache_dir))
+        start = {
+            "model": demo_model(tokenizer, training.max_length or 1024, training.seed),
+            "processing_class": tokenizer,
+        }
+    else:
+        loading = {
+            "revision": model.model_revision,
+            "dtype": model.dtype,
+            "attn_implementation": model.attn_implementation,
+        }
+        quantization = get_quantization_config(model)
+        loading |= {} if quantization is None else {"quantization_config": quantization}
+        training.model_init_kwargs = loading | (training.model_init_kwargs or {})
+        start = {"model": model.model_name_or_path}
+    try:
+        return SFTTrainer(
+            **start, args=training, train_dataset=chats, peft_config=get_peft_config(model), callbacks=callbacks
+        )
+    except OSError as error:
+        raise ValueError(f"--model_name_or_path={model.model_name_or_path} could not be loaded: {error}") from error
+
+
+def check_quantization(model: ModelConfig) -> None:
+    """Raises ValueError where weights cannot be quantized."""
+    name = "--load_in_4bit" if model.load_in_4bit else "--load_in_8bit"
+    if not (model.load_in_4bit or model.load_in_8bit):
+        return
+    if model.model_name_or_path is None:
+        raise ValueError(f"{name} quantizes the weights of a hub id or folder; name one with --model_name_or_path")
+    if not model.use_peft:
+        raise ValueError(
+            f"{name} freezes the weights, and --use_peft=False leaves nothing to train; leave out one of them"
+        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError(f"{name} needs bitsandbytes: pip install bitsandbytes, or leave it out to train by LoRA")
+
+
+def train(trainer: SFTTrainer, callback: AdaccCallback) -> SFTTrainer:
+    """Trains, saves the adapter (or the model), and prints one closing line."""
+    resumed = trainer.args.resume_from_checkpoint
+    seconds = trainer.train(resume_from_checkpoint=resumed).metrics["train_runtime"]
+    trainer.save_model()
+    if trainer.is_world_process_zero():
+        print(closing_line(trainer, callback, seconds))
+    return trainer
+
+
+def closing_line(trainer: SFTTrainer, callback: AdaccCallback, seconds: float) -> str:
+    """What was reached at which speed, what was decided, and what that stores."""
+    logs = trainer.state.log_history
+    losses = [entry["loss"] for entry in logs if "loss" in entry] or [logs[-1]["train_loss"]]
+    tokens = max((entry["num_tokens"] for entry in logs if "num_tokens" in entry), default=0)
+    line = (
+        f"{trainer.state.global_step} steps, loss {losses[0]:.3f} to {losses[-1]:.3f}, {tokens / seconds:.0f} tokens/s"
+    )
+    policy, profile = callback.policy, callback.profile
+    if policy is not None:
+        line += f"; {policy.summary()}"
+    if policy is not None and profile is not None:
+        share = policy.predicted_stored_bytes / profile.plain_stored_bytes
+        line += f"; that is {share:.0%} of the {format_bytes(profile.plain_stored_bytes)} that plain training stores"
+    return f"{line}; saved in {trainer.args.output_dir}"
+
+
+def command_line() -> int:
+    """Runs the recipe; the exit status is 2 after an error in the settings, told in one message."""
+    try:
+        settings = parse_settings(sys.argv[1:])
+        callback = make_callback(settings[0])
+        trainer = make_trainer(settings, [callback])
+    except (ValueError, OSError) as error:
+        return tell(error)
+    try:
+        train(trainer, callback)
+    except AdaccError as error:  # a budget that no policy fits, or a model without blocks: known only now
+        return tell(error)
+    return 0
+
+
+def tell(error: Exception) -> int:
+    """Prints the error as one message."""
+    print(f"sft_lora.py: error: {error}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(command_line())
