@@ -75,8 +75,8 @@ eval: $(INSTALLED) ## Run everything in eval/ at the demo's scale, into runs/eva
 tables: $(INSTALLED) ## Write the tables of README and docs/, and those beside the records, from the JSON in eval/results
 	$(BIN)/python -m adacc_hf.eval.tables
 
-# What makes the site comes on top of what trains. Its tree of pages has them where the repository has them; that of modules
-# gives the folders at the top level their place in the package, and kernels/ the __init__.py without which it is not found.
+# What makes the site comes on top of what trains. The tree of pages has them where the repository has them. That of
+# modules gives the folders at the top level their place in the package, and kernels/ an __init__.py, to be found by.
 SITE := $(VENV)/.site
 $(SITE): $(RUNNABLE)
 	$(INSTALL) --no-build-isolation --editable '.[docs]'
@@ -91,7 +91,8 @@ docs: $(SITE) ## Build the site from docs/ and the docstrings, into build/site; 
 	@ln -s $(CURDIR)/kernels/* build/api/adacc_hf/kernels
 	@touch build/api/adacc_hf/kernels/__init__.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@! grep -rnoE '(src="|<link [^>]*href=")https?://[^"]*' build/site --include='*.html' || (echo 'the site asks others'; exit 1)
+	@! grep -rnoE '(src="|<link [^>]*href=")https?://[^"]*' build/site --include='*.html' || \
+		{ echo 'the site would load these from elsewhere: keep them in docs/'; exit 1; }
 
 style: $(INSTALLED) ## Format the code and fix what ruff can fix
 	@$(BIN)/ruff format
