@@ -77,6 +77,7 @@ tables: $(INSTALLED) ## Write the tables of README and docs/, and those beside t
 
 # What makes the site comes on top of what trains. The tree of pages has them where the repository has them. That of
 # modules gives the folders at the top level their place in the package, and kernels/ an __init__.py, to be found by.
+# mkdocs counts as errors only the warnings that it shows: not with --quiet.
 SITE := $(VENV)/.site
 $(SITE): $(RUNNABLE)
 	$(INSTALL) --no-build-isolation --editable '.[docs]'
@@ -90,7 +91,7 @@ docs: $(SITE) ## Build the site from docs/ and the docstrings, into build/site; 
 	@ln -s $(CURDIR)/adacc_hf/* $(CURDIR)/callbacks build/api/adacc_hf
 	@ln -s $(CURDIR)/kernels/* build/api/adacc_hf/kernels
 	@touch build/api/adacc_hf/kernels/__init__.py
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@! grep -rnoE '(src="|<link [^>]*href=")https?://[^"]*' build/site --include='*.html' || \
 		{ echo 'the site would load these from elsewhere: keep them in docs/'; exit 1; }
 
