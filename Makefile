@@ -12,7 +12,7 @@ PIP := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip 
 INSTALL := $(PIP) --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-gpu test-emulated test-others bench eval tables style check types clean
+.PHONY: help venv demo test test-gpu test-emulated test-others bench eval tables docs style check types clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -74,6 +74,26 @@ eval: $(INSTALLED) ## Run everything in eval/ at the demo's scale, into runs/eva
 
 tables: $(INSTALLED) ## Write the tables of README and docs/, and those beside the records, from the JSON in eval/results
 	$(BIN)/python -m adacc_hf.eval.tables
+
+# What makes the site comes on top of what trains. The tree of pages has them where the repository has them. That of
+# modules gives the folders at the top level their place in the package, and kernels/ an __init__.py, to be found by.
+# mkdocs counts as errors only the warnings that it shows: not with --quiet.
+SITE := $(VENV)/.site
+$(SITE): $(RUNNABLE)
+	$(INSTALL) --no-build-isolation --editable '.[docs]'
+	@touch $@
+
+docs: $(SITE) ## Build the site from docs/ and the docstrings, into build/site; warnings are errors
+	@rm -rf build/docs build/api
+	@mkdir -p build/docs/eval/results build/api/adacc_hf/kernels
+	@ln -s $(CURDIR)/README.md $(CURDIR)/CHANGELOG.md $(CURDIR)/CONTRIBUTING.md $(CURDIR)/docs build/docs
+	@ln -s $(CURDIR)/eval/results/cpu build/docs/eval/results
+	@ln -s $(CURDIR)/adacc_hf/* $(CURDIR)/callbacks build/api/adacc_hf
+	@ln -s $(CURDIR)/kernels/* build/api/adacc_hf/kernels
+	@touch build/api/adacc_hf/kernels/__init__.py
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@! grep -rnoE '(src="|<link [^>]*href=")https?://[^"]*' build/site --include='*.html' || \
+		{ echo 'the site would load these from elsewhere: keep them in docs/'; exit 1; }
 
 style: $(INSTALLED) ## Format the code and fix what ruff can fix
 	@$(BIN)/ruff format

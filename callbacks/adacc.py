@@ -62,7 +62,8 @@ class AdaccCallback(TrainerCallback):
     | `adacc/gradient_error` | the same of a sampled block's gradient |
     | `adacc/tracking_ms` | milliseconds of tracking, solving, counting memory and writing files so far |
 
-    Example:
+    For example:
+
         Trainer(model=model, args=args, train_dataset=dataset, callbacks=[AdaccCallback(memory_budget="20GiB")])
     """
 

@@ -20,7 +20,8 @@ class ThroughputCallback(TrainerCallback):
     | `throughput/step_ms` | milliseconds, mean since the last log |
     | `throughput/peak_allocated_bytes` | bytes, CUDA only, most since the last log |
 
-    Example:
+    For example:
+
         Trainer(model=model, args=args, train_dataset=dataset, callbacks=[ThroughputCallback()])
     """
 

@@ -149,6 +149,7 @@ class PolicyHandle:
                 block.num_calls = before.blocks[name].num_calls
 
     def remove(self) -> None:
+        """Take the policy off the model. Harmless when it is off already."""
         self.installation.remove()
         if self._head is not None:
             self._head.remove()

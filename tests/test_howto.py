@@ -1,0 +1,72 @@
+"""The how-to pages' code runs as it stands, page by page, and their launchers' files are ones that Accelerate takes."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from accelerate.commands.config import load_config_from_file
+
+PAGES = sorted((Path(__file__).parent.parent / "docs" / "howto").glob("*.md"))
+NOT_RUN = "<!-- not run by the tests"
+BLOCK = re.compile(r"(<!--[^>]*-->\n\n)?```(python|bash)\n(.*?)```", re.DOTALL)
+YAML = re.compile(r"```yaml\n(.*?)```", re.DOTALL)
+PROMISED = {
+    "compile": ("5.",),
+    "explain": ("GPT2Block, transformer.h.1", "retain", "recompute", "compress(", "full recomputation"),
+    "long-context": ("chunked head", "of plain training's bytes"),
+    "plan": ('"fits": true',),
+    "preferences": ("DPO:  2 blocks", "GRPO: 2 blocks"),
+}
+"""What a page shows that does not depend on times."""
+ADACC = "import sys; from adacc_hf.cli import main; sys.exit(main())"
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """(language, code) of the blocks that run, in their order."""
+    found = BLOCK.findall(page.read_text(encoding="utf-8"))
+    return [(language, code) for mark, language, code in found if not mark.startswith(NOT_RUN)]
+
+
+def run(folder: Path, *arguments: str) -> str:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_its_code_runs(page: Path, tmp_path: Path) -> None:
+    """All of its Python in one process, then each of its `adacc` commands."""
+    found = blocks(page)
+    code = "\n".join(text for language, text in found if language == "python")
+    commands = [line.split() for language, text in found if language == "bash" for line in text.splitlines()]
+    if "from trl import" in code and find_spec("trl") is None:
+        pytest.skip("the peers' extra installs trl")
+    printed = run(tmp_path, code)
+    for name, *arguments in commands:
+        assert name == "adacc", "the tests run no other command"
+        printed += run(tmp_path, ADACC, *arguments)
+    assert all(word in printed for word in PROMISED.get(page.stem, ("overhead",)))
+
+
+def test_the_launchers_files_are_read(tmp_path: Path) -> None:
+    """Accelerate refuses keys that it does not know."""
+    texts = [text for page in PAGES for text in YAML.findall(page.read_text(encoding="utf-8"))]
+    assert len(texts) == 2
+    for number, text in enumerate(texts):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(text, encoding="utf-8")
+        assert load_config_from_file(str(path)).num_processes == 8
+
+
+def test_every_page_says_what_to_look_at_and_what_can_go_wrong() -> None:
+    assert len(PAGES) == 7
+    for page in PAGES:
+        headings = re.findall(r"^## (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert headings[-2:] == ["What to look at", "What can go wrong"], page.name
