@@ -165,7 +165,7 @@ def test_of_a_pair_of_texts_peaks_are_told_less_exactly(one_thread, name):
     ids = torch.randint(5, 60, (4, 40), generator=torch.Generator().manual_seed(0))
     model = architectures()[name].build()
     profile = profile_model(model, {"input_ids": ids, "labels": ids}, CONFIG, all_sizes=True)
-    assert profile.sizes.uncertainty == (0.03 if name == "t5" else 0.01)
+    assert profile.sizes.uncertainty == (0.04 if name == "t5" else 0.01)
 
 
 def test_batches_of_one_sample_are_recorded_at_other_lengths(
