@@ -128,8 +128,8 @@ def within_budgets(
 
 def _memory_figures(entry: Entry, memory: StepMemory) -> dict[str, Any]:
     figures: dict[str, Any] = {"stored_bytes": memory.stored_bytes, "peak_bytes": memory.peak_bytes}
-    if entry.budget is not None:
-        policy: Policy = entry.contender.policy
+    policy = entry.contender.policy
+    if entry.budget is not None and policy is not None:
         figures["budget"] = asdict(entry.budget) | {"of": "peak" if entry.budget.bounds_peak else "stored"}
         figures["within_budget"] = entry.budget.holds(memory)
         figures["predicted_stored_bytes"] = policy.predicted_stored_bytes

@@ -96,9 +96,13 @@ def measure(ledger: Ledger, workload: Workload) -> None:
     probe = Probe(workload, ledger.run_info["steps"], ledger.run_info["batches"], ledger.settings)
     ledger.measure(TRAINING, lambda: {"final_loss": probe.loss, "another_batch": probe.another_batch()})
     for scheme in tqdm(codec_schemes(), desc="codecs", unit="scheme"):
-        ledger.measure(_key(scheme), lambda scheme=scheme: {**asdict(scheme), **probe.codec_errors(scheme)})
+        ledger.measure(_key(scheme), partial(_point, scheme, probe.codec_errors))
     for scheme in tqdm(layer_specific_schemes(), desc=LAYER_SPECIFIC, unit="scheme"):
-        ledger.measure(_key(scheme), lambda scheme=scheme: {**asdict(scheme), **probe.policy_error(scheme)})
+        ledger.measure(_key(scheme), partial(_point, scheme, probe.policy_error))
+
+
+def _point(scheme: Scheme, errors: Callable[[Scheme], Figures]) -> Figures:
+    return {**asdict(scheme), **errors(scheme)}
 
 
 def _key(scheme: Scheme) -> str:
@@ -203,7 +207,7 @@ def _scheme(row: Mapping[str, Any]) -> Scheme:
 def table_text(errors: Errors) -> str:
     """One line per codec, scale and rounding; one column per group size."""
     lines = dict.fromkeys((scheme.name, scheme.scale, scheme.rounding) for scheme in errors)
-    columns = {None: "one per row", **{size: f"groups of {size}" for size in GROUP_SIZES}}
+    columns: dict[int | None, str] = {None: "one per row", **{size: f"groups of {size}" for size in GROUP_SIZES}}
     rows = []
     for name, scale, rounding in lines:
         cells = {

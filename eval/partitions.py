@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run_info = {"models": arguments.models, "shares": SHARES, "lossy_share": LOSSY_SHARE}
     with open_ledger(settings, run_info, arguments.resume) as ledger:
         for name in tqdm(arguments.models, desc="partitions", unit="model"):
-            ledger.measure(name, lambda name=name: check(*cases()[name], settings))
+            ledger.measure(name, partial(_point, name, settings))
         ledger.finish()
         ledger.publish(report_text(ledger))
         return 0 if all(is_good(point) for point in ledger.points.values()) else 1
@@ -86,6 +86,10 @@ def _architecture(name: str) -> Build:
         return model.to(settings.device), {key: tensor.to(settings.device) for key, tensor in batch.items()}
 
     return build
+
+
+def _point(name: str, settings: Settings) -> dict[str, Any]:
+    return check(*cases()[name], settings)
 
 
 def check(build: Build, precision: str, settings: Settings) -> dict[str, Any]:

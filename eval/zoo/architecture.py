@@ -11,7 +11,8 @@ import transformers
 from torch import nn
 
 DROPOUT = 0.1
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]
+"""Tensors, and what else the model is to be told."""
 MakeBatch = Callable[[torch.Generator], Batch]
 Table = Mapping[str, Mapping[str, tuple[str, Mapping[str, Any], MakeBatch]]]
 """By family and model type: the model class, the settings of its configuration, and what makes its batches."""
