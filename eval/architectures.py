@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedModel
 
 from adacc_hf import AdaccConfig, Policy, Profile, apply_policy, profile_model
 from adacc_hf.artifacts.errors import AdaccError
@@ -34,6 +35,7 @@ from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.run.blocks import Installation
 from adacc_hf.run.executor import PolicyHandle
+from adacc_hf.run.follow_plan import FollowPlan
 from adacc_hf.torch_glue.memory import measure_step
 
 CONFIG = AdaccConfig(min_compress_bytes=64)
@@ -120,7 +122,11 @@ def config_of(architecture: Architecture) -> AdaccConfig:
 
 
 def _verdict(
-    architecture: Architecture, model: nn.Module, batches: Sequence[Batch], profile: Profile, plain: list[Gradients]
+    architecture: Architecture,
+    model: PreTrainedModel,
+    batches: Sequence[Batch],
+    profile: Profile,
+    plain: list[Gradients],
 ) -> Verdict:
     actions = tuple(Action)
     policies = [Policy.uniform(profile, Action.RECOMPUTE)]
@@ -206,6 +212,7 @@ def fallbacks(handle: PolicyHandle) -> dict[str, str]:
     return {
         name: f"{tape.block_class}: {tape.untrusted}"
         for name, function in handle.installation.functions.items()
+        if isinstance(function.strategy, FollowPlan)
         for tape in function.strategy.tapes.values()
         if tape.untrusted
     }
@@ -291,7 +298,9 @@ class ThroughCodecs:
         """The whole storage of `tensor`, in the order of memory, after encoding and decoding."""
         record, codec = self._values[value], self._codecs[value]
         dtype = getattr(torch, record.dtype)
-        dense = torch.empty(0, dtype=dtype).set_(tensor.untyped_storage(), 0, record.encoded_shape)
+        # Contiguous without strides, which torch does not declare.
+        dense = torch.empty(0, dtype=dtype)
+        dense.set_(tensor.untyped_storage(), 0, record.encoded_shape)  # type: ignore[call-overload]
         return codec.decode(codec.encode(dense))
 
 
@@ -301,7 +310,7 @@ def _on_storage(decoded: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return empty.set_(decoded.untyped_storage(), like.storage_offset(), like.shape, like.stride())
 
 
-def _attention(model: nn.Module) -> str:
+def _attention(model: PreTrainedModel) -> str:
     return str(model.config._attn_implementation)
 
 

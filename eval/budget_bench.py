@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from adacc_hf import AdaccConfig, InfeasibleBudgetError, Policy, profile_model, solve_policy
+from adacc_hf import AdaccConfig, InfeasibleBudgetError, profile_model, solve_policy
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.records import RedGateError, Settings, Spread, add_settings, markdown_table, positive_int
@@ -128,8 +128,8 @@ def within_budgets(
 
 def _memory_figures(entry: Entry, memory: StepMemory) -> dict[str, Any]:
     figures: dict[str, Any] = {"stored_bytes": memory.stored_bytes, "peak_bytes": memory.peak_bytes}
-    if entry.budget is not None:
-        policy: Policy = entry.contender.policy
+    policy = entry.contender.policy
+    if entry.budget is not None and policy is not None:
         figures["budget"] = asdict(entry.budget) | {"of": "peak" if entry.budget.bounds_peak else "stored"}
         figures["within_budget"] = entry.budget.holds(memory)
         figures["predicted_stored_bytes"] = policy.predicted_stored_bytes

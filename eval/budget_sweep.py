@@ -55,8 +55,10 @@ def main(argv: Sequence[str] | None = None, size: Size | None = None) -> int:
     cases = [(family, attention) for family in arguments.family for attention in arguments.attention]
     run_info = {"cases": cases, "size": asdict(size), "budgets": arguments.budgets}
     with open_ledger(settings, run_info, arguments.resume) as ledger:
-        for case in tqdm(cases, desc="budget-sweep", unit="model"):
-            ledger.measure(", ".join(case), partial(measure, *case, size, arguments.budgets, settings))
+        for family, attention in tqdm(cases, desc="budget-sweep", unit="model"):
+            ledger.measure(
+                f"{family}, {attention}", partial(measure, family, attention, size, arguments.budgets, settings)
+            )
         sweeps = {name: point["budgets"] for name, point in ledger.points.items()}
         faults = [f"{name}: {fault}" for name, rows in sweeps.items() for fault in find_faults(rows, settings.device)]
         ledger.finish(faults=faults)

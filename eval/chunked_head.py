@@ -9,6 +9,7 @@ and the relative L2 error of the gradients from those of float64. One thread, CP
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -42,8 +43,11 @@ def torchs(chunking: str) -> Loss:
     """The same by torch, its batches of rows as large as ours or as it chooses."""
 
     def loss(rows: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        size = {"batch_chunk_size": chunk_rows(rows.shape[-1]), "chunking_method": None} if chunking == OURS else {}
-        options = torch.nn.LinearCrossEntropyOptions(**size)
+        options = torch.nn.LinearCrossEntropyOptions()
+        if chunking == OURS:
+            options = torch.nn.LinearCrossEntropyOptions(
+                batch_chunk_size=chunk_rows(rows.shape[-1]), chunking_method=None
+            )
         return F.linear_cross_entropy(rows, weight, target, options=options)
 
     return loss
@@ -51,23 +55,22 @@ def torchs(chunking: str) -> Loss:
 
 def measure(loss: Loss, rows: Tensor, weight: Tensor, target: Tensor) -> tuple[float, int, list[Tensor]]:
     """(CPU milliseconds, bytes live at most beside what is given, gradients) of one forward and backward."""
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in (rows, weight)]
+    rows, weight = (tensor.detach().clone().requires_grad_() for tensor in (rows, weight))
     with MemoryMeter.for_device(rows.device) as meter:
         meter.mark(("before",))
-        backward(loss(*leaves, target))
+        backward(loss(rows, weight, target))
         meter.mark(("after",))
     peak_bytes = meter.peak_bytes
-    for leaf in leaves:
-        leaf.grad = None
+    rows.grad = weight.grad = None
     start = cpu_seconds()
-    backward(loss(*leaves, target))
-    return 1e3 * (cpu_seconds() - start), peak_bytes, [leaf.grad for leaf in leaves]
+    backward(loss(rows, weight, target))
+    return 1e3 * (cpu_seconds() - start), peak_bytes, [t.grad for t in (rows, weight) if t.grad is not None]
 
 
 def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """Relative L2 error over all gradients."""
     off = sum((one.double() - other).square().sum() for one, other in zip(found, exact, strict=True))
-    return (off / sum(other.square().sum() for other in exact)).sqrt().item()
+    return math.sqrt(off / sum(other.square().sum() for other in exact))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         target = torch.randint(0, arguments.vocabulary, (arguments.tokens,), generator=generator)
         *_, exact = measure(whole_in_float64, rows.double(), weight.double(), target)
-        found = {name: [] for name in contenders}
+        found: dict[str, list[tuple[float, int, list[Tensor]]]] = {name: [] for name in contenders}
         for _ in range(arguments.rounds):
             for name, loss in contenders.items():
                 found[name].append(measure(loss, rows, weight, target))

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,7 +146,11 @@ def measure(ledger: Ledger) -> None:
             pairs = contenders(BLOCKS[model], DTYPES[dtype], info["tokens"], info["compile"], ledger.settings)
             for contender, tensor in pairs:
                 key = f"bandwidth, {model}, {dtype}, {contender.name}"
-                ledger.measure(key, lambda c=contender, x=tensor: asdict(time_contender(c, x, info["samples"])))
+                ledger.measure(key, partial(_point, contender, tensor, info["samples"]))
+
+
+def _point(contender: Contender, tensor: Tensor, samples: int) -> dict[str, Any]:
+    return asdict(time_contender(contender, tensor, samples))
 
 
 def report_text(ledger: Ledger) -> str:
@@ -238,21 +243,21 @@ def _codec(codec: Codec) -> Contender:
 
 def rivals(tensor: Tensor, with_compile: bool) -> Iterator[Contender]:
     """What a user would pick instead of outlier_int4."""
-    shape, dtype, factor = tuple(tensor.shape), tensor.dtype, -1 / 8
+    (rows, columns), dtype, factor = tensor.shape, tensor.dtype, -1 / 8
 
     def encode(x: Tensor) -> tuple[Tensor, ...]:
         return outlier_int4.encode_ref(x, None, 64, factor, "nearest", 0)
 
     def decode(tensors: tuple[Tensor, ...]) -> Tensor:
-        return outlier_int4.decode_ref(shape, dtype, factor, *tensors)
+        return outlier_int4.decode_ref((rows, columns), dtype, factor, *tensors)
 
     def nbytes(tensors: tuple[Tensor, ...]) -> int:
         return sum(t.nbytes for t in tensors)
 
     yield Contender("plain torch reference", encode, decode, nbytes)
     if with_compile:
-        compiled = (torch.compile(function, dynamic=False, fullgraph=True) for function in (encode, decode))
-        yield Contender("torch.compile of the reference", *compiled, nbytes)
+        compiled = partial(torch.compile, dynamic=False, fullgraph=True)
+        yield Contender("torch.compile of the reference", compiled(encode), compiled(decode), nbytes)
     if importlib.util.find_spec("bitsandbytes"):
         yield from _bitsandbytes(tensor)
 

@@ -98,10 +98,10 @@ def measure(ledger: Ledger, timeout_s: float, run: Run) -> None:
             "clock": ledger.run_info["clock"],
             **shared,
         }
-        ledger.measure(f"{family}, budgets", lambda order=order: run(measure_budgets, order, timeout_s))
+        ledger.measure(f"{family}, budgets", partial(run, measure_budgets, order, timeout_s))
     for name in tqdm(COMPILED, desc="compilation", unit="compilation"):
         order = {"family": families[0], "name": name, **shared}
-        ledger.measure(f"{families[0]}, compilation, {name}", lambda order=order: compiled_twice(order, timeout_s, run))
+        ledger.measure(f"{families[0]}, compilation, {name}", partial(compiled_twice, order, timeout_s, run))
 
 
 def shares(count: int) -> list[float]:
@@ -173,8 +173,9 @@ def measure_compilation(family: str, name: str, cache: str, device: str, seed: i
     from torch._dynamo.utils import counters
 
     model, batch = _model_and_batch(family, device, seed)
-    if COMPILED[name] is not None:
-        share, actions = COMPILED[name]
+    compiled = COMPILED[name]
+    if compiled is not None:
+        share, actions = compiled
         InstalledPartitioner(AdaccPartitioner(store=PlanStore(), memory_budget=share, actions=actions))
     _step(model, model, batch)
     start = cpu_seconds()

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -85,7 +86,7 @@ def main(argv: Sequence[str] | None = None, execute: Execute | None = None) -> i
     run_info = {"runners": runners, "clock": arguments.clock, "data_dir": str(arguments.data_dir)}
     with open_ledger(settings, run_info, arguments.resume) as ledger:
         for name in tqdm(runners, desc="all", unit="runner"):
-            ledger.measure(name, lambda name=name: measure(ledger, name, execute or _execute))
+            ledger.measure(name, partial(measure, ledger, name, execute or _execute))
         ledger.finish()
         if arguments.publish is not None:
             publish(ledger, arguments.publish)

@@ -15,6 +15,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None, workload: Workload = WORKLOAD) -> in
     with open_ledger(settings, {"workload": asdict(workload), **options}, arguments.resume) as ledger:
         for batch in tqdm(arguments.batches, desc="evolution", unit="batch size"):
             for name in arguments.cases:
-                ledger.measure(_key(name, batch), lambda name=name, batch=batch: asdict(_run(ledger, name, batch)))
+                ledger.measure(_key(name, batch), partial(_run, ledger, name, batch))
         ledger.finish(paper=PAPER)
         save_plots(ledger)
         ledger.publish(report_text(ledger))
@@ -108,13 +109,13 @@ def _key(case: str, batch: int) -> str:
     return f"{case}, batch {batch}"
 
 
-def _run(ledger: Ledger, name: str, batch: int) -> Outcome:
+def _run(ledger: Ledger, name: str, batch: int) -> dict[str, Any]:
     info, settings = ledger.run_info, ledger.settings
     workload = Workload(**info["workload"] | {"batch": batch})
     clock = CLOCKS[info["clock"]]
     scenario = _scenario(name, info["budget"])
     case = Case(workload, scenario, info["steps"], clock, settings.device, settings.seed)
-    return case.run(info["rounds"])
+    return asdict(case.run(info["rounds"]))
 
 
 def _outcome(point: dict[str, Any]) -> Outcome:

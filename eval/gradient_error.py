@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice, pairwise
 from typing import Any
 
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from adacc_hf import Action, Policy, apply_policy, profile_model
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.records import Settings, add_settings, markdown_table, positive_int
+from adacc_hf.eval.records.records import Figures, Settings, add_settings, markdown_table, positive_int
 from adacc_hf.eval.trials.codec_schemes import (
     GROUP_SIZES,
     LAYER_SPECIFIC,
@@ -96,9 +96,13 @@ def measure(ledger: Ledger, workload: Workload) -> None:
     probe = Probe(workload, ledger.run_info["steps"], ledger.run_info["batches"], ledger.settings)
     ledger.measure(TRAINING, lambda: {"final_loss": probe.loss, "another_batch": probe.another_batch()})
     for scheme in tqdm(codec_schemes(), desc="codecs", unit="scheme"):
-        ledger.measure(_key(scheme), lambda scheme=scheme: {**asdict(scheme), **probe.codec_errors(scheme)})
+        ledger.measure(_key(scheme), partial(_point, scheme, probe.codec_errors))
     for scheme in tqdm(layer_specific_schemes(), desc=LAYER_SPECIFIC, unit="scheme"):
-        ledger.measure(_key(scheme), lambda scheme=scheme: {**asdict(scheme), **probe.policy_error(scheme)})
+        ledger.measure(_key(scheme), partial(_point, scheme, probe.policy_error))
+
+
+def _point(scheme: Scheme, errors: Callable[[Scheme], Figures]) -> Figures:
+    return {**asdict(scheme), **errors(scheme)}
 
 
 def _key(scheme: Scheme) -> str:
@@ -203,7 +207,7 @@ def _scheme(row: Mapping[str, Any]) -> Scheme:
 def table_text(errors: Errors) -> str:
     """One line per codec, scale and rounding; one column per group size."""
     lines = dict.fromkeys((scheme.name, scheme.scale, scheme.rounding) for scheme in errors)
-    columns = {None: "one per row", **{size: f"groups of {size}" for size in GROUP_SIZES}}
+    columns: dict[int | None, str] = {None: "one per row", **{size: f"groups of {size}" for size in GROUP_SIZES}}
     rows = []
     for name, scale, rounding in lines:
         cells = {

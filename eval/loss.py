@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_is
     }
     with open_ledger(settings, run_info, arguments.resume) as ledger:
         for method in tqdm(arguments.methods, desc="loss", unit="method"):
-            ledger.measure(method, lambda method=method: train(ledger, method, arguments.timeout, run))
+            ledger.measure(method, partial(train, ledger, method, arguments.timeout, run))
         plain = ledger.points.get("none", {})
         gaps = {name: gap(plain, ledger.points[name]) for name in arguments.methods if name != "none"}
         ledger.finish(gap_to_plain=gaps, paper_gap_percent=PAPER_GAP_PERCENT)

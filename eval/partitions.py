@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run_info = {"models": arguments.models, "shares": SHARES, "lossy_share": LOSSY_SHARE}
     with open_ledger(settings, run_info, arguments.resume) as ledger:
         for name in tqdm(arguments.models, desc="partitions", unit="model"):
-            ledger.measure(name, lambda name=name: check(*cases()[name], settings))
+            ledger.measure(name, partial(_point, name, settings))
         ledger.finish()
         ledger.publish(report_text(ledger))
         return 0 if all(is_good(point) for point in ledger.points.values()) else 1
@@ -83,9 +84,15 @@ def _architecture(name: str) -> Build:
         architecture = architectures()[name]
         batch = architecture.make_batch(settings.seed)
         model = architecture.build(settings.seed)
-        return model.to(settings.device), {key: tensor.to(settings.device) for key, tensor in batch.items()}
+        # The decorator around it in Transformers has no type that knows of self.
+        model = model.to(settings.device)  # type: ignore[arg-type]
+        return model, {key: tensor.to(settings.device) for key, tensor in batch.items()}
 
     return build
+
+
+def _point(name: str, settings: Settings) -> dict[str, Any]:
+    return check(*cases()[name], settings)
 
 
 def check(build: Build, precision: str, settings: Settings) -> dict[str, Any]:

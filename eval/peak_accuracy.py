@@ -28,12 +28,12 @@ from adacc_hf.artifacts.policy import Action
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.records import Settings, add_settings, markdown_table, positive_int
-from adacc_hf.eval.trials.families import ATTENTIONS, FAMILIES, PRECISIONS, Batch, Size, in_precision
+from adacc_hf.eval.trials.families import ATTENTIONS, FAMILIES, PRECISIONS, Batch, Family, Size, in_precision
 from adacc_hf.eval.trials.limits import keeps_to
 from adacc_hf.eval.trials.pairs import PairsFamily
 from adacc_hf.torch_glue.memory import measure_step
 
-MODELS = {**FAMILIES, "pairs": PairsFamily()}
+MODELS: dict[str, Family | PairsFamily] = {**FAMILIES, "pairs": PairsFamily()}
 """Four families, and a bi-encoder whose step calls every block twice."""
 
 TOLERANCE = 0.03
@@ -86,13 +86,14 @@ def main(argv: Sequence[str] | None = None, size: Size | None = None) -> int:
     run_info = {"cases": cases, "size": asdict(size), "budgets": arguments.budgets, "tolerance": TOLERANCE}
     with open_ledger(settings, run_info, arguments.resume) as ledger:
         for case in tqdm(cases, desc="peak-accuracy", unit="model"):
-            ledger.measure(", ".join(case), lambda case=case: _point(measure(*case, size, arguments.budgets, settings)))
+            ledger.measure(", ".join(case), partial(_point, case, size, arguments.budgets, settings))
         ledger.finish()
         ledger.publish(report_text(ledger))
         return 0 if all(row.is_good(settings.device) for row in _measurements(ledger)) else 1
 
 
-def _point(rows: Sequence[Measurement]) -> dict[str, Any]:
+def _point(case: tuple[str, str, str], size: Size, num_budgets: int, settings: Settings) -> dict[str, Any]:
+    rows = measure(*case, size, num_budgets, settings)
     return {"peaks": [asdict(row) | {"error": row.error, "within_budget": row.is_within_budget} for row in rows]}
 
 

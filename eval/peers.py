@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
@@ -137,9 +138,9 @@ def measure(ledger: Ledger, entries: Sequence[Entry], timeout_s: float, run: Run
         }
         if entry.rival is not None and order["budget"] is None:
             reason = f"{PEERS[entry.rival].title}, whose peak it is to keep to, was not measured"
-            ledger.measure(entry.key, lambda reason=reason: failure(Status.ERROR, reason))
+            ledger.measure(entry.key, partial(failure, Status.ERROR, reason))
         else:
-            ledger.measure(entry.key, lambda order=order: run(run_trial, order, timeout_s))
+            ledger.measure(entry.key, partial(run, run_trial, order, timeout_s))
 
 
 def points_of(ledger: Ledger, entries: Sequence[Entry]) -> dict[str, list[Point]]:

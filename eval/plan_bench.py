@@ -59,6 +59,7 @@ def run_plan(options: str) -> Figures:
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
+    assert process.stdout is not None
     printed = process.stdout.read()
     process.stdout.close()
     _, status, usage = os.wait4(process.pid, 0)

@@ -204,8 +204,8 @@ class StepPeaks(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._own.backward_is_over()
-        peak = self._own.peak_bytes
-        self.peaks.append(self._adacc.meter.peak_bytes if peak is None else peak)
+        meters = [meter for meter in (self._own, self._adacc.meter) if meter is not None]
+        self.peaks.append(next(meter.peak_bytes for meter in meters if meter.peak_bytes is not None))
         self.left.append(self._adacc.has_left)
 
 
@@ -254,6 +254,7 @@ class _InOrder(Trainer):
     """Trains on the batches as they come."""
 
     def _get_train_sampler(self, *_: Any) -> torch.utils.data.Sampler[int]:
+        assert isinstance(self.train_dataset, SizedBatches)
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 

@@ -78,7 +78,7 @@ def measure(workload: Workload, percents: Sequence[int], solver: Solver, setting
     model = workload.model(settings.device, settings.seed)
     profile = profile_model(model, next(workload.batches(settings.device, settings.seed)))
     plain = Policy.uniform(profile, Action.RETAIN)
-    budgets = {
+    budgets: dict[str, dict[int, float | int]] = {
         "stored": {percent: percent / 100 for percent in percents},
         "peak": {percent: plain.predicted_peak_bytes * percent // 100 for percent in percents},
     }

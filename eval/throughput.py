@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
@@ -89,7 +90,7 @@ def measure(ledger: Ledger, timeout_s: float, run: Run) -> None:
             "clock": info["clock"],
             "threads": settings.threads,
         }
-        ledger.measure(point_key(method, batch), lambda order=order: run(run_trial, order, timeout_s))
+        ledger.measure(point_key(method, batch), partial(run, run_trial, order, timeout_s))
 
 
 def point_key(method: str, batch: int) -> str:

@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None, workload: Workload = WORKLOAD) -> in
     options = {name: getattr(arguments, name) for name in ("steps", "batches", "budget", "clock")}
     with open_ledger(settings, {"workload": asdict(workload), **options}, arguments.resume) as ledger:
         for batch in tqdm(arguments.batches, desc="tracking-cost", unit="run"):
-            ledger.measure(f"batch {batch}", lambda batch=batch: _run(ledger, batch))
+            ledger.measure(f"batch {batch}", partial(_run, ledger, batch))
         ledger.finish(asked_share=ASKED_SHARE)
         ledger.publish(report_text(ledger))
     return 0

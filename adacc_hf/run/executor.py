@@ -89,11 +89,11 @@ class PolicyHandle:
         if profile is not None:  # of another process: this one has no tapes of it
             self.library.expect_orders(profile.kinds)
         self.policy = policy
-        self.plans: BlockPlans | None = None
+        self.plans: BlockPlans
         """The strategies that were followed last."""
         self._head: ChunkedHead | None = None
         try:
-            self.replace(policy)
+            self.follow(self.prepare(policy))
         except BaseException:
             self.remove()
             raise

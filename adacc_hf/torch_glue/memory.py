@@ -6,7 +6,7 @@ import ctypes
 import gc
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,7 +227,7 @@ def measure_step(
     )
 
 
-def forward_loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+def forward_loss(model: Callable[..., Any], batch: Mapping[str, Any]) -> torch.Tensor:
     """The loss of one forward. Under autocast, cached casts are let go as they are when a model's own autocast ends.
 
     Raises ValueError if the batch gives no loss to train on.

@@ -127,7 +127,7 @@ def make_record(
 
 def to_json(figures: Any) -> Any:
     """`figures` with records such as Spread as plain dicts, all the way down."""
-    if is_dataclass(figures):
+    if is_dataclass(figures) and not isinstance(figures, type):
         return asdict(figures)
     if isinstance(figures, Mapping):
         return {name: to_json(value) for name, value in figures.items()}

@@ -57,7 +57,7 @@ def _passages(document: str, characters: int) -> Iterator[str]:
 
 def _longest_passage(document: str, words: list[re.Match[str]]) -> str | None:
     """From the first of the words up to the last that will do."""
-    first = {}
+    first: dict[str, int] = {}
     for place, word in enumerate(words):
         first.setdefault(word.group(), place)
     for place in reversed(range(len(words))):

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from adacc_hf.eval.tasks.zero_shot import ModelSource, language_model, score
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
+    from lm_eval.models.huggingface import HFLM
 
 Tasks = Mapping[str, "ConfigurableTask"]
 
@@ -56,7 +58,11 @@ def score_missing(ledger: Ledger, prefix: str, source: ModelSource, tasks: Tasks
         return
     with language_model(source) as model:
         for name, task in tasks.items():
-            ledger.measure(f"{prefix}{name}", lambda task=task: asdict(score(model, task, limit)))
+            ledger.measure(f"{prefix}{name}", partial(_point, model, task, limit))
+
+
+def _point(model: HFLM, task: ConfigurableTask, limit: int | None) -> dict[str, Any]:
+    return asdict(score(model, task, limit))
 
 
 def percent(figures: Mapping[str, Any], column: str = "acc") -> str:

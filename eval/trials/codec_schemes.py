@@ -94,7 +94,7 @@ def _with_options(choice: Choice, value: int, scheme: Scheme) -> Choice:
     options = dict(choice.options)
     # A seed of its own for each activation, or all would be rounded by the same noise.
     for name, wanted in {**scheme.options, "seed": value}.items():
-        if name in options and takes(choice.codec, {name: wanted}):
+        if choice.codec is not None and name in options and takes(choice.codec, {name: wanted}):
             options[name] = wanted
     return replace(choice, options=tuple(sorted(options.items())))
 

@@ -18,7 +18,6 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from adacc_hf import Policy, apply_policy
-from adacc_hf.artifacts.policy import Action
 from adacc_hf.eval.records.records import Spread
 from adacc_hf.eval.trials.clock import CLOCKS
 from adacc_hf.eval.trials.gradients import (
@@ -81,8 +80,8 @@ class Contender:
 
 def uses_lossy_codec(policy: Policy) -> bool:
     """Whether some activation comes back changed."""
-    choices = {choice for plan in policy.plans for _, choice in plan.choices if choice.action is Action.COMPRESS}
-    return any(not get_codec(choice.codec, **dict(choice.options)).lossless for choice in choices)
+    codecs = {(choice.codec, choice.options) for plan in policy.plans for _, choice in plan.choices}
+    return any(codec is not None and not get_codec(codec, **dict(options)).lossless for codec, options in codecs)
 
 
 def check_gradients(contenders: Sequence[Contender]) -> dict[str, float]:

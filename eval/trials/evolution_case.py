@@ -178,7 +178,7 @@ class Evolving:
             self._handle.replace(found.policy)
         if needs_solving:
             self.rectifier.start_solving()
-        if self._handle.plans is not before:
+        if found is not None and self._handle.plans is not before:
             self._measure(step, before, found)
 
     def _finish_tracking(self, step: int) -> bool:

@@ -40,9 +40,9 @@ class Scenario:
 def plant(model: PreTrainedModel, share: float) -> None:
     """Make this share of the channels outliers, and no others."""
     with torch.no_grad():
-        for block in model.transformer.h:
-            for layer in (block.ln_1, block.ln_2, block.mlp.c_fc):
-                layer.bias.zero_()[: int(share * len(layer.bias))] = PLANTED_BIAS
+        for name, bias in model.named_parameters():
+            if name.endswith((".ln_1.bias", ".ln_2.bias", ".mlp.c_fc.bias")):
+                bias.zero_()[: int(share * len(bias))] = PLANTED_BIAS
 
 
 def _wide_gpt2(size: Size) -> PretrainedConfig:

@@ -80,7 +80,7 @@ def _t5(size: Size) -> PretrainedConfig:
         num_heads=size.heads,
         d_kv=size.width // size.heads,
         vocab_size=size.vocabulary,
-        decoder_start_token_id=0,
+        decoder_start_token_id=0,  # type: ignore[call-arg]  # every configuration takes it, and declares it not
     )
 
 
@@ -100,7 +100,7 @@ class Family:
     """How to make a family's configuration, and the class that trains on it."""
 
     config: Callable[[Size], PretrainedConfig]
-    auto_class: type
+    auto_class: type[AutoModelForCausalLM | AutoModelForSeq2SeqLM | AutoModelForMaskedLM]
 
     def model(self, size: Size, attention: str, device: str = "cpu", seed: int = 0) -> PreTrainedModel:
         """The model in train mode, dropout on where the family has it, without a cache of keys and values."""

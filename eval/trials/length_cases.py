@@ -77,7 +77,7 @@ class LengthCase:
     """Of its configuration; all else is the default, dropout too."""
     batch: Callable[[Scale, Size, torch.Generator], Batch] = field(repr=False)
     sizes: Callable[[Sequence[int], torch.Generator], list[Size]] = field(
-        default=lambda lengths, generator: [(length,) for length in lengths], repr=False
+        default=lambda lengths, generator: [Size((length,)) for length in lengths], repr=False
     )
     """Makes sizes of as many numbers of tokens."""
     options: Mapping[str, str] = field(default_factory=dict)
@@ -159,7 +159,7 @@ def _image_and_text(scale: Scale, size: Size, generator: torch.Generator) -> Bat
 
 def _with_image(lengths: Sequence[int], generator: torch.Generator) -> list[Size]:
     """Images of any sides that take up no more than half of the text."""
-    sizes = []
+    sizes: list[Size] = []
     for length in lengths:
         longest = max(2, math.isqrt(length // 2))
         rows, columns = torch.randint(2, longest + 1, (2,), generator=generator).tolist()

@@ -35,11 +35,12 @@ class LowestPeak:
         plan saves. What was made for a larger share takes less time, too. True if all must be compiled again for that.
         """
         policy = self.installed.partitioner.policy
-        others = [seen for seen in self._seen if seen.code_bytes is not None and _share(seen) >= _share(policy)]
+        larger = [seen for seen in self._seen if _share(seen) >= _share(policy)]
+        others = [(seen.code_bytes, seen) for seen in larger if seen.code_bytes is not None]
         if policy.code_bytes is None or not others:
             return False
-        lowest = min(others, key=lambda seen: seen.code_bytes)
-        if lowest.code_bytes > policy.code_bytes or _stored(lowest) == _stored(policy):
+        lowest_bytes, lowest = min(others, key=lambda other: other[0])
+        if lowest_bytes > policy.code_bytes or _stored(lowest) == _stored(policy):
             return False
         log.info(
             "Adacc: the code for a share of %.3f would have up to %s live in a step, and that for %.3f only %s: the "
@@ -47,7 +48,7 @@ class LowestPeak:
             _share(policy),
             format_bytes(policy.code_bytes),
             _share(lowest),
-            format_bytes(lowest.code_bytes),
+            format_bytes(lowest_bytes),
         )
         self.installed.partitioner.start_over(lowest.share, lowest.regions)
         self.installed.compile_again()

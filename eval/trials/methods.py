@@ -54,7 +54,7 @@ class Bench:
     subject: Subject
     model: PreTrainedModel
     batch: Batch
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: torch.optim.Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)

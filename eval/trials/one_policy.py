@@ -14,7 +14,7 @@ from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.solve.milp import build_block_model
 
 
-def solve_one_policy(profile: Profile, budget: float, config: AdaccConfig) -> Policy:
+def solve_one_policy(profile: Profile, budget: str | float | int, config: AdaccConfig) -> Policy:
     """The fastest policy with one plan per kind that stores at most the fraction `budget` of what plain training does.
 
     Raises ValueError for a budget that is no fraction, and InfeasibleBudgetError if nothing fits.

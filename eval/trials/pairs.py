@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import BertModel
+from transformers import BertConfig, BertModel
 
 from adacc_hf.eval.trials.families import FAMILIES, Size
 
@@ -37,6 +37,7 @@ class PairsFamily:
     def model(self, size: Size, attention: str, device: str = "cpu", seed: int = 0) -> Pairs:
         """The model in train mode, dropout on."""
         config = FAMILIES["bert"].config(size)
+        assert isinstance(config, BertConfig)
         config._attn_implementation = attention
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

@@ -134,7 +134,8 @@ def install_adacc_compiled(bench: Bench, budget: Budget | None) -> Installed:
     from adacc_hf.compiler.backend import InstalledPartitioner, adacc
 
     if isinstance(budget, float):
-        compiled = torch.compile(bench.model, backend=adacc, options={"memory_budget": budget})
+        options: dict[str, Any] = {"memory_budget": budget}
+        compiled = torch.compile(bench.model, backend=adacc, options=options)
         return Installed(call=compiled, promise=Promise.OWN_LOSSY)
     assert isinstance(budget, int), "peers give fractions, or bytes that were measured"
     installed = InstalledPartitioner(AdaccPartitioner(memory_budget=1.0))

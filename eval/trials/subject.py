@@ -46,7 +46,8 @@ class Subject:
             model = fresh_model(config, self.attention)
         if not config.is_encoder_decoder:
             model.loss_type = "ForCausalLM"
-        return model.to(self.device).train()
+        # The decorator around it in Transformers has no type that knows of self.
+        return model.to(self.device).train()  # type: ignore[arg-type]
 
     def example(self) -> Batch:
         """[B, T] ids and labels: bytes of the standard library's text, at places that depend on the seed."""

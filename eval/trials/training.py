@@ -133,4 +133,4 @@ def _arguments(
 
 
 def _logged(trainer: Trainer, name: str) -> Sequence[tuple[int, float]]:
-    return [(entry["step"], entry[name]) for entry in trainer.state.log_history if name in entry]
+    return [(int(entry["step"]), entry[name]) for entry in trainer.state.log_history if name in entry]

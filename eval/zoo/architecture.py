@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 
 DROPOUT = 0.1
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]
+"""Tensors, and what else the model is to be told."""
 MakeBatch = Callable[[torch.Generator], Batch]
 Table = Mapping[str, Mapping[str, tuple[str, Mapping[str, Any], MakeBatch]]]
 """By family and model type: the model class, the settings of its configuration, and what makes its batches."""
@@ -31,7 +31,7 @@ class Architecture:
     block_classes: tuple[str, ...] | None = None
     """Its layers, where they are no GradientCheckpointingLayer of Transformers."""
 
-    def build(self, seed: int = 0) -> nn.Module:
+    def build(self, seed: int = 0) -> transformers.PreTrainedModel:
         """The model in train mode with random weights: dropout on, caches off, sdpa where it has it."""
         torch.manual_seed(seed)
         config = getattr(transformers, self.config_class)(**self.settings)

@@ -33,6 +33,6 @@ def architectures() -> dict[str, Architecture]:
             batch=batch,
             block_classes=BLOCK_CLASSES.get(name),
         )
-        for family, rows in (TEXT | MEDIA | MULTIMODAL | EXPERTS_AND_STATES).items()
+        for family, rows in {**TEXT, **MEDIA, **MULTIMODAL, **EXPERTS_AND_STATES}.items()
         for name, (model_class, settings, batch) in rows.items()
     }

@@ -107,7 +107,7 @@ def spectra_and_text(generator: torch.Generator) -> Batch:
     return {**batch, "input_features": torch.randn(BATCH, 16, 8, generator=generator)}
 
 
-def _text(model_type: str, sizes: Mapping[str, Any] = GROUPED, **settings: Any) -> dict[str, Any]:
+def _text(model_type: str, sizes: Mapping[str, Any] = GROUPED, /, **settings: Any) -> dict[str, Any]:
     return {**sizes, "model_type": model_type, **settings}
 
 
