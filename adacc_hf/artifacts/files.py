@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 PROFILES_VARIABLE = "ADACC_HF_PROFILES"
 """The variable of the environment that names the folder of prices."""
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 """Of this package, which files say that they were written by."""
 
 
