@@ -12,7 +12,7 @@ PIP := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip 
 INSTALL := $(PIP) --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-gpu test-emulated test-others bench eval tables docs style check types clean
+.PHONY: help venv demo test test-all slow-tests test-breaks test-gpu test-emulated test-others bench eval tables docs style check types clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -37,8 +37,18 @@ demo: $(RUNNABLE) ## Train a small GPT-2 four ways on 2 CPU cores and print the 
 		recipes/gpt2_pile.py --model demo --dataset stdlib --method compare --output_dir runs/demo
 
 # One thread per worker: threads of several workers on the same cores slow each other down.
-test: $(INSTALLED) ## Run the tests (WORKERS=N processes)
-	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/pytest -n $(WORKERS) --dist worksteal
+PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/pytest -n $(WORKERS) --dist worksteal
+test: $(INSTALLED) ## Run the fast tests, some 5 minutes (WORKERS=N processes)
+	@$(PYTEST) -m "not slow and not gpu and not others"
+
+test-all: test ## Run the fast tests, and then all others
+	@$(PYTEST) -m "slow and not gpu and not others"
+
+slow-tests: $(INSTALLED) ## Run all tests, and write down which ones are slow (tests/slow_tests.txt)
+	@$(PYTEST) --write-slow
+
+test-breaks: $(INSTALLED) ## Break the product in 30 places: do the fast tests notice? (an hour)
+	@$(BIN)/python tests/breakages
 
 test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
 	@HF_HUB_OFFLINE=1 $(BIN)/pytest -m gpu

@@ -3,6 +3,7 @@
 import ast
 import os
 import tempfile
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +21,50 @@ os.environ["ADACC_HF_PROFILES"] = str(Path(_folder.name) / "profiles")
 
 def pytest_unconfigure() -> None:
     _folder.cleanup()
+
+
+# The fast set: all tests but those of a list, of test functions with all of their parameters. A new one is fast.
+
+SLOW_TESTS = Path(__file__).parent / "slow_tests.txt"
+SLOW_SECONDS = 1.0
+"""A function of tests is slow if they take longer on an average: the others together take some 4 minutes on 2 cores."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-slow", action="store_true", help=f"write {SLOW_TESTS.name} from what all tests took")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("write_slow") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Stopwatch())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = set(SLOW_TESTS.read_text(encoding="utf-8").split())
+    for item in items:
+        if _function(item.nodeid) in slow:
+            item.add_marker("slow")
+
+
+def _function(nodeid: str) -> str:
+    return nodeid.partition("[")[0]
+
+
+class _Stopwatch:
+    """Adds up what tests take, in the process that all reports come to."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        functions: dict[str, list[float]] = defaultdict(list)
+        for nodeid, seconds in self._seconds.items():
+            functions[_function(nodeid)].append(seconds)
+        slow = sorted(name for name, taken in functions.items() if sum(taken) > SLOW_SECONDS * len(taken))
+        SLOW_TESTS.write_text("".join(f"{name}\n" for name in slow), encoding="utf-8")
 
 
 @pytest.fixture(scope="session")
