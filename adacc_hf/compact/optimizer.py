@@ -1,0 +1,73 @@
+"""AdamW in the subspaces of compact layers (CompAct, algorithms 2 and 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from adacc_hf.compact.layer import CompactLayer, make_plain
+
+
+class CompactAdamW(torch.optim.AdamW):
+    """AdamW, whose step on a compact layer's `core` [m, r] is carried over to its weight [m, n].
+
+    Moments are of the subspace, 2 m r numbers a layer, and stay as they are when every `update_proj_gap` steps another
+    subspace is drawn. Weight decay is the weight's. Groups with a "scale" hold the cores of `layers`, in order.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], layers: Sequence[CompactLayer], update_proj_gap: int = 50, **settings: Any
+    ) -> None:
+        if settings.get("fused"):
+            raise ValueError("fused=True: a step that GradScaler leaves out would still decay weights; leave fused out")
+        self.layers = list(layers)
+        self.update_proj_gap = update_proj_gap
+        super().__init__(params, **settings)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One step of AdamW, and then of the weights of compact layers."""
+        groups = [group for group in self.param_groups if "scale" in group]
+        decays = [group["weight_decay"] for group in groups]
+        for group in groups:
+            group["weight_decay"] = 0.0  # a core is zero
+        try:
+            loss = _BARE_STEP(self, closure)
+        finally:
+            for group, decay in zip(groups, decays, strict=True):
+                group["weight_decay"] = decay
+        by_core = {id(layer.core): layer for layer in self.layers}
+        for group in groups:
+            for core in group["params"]:
+                layer = by_core.get(id(core))
+                if layer is not None and core.grad is not None:
+                    layer.weight.mul_(1.0 - group["lr"] * group["weight_decay"])
+                    layer.take(group["scale"])
+        self._begin_periods()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where the state was saved, in the subspace of that step."""
+        super().load_state_dict(state_dict)
+        self._begin_periods()
+
+    def remove(self) -> None:
+        """Make the layers plain again. Harmless when called again."""
+        while self.layers:
+            make_plain(self.layers.pop())
+
+    def _begin_periods(self) -> None:
+        """Draw the subspaces of the period that the next step belongs to."""
+        for layer in self.layers:
+            if layer.core in self.state:
+                layer.group.period = int(self.state[layer.core]["step"]) // self.update_proj_gap
+
+
+def _bare(step: Any) -> Callable[..., Any]:
+    """`step` without the hooks of an optimizer, which torch puts around that of every class in use."""
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+_BARE_STEP = _bare(torch.optim.AdamW.step)

@@ -1,0 +1,332 @@
+"""CompAct in training: the optimizer's algebra, resuming, checkpointing, Adacc beside it, and what is refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from adacc_hf import AdaccCallback, AdaccConfig, Policy, apply_policy, profile_model, solve_policy
+from adacc_hf.compact import CompactAdamW, CompactFactory
+from adacc_hf.compact.layer import CompactConv1D, CompactLinear, InputGroup
+from adacc_hf.eval.trials.workload import library_bytes
+from adacc_hf.torch_glue.compat import switch_checkpointing
+from adacc_hf.torch_glue.memory import measure_step
+
+RANK = 8
+
+
+@pytest.fixture(autouse=True)
+def one_thread(one_thread):
+    """Sums in one order."""
+
+
+def llama(seed=0, **settings):
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=61, **sizes, use_cache=False, **settings))
+    return model.train()
+
+
+def gpt2(seed=0):
+    torch.manual_seed(seed)
+    return GPT2LMHeadModel(
+        GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=61, n_positions=64, use_cache=False)
+    ).train()
+
+
+def batch(seed=0, rows=4, tokens=12):
+    ids = torch.randint(0, 61, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids}
+
+
+def optimizer_of(model, **settings):
+    return CompactFactory()(model, **{"rank": RANK, "lr": 1e-2, "update_proj_gap": 3, **settings})
+
+
+def train(model, optimizer, seeds):
+    for seed in seeds:
+        torch.manual_seed(seed)
+        model(**batch(seed)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_equal(left, right):
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], tensor) for name, tensor in right.items())
+
+
+@pytest.mark.parametrize("build", [llama, gpt2])
+def test_blocks_linear_layers_are_compact_but_for_attentions_output(build, caplog):
+    model = build()
+    optimizer = optimizer_of(model)
+    found = {
+        name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, (CompactLinear, CompactConv1D))
+    }
+    if build is llama:
+        assert found == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"}
+        assert "trained in full: model.layers.*.self_attn.o_proj" in caplog.text
+    else:
+        assert found == {"c_attn", "c_fc", "c_proj"}
+        assert not isinstance(model.transformer.h[0].attn.c_proj, CompactConv1D)
+    groups = {id(m.group) for m in model.modules() if isinstance(m, (CompactLinear, CompactConv1D))}
+    # q, k and v; gate and up; down: and c_attn; c_fc; c_proj.
+    assert len(groups) == 2 * 3
+    optimizer.remove()
+    assert {type(m) for m in model.modules()} == {type(m) for m in build().modules()}
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_with_the_identity_for_a_projection_it_is_adamw(monkeypatch):
+    monkeypatch.setattr(
+        InputGroup, "projection", lambda self, inputs, rank, dtype, device: torch.eye(inputs, dtype=dtype)
+    )
+    ours, plain = llama().double(), llama().double()
+    optimizer = CompactFactory()(ours, rank=1.0, scale=1.0, lr=1e-2, weight_decay=0.1)
+    decayed = [p for p in plain.parameters() if p.ndim > 1]
+    others = [p for p in plain.parameters() if p.ndim == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    train(ours, optimizer, range(5))
+    train(plain, torch.optim.AdamW(groups, lr=1e-2), range(5))
+    for name, tensor in plain.state_dict().items():
+        # Weights of the order of 0.1 in float64, after five steps of the order of 0.01.
+        torch.testing.assert_close(ours.state_dict()[name], tensor, atol=1e-11, rtol=1e-9)
+
+
+def test_bytes_are_those_of_the_subspace():
+    model = llama()
+    optimizer = optimizer_of(model)
+    train(model, optimizer, [0])
+    for layer in optimizer.layers:
+        outputs = layer.weight.shape[0]
+        assert layer.weight.grad is None
+        assert layer.core.shape == (outputs, RANK)
+        assert not layer.core.any()
+        state = optimizer.state[layer.core]
+        assert state["exp_avg"].shape == state["exp_avg_sq"].shape == (outputs, RANK)
+        assert layer.weight not in optimizer.state
+
+
+def test_less_is_stored_than_by_plain_training():
+    plain = measure_step(llama(), batch()).stored_bytes
+    model = llama()
+    optimizer_of(model)
+    saved = measure_step(model, batch()).stored_bytes
+    tokens, width, blocks = 4 * 12, 32, 2
+    # In each block the inputs of q, k and v, of gate and up, and of down go, which nobody else saves, and z come.
+    assert plain - saved == 4 * tokens * blocks * (2 * width + 64 - 3 * RANK)
+
+
+def test_micro_batches_are_one_batch():
+    whole, parts = llama().double(), llama().double()
+    optimizers = [optimizer_of(model) for model in (whole, parts)]
+    one = batch(rows=4)
+    whole(**one).loss.backward()
+    for half in (slice(0, 2), slice(2, 4)):
+        (parts(**{name: tensor[half] for name, tensor in one.items()}).loss / 2).backward()
+    for mine, theirs in zip(optimizers[0].layers, optimizers[1].layers, strict=True):
+        torch.testing.assert_close(mine.core.grad, theirs.core.grad, atol=1e-12, rtol=1e-9)
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "recompute", "retain", "mixed"])
+@pytest.mark.parametrize("build", [llama, gpt2])
+def test_under_a_checkpoint_or_a_policy_of_adacc_training_is_the_same_bit_for_bit(build, how, caplog):
+    plain, ours = build(), build()
+    first, second = optimizer_of(plain), optimizer_of(ours)
+    if how == "checkpoint":
+        switch_checkpointing(ours, on=True)
+        train(ours, second, range(8))
+    else:
+        config = AdaccConfig(actions=("retain", "recompute"), min_compress_bytes=0)
+        profile = profile_model(ours, batch(), config, optimizer=second)
+        budget = {"recompute": None, "retain": 1.0, "mixed": 0.6}[how]
+        policy = Policy.uniform(profile, "recompute") if budget is None else solve_policy(profile, budget, config)
+        with apply_policy(ours, policy):
+            train(ours, second, range(8))
+            stored = measure_step(ours, batch()).stored_bytes
+            ours.zero_grad()
+        assert stored == policy.predicted_stored_bytes
+        assert "under torch's checkpoint" not in caplog.text
+    train(plain, first, range(8))
+    assert_equal(weights(ours), weights(plain))
+
+
+def test_a_resumed_run_goes_on_bit_for_bit_across_a_new_subspace(tmp_path):
+    whole = llama()
+    train(whole, optimizer_of(whole), range(8))
+    begun = llama()
+    optimizer = optimizer_of(begun)
+    train(begun, optimizer, range(5))
+    torch.save({"model": begun.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state.pt")
+    saved = torch.load(tmp_path / "state.pt", weights_only=True)
+    resumed = llama(seed=9)
+    resumed.load_state_dict(saved["model"])
+    optimizer = optimizer_of(resumed)
+    optimizer.load_state_dict(saved["optimizer"])
+    assert {layer.group.period for layer in optimizer.layers} == {5 // 3}
+    train(resumed, optimizer, range(5, 8))
+    assert_equal(weights(resumed), weights(whole))
+
+
+def test_another_subspace_is_drawn_every_so_many_steps():
+    model = llama()
+    optimizer = optimizer_of(model, update_proj_gap=2)
+    periods = []
+    for seed in range(5):
+        periods.append({layer.group.period for layer in optimizer.layers})
+        train(model, optimizer, [seed])
+    assert periods == [{0}, {0}, {1}, {1}, {2}]
+
+
+def test_other_optimizers_hooks_run_once():
+    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # from then on its class has hooks around its step
+    model = llama()
+    optimizer, calls = optimizer_of(model), []
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    train(model, optimizer, [0])
+    assert calls == [1]
+
+
+def trainer(model, tmp_path, callbacks=(), **settings):
+    rows = [{name: tensor[0] for name, tensor in batch(seed, rows=1).items()} for seed in range(32)]
+    arguments = {"per_device_train_batch_size": 4, "max_steps": 8, "report_to": "none", "save_strategy": "no"}
+    return Trainer(
+        model=model,
+        args=TrainingArguments(str(tmp_path), **{**arguments, "use_cpu": True, "learning_rate": 1e-2, **settings}),
+        train_dataset=rows,
+        callbacks=list(callbacks),
+        optimizer_cls_and_kwargs=(CompactFactory, {"rank": 0.25, "lr": 1e-2, "update_proj_gap": 3}),
+    )
+
+
+class Kept(TrainerCallback):
+    def on_train_end(self, args, state, control, optimizer=None, **kwargs):
+        self.optimizer = optimizer
+
+
+def test_the_trainer_takes_it_alone_and_with_adacc(tmp_path):
+    trained = []
+    for callbacks in ([], [AdaccCallback(memory_budget=0.6, actions=("retain", "recompute"))]):
+        run = trainer(llama(), tmp_path, callbacks, gradient_accumulation_steps=2, max_grad_norm=0.5)
+        run.train()
+        trained.append(weights(run.model))
+    assert_equal(*trained)
+    (callback,) = callbacks
+    assert not callback.policy.is_plain
+    assert isinstance(run.optimizer.optimizer, CompactAdamW)
+
+
+def test_a_checkpoint_of_the_trainers_resumes_bit_for_bit(tmp_path):
+    whole = trainer(llama(), tmp_path / "whole")
+    whole.train()
+    begun = trainer(llama(), tmp_path / "begun", save_strategy="steps", save_steps=5)
+    begun.train()
+    resumed = trainer(llama(seed=4), tmp_path / "begun")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "begun" / "checkpoint-5"))
+    assert_equal(weights(resumed.model), weights(whole.model))
+
+
+def test_a_copy_of_a_model_trains_as_it_does():
+    model = llama()
+    optimizer_of(model)
+    model(**batch()).loss.backward()
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    twin(**batch()).loss.backward()
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        assert mine.grad is None or torch.equal(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"rank": 0.0}, r"rank=0\.0 must be a part of a layer's inputs, above 0\.0 and at most 1\.0, or a number"),
+        ({"rank": True}, "rank=True must be a part"),
+        ({"rank": 33}, "rank=33 is more than the 32 inputs of model.layers.0.self_attn.q_proj: give at most that"),
+        ({"update_proj_gap": 0}, "update_proj_gap=0 must be a number of steps, 1 or more"),
+        ({"scale": -1.0}, r"scale=-1\.0 must be a number above 0"),
+        ({"projection": "fourier"}, "projection='fourier' must be one of gaussian, orthonormal"),
+        ({"target_modules": ["nothing"]}, r"target_modules=\['nothing'\] names no linear layer of LlamaForCausalLM"),
+        ({"fused": True}, "fused=True"),
+    ],
+)
+def test_bad_settings_are_told_and_leave_the_model_as_it_was(settings, words):
+    model = llama()
+    with pytest.raises(ValueError, match=words):
+        optimizer_of(model, **settings)
+    assert not any(isinstance(module, CompactLinear) for module in model.modules())
+    assert all(p.requires_grad for p in model.parameters())
+
+
+# PEFT 0.21 with Transformers 5.23.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_tied_weights_and_adapters_are_refused():
+    model = llama()
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    with pytest.raises(ValueError, match=r"up_proj .*another module has the same weight \(tied\)"):
+        optimizer_of(model)
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="PEFT adapters: use one or the other"):
+        optimizer_of(adapted)
+
+
+def test_targets_can_be_named():
+    model = llama()
+    optimizer = optimizer_of(model, target_modules=["o_proj"])
+    assert len(optimizer.layers) == 2
+    assert optimizer.layers[0] is model.model.layers[0].self_attn.o_proj
+
+
+def validation_loss(how):
+    """After 400 steps on bytes of the standard library's text; `how` has CompAct's settings, or is None for AdamW."""
+    text = library_bytes().long()
+    seen, held_out = text[:-200_000], text[-200_000:]
+
+    def drawn(source, rows, generator):
+        starts = torch.randint(len(source) - 64, (rows,), generator=generator)
+        ids = torch.stack([source[start : start + 64] for start in starts.tolist()])
+        return {"input_ids": ids, "labels": ids}
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes, max_position_embeddings=64, use_cache=False)).train()
+    plain = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0) if how is None else None
+    optimizer = plain or CompactFactory()(model, **how)
+    steps, generator = 400, torch.Generator().manual_seed(0)
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 40) * (1 - 0.9 * n / steps))
+    for _ in range(steps):
+        model(**drawn(seen, 16, generator)).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        rate.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        return model(**drawn(held_out, 64, torch.Generator().manual_seed(1))).loss.item()
+
+
+def test_it_trains_and_a_subspace_lasts():
+    """Resampled at every step, moments are of no one direction: that this is worse shows that it happens.
+
+    Measured: AdamW 1.774 and 1.801 (seeds 0 and 1), a quarter of the inputs 1.748 and 1.760, resampled at every step
+    2.016 and 2.050. The bounds leave what two seeds are apart.
+    """
+    full, quarter, every_step = map(validation_loss, (None, {"rank": 0.25}, {"rank": 0.25, "update_proj_gap": 1}))
+    assert quarter < full + 0.06
+    assert every_step > quarter + 0.2
