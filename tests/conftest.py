@@ -26,8 +26,8 @@ def pytest_unconfigure() -> None:
 # The fast set: all tests but those of a list, of test functions with all of their parameters. A new one is fast.
 
 SLOW_TESTS = Path(__file__).parent / "slow_tests.txt"
-SLOW_SECONDS = 1.0
-"""A function of tests is slow if they take longer on an average: the others together take some 4 minutes on 2 cores."""
+SLOW_SECONDS = 0.7
+"""A function of tests is slow if they take longer on an average: the others together take some 5 minutes on 2 cores."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
