@@ -20,7 +20,7 @@ CORE = sorted((ROOT / "adacc_hf").rglob("*.py"))
 # From the ground up. A room imports those below it; nothing imports up, not even for type checkers or within functions.
 STAIRCASE = (
     "kernels", "artifacts", "torch_glue", "tape", "head", "run", "price", "solve", "adapt", "callbacks",
-    "reports", "estimate", "compiler", "compact",  # annexes, which no room imports, for they stand above
+    "compact", "reports", "estimate", "compiler",  # annexes, which no room imports, for they stand above
     "command line",
 )  # fmt: skip
 # The solving side reads and writes records; it runs where no torch is installed.

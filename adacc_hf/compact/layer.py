@@ -142,7 +142,11 @@ class _CompactProduct(torch.autograd.Function):
 
 
 class CompactLayer(nn.Module):
-    """What a layer gets whose class this comes in front of; `core` is a parameter, but no part of its state_dict."""
+    """What a layer gets whose class this comes in front of.
+
+    `core` is a parameter, but no part of its state_dict. It has memory before the first step, for DDP to send around,
+    and within steps; between them it is one zero.
+    """
 
     weight: Tensor
     bias: Any
@@ -166,12 +170,25 @@ class CompactLayer(nn.Module):
         return _CompactProduct.apply(x, self.matrix, self.bias, self.core, z, isinstance(self, Conv1D))
 
     @torch.no_grad()
+    def hold(self) -> None:
+        """Give `core` memory, for a step to write into."""
+        self.core.data = torch.zeros_like(self.core, memory_format=torch.contiguous_format)
+
+    @torch.no_grad()
     def take(self, scale: float) -> None:
-        """Add what the optimizer made of `core` to the weight, scale * core P^T, and make it zero again."""
+        """Add what the optimizer made of `core` to the weight, scale * core P^T, and let go of it."""
         matrix, core = _local(self.matrix), _local(self.core)
         drawn = self.group.projection(matrix.shape[1], self.rank, core.dtype, core.device)
         matrix.addmm_(core, drawn.t(), alpha=scale)
-        core.zero_()
+        self.let_go()
+
+    @torch.no_grad()
+    def let_go(self) -> None:
+        """Make `core` zero again: one number that stands for all. As a shard of FSDP's it keeps its memory."""
+        if _local(self.core) is self.core:
+            self.core.data = self.core.new_zeros(()).expand(self.core.shape)
+        else:
+            self.core.zero_()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -29,22 +29,31 @@ class CompactAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """One step of AdamW, and then of the weights of compact layers."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        by_core = {id(layer.core): layer for layer in self.layers}
         groups = [group for group in self.param_groups if "scale" in group]
+        stepping = [
+            (by_core[id(core)], group["scale"], group["lr"] * group["weight_decay"])
+            for group in groups
+            for core in group["params"]
+            if id(core) in by_core and core.grad is not None
+        ]
         decays = [group["weight_decay"] for group in groups]
         for group in groups:
             group["weight_decay"] = 0.0  # a core is zero
+        for layer, _, _ in stepping:
+            layer.hold()
         try:
-            loss = _BARE_STEP(self, closure)
+            _BARE_STEP(self)
         finally:
             for group, decay in zip(groups, decays, strict=True):
                 group["weight_decay"] = decay
-        by_core = {id(layer.core): layer for layer in self.layers}
-        for group in groups:
-            for core in group["params"]:
-                layer = by_core.get(id(core))
-                if layer is not None and core.grad is not None:
-                    layer.weight.mul_(1.0 - group["lr"] * group["weight_decay"])
-                    layer.take(group["scale"])
+        for layer, scale, decay in stepping:
+            layer.weight.mul_(1.0 - decay)
+            layer.take(scale)
         self._begin_periods()
         return loss
 

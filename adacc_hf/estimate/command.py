@@ -36,6 +36,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--optimizer", default="adamw", help="adamw (fused), adamw_foreach, adamw_8bit, lion, ... (default adamw)"
     )
+    parser.add_argument(
+        "--rank", help="of --optimizer compact: part of a layer's inputs, or their number (default 0.25)"
+    )
     parser.add_argument("--device", default="h100", help=f"one of {', '.join(NAMES)} (default h100)")
     parser.add_argument("--budget", help="memory per device, such as 20GiB (default: the device's less 5 percent)")
     shared = parser.add_mutually_exclusive_group()
@@ -73,10 +76,12 @@ def _request(arguments: argparse.Namespace) -> Request:
     from adacc_hf.estimate.fake_model import PRECISIONS, Workload
     from adacc_hf.estimate.model_presets import checked_seq_len, context_length, load_config
     from adacc_hf.estimate.planning import Request
-    from adacc_hf.estimate.static_memory import check_optimizer
+    from adacc_hf.estimate.static_memory import COMPACT, check_optimizer
 
     device = find_device(arguments.device)
     check_optimizer(arguments.optimizer)
+    if arguments.rank is not None and arguments.optimizer != COMPACT:
+        raise ValueError(f"--rank={arguments.rank} is of --optimizer {COMPACT} alone: give both, or neither")
     sharding = _sharding(arguments)
     if not 0 <= arguments.outlier_share <= 1:
         raise ValueError(f"--outlier-share={arguments.outlier_share} is outside 0 to 1: it is a share of the channels")
@@ -87,6 +92,7 @@ def _request(arguments: argparse.Namespace) -> Request:
         precision=PRECISIONS[arguments.dtype],
         attention=arguments.attn,
         peft=arguments.peft,
+        compact_rank=_rank(arguments.rank) if arguments.optimizer == COMPACT else None,
         trace=arguments.trace or device.trace,
         sharding=sharding,
         outlier_share=arguments.outlier_share,
@@ -102,6 +108,14 @@ def _request(arguments: argparse.Namespace) -> Request:
         find_largest=not arguments.no_largest,
         profile=None if arguments.profile is None else Profile.load(arguments.profile),
     )
+
+
+def _rank(text: str | None) -> float | int:
+    """Digits are a number of inputs, a decimal is a part of them."""
+    try:
+        return 0.25 if text is None else int(text) if text.isdigit() else float(text)
+    except ValueError:
+        raise ValueError(f"--rank={text} must be a part of a layer's inputs, such as 0.25, or their number") from None
 
 
 def _sharding(arguments: argparse.Namespace) -> Any:

@@ -1,6 +1,6 @@
 """Readings from tensors without memory: lives of storages are counted, all that needs data or a device is assumed.
 
-- Replay is taken to be exact for torch's own operators that draw no random numbers, and for no others (rule R7).
+- Replay is taken to be exact for torch's own operators and ours that draw no random numbers, and for no others (R7).
 - Times are the roofline's, those of codecs too: one read and one write of what goes in and out.
 - A share of the channels is taken for outliers, and codec errors are those on normally distributed numbers.
 """
@@ -59,6 +59,10 @@ _SAMPLE = (256, 256)
 """Shape of the numbers that codec errors are taken on."""
 
 
+KNOWN = ("aten", "adacc_hf")
+"""Namespaces of operators of which it is known whether they draw random numbers: torch's, and CompAct's projection."""
+
+
 class FakeMeasurement(Measurement):
     """Readings from tensors without memory, for `device`."""
 
@@ -81,7 +85,7 @@ class FakeMeasurement(Measurement):
         at_hand = {v.index for v in tape.values if v.source is not None and _is_external(v.source.place, v.overwritten)}
         good: set[int] = set()
         for operator in tape.operators:
-            is_ready = operator.target.namespace == "aten" and not operator.random
+            is_ready = operator.target.namespace in KNOWN and not operator.random
             if is_ready and at_hand.issuperset(operator.inputs()):
                 good.update(operator.made())
                 at_hand.update(operator.made())
@@ -186,7 +190,7 @@ class FakeRngUse(RngUse):
     """Whether an operator draws random numbers, by its tag and its probability: no generator moves on fake tensors."""
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        may_draw = torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten"
+        may_draw = torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in KNOWN
         self._draws = may_draw and _probability(func, args, kwargs) != 0
 
     def happened(self) -> bool:

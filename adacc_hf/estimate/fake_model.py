@@ -18,6 +18,7 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.policy import num_calls
 from adacc_hf.artifacts.profile import BlockProfile, Profile
+from adacc_hf.compact import CompactFactory
 from adacc_hf.estimate.devices import Device
 from adacc_hf.estimate.fake_device import fake_autocast, fake_tensors
 from adacc_hf.estimate.fake_measurement import FakeMeasurement, FakeMemoryMeasurement
@@ -67,6 +68,8 @@ class Workload:
     precision: Precision
     attention: str = "sdpa"
     peft: str | None = None
+    compact_rank: float | int | None = None
+    """The rank that CompAct trains the blocks' linear layers in, as `CompactFactory` takes it; None without it."""
     trace: str = "cuda"
     """Device type whose decisions torch takes."""
     sharding: Sharding = field(default_factory=Sharding)
@@ -100,6 +103,9 @@ class FakeModel:
         self.model = make(workload.config, workload.attention, dtype)
         self.model.config.use_cache = False
         self.model.train()
+        if workload.compact_rank is not None:
+            for layer in CompactFactory()(self.model, rank=workload.compact_rank).layers:
+                layer.let_go()  # as from the first step on
         self._thinning: Thinning | None = None
 
         found = find_blocks(self.model, workload.adacc.block_classes)

@@ -121,6 +121,7 @@ def _no_bytes(_: Sequence[torch.Tensor]) -> int:
     return 0
 
 
+COMPACT = "compact"
 _OPTIMIZERS = {
     "adamw": _Optimizer(lambda p: 2 * _nbytes(p), _no_bytes),
     "adamw_foreach": _Optimizer(lambda p: 2 * _nbytes(p), lambda ps: sum(map(_nbytes, ps))),
@@ -128,11 +129,13 @@ _OPTIMIZERS = {
     "lion": _Optimizer(_nbytes, _no_bytes),
     "lion_8bit": _Optimizer(_int8_bytes, _no_bytes),
     "adafactor": _Optimizer(_factored_bytes, lambda ps: 2 * FLOAT32_BYTES * max((p.numel() for p in ps), default=0)),
+    COMPACT: _Optimizer(lambda p: 2 * _nbytes(p), lambda ps: 2 * sum(map(_nbytes, ps))),
     "sgd": _Optimizer(lambda p: 0, _no_bytes),
     "sgd_momentum": _Optimizer(_nbytes, _no_bytes),
 }
 """State per parameter, and temporaries of one step. adamw is torch's fused one, Trainer's default, which makes none;
-adamw_foreach takes the root of every second moment at once; adafactor squares and scales one gradient at a time."""
+adamw_foreach takes the root of every second moment at once, as compact does of the cores that it trains in the
+place of weights, and which have memory in its step alone; adafactor squares and scales one gradient at a time."""
 
 OPTIMIZERS = tuple(_OPTIMIZERS)
 
@@ -156,15 +159,15 @@ def static_memory(
     rule = _OPTIMIZERS[optimizer]
     parameters = list(model.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
+    # A core of CompAct's is one number between steps, which all of its elements are.
+    held = [parameter for parameter in parameters if parameter.untyped_storage().nbytes() >= _nbytes(parameter)]
     updated = _float32(trained) if master_weights else trained
     state = sum(map(rule.state_bytes, updated))
     masters = sum(map(_nbytes, updated)) if master_weights and sharding.is_deepspeed else 0
     is_float32 = master_weights and not sharding.is_deepspeed
     gradients = sum(map(_nbytes, updated if is_float32 else trained))
     return StaticMemory(
-        parameters_bytes=_part(
-            sum(map(_nbytes, _float32(parameters) if is_float32 else parameters)), sharding.parts("parameters")
-        ),
+        parameters_bytes=_part(sum(map(_nbytes, _float32(held) if is_float32 else held)), sharding.parts("parameters")),
         gradients_bytes=_part(gradients, sharding.parts("gradients")),
         optimizer_bytes=_part(state + masters, sharding.parts("optimizer")),
         buffers_bytes=distinct_bytes(model.buffers()),

@@ -96,8 +96,7 @@ def copy_package(folder: str) -> Path:
     """A copy of the package in `folder`."""
     package = Path(folder) / "adacc_hf"
     for part, place in (("adacc_hf", "."), ("callbacks", "callbacks"), ("kernels", "kernels"), ("eval", "eval")):
-        ignored = shutil.ignore_patterns("__pycache__", "results")
-        shutil.copytree(ROOT / part, package / place, ignore=ignored, dirs_exist_ok=True)
+        shutil.copytree(ROOT / part, package / place, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     return package
 
 

@@ -116,6 +116,7 @@ def test_bytes_are_those_of_the_subspace():
         assert layer.weight.grad is None
         assert layer.core.shape == (outputs, RANK)
         assert not layer.core.any()
+        assert layer.core.untyped_storage().nbytes() == 4
         state = optimizer.state[layer.core]
         assert state["exp_avg"].shape == state["exp_avg_sq"].shape == (outputs, RANK)
         assert layer.weight not in optimizer.state
