@@ -129,7 +129,7 @@ def test_compact_is_planned_as_it_trains(plan, one_thread):
         optimizer.zero_grad()
     profile = profile_model(model, batch, AdaccConfig(actions=("retain", "recompute")), optimizer=optimizer)
     # Steps and cores of each parameter are a number, and scalars are none on fake tensors. Under full recomputation the
-    # peak lies in the backward of a function written in Python, of which a trace has other moments: 3.2 % were measured.
+    # peak lies in the backward of a function written in Python, which is traced otherwise: 3.2 % were measured.
     for action, method, bounds in (
         ("retain", "plain", {"abs": 2048}),
         ("recompute", "full recomputation", {"rel": 0.04}),
