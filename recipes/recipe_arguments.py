@@ -10,7 +10,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from adacc_hf.estimate.model_presets import PRESETS
 
-Method = Literal["none", "full", "quantization", "adacc", "adacc_no_outlier", "compare"]
+Method = Literal["none", "full", "quantization", "adacc", "adacc_no_outlier", "compact", "adacc_compact", "compare"]
 
 
 @dataclass(kw_only=True)
@@ -90,6 +90,7 @@ class MethodArguments:
         metadata={
             "help": "none: keep all; full: recompute whole blocks (gradient checkpointing); quantization: compress "
             "all to per-token INT4; adacc: choose per activation; adacc_no_outlier: the same, outliers not set apart; "
+            "compact: CompAct's optimizer; adacc_compact: both; "
             "compare: train once per method with the same seed and data, adacc at half and at a quarter of plain's "
             "activation bytes, and print one table."
         },
@@ -99,6 +100,13 @@ class MethodArguments:
         metadata={
             "help": "Of adacc methods: auto (the device's free memory), a fraction of plain training's activation "
             "bytes such as 0.5, or an absolute peak such as 20GiB or 21474836480."
+        },
+    )
+    compact_rank: str = field(
+        default="0.25",
+        metadata={
+            "help": "Of compact and adacc_compact: a part of each layer's inputs, such as 0.25, or a number of them, "
+            "such as 8. CompAct's paper pretrains with --learning_rate 0.01."
         },
     )
     report: bool = field(

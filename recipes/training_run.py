@@ -16,7 +16,7 @@ from adacc_hf import AdaccCallback, AdaccConfig
 from adacc_hf.artifacts.files import POLICY_FILE
 from adacc_hf.estimate.model_presets import build_model, checked_seq_len, load_config
 from adacc_hf.eval.tasks.cloze_passages import CLOZE_FILE, cloze_passages, save_passages
-from adacc_hf.eval.trials.train_methods import method_callbacks
+from adacc_hf.eval.trials.train_methods import compact_optimizer, method_callbacks
 from adacc_hf.reports.report import write_report
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def prepare_run(args: RecipeArguments) -> PreparedRun:
     """The run behind the settings. Raises ValueError or OSError that names a bad one, before anything is trained."""
     seq_len = checked_seq_len(args.data.seq_len, load_config(args.model.model))
     _check_method(args)
-    has_policy = args.method.method not in ("none", "full")
+    has_policy = args.method.method not in ("none", "full", "compact")
     if has_policy and args.method.report and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--report needs matplotlib: pip install 'adacc-hf[plot]', or pass --report false")
     data = load_text_data(args.data, seq_len, args.training.main_process_first)
@@ -76,6 +76,7 @@ def _check_method(args: RecipeArguments) -> None:
     method, training = args.method, args.training
     if method.method != "compare":
         method_callbacks(method.method, method.memory_budget)
+        compact_optimizer(method.method, method.compact_rank)
     elif training.world_size > 1:
         raise ValueError("--method=compare measures one process at a time; launch it with --num_processes 1")
     elif training.resume_from_checkpoint is not None:
@@ -90,16 +91,21 @@ def _check_method(args: RecipeArguments) -> None:
 def train_once(run: PreparedRun, method: str, memory_budget: str, output_dir: str) -> FinishedRun:
     """Trains a fresh model with `method`, evaluates it, and saves the model, the metrics and the policy."""
     callbacks, overrides = method_callbacks(method, memory_budget)
+    training = run.args.training
+    compact = compact_optimizer(
+        method, run.args.method.compact_rank, lr=training.learning_rate, weight_decay=training.weight_decay
+    )
     trainer = Trainer(
         model=run.fresh_model(),
-        args=_with_overrides(run.args.training, output_dir=output_dir, **overrides),
+        args=_with_overrides(training, output_dir=output_dir, **overrides),
         data_collator=stack_sequences,
         train_dataset=run.data.train,
         eval_dataset=run.data.validation,
         processing_class=run.data.tokenizer,
         callbacks=callbacks,
+        optimizer_cls_and_kwargs=compact,
     )
-    train_metrics = trainer.train(resume_from_checkpoint=run.args.training.resume_from_checkpoint).metrics
+    train_metrics = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint).metrics
     results = {"steps": trainer.state.global_step, "final_train_loss": final_train_loss(trainer)}
     metrics = {**train_metrics, **trainer.evaluate(), **results}
     trainer.save_model()

@@ -4,7 +4,7 @@
 weight and its moments have rank r: less memory than a codec of ours leaves, and another optimization.
 """
 
-from adacc_hf.compact.factory import CompactFactory
+from adacc_hf.compact.factory import CompactFactory, parse_rank
 from adacc_hf.compact.optimizer import CompactAdamW
 
-__all__ = ["CompactAdamW", "CompactFactory"]
+__all__ = ["CompactAdamW", "CompactFactory", "parse_rank"]

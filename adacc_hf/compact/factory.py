@@ -97,6 +97,11 @@ class CompactFactory:
             raise
 
 
+def parse_rank(text: str) -> float | int:
+    """A rank as it is given on a command line: digits are a number of inputs, a decimal is a part of them."""
+    return int(text) if text.isdigit() else float(text)
+
+
 def _check(rank: float | int, gap: int, scale: float, projection: str) -> None:
     if isinstance(rank, bool) or not (0 < rank <= 1 if isinstance(rank, float) else isinstance(rank, int) and rank > 0):
         raise ValueError(

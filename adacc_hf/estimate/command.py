@@ -111,9 +111,10 @@ def _request(arguments: argparse.Namespace) -> Request:
 
 
 def _rank(text: str | None) -> float | int:
-    """Digits are a number of inputs, a decimal is a part of them."""
+    from adacc_hf.compact import parse_rank
+
     try:
-        return 0.25 if text is None else int(text) if text.isdigit() else float(text)
+        return parse_rank(text or "0.25")
     except ValueError:
         raise ValueError(f"--rank={text} must be a part of a layer's inputs, such as 0.25, or their number") from None
 

@@ -13,7 +13,7 @@ from adacc_hf.artifacts.files import PROFILE_FILE
 
 RECIPE = Path(gpt2_pile.__file__)
 CHECKPOINT = "(a folder with a checkpoint)"
-WITH_CALLBACK = ("quantization", "adacc", "adacc_no_outlier")
+WITH_CALLBACK = ("quantization", "adacc", "adacc_no_outlier", "adacc_compact")
 
 
 def with_setting(argv: list[str], **settings: object) -> list[str]:
@@ -26,7 +26,7 @@ def command_line(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     return gpt2_pile.command_line()
 
 
-@pytest.mark.parametrize("method", ["none", "full", *WITH_CALLBACK])
+@pytest.mark.parametrize("method", ["none", "full", "compact", *WITH_CALLBACK])
 def test_every_method_trains_and_leaves_its_results(
     method: str, tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

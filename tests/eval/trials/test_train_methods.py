@@ -23,6 +23,8 @@ def test_budgets_keep_their_kind(text: str, budget: str | float | int):
         ("quantization", True, {}),
         ("adacc", True, {}),
         ("adacc_no_outlier", True, {}),
+        ("compact", False, {}),
+        ("adacc_compact", True, {}),
     ],
 )
 def test_each_method_sets_up_the_trainer(method: str, has_callback: bool, overrides: dict[str, object]):
