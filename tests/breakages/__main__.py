@@ -93,10 +93,12 @@ def is_noticed(number: int) -> bool:
 
 
 def copy_package(folder: str) -> Path:
-    """A copy of the package in `folder`."""
+    """A copy of the package in `folder`, with the recipes beside it."""
     package = Path(folder) / "adacc_hf"
-    for part, place in (("adacc_hf", "."), ("callbacks", "callbacks"), ("kernels", "kernels"), ("eval", "eval")):
-        shutil.copytree(ROOT / part, package / place, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    parts = {"adacc_hf": ".", "callbacks": "callbacks", "kernels": "kernels", "eval": "eval", "recipes": "../recipes"}
+    for part, place in parts.items():
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / part, package / place, ignore=ignored, dirs_exist_ok=True)
     return package
 
 
