@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adacc_hf.artifacts.profile_sizes import ProfileSizes
+from adacc_hf.artifacts.profile_sizes import FEW, STEP, ProfileSizes
 
 
 def texts(samples, *lengths):
@@ -31,6 +31,15 @@ def test_one_sample_alone_has_the_room_of_two():
     assert PAIRS.class_of(texts(1, 40, 30)) == texts(2, 40, 30)
     alone = sizes_of(texts(1, 40), texts(1, 20), texts(1, 10))
     assert alone.class_of(texts(1, 40)) == texts(1, 40)
+
+
+def test_lengths_have_few_classes_and_none_is_smaller_than_its_batches():
+    lengths = range(FEW + 1, 1001)
+    classes = [ONE_TEXT.class_of(texts(4, length))[0][1][1] for length in lengths]
+    assert all(length <= known < STEP * length + 1 for length, known in zip(lengths, classes, strict=True))
+    assert 40 in classes  # the profiled one
+    # A quarter apart: from 17 to 1000 there are log(1000 / 17) / log(1.25) = 18.3 steps.
+    assert len(set(classes)) <= 20
 
 
 def test_two_lengths_are_told_less_exactly_than_one():
