@@ -27,7 +27,8 @@ from adacc_hf.adapt.checkpoint_files import (
     save_history,
     save_in_checkpoint,
 )
-from adacc_hf.adapt.evolution import LEFT_AS, Evolution
+from adacc_hf.adapt.evolution import Evolution
+from adacc_hf.adapt.left_plans import LEFT_AS
 from adacc_hf.adapt.shape_policies import metrics, predictions
 from adacc_hf.adapt.steps import run_with_retry
 from adacc_hf.adapt.what_ran import STEPS, UNCOMPILED, WhatRan, num_fallback_steps
@@ -427,7 +428,7 @@ class Evolving(Following):
 
     def step_begins(self, step: int, model: Any, optimizer: Any) -> None:
         self._step = step
-        if self.evolution.wanted is not None or self.evolution.num_tries > 0:
+        if self.evolution.wanted is not None or self.evolution.fresh_start.num_tries > 0:
             self._batches.catch(model)
         self.evolution.step_begins(step + 1, model, optimizer)
 
@@ -491,7 +492,7 @@ class Evolving(Following):
         wanted, self.evolution.wanted = self.evolution.wanted, None
         if wanted is not None:
             return self._add_size(wanted, step, model, optimizer)
-        return self.evolution.num_tries > 0 and self._start_over(step, model, optimizer)
+        return self.evolution.fresh_start.num_tries > 0 and self._start_over(step, model, optimizer)
 
     def _add_size(self, wanted: BatchShapes, step: int, model: Any, optimizer: Any) -> bool:
         """Profile and solve for a size of batch that was seen often, with the step's batch made to that size."""
@@ -517,12 +518,12 @@ class Evolving(Following):
 
     def _start_over(self, step: int, model: Any, optimizer: Any) -> bool:
         """Profile the step's batch and start over with its policy, if it is one to do so with."""
-        why = self.evolution.why_start_over
+        why = self.evolution.fresh_start.why
         if not self.evolution.can_start_over():
-            if self.evolution.num_tries == 0:
+            if self.evolution.fresh_start.num_tries == 0:
                 self._stay(step, why, "no batch came that calls all of them")
             return False
-        self.evolution.num_tries = 0
+        self.evolution.fresh_start.num_tries = 0
         try:
             with self.handle.taken_off():
                 made = self._maker.for_all_blocks(model, optimizer, self.evolution, *self._batches.take())

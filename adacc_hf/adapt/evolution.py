@@ -13,20 +13,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from adacc_hf.adapt.checkpoint_files import Saved
-from adacc_hf.adapt.judging import NOTHING_FITS, current_policy, needed_bytes, over_bound, with_margin
+from adacc_hf.adapt.judging import NOTHING_FITS, current_policy
+from adacc_hf.adapt.left_plans import MORE_BLOCKS, OTHER_OPERATORS, FreshStart, LeftPlans
 from adacc_hf.adapt.loss_guard import LossGuard
 from adacc_hf.adapt.rectifier import Rectifier, Tracking
-from adacc_hf.adapt.repricing import without_codecs
 from adacc_hf.adapt.shape_policies import (
     MAX_OTHERS,
     MAX_SHAPE_POLICIES,
+    InForce,
     ShapePolicies,
     ShapePolicy,
     most_wanted,
@@ -36,20 +36,17 @@ from adacc_hf.adapt.shape_policies import (
     tracking_figures,
 )
 from adacc_hf.adapt.steps import CountingTurns, StepMeter, advice, tighter_budget
+from adacc_hf.adapt.told_policies import ToldPolicies
 from adacc_hf.adapt.tracking import Observation
-from adacc_hf.adapt.what_ran import NO_POLICY, full_recomputation, ratio
+from adacc_hf.adapt.what_ran import NO_POLICY, ratio
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.files import note_latest
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.artifacts.profile_sizes import STEP
-from adacc_hf.price.other_sizes import at_size
 from adacc_hf.price.step_memory import missing_bytes, with_missing
-from adacc_hf.run.executor import BlockPlans, PolicyHandle
-from adacc_hf.solve.budget import Budget
-from adacc_hf.solve.solver import solve_policy
-from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements, to_plain
+from adacc_hf.run.executor import PolicyHandle
+from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements
 from adacc_hf.torch_glue.ranks import check_same_policy, from_first_rank, num_ranks, of_all_ranks
 
 log = logging.getLogger(__name__)
@@ -61,28 +58,11 @@ PEAK_TOLERANCE = 0.01
 """A measured peak this far above the predicted one corrects the prices even if it keeps to the budget. Below that are
 what allocators round, and a few small tensors of the Trainer's that the profiler does not see."""
 
-MOST_TRIES = 64
-"""Steps that may bring a batch to start over with, once one is wanted; with several ranks each is a collective."""
-MORE_BLOCKS = "more blocks are trained than before"
-OTHER_OPERATORS = "most batches run other operators than the profiled one"
-"""Why a run may start over with another batch."""
-LEFT_AS = {MORE_BLOCKS: "under torch's checkpoint", OTHER_OPERATORS: "with the least memory"}
-"""How their calls run until then."""
-
-USED_UP = 0.9
-"""Part of the budget that a policy for one class of sizes needs at another to be taken there as well; to solve takes a
-tenth of a second or two."""
-
 RECORDED_STEPS = 2
 """First steps of a handle, whose calls are recorded: they take longer than those that follow, and more memory where no
 profile has recorded the model before."""
 
 NoteEvent = Callable[..., None]
-
-
-def _is_for(policy: Policy, profile: Profile) -> bool:
-    """Whether the policy was made for blocks that run what the profile has: those of a batch of one may not."""
-    return all(policy.plan_of(block.name).kind == profile.kinds[block.kind].digest for block in profile.blocks)
 
 
 def is_tracking_step(steps_since: int, tracking: str | int) -> bool:
@@ -92,35 +72,6 @@ def is_tracking_step(steps_since: int, tracking: str | int) -> bool:
     if tracking == "exponential":
         return steps_since & (steps_since - 1) == 0
     return steps_since % int(tracking) == 0
-
-
-class InForce:
-    """What the run's micro-batches run under."""
-
-    def __init__(self, handle: PolicyHandle) -> None:
-        self.shape_policy: ShapePolicy | None = None
-        """None under torch's checkpoint, and under plans that are in no shape policy's force."""
-        self.plans: BlockPlans | None = None
-        self.shapes: BatchShapes = ()
-        """Sizes of the last micro-batch."""
-        self.lasts = False
-        """Whether the next micro-batch runs under the same if it has the same sizes."""
-        self.used: dict[int, ShapePolicy | None] = {}
-        """The plans of the step's micro-batches, by identity; None for those that are in no shape policy's force."""
-        self._handle = handle
-
-    def put(self, shape_policy: ShapePolicy | None, plans: BlockPlans | None) -> None:
-        """Run the next micro-batch under `plans`."""
-        self._handle.follow(plans)
-        self.shape_policy, self.plans, self.lasts = shape_policy, plans, False
-
-    def ran_alone(self) -> bool:
-        """Whether all of the last step ran under the present policy."""
-        return self.shape_policy is not None and all(plans == id(self.shape_policy.plans) for plans in self.used)
-
-    def used_shape_policies(self) -> list[ShapePolicy | None]:
-        """Those of the step's micro-batches; None for micro-batches under torch's checkpoint, or that were recorded."""
-        return list(self.used.values()) or [self.shape_policy]
 
 
 class Evolution:
@@ -136,16 +87,8 @@ class Evolution:
         self.shape_policies = ShapePolicies()
         self.wanted: BatchShapes | None = None
         """Sizes to be profiled with the next step's batch."""
-        self.why_start_over = ""
-        """Why a batch to start over with is wanted."""
-        self.num_tries = 0
-        """Steps that may still bring it: one that calls all blocks that any batch trains, by the wanted operators."""
-        self._has_tried: set[str] = set()
-        """What the run has wanted to start over for."""
-        self._ran = self._left = 0
-        """Micro-batches since the last look, and those of them most of whose calls left their plans."""
-        self._has_left = False
-        """Whether the last one did."""
+        self.fresh_start = FreshStart()
+        self._left_plans = LeftPlans(config, self._say)
         self.tracking_ms = 0.0
         """Time that tracking, solving, counting memory and profiling other sizes took so far, by how much longer such
         steps were than normal ones. The caller of `step_ends` adds what it and all that follows from it took, if
@@ -157,11 +100,7 @@ class Evolution:
         self._handle = handle
         self._in_force = InForce(handle)
         handle.library.may_record = self._may_record
-        self._full: tuple[Profile, Policy] | None = None
-        """Full recomputation as one profile has it."""
         self._has_said_room = False
-        self._said_excess: set[bool] = set()
-        """Whether by how much, of what was said of batches that left their plans."""
         self._note = note
         self._num_micro = num_micro
         self._meter = StepMeter()
@@ -246,16 +185,15 @@ class Evolution:
         """Follow `policy` alone: those for other sizes leave blocks out that it has plans for."""
         self.cancel()
         self.shape_policies.all.clear()
-        self._has_tried.discard(MORE_BLOCKS)
+        self.fresh_start.tried.discard(MORE_BLOCKS)
         self.add(shapes, profile, policy)
 
     def can_start_over(self) -> bool:
         """Whether the last batch, on every rank, called all blocks that any batch has trained so far, by the operators
         that most batches run."""
-        self.num_tries -= 1
         installation = self._handle.installation
         is_whole = not set(installation.left_out()).difference(installation.uncalled())
-        return all(of_all_ranks(is_whole and (self._has_left or self.why_start_over != OTHER_OPERATORS)))
+        return all(of_all_ranks(self.fresh_start.takes(is_whole, self._left_plans.has_left)))
 
     def step_begins(self, step: int, model: nn.Module | None, optimizer: Any) -> None:
         """`step` is the number of the step that begins, counted from 1."""
@@ -294,77 +232,38 @@ class Evolution:
     def has_run(self, calls: Mapping[str, int]) -> tuple[float, dict[str, int]]:
         """(predicted overhead in milliseconds of the last micro-batch, how many of its calls ran otherwise than a
         policy says by why); of its blocks' `calls` these are known to have left their plans."""
-        plans, current = self._in_force.plans, self._in_force.shape_policy
-        self._ran += 1
+        in_force, left = self._in_force, self._left_plans
+        plans, current = in_force.plans, in_force.shape_policy
         if plans is None:
+            left.ran(0.0)
             return self._fell_back(), {NO_POLICY: 1}
         policy = plans.policy
         if current is not None:
             policy = current.rectifier.policy  # today's prices
-        planned_ms = policy.predicted_overhead_ms * ratio(self.last_shapes, None if current is None else current.shapes)
+        planned_ms = policy.predicted_overhead_ms * ratio(in_force.shapes, None if current is None else current.shapes)
         share = min(1.0, sum(calls.values()) / len(policy.blocks))
-        self._has_left = share > 0.5
-        self._left += self._has_left
+        left.ran(share)
         if not calls:
             return planned_ms, {}
         return (1 - share) * planned_ms + share * self._fell_back(), dict(calls)
 
     def _fell_back(self) -> float:
-        """Overhead of the last micro-batch if all of it ran under full recomputation; says, once, that such batches may
-        be over budget, and by how much where that is told."""
-        reference = self._reference
-        profile, size = reference.rectifier.profile, ratio(self.last_shapes, reference.shapes)
-        least, budget = self._full_recomputation(profile), Budget.resolve(self.memory_budget, profile, self.config)
-        peak = int(profile.static_bytes + size * (least.predicted_peak_bytes - profile.static_bytes))
-        if budget.of_peak:
-            self._say_excess(max(0, peak - budget.nbytes))
-        return least.predicted_overhead_ms * size
+        """Overhead of the last micro-batch if all of it ran under full recomputation."""
+        return self._left_plans.overhead_ms(self._in_force.shapes, self._reference, self.memory_budget)
 
-    def _say_excess(self, nbytes: int) -> None:
-        """Say of batches that leave their plans that they may be over budget, and once more if they are by `nbytes`."""
-        said = bool(nbytes)
-        if said in self._said_excess:
-            return
-        self._said_excess |= {said, False}
-        taken = f"takes up to some {nbytes} bytes" if said else "may take"
-        text = (
-            f"a batch of {describe(self.last_shapes)} ran otherwise than a policy says, which {taken} more than "
-            f"memory_budget={self.memory_budget!r} allows: set dataloader_drop_last=True, or pad to one length, to "
-            f"have none"
-        )
-        log.log(logging.WARNING if said else logging.INFO, "Adacc: step %d: %s", self._step, text)
-        self._note(self._step, "memory", reason=text)
+    def _may_record(self) -> bool:
+        """Whether the micro-batch keeps to the budget while a block's call is recorded."""
+        return self._left_plans.may_record(self._in_force.shapes, self._reference, self.memory_budget)
 
     @property
     def _reference(self) -> ShapePolicy:
         """The shape policy whose profile tells most of the last micro-batch."""
         return self._in_force.shape_policy or self.shape_policies.measured or self.shown
 
-    def _full_recomputation(self, profile: Profile) -> Policy:
-        if self._full is None or self._full[0] is not profile:
-            self._full = profile, full_recomputation(profile)
-        return self._full[1]
-
-    def _may_record(self) -> bool:
-        """Whether the micro-batch keeps to the budget while a block's call is recorded, which holds all that it makes.
-
-        At the size of a policy a path of its own is run with the least memory; a smaller size may follow the policy.
-        """
-        reference = self._reference
-        profile, policy = reference.rectifier.profile, reference.rectifier.policy
-        budget = Budget.resolve(self.memory_budget, profile, self.config)
-        if not budget.of_peak:
-            return True
-        size = ratio(self.last_shapes, reference.shapes)
-        peak = (policy if size < 1 else self._full_recomputation(profile)).predicted_peak_bytes
-        held = max(sum(value.nbytes for value in kind.values if value.shared is None) for kind in profile.kinds)
-        return profile.static_bytes + size * (peak - profile.static_bytes + held) <= budget.nbytes
-
     def _shape_policy_at(self, sizes: BatchShapes, shapes: BatchShapes) -> ShapePolicy | None:
         """The shape policy of the class `sizes` of a batch of `shapes`, made if it is new.
 
-        None if the class runs under plans that are in no shape policy's force. Where nothing keeps to the budget at the
-        class's own sizes, which no batch is larger than, the batch's have a shape policy of their own.
+        None if the class runs under plans that are in no shape policy's force.
         """
         known = self.shape_policies.at(sizes) or self.shape_policies.at(shapes)
         if known is not None or self.shape_policies.other(sizes, shapes) is not None:
@@ -372,18 +271,20 @@ class Evolution:
         measured, _ = self.shape_policies.told_from()
         if measured.is_provisional:
             return measured
-        profile = at_size(measured.rectifier.profile, to_plain(sizes))
-        try:
-            policy = self._policy_at(profile, self._with_room(profile))
-        except InfeasibleBudgetError:
-            sizes = tuple(shape for shape in shapes if shape.name in {other.name for other in sizes})
-            profile = at_size(measured.rectifier.profile, to_plain(sizes))
-            policy = self._policy_or_least(sizes, profile)
+        sizes, profile, policy = self._told().of(sizes, shapes)
         if not self._is_alone or len(self.shape_policies.all) >= MAX_SHAPE_POLICIES:
             plans = self._handle.prepare(policy, self._handle.plans)
             note_latest(self.shape_policies.others, sizes, plans, MAX_OTHERS)
             return None
         return self._add_told(sizes, profile, policy)
+
+    def _told(self) -> ToldPolicies:
+        switched_off = self.guard.switched_off
+        return ToldPolicies(self.config, self.memory_budget, self.shape_policies, switched_off, self._say)
+
+    def _say(self, reason: str) -> None:
+        """Put what memory is like into the run's history, at the step that runs."""
+        self._note(self._step, "memory", reason=reason)
 
     def _add_told(self, sizes: BatchShapes, profile: Profile, policy: Policy) -> ShapePolicy:
         """Be ready for batches of a class whose `profile` was told from another one's."""
@@ -399,86 +300,6 @@ class Evolution:
         self._in_force.lasts = False
         self._note(self._step, "policy", **predictions(policy), reason=f"for batches of {describe(sizes)}")
         return shape_policy
-
-    def _policy_at(self, profile: Profile, memory_budget: str | float | int) -> Policy:
-        """The policy for batches with this profile: one of those in force that nearly uses up the budget there, or else
-        what the solver finds. Raises InfeasibleBudgetError if nothing keeps to the budget."""
-        budget = Budget.resolve(memory_budget, profile, self.config)
-        allowed = without_codecs(profile, self.guard.switched_off)
-        in_force = [s.rectifier.policy for s in self.shape_policies.all if _is_for(s.rectifier.policy, profile)]
-        told = [current_policy(allowed, policy) for policy in in_force if not over_bound(allowed, policy, self.config)]
-        told = [policy for policy in told if USED_UP * budget.nbytes <= needed_bytes(policy, budget) <= budget.nbytes]
-        if told:
-            return min(told, key=lambda policy: policy.predicted_overhead_ms)
-        return solve_policy(allowed, memory_budget, with_margin(self.config))
-
-    def _with_room(self, profile: Profile) -> str | float | int:
-        """The budget for batches whose `profile` is told: a smaller one where peaks are not told exactly."""
-        budget = Budget.resolve(self.memory_budget, profile, self.config)
-        uncertainty = self._uncertainty
-        return int(budget.nbytes / (1 + uncertainty)) if budget.of_peak and uncertainty else self.memory_budget
-
-    @property
-    def _uncertainty(self) -> float:
-        return self.shape_policies.told_from()[1].uncertainty
-
-    def _policy_or_least(self, sizes: BatchShapes, profile: Profile) -> Policy:
-        """As `_policy_at`; what leaves no room, which is said, or that of least memory, which is said, or raised as
-        `on_over_budget` has it, where none keeps to the budget."""
-        with_room = self._with_room(profile)
-        for given in dict.fromkeys((with_room, self.memory_budget)):
-            try:
-                policy = self._policy_at(profile, given)
-            except InfeasibleBudgetError as error:
-                floor, bound, why = error.smallest_budget_bytes, error.bound_bytes, str(error)
-                continue
-            if given != with_room:
-                self._say_doubt(sizes, policy)
-            return policy
-        # The same settings once more: what the solver finds with others may need more than what was found.
-        allowed = without_codecs(profile, self.guard.switched_off)
-        least = solve_policy(allowed, self._as_given(floor, profile), with_margin(self.config))
-        text = f"batches of {describe(sizes)} need {floor} bytes at least"
-        fitting = self._largest_fitting(sizes, least)
-        text += f", those of {describe(fitting)} would keep to the budget" if fitting else ""
-        if self.config.on_over_budget == "error":
-            raise InfeasibleBudgetError(f"{text}: {why}", floor, bound)
-        log.warning("Adacc: %s. Training goes on with the least memory: %s", text, why)
-        self._note(self._step, "memory", reason=f"{text}: {why}")
-        return least
-
-    def _say_doubt(self, sizes: BatchShapes, policy: Policy) -> None:
-        """Say that batches of these sizes may take more than the budget, which has no room for what is not known."""
-        text = (
-            f"batches of {describe(sizes)} may take more than memory_budget={self.memory_budget!r}: what they need is "
-            f"told to {self._uncertainty:.0%} ({policy.predicted_peak_bytes} bytes)"
-        )
-        log.warning("Adacc: %s", text)
-        self._note(self._step, "memory", reason=text)
-
-    def _largest_fitting(self, sizes: BatchShapes, least: Policy) -> BatchShapes | None:
-        """The largest class of batches of fewer tokens than `sizes` at which the policy `least` keeps to the budget."""
-        reference = self.shape_policies.told_from()[0].rectifier.profile
-        length = max(shape.size[1] for shape in sizes if len(shape.size) > 1) if any(s.size[1:] for s in sizes) else 0
-        for shorter in sorted({int(length / STEP**k) for k in range(1, 16)} - {0}, reverse=True):
-            cut = tuple(
-                replace(s, size=tuple(max(1, n * shorter // length) if d == 1 else n for d, n in enumerate(s.size)))
-                for s in sizes
-            )
-            known = self.shape_policies.class_of(cut)
-            if known is None:
-                return None
-            profile = at_size(reference, to_plain(known))
-            if not over_bound(profile, least, self.config) and not Rectifier(
-                profile, least, self.config, self.memory_budget
-            ).is_over_budget(current_policy(profile, least).predicted_peak_bytes):
-                return known
-        return None
-
-    def _as_given(self, nbytes: int, profile: Profile) -> float | int:
-        """A budget of so many bytes in the form that the run's has."""
-        is_fraction = isinstance(self.memory_budget, float)
-        return nbytes / profile.plain_stored_bytes if is_fraction else nbytes
 
     def backward_is_over(self) -> None:
         self._meter.backward_is_over()
@@ -719,23 +540,19 @@ class Evolution:
             for sizes in sorted(set().union(*of_all_ranks(came)), key=repr)[
                 : MAX_SHAPE_POLICIES - len(self.shape_policies.all)
             ]:
-                profile = at_size(self.shape_policies.told_from()[0].rectifier.profile, to_plain(sizes))
-                policy = from_first_rank(partial(self._policy_or_least, sizes, profile))
+                told = self._told()
+                profile = told.profile_at(sizes)
+                policy = from_first_rank(partial(told.or_least, sizes, profile))
                 self._add_told(sizes, profile, policy)
 
     def _look_for_reasons(self) -> None:
         """Want a batch to start over with, once for each reason there is."""
-        idle, blocks = self.idle_blocks, self._handle.installation.blocks
-        if idle and MORE_BLOCKS not in self._has_tried:
-            self._may_start_over(MORE_BLOCKS, any(blocks[name].num_calls for name in idle))
-        if OTHER_OPERATORS not in self._has_tried:
-            self._may_start_over(OTHER_OPERATORS, 2 * self._left > self._ran)
-        self._ran = self._left = 0
-
-    def _may_start_over(self, why: str, is_mine: bool) -> None:
-        if any(of_all_ranks(is_mine)):
-            self.why_start_over, self.num_tries = why, MOST_TRIES
-            self._has_tried.add(why)
+        idle, blocks, tried = self.idle_blocks, self._handle.installation.blocks, self.fresh_start.tried
+        reasons = {MORE_BLOCKS: any(blocks[name].num_calls for name in idle)} if idle else {}
+        reasons[OTHER_OPERATORS] = self._left_plans.most_did()
+        for why, is_mine in reasons.items():
+            if why not in tried and any(of_all_ranks(is_mine)):
+                self.fresh_start.want(why)
 
     def _count_time(self) -> None:
         """Put the step that ends among the normal ones, or what it took beyond one into `tracking_ms`."""

@@ -19,7 +19,7 @@ from adacc_hf.artifacts.files import note_latest
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.profile_sizes import ProfileSizes
-from adacc_hf.run.executor import BlockPlans
+from adacc_hf.run.executor import BlockPlans, PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import (
     BatchShapes,
     bucket_of,
@@ -200,6 +200,35 @@ class ShapePolicies:
     def unplanned(self) -> dict[BatchShapes, tuple[BatchShapes, int]]:
         """Per bucket without a policy of its own: the sizes that were seen, and how often."""
         return {bucket: (seen.shapes, seen.num_seen) for bucket, seen in self.counted.items()}
+
+
+class InForce:
+    """What the run's micro-batches run under."""
+
+    def __init__(self, handle: PolicyHandle) -> None:
+        self.shape_policy: ShapePolicy | None = None
+        """None under torch's checkpoint, and under plans that are in no shape policy's force."""
+        self.plans: BlockPlans | None = None
+        self.shapes: BatchShapes = ()
+        """Sizes of the last micro-batch."""
+        self.lasts = False
+        """Whether the next micro-batch runs under the same if it has the same sizes."""
+        self.used: dict[int, ShapePolicy | None] = {}
+        """The plans of the step's micro-batches, by identity; None for those that are in no shape policy's force."""
+        self._handle = handle
+
+    def put(self, shape_policy: ShapePolicy | None, plans: BlockPlans | None) -> None:
+        """Run the next micro-batch under `plans`."""
+        self._handle.follow(plans)
+        self.shape_policy, self.plans, self.lasts = shape_policy, plans, False
+
+    def ran_alone(self) -> bool:
+        """Whether all of the last step ran under the present policy."""
+        return self.shape_policy is not None and all(plans == id(self.shape_policy.plans) for plans in self.used)
+
+    def used_shape_policies(self) -> list[ShapePolicy | None]:
+        """Those of the step's micro-batches; None for micro-batches under torch's checkpoint, or that were recorded."""
+        return list(self.used.values()) or [self.shape_policy]
 
 
 def most_wanted(seen: list[dict[BatchShapes, tuple[BatchShapes, int]]]) -> BatchShapes | None:

@@ -439,7 +439,7 @@ def test_a_spike_switches_compression_off_only_where_it_degrades_gradients(make_
 def test_a_codec_that_is_switched_off_is_so_at_every_size(make_trainer, make_model, sharpen, monkeypatch, step):
     """Batches of 16 tokens have a policy of their own once they come; those of 32 have a degraded gradient."""
     lengths = [31, 32] + ([16, 32] if step == 20 else [32, 32]) * 6 + [16, 32] * 6
-    for module in ("callbacks.policy_maker", "adapt.evolution", "adapt.judging"):
+    for module in ("callbacks.policy_maker", "adapt.told_policies", "adapt.judging"):
         monkeypatch.setattr(f"adacc_hf.{module}.solve_policy", compress_first)
     policies = {}
 

@@ -1,0 +1,144 @@
+"""The policy for a class of sizes that was not profiled: its profile is told from the one that was measured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from adacc_hf.adapt.judging import current_policy, needed_bytes, over_bound, with_margin
+from adacc_hf.adapt.rectifier import Rectifier
+from adacc_hf.adapt.repricing import SwitchedOff, without_codecs
+from adacc_hf.adapt.shape_policies import ShapePolicies
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.errors import InfeasibleBudgetError
+from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.profile_sizes import STEP
+from adacc_hf.price.other_sizes import at_size
+from adacc_hf.solve.budget import Budget
+from adacc_hf.solve.solver import solve_policy
+from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, to_plain
+
+log = logging.getLogger(__name__)
+
+USED_UP = 0.9
+"""Part of the budget that a policy for one class of sizes needs at another to be taken there as well; to solve takes a
+tenth of a second or two."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToldPolicies:
+    """Finds such policies, as a run stands: it keeps nothing."""
+
+    config: AdaccConfig
+    memory_budget: str | float | int
+    shape_policies: ShapePolicies
+    switched_off: Collection[SwitchedOff]
+    """Codecs that the run no longer uses."""
+    say: Callable[[str], None]
+    """Puts a sentence into the run's history."""
+
+    def of(self, sizes: BatchShapes, shapes: BatchShapes) -> tuple[BatchShapes, Profile, Policy]:
+        """The policy for the class `sizes` of a batch of `shapes`, with its profile and the sizes that it is for.
+
+        Where nothing keeps to the budget at the class's own sizes, which no batch is larger than, it is for the
+        batch's.
+        """
+        profile = self.profile_at(sizes)
+        try:
+            policy = self._within(profile, self._with_room(profile))
+        except InfeasibleBudgetError:
+            sizes = tuple(shape for shape in shapes if shape.name in {other.name for other in sizes})
+            profile = self.profile_at(sizes)
+            policy = self.or_least(sizes, profile)
+        return sizes, profile, policy
+
+    def profile_at(self, sizes: BatchShapes) -> Profile:
+        """What batches of `sizes` are told to take."""
+        return at_size(self.shape_policies.told_from()[0].rectifier.profile, to_plain(sizes))
+
+    def or_least(self, sizes: BatchShapes, profile: Profile) -> Policy:
+        """The policy for batches with this profile, with room for what is not known of them if there is any, which is
+        said if not; or that of least memory, which is said, or raised as `on_over_budget` has it, where none keeps to
+        the budget."""
+        with_room = self._with_room(profile)
+        for given in dict.fromkeys((with_room, self.memory_budget)):
+            try:
+                policy = self._within(profile, given)
+            except InfeasibleBudgetError as error:
+                floor, bound, why = error.smallest_budget_bytes, error.bound_bytes, str(error)
+                continue
+            if given != with_room:
+                self._say_doubt(sizes, policy)
+            return policy
+        # The same settings once more: what the solver finds with others may need more than what was found.
+        allowed = without_codecs(profile, self.switched_off)
+        least = solve_policy(allowed, self._as_given(floor, profile), with_margin(self.config))
+        text = f"batches of {describe(sizes)} need {floor} bytes at least"
+        fitting = self._largest_fitting(sizes, least)
+        text += f", those of {describe(fitting)} would keep to the budget" if fitting else ""
+        if self.config.on_over_budget == "error":
+            raise InfeasibleBudgetError(f"{text}: {why}", floor, bound)
+        log.warning("Adacc: %s. Training goes on with the least memory: %s", text, why)
+        self.say(f"{text}: {why}")
+        return least
+
+    def _within(self, profile: Profile, memory_budget: str | float | int) -> Policy:
+        """The policy for batches with this profile: one of those in force that nearly uses up the budget there, or else
+        what the solver finds. Raises InfeasibleBudgetError if nothing keeps to the budget."""
+        budget = Budget.resolve(memory_budget, profile, self.config)
+        allowed = without_codecs(profile, self.switched_off)
+        in_force = [s.rectifier.policy for s in self.shape_policies.all if _is_for(s.rectifier.policy, profile)]
+        told = [current_policy(allowed, policy) for policy in in_force if not over_bound(allowed, policy, self.config)]
+        told = [policy for policy in told if USED_UP * budget.nbytes <= needed_bytes(policy, budget) <= budget.nbytes]
+        if told:
+            return min(told, key=lambda policy: policy.predicted_overhead_ms)
+        return solve_policy(allowed, memory_budget, with_margin(self.config))
+
+    def _with_room(self, profile: Profile) -> str | float | int:
+        """The budget for batches whose `profile` is told: a smaller one where peaks are not told exactly."""
+        budget = Budget.resolve(self.memory_budget, profile, self.config)
+        uncertainty = self._uncertainty
+        return int(budget.nbytes / (1 + uncertainty)) if budget.of_peak and uncertainty else self.memory_budget
+
+    @property
+    def _uncertainty(self) -> float:
+        return self.shape_policies.told_from()[1].uncertainty
+
+    def _say_doubt(self, sizes: BatchShapes, policy: Policy) -> None:
+        """Say that batches of these sizes may take more than the budget, which has no room for what is not known."""
+        text = (
+            f"batches of {describe(sizes)} may take more than memory_budget={self.memory_budget!r}: what they need is "
+            f"told to {self._uncertainty:.0%} ({policy.predicted_peak_bytes} bytes)"
+        )
+        log.warning("Adacc: %s", text)
+        self.say(text)
+
+    def _largest_fitting(self, sizes: BatchShapes, least: Policy) -> BatchShapes | None:
+        """The largest class of batches of fewer tokens than `sizes` at which the policy `least` keeps to the budget."""
+        length = max(shape.size[1] for shape in sizes if len(shape.size) > 1) if any(s.size[1:] for s in sizes) else 0
+        for shorter in sorted({int(length / STEP**k) for k in range(1, 16)} - {0}, reverse=True):
+            cut = tuple(
+                replace(s, size=tuple(max(1, n * shorter // length) if d == 1 else n for d, n in enumerate(s.size)))
+                for s in sizes
+            )
+            known = self.shape_policies.class_of(cut)
+            if known is None:
+                return None
+            profile = self.profile_at(known)
+            if not over_bound(profile, least, self.config) and not Rectifier(
+                profile, least, self.config, self.memory_budget
+            ).is_over_budget(current_policy(profile, least).predicted_peak_bytes):
+                return known
+        return None
+
+    def _as_given(self, nbytes: int, profile: Profile) -> float | int:
+        """A budget of so many bytes in the form that the run's has."""
+        is_fraction = isinstance(self.memory_budget, float)
+        return nbytes / profile.plain_stored_bytes if is_fraction else nbytes
+
+
+def _is_for(policy: Policy, profile: Profile) -> bool:
+    """Whether the policy was made for blocks that run what the profile has: those of a batch of one may not."""
+    return all(policy.plan_of(block.name).kind == profile.kinds[block.kind].digest for block in profile.blocks)
