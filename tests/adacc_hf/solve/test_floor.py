@@ -64,6 +64,16 @@ def test_the_bound_is_that_of_every_head(gpt2_like_profile, add_chunked_head):
     assert error.value.bound_bytes == min(*bounds, error.value.smallest_budget_bytes)
 
 
+def test_the_least_peak_is_that_of_the_head_that_needs_least(gpt2_like_profile, add_chunked_head):
+    profile = add_chunked_head(gpt2_like_profile(num_blocks=3), saved_bytes=10 << 30)
+    floors = {}
+    for head in ("plain", "chunked", "auto"):
+        with pytest.raises(InfeasibleBudgetError) as error:
+            solve_policy(profile, 1, AdaccConfig(head=head))
+        floors[head] = error.value.smallest_budget_bytes
+    assert floors["auto"] == floors["chunked"] < floors["plain"]
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_model_without_a_large_head_has_a_lower_floor_and_more_memory_never_costs_time(gpt2_like_profile, attention):
     profile = gpt2_like_profile(num_blocks=3, attention=attention)
