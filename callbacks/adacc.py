@@ -19,7 +19,8 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.files import POLICY_FILE, PROFILE_FILE
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.callbacks.phases import Compiled, Phase, Recomputing, Run, resume
+from adacc_hf.callbacks.one_run import Phase, Run
+from adacc_hf.callbacks.phases import Compiled, Recomputing, resume
 from adacc_hf.callbacks.policy_maker import PolicySource
 from adacc_hf.callbacks.preconditions import (
     check_arguments,

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
 import adacc_hf.adapt.rectifier as rectifier_module
-import adacc_hf.callbacks.phases as phases_module
+import adacc_hf.callbacks.one_run as one_run_module
 import adacc_hf.callbacks.policy_maker as maker_module
 import adacc_hf.kernels.outlier_int4 as outlier_int4
 from adacc_hf import AdaccCallback, InfeasibleBudgetError
@@ -530,14 +530,14 @@ def test_history_is_kept_in_a_file(make_trainer, tmp_path):
 def test_a_long_history_is_not_written_at_every_event(make_trainer, tmp_path, monkeypatch):
     """All of it is written each time: at every event that would take ever longer."""
     lengths = []
-    original = phases_module.save_history
+    original = one_run_module.save_history
 
     def save(folder, history):
         lengths.append(len(history))
         original(folder, history)
 
-    monkeypatch.setattr(phases_module, "save_history", save)
-    monkeypatch.setattr(phases_module, "HISTORY_PARTS", 4)
+    monkeypatch.setattr(one_run_module, "save_history", save)
+    monkeypatch.setattr(one_run_module, "HISTORY_PARTS", 4)
     callback = AdaccCallback(policy=None, **COMPRESS, outliers=False, tracking=1)
     make_trainer([callback], max_steps=32).train()
     assert lengths[-1] == len(callback.history) >= 31
