@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 USER_ERROR = 2
 """Exit status for what the user can mend; argparse's own."""
+OUT_OF_TIME = 3
+"""Exit status of a measurement whose time was over; the same command goes on."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,6 +116,7 @@ RUNNERS = {
     "budget-bench": ("budget_bench", "what a memory budget costs in time"),
     "gradient-error": ("gradient_error", "the first half of codecs: how far they move the gradient"),
     "codec-bandwidth": ("codec_bandwidth", "the second half of codecs: bytes per second"),
+    "gpu-tests": ("gpu_tests", "the tests of a checkout that need a GPU, file by file"),
     "all": ("everything", "every runner above at the demo's scale, one after the other"),
 }
 """By the name on the command line: the module of `adacc_hf.eval`, and what it measures."""
@@ -144,7 +147,13 @@ def _name(text: str) -> str:
 def _run_eval(arguments: argparse.Namespace) -> int:
     """Run a module of `adacc_hf.eval`, which prints by itself, and return its exit status."""
     module, _ = RUNNERS[arguments.runner]
-    return import_module(f"adacc_hf.eval.{module}").main(arguments.options)
+    from adacc_hf.eval.records.records import OutOfTimeError
+
+    try:
+        return import_module(f"adacc_hf.eval.{module}").main(arguments.options)
+    except OutOfTimeError as error:
+        _refuse(arguments.command, error)
+        return OUT_OF_TIME
 
 
 # `adacc profiles`: the prices that are kept.

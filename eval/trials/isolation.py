@@ -89,13 +89,13 @@ def run_isolated(function: Callable[..., Figures], arguments: Figures, timeout_s
             except subprocess.TimeoutExpired:
                 return failure(Status.TIMEOUT, f"no result after {timeout_s:g} s: raise --timeout")
             finally:
-                _end(process)
+                end_process(process)
         if result.is_file():
             return json.loads(result.read_text(encoding="utf-8"))
     return failure(Status.ERROR, _last_words(process.returncode, errors))
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def end_process(process: subprocess.Popen[str]) -> None:
     """End the process and its children, which share its session."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
