@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 USER_ERROR = 2
 """Exit status for what the user can mend; argparse's own."""
-OUT_OF_TIME = 3
-"""Exit status of a measurement whose time was over; the same command goes on."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -147,13 +145,7 @@ def _name(text: str) -> str:
 def _run_eval(arguments: argparse.Namespace) -> int:
     """Run a module of `adacc_hf.eval`, which prints by itself, and return its exit status."""
     module, _ = RUNNERS[arguments.runner]
-    from adacc_hf.eval.records.records import OutOfTimeError
-
-    try:
-        return import_module(f"adacc_hf.eval.{module}").main(arguments.options)
-    except OutOfTimeError as error:
-        _refuse(arguments.command, error)
-        return OUT_OF_TIME
+    return import_module(f"adacc_hf.eval.{module}").main(arguments.options)
 
 
 # `adacc profiles`: the prices that are kept.

@@ -26,10 +26,17 @@ from pathlib import Path
 from tqdm import tqdm
 
 from adacc_hf.artifacts.files import read_json
-from adacc_hf.cli import OUT_OF_TIME
 from adacc_hf.eval.records.ledger import Ledger, RecordError, add_resume, open_ledger
 from adacc_hf.eval.records.points import save_points
-from adacc_hf.eval.records.records import Figures, OutOfTimeError, Settings, Status, add_settings, markdown_table
+from adacc_hf.eval.records.records import (
+    OUT_OF_TIME,
+    Figures,
+    OutOfTimeError,
+    Settings,
+    Status,
+    add_settings,
+    markdown_table,
+)
 from adacc_hf.eval.records.schemas import check_record, need_jsonschema
 from adacc_hf.eval.trials.clock import add_clock, check_clock
 from adacc_hf.eval.trials.isolation import end_process, failure
@@ -93,7 +100,7 @@ ON_GPU: tuple[Stage, ...] = (
         runner="throughput",
         part="24GiB",
         options=(*_GPT_345M, *_SHORT, "--limit=24GiB", "--batches", "16", *_METHODS),
-        toy=(*_TOY, "--limit=96MiB", "--batches", "2", "--rounds=2", *_METHODS),
+        toy=(*_TOY, "--limit=128MiB", "--batches", "2", "--rounds=2", *_METHODS),
     ),
     Stage(
         runner="throughput",
@@ -123,12 +130,12 @@ ON_GPU: tuple[Stage, ...] = (
         runner="throughput",
         part="24GiB-large",
         options=(*_GPT_345M, *_SHORT, "--limit=24GiB", "--batches", "32", "64", *_METHODS),
-        toy=(*_TOY, "--limit=96MiB", "--batches", "8", "--rounds=2", "--methods", "full", "adacc"),
+        toy=(*_TOY, "--limit=128MiB", "--batches", "8", "--rounds=2", "--methods", "full", "adacc"),
     ),
     Stage(
         runner="max-batch",
         options=(*_GPT_345M, *_SHORT, "--limit=24GiB", "--methods", "adacc", "full", "none", "adacc_lossless"),
-        toy=(*_TOY, "--limit=96MiB", "--most=4", "--methods", "adacc", "full"),
+        toy=(*_TOY, "--limit=128MiB", "--most=4", "--methods", "adacc", "full"),
     ),
     Stage(
         runner="peak-accuracy",
@@ -259,7 +266,7 @@ def measure(ledger: Ledger, stage: Stage, execute: Execute, until: float = math.
     start = time.perf_counter()
     status = execute(command)
     if status == OUT_OF_TIME:
-        raise OutOfTimeError(f"the time is over in {stage.key}")
+        raise OutOfTimeError
     figures = {"seconds": time.perf_counter() - start, "record": str(output.relative_to(ledger.settings.output.parent))}
     if status == HANGING:
         reason = f"`adacc {' '.join(command)}` left no point for {MOST_SECONDS_WITHOUT_A_POINT:g} s"

@@ -7,6 +7,7 @@ import fcntl
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -67,7 +68,8 @@ class Ledger:
         if self._is_wanted(key):
             start = time.monotonic()
             if start + self._longest_s > self.settings.until:
-                raise OutOfTimeError(f"the time is over before {key}: the same command goes on from there")
+                print(f"the time is over before {key}: the same command goes on from there", file=sys.stderr)
+                raise OutOfTimeError
             self.points[key] = to_json(measure())
             self._longest_s = max(self._longest_s, time.monotonic() - start)
             self._save("running")

@@ -43,8 +43,15 @@ class Status(str, Enum):
     ERROR = "error"
 
 
-class OutOfTimeError(AdaccError):
-    """The time that a run was given is over; the same command goes on from here."""
+OUT_OF_TIME = 3
+"""The exit status of a run whose time was over; the same command goes on from there."""
+
+
+class OutOfTimeError(SystemExit):
+    """The time that a run was given is over: it ends, with a status of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(OUT_OF_TIME)
 
 
 class RedGateError(AdaccError):

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from adacc_hf.artifacts.files import write_json
-from adacc_hf.cli import OUT_OF_TIME, RUNNERS
+from adacc_hf.cli import RUNNERS
 from adacc_hf.eval import everything
 from adacc_hf.eval.everything import NAMES, ON_GPU, SAMPLE_ROWS, Stage, stages_of
 from adacc_hf.eval.records import schemas
+from adacc_hf.eval.records.records import OUT_OF_TIME
 from adacc_hf.eval.tasks.lm_eval_tasks import PAPER_TASKS, load_tasks
 
 
@@ -162,14 +163,12 @@ def test_what_is_under_way_ends_with_the_time_and_its_points_are_reported(
 ) -> None:
     runs = tmp_path / "w/all.json"
     runs.parent.mkdir()
-    status = everything.OUT_OF_TIME
     monkeypatch.setattr(everything.Ledger, "finish", lambda *a, **k: pytest.fail("there is more to do"))
     with pytest.raises(FileNotFoundError):  # nothing was recorded of a runner that is to go on
         started(monkeypatch, tmp_path, POINT + "time.sleep(600)", "0.02")
     assert "- full, batch 2: error: broken" in (tmp_path / "out/points.md").read_text()
     with tarfile.open(tmp_path / "out/records.tar.gz") as archive:
         assert "loss/loss.json" in archive.getnames()
-    assert status == 3
 
 
 def test_a_runner_that_hangs_does_not_take_the_next_slice_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
