@@ -15,6 +15,7 @@ import os
 import sys
 import sysconfig
 import time
+import warnings
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,6 +167,8 @@ def _set_sync_mode(mode: int) -> None:
     global _sync_mode
     _sync_mode = mode
     _operators.emulated_cuda_forbid_waiting(mode == 2)
+    if mode:  # once it is set, as torch does
+        warnings.warn("Synchronization debug mode is a prototype feature", UserWarning, stacklevel=2)
 
 
 def _index_or_none(device: int) -> int:
@@ -249,8 +252,10 @@ def _place() -> None:
 
     import emulated_attention
     import emulated_codecs
+    import emulated_products
 
     emulated_attention.register()
+    emulated_products.register()
     if os.environ.get("EMULATED_CUDA_TRITON") == "1":
         _run_interpreted_kernels_in_place()
     else:
