@@ -150,7 +150,7 @@ def _properties(device: object = None) -> SimpleNamespace:
         shared_memory_per_block_optin=166912,
         regs_per_multiprocessor=65536,
         warp_size=32,
-        L2_cache_size=40 << 20,
+        L2_cache_size=1 << 20,
         gcnArchName="",
     )
 
@@ -250,12 +250,12 @@ def _place() -> None:
     torch.UntypedStorage.clone = _cloned
     torch.cuda.manual_seed(torch.initial_seed())
 
+    import emulated_arithmetic
     import emulated_attention
     import emulated_codecs
-    import emulated_products
 
     emulated_attention.register()
-    emulated_products.register()
+    emulated_arithmetic.register()
     if os.environ.get("EMULATED_CUDA_TRITON") == "1":
         _run_interpreted_kernels_in_place()
     else:
