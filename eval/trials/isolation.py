@@ -23,10 +23,6 @@ from pathlib import Path
 from adacc_hf.artifacts.errors import AdaccError, InfeasibleBudgetError
 from adacc_hf.eval.records.records import Figures, Status
 
-ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-"""How a GPU's memory is given out in measurements, unless the user says otherwise: methods are to be compared by what
-they need, not by how their blocks happen to fall apart (`adacc_hf.torch_glue.memory.FRAGMENTS`)."""
-
 
 class CannotRunError(AdaccError):
     """A method needs a device or a package that is not here."""
@@ -45,22 +41,21 @@ def run_here(function: Callable[..., Figures], arguments: Figures, timeout_s: fl
 
     In this process, so that nothing is timed out.
     """
-    import torch
-
     from adacc_hf.eval.records.records import RedGateError
+    from adacc_hf.torch_glue.memory import is_out_of_memory
 
     try:
         return {"status": Status.MEASURED.value, **function(**arguments)}
     except OverLimitError as error:
         return {"status": Status.OUT_OF_MEMORY.value, "reason": str(error), **error.figures}
-    except (InfeasibleBudgetError, torch.OutOfMemoryError, MemoryError) as error:
+    except InfeasibleBudgetError as error:
         return failure(Status.OUT_OF_MEMORY, error)
     except RedGateError as error:
         return failure(Status.RED, error)
     except CannotRunError as error:
         return failure(Status.CANNOT_RUN, error)
     except Exception as error:  # whatever a peer raises is its result, not the end of the table
-        return failure(Status.ERROR, error)
+        return failure(Status.OUT_OF_MEMORY if is_out_of_memory(error) else Status.ERROR, error)
 
 
 def failure(status: Status, error: Exception | str) -> Figures:
@@ -82,7 +77,6 @@ def run_isolated(function: Callable[..., Figures], arguments: Figures, timeout_s
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env={**ALLOCATOR, **os.environ},
         ) as process:
             try:
                 _, errors = process.communicate(order, timeout=timeout_s)
