@@ -19,7 +19,7 @@ from adacc_hf.eval.trials.contenders import (
     timing_figures,
     uses_lossy_codec,
 )
-from adacc_hf.eval.trials.gradients import MAX_GRADIENT_ERROR, Gradients
+from adacc_hf.eval.trials.gradients import MAX_GRADIENT_ERROR, NOISE_RUNS, Gradients
 from adacc_hf.eval.trials.workload import Workload
 
 
