@@ -26,8 +26,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from adacc_hf.artifacts.files import read_json
+from adacc_hf.eval.gpu_tests import FILES
 from adacc_hf.eval.records.ledger import Ledger, RecordError, add_resume, open_ledger
-from adacc_hf.eval.records.points import save_points
+from adacc_hf.eval.records.points import points_text, save_points
 from adacc_hf.eval.records.records import (
     OUT_OF_TIME,
     Figures,
@@ -89,7 +90,9 @@ _BLOCK_SIZES = ("--model=gpt2-345m", "--dtype=bfloat16")
 
 ON_GPU: tuple[Stage, ...] = (
     Stage(
-        runner="gpu-tests", options=("--timeout=150",), toy=("--timeout=600", "--files", "tests/callbacks/test_gpu.py")
+        runner="gpu-tests",
+        options=("--timeout=100", "--files", *FILES[:3]),
+        toy=("--timeout=600", "--files", "tests/callbacks/test_gpu.py"),
     ),
     Stage(
         runner="codec-bandwidth",
@@ -151,6 +154,7 @@ ON_GPU: tuple[Stage, ...] = (
         ),
         toy=(*_TOY, "--batch=2", "--rounds=2", "--peers", "plain", "checkpointing"),
     ),
+    Stage(runner="gpu-tests", part="others", options=("--timeout=150", "--files", *FILES[3:])),
     Stage(runner="gradient-error"),
     Stage(runner="table1"),
     Stage(runner="executor-bench"),
@@ -210,7 +214,7 @@ def main(argv: Sequence[str] | None = None, execute: Execute | None = None) -> i
         ledger.publish(report_text(ledger))
         if arguments.report is not None:
             save_points(settings.output.parent, arguments.report)
-            print(f"all points so far are in {arguments.report}")
+            print(f"{points_text(settings.output.parent)}\nsaved in {arguments.report}")
     if is_over:
         return OUT_OF_TIME
     return 0 if all(point["status"] == Status.MEASURED.value for point in ledger.points.values()) else 1

@@ -108,11 +108,15 @@ def _pytest(file: str, timeout_s: float) -> tuple[int | None, str]:
     """The exit status, None after `timeout_s` seconds, and what was printed."""
     command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "--tb=short", "-p", "no:cacheprovider", file]
     workers = min(MOST_WORKERS, (os.cpu_count() or 1) // 2)
+    environment = dict(os.environ)
     if workers > 1 and importlib.util.find_spec("xdist"):
         command += ["-n", str(workers)]
+        environment.setdefault("OMP_NUM_THREADS", "2")  # threads of several processes on the same cores slow each other
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         try:
-            done = subprocess.run(command, cwd=root(), stdout=output, stderr=output, timeout=timeout_s, check=False)
+            done = subprocess.run(
+                command, cwd=root(), stdout=output, stderr=output, timeout=timeout_s, check=False, env=environment
+            )
             code = done.returncode
         except subprocess.TimeoutExpired:
             code = None

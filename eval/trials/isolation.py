@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from adacc_hf.artifacts.errors import AdaccError, InfeasibleBudgetError
 from adacc_hf.eval.records.records import Figures, Status
@@ -89,7 +90,7 @@ def run_isolated(function: Callable[..., Figures], arguments: Figures, timeout_s
     return failure(Status.ERROR, _last_words(process.returncode, errors))
 
 
-def end_process(process: subprocess.Popen[str]) -> None:
+def end_process(process: subprocess.Popen[Any]) -> None:
     """End the process and its children, which share its session."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
