@@ -12,7 +12,7 @@ PIP := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip 
 INSTALL := $(PIP) --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all slow-tests test-breaks test-gpu test-emulated test-others bench eval tables docs style check types clean
+.PHONY: help venv demo test test-all slow-tests test-breaks test-gpu test-emulated test-others gpu-bundle bench eval tables docs style check types clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -57,6 +57,19 @@ test-emulated: $(INSTALLED) ## Run those tests on an emulated CUDA device (a C++
 	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python tests/emulated_cuda -m pytest -m gpu \
 		tests/adacc_hf/test_gpu.py tests/adacc_hf/compiler tests/callbacks/test_gpu.py \
 		tests/eval/trials/test_contenders.py tests/eval/trials/test_trial.py
+
+# pip takes a tag of a platform literally, so each is named that a wheel may have.
+BUNDLE := build/gpu-bundle
+BUNDLE_PYTHON := 3.12
+BUNDLE_MIB := 40
+gpu-bundle: ## Fetch the wheels that eval/first_gpu.py needs on a bare x86-64 machine (BUNDLE_PYTHON=3.12)
+	@rm -rf $(BUNDLE)
+	@$(PYTHON) -m pip download --disable-pip-version-check --quiet --no-deps --only-binary=:all: \
+		--implementation cp --python-version $(BUNDLE_PYTHON) \
+		$(foreach tag,2_28 2_27 2_24 2_17 2_12 2_5,--platform manylinux_$(tag)_x86_64) \
+		--platform manylinux2014_x86_64 --platform manylinux2010_x86_64 --platform manylinux1_x86_64 \
+		--constraint constraints.txt --requirement eval/gpu_wheels.txt --dest $(BUNDLE)
+	@du -sm $(BUNDLE) | awk '{print $$1 " MiB in $(BUNDLE)"; exit $$1 > $(BUNDLE_MIB)}'
 
 # What is fetched stays out of .venv, in runs/, and so do the models and data that are made for it.
 OTHERS := runs/others

@@ -114,6 +114,7 @@ RUNNERS = {
     "budget-bench": ("budget_bench", "what a memory budget costs in time"),
     "gradient-error": ("gradient_error", "the first half of codecs: how far they move the gradient"),
     "codec-bandwidth": ("codec_bandwidth", "the second half of codecs: bytes per second"),
+    "gpu-tests": ("gpu_tests", "the tests of a checkout that need a GPU, file by file"),
     "all": ("everything", "every runner above at the demo's scale, one after the other"),
 }
 """By the name on the command line: the module of `adacc_hf.eval`, and what it measures."""

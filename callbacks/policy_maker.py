@@ -24,6 +24,7 @@ from adacc_hf.artifacts.errors import (
 )
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.callbacks.trainer import InnerSteps, OptimizerWatch, keep_figures, no_sync_of
 from adacc_hf.head.head import ChunkedHead
 from adacc_hf.price.optimizer_memory import coming_state_bytes
@@ -92,12 +93,26 @@ class PolicyMaker:
         whole step of the run was counted. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
         """
         profile = self._profile_or_explain(model, _seen(batch), optimizer, compute_loss)
-        if self._config.memory_budget == "auto" and profile.device.startswith("cuda") and not segments_expand():
-            log.info("Adacc: %s", FRAGMENTS_HINT)
+        self._tell_of_fragments(profile)
         is_provisional = self._is_provisional(profile)
         policy = from_first_rank(lambda: self._first_policy(profile, is_provisional))
         check_same_policy(policy)
         return profile, policy, is_provisional
+
+    def _tell_of_fragments(self, profile: Profile) -> None:
+        """Say, before the first step, what the budget has to do with memory that falls apart."""
+        if not profile.device.startswith("cuda") or segments_expand():
+            return
+        budget = Budget.resolve(self._config.memory_budget, profile, self._config)
+        if budget.given == "auto":
+            log.info("Adacc: %s", FRAGMENTS_HINT)
+        elif budget.of_peak and budget.nbytes > profile.available_bytes:
+            log.warning(
+                "Adacc: memory_budget=%r is more than the %s of the GPU that are left beside fragments of its memory: "
+                "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before training, or a budget of at most that",
+                budget.given,
+                format_bytes(profile.available_bytes),
+            )
 
     def estimated(
         self, model: nn.Module, optimizer: Any, batch: dict[str, Any], compute_loss: ComputeLoss

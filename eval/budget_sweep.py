@@ -24,7 +24,7 @@ from adacc_hf.artifacts.policy import Action
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.peak_accuracy import least_peak_bytes, measured_peak
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.plots import curves, need_matplotlib
+from adacc_hf.eval.records.plots import curves
 from adacc_hf.eval.records.records import Settings, add_settings, markdown_table, positive_int
 from adacc_hf.eval.trials.families import ATTENTIONS, FAMILIES, Size
 from adacc_hf.eval.trials.greedy import solve_greedy
@@ -50,7 +50,6 @@ def main(argv: Sequence[str] | None = None, size: Size | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.budgets < 2:
         raise ValueError(f"--budgets={arguments.budgets} must be 2 or more: the floor, and what everything fits")
-    need_matplotlib()
     settings, size = Settings.from_arguments(arguments), size or Size()
     cases = [(family, attention) for family in arguments.family for attention in arguments.attention]
     run_info = {"cases": cases, "size": asdict(size), "budgets": arguments.budgets}

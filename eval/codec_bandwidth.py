@@ -24,6 +24,7 @@ from torch import Tensor
 
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.records import RedGateError, Settings, Spread, add_settings, markdown_table, positive_int
+from adacc_hf.eval.trials.isolation import run_here
 from adacc_hf.kernels import outlier_int4
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.price.timing import on_cuda
@@ -73,7 +74,8 @@ class Row:
     def from_point(cls, point: dict[str, Any]) -> Row:
         """The row that a record holds."""
         spreads = {name: Spread(**point[name]) for name in ("copy_ms", "encode_ms", "decode_ms")}
-        return cls(**{**point, **spreads, "shape": tuple(point["shape"])})
+        figures = {name: value for name, value in point.items() if name != "status"}
+        return cls(**{**figures, **spreads, "shape": tuple(point["shape"])})
 
     def gigabytes_per_s(self, spread: Spread) -> float:
         return (self.tensor_bytes + self.payload_bytes) / spread.median / 1e6
@@ -111,7 +113,7 @@ class Contender:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure every codec, print the table, save it and the record."""
+    """Measure every codec, print the table, save it and the record. Returns 1 if one could not be timed."""
     parser = argparse.ArgumentParser(prog="adacc eval codec-bandwidth", description=__doc__.partition("\n")[0])
     add_tensors(parser)
     add_resume(parser)
@@ -122,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure(ledger)
         ledger.finish()
         ledger.publish(report_text(ledger))
-    return 0
+    return 1 if failures(ledger) else 0
 
 
 def add_tensors(parser: argparse.ArgumentParser) -> None:
@@ -146,21 +148,30 @@ def measure(ledger: Ledger) -> None:
             pairs = contenders(BLOCKS[model], DTYPES[dtype], info["tokens"], info["compile"], ledger.settings)
             for contender, tensor in pairs:
                 key = f"bandwidth, {model}, {dtype}, {contender.name}"
-                ledger.measure(key, partial(_point, contender, tensor, info["samples"]))
+                order = {"contender": contender, "tensor": tensor, "samples": info["samples"]}
+                ledger.measure(key, partial(run_here, _point, order))
 
 
 def _point(contender: Contender, tensor: Tensor, samples: int) -> dict[str, Any]:
     return asdict(time_contender(contender, tensor, samples))
 
 
+def failures(ledger: Ledger) -> dict[str, str]:
+    """Why codecs were not timed, by the key of their point."""
+    return {key: point["reason"] for key, point in ledger.points.items() if "reason" in point}
+
+
 def report_text(ledger: Ledger) -> str:
     """One line per codec and tensor, as Markdown."""
-    rows = [Row.from_point(point) for key, point in ledger.points.items() if key.startswith("bandwidth, ")]
+    failed = failures(ledger)
+    points = {key: point for key, point in ledger.points.items() if key.startswith("bandwidth, ")}
+    rows = [Row.from_point(point) for key, point in points.items() if key not in failed]
     heading = (
         "Bytes moved per second, tensor and payload, beside a copy of the tensor with cold caches; medians of "
         f"{ledger.run_info['samples']}. The error is that of a round trip."
     )
-    return f"{heading}\n\n{markdown_table([row.cells() for row in rows])}\n"
+    table = [markdown_table([row.cells() for row in rows])] if rows else []
+    return "\n\n".join([heading, *table, *(f"{key}: {failed[key]}" for key in points if key in failed)]) + "\n"
 
 
 def contenders(

@@ -19,7 +19,7 @@ from adacc_hf.eval.trials.workload import Workload
 
 
 def main(argv: Sequence[str] | None = None, workload: Workload = gradient_error.WORKLOAD) -> int:
-    """Measure both, print the tables, save them and the record."""
+    """Measure both, print the tables, save them and the record. Returns 1 if a codec could not be timed."""
     parser = argparse.ArgumentParser(prog="adacc eval codecs", description=__doc__.partition("\n")[0])
     gradient_error.add_probing(parser)
     codec_bandwidth.add_tensors(parser)
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None, workload: Workload = gradient_error.
         gradient_error.measure(ledger, workload)
         ledger.finish()
         ledger.publish(report_text(ledger))
-    return 0
+    return 1 if codec_bandwidth.failures(ledger) else 0
 
 
 def report_text(ledger: Ledger) -> str:

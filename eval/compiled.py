@@ -30,7 +30,7 @@ from adacc_hf.compiler import AdaccPartitioner, CompiledPolicy
 from adacc_hf.compiler.backend import InstalledPartitioner
 from adacc_hf.compiler.region import PlanStore
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.plots import curves, need_matplotlib
+from adacc_hf.eval.records.plots import curves
 from adacc_hf.eval.records.records import Figures, Settings, Status, add_settings, markdown_table, positive_int
 from adacc_hf.eval.throughput import Run
 from adacc_hf.eval.trials.clock import CLOCKS, add_clock, check_clock, cpu_seconds
@@ -70,7 +70,6 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
     arguments = parser.parse_args(argv)
     settings = Settings.from_arguments(arguments)
     check_clock(arguments.clock, settings)
-    need_matplotlib()
     info = {
         "workloads": {family: asdict(WORKLOADS[family]) for family in arguments.families},
         "budgets": arguments.budgets,

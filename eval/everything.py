@@ -3,29 +3,44 @@
 On a CPU at the demo's scale; on a GPU at that of the paper's GPT-345M, what only a GPU tells first.
 
     adacc eval all
-    adacc eval all --device cuda --threads 8 --publish eval/results/my-gpu
+    adacc eval all --device cuda --publish eval/results/my-gpu
+    adacc eval all --device cuda --minutes 9 --report DIR --resume
 
-What was cut short goes on where it stopped: with the runner that was under way, and in it at its last point.
+What was cut short goes on where it stopped: with the runner that was under way, and in it at its last point. With
+--minutes it is cut short on purpose, ends with status 3, and keeps what failed until somebody measures it anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 
 from adacc_hf.artifacts.files import read_json
+from adacc_hf.eval.gpu_tests import FILES
 from adacc_hf.eval.records.ledger import Ledger, RecordError, add_resume, open_ledger
-from adacc_hf.eval.records.records import Figures, Settings, Status, add_settings, markdown_table
+from adacc_hf.eval.records.points import points_text, save_points
+from adacc_hf.eval.records.records import (
+    OUT_OF_TIME,
+    Figures,
+    OutOfTimeError,
+    Settings,
+    Status,
+    add_settings,
+    markdown_table,
+)
 from adacc_hf.eval.records.schemas import check_record, need_jsonschema
 from adacc_hf.eval.trials.clock import add_clock, check_clock
+from adacc_hf.eval.trials.isolation import end_process, failure
 
 CLOCKED = (
     "throughput",
@@ -47,34 +62,134 @@ SCORED = ("cloze", "downstream")
 
 NAMES = (*CLOCKED, *UNCLOCKED, *SCORED)
 
-FIRST_ON_GPU = ("throughput", "codecs", "table1", "executor-bench", "ablation", "peers", "max-batch", "peak-accuracy")
-"""In the order in which they are run there, before the others: the time on a GPU may end at any point."""
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One call of a runner."""
+
+    runner: str
+    part: str = ""
+    """What tells it from other stages of the same runner."""
+    options: tuple[str, ...] = ()
+    toy: tuple[str, ...] = ()
+    """Options in place of those, to see the stage run to its end on the smallest of models."""
+
+    @property
+    def key(self) -> str:
+        """Its name in the record, that of its folder and of its own record."""
+        return f"{self.runner}-{self.part}" if self.part else self.runner
+
 
 _GPT_345M = ("--preset=gpt2-345m", "--precision=bf16")
-ON_GPU: dict[str, tuple[str, ...]] = {
-    "throughput": (*_GPT_345M, "--batches", "16", "64"),
-    "codecs": ("--model=gpt2-345m", "--dtype=bfloat16", "--tokens=8192"),
-    "ablation": (*_GPT_345M, "--batch=16"),
-    "peers": (*_GPT_345M, "--batch=16"),
-    "max-batch": _GPT_345M,
-    "loss": _GPT_345M,
-}
-"""The options of runners whose defaults leave a GPU idle. Plain training fits in 80 GB with the smaller batch only."""
+_LLAMA_1B = ("--preset=llama-1b", "--precision=bf16", "--tokens=2048")
+_SHORT = ("--timeout=150",)
+"""A point that takes longer keeps others from their turn: most take 40 to 70 seconds, by estimate."""
+_TOY = ("--preset=demo", "--tokens=64", "--precision=bf16")
+_METHODS = ("--methods", "full", "adacc", "adacc_lossless", "quantization")
+_BLOCK_SIZES = ("--model=gpt2-345m", "--dtype=bfloat16")
+
+ON_GPU: tuple[Stage, ...] = (
+    Stage(
+        runner="gpu-tests",
+        options=("--timeout=100", "--files", *FILES[:3]),
+        toy=("--timeout=600", "--files", "tests/callbacks/test_gpu.py"),
+    ),
+    Stage(
+        runner="codec-bandwidth",
+        options=(*_BLOCK_SIZES, "--tokens=8192"),
+        toy=("--dtype=bfloat16", "--tokens=64", "--samples=2"),
+    ),
+    Stage(
+        runner="throughput",
+        part="24GiB",
+        options=(*_GPT_345M, *_SHORT, "--limit=24GiB", "--batches", "16", *_METHODS),
+        toy=(*_TOY, "--limit=128MiB", "--batches", "2", "--rounds=2", *_METHODS),
+    ),
+    Stage(
+        runner="throughput",
+        part="32GiB",
+        options=(*_GPT_345M, *_SHORT, "--limit=32GiB", "--batches", "32", "16", "64", *_METHODS),
+        toy=(*_TOY, "--limit=128MiB", "--batches", "4", "--rounds=2", *_METHODS),
+    ),
+    Stage(
+        runner="throughput",
+        part="llama-20GiB",
+        options=(*_LLAMA_1B, *_SHORT, "--limit=20GiB", "--batches", "4", *_METHODS[:4]),
+        toy=("--preset=demo-llama", *_TOY[1:], "--limit=128MiB", "--batches", "2", "--rounds=2", *_METHODS[:4]),
+    ),
+    Stage(
+        runner="peers",
+        options=(
+            *(*_GPT_345M, *_SHORT, "--batch=16", "--peers"),
+            *("plain", "checkpointing", "selective", "checkpointing_offload", "adacc", "adacc_lossless"),
+            *("--budgets", "0.6", "0.35", "0.2", "--variant-budgets", "0.6", "0.35", "0.2"),
+        ),
+        toy=(
+            *(*_TOY, "--batch=2", "--rounds=2", "--peers", "plain", "checkpointing", "selective", "adacc"),
+            *("adacc_lossless", "--budgets", "0.5", "--variant-budgets", "0.5"),
+        ),
+    ),
+    Stage(
+        runner="throughput",
+        part="24GiB-large",
+        options=(*_GPT_345M, *_SHORT, "--limit=24GiB", "--batches", "32", "64", *_METHODS),
+        toy=(*_TOY, "--limit=128MiB", "--batches", "8", "--rounds=2", "--methods", "full", "adacc"),
+    ),
+    Stage(
+        runner="max-batch",
+        options=(*_GPT_345M, *_SHORT, "--limit=24GiB", "--methods", "adacc", "full", "none", "adacc_lossless"),
+        toy=(*_TOY, "--limit=128MiB", "--most=4", "--methods", "adacc", "full"),
+    ),
+    Stage(
+        runner="peak-accuracy",
+        options=("--family", "gpt2", "llama", "--budgets=3"),
+        toy=("--family", "gpt2", "--attention", "sdpa", "--precision", "fp32", "bf16", "--budgets=2"),
+    ),
+    Stage(
+        runner="peers",
+        part="compiled",
+        options=(
+            *(*_GPT_345M, "--timeout=240", "--batch=16"),
+            *("--peers", "compile_1", "compile_0.5", "adacc_compiled", "plain"),
+        ),
+        toy=(*_TOY, "--batch=2", "--rounds=2", "--peers", "plain", "checkpointing"),
+    ),
+    Stage(runner="gpu-tests", part="others", options=("--timeout=150", "--files", *FILES[3:])),
+    Stage(runner="gradient-error"),
+    Stage(runner="table1"),
+    Stage(runner="executor-bench"),
+    Stage(runner="ablation", options=(*_GPT_345M, "--batch=16")),
+    Stage(runner="throughput", part="all", options=(*_GPT_345M, "--batches", "16", "64")),
+    Stage(runner="loss", options=_GPT_345M),
+)
+"""What is run on a GPU before the others, in this order: the time there may end at any point, so what tells most comes
+first. Most defaults would leave a GPU idle. Limits are those that plain training does not keep to."""
 
 SAMPLE_ROWS = Path(__file__).parent / "sample_rows"
 """A few rows of our own in the schema of Table 4's data sets: enough to see downstream work, not to rank models."""
 
 Execute = Callable[[Sequence[str]], int]
 
+LOOKS_S = 5.0
+"""How often a runner under way is looked at for new points."""
+
+MOST_SECONDS_WITHOUT_A_POINT = 300.0
+"""After which a runner that is to run in slices counts as hanging: it would take all of them."""
+
 
 def main(argv: Sequence[str] | None = None, execute: Execute | None = None) -> int:
-    """Run what is missing, print and save what came of each. Returns 1 if one failed."""
+    """Run what is missing, print and save what came of each. Returns 1 if one failed, 3 if the time was over before."""
     parser = argparse.ArgumentParser(prog="adacc eval all", description=__doc__.partition("\n")[0])
-    parser.add_argument("--runners", nargs="+", choices=NAMES, help="which, in this order (default: all)")
+    every = list(dict.fromkeys([*NAMES, *(stage.runner for stage in ON_GPU)]))
+    parser.add_argument("--runners", nargs="+", choices=every, help="which, in this order (default: all)")
+    parser.add_argument("--toy", action="store_true", help="with --device cuda: its first stages at the smallest scale")
     parser.add_argument(
         "--data_dir", type=Path, default=SAMPLE_ROWS, help="data sets for downstream (default: a few sample rows)"
     )
     parser.add_argument("--publish", type=Path, metavar="DIR", help="also copy records, tables and plots into DIR")
+    parser.add_argument(
+        "--report", type=Path, metavar="DIR", help="after every point, write all so far into DIR: a text and an archive"
+    )
     add_clock(parser)
     add_resume(parser)
     add_settings(parser, "all")
@@ -82,32 +197,69 @@ def main(argv: Sequence[str] | None = None, execute: Execute | None = None) -> i
     settings = Settings.from_arguments(arguments)
     check_clock(arguments.clock, settings)
     need_jsonschema()
-    runners = arguments.runners or default_order(settings.device)
-    run_info = {"runners": runners, "clock": arguments.clock, "data_dir": str(arguments.data_dir)}
-    with open_ledger(settings, run_info, arguments.resume) as ledger:
-        for name in tqdm(runners, desc="all", unit="runner"):
-            ledger.measure(name, partial(measure, ledger, name, execute or _execute))
-        ledger.finish()
+    stages = stages_of(settings.device, arguments.runners, arguments.toy)
+    run_info = {
+        "runners": [stage.key for stage in stages],
+        "clock": arguments.clock,
+        "data_dir": str(arguments.data_dir),
+        "toy": arguments.toy,
+    }
+    # A stage goes on in the next slice, however long it takes: it is the runners that keep to the time.
+    with open_ledger(replace(settings, until=math.inf), run_info, arguments.resume) as ledger:
+        is_over = not run_stages(ledger, stages, settings.until, arguments.report, execute)
+        if not is_over:
+            ledger.finish()
         if arguments.publish is not None:
             publish(ledger, arguments.publish)
         ledger.publish(report_text(ledger))
+        if arguments.report is not None:
+            save_points(settings.output.parent, arguments.report)
+            print(f"{points_text(settings.output.parent)}\nsaved in {arguments.report}")
+    if is_over:
+        return OUT_OF_TIME
     return 0 if all(point["status"] == Status.MEASURED.value for point in ledger.points.values()) else 1
 
 
-def default_order(device: str) -> list[str]:
-    """All runners in the order in which they are wanted."""
-    first = FIRST_ON_GPU if device == "cuda" else ()
-    return [*first, *(name for name in NAMES if name not in first)]
+def stages_of(device: str, runners: Sequence[str] | None = None, toy: bool = False) -> list[Stage]:
+    """The stages of `runners`, or all, in the order in which they are wanted."""
+    first = list(ON_GPU) if device == "cuda" else []
+    if toy:
+        return [replace(stage, options=stage.toy) for stage in first if stage.toy]
+    named = {stage.runner for stage in first}
+    # The two halves of the codecs are stages of their own there.
+    rest = [Stage(runner=name) for name in NAMES if name not in named and not (first and name == "codecs")]
+    stages = [*first, *rest]
+    if runners is None:
+        return stages
+    chosen = [[stage for stage in stages if stage.runner == name] or [Stage(runner=name)] for name in runners]
+    return [stage for some in chosen for stage in some]
 
 
-def measure(ledger: Ledger, name: str, execute: Execute) -> Figures:
-    """How one runner ended, and after how long."""
-    output = record_path(ledger, name)
-    command = ["eval", name, "--output", str(output), *_shared_options(ledger)]
-    if ledger.settings.device == "cuda":
-        command += ON_GPU.get(name, ())
+def run_stages(
+    ledger: Ledger, stages: Sequence[Stage], until: float, report: Path | None, execute: Execute | None
+) -> bool:
+    """Measure the stages that are missing; whether they are all there before the time is over."""
+    for stage in tqdm(stages, desc="all", unit="runner"):
+        if until != math.inf and stage.key in ledger.points:
+            continue  # one that failed too: the time is for those that were not tried
+        if time.monotonic() >= until:
+            return False
+        run = execute or partial(_execute, stage, ledger, until, report)
+        try:
+            ledger.measure(stage.key, partial(measure, ledger, stage, run, until))
+        except OutOfTimeError:
+            return False
+    return True
+
+
+def measure(ledger: Ledger, stage: Stage, execute: Execute, until: float = math.inf) -> Figures:
+    """How one runner ended, and after how long. Raises OutOfTimeError where it is to go on another time."""
+    output, name = record_path(ledger, stage.key), stage.runner
+    command = ["eval", name, "--output", str(output), *_shared_options(ledger), *stage.options]
     if name in CLOCKED:
         command += ["--clock", ledger.run_info["clock"]]
+    if until != math.inf:
+        command += ["--resume", f"--minutes={max(0.0, until - time.monotonic()) / 60:.3f}"]
     if name in SCORED:
         model = trained_model(ledger)
         if model is None:
@@ -117,16 +269,24 @@ def measure(ledger: Ledger, name: str, execute: Execute) -> Figures:
         command += ["--data_dir", ledger.run_info["data_dir"]]
     start = time.perf_counter()
     status = execute(command)
+    if status == OUT_OF_TIME:
+        raise OutOfTimeError
     figures = {"seconds": time.perf_counter() - start, "record": str(output.relative_to(ledger.settings.output.parent))}
+    if status == HANGING:
+        reason = f"`adacc {' '.join(command)}` left no point for {MOST_SECONDS_WITHOUT_A_POINT:g} s"
+        return {"status": Status.TIMEOUT.value, "reason": reason, **figures}
     if status != 0:
         reason = f"`adacc {' '.join(command)}` ended with status {status}; its last lines say why"
         return {"status": Status.ERROR.value, "reason": reason, **figures}
-    check_record(read_json(output, RecordError, "record"))
+    try:
+        check_record(read_json(output, RecordError, "record"))
+    except Exception as error:  # jsonschema's, which is imported only now; what was measured is there all the same
+        return {**failure(Status.ERROR, error), **figures}
     return {"status": Status.MEASURED.value, **figures}
 
 
 def record_path(ledger: Ledger, name: str) -> Path:
-    """Where a runner's record lies: in a folder of its own, because runners lock theirs."""
+    """Where a stage's record lies: in a folder of its own, because runners lock theirs."""
     return ledger.settings.output.parent / name / f"{name.replace('-', '_')}.json"
 
 
@@ -145,8 +305,38 @@ def trained_model(ledger: Ledger) -> Path | None:
     return path.parent / training["folder"] if "folder" in training else None
 
 
-def _execute(command: Sequence[str]) -> int:
-    return subprocess.run([sys.executable, "-m", "adacc_hf.cli", *command], check=False).returncode
+HANGING = -1
+"""Stands for the exit status of a runner that was ended for leaving no point."""
+
+
+def _execute(stage: Stage, ledger: Ledger, until: float, report: Path | None, command: Sequence[str]) -> int:
+    """Run the command to its end, to that of the time, or until it hangs; save what is there after each of its points.
+
+    What it has under way when the time is over is lost, and measured again in the next slice.
+    """
+    output = record_path(ledger, stage.key)
+    seen, since = _changed(output), time.monotonic()
+    with subprocess.Popen([sys.executable, "-m", "adacc_hf.cli", *command], start_new_session=True) as process:
+        try:
+            while True:
+                try:
+                    return process.wait(min(LOOKS_S, max(0.0, until - time.monotonic())))
+                except subprocess.TimeoutExpired:
+                    if time.monotonic() >= until:
+                        return OUT_OF_TIME
+                if (now := _changed(output)) != seen:
+                    seen, since = now, time.monotonic()
+                    if report is not None:
+                        save_points(ledger.settings.output.parent, report)
+                elif until != math.inf and time.monotonic() - since > MOST_SECONDS_WITHOUT_A_POINT:
+                    return HANGING
+        finally:
+            end_process(process)
+
+
+def _changed(path: Path) -> int | None:
+    """When a file was last written; None where there is none."""
+    return path.stat().st_mtime_ns if path.is_file() else None
 
 
 def publish(ledger: Ledger, folder: Path) -> None:
@@ -172,7 +362,7 @@ def report_text(ledger: Ledger) -> str:
         for name, point in ledger.points.items()
     ]
     failed = [f"{name}: {point['reason']}" for name, point in ledger.points.items() if "reason" in point]
-    return "\n\n".join([markdown_table(rows), *failed]) + "\n"
+    return "\n\n".join([markdown_table(rows) if rows else "No runner has come to its end yet.", *failed]) + "\n"
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.plots import curves, need_matplotlib
+from adacc_hf.eval.records.plots import curves
 from adacc_hf.eval.records.records import Settings, Spread, add_settings, markdown_table, positive_int
 from adacc_hf.eval.trials.clock import CLOCKS, add_clock, check_clock
 from adacc_hf.eval.trials.evolution_case import Case, Change, Outcome
@@ -51,7 +51,6 @@ def main(argv: Sequence[str] | None = None, workload: Workload = WORKLOAD) -> in
     arguments = parser.parse_args(argv)
     settings = Settings.from_arguments(arguments)
     check_clock(arguments.clock, settings)
-    need_matplotlib()
     options = {name: getattr(arguments, name) for name in ("steps", "rounds", "batches", "cases", "budget", "clock")}
     with open_ledger(settings, {"workload": asdict(workload), **options}, arguments.resume) as ledger:
         for batch in tqdm(arguments.batches, desc="evolution", unit="batch size"):

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from adacc_hf.eval.changing_lengths import measure_case
 from adacc_hf.eval.length_trainings import TRAINER, TRAINER_MODEL, TRAINER_SCALE, measure_trainings
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.plots import curves, need_matplotlib
+from adacc_hf.eval.records.plots import curves
 from adacc_hf.eval.records.records import (
     Figures,
     RedGateError,
@@ -60,7 +60,6 @@ def main(argv: Sequence[str] | None = None, scale: Scale = SCALE, trainer_scale:
     arguments = parser.parse_args(argv)
     settings = Settings.from_arguments(arguments)
     check_clock(arguments.clock, settings)
-    need_matplotlib()
     if not all(0.0 < budget <= 1.0 for budget in arguments.budgets):
         raise ValueError(f"--budgets={arguments.budgets} must be fractions in (0, 1], say 0.5 0.25")
     if arguments.steps:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from adacc_hf.artifacts.config import check_memory_budget
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.plots import curves, need_matplotlib
+from adacc_hf.eval.records.plots import curves
 from adacc_hf.eval.records.records import Figures, Settings, Status, add_settings, markdown_table, positive_int
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.methods import PAPER_METHODS
@@ -44,7 +44,6 @@ def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_is
     add_settings(parser, "loss")
     arguments = parser.parse_args(argv)
     settings = Settings.from_arguments(arguments)
-    need_matplotlib()
     run_info = {
         "subject": subject_options(arguments) | {"batch": arguments.batch},
         "methods": arguments.methods,

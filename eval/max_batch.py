@@ -22,7 +22,7 @@ from adacc_hf.eval.throughput import Run, point_key
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.largest import Tried, largest
 from adacc_hf.eval.trials.limits import add_limit, budget_bytes, limit_bytes
-from adacc_hf.eval.trials.methods import PAPER_METHODS
+from adacc_hf.eval.trials.methods import METHODS, PAPER_METHODS
 from adacc_hf.eval.trials.subject import add_subject, subject_options
 from adacc_hf.eval.trials.trial import run_trial
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
     parser = argparse.ArgumentParser(prog="adacc eval max-batch", description=__doc__.partition("\n")[0])
     add_subject(parser)
     add_limit(parser)
-    parser.add_argument("--methods", nargs="+", choices=tuple(PAPER_METHODS), default=list(PAPER_METHODS))
+    parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(PAPER_METHODS))
     parser.add_argument("--most", type=positive_int, default=4096, help="largest batch that is tried")
     parser.add_argument("--timeout", type=positive_int, default=1800, help="seconds that one trial may take")
     add_resume(parser)
@@ -110,7 +110,7 @@ def _row(ledger: Ledger, method: str, batch: int) -> dict[str, str]:
     found, paper = ledger.summary["max_batch"], ledger.summary["paper"]
     peak: Figures = ledger.points.get(point_key(method, batch), {})
     row = {
-        "method": PAPER_METHODS[method].title,
+        "method": METHODS[method].title,
         "largest batch": f"{batch}{'+' if batch == ledger.run_info['most'] else ''}",
         "peak": format_bytes(peak["peak_bytes"]) if "peak_bytes" in peak else "",
         "x plain": f"{batch / found['none']:.2f}" if found.get("none") else "",

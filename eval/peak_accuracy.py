@@ -29,6 +29,7 @@ from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.records import Settings, add_settings, markdown_table, positive_int
 from adacc_hf.eval.trials.families import ATTENTIONS, FAMILIES, PRECISIONS, Batch, Family, Size, in_precision
+from adacc_hf.eval.trials.isolation import run_here
 from adacc_hf.eval.trials.limits import keeps_to
 from adacc_hf.eval.trials.pairs import PairsFamily
 from adacc_hf.torch_glue.memory import measure_step
@@ -86,10 +87,12 @@ def main(argv: Sequence[str] | None = None, size: Size | None = None) -> int:
     run_info = {"cases": cases, "size": asdict(size), "budgets": arguments.budgets, "tolerance": TOLERANCE}
     with open_ledger(settings, run_info, arguments.resume) as ledger:
         for case in tqdm(cases, desc="peak-accuracy", unit="model"):
-            ledger.measure(", ".join(case), partial(_point, case, size, arguments.budgets, settings))
+            order = {"case": case, "size": size, "num_budgets": arguments.budgets, "settings": settings}
+            ledger.measure(", ".join(case), partial(run_here, _point, order))
         ledger.finish()
         ledger.publish(report_text(ledger))
-        return 0 if all(row.is_good(settings.device) for row in _measurements(ledger)) else 1
+        is_good = all(row.is_good(settings.device) for row in _measurements(ledger))
+        return 0 if is_good and all("peaks" in point for point in ledger.points.values()) else 1
 
 
 def _point(case: tuple[str, str, str], size: Size, num_budgets: int, settings: Settings) -> dict[str, Any]:
@@ -99,7 +102,7 @@ def _point(case: tuple[str, str, str], size: Size, num_budgets: int, settings: S
 
 def _measurements(ledger: Ledger) -> list[Measurement]:
     names = Measurement.__dataclass_fields__
-    rows = [row for point in ledger.points.values() for row in point["peaks"]]
+    rows = [row for point in ledger.points.values() for row in point.get("peaks", [])]
     return [Measurement(**{name: row[name] for name in names}) for row in rows]
 
 
@@ -164,9 +167,10 @@ def measured_peaks(
 
 
 def report_text(ledger: Ledger) -> str:
-    """The table as Markdown, and the worst of it."""
+    """The table as Markdown, the worst of it, and the reasons of what is not in it."""
     rows = _measurements(ledger)
-    return f"{table_text(rows)}\n\n{summary(rows)}\n"
+    reasons = [f"{case}: {point['reason']}" for case, point in ledger.points.items() if "reason" in point]
+    return "\n\n".join([*([table_text(rows), summary(rows)] if rows else []), *reasons]) + "\n"
 
 
 def summary(rows: Sequence[Measurement]) -> str:

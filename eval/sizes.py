@@ -28,7 +28,7 @@ from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.length_trainings import SizedBatches, train_on
 from adacc_hf.eval.peak_accuracy import TOLERANCE, least_peak_bytes
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.plots import curves, need_matplotlib
+from adacc_hf.eval.records.plots import curves
 from adacc_hf.eval.records.records import Figures, Settings, add_settings, markdown_table, positive_int
 from adacc_hf.eval.trials.length_cases import LENGTH_CASES, LengthCase, Scale, Size
 from adacc_hf.eval.trials.limits import keeps_to
@@ -76,7 +76,6 @@ def main(argv: Sequence[str] | None = None, scale: Scale = SCALE) -> int:
     add_settings(parser, "sizes")
     arguments = parser.parse_args(argv)
     settings = Settings.from_arguments(arguments)
-    need_matplotlib()
     scale = replace(scale, steps=arguments.steps or scale.steps)
     run_info = {"scale": asdict(scale), "cases": arguments.cases, "sizes": arguments.sizes, "tolerance": TOLERANCE}
     with open_ledger(settings, run_info, arguments.resume) as ledger:

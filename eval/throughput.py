@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.plots import curves, need_matplotlib
+from adacc_hf.eval.records.plots import curves
 from adacc_hf.eval.records.records import (
     Figures,
     Settings,
@@ -31,7 +31,7 @@ from adacc_hf.eval.records.records import (
 from adacc_hf.eval.trials.clock import add_clock, check_clock
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.limits import add_limit, budget_bytes, limit_bytes
-from adacc_hf.eval.trials.methods import PAPER_METHODS
+from adacc_hf.eval.trials.methods import METHODS, PAPER_METHODS
 from adacc_hf.eval.trials.subject import add_subject, subject_options
 from adacc_hf.eval.trials.trial import run_trial
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
     add_subject(parser)
     add_limit(parser)
     parser.add_argument("--batches", type=positive_int, nargs="+", default=[1, 2, 4, 8], help="batch sizes")
-    parser.add_argument("--methods", nargs="+", choices=tuple(PAPER_METHODS), default=list(PAPER_METHODS))
+    parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(PAPER_METHODS))
     parser.add_argument("--rounds", type=positive_int, default=5, help="timed steps of each point")
     parser.add_argument("--timeout", type=positive_int, default=1800, help="seconds that one point may take")
     add_clock(parser)
@@ -56,7 +56,6 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
     arguments = parser.parse_args(argv)
     settings = Settings.from_arguments(arguments)
     check_clock(arguments.clock, settings)
-    need_matplotlib()
     limit = limit_bytes(arguments)
     run_info = {
         "subject": subject_options(arguments),
@@ -120,7 +119,7 @@ def report_text(ledger: Ledger) -> str:
     for name, by_batch in ledger.summary["adacc_over"].items():
         low, high = PAPER[name]
         ours = f"{min(by_batch.values()):.2f} to {max(by_batch.values()):.2f}" if by_batch else "no common point"
-        title = PAPER_METHODS[name].title
+        title = METHODS[name].title
         parts.append(f"Adacc's tokens/s over those of {title}: {ours} (paper, on V100 GPUs: {low:.2f} to {high:.2f})")
     failed = {
         key: point["reason"]
@@ -138,7 +137,7 @@ def _table(ledger: Ledger, cell: str) -> str:
             f"batch {batch}": describe(ledger.points[point_key(method, batch)])[cell]
             for batch in ledger.run_info["batches"]
         }
-        rows.append({"method": PAPER_METHODS[method].title} | cells)
+        rows.append({"method": METHODS[method].title} | cells)
     return markdown_table(rows)
 
 
@@ -147,7 +146,7 @@ def save_plot(ledger: Ledger) -> None:
     series: dict[str, list[tuple[float, float]]] = {}
     missing: dict[str, list[float]] = {}
     for method in ledger.run_info["methods"]:
-        title = PAPER_METHODS[method].title
+        title = METHODS[method].title
         for batch in ledger.run_info["batches"]:
             point: dict[str, Any] = ledger.points[point_key(method, batch)]
             if "tokens_per_second" in point:

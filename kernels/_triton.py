@@ -34,8 +34,9 @@ jit = triton.jit(
 )
 
 
-_runners: dict[tuple[Any, ...], Callable[..., None]] = {}
-"""Kernels that were launched, by all that Triton would look at to find them again: see `launch`."""
+_runners: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[str, ...]]] = {}
+"""Kernels that were launched, by all that Triton would look at to find them again, with the names of their constants
+as the kernel has them, which is how it takes them: see `launch`."""
 
 
 def launch(
@@ -65,16 +66,18 @@ def launch(
             addresses |= argument.data_ptr()
     is_aligned = addresses % ALIGNMENT == 0
     with torch.cuda.device_of(x):
-        runner = _runners.get(tuple(key)) if is_aligned else None
-        if runner is not None:
-            runner(x, *arguments, *constants.values())
+        found = _runners.get(tuple(key)) if is_aligned else None
+        if found is not None:
+            runner, names = found
+            runner(x, *arguments, *[constants[name] for name in names])
             return
         warps = num_warps(tile, thread_elements)
         compiled = kernel[grid](x, *arguments, **constants, num_warps=warps, enable_fp_fusion=False)
         if compiled is not None and is_aligned and REMEMBERS_KERNELS:  # Triton's interpreter compiles nothing
             if len(_runners) >= MOST_RUNNERS:
                 _runners.clear()
-            _runners[tuple(key)] = compiled[(*grid, 1, 1)[:3]]
+            names = tuple(name for name in kernel.arg_names if name in constants)
+            _runners[tuple(key)] = compiled[(*grid, 1, 1)[:3]], names
 
 
 def num_warps(tile: int, thread_elements: int, warp_threads: int = WARP_THREADS) -> int:

@@ -46,6 +46,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu` no file is imported that has no such test: a machine with a GPU need not have what others test."""
+    is_other = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    if config.option.markexpr != "gpu" or not is_other:
+        return None
+    return None if "pytest.mark.gpu" in collection_path.read_text(encoding="utf-8") else True
+
+
 def _function(nodeid: str) -> str:
     return nodeid.partition("[")[0]
 

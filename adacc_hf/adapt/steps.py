@@ -19,7 +19,7 @@ from adacc_hf.artifacts.errors import as_sentence
 from adacc_hf.price.step_memory import CountedStep, peaks_of
 from adacc_hf.run.blocks import BlockFunction, LaterCall
 from adacc_hf.solve.budget import Budget
-from adacc_hf.torch_glue.memory import MemoryMeter, static_bytes
+from adacc_hf.torch_glue.memory import MemoryMeter, is_out_of_memory, static_bytes
 from adacc_hf.torch_glue.private import is_profiling, version_of
 from adacc_hf.torch_glue.states import RandomStates, gpus_in_use
 from adacc_hf.torch_glue.tensors import has_gradient_hooks
@@ -240,7 +240,9 @@ def run_with_retry(
     random_states = RandomStates(gpus_in_use())  # some 45 microseconds
     try:
         return run()
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         message = str(error)
     # Outside the except clause: the error's traceback holds the frames whose tensors are to be freed.
     gc.collect()
@@ -253,5 +255,7 @@ def run_with_retry(
     log.warning("Adacc: out of memory (%s); trying the step again under a tighter policy", message.splitlines()[0])
     try:
         return run()
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         raise torch.OutOfMemoryError(f"{as_sentence(error)} {advice()}. The step failed twice") from None

@@ -97,7 +97,14 @@ class FakeMeasurement(Measurement):
         channels = {v: encode_view(tape, v).geometry[0][-1] for v in with_outlier_codec(tape, config)}
         return {value: assumed_outliers(number, config, self.outlier_share) for value, number in channels.items()}
 
-    def price(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig, outliers: dict[int, int]) -> Prices:
+    def price(
+        self,
+        tape: Tape,
+        bases: list[torch.Tensor],
+        config: AdaccConfig,
+        outliers: dict[int, int],
+        run_block: Callable[[], object] | None = None,
+    ) -> Prices:
         codecs = {
             value: self._options(tape, value, [make_codec(name, config, outliers.get(value, 0)) for name in names])
             for value, names in candidates(tape, config).items()

@@ -49,9 +49,19 @@ class Measurement:
         """Outlier channels of each activation whose codec keeps them."""
         return outliers_in(tape, bases, config)
 
-    def price(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig, outliers: dict[int, int]) -> Prices:
-        """The time of each operator of `tape`, and the codecs of each activation with theirs."""
-        return price_tape(tape, bases, config, outliers)
+    def price(
+        self,
+        tape: Tape,
+        bases: list[torch.Tensor],
+        config: AdaccConfig,
+        outliers: dict[int, int],
+        run_block: Callable[[], object] | None = None,
+    ) -> Prices:
+        """The time of each operator of `tape`, and the codecs of each activation with theirs.
+
+        `run_block` runs the block itself; None where it cannot be run again.
+        """
+        return price_tape(tape, bases, config, outliers, run_block)
 
     def gradient_errors(
         self, tape: Tape, bases: list[torch.Tensor], prices: Prices, config: AdaccConfig

@@ -163,7 +163,14 @@ class MemoryAlone(Measurement):
     def outliers(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
         return {}
 
-    def price(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig, outliers: dict[int, int]) -> Prices:
+    def price(
+        self,
+        tape: Tape,
+        bases: list[torch.Tensor],
+        config: AdaccConfig,
+        outliers: dict[int, int],
+        run_block: Callable[[], object] | None = None,
+    ) -> Prices:
         return Prices([0.0] * len(tape.operators), operator_workspaces(tape, bases))
 
     def gradient_errors(

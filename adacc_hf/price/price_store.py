@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, astuple, dataclass
 from datetime import datetime, timezone
 from functools import cached_property
@@ -143,11 +143,18 @@ class StoringMeasurement(Measurement):
         self.store = store
         self._is_usable = True
 
-    def price(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig, outliers: dict[int, int]) -> Prices:
+    def price(
+        self,
+        tape: Tape,
+        bases: list[torch.Tensor],
+        config: AdaccConfig,
+        outliers: dict[int, int],
+        run_block: Callable[[], object] | None = None,
+    ) -> Prices:
         key = price_key(tape, bases[0].device, config, outliers)
         prices = self._known(key, tape) if config.reuse_prices else None
         if prices is None:
-            prices = super().price(tape, bases, config, outliers)
+            prices = super().price(tape, bases, config, outliers, run_block)
             self._keep(key, tape, prices)
         return prices
 

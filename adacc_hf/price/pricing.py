@@ -20,6 +20,7 @@ from adacc_hf.tape.replay import Environment, ReplayStep
 from adacc_hf.tape.tape import Tape
 from adacc_hf.torch_glue.memory import MemoryMeter
 from adacc_hf.torch_glue.private import schema_of
+from adacc_hf.torch_glue.states import random_states_kept
 from adacc_hf.torch_glue.tensors import storage_of
 
 log = logging.getLogger(__name__)
@@ -37,11 +38,21 @@ class Prices:
     """What a step waits for."""
 
 
-def price_tape(tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, outliers: dict[int, int]) -> Prices:
-    """The prices of `tape`, measured on the recorded tensors: the time of what its steps wait for, device or host."""
+def price_tape(
+    tape: Tape,
+    bases: Sequence[torch.Tensor],
+    config: AdaccConfig,
+    outliers: dict[int, int],
+    run_block: Callable[[], object] | None = None,
+) -> Prices:
+    """The prices of `tape`, measured on the recorded tensors: the time of what its steps wait for, device or host.
+
+    `run_block` runs the block itself; None where it cannot be run again.
+    """
+    block_host_ms = _block_host_ms(run_block, bases[0].device)
     with torch.no_grad(), torch.autocast(bases[0].device.type, enabled=False):
         timings = operator_timings(tape, bases)
-        scarce = bottleneck(timings)
+        scarce = bottleneck(timings, block_host_ms)
         codecs = codec_options(tape, bases, config, outliers, scarce)
         times = [getattr(timing, scarce) for timing in timings]
         return Prices(times, operator_workspaces(tape, bases), codecs, scarce)
@@ -92,6 +103,18 @@ def price_call(run: Callable[[], object], device: torch.device) -> Prices:
     """The prices of a call whose operators are not all on its tape: it counts as one, and `run` makes it again."""
     with torch.autograd.graph.saved_tensors_hooks(_keep_nothing, _refuse_backward):
         return Prices([median_ms(run, device)], [0])
+
+
+def _block_host_ms(run: Callable[[], object] | None, device: torch.device) -> float | None:
+    """How long the host takes for a block's forward in training; None where it does nothing but the computing."""
+    return None if run is None or device.type != "cuda" else _host_ms_of(run, device)
+
+
+def _host_ms_of(run: Callable[[], object], device: torch.device) -> float:
+    """How long the host takes for `run` with gradients on. Nothing of it is kept, and no random number is used up."""
+    keep_nothing = torch.autograd.graph.saved_tensors_hooks(_keep_nothing, _refuse_backward)
+    with random_states_kept([device]), torch.enable_grad(), keep_nothing:
+        return time_of(run, device).host_ms
 
 
 def _keep_nothing(_: object) -> None:

@@ -157,7 +157,8 @@ class Survey:
             return Prices([], [])
         if tape.untrusted in HIDDEN and not tape.has_collectives:
             return self.measurement.price_call(run_again, bases[0].device)
-        return self.measurement.price(tape, bases, self.config, outliers)
+        is_alone = tape.untrusted is None and not tape.has_collectives
+        return self.measurement.price(tape, bases, self.config, outliers, run_again if is_alone else None)
 
     def note_leaves(self, given: Iterable[torch.Tensor]) -> None:
         """Note inputs that autograd holds to give them a gradient: `enable_input_require_grads` makes some."""

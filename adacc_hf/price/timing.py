@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -18,6 +19,9 @@ HEAD_START = 2
 """How many times as long as the launches of a run the GPU is kept busy before it: launches vary."""
 CYCLES_PER_SECOND = 3e9
 """More than a GPU's clock makes, so that what is meant to be busy for a second is."""
+
+BACKWARD_ON_HOST, BACKWARD_ON_DEVICE = 1.0, 2.0
+"""A block's backward as parts of its forward: to launch it takes as long, and each product of forward has two there."""
 
 Bottleneck = Literal["device_ms", "host_ms"]
 
@@ -54,16 +58,33 @@ def median_ms(run: Callable[[], object], device: torch.device, repeats: int = TI
 
 
 def time_of(run: Callable[[], object], device: torch.device, repeats: int = TIMING_REPEATS) -> Timing:
-    """Medians over `repeats` runs, after one to warm up."""
+    """Medians over `repeats` runs, after one to warm up.
+
+    On a GPU with cold caches, as an operator of a training step meets tensors that were stored long before: run again
+    on the same tensors it would find them in the cache, and seem to move them at twice the speed of memory.
+    """
     run()
-    timings = on_cuda(run, device, repeats) if device.type == "cuda" else _on_cpu(run, repeats)
+    is_gpu = device.type == "cuda"
+    timings = on_cuda(run, device, repeats, before=cache_flush(device)) if is_gpu else _on_cpu(run, repeats)
     return Timing(*(statistics.median(times) for times in zip(*timings, strict=True)))
 
 
-def bottleneck(timings: Iterable[Timing]) -> Bottleneck:
-    """What a step waits for that runs all this: the device, or the host that launches it."""
+def cache_flush(device: torch.device) -> Callable[[], object]:
+    """What leaves nothing of earlier tensors in a GPU's cache: it writes as many bytes as that has."""
+    nbytes = torch.cuda.get_device_properties(device).L2_cache_size
+    return torch.empty(nbytes, dtype=torch.uint8, device=device).zero_
+
+
+def bottleneck(timings: Iterable[Timing], block_host_ms: float | None = None) -> Bottleneck:
+    """What a step waits for whose blocks run all this in forward: the device, or the host that launches it.
+
+    block_host_ms: how long the host takes for the plain block's forward, which has modules, hooks and autograd's graph
+    besides the launches; None counts the launches alone.
+    """
     device_ms, host_ms = (sum(times) for times in zip(*timings, strict=True))
-    return "device_ms" if device_ms >= host_ms else "host_ms"
+    host_ms = host_ms if block_host_ms is None else block_host_ms
+    on_device, on_host = device_ms * (1.0 + BACKWARD_ON_DEVICE), host_ms * (1.0 + BACKWARD_ON_HOST)
+    return "device_ms" if on_device >= on_host else "host_ms"
 
 
 def _on_cpu(run: Callable[[], object], repeats: int) -> list[Timing]:
@@ -87,7 +108,8 @@ def on_cuda(
     gaps in which it would wait for each kernel of a run that meets it idle.
     """
     with torch.cuda.device(device):
-        busy_cycles, timings = 0, []
+        # By the shortest: a run that waits for the device waits for what keeps it busy too, each time for longer.
+        busy_cycles, shortest_s, timings = 0, math.inf, []
         for _ in range(1 + repeats):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             if before is not None:
@@ -101,5 +123,6 @@ def on_cuda(
             end.record()
             end.synchronize()
             timings.append(Timing(start.elapsed_time(end), host_s * 1e3))
-            busy_cycles = int(HEAD_START * host_s * CYCLES_PER_SECOND)
+            shortest_s = min(shortest_s, host_s)
+            busy_cycles = int(HEAD_START * shortest_s * CYCLES_PER_SECOND)
     return timings[1:]  # the first told how long launches take

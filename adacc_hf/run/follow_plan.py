@@ -148,9 +148,15 @@ class FollowPlan:
             self.known.move_to_end(key)
         if entry.compiled is None:
             return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)
-        entry.known.num_calls += 1
+        is_checked = is_checked_call(entry.known.num_calls + 1) and not entry.compiled.is_plain
+        if (
+            is_checked and is_being_captured()
+        ):  # in a CUDA graph, which cannot wait for a comparison: the next call then
+            is_checked = False
+        else:
+            entry.known.num_calls += 1
         self._learn_order(entry)
-        if is_checked_call(entry.known.num_calls) and not entry.compiled.is_plain:
+        if is_checked:
             return self._checked_call(entry, block, fn, args, kwargs)
         if not entry.is_proven:
             return self._unproven_call(key, entry, block, fn, args, kwargs)
@@ -547,6 +553,11 @@ def _fitting(codec: Codec, value: int, base: CompiledPlan, sized: CompiledPlan) 
     if not codec.supports(size, dtype):
         return None
     return codec if size[-1:] == base.encode_views[value].geometry[0][-1:] else get_codec(codec.name, **codec.options)
+
+
+def is_being_captured() -> bool:
+    """Whether what is launched now becomes a part of a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def is_checked_call(num_calls: int) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from adacc_hf.tape.replay import closure
 from adacc_hf.tape.tape import Source, Tape, has_storage
@@ -29,6 +30,7 @@ from adacc_hf.torch_glue.private import (
     parameters_of,
     schema_of,
     storage_key,
+    version_of,
 )
 from adacc_hf.torch_glue.tensors import PLAIN, local_of, runs_on_parts, storage_of
 
@@ -388,6 +390,21 @@ def data_of(tensor: Any) -> Data | None:
         return None
     if runs_on_parts(type(tensor)) or tensor.numel() * tensor.itemsize > MAX_READ_BYTES:
         return None
+    if tensor.device.type == "cpu" or tensor.is_inference():
+        return _elements_of(tensor)
+    # Every block of a model is given the same tensor: the host waits for the device once, not in each of them.
+    version = version_of(tensor)
+    known = _seen.get(tensor)
+    if known is None or known[0] != version:
+        known = _seen[tensor] = (version, _elements_of(tensor))
+    return known[1]
+
+
+_seen = WeakTensorKeyDictionary()
+"""Data of tensors on other devices, and which version of the tensor had them."""
+
+
+def _elements_of(tensor: torch.Tensor) -> Data:
     elements = tensor.detach().cpu().contiguous().numpy()
     are_sizes = tensor.dtype is not torch.bool and elements.size <= MOST_NUMBERS
     return tuple(elements.ravel().tolist()) if are_sizes else elements.tobytes()

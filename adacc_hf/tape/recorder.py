@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -255,7 +256,7 @@ class Recorder(TorchDispatchMode):
         """Give dropout's result an operator of its own: input * mask * scale; only the mask is random (rule R5)."""
         made = dict(dropout.outputs)
         input_ref, probability = dropout.args[0], dropout.args[1]
-        scale = 1.0 / (1.0 - probability) if probability < 1.0 else 0.0
+        scale = _dropout_scale(probability, self.values[made[0]])
         self.values[made[0]].producer = len(self.operators)
         dropout.outputs = tuple((position, value) for position, value in dropout.outputs if position != 0)
         self.operators.append(
@@ -390,6 +391,16 @@ def _local_leaves(result: Any) -> list[Any]:
 def _is_fake(tensor: torch.Tensor) -> bool:
     """Whether `tensor` only imitates one (FakeTensor)."""
     return hasattr(tensor, "fake_mode")
+
+
+def _dropout_scale(probability: float, dropped: TapeValue) -> float:
+    """What dropout multiplies by what it keeps. CUDA's takes the reciprocal in the type that it computes in: of halves
+    and float32 that is float32, where it differs from the one in double precision for one rate in seven."""
+    if probability >= 1.0:
+        return 0.0
+    if dropped.device.type != "cuda" or dropped.ref.dtype is torch.float64:
+        return 1.0 / (1.0 - probability)
+    return float(np.float32(1.0) / np.float32(1.0 - probability))
 
 
 def may_write(func: Any) -> bool:

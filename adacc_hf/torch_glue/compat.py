@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 
@@ -32,10 +32,28 @@ CHECKPOINTING = "activation_checkpointing" if hasattr(PreTrainedModel, "is_activ
 
 __all__ = [
     "CHECKPOINTING", "FLAG", "FUNCTION", "SETTER", "GradientCheckpointingLayer", "PreTrainedModel", "PretrainedConfig",
-    "attention_of", "block_of", "cast_from", "checkpointed", "class_name", "has_cache", "has_filled_cache",
-    "is_compiled_around", "keyword_arguments", "layerdrop_rates", "no_packed_sequences", "outer_hooks", "owner_of",
-    "owns_its_node", "run_inside_hooks", "switch_checkpointing", "without_caches", "without_layerdrop",
+    "adds_into_wider", "attention_of", "block_of", "cast_from", "checkpointed", "class_name", "has_cache",
+    "has_filled_cache", "is_compiled_around", "keyword_arguments", "layerdrop_rates", "no_packed_sequences",
+    "outer_hooks", "owner_of", "owns_its_node", "run_inside_hooks", "switch_checkpointing", "without_caches",
+    "without_layerdrop",
 ]  # fmt: skip
+
+
+@cache
+def adds_into_wider(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of that type are added to a float32 sum while they are made (`torch.addmm(out_dtype=...)`).
+
+    A small one tells: CUDA can, with some releases of torch, of halves; CPUs and ROCm cannot.
+    """
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    factor = torch.ones(16, 16, dtype=dtype, device=device)
+    total = torch.zeros(16, 16, dtype=torch.float32, device=device)
+    try:
+        torch.addmm(total, factor, factor, out_dtype=total.dtype, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def keyword_arguments(fn: Any) -> dict[str, Any]:

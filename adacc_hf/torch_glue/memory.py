@@ -31,6 +31,29 @@ FRAGMENTS_HINT = (
 )
 
 
+_ALLOCATIONS_THAT_FAILED = (
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+    "NVRTC_ERROR_OUT_OF_MEMORY",
+    "HIP out of memory",
+    "HIPBLAS_STATUS_ALLOC_FAILED",
+)
+"""What libraries say that allocate by themselves: cuBLAS, cuDNN, Triton and the loader of kernels. torch raises a plain
+RuntimeError then."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a step failed because the device, or the machine, has no more memory."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _ALLOCATIONS_THAT_FAILED)
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryPoint:
     """A moment that was marked, and the stretch until the next one. Bytes are relative to the meter's start."""

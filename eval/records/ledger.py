@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import math
 import os
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +16,7 @@ from typing import Any
 
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.files import read_json, write_json
-from adacc_hf.eval.records.records import Figures, Settings, Status, make_record, to_json
+from adacc_hf.eval.records.records import Figures, OutOfTimeError, Settings, Status, make_record, to_json
 
 TRIED_AGAIN = (Status.ERROR.value, Status.TIMEOUT.value)
 """What may have been the machine's fault."""
@@ -40,6 +43,7 @@ class Ledger:
         self.settings = settings
         self.run_info = run_info
         self.points = points
+        self._longest_s = 0.0
         self.summary: dict[str, Any] = {}
         """What was worked out from the points, by its name in the record."""
 
@@ -57,11 +61,24 @@ class Ledger:
         return ledger
 
     def measure(self, key: str, measure: Callable[[], Figures]) -> Figures:
-        """The figures of point `key`: those of the record, or new ones."""
-        if key not in self.points or self.points[key].get("status") in TRIED_AGAIN:
+        """The figures of point `key`: those of the record, or new ones.
+
+        Raises OutOfTimeError where they may take longer than the run has left, by the longest point so far.
+        """
+        if self._is_wanted(key):
+            start = time.monotonic()
+            if start + self._longest_s > self.settings.until:
+                print(f"the time is over before {key}: the same command goes on from there", file=sys.stderr)
+                raise OutOfTimeError
             self.points[key] = to_json(measure())
+            self._longest_s = max(self._longest_s, time.monotonic() - start)
             self._save("running")
         return self.points[key]
+
+    def _is_wanted(self, key: str) -> bool:
+        """Whether a point is missing. Where time is short, one that failed keeps none of the others from their turn."""
+        has_time = self.settings.until == math.inf
+        return key not in self.points or (has_time and self.points[key].get("status") in TRIED_AGAIN)
 
     def finish(self, **summary: Any) -> None:
         """Save the whole record, with what was worked out from the points."""

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 Points = Sequence[tuple[float, float]]
-
-
-def need_matplotlib() -> None:
-    """Raise ValueError where no plot can be drawn, before hours are measured for it."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("the plot needs matplotlib: pip install 'adacc-hf[plot]'")
 
 
 def curves(
@@ -25,8 +20,16 @@ def curves(
 ) -> None:
     """Write one line with markers per series; `out_of_memory` names the x where a series has no point for that reason.
 
-    A crossed marker on the x axis stands for such a place. With `line` "" the points are not joined.
+    A crossed marker on the x axis stands for such a place. With `line` "" the points are not joined. Without matplotlib
+    it says so: the record has the points.
     """
+    if importlib.util.find_spec("matplotlib") is None:
+        print(
+            f"{path} was not drawn, for want of matplotlib: pip install 'adacc-hf[plot]'; the same command with "
+            "--resume draws it from the record",
+            file=sys.stderr,
+        )
+        return
     # Not pyplot, whose state would outlive the call; the non-interactive backend needs no display.
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import platform
 import statistics
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from datetime import datetime, timezone
@@ -38,6 +41,17 @@ class Status(str, Enum):
     """Its gradients are wrong, so nothing was timed."""
     TIMEOUT = "timeout"
     ERROR = "error"
+
+
+OUT_OF_TIME = 3
+"""The exit status of a run whose time was over; the same command goes on from there."""
+
+
+class OutOfTimeError(SystemExit):
+    """The time that a run was given is over: it ends, with a status of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(OUT_OF_TIME)
 
 
 class RedGateError(AdaccError):
@@ -76,12 +90,17 @@ class Settings:
     notes: str = ""
     """Free text for the record, the state of the machine say."""
     output: Path
+    until: float = math.inf
+    """By `time.monotonic`, when the run has to be over."""
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> Settings:
         """Takes effect at once: torch gets the number of threads. Raises ValueError for a device that is not there."""
-        given = {name: getattr(arguments, name) for name in cls.__dataclass_fields__}
-        settings = cls(**given | {"output": output_path(arguments)})
+        given = {name: getattr(arguments, name) for name in cls.__dataclass_fields__ if name != "until"}
+        if given["threads"] is None:
+            given["threads"] = 1 if arguments.device == "cpu" else os.cpu_count() or 1
+        until = math.inf if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
+        settings = cls(**given | {"output": output_path(arguments), "until": until})
         if settings.threads < 1:
             raise ValueError(f"--threads={settings.threads} must be 1 or more")
         if settings.device == "cuda" and not torch.cuda.is_available():
@@ -93,8 +112,16 @@ class Settings:
 def add_settings(parser: argparse.ArgumentParser, name: str) -> None:
     """Add the shared options of runner `name` to its parser."""
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and dropout")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
+    parser.add_argument(
+        "--threads", type=int, help="CPU threads of torch (default: 1; on a GPU's host all that it has)"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="begin no point that may last longer than what is left of so many minutes, and try no failed one again; "
+        "the same command goes on from there",
+    )
     parser.add_argument("--notes", default="", help="text to keep in the record, the state of the machine say")
     default = DEFAULT_FOLDER / "DEVICE" / f"{name}.json"
     parser.add_argument("--output", type=Path, help=f"the JSON file to write (default: {default})")
@@ -117,7 +144,7 @@ def make_record(
     settings: Settings, run_info: dict[str, Any], train_info: dict[str, Any], status: str
 ) -> dict[str, Any]:
     """The record as it is saved; `status` is "complete", or "running" while points are missing."""
-    shared = {name: value for name, value in asdict(settings).items() if name not in ("output", "notes")}
+    shared = {name: value for name, value in asdict(settings).items() if name not in ("output", "notes", "until")}
     return {
         "run_info": {**shared, **run_info},
         "train_info": to_json(train_info),

@@ -52,6 +52,12 @@ def ended(measured: Schema, failed: Schema | None = None) -> Schema:
     }
 
 
+def perhaps_ended(measured: Schema) -> Schema:
+    """As `ended`, of points that were saved without a status before they could fail."""
+    failed = ended(measured)
+    return {"if": {"required": ["status"]}, "then": failed, "else": measured}
+
+
 SPREAD = record({"low": NUMBER, "median": NUMBER, "high": NUMBER})
 TIMED = {"step_ms": SPREAD, "tokens_per_second": SPREAD}
 TRIAL_MEMORY = {"static_bytes": COUNT, "peak_bytes": COUNT, "reserved_bytes": COUNT}
@@ -311,6 +317,9 @@ RUN = ended(
     record({"status": TEXT, "reason": TEXT}, {"seconds": NUMBER, "record": TEXT}),
 )
 
+TESTED = {"passed": COUNT, "skipped": COUNT, "failed": array(TEXT), "seconds": NUMBER}
+GPU_TESTS = ended(record(TESTED), record({"status": TEXT, "reason": TEXT, **TESTED}))
+
 POINTS: dict[str, dict[str, Schema]] = {
     # By patterns of the points' keys.
     "throughput": {", batch \\d+$": TRIAL},
@@ -319,10 +328,10 @@ POINTS: dict[str, dict[str, Schema]] = {
     "ablation": {", steps$": TRIAL, ", loss$": TRAINING},
     "peers": {"": TRIAL},
     "gradient_error": {"^gradient, training$": GRADIENT_TRAINING, "^gradient, (?!training$)": GRADIENT_ERROR},
-    "codec_bandwidth": {"^bandwidth, ": BANDWIDTH},
+    "codec_bandwidth": {"^bandwidth, ": perhaps_ended(BANDWIDTH)},
     "solver": {"": record({"stored": SOLVES, "peak": SOLVES})},
     "plan": {"": PLAN},
-    "peak_accuracy": {"": record({"peaks": array(PEAK)})},
+    "peak_accuracy": {"": perhaps_ended(record({"peaks": array(PEAK)}))},
     "budget_sweep": {"": SWEEP},
     "partitions": {"": record({"lossless": array(PARTITION), "lossy": PARTITION})},
     "compiled": {", budgets$": GRAPH_BUDGETS, ", compilation, ": COMPILATIONS},
@@ -337,6 +346,7 @@ POINTS: dict[str, dict[str, Schema]] = {
     "downstream": {"": SCORE},
     "cloze": {"": SCORE},
     "all": {"": RUN},
+    "gpu_tests": {"": GPU_TESTS},
     "demo_comparison": {"": DEMO_ROW},
 }
 POINTS["codecs"] = POINTS["gradient_error"] | POINTS["codec_bandwidth"]

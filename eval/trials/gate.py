@@ -18,16 +18,18 @@ from adacc_hf.eval.records.records import RedGateError
 from adacc_hf.eval.trials.contenders import GATE_STEPS
 from adacc_hf.eval.trials.gradients import (
     MAX_GRADIENT_ERROR,
+    NOISE_RUNS,
     ROUNDING,
     Gradients,
     checked_error,
+    in_host_memory,
     relative_error,
 )
 from adacc_hf.eval.trials.methods import Installed, Promise
 from adacc_hf.eval.trials.subject import Subject, first_sequences
 from adacc_hf.eval.trials.workload import Batch
 from adacc_hf.torch_glue.compat import switch_checkpointing
-from adacc_hf.torch_glue.memory import backward
+from adacc_hf.torch_glue.memory import backward, is_out_of_memory
 
 LOSS_CHANGE = 0.02
 """How far the loss is moved each way to compare its slope with the gradient: far above the rounding of a float32 loss
@@ -49,18 +51,20 @@ class Reference:
     batch: Batch
     gradients: Gradients
     noise: float
-    """Relative difference of the gradients between two runs of the same step."""
+    """The most that the gradients of runs of the same step are off from the first's, relatively."""
 
 
 def reference_gradients(subject: Subject, model: PreTrainedModel, batch: Batch) -> Reference:
     """The reference at the most sequences that fit. Raises torch.OutOfMemoryError if one sequence does not."""
-    last: torch.OutOfMemoryError | None = None
+    last: RuntimeError | None = None
     for count in halvings(len(batch["input_ids"])):
         part = first_sequences(batch, count)
         for name in ("plain", "HF gradient checkpointing"):
             try:
                 return _measured_reference(subject, model, part, name)
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 last = error.with_traceback(None)
                 model.zero_grad(set_to_none=True)
                 torch.cuda.empty_cache()
@@ -73,8 +77,9 @@ def reference_gradients(subject: Subject, model: PreTrainedModel, batch: Batch) 
 def _measured_reference(subject: Subject, model: PreTrainedModel, batch: Batch, name: str) -> Reference:
     if name != "plain":
         switch_checkpointing(model, on=True)
-    first, second = (step_gradients(subject, model, model, batch) for _ in range(2))
-    return Reference(name=name, batch=batch, gradients=first, noise=relative_error(first, second))
+    first = in_host_memory(step_gradients(subject, model, model, batch))
+    others = (step_gradients(subject, model, model, batch) for _ in range(NOISE_RUNS - 1))
+    return Reference(name=name, batch=batch, gradients=first, noise=max(relative_error(first, one) for one in others))
 
 
 def halvings(count: int) -> Iterator[int]:
@@ -85,35 +90,36 @@ def halvings(count: int) -> Iterator[int]:
 
 
 def step_gradients(subject: Subject, model: nn.Module, call: Any, batch: Batch) -> Gradients:
-    """One forward and backward with dropout drawn from the subject's seed; in host memory, and none left behind."""
+    """One forward and backward with dropout drawn from the subject's seed. The model is left without gradients."""
     torch.manual_seed(subject.seed)
     loss = subject.loss(call, batch)
     backward(loss)
-    by_name = {name: p.grad.to("cpu", copy=True) for name, p in model.named_parameters() if p.grad is not None}
+    by_name = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     model.zero_grad(set_to_none=True)
-    return Gradients(loss.detach().cpu(), by_name)
+    return Gradients(loss.detach(), by_name)
 
 
 def check(subject: Subject, model: nn.Module, installed: Installed, reference: Reference) -> dict[str, Any]:
     """What the gate measured, over steps from the first to the steady state. Raises RedGateError."""
-    worst = 0.0
-    for step in range(GATE_STEPS):
-        found = step_gradients(subject, model, installed.call, reference.batch)
-        if installed.promise.is_own:
-            worst = max(worst, _check_own_loss(subject, model, installed, reference, found))
-        else:
-            error = checked_error(
-                reference.gradients,
-                found,
-                noise=reference.noise,
-                rounding=ROUNDING[subject.precision] if installed.other_sums else 0.0,
-                is_lossy=installed.promise is Promise.LOSSY,
-                what=f"step {step + 1}, beside {reference.name}",
-            )
-            worst = max(worst, error)
+    worst = max(_step_error(subject, model, installed, reference, step) for step in range(GATE_STEPS))
     measured = "slope_error" if installed.promise.is_own else "gradient_error"
     sequences = len(reference.batch["input_ids"])
     return {"promise": installed.promise.value, "reference": reference.name, "sequences": sequences, measured: worst}
+
+
+def _step_error(subject: Subject, model: nn.Module, installed: Installed, reference: Reference, step: int) -> float:
+    """How far the gradient of one step is off; the step's gradients are gone before the next. Raises RedGateError."""
+    found = step_gradients(subject, model, installed.call, reference.batch)
+    if installed.promise.is_own:
+        return _check_own_loss(subject, model, installed, reference, in_host_memory(found))
+    return checked_error(
+        reference.gradients,
+        found,
+        noise=reference.noise,
+        rounding=ROUNDING[subject.precision] if installed.other_sums or subject.device == "cuda" else 0.0,
+        is_lossy=installed.promise is Promise.LOSSY,
+        what=f"step {step + 1}, beside {reference.name}",
+    )
 
 
 def _check_own_loss(

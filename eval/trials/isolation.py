@@ -19,13 +19,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from adacc_hf.artifacts.errors import AdaccError, InfeasibleBudgetError
 from adacc_hf.eval.records.records import Figures, Status
-
-ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-"""How a GPU's memory is given out in measurements, unless the user says otherwise: methods are to be compared by what
-they need, not by how their blocks happen to fall apart (`adacc_hf.torch_glue.memory.FRAGMENTS`)."""
 
 
 class CannotRunError(AdaccError):
@@ -45,22 +42,21 @@ def run_here(function: Callable[..., Figures], arguments: Figures, timeout_s: fl
 
     In this process, so that nothing is timed out.
     """
-    import torch
-
     from adacc_hf.eval.records.records import RedGateError
+    from adacc_hf.torch_glue.memory import is_out_of_memory
 
     try:
         return {"status": Status.MEASURED.value, **function(**arguments)}
     except OverLimitError as error:
         return {"status": Status.OUT_OF_MEMORY.value, "reason": str(error), **error.figures}
-    except (InfeasibleBudgetError, torch.OutOfMemoryError, MemoryError) as error:
+    except InfeasibleBudgetError as error:
         return failure(Status.OUT_OF_MEMORY, error)
     except RedGateError as error:
         return failure(Status.RED, error)
     except CannotRunError as error:
         return failure(Status.CANNOT_RUN, error)
     except Exception as error:  # whatever a peer raises is its result, not the end of the table
-        return failure(Status.ERROR, error)
+        return failure(Status.OUT_OF_MEMORY if is_out_of_memory(error) else Status.ERROR, error)
 
 
 def failure(status: Status, error: Exception | str) -> Figures:
@@ -82,20 +78,19 @@ def run_isolated(function: Callable[..., Figures], arguments: Figures, timeout_s
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env={**ALLOCATOR, **os.environ},
         ) as process:
             try:
                 _, errors = process.communicate(order, timeout=timeout_s)
             except subprocess.TimeoutExpired:
                 return failure(Status.TIMEOUT, f"no result after {timeout_s:g} s: raise --timeout")
             finally:
-                _end(process)
+                end_process(process)
         if result.is_file():
             return json.loads(result.read_text(encoding="utf-8"))
     return failure(Status.ERROR, _last_words(process.returncode, errors))
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def end_process(process: subprocess.Popen[Any]) -> None:
     """End the process and its children, which share its session."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

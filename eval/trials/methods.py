@@ -149,6 +149,7 @@ QUANTIZATION = Method(
     ),
 )
 ADACC = adacc("Adacc")
+LOSSLESS = adacc("Adacc, lossless", actions=("retain", "recompute"))
 NO_OUTLIER = adacc("Adacc w/o outlier", outliers=False)
 
 PAPER_METHODS = {
@@ -159,6 +160,9 @@ PAPER_METHODS = {
     "adacc_no_outlier": NO_OUTLIER,
 }
 """The paper's names on the command line, in the order of its tables."""
+
+METHODS = {**PAPER_METHODS, "adacc_lossless": LOSSLESS}
+"""Those, and Adacc where no bit may change."""
 
 ABLATION_METHODS = {
     "none": PLAIN,

@@ -19,6 +19,7 @@ from adacc_hf.eval.trials.isolation import OverLimitError
 from adacc_hf.eval.trials.methods import (
     ADACC,
     CHECKPOINTING,
+    LOSSLESS,
     PLAIN,
     Bench,
     Budget,
@@ -28,7 +29,6 @@ from adacc_hf.eval.trials.methods import (
     install_checkpointing,
     measure_steady_step,
 )
-from adacc_hf.eval.trials.methods import adacc as adacc_method
 from adacc_hf.torch_glue.compat import FLAG, FUNCTION, SETTER, GradientCheckpointingLayer
 
 COMPILE_BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.05)
@@ -205,7 +205,7 @@ def missing_package(name: str) -> str | None:
 
 
 ADACC_VARIANTS: dict[str, Method] = {
-    "adacc_lossless": adacc_method("Adacc, lossless", actions=("retain", "recompute")),
+    "adacc_lossless": LOSSLESS,
     "adacc_compiled": Method(title="Adacc in torch.compile", install=install_adacc_compiled, takes_budget=True),
 }
 

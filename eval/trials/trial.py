@@ -20,7 +20,7 @@ from adacc_hf.price.timing import seconds_of
 from adacc_hf.torch_glue.compat import switch_checkpointing
 
 FAMILIES: dict[str, dict[str, Method]] = {
-    "paper": methods.PAPER_METHODS,
+    "paper": methods.METHODS,
     "ablation": methods.ABLATION_METHODS,
     "peers": peer_methods.PEERS,
 }

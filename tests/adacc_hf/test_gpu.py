@@ -12,7 +12,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.eval.trials.gradients import NOISE_FACTOR, Gradients, relative_error
-from adacc_hf.torch_glue.compat import no_packed_sequences
+from adacc_hf.head.chunked_loss import chunked_cross_entropy
+from adacc_hf.run.call import Recording
+from adacc_hf.tape.call_inputs import data_of
+from adacc_hf.tape.library import TapeLibrary
+from adacc_hf.tape.verification import verify
+from adacc_hf.torch_glue.compat import adds_into_wider, no_packed_sequences
 from adacc_hf.torch_glue.memory import MemoryMeter, measure_step, static_bytes
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -103,8 +108,8 @@ def test_a_steady_step_never_waits_for_the_device(on_device, is_ours):
     with no_packed_sequences(), apply_policy(model, policy, CONFIG) if is_ours else nullcontext():
         for _ in range(3):  # the first two calls at a shape are recorded, the third learns the order
             model(**batch).loss.backward()
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             model(**batch).loss.backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -142,6 +147,64 @@ def test_recomputing_around_a_fused_attention_is_exact(on_device, kernel, dropou
                 assert torch.equal(found.loss, plain.loss)
                 assert torch.equal(after, state)
                 assert relative_error(plain, found) <= NOISE_FACTOR * noise
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rate", [0.1, 0.15, 0.42])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_is_recomputed_at_any_rate(rate, dtype):
+    """CUDA multiplies by a float32 reciprocal, which for 0.15 and 0.42 is another number than the double one."""
+    block = torch.nn.Dropout(rate).train()
+    given = torch.randn(64, 64, device="cuda", dtype=dtype, requires_grad=True)
+    recording = Recording("block", block, (given,), {})
+    recording.run(lambda x: block(x).exp())
+    recorder = recording.recorder
+    tape = TapeLibrary(verify).verified(recorder)
+    recording.close()
+    dropped = next(op for op in tape.operators if op.short_name == "native_dropout_backward")
+    assert set(dropped.made()) <= tape.recomputable
+
+
+@pytest.mark.gpu
+def test_data_that_many_blocks_read_is_waited_for_once():
+    sizes = torch.tensor([3, 4, 5], device="cuda")
+    assert data_of(sizes) == (3, 4, 5)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        assert [data_of(sizes) for _ in range(3)] == [(3, 4, 5)] * 3
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    sizes[0] = 7
+    assert data_of(sizes) == (7, 4, 5)
+
+
+@pytest.mark.gpu
+def test_products_of_halves_are_added_to_the_gradient_of_a_head_while_they_are_made(monkeypatch):
+    """Each chunk's, and to a float32 sum: a product of its own would be rounded, written and read again."""
+    width, classes, num_rows = 64, 2048, 256
+    rows, weight = (torch.randn(n, width, device="cuda") for n in (num_rows, classes))
+    rows, weight = rows.requires_grad_(), weight.mul_(0.1).requires_grad_()
+    target = torch.randint(0, classes, (num_rows,), device="cuda")
+    assert adds_into_wider(rows.device, torch.bfloat16)
+    added, addmm = [], torch.addmm
+
+    def noted(*args, **options):
+        if args[0].is_cuda:
+            added.append(options["out_dtype"])
+        return addmm(*args, **options)
+
+    monkeypatch.setattr(torch, "addmm", noted)
+
+    def gradient(dtype):
+        chunked_cross_entropy(rows, weight, None, target, dtype=dtype, num_rows=32).backward()
+        found, weight.grad = weight.grad, None
+        return found
+
+    exact = gradient(torch.float32)
+    assert added == []
+    # The roundings of bfloat16, 2^-8, of rows, weight and logits, which average out in part.
+    assert (gradient(torch.bfloat16) - exact).norm() < 2**-7 * exact.norm()
+    assert added == [torch.float32] * 8
 
 
 @pytest.mark.gpu

@@ -58,6 +58,17 @@ def test_training_is_as_plain_and_keeps_to_the_predicted_peak(train, lossless, a
     assert max(peaks[-2:]) == pytest.approx(callback.policy.predicted_peak_bytes, rel=TOLERANCE)
 
 
+def test_a_budget_above_what_fragments_leave_is_told_of_at_once(train, caplog, monkeypatch):
+    monkeypatch.setattr("adacc_hf.callbacks.policy_maker.segments_expand", lambda: False)
+    total = torch.cuda.get_device_properties(0).total_memory
+    with caplog.at_level("WARNING"):
+        train(AdaccCallback(memory_budget=total // 2))
+        assert "fragments" not in caplog.text
+        train(AdaccCallback(memory_budget=total))
+    assert f"memory_budget={total} is more than the" in caplog.text
+    assert "expandable_segments:True" in caplog.text
+
+
 def test_a_budget_that_leaves_room_for_fragments_says_how_to_use_it(train, caplog):
     with caplog.at_level("INFO"):
         train(AdaccCallback())

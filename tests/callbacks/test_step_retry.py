@@ -1,6 +1,7 @@
 """A micro-batch that is tried again: what the first try left behind is gone."""
 
 import random
+import re
 
 import numpy
 import pytest
@@ -14,8 +15,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 class Failing:
     """A micro-batch that draws random numbers everywhere, and runs out of memory the first `num_fails` times."""
 
-    def __init__(self, device, num_fails=1, message="no room"):
-        self.device, self.num_fails, self.message, self.drawn = device, num_fails, message, []
+    def __init__(self, device, num_fails=1, message="no room", error=torch.OutOfMemoryError):
+        self.device, self.num_fails, self.message, self.drawn, self.error = device, num_fails, message, [], error
 
     def __call__(self):
         self.drawn.append(
@@ -26,7 +27,7 @@ class Failing:
             ]
         )
         if len(self.drawn) <= self.num_fails:
-            raise torch.OutOfMemoryError(self.message)
+            raise self.error(self.message)
         return "done"
 
 
@@ -43,6 +44,27 @@ def test_the_second_try_draws_what_the_first_drew(device):
     assert retry(run, tighten) == "done"
     first, second = run.drawn
     assert first == second
+
+
+@pytest.mark.parametrize(
+    ("message", "is_tried_again"),
+    [
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", True),
+        ("Triton Error [CUDA]: out of memory", True),
+        ("CUDA error: out of memory", True),
+        ("CUDA error: an illegal memory access was encountered", False),
+        ("The size of tensor a (2) must match the size of tensor b (3)", False),
+    ],
+)
+def test_libraries_run_out_of_memory_in_their_own_words(message, is_tried_again):
+    run = Failing("cpu", message=message, error=RuntimeError)
+    if is_tried_again:
+        assert retry(run) == "done"
+    else:
+        with pytest.raises(RuntimeError, match=re.escape(message)):
+            retry(run)
+    assert len(run.drawn) == 1 + is_tried_again
 
 
 def test_a_try_that_succeeds_leaves_the_generators_where_they_are():

@@ -15,6 +15,7 @@ import os
 import sys
 import sysconfig
 import time
+import warnings
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,7 +150,7 @@ def _properties(device: object = None) -> SimpleNamespace:
         shared_memory_per_block_optin=166912,
         regs_per_multiprocessor=65536,
         warp_size=32,
-        L2_cache_size=40 << 20,
+        L2_cache_size=1 << 20,
         gcnArchName="",
     )
 
@@ -166,6 +167,8 @@ def _set_sync_mode(mode: int) -> None:
     global _sync_mode
     _sync_mode = mode
     _operators.emulated_cuda_forbid_waiting(mode == 2)
+    if mode:  # once it is set, as torch does
+        warnings.warn("Synchronization debug mode is a prototype feature", UserWarning, stacklevel=2)
 
 
 def _index_or_none(device: int) -> int:
@@ -247,10 +250,12 @@ def _place() -> None:
     torch.UntypedStorage.clone = _cloned
     torch.cuda.manual_seed(torch.initial_seed())
 
+    import emulated_arithmetic
     import emulated_attention
     import emulated_codecs
 
     emulated_attention.register()
+    emulated_arithmetic.register()
     if os.environ.get("EMULATED_CUDA_TRITON") == "1":
         _run_interpreted_kernels_in_place()
     else:

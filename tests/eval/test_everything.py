@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import tarfile
+import time
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -12,16 +15,18 @@ import torch
 from adacc_hf.artifacts.files import write_json
 from adacc_hf.cli import RUNNERS
 from adacc_hf.eval import everything
-from adacc_hf.eval.everything import NAMES, ON_GPU, SAMPLE_ROWS, default_order
+from adacc_hf.eval.everything import NAMES, ON_GPU, SAMPLE_ROWS, Stage, stages_of
 from adacc_hf.eval.records import schemas
+from adacc_hf.eval.records.records import OUT_OF_TIME
 from adacc_hf.eval.tasks.lm_eval_tasks import PAPER_TASKS, load_tasks
 
 
 class Runners:
     """Stand for the commands: each leaves a record and a table."""
 
-    def __init__(self, failing: str = "") -> None:
+    def __init__(self, failing: str = "", out_of_time: str = "") -> None:
         self.failing = failing
+        self.out_of_time = out_of_time
         self.commands: dict[str, list[str]] = {}
 
     def __call__(self, command: Sequence[str]) -> int:
@@ -34,7 +39,7 @@ class Runners:
         info = {"runner": output.stem, "seed": 0, "threads": 1, "device": "cpu"}
         write_json(output, {"run_info": info, "train_info": {"points": points}, "meta_info": {"notes": ""}})
         output.with_suffix(".md").write_text(name)
-        return int(name == self.failing)
+        return OUT_OF_TIME if name == self.out_of_time else int(name == self.failing)
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +67,12 @@ def test_every_runner_gets_a_folder_of_its_own(tmp_path: Path) -> None:
 
 def test_no_runner_is_left_out() -> None:
     halves = {"gradient-error", "codec-bandwidth"}  # which codecs runs
-    expected = sorted(set(RUNNERS) - halves - {"all"})
-    assert sorted(NAMES) == sorted(default_order("cpu")) == sorted(default_order("cuda")) == expected
-    assert set(ON_GPU) <= set(NAMES)
+    expected = sorted(set(RUNNERS) - halves - {"all", "gpu-tests"})
+    assert sorted(NAMES) == sorted(stage.runner for stage in stages_of("cpu")) == expected
+    on_gpu = {stage.runner for stage in stages_of("cuda")}
+    assert on_gpu == set(RUNNERS) - {"codecs", "all"}
+    keys = [stage.key for stage in stages_of("cuda")]
+    assert len(set(keys)) == len(keys)
 
 
 def test_a_gpu_gets_work_for_a_gpu_and_the_wanted_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,20 +81,102 @@ def test_a_gpu_gets_work_for_a_gpu_and_the_wanted_first(tmp_path: Path, monkeypa
     runners = Runners()
     assert run(tmp_path, runners, "--device", "cuda") == 0
     names = list(runners.commands)
-    assert names[:2] == ["throughput", "codecs"]
+    assert names[:4] == ["gpu-tests", "codec-bandwidth", "throughput", "peers"]
     assert names.index("solver") > names.index("max-batch")
     for name in ("throughput", "max-batch"):
         assert {"--preset=gpt2-345m", "--precision=bf16", "--device=cuda"} <= set(runners.commands[name])
     assert "--preset=gpt2-345m" not in runners.commands["table4"]
 
 
-@pytest.mark.parametrize("name", ON_GPU)
-def test_the_options_for_a_gpu_are_those_of_the_runner(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stage", ON_GPU, ids=lambda stage: stage.key)
+def test_the_options_for_a_gpu_are_those_of_the_runner(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU a runner gets as far as asking for one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    module = import_module(f"adacc_hf.eval.{RUNNERS[name][0]}")
-    with pytest.raises(ValueError, match="torch sees no CUDA device"):
-        module.main([*ON_GPU[name], "--device=cuda"])
+    module = import_module(f"adacc_hf.eval.{RUNNERS[stage.runner][0]}")
+    for options in (stage.options, stage.toy):
+        with pytest.raises(ValueError, match="torch sees no CUDA device"):
+            module.main([*options, "--device=cuda"])
+
+
+def test_a_slice_goes_on_where_time_was_over_and_tries_nothing_twice(tmp_path: Path) -> None:
+    """The second runner fails, and the third has no time left; the next slice begins with that one."""
+    argv = ("--runners", "loss", "solver", "plan", "lengths", "--resume", "--minutes", "9")
+    first = Runners(failing="solver", out_of_time="plan")
+    assert run(tmp_path, first, *argv) == OUT_OF_TIME
+    assert list(first.commands) == ["loss", "solver", "plan"]
+    assert json.loads((tmp_path / "all.json").read_text())["meta_info"]["status"] == "running"
+    second = Runners()
+    assert run(tmp_path, second, *argv) == 1
+    assert list(second.commands) == ["plan", "lengths"]
+    assert "--resume" in second.commands["plan"]
+    minutes = float(second.commands["plan"][-1].removeprefix("--minutes="))
+    assert 8.9 < minutes <= 9.0
+    third = Runners()
+    assert run(tmp_path, third, *argv) == 1
+    assert third.commands == {}
+
+
+def test_no_stage_begins_when_the_time_is_over(tmp_path: Path) -> None:
+    runners = Runners()
+    assert run(tmp_path, runners, "--runners", "loss", "--minutes", "0") == OUT_OF_TIME
+    assert runners.commands == {}
+
+
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, minutes: str) -> tuple[int, dict, float]:
+    """How a slice ends in which the only runner is a program that does `body`, what is recorded, and the seconds."""
+    program = tmp_path / "runner.py"
+    program.write_text(
+        f"import json, pathlib, sys, time\noutput = pathlib.Path(sys.argv[sys.argv.index('--output') + 1])\n{body}\n"
+    )
+    real = everything.subprocess.Popen
+    monkeypatch.setattr(
+        everything.subprocess, "Popen", lambda command, **options: real([command[0], program, *command[3:]], **options)
+    )
+    monkeypatch.setattr(everything, "LOOKS_S", 0.05)
+    start = time.monotonic()
+    status = everything.main(
+        [
+            "--runners",
+            "loss",
+            "--resume",
+            "--minutes",
+            minutes,
+            "--output",
+            str(tmp_path / "w/all.json"),
+            "--report",
+            str(tmp_path / "out"),
+        ]
+    )
+    return status, json.loads((tmp_path / "w/all.json").read_text()), time.monotonic() - start
+
+
+POINT = (
+    "output.parent.mkdir(parents=True)\n"
+    "meta = {'status': 'running', 'date': 'today', 'device': 'GPU'}\n"
+    "points = {'full, batch 2': {'status': 'error', 'reason': 'broken'}}\n"
+    "output.write_text(json.dumps({'train_info': {'points': points}, 'meta_info': meta}))\n"
+)
+
+
+def test_what_is_under_way_ends_with_the_time_and_its_points_are_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    runs = tmp_path / "w/all.json"
+    runs.parent.mkdir()
+    monkeypatch.setattr(everything.Ledger, "finish", lambda *a, **k: pytest.fail("there is more to do"))
+    with pytest.raises(FileNotFoundError):  # nothing was recorded of a runner that is to go on
+        started(monkeypatch, tmp_path, POINT + "time.sleep(600)", "0.02")
+    assert "- full, batch 2: error: broken" in (tmp_path / "out/points.md").read_text()
+    with tarfile.open(tmp_path / "out/records.tar.gz") as archive:
+        assert "loss/loss.json" in archive.getnames()
+
+
+def test_a_runner_that_hangs_does_not_take_the_next_slice_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(everything, "MOST_SECONDS_WITHOUT_A_POINT", 0.3)
+    status, record, seconds = started(monkeypatch, tmp_path, "time.sleep(600)", "9")
+    assert status == 1
+    assert record["train_info"]["points"]["loss"]["status"] == "timeout"
+    assert seconds < 60  # the sleep is 600
 
 
 def test_a_failure_is_told_and_tried_again(tmp_path: Path) -> None:
@@ -131,13 +221,18 @@ def test_results_are_published_in_one_folder(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "p").iterdir()) == ["max_batch.json", "max_batch.md"]
 
 
-def test_a_record_off_its_schema_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_off_its_schema_is_a_fault_of_its_runner_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def check(record: dict) -> None:
-        raise ValueError(record["run_info"]["runner"])
+        if record["run_info"]["runner"] == "max_batch":
+            raise ValueError("off its schema")
 
     monkeypatch.setattr(everything, "check_record", check)
-    with pytest.raises(ValueError, match="max_batch"):
-        run(tmp_path, Runners(), "--runners", "max-batch")
+    runners = Runners()
+    assert run(tmp_path, runners, "--runners", "max-batch", "loss") == 1
+    assert list(runners.commands) == ["max-batch", "loss"]
+    assert "max-batch: ValueError: off its schema" in (tmp_path / "all.md").read_text()
 
 
 @pytest.mark.usefixtures("offline")

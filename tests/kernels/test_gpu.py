@@ -17,9 +17,11 @@ def no_synchronisation() -> Iterator[None]:
     """Any synchronisation with the device raises meanwhile."""
     torch.cuda.synchronize()
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode(before)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def _activation(dtype: torch.dtype, shape: tuple[int, ...] = (2, 256, 768)) -> Tensor:

@@ -47,6 +47,7 @@ class NotingDriver:
     def __init__(self) -> None:
         self.device = DEVICE
         self.launches: list[tuple[Any, ...]] = []
+        self.constants: list[dict[str, Any]] = []
         self.utils = self
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
@@ -56,6 +57,7 @@ class NotingDriver:
 
         def start(*arguments: Any) -> None:
             grid, stream, by_name = arguments[:3], arguments[3], dict(zip(names, arguments[9:], strict=True))
+            self.constants.append({name: by_name[name] for name in names if name not in given})
             self.launches.append((metadata.hash, grid, stream, [_told_apart(by_name[name]) for name in given]))
 
         return start
@@ -102,7 +104,19 @@ def runs_of_triton(driver: NotingDriver, monkeypatch: pytest.MonkeyPatch) -> lis
     monkeypatch.setattr(JITFunction, "run", noted)
     monkeypatch.setattr(_triton, "_runners", {})
     driver.launches.clear()
+    driver.constants.clear()
     return names
+
+
+def test_constants_are_given_in_the_order_of_the_kernel(driver: NotingDriver, runs_of_triton: list[str]) -> None:
+    """Whatever the order of the call: today's launcher reads none of them, another may."""
+    x = torch.ones(2, 2048)
+    codes, peaks = torch.empty(1, 2048, dtype=torch.uint8), torch.empty(2, dtype=torch.bfloat16)
+    constants = {"BLOCK": 1024, "T": 1, "SIGNED": True, "STOCHASTIC": False}
+    for _ in range(2):
+        _triton.launch(token_int4_triton._encode_long_kernel, (1,), x, codes, peaks, 2, 2048, 1, -1 / 8, 0, **constants)
+    assert len(runs_of_triton) == 1
+    assert driver.constants == [constants, constants]
 
 
 def _outlier_int4(x: Tensor, num_outliers: int) -> None:

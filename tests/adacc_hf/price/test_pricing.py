@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from adacc_hf import AdaccConfig, profile_model
+from adacc_hf.price import pricing
 from adacc_hf.price.timing import Timing
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -22,7 +23,7 @@ def test_temporaries_of_operators_are_counted(tiny_gpt2, token_batch):
     assert besides["aten.native_layer_norm.default"] == besides["aten.bmm.default"] == {0}
 
 
-@pytest.mark.parametrize(("timing", "scarce_ms"), [(Timing(2.0, 1.0), 2.0), (Timing(2.0, 3.0), 3.0)])
+@pytest.mark.parametrize(("timing", "scarce_ms"), [(Timing(2.0, 1.0), 2.0), (Timing(2.0, 4.0), 4.0)])
 def test_prices_are_in_the_time_that_is_scarce(monkeypatch, tiny_gpt2, token_batch, timing, scarce_ms):
     """Of a block whose launches take longer than the device does, the launches are what a step waits for."""
     for module in ("pricing", "codec_options"):
@@ -31,3 +32,23 @@ def test_prices_are_in_the_time_that_is_scarce(monkeypatch, tiny_gpt2, token_bat
     assert {operator.ms for operator in kind.operators} == {0.0, scarce_ms}
     options = [option for value in kind.activations for option in value.codecs]
     assert {option.encode_ms for option in options} == {option.decode_ms for option in options} == {scarce_ms}
+
+
+def test_the_host_time_of_the_block_itself_decides_what_is_scarce(monkeypatch, tiny_gpt2, token_batch):
+    """Its launches are ahead of the device; with modules, hooks and autograd's graph they are not."""
+    asked = []
+
+    def block_host_ms(run, device):
+        asked.append(pricing._host_ms_of(run, device))
+        return 1000.0
+
+    def time_of(run, device):
+        run()
+        return Timing(2.0, 1.0)
+
+    monkeypatch.setattr(pricing, "_block_host_ms", block_host_ms)
+    for module in ("pricing", "codec_options"):
+        monkeypatch.setattr(f"adacc_hf.price.{module}.time_of", time_of)
+    (kind,) = profile_model(tiny_gpt2("sdpa"), token_batch(), CONFIG).kinds
+    assert {operator.ms for operator in kind.operators} == {0.0, 1.0}
+    assert asked == [1.0]  # blocks are alike

@@ -12,7 +12,9 @@ from torch.nn import functional as F
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.artifacts.errors import PolicyMismatchError
+from adacc_hf.run import follow_plan
 from adacc_hf.run.executor import PolicyHandle
+from adacc_hf.run.follow_plan import FollowPlan
 from adacc_hf.solve.solver import least_policy
 from adacc_hf.tape.library import library_of_profiles
 from adacc_hf.torch_glue.memory import MemoryMeter, collecting_no_garbage
@@ -197,3 +199,23 @@ def test_one_surprise_is_enough(toy_model, toy_batch, run_steps, recorded):
     surprised = [name for name, strategy in handle.plans.strategies.items() if strategy._was_surprising]
     assert surprised == ["layers.0"]
     assert recorded == ["layers.0", "layers.1"]  # the second is recorded as a first call, which tells what is wrong
+
+
+def test_what_is_captured_in_a_cuda_graph_is_compared_at_the_next_call(tiny_gpt2, token_batch, monkeypatch):
+    """A comparison waits for the device, which ends a capture."""
+    model, batch = tiny_gpt2(layers=2), token_batch()
+    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    step, compared, is_captured = [0], [], [False]
+    checked = FollowPlan._checked_call
+
+    def noted(self, *args):
+        compared.append(step[0])
+        return checked(self, *args)
+
+    monkeypatch.setattr(FollowPlan, "_checked_call", noted)
+    monkeypatch.setattr(follow_plan, "is_being_captured", lambda: is_captured[0])
+    with apply_policy(model, policy, CONFIG):
+        for step[0] in range(5):
+            is_captured[0] = step[0] in (0, 1, 2)
+            model(**batch).loss.backward()
+    assert compared == [3, 3]

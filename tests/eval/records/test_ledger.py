@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from adacc_hf.eval.records.ledger import Ledger, RecordError, locked, open_ledger
-from adacc_hf.eval.records.records import Settings
+from adacc_hf.eval.records.records import OUT_OF_TIME, Settings
 
 
 class KilledError(Exception):
@@ -64,6 +66,20 @@ def test_no_resume_starts_over(settings: Settings) -> None:
 def test_what_may_be_the_machines_fault_is_tried_again(settings: Settings, status: str) -> None:
     run(settings, "ab", status=status)
     assert run(settings, "abc", resume=True) == "abc"
+
+
+def test_where_time_is_short_failures_wait_and_no_point_begins_that_may_take_longer(settings: Settings) -> None:
+    in_time = replace(settings, until=time.monotonic() + 60)
+    run(settings, "ab", status="error")
+    assert run(in_time, "abc", resume=True) == "c"
+    with open_ledger(in_time, {}, False) as ledger:
+        ledger.measure("short", lambda: {"status": "measured"})
+        ledger._longest_s = 61.0
+        with pytest.raises(SystemExit) as ended:
+            ledger.measure("too long", lambda: pytest.fail("there is no time for it"))
+    assert ended.value.code == OUT_OF_TIME
+    assert list(saved(settings)["train_info"]["points"]) == ["short"]
+    assert saved(settings)["meta_info"]["status"] == "running"
 
 
 @pytest.mark.parametrize("status", ["out_of_memory", "cannot_run", "red"])

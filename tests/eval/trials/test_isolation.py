@@ -23,12 +23,27 @@ def raise_error(error: Exception) -> None:
     ("error", "expected"),
     [
         (torch.OutOfMemoryError("CUDA out of memory"), ("out_of_memory", "OutOfMemoryError: CUDA out of memory")),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+            (
+                "out_of_memory",
+                "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+            ),
+        ),
+        (
+            RuntimeError("Triton Error [CUDA]: out of memory"),
+            ("out_of_memory", "RuntimeError: Triton Error [CUDA]: out of memory"),
+        ),
+        (
+            RuntimeError("CUDA error: an illegal memory access"),
+            ("error", "RuntimeError: CUDA error: an illegal memory access"),
+        ),
         (InfeasibleBudgetError("too small", 7), ("out_of_memory", "too small")),
         (RedGateError("wrong"), ("red", "wrong")),
         (CannotRunError("no GPU"), ("cannot_run", "no GPU")),
         (KeyError("x"), ("error", "KeyError: 'x'")),
     ],
-    ids=["out-of-memory", "infeasible", "red", "cannot-run", "error"],
+    ids=["out-of-memory", "cublas", "triton", "illegal", "infeasible", "red", "cannot-run", "error"],
 )
 def test_errors_become_statuses(error: Exception, expected: tuple[str, str]) -> None:
     figures = run_here(raise_error, {"error": error})

@@ -1,0 +1,145 @@
+"""The tests of a source checkout that need a GPU, file by file: what passed, what failed, and its last words.
+
+    adacc eval gpu-tests --device cuda
+
+A file that hangs is ended after --timeout seconds, and what its tests said until then is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from tqdm import tqdm
+
+import adacc_hf
+from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records.records import Figures, Settings, Status, add_settings, markdown_table, positive_int
+
+FILES = (
+    "tests/adacc_hf/test_gpu.py",
+    "tests/kernels/test_gpu.py",
+    "tests/callbacks/test_gpu.py",
+    "tests/eval/trials/test_trial.py",
+    "tests/eval/trials/test_contenders.py",
+    "tests/callbacks/test_step_retry.py",
+    "tests/kernels/test_triton.py",
+    "tests/adacc_hf/compiler/test_partitioner.py",
+)
+"""Those with tests marked gpu, in the order in which they tell most."""
+
+MOST_WORKERS = 6
+"""Processes of one file's tests. Each has a CUDA context of half a GiB, and compiles kernels of its own."""
+
+LAST_WORDS = 6000
+"""Characters of the output that are kept where a test failed."""
+
+_OUTCOME = re.compile(r"\b(PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b")
+_TEST = re.compile(r"\btests/\S+::\S+")
+
+Execute = Callable[[str, float], tuple[int | None, str]]
+
+
+def main(argv: Sequence[str] | None = None, execute: Execute | None = None) -> int:
+    """Run them, print the table, save record and table. Returns 1 if a test failed, or a file has none."""
+    parser = argparse.ArgumentParser(prog="adacc eval gpu-tests", description=__doc__.partition("\n")[0])
+    parser.add_argument("--files", nargs="+", choices=FILES, default=list(FILES), help="which, in this order")
+    parser.add_argument("--timeout", type=positive_int, default=600, help="seconds that one file may take")
+    add_resume(parser)
+    add_settings(parser, "gpu_tests")
+    arguments = parser.parse_args(argv)
+    settings = Settings.from_arguments(arguments)
+    if settings.device != "cuda":
+        raise ValueError(f"--device={settings.device} has no such tests: use --device=cuda")
+    if not (root() / FILES[0]).is_file():
+        raise ValueError(f"{root()} has no tests/: run this from a source checkout")
+    with open_ledger(settings, {"files": arguments.files}, arguments.resume) as ledger:
+        for file in tqdm(arguments.files, desc="gpu-tests", unit="file"):
+            ledger.measure(file, partial(measure, file, arguments.timeout, execute or _pytest))
+        ledger.finish()
+        ledger.publish(report_text(ledger))
+    return 0 if all(point["status"] == Status.MEASURED.value for point in ledger.points.values()) else 1
+
+
+def root() -> Path:
+    """The checkout that this package is run from."""
+    return Path(adacc_hf.__file__).resolve().parents[1]
+
+
+def measure(file: str, timeout_s: float, execute: Execute) -> Figures:
+    """How many tests of `file` passed, which failed, and, if it is not all well, how the output ended."""
+    start = time.perf_counter()
+    code, output = execute(file, timeout_s)
+    outcomes = outcomes_of(output)
+    failed = sorted(name for name, outcome in outcomes.items() if outcome in ("FAILED", "ERROR", "XPASS"))
+    figures: Figures = {
+        "passed": sum(outcome == "PASSED" for outcome in outcomes.values()),
+        "skipped": sum(outcome in ("SKIPPED", "XFAIL") for outcome in outcomes.values()),
+        "failed": failed,
+        "seconds": time.perf_counter() - start,
+    }
+    if code == 0:
+        return {"status": Status.MEASURED.value, **figures}
+    status = Status.TIMEOUT if code is None else Status.ERROR
+    return {"status": status.value, "reason": output[-LAST_WORDS:], **figures}
+
+
+def outcomes_of(output: str) -> dict[str, str]:
+    """What became of each test, from the lines of `pytest -v`, with or without several processes."""
+    found: dict[str, str] = {}
+    for line in output.splitlines():
+        outcome, test = _OUTCOME.search(line), _TEST.search(line)
+        # Below the last tests a summary has the failed ones again, with their reason.
+        if outcome and test:
+            found.setdefault(test.group(), outcome.group())
+    return found
+
+
+def _pytest(file: str, timeout_s: float) -> tuple[int | None, str]:
+    """The exit status, None after `timeout_s` seconds, and what was printed."""
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "--tb=short", "-p", "no:cacheprovider", file]
+    workers = min(MOST_WORKERS, (os.cpu_count() or 1) // 2)
+    environment = dict(os.environ)
+    if workers > 1 and importlib.util.find_spec("xdist"):
+        command += ["-n", str(workers)]
+        environment.setdefault("OMP_NUM_THREADS", "2")  # threads of several processes on the same cores slow each other
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        try:
+            done = subprocess.run(
+                command, cwd=root(), stdout=output, stderr=output, timeout=timeout_s, check=False, env=environment
+            )
+            code = done.returncode
+        except subprocess.TimeoutExpired:
+            code = None
+        output.seek(0)
+        return code, output.read()
+
+
+def report_text(ledger: Ledger) -> str:
+    """A line per file, as Markdown, and the tests that failed."""
+    rows = [
+        {
+            "file": file,
+            "passed": str(point["passed"]),
+            "failed": str(len(point["failed"])),
+            "skipped": str(point["skipped"]),
+            "seconds": f"{point['seconds']:.0f}",
+            "status": point["status"],
+        }
+        for file, point in ledger.points.items()
+    ]
+    failed = [f"- {name}" for point in ledger.points.values() for name in point["failed"]]
+    return "\n\n".join([markdown_table(rows), *(["Failed:", "\n".join(failed)] if failed else [])]) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
