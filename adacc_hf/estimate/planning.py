@@ -37,6 +37,8 @@ class Request:
     batch_size: int
     seq_len: int
     optimizer: str = "adamw"
+    accumulates: bool = False
+    """Whether a step has several micro-batches, so that gradients are there while the next ones are computed."""
     budget_bytes: int | None = None
     """Bytes per device; None is the device's memory less `AdaccConfig.memory_margin`."""
     longest_seq_len: int | None = None
@@ -88,6 +90,16 @@ class Planned:
     """Most bytes live in each phase of the step under the policy, or under full recomputation where none fits."""
 
 
+def training_profile(request: Request) -> tuple[StaticMemory, Profile]:
+    """What training holds besides activations, and the profile of one step of `request` on one device.
+
+    `Policy.uniform` gives the peak of plain training, or of recomputation, from it. Raises as `plan` does.
+    """
+    with fake_model(request.workload) as model:
+        planner = _Planner(request, model)
+        return planner.static, planner.profile()
+
+
 def plan(request: Request) -> Planned:
     """The plan for `request`.
 
@@ -116,8 +128,7 @@ class _Planner:
         request = self.request
         _check_budget(request, self.static)
         _check_profile(request.profile, self.model)
-        whole = request.profile or self.model.profile(request.batch_size, request.seq_len)
-        profile = self._for_training(whole)
+        profile = self.profile()
         policy, peak_bytes, bound_bytes = _solved(profile, request.budget, request.workload.adacc)
         forecasts = self._forecasts(profile, policy, peak_bytes)
         if request.find_largest and request.profile is None:
@@ -133,13 +144,24 @@ class _Planner:
             phases=_phases(profile, policy or Policy.uniform(profile, "recompute")),
         )
 
+    def profile(self) -> Profile:
+        """The profile of the step that is asked for."""
+        request = self.request
+        return self._for_training(request.profile or self.model.profile(request.batch_size, request.seq_len))
+
     def _for_training(self, profile: Profile) -> Profile:
         """`profile` on one of the devices that train, with the optimizer's state and its step."""
         added = self.static.resting_bytes - self._state_bytes(profile)
         gradients = self._cut_gradients([block.name for block in profile.blocks])
-        # What is left of a traced gradient that was cut, perhaps in another dtype.
-        share = self.static.gradients_bytes / max(1, _trained_bytes(self.model.model))
-        shifts = {name: added - int((1 - share) * nbytes) for name, nbytes in gradients.items()}
+        if self.request.accumulates:
+            # All gradients are there all the time. What the traced backward makes is added to them and let go, but
+            # for that of the block at work, which is counted until the block ends: at most that much too high.
+            added += self.static.gradients_bytes
+            shifts = {name: added - nbytes for name, nbytes in gradients.items()}
+        else:
+            # What is left of a traced gradient that was cut, perhaps in another dtype.
+            share = self.static.gradients_bytes / max(1, _trained_bytes(self.model.model))
+            shifts = {name: added - int((1 - share) * nbytes) for name, nbytes in gradients.items()}
         in_order = [shifts[block.name] for block in profile.blocks]
         return replace(
             profile.with_more_live(added, in_order, shifts["tail"]),
@@ -178,13 +200,13 @@ class _Planner:
         return distinct_bytes([*self.model.model.parameters(), *self.model.model.buffers()])
 
     def _forecasts(self, profile: Profile, policy: Policy | None, peak_bytes: int) -> dict[str, Forecast]:
-        plain_ms = _plain_ms(profile)
+        without_ms = plain_ms(profile)
         blocks_ms = sum(profile.kind_of(block).forward_ms for block in profile.blocks)
         plain, full = Policy.uniform(profile, "retain"), Policy.uniform(profile, "recompute")
-        adacc_ms = None if policy is None else plain_ms + policy.predicted_overhead_ms
+        adacc_ms = None if policy is None else without_ms + policy.predicted_overhead_ms
         return {
-            "plain": self._forecast(plain.predicted_peak_bytes, plain_ms),
-            "full recomputation": self._forecast(full.predicted_peak_bytes, plain_ms + blocks_ms),
+            "plain": self._forecast(plain.predicted_peak_bytes, without_ms),
+            "full recomputation": self._forecast(full.predicted_peak_bytes, without_ms + blocks_ms),
             "adacc": self._forecast(peak_bytes, adacc_ms),
         }
 
@@ -281,7 +303,7 @@ def _least_peak(profile: Profile, config: AdaccConfig) -> int:
     return least
 
 
-def _plain_ms(profile: Profile) -> float:
+def plain_ms(profile: Profile) -> float:
     """Time of a plain step: the profiled one, less what all blocks but the last of each kind recomputed in it."""
     full = Policy.uniform(profile, "recompute")
     overheads = {

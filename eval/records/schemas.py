@@ -79,6 +79,17 @@ PLAN = ended(
         }
     )
 )
+PREDICTION = ended(
+    record(
+        {
+            **dict.fromkeys(("predicted_bytes", "stored_bytes"), COUNT),
+            **dict.fromkeys(("moment", "head"), TEXT),
+            "static": mapping(COUNT),
+            "step_ms": POSITIVE,
+            "cpu_seconds": NUMBER,
+        }
+    )
+)
 TRIAL = ended(
     record(
         {"decided": mapping(ANY), "static_bytes": COUNT, "peak_bytes": COUNT},
@@ -322,6 +333,7 @@ POINTS: dict[str, dict[str, Schema]] = {
     "codec_bandwidth": {"^bandwidth, ": BANDWIDTH},
     "solver": {"": record({"stored": SOLVES, "peak": SOLVES})},
     "plan": {"": PLAN},
+    "published": {"": PREDICTION},
     "peak_accuracy": {"": record({"peaks": array(PEAK)})},
     "budget_sweep": {"": SWEEP},
     "partitions": {"": record({"lossless": array(PARTITION), "lossy": PARTITION})},
@@ -357,6 +369,7 @@ SUMMARIES: dict[str, dict[str, Schema]] = {
     "lengths": {"goals": array(GOAL)},
     "solver": {"paper_seconds": NUMBER},
     "plan": {"asked_seconds": COUNT, "asked_bytes": COUNT},
+    "published": {"goal": mapping(NUMBER)},
     "table4": {"paper": mapping(mapping(mapping(nullable(NUMBER))))},
     "downstream": {"average_acc": NUMBER},
     "cloze": {"average_acc": NUMBER},
