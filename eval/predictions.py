@@ -3,9 +3,9 @@
     adacc eval published
     adacc eval published --half open
 
-Each row of eval/published is predicted by the code of `adacc plan`, on tensors without memory; no device is needed. Half
-of the rows, drawn by a fixed seed, are held out: they are not predicted with `--half open`, which is what to look at
-while the planner is mended.
+Each row of eval/published is predicted by the code of `adacc plan`, on tensors without memory; no device is needed.
+Half of the rows, drawn by a fixed seed, are held out: they are not predicted with `--half open`, which is what to look
+at while the planner is mended.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ _EXPLAINED = (
     "Error is predicted over measured. The first prediction rests on assumptions that were made before it; the second "
     "look takes what the measured code proved otherwise for a whole source (below). Rows of the held-out half were not "
     "looked at while the planner was mended. Goal: a median of 5 %, and 90 % of rows within 10 %. Live bytes are "
-    "predicted: where a source gives what the allocator keeps (reserved) or the driver sees (nvidia-smi), its fragments "
-    "come on top."
+    "predicted: where a source gives what the allocator keeps (reserved) or the driver sees (nvidia-smi), its "
+    "fragments come on top."
 )
 
 
@@ -211,9 +211,7 @@ def _speed_cells(ledger: Ledger) -> list[dict[str, str]]:
         points = [ledger.points.get(key, {}) for key in (name, against)]
         if against is None or not all("step_ms" in point for point in points):
             continue
-        own, other = row.seconds, rows()[against].seconds
-        assert own is not None and other is not None, "a row that is compared has a speed, and so has the other"
-        measured, predicted = own / other, points[0]["step_ms"] / points[1]["step_ms"]
+        measured, predicted = row.over(rows()[against]), points[0]["step_ms"] / points[1]["step_ms"]
         cells.append(
             {
                 "row": name,

@@ -8,11 +8,12 @@ from functools import cache
 
 from torch import nn
 
+from adacc_hf.artifacts.checkpointing import simulate_checkpointed
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Policy, call_name, num_calls
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.artifacts.step_peak import run_block, simulate
+from adacc_hf.artifacts.step_peak import Outcome, run_block, simulate
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.fake_model import FakeModel, Workload, fake_model
 from adacc_hf.estimate.static_memory import StaticMemory, static_memory
@@ -141,7 +142,7 @@ class _Planner:
             policy=policy,
             bound_bytes=bound_bytes,
             forecasts=forecasts,
-            phases=_phases(profile, policy or Policy.uniform(profile, "recompute")),
+            phases=_phases(simulate_checkpointed(profile) if policy is None else _outcome(profile, policy)),
         )
 
     def profile(self) -> Profile:
@@ -202,11 +203,11 @@ class _Planner:
     def _forecasts(self, profile: Profile, policy: Policy | None, peak_bytes: int) -> dict[str, Forecast]:
         without_ms = plain_ms(profile)
         blocks_ms = sum(profile.kind_of(block).forward_ms for block in profile.blocks)
-        plain, full = Policy.uniform(profile, "retain"), Policy.uniform(profile, "recompute")
+        plain, full = Policy.uniform(profile, "retain"), simulate_checkpointed(profile)
         adacc_ms = None if policy is None else without_ms + policy.predicted_overhead_ms
         return {
             "plain": self._forecast(plain.predicted_peak_bytes, without_ms),
-            "full recomputation": self._forecast(full.predicted_peak_bytes, without_ms + blocks_ms),
+            "full recomputation": self._forecast(full.peak_bytes, without_ms + blocks_ms),
             "adacc": self._forecast(peak_bytes, adacc_ms),
         }
 
@@ -261,8 +262,9 @@ class _Planner:
         profile = self._traced[shape]
         if method == "adacc":
             return _least_peak(profile, self.request.workload.adacc)
-        action = "retain" if method == "plain" else "recompute"
-        return Policy.uniform(profile, action).predicted_peak_bytes
+        if method == "plain":
+            return Policy.uniform(profile, "retain").predicted_peak_bytes
+        return simulate_checkpointed(profile).peak_bytes
 
 
 def _check_budget(request: Request, static: StaticMemory) -> None:
@@ -314,12 +316,15 @@ def plain_ms(profile: Profile) -> float:
     return profile.step_ms - sum(ms for name, ms in overheads.items() if name not in watched)
 
 
-def _phases(profile: Profile, policy: Policy) -> dict[str, int]:
-    """Most bytes live in each phase of the step."""
+def _outcome(profile: Profile, policy: Policy) -> Outcome:
     plans = [policy.plan_of(block.name) for block in profile.blocks]
-    timeline = simulate(profile.with_head(policy.head), plans).timeline
+    return simulate(profile.with_head(policy.head), plans)
+
+
+def _phases(outcome: Outcome) -> dict[str, int]:
+    """Most bytes live in each phase of the step."""
     phases: dict[str, int] = {}
-    for label, live in timeline:
+    for label, live in outcome.timeline:
         name = {"forward": "forward of the blocks", "backward": "backward of the blocks"}.get(label.split()[0], label)
         phases[name] = max(phases.get(name, 0), live)
     return phases

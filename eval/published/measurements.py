@@ -73,11 +73,13 @@ class Row:
     def context_bytes(self) -> int:
         return round(self.context_mb * 2**20)
 
-    @property
-    def seconds(self) -> float | None:
-        """Time for a fixed amount of work, in a unit that rows of one source share."""
+    def over(self, other: Row) -> float:
+        """Time of this run over that of `other`, for the same amount of work."""
+        return self._seconds() / other._seconds()
+
+    def _seconds(self) -> float:
         if self.speed is None:
-            return None
+            raise ValueError(f"row {self.name!r} has no speed to compare")
         return self.speed["seconds"] if "seconds" in self.speed else 1 / self.speed["samples_per_second"]
 
 

@@ -6,9 +6,10 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from adacc_hf.artifacts.checkpointing import simulate_checkpointed
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.artifacts.step_peak import simulate
+from adacc_hf.artifacts.step_peak import Outcome, simulate
 from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_model import PRECISIONS, Adapters, Workload
 from adacc_hf.estimate.planning import Request, plain_ms, training_profile
@@ -16,8 +17,8 @@ from adacc_hf.estimate.static_memory import Sharding
 from adacc_hf.eval.published.measurements import Row, model_config
 from adacc_hf.eval.records.records import Figures, Status
 
-ACTIONS = {"none": "retain", "full": "recompute"}
-"""What every block does, by a row's mode of checkpointing."""
+CHECKPOINTING = ("none", "full")
+"""Every block keeps all that it saves, or runs under torch's checkpoint."""
 
 
 def request_of(row: Row, model_changes: dict[str, Any] | None = None) -> Request:
@@ -48,9 +49,7 @@ def predict(row: Row, model_changes: dict[str, Any] | None = None) -> Figures:
     started = time.process_time()
     static, profile = training_profile(request_of(row, model_changes))
     profile = profile.with_head(row.head) if row.head in profile.heads else profile
-    policy = Policy.uniform(profile, ACTIONS[row.checkpointing])
-    plans = [policy.plan_of(block.name) for block in profile.blocks]
-    outcome = simulate(profile, plans)
+    outcome = outcome_of(profile, row.checkpointing)
     return {
         "status": Status.MEASURED.value,
         "predicted_bytes": outcome.peak_bytes,
@@ -61,6 +60,14 @@ def predict(row: Row, model_changes: dict[str, Any] | None = None) -> Figures:
         "step_ms": step_ms(profile, row),
         "cpu_seconds": round(time.process_time() - started, 1),
     }
+
+
+def outcome_of(profile: Profile, checkpointing: str) -> Outcome:
+    """What a step of `profile` takes in a row's mode of checkpointing."""
+    if checkpointing == "full":
+        return simulate_checkpointed(profile)
+    plain = Policy.uniform(profile, "retain")
+    return simulate(profile, [plain.plan_of(block.name) for block in profile.blocks])
 
 
 def step_ms(profile: Profile, row: Row) -> float:
