@@ -20,6 +20,7 @@ from typing import Any
 
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
+from adacc_hf.artifacts.checkpointing import checkpointed
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.step_peak import run_block
 from adacc_hf.artifacts.units import format_bytes
@@ -60,7 +61,7 @@ class Variant:
     """Of the configuration."""
     attention: str = "eager"
     precision: str = "bf16"
-    action: str = "retain"
+    is_checkpointed: bool = False
     is_llama: bool = False
 
     def config(self, shape: Shape) -> PretrainedConfig:
@@ -77,7 +78,7 @@ VARIANTS = {
     "formula": Variant(title="GPT-2, attention in operators, GELU in one", sbh=34, as2b=5, options=ONE_GELU),
     "gelu_new": Variant(title="GPT-2, attention in operators, as configured", sbh=34, as2b=5),
     "fused": Variant(title="GPT-2, fused attention, GELU in one", sbh=34, as2b=0, attention="sdpa", options=ONE_GELU),
-    "recomputed": Variant(title="GPT-2, recomputed as a whole", sbh=2, as2b=0, action="recompute"),
+    "recomputed": Variant(title="GPT-2, recomputed as a whole", sbh=2, as2b=0, is_checkpointed=True),
     "no dropout": Variant(
         title="GPT-2, fused attention, GELU in one, no dropout", sbh=32, as2b=0, attention="sdpa",
         options=ONE_GELU | NO_DROPOUT,
@@ -89,36 +90,41 @@ VARIANTS = {
     "llama": Variant(title="LLaMA, an MLP of 4 h, fused attention", sbh=34, as2b=0, attention="sdpa", is_llama=True),
 }  # fmt: skip
 
+BESIDES: tuple[tuple[str, str], ...] = (
+    (
+        r"native_layer_norm#[23]$|layernorm:rsqrt$",
+        "means and deviations of a norm, in float32: left out of the formula",
+    ),
+    (r"attention#2$", "logarithms of fused attention's sums, in float32, in the place of 5as^2b"),
+    (r"attention#[34]$", "state of fused attention's random numbers"),
+    (r"^(attn|mlp)\.\w+:to_copy", "autocast's cast: of weights, which all batches share, or of a layer's input"),
+    (r"layernorm:to_copy$", "the norm's input in float32"),
+    (r"layernorm:to_copy#2$", "what is normalized, back in 16 bits, before the norm's weight"),
+    (r"^mlp.act:(mul|tanh|add#2)$", "an operator of a GELU that is written in eight"),
+    (r"^mlp.act_fn:|^mlp:mul", "SwiGLU's gate and product, in the place of one GELU"),
+)
+"""What the formula leaves out, by pattern of a tensor's name, and why it is there."""
+
 COUNTED: tuple[tuple[str, str, int, int], ...] = (
-    (r"^argument 0$", "input of the first LayerNorm", 2, 0),
+    (r"^argument 0$", "input of the first norm", 2, 0),
     (r"^(ln_1|input_layernorm):", "input of queries, keys and values", 2, 0),
-    (r"^attn:clone$|^attn.c_attn:|^self_attn:(add|clone)", "queries, keys and values", 6, 0),
-    (r"^attn:clone#2$", "keys, counted with the queries", 0, 0),
-    (r"^attn:clone#3$", "values, counted with the queries", 0, 0),
+    (r"^attn.c_attn:", "queries, keys and values", 6, 0),
+    (r"^attn:clone(#[23])?$|^self_attn:add|^self_attn.v_proj:", "queries, keys or values", 2, 0),
     (r"^attn:softmax$", "output of the softmax", 0, 2),
     (r"^attn:native_dropout$", "output of its dropout", 0, 2),
     (r"^attn:native_dropout#2$", "mask of its dropout", 0, 1),
     (r"^attn:clone#4$|attention$", "input of attention's projection", 2, 0),
     (r"^attn.resid_dropout:.*#2$", "mask of the dropout after it", 1, 0),
-    (r"^block:add$", "input of the second LayerNorm", 2, 0),
+    (r"^block:add$", "input of the second norm", 2, 0),
     (r"^(ln_2|post_attention_layernorm):", "input of the MLP", 2, 0),
-    (r"^mlp.c_fc:", "input of the GELU", 8, 0),
-    (r"^mlp.act:gelu$|^mlp.act:mul#4$", "input of the second layer", 8, 0),
+    (r"^mlp.(c_fc|gate_proj):", "input of the GELU, or of SwiGLU's gate", 8, 0),
+    (r"^mlp.act:gelu$|^mlp.act:mul#4$|^mlp.up_proj:", "input of the second layer, or SwiGLU's other factor", 8, 0),
     (r"^mlp.dropout:.*#2$", "mask of the last dropout", 1, 0),
 )
-"""What the paper counts: pattern of a tensor's name, the term, its bytes per s b h and per a s^2 b."""
+"""What the formula counts: pattern of a tensor's name, the term, its bytes per s b h and per a s^2 b."""
 
-WHY: tuple[tuple[str, str], ...] = (
-    (r"layer_?norm.*#[23]$|rsqrt", "means and deviations of a norm, in float32: left out of the formula"),
-    (r"attention#2$", "logarithms of fused attention's sums, in float32, in the place of 5as^2b"),
-    (r"attention#[34]$", "state of fused attention's random numbers"),
-    (r"^mlp.act:", "an operator of a GELU that is written in eight"),
-    (r"_to_copy", "a cast: of norms to float32 and back, or of weights and their inputs by autocast"),
-    (r"layernorm:", "an operator of a norm that is written in several"),
-    (r"^mlp", "SwiGLU keeps two products and what becomes of them, in the place of one GELU"),
-    (r"self_attn|argument", "rotary embeddings: queries, keys and the tables of sines"),
-)
-"""Why there is more: pattern of a tensor's name, the reason."""
+
+UNEXPLAINED = "kept besides"
 
 
 def main(argv: Sequence[str] | None = None, measure: Callable[[str], Figures] | None = None) -> int:
@@ -149,18 +155,17 @@ def stored(name: str, shape: Shape | None = None) -> Figures:
     with fake_model(workload) as model:
         profile = model.profile(shape.b, shape.s)
     block = profile.blocks[0]
-    kind, plan = profile.kind_of(block), Policy.uniform(profile, variant.action).plan_of(block.name)
+    kind = profile.kind_of(block)
+    outcome = run_block(kind, Policy.uniform(profile, "retain").plan_of(block.name))
     kept = [value for value in kind.activations if value.saved or value.producer is None]
-    tensors = [
-        {"name": kind.names[value.index], "dtype": value.dtype, "nbytes": value.nbytes}
-        for value in kept
-        if variant.action == "retain" or value.producer is None
-    ]
+    if variant.is_checkpointed:
+        outcome = checkpointed(kind, outcome)
+        kept = [value for value in kept if value.producer is None]
     return {
         "status": Status.MEASURED.value,
-        "stored_bytes": run_block(kind, plan).stored_bytes,
+        "stored_bytes": outcome.stored_bytes,
         "formula_bytes": variant.sbh * shape.sbh + variant.as2b * shape.as2b,
-        "tensors": tensors,
+        "tensors": [{"name": kind.names[v.index], "dtype": v.dtype, "nbytes": v.nbytes} for v in kept],
     }
 
 
@@ -193,29 +198,25 @@ def _variant_cells(variant: Variant, point: Figures, shape: Shape) -> dict[str, 
 
 
 def _tensor_cells(tensor: dict[str, Any], shape: Shape) -> dict[str, str]:
-    term = next((row for row in COUNTED if re.search(row[0], tensor["name"]) and not _why_first(tensor)), None)
-    counted = "" if term is None else _term(term[2], term[3])
+    counted, what = _explained(tensor["name"])
     return {
         "tensor": tensor["name"],
         "dtype": tensor["dtype"],
         "sbh": f"{tensor['nbytes'] / shape.sbh:.3f}",
         "counted": counted,
-        "what": _why(tensor["name"]) if term is None else term[1],
+        "what": what,
     }
 
 
-def _why_first(tensor: dict[str, Any]) -> bool:
-    """Whether a tensor is one that the formula leaves out, though its name begins as that of one that it counts."""
-    return re.search(r"layer_?norm.*#[23]$|rsqrt|attention#|_to_copy", tensor["name"]) is not None
-
-
-def _term(sbh: int, as2b: int) -> str:
-    parts = [f"{sbh}sbh"] * bool(sbh) + [f"{as2b}as^2b"] * bool(as2b)
-    return " + ".join(parts) or "0"
-
-
-def _why(name: str) -> str:
-    return next((reason for pattern, reason in WHY if re.search(pattern, name)), "kept besides")
+def _explained(name: str) -> tuple[str, str]:
+    """What the formula counts for a tensor, and what it is or why it is there besides."""
+    for pattern, reason in BESIDES:
+        if re.search(pattern, name):
+            return "", reason
+    for pattern, term, sbh, as2b in COUNTED:
+        if re.search(pattern, name):
+            return f"{sbh}sbh" if sbh else f"{as2b}as^2b", term
+    return "", UNEXPLAINED
 
 
 if __name__ == "__main__":

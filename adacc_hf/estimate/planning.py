@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -22,6 +22,8 @@ from adacc_hf.torch_glue.memory import distinct_bytes
 
 METHODS = ("plain", "full recomputation", "adacc")
 """What is compared: everything kept, torch's checkpoint around every block, and the solved policy."""
+_UNIFORM = {"plain": "retain", "quantization": "compress"}
+"""Methods under which every activation has the same action."""
 LARGEST_SEARCHED = 2**20
 """No batch or sequence beyond this is looked for."""
 LENGTH_STEP = 8
@@ -99,6 +101,16 @@ def training_profile(request: Request) -> tuple[StaticMemory, Profile]:
     with fake_model(request.workload) as model:
         planner = _Planner(request, model)
         return planner.static, planner.profile()
+
+
+def largest_batches(request: Request, methods: Sequence[str]) -> dict[str, int]:
+    """The largest batch of each of `methods` that fits the budget of `request`, at its sequence length.
+
+    Besides METHODS there is "quantization", under which every activation is compressed that can be. 0 is for a method
+    that no batch fits. Raises as `plan` does.
+    """
+    with fake_model(request.workload) as model:
+        return _Planner(request, model).largest_batches(methods)
 
 
 def plan(request: Request) -> Planned:
@@ -224,6 +236,16 @@ class _Planner:
             found[method] = replace(forecast, largest_batch=largest_batch, longest_seq_len=seq_len)
         return found
 
+    def largest_batches(self, methods: Sequence[str]) -> dict[str, int]:
+        """The largest batch of each method, looked for from the one before on."""
+        request = self.request
+        _check_budget(request, self.static)
+        self._traced[request.batch_size, request.seq_len] = self.profile()
+        found: dict[str, int] = {}
+        for method in methods:
+            found[method] = self._largest_batch(method, max(1, *found.values(), request.batch_size))
+        return found
+
     def _largest_batch(self, method: str, start: int) -> int:
         seq_len = self.request.seq_len
         hints = {batch: excess for (batch, length), excess in self._known(method).items() if length in (0, seq_len)}
@@ -262,8 +284,8 @@ class _Planner:
         profile = self._traced[shape]
         if method == "adacc":
             return _least_peak(profile, self.request.workload.adacc)
-        if method == "plain":
-            return Policy.uniform(profile, "retain").predicted_peak_bytes
+        if method in _UNIFORM:
+            return Policy.uniform(profile, _UNIFORM[method]).predicted_peak_bytes
         return simulate_checkpointed(profile).peak_bytes
 
 

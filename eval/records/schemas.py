@@ -90,6 +90,14 @@ PREDICTION = ended(
         }
     )
 )
+BLOCK_BYTES = ended(
+    record(
+        {
+            **dict.fromkeys(("stored_bytes", "formula_bytes"), COUNT),
+            "tensors": array(record({"name": TEXT, "dtype": TEXT, "nbytes": COUNT})),
+        }
+    )
+)
 TRIAL = ended(
     record(
         {"decided": mapping(ANY), "static_bytes": COUNT, "peak_bytes": COUNT},
@@ -334,6 +342,8 @@ POINTS: dict[str, dict[str, Schema]] = {
     "solver": {"": record({"stored": SOLVES, "peak": SOLVES})},
     "plan": {"": PLAN},
     "published": {"": PREDICTION},
+    "block_bytes": {"": BLOCK_BYTES},
+    "table3": {"": ended(record({"batches": mapping(COUNT)}))},
     "peak_accuracy": {"": record({"peaks": array(PEAK)})},
     "budget_sweep": {"": SWEEP},
     "partitions": {"": record({"lossless": array(PARTITION), "lossy": PARTITION})},
@@ -370,6 +380,8 @@ SUMMARIES: dict[str, dict[str, Schema]] = {
     "solver": {"paper_seconds": NUMBER},
     "plan": {"asked_seconds": COUNT, "asked_bytes": COUNT},
     "published": {"goal": mapping(NUMBER)},
+    "block_bytes": {"shape": mapping(COUNT)},
+    "table3": {"paper": mapping(mapping(COUNT))},
     "table4": {"paper": mapping(mapping(mapping(nullable(NUMBER))))},
     "downstream": {"average_acc": NUMBER},
     "cloze": {"average_acc": NUMBER},
