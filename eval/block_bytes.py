@@ -93,7 +93,7 @@ VARIANTS = {
 BESIDES: tuple[tuple[str, str], ...] = (
     (
         r"native_layer_norm#[23]$|layernorm:rsqrt$",
-        "means and deviations of a norm, in float32: left out of the formula",
+        "means and deviations of a norm, in float32",
     ),
     (r"attention#2$", "logarithms of fused attention's sums, in float32, in the place of 5as^2b"),
     (r"attention#[34]$", "state of fused attention's random numbers"),

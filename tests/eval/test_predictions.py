@@ -14,7 +14,7 @@ from adacc_hf.eval.records.schemas import check_record
 
 def figures(row, changes=None, factor=1.08):
     """A prediction that is 8 % too high at first, and right where changes of the source are known."""
-    is_second = any(look.is_for(row) for look in second_looks()) and row == looked_at_again(row)[0] and changes
+    is_second = any(look.is_for(row) for look in second_looks()) and changes
     nbytes = row.measured_bytes * (1.0 if is_second else factor) - row.context_bytes
     return {
         "status": "measured",
