@@ -84,7 +84,11 @@ def simulate(profile: Profile, plans: Sequence[Plan]) -> Outcome:
     for block, plan in zip(profile.blocks, plans, strict=True):
         if (block.kind, plan) not in outcomes:
             outcomes[block.kind, plan] = run_block(profile.kind_of(block), plan)
-    blocks = [outcomes[block.kind, plan] for block, plan in zip(profile.blocks, plans, strict=True)]
+    return simulate_blocks(profile, [outcomes[b.kind, plan] for b, plan in zip(profile.blocks, plans, strict=True)])
+
+
+def simulate_blocks(profile: Profile, blocks: Sequence[BlockOutcome]) -> Outcome:
+    """The outcome of a training step in which the i-th block of `profile` has the outcome `blocks[i]`."""
     timeline = _timeline(profile, blocks)
     read = frozenset().union(*(block.shared for block in blocks))
     shared_bytes = sum(shared.nbytes for i, shared in enumerate(profile.shared) if shared.saved or i in read)

@@ -46,6 +46,13 @@ def add_parser(commands: Any) -> None:
     shared.add_argument("--fsdp", type=int, metavar="N", help="fully sharded on N devices")
     shared.add_argument("--zero", type=int, nargs=2, metavar=("STAGE", "N"), help="DeepSpeed ZeRO 1, 2 or 3 on N")
     parser.add_argument("--peft", choices=("lora",), help="train adapters only")
+    parser.add_argument("--lora-rank", type=int, help="of --peft lora (default: PEFT's, 8)")
+    parser.add_argument(
+        "--lora-targets", nargs="+", metavar="NAME", help="layers with adapters (default: PEFT's for the architecture)"
+    )
+    parser.add_argument(
+        "--accumulate", action="store_true", help="a step has several micro-batches (gradient_accumulation_steps > 1)"
+    )
     parser.add_argument("--profile", type=Path, help="price with this saved profile instead of a trace and a roofline")
     parser.add_argument("--trace", choices=("cuda", "cpu"), help="whose operators to trace (default: the device's)")
     parser.add_argument(
@@ -91,7 +98,7 @@ def _request(arguments: argparse.Namespace) -> Request:
         device=device,
         precision=PRECISIONS[arguments.dtype],
         attention=arguments.attn,
-        peft=arguments.peft,
+        adapters=_adapters(arguments),
         compact_rank=_rank(arguments.rank) if arguments.optimizer == COMPACT else None,
         trace=arguments.trace or device.trace,
         sharding=sharding,
@@ -103,11 +110,26 @@ def _request(arguments: argparse.Namespace) -> Request:
         batch_size=arguments.batch_size,
         seq_len=checked_seq_len(arguments.seq_len, config, option="--seq-len"),
         optimizer=arguments.optimizer,
+        accumulates=arguments.accumulate,
         budget_bytes=None if arguments.budget is None else parse_bytes(arguments.budget, "--budget"),
         longest_seq_len=context_length(config),
         find_largest=not arguments.no_largest,
         profile=None if arguments.profile is None else Profile.load(arguments.profile),
     )
+
+
+def _adapters(arguments: argparse.Namespace) -> Any:
+    from adacc_hf.estimate.fake_model import Adapters
+
+    rank, targets = arguments.lora_rank, arguments.lora_targets
+    if arguments.peft is None:
+        for option, value in (("rank", rank), ("targets", targets)):
+            if value is not None:
+                raise ValueError(f"--lora-{option} is of --peft lora alone: give both, or neither")
+        return None
+    if rank is not None and rank < 1:
+        raise ValueError(f"--lora-rank={rank} must be at least 1")
+    return Adapters(rank=rank, targets=None if targets is None else tuple(targets))
 
 
 def _rank(text: str | None) -> float | int:
@@ -163,6 +185,8 @@ ASSUMPTIONS = (
     "Sequences are looked for in steps of {length_step} tokens.",
     "Full recomputation keeps one input per block and runs the block's forward again; adacc is the solved policy.",
     "Replay is taken to be exact for torch's own operators that draw no random numbers.",
+    "Of 46 published measurements of memory such plans told 30 within 10 %, and half within 6.1 % "
+    "(eval/results/cpu/published.md).",
 )
 
 

@@ -22,7 +22,7 @@ from adacc_hf.compact import CompactFactory
 from adacc_hf.estimate.devices import Device
 from adacc_hf.estimate.fake_device import fake_autocast, fake_tensors
 from adacc_hf.estimate.fake_measurement import FakeMeasurement, FakeMemoryMeasurement
-from adacc_hf.estimate.model_presets import fresh_model
+from adacc_hf.estimate.model_presets import fresh_model, is_classifier
 from adacc_hf.estimate.static_memory import Sharding
 from adacc_hf.head.chunked_loss import at_most_chunks
 from adacc_hf.price.codec_options import OUTLIER_SHARE
@@ -60,6 +60,18 @@ PRECISIONS = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """LoRA's adapters, where None is PEFT's default."""
+
+    rank: int | None = None
+    targets: tuple[str, ...] | None = None
+    """Names of the layers that get one; PEFT's default depends on the architecture."""
+    dropout: float | None = None
+    dtype: str | None = None
+    """PEFT's default is float32, also where the model's weights have 16 bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """What is trained how, but for the batch."""
 
@@ -67,7 +79,8 @@ class Workload:
     device: Device
     precision: Precision
     attention: str = "sdpa"
-    peft: str | None = None
+    adapters: Adapters | None = None
+    """LoRA's adapters, which are trained alone; None without."""
     compact_rank: float | int | None = None
     """The rank that CompAct trains the blocks' linear layers in, as `CompactFactory` takes it; None without it."""
     trace: str = "cuda"
@@ -99,8 +112,7 @@ class FakeModel:
         self.autocast = None if sharding.is_deepspeed else precision.autocast
         weights = precision.compute if sharding.casts_weights else precision.weights
         dtype = str(weights).removeprefix("torch.")
-        make = _lora_model if workload.peft == "lora" else fresh_model
-        self.model = make(workload.config, workload.attention, dtype)
+        self.model = _model(workload, dtype)
         self.model.config.use_cache = False
         self.model.train()
         if workload.compact_rank is not None:
@@ -130,7 +142,8 @@ class FakeModel:
 
     def _trace(self, measurement: type[FakeMeasurement], batch_size: int, seq_len: int) -> Profile:
         ids = torch.zeros((batch_size, seq_len), dtype=torch.long)
-        batch = {"input_ids": ids, "labels": ids.clone()}
+        labels = ids[:, 0] if is_classifier(self.workload.config) else ids
+        batch = {"input_ids": ids, "labels": labels.clone()}
         is_plain = self.workload.adacc.heads[0] == "plain"
         readings = measurement(self.workload.device, self.workload.outlier_share, times_measured=is_plain)
         with fake_autocast(self.workload.trace, self.autocast), at_most_chunks(3):
@@ -155,21 +168,40 @@ def fake_model(workload: Workload) -> Iterator[FakeModel]:
             ) from error
 
 
-def _lora_model(config: PretrainedConfig, attention: str, dtype: str) -> PreTrainedModel:
-    """The model with PEFT's LoRA adapters, at PEFT's defaults for its architecture."""
+def _model(workload: Workload, dtype: str) -> PreTrainedModel:
+    if workload.adapters is not None:
+        return _lora_model(workload.config, workload.attention, dtype, workload.adapters)
+    return fresh_model(workload.config, workload.attention, dtype)
+
+
+def _lora_model(config: PretrainedConfig, attention: str, dtype: str, adapters: Adapters) -> PreTrainedModel:
+    """The model with PEFT's LoRA adapters."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise AdaccError("--peft=lora needs the package peft: pip install peft") from error
-    task = "SEQ_2_SEQ_LM" if config.is_encoder_decoder else "CAUSAL_LM"
+    task = "SEQ_CLS" if is_classifier(config) else "SEQ_2_SEQ_LM" if config.is_encoder_decoder else "CAUSAL_LM"
+    options = {"r": adapters.rank, "target_modules": adapters.targets, "lora_dropout": adapters.dropout}
     # On meta first: PEFT moves new adapters to their layer's device, and fake tensors refuse that.
     with unset_fake_temporarily(), torch.device("meta"):
         model = fresh_model(config, attention, dtype)
         transposed = any(isinstance(module, Conv1D) for module in model.modules())  # PEFT sees it too, and warns
-        lora = LoraConfig(task_type=task, fan_in_fan_out=transposed)
+        given = {name: value for name, value in options.items() if value is not None}
+        lora = LoraConfig(task_type=task, fan_in_fan_out=transposed, **given)
         with warnings.catch_warnings():  # PEFT reads a property that Transformers renames: nothing to a user
             warnings.simplefilter("ignore", FutureWarning)
-            adapted = get_peft_model(model, lora, low_cpu_mem_usage=True)
+            try:
+                adapted = get_peft_model(model, lora, low_cpu_mem_usage=True)
+            except ValueError as error:
+                if adapters.targets is None:
+                    raise
+                raise ValueError(
+                    f"--lora-targets={' '.join(adapters.targets)} cannot have adapters: {error}"
+                ) from error
+        if adapters.dtype is not None:
+            for parameter in adapted.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(getattr(torch, adapters.dtype))
     _from_meta(adapted)
     return cast("PreTrainedModel", adapted)  # it passes on what it has not itself
 

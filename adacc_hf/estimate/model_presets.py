@@ -7,6 +7,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
     GPT2Config,
     LlamaConfig,
     PretrainedConfig,
@@ -162,9 +163,17 @@ def build_model(
 
 
 def fresh_model(config: PretrainedConfig, attn_implementation: str, dtype: str = "float32") -> PreTrainedModel:
-    """The language model of `config`, with weights from torch's current seed."""
-    auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    """The classifier or language model of `config`, with weights from torch's current seed."""
+    if is_classifier(config):
+        auto_class = AutoModelForSequenceClassification
+    else:
+        auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     return auto_class.from_config(config, attn_implementation=attn_implementation, dtype=dtype)
+
+
+def is_classifier(config: PretrainedConfig) -> bool:
+    """Whether `config` is of a model that tells one class for a sequence, by the architecture that it names."""
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
 
 
 def _pretrained_model(

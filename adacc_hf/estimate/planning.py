@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 from torch import nn
 
+from adacc_hf.artifacts.checkpointing import simulate_checkpointed
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Policy, call_name, num_calls
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.artifacts.step_peak import run_block, simulate
+from adacc_hf.artifacts.step_peak import Outcome, run_block, simulate
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.fake_model import FakeModel, Workload, fake_model
 from adacc_hf.estimate.static_memory import StaticMemory, static_memory
@@ -21,6 +22,8 @@ from adacc_hf.torch_glue.memory import distinct_bytes
 
 METHODS = ("plain", "full recomputation", "adacc")
 """What is compared: everything kept, torch's checkpoint around every block, and the solved policy."""
+_UNIFORM = {"plain": "retain", "quantization": "compress"}
+"""Methods under which every activation has the same action."""
 LARGEST_SEARCHED = 2**20
 """No batch or sequence beyond this is looked for."""
 LENGTH_STEP = 8
@@ -37,6 +40,8 @@ class Request:
     batch_size: int
     seq_len: int
     optimizer: str = "adamw"
+    accumulates: bool = False
+    """Whether a step has several micro-batches, so that gradients are there while the next ones are computed."""
     budget_bytes: int | None = None
     """Bytes per device; None is the device's memory less `AdaccConfig.memory_margin`."""
     longest_seq_len: int | None = None
@@ -88,6 +93,26 @@ class Planned:
     """Most bytes live in each phase of the step under the policy, or under full recomputation where none fits."""
 
 
+def training_profile(request: Request) -> tuple[StaticMemory, Profile]:
+    """What training holds besides activations, and the profile of one step of `request` on one device.
+
+    `Policy.uniform` gives the peak of plain training, or of recomputation, from it. Raises as `plan` does.
+    """
+    with fake_model(request.workload) as model:
+        planner = _Planner(request, model)
+        return planner.static, planner.profile()
+
+
+def largest_batches(request: Request, methods: Sequence[str]) -> dict[str, int]:
+    """The largest batch of each of `methods` that fits the budget of `request`, at its sequence length.
+
+    Besides METHODS there is "quantization", under which every activation is compressed that can be. 0 is for a method
+    that no batch fits. Raises as `plan` does.
+    """
+    with fake_model(request.workload) as model:
+        return _Planner(request, model).largest_batches(methods)
+
+
 def plan(request: Request) -> Planned:
     """The plan for `request`.
 
@@ -116,8 +141,7 @@ class _Planner:
         request = self.request
         _check_budget(request, self.static)
         _check_profile(request.profile, self.model)
-        whole = request.profile or self.model.profile(request.batch_size, request.seq_len)
-        profile = self._for_training(whole)
+        profile = self.profile()
         policy, peak_bytes, bound_bytes = _solved(profile, request.budget, request.workload.adacc)
         forecasts = self._forecasts(profile, policy, peak_bytes)
         if request.find_largest and request.profile is None:
@@ -130,16 +154,27 @@ class _Planner:
             policy=policy,
             bound_bytes=bound_bytes,
             forecasts=forecasts,
-            phases=_phases(profile, policy or Policy.uniform(profile, "recompute")),
+            phases=_phases(simulate_checkpointed(profile) if policy is None else _outcome(profile, policy)),
         )
+
+    def profile(self) -> Profile:
+        """The profile of the step that is asked for."""
+        request = self.request
+        return self._for_training(request.profile or self.model.profile(request.batch_size, request.seq_len))
 
     def _for_training(self, profile: Profile) -> Profile:
         """`profile` on one of the devices that train, with the optimizer's state and its step."""
         added = self.static.resting_bytes - self._state_bytes(profile)
         gradients = self._cut_gradients([block.name for block in profile.blocks])
-        # What is left of a traced gradient that was cut, perhaps in another dtype.
-        share = self.static.gradients_bytes / max(1, _trained_bytes(self.model.model))
-        shifts = {name: added - int((1 - share) * nbytes) for name, nbytes in gradients.items()}
+        if self.request.accumulates:
+            # All gradients are there all the time. What the traced backward makes is added to them and let go, but
+            # for that of the block at work, which is counted until the block ends: at most that much too high.
+            added += self.static.gradients_bytes
+            shifts = {name: added - nbytes for name, nbytes in gradients.items()}
+        else:
+            # What is left of a traced gradient that was cut, perhaps in another dtype.
+            share = self.static.gradients_bytes / max(1, _trained_bytes(self.model.model))
+            shifts = {name: added - int((1 - share) * nbytes) for name, nbytes in gradients.items()}
         in_order = [shifts[block.name] for block in profile.blocks]
         return replace(
             profile.with_more_live(added, in_order, shifts["tail"]),
@@ -178,13 +213,13 @@ class _Planner:
         return distinct_bytes([*self.model.model.parameters(), *self.model.model.buffers()])
 
     def _forecasts(self, profile: Profile, policy: Policy | None, peak_bytes: int) -> dict[str, Forecast]:
-        plain_ms = _plain_ms(profile)
+        without_ms = plain_ms(profile)
         blocks_ms = sum(profile.kind_of(block).forward_ms for block in profile.blocks)
-        plain, full = Policy.uniform(profile, "retain"), Policy.uniform(profile, "recompute")
-        adacc_ms = None if policy is None else plain_ms + policy.predicted_overhead_ms
+        plain, full = Policy.uniform(profile, "retain"), simulate_checkpointed(profile)
+        adacc_ms = None if policy is None else without_ms + policy.predicted_overhead_ms
         return {
-            "plain": self._forecast(plain.predicted_peak_bytes, plain_ms),
-            "full recomputation": self._forecast(full.predicted_peak_bytes, plain_ms + blocks_ms),
+            "plain": self._forecast(plain.predicted_peak_bytes, without_ms),
+            "full recomputation": self._forecast(full.peak_bytes, without_ms + blocks_ms),
             "adacc": self._forecast(peak_bytes, adacc_ms),
         }
 
@@ -199,6 +234,16 @@ class _Planner:
             largest_batch = self._largest_batch(method, max(1, largest_batch))
             seq_len = self._longest_seq_len(method, max(1, seq_len))
             found[method] = replace(forecast, largest_batch=largest_batch, longest_seq_len=seq_len)
+        return found
+
+    def largest_batches(self, methods: Sequence[str]) -> dict[str, int]:
+        """The largest batch of each method, looked for from the one before on."""
+        request = self.request
+        _check_budget(request, self.static)
+        self._traced[request.batch_size, request.seq_len] = self.profile()
+        found: dict[str, int] = {}
+        for method in methods:
+            found[method] = self._largest_batch(method, max(1, *found.values(), request.batch_size))
         return found
 
     def _largest_batch(self, method: str, start: int) -> int:
@@ -239,8 +284,9 @@ class _Planner:
         profile = self._traced[shape]
         if method == "adacc":
             return _least_peak(profile, self.request.workload.adacc)
-        action = "retain" if method == "plain" else "recompute"
-        return Policy.uniform(profile, action).predicted_peak_bytes
+        if method in _UNIFORM:
+            return Policy.uniform(profile, _UNIFORM[method]).predicted_peak_bytes
+        return simulate_checkpointed(profile).peak_bytes
 
 
 def _check_budget(request: Request, static: StaticMemory) -> None:
@@ -281,7 +327,7 @@ def _least_peak(profile: Profile, config: AdaccConfig) -> int:
     return least
 
 
-def _plain_ms(profile: Profile) -> float:
+def plain_ms(profile: Profile) -> float:
     """Time of a plain step: the profiled one, less what all blocks but the last of each kind recomputed in it."""
     full = Policy.uniform(profile, "recompute")
     overheads = {
@@ -292,12 +338,15 @@ def _plain_ms(profile: Profile) -> float:
     return profile.step_ms - sum(ms for name, ms in overheads.items() if name not in watched)
 
 
-def _phases(profile: Profile, policy: Policy) -> dict[str, int]:
-    """Most bytes live in each phase of the step."""
+def _outcome(profile: Profile, policy: Policy) -> Outcome:
     plans = [policy.plan_of(block.name) for block in profile.blocks]
-    timeline = simulate(profile.with_head(policy.head), plans).timeline
+    return simulate(profile.with_head(policy.head), plans)
+
+
+def _phases(outcome: Outcome) -> dict[str, int]:
+    """Most bytes live in each phase of the step."""
     phases: dict[str, int] = {}
-    for label, live in timeline:
+    for label, live in outcome.timeline:
         name = {"forward": "forward of the blocks", "backward": "backward of the blocks"}.get(label.split()[0], label)
         phases[name] = max(phases.get(name, 0), live)
     return phases

@@ -17,11 +17,12 @@ def curves(
     y_label: str,
     out_of_memory: Mapping[str, Sequence[float]] | None = None,
     line: str = "-",
+    diagonal: bool = False,
 ) -> None:
     """Write one line with markers per series; `out_of_memory` names the x where a series has no point for that reason.
 
-    A crossed marker on the x axis stands for such a place. With `line` "" the points are not joined. Without matplotlib
-    it says so: the record has the points.
+    A crossed marker on the x axis stands for such a place. With `line` "" the points are not joined, and with `diagonal` a
+    line shows where y equals x. Without matplotlib it says so: the record has the points.
     """
     if importlib.util.find_spec("matplotlib") is None:
         print(
@@ -46,6 +47,9 @@ def curves(
         axes.plot(*zip(*points, strict=True) if points else ((), ()), line, marker=marker, color=color, label=name)
         for x in missing.get(name, []):
             axes.plot([x], [0.02 + 0.03 * number], "x", color=color, transform=axes.get_xaxis_transform())
+    if diagonal:
+        most = max((x for points in series.values() for x, _ in points), default=1.0)
+        axes.plot([0, most], [0, most], "-", color="gray", linewidth=0.8)
     if missing:
         axes.plot([], [], "x", color="gray", label="out of memory")
     axes.grid(alpha=0.3)

@@ -85,6 +85,25 @@ PLAN = ended(
         }
     )
 )
+PREDICTION = ended(
+    record(
+        {
+            **dict.fromkeys(("predicted_bytes", "stored_bytes"), COUNT),
+            **dict.fromkeys(("moment", "head"), TEXT),
+            "static": mapping(COUNT),
+            "step_ms": POSITIVE,
+            "cpu_seconds": NUMBER,
+        }
+    )
+)
+BLOCK_BYTES = ended(
+    record(
+        {
+            **dict.fromkeys(("stored_bytes", "formula_bytes"), COUNT),
+            "tensors": array(record({"name": TEXT, "dtype": TEXT, "nbytes": COUNT})),
+        }
+    )
+)
 TRIAL = ended(
     record(
         {"decided": mapping(ANY), "static_bytes": COUNT, "peak_bytes": COUNT},
@@ -331,6 +350,9 @@ POINTS: dict[str, dict[str, Schema]] = {
     "codec_bandwidth": {"^bandwidth, ": perhaps_ended(BANDWIDTH)},
     "solver": {"": record({"stored": SOLVES, "peak": SOLVES})},
     "plan": {"": PLAN},
+    "published": {"": PREDICTION},
+    "block_bytes": {"": BLOCK_BYTES},
+    "table3": {"": ended(record({"batches": mapping(COUNT)}))},
     "peak_accuracy": {"": perhaps_ended(record({"peaks": array(PEAK)}))},
     "budget_sweep": {"": SWEEP},
     "partitions": {"": record({"lossless": array(PARTITION), "lossy": PARTITION})},
@@ -367,6 +389,9 @@ SUMMARIES: dict[str, dict[str, Schema]] = {
     "lengths": {"goals": array(GOAL)},
     "solver": {"paper_seconds": NUMBER},
     "plan": {"asked_seconds": COUNT, "asked_bytes": COUNT},
+    "published": {"goal": mapping(NUMBER)},
+    "block_bytes": {"shape": mapping(COUNT)},
+    "table3": {"paper": mapping(mapping(COUNT))},
     "table4": {"paper": mapping(mapping(mapping(nullable(NUMBER))))},
     "downstream": {"average_acc": NUMBER},
     "cloze": {"average_acc": NUMBER},

@@ -1,0 +1,82 @@
+"""What the planner says of a published measurement, by the code of `adacc plan`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from adacc_hf.artifacts.checkpointing import simulate_checkpointed
+from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.step_peak import Outcome, simulate
+from adacc_hf.estimate.devices import find_device
+from adacc_hf.estimate.fake_model import PRECISIONS, Adapters, Workload
+from adacc_hf.estimate.planning import Request, plain_ms, training_profile
+from adacc_hf.estimate.static_memory import Sharding
+from adacc_hf.eval.published.measurements import Row, model_config
+from adacc_hf.eval.records.records import Figures, Status
+
+CHECKPOINTING = ("none", "full")
+"""Every block keeps all that it saves, or runs under torch's checkpoint."""
+
+
+def request_of(row: Row, model_changes: dict[str, Any] | None = None) -> Request:
+    """What `adacc plan` would be asked for a row."""
+    device = find_device(row.device)
+    workload = Workload(
+        config=model_config(row.model, model_changes),
+        device=device,
+        precision=PRECISIONS[row.precision],
+        attention=row.attention,
+        adapters=_adapters(row),
+        compact_rank=row.compact_rank,
+        trace=device.trace,
+        sharding=Sharding(method=row.sharding, num_devices=row.devices),
+    )
+    return Request(
+        model=row.model,
+        workload=workload,
+        batch_size=row.batch,
+        seq_len=row.length,
+        optimizer=row.optimizer,
+        accumulates=row.accumulates,
+    )
+
+
+def predict(row: Row, model_changes: dict[str, Any] | None = None) -> Figures:
+    """The peak of a step of `row`, its moment, what it is made of, and times by the roofline."""
+    started = time.process_time()
+    static, profile = training_profile(request_of(row, model_changes))
+    profile = profile.with_head(row.head) if row.head in profile.heads else profile
+    outcome = outcome_of(profile, row.checkpointing)
+    return {
+        "status": Status.MEASURED.value,
+        "predicted_bytes": outcome.peak_bytes,
+        "moment": outcome.peak_label,
+        "head": profile.head,
+        "stored_bytes": outcome.stored_bytes,
+        "static": {name: nbytes for name, nbytes in asdict(static).items() if nbytes},
+        "step_ms": step_ms(profile, row),
+        "cpu_seconds": round(time.process_time() - started, 1),
+    }
+
+
+def outcome_of(profile: Profile, checkpointing: str) -> Outcome:
+    """What a step of `profile` takes in a row's mode of checkpointing."""
+    if checkpointing == "full":
+        return simulate_checkpointed(profile)
+    plain = Policy.uniform(profile, "retain")
+    return simulate(profile, [plain.plan_of(block.name) for block in profile.blocks])
+
+
+def step_ms(profile: Profile, row: Row) -> float:
+    """Time of one forward and backward by the roofline, with every block's forward once more if it is checkpointed."""
+    blocks_ms = sum(profile.kind_of(block).forward_ms for block in profile.blocks)
+    return plain_ms(profile) + (blocks_ms if row.checkpointing == "full" else 0.0)
+
+
+def _adapters(row: Row) -> Adapters | None:
+    if row.lora is None:
+        return None
+    return Adapters(**{**row.lora, "targets": tuple(row.lora["targets"])})
