@@ -41,6 +41,7 @@ CLOCKED = (
 )
 UNCLOCKED = (
     "max-batch", "loss", "codecs", "peak-accuracy", "sizes", "budget-sweep", "table1", "plan", "partitions", "table4",
+    "compact-training",
 )  # fmt: skip
 SCORED = ("cloze", "downstream")
 """Need a trained model, which table4 leaves."""

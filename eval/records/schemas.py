@@ -87,6 +87,7 @@ TRIAL = ended(
 )
 CURVE = array({"type": "array", "prefixItems": [COUNT, NUMBER], "minItems": 2, "maxItems": 2})
 TRAINING = ended(record({"curve": CURVE, "training_curve": CURVE}))
+TEXT_TRAINING = ended(record({"curve": CURVE, "peak_bytes": COUNT, "parameters": COUNT}))
 GAP = nullable(record(dict.fromkeys(("final_percent", "largest_percent", "mean_drift_percent"), NUMBER)))
 SCORE = record(
     {
@@ -333,6 +334,7 @@ POINTS: dict[str, dict[str, Schema]] = {
     "lengths": {"^(?!trainer$)": CHANGING_LENGTHS, "^trainer$": LENGTH_TRAININGS},
     "executor_bench": {"": record({"methods": mapping(STEP_FIGURES), "new_length": NEW_LENGTH})},
     "budget_bench": {"": record({"methods": mapping(STEP_FIGURES), "skipped": mapping(TEXT)})},
+    "compact_training": {", seed \\d+$": TEXT_TRAINING},
     "table4": {"/training$": TABLE4_TRAINING, "/(?!training$)": SCORE},
     "downstream": {"": SCORE},
     "cloze": {"": SCORE},
