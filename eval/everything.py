@@ -38,6 +38,7 @@ CLOCKED = (
     "evolution",
     "tracking-cost",
     "lengths",
+    "compact",
 )
 UNCLOCKED = (
     "max-batch", "loss", "codecs", "peak-accuracy", "sizes", "budget-sweep", "table1", "plan", "partitions", "table4",
