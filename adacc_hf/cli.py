@@ -112,6 +112,7 @@ RUNNERS = {
     "sizes": ("sizes", "predicted against measured memory at sizes that were never profiled, under a budget"),
     "compact": ("compact", "CompAct's memory and step time, beside GaLore's, Adacc's and its paper's"),
     "compact-training": ("compact_training", "validation loss by CompAct, beside AdamW, GaLore and APOLLO"),
+    "compact-tuning": ("compact_tuning", "fine-tuning by CompAct, beside AdamW, LoRA and GaLore"),
     "executor-bench": ("executor_bench", "what recompute-everything and retain-everything cost"),
     "budget-bench": ("budget_bench", "what a memory budget costs in time"),
     "gradient-error": ("gradient_error", "the first half of codecs: how far they move the gradient"),

@@ -34,7 +34,7 @@ SHAPES = {
     "350M": LlamaShape(width=1024, inner=2736, layers=24, heads=16),
     "1B": LlamaShape(width=2048, inner=5461, layers=24, heads=32),
 }
-CUTS = {"60M": (8, 2), "130M": (4, 2), "350M": (2, 2), "1B": (1, 1)}
+CUTS = {"60M": (8, 2), "130M": (4, 2), "350M": (2, 1), "1B": (1, 1)}
 """Blocks and sequences of a measured step: what one thread of a CPU takes seconds for."""
 MEASURED = ("plain", "galore", "galore_layerwise", "compact_2", "compact_4", "compact_8", ADACC, "compact_4_adacc")
 PLANNED = ("plain", "compact_2", "compact_4", "compact_8")
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_is
     """Measure, print the tables, save record, tables and plot. Returns 1 if something failed."""
     parser = argparse.ArgumentParser(prog="adacc eval compact", description=__doc__.partition("\n")[0])
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES), help="which LLaMA shapes")
-    parser.add_argument("--rounds", type=positive_int, default=15, help="timed rounds")
+    parser.add_argument("--rounds", type=positive_int, default=9, help="timed rounds")
     add_clock(parser)
     add_resume(parser)
     add_settings(parser, "compact")

@@ -39,6 +39,7 @@ CLOCKED = (
     "tracking-cost",
     "lengths",
     "compact",
+    "compact-tuning",
 )
 UNCLOCKED = (
     "max-batch", "loss", "codecs", "peak-accuracy", "sizes", "budget-sweep", "table1", "plan", "partitions", "table4",

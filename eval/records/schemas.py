@@ -96,6 +96,17 @@ LOW_RANK_TIME = record(
 )
 LOW_RANK_TIMES = ended({**mapping(LOW_RANK_TIME), "properties": {}, "required": []})
 TEXT_TRAINING = ended(record({"curve": CURVE, "peak_bytes": COUNT, "parameters": COUNT}))
+TUNING = ended(
+    record(
+        {
+            "accuracy": {"type": "number", "minimum": 0, "maximum": 1},
+            "trained": COUNT,
+            "peak_bytes": COUNT,
+            "step_ms": SPREAD,
+            "training_loss": NUMBER,
+        }
+    )
+)
 GAP = nullable(record(dict.fromkeys(("final_percent", "largest_percent", "mean_drift_percent"), NUMBER)))
 SCORE = record(
     {
@@ -344,6 +355,7 @@ POINTS: dict[str, dict[str, Schema]] = {
     "budget_bench": {"": record({"methods": mapping(STEP_FIGURES), "skipped": mapping(TEXT)})},
     "compact": {"^time$": LOW_RANK_TIMES, "^(?!time$)": SHAPE},
     "compact_training": {", seed \\d+$": TEXT_TRAINING},
+    "compact_tuning": {"^pretraining$": ended(record({"loss": NUMBER})), ", seed \\d+$": TUNING},
     "table4": {"/training$": TABLE4_TRAINING, "/(?!training$)": SCORE},
     "downstream": {"": SCORE},
     "cloze": {"": SCORE},
