@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_is
         "timed": asdict(TIMED_SHAPE),
     }
     with open_ledger(settings, run_info, arguments.resume) as ledger:
-        orders = [("time", time_steps, time_order(ledger))]
+        orders: list[tuple[str, Callable[..., Figures], dict[str, Any]]] = [("time", time_steps, time_order(ledger))]
         orders += [(name, measure_shape, shape_order(ledger, name)) for name in arguments.shapes]
         for key, function, order in tqdm(orders, desc="compact", unit="point"):
             ledger.measure(key, partial(run, function, order | {"threads": settings.threads}, None))

@@ -77,7 +77,7 @@ def report_text(ledger: Ledger) -> str:
         f"{scale.batch} x {scale.tokens} bytes, float32, seeds {', '.join(map(str, info['seeds']))}; the last tenth of "
         f"the text is held out. AdamW's learning rate is {METHODS['plain'].rate:g}, that of the others "
         f"{METHODS['compact_4'].rate:g}, as in their papers, each with a warm-up of a tenth and a cosine; none was "
-        f"tuned here. Peaks are live bytes of a whole step"
+        f"tuned here, by which AdamW may lose most. Peaks are live bytes of a whole step"
     )
     reasons = dict.fromkeys(
         f"{METHODS[name].title}: {point['reason']}"

@@ -62,7 +62,12 @@ class LowRankMethod:
     ) -> Trainer:
         """A Trainer of `model` by this method, with the papers' settings; `rank` is a number, or the method's part."""
         self.check()
-        settings = {"learning_rate": self.rate, "weight_decay": 0.0, "report_to": "none", "disable_tqdm": True}
+        settings: dict[str, Any] = {
+            "learning_rate": self.rate,
+            "weight_decay": 0.0,
+            "report_to": "none",
+            "disable_tqdm": True,
+        }
         if self.transformers is not None:
             width = model.config.hidden_size
             options = {"rank": rank or round(self.part * width), **self.options}

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -103,7 +104,7 @@ def install(shape: LlamaShape, method: str, budget_bytes: int | None, seed: int)
     chosen = METHODS["plain" if method == ADACC else method]
     model = shape.model(seed)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = {"use_cpu": True, "save_strategy": "no", "seed": seed}
+        arguments: dict[str, Any] = {"use_cpu": True, "save_strategy": "no", "seed": seed}
         optimizer = made_by(chosen.trainer(model, folder, **arguments))
     trained = Trained(model=model, batch=shape.example(seed), optimizer=optimizer)
     trained.first_peak_bytes = trained.peak_bytes()

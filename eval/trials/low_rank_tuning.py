@@ -175,6 +175,7 @@ def tune(scale: Figures, method: str, folder: str, seed: int, clock: str = "wall
     torch.manual_seed(seed)
     model = RobertaForSequenceClassification.from_pretrained(folder)
     if method == "lora":
+        assert rank is not None, "LoRA's is its own"
         model = _with_lora(model, rank)
     peak, times = StepPeak(MEASURED_STEP), StepTimes(CLOCKS[clock])
     data = Passages(what.tokens, what.steps * what.batch, 100 * seed, held_out=False)
@@ -196,7 +197,7 @@ def tune(scale: Figures, method: str, folder: str, seed: int, clock: str = "wall
     )
 
 
-def _with_lora(model: PreTrainedModel, rank: int | None) -> PreTrainedModel:
+def _with_lora(model: PreTrainedModel, rank: int) -> PreTrainedModel:
     if missing := missing_package("peft"):
         raise CannotRunError(missing)
     from peft import LoraConfig, TaskType, get_peft_model
