@@ -6,9 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNNABLE := $(VENV)/.runnable
 INSTALLED := $(VENV)/.installed
-# uv, where it is there, installs faster than pip; `UV= make ...` leaves it out.
+# uv, where it is there, installs faster than pip; `UV= make ...` leaves it out. Neither compiles what is never imported.
 UV ?= $(shell command -v uv)
-PIP := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install --disable-pip-version-check)
+PIP := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install --disable-pip-version-check --no-compile)
 INSTALL := $(PIP) --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help

@@ -53,10 +53,12 @@ CLOCKED = (
     "evolution",
     "tracking-cost",
     "lengths",
+    "compact",
+    "compact-tuning",
 )
 UNCLOCKED = (
     "max-batch", "loss", "codecs", "peak-accuracy", "sizes", "budget-sweep", "table1", "plan", "published",
-    "block-bytes", "table3", "partitions", "table4",
+    "block-bytes", "table3", "partitions", "table4", "compact-training",
 )  # fmt: skip
 SCORED = ("cloze", "downstream")
 """Need a trained model, which table4 leaves."""

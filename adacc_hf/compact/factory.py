@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 from transformers.trainer_utils import check_target_module_exists
 
@@ -127,7 +127,9 @@ def _targets(model: nn.Module, wanted: str | Collection[str]) -> Iterator[tuple[
     left: list[str] = []
     for name, layer in model.named_modules():
         is_wanted = name.startswith(blocks) if is_all else check_target_module_exists(wanted, name)
-        if not is_wanted or not isinstance(layer, (nn.Linear, Conv1D)) or not layer.weight.requires_grad:
+        if not is_wanted or not isinstance(layer, (nn.Linear, Conv1D)):
+            continue
+        if not (layer.weight.requires_grad or _is_quantized(layer.weight)):
             continue
         if layer is head or (is_all and ATTENTION_OUTPUT.fullmatch(name)):
             left.append(re.sub(r"\d+", "*", name))
@@ -142,17 +144,22 @@ def _refuse(name: str, module: Plain, uses: Mapping[int, int]) -> None:
     """Raise ValueError where the weight of `module` cannot be trained in a subspace, with the way out."""
     weight = module.weight
     where = f"CompAct cannot train {name} ({class_name(module)})"
-    if type(module) not in CLASSES:
-        raise ValueError(f"{where}: it takes nn.Linear and Conv1D themselves; leave it out of target_modules")
     if hasattr(weight, "ds_id") or hasattr(weight, "to_local"):
         raise ValueError(
             f"{where}: its weight is in parts on several ranks (ZeRO 3, tensor parallelism, FSDP before there was an "
-            f"optimizer): train with DDP or ZeRO 1"
+            f"optimizer): train with DDP, or with FSDP2 and this optimizer made first, as the Trainer does"
         )
-    if not weight.is_floating_point() or hasattr(weight, "__tensor_flatten__") or hasattr(weight, "quant_state"):
+    if _is_quantized(weight):
         raise ValueError(f"{where}: its weight is quantized, and gets no step; train adapters on it (PEFT) instead")
+    if type(module) not in CLASSES:
+        raise ValueError(f"{where}: it takes nn.Linear and Conv1D themselves; leave it out of target_modules")
     if uses[id(weight)] > 1:
         raise ValueError(f"{where}: another module has the same weight (tied); leave both out of target_modules")
+
+
+def _is_quantized(weight: Tensor) -> bool:
+    is_wrapped = hasattr(weight, "__tensor_flatten__") and not hasattr(weight, "to_local")
+    return not weight.is_floating_point() or is_wrapped or hasattr(weight, "quant_state")
 
 
 def _inputs(layer: Plain) -> int:

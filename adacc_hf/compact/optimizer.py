@@ -28,13 +28,22 @@ class CompactAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step of AdamW, and then of the weights of compact layers."""
+        """One step of AdamW, and then of the weights of compact layers.
+
+        Raises ValueError where layers have got other cores than those that the optimizer was made for.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         by_core = {id(layer.core): layer for layer in self.layers}
         groups = [group for group in self.param_groups if "scale" in group]
+        if missing := by_core.keys() - {id(core) for group in groups for core in group["params"]}:
+            raise ValueError(
+                f"CompAct's optimizer does not have the cores of {len(missing)} of {len(by_core)} layers any more, and "
+                f"they would not train: fully_shard, or DeepSpeed, has put others in their places. Let Accelerate (or "
+                f"the Trainer) prepare model and optimizer together, or train with DDP"
+            )
         stepping = [
             (by_core[id(core)], group["scale"], group["lr"] * group["weight_decay"])
             for group in groups

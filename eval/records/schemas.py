@@ -112,6 +112,26 @@ TRIAL = ended(
 )
 CURVE = array({"type": "array", "prefixItems": [COUNT, NUMBER], "minItems": 2, "maxItems": 2})
 TRAINING = ended(record({"curve": CURVE, "training_curve": CURVE}))
+WHOLE_STEP = ended(record(dict.fromkeys(("static_bytes", "peak_bytes", "first_peak_bytes"), COUNT)))
+PLANNED_PEAK = record(dict.fromkeys(("shared_peak_bytes", "peak_bytes"), COUNT))
+SHAPE = ended(record({"memory": mapping(WHOLE_STEP), "plans": mapping(PLANNED_PEAK), "bf16_plan": PLANNED_PEAK}))
+LOW_RANK_TIME = record(
+    {"step_ms": SPREAD, "of_plain": POSITIVE, "of_plain_by_round": SPREAD, "peak_bytes": COUNT},
+    {"drawing_ms": POSITIVE, "drawing_gap": COUNT},
+)
+LOW_RANK_TIMES = ended({**mapping(LOW_RANK_TIME), "properties": {}, "required": []})
+TEXT_TRAINING = ended(record({"curve": CURVE, "peak_bytes": COUNT, "parameters": COUNT}))
+TUNING = ended(
+    record(
+        {
+            "accuracy": {"type": "number", "minimum": 0, "maximum": 1},
+            "trained": COUNT,
+            "peak_bytes": COUNT,
+            "step_ms": SPREAD,
+            "training_loss": NUMBER,
+        }
+    )
+)
 GAP = nullable(record(dict.fromkeys(("final_percent", "largest_percent", "mean_drift_percent"), NUMBER)))
 SCORE = record(
     {
@@ -364,6 +384,9 @@ POINTS: dict[str, dict[str, Schema]] = {
     "lengths": {"^(?!trainer$)": CHANGING_LENGTHS, "^trainer$": LENGTH_TRAININGS},
     "executor_bench": {"": record({"methods": mapping(STEP_FIGURES), "new_length": NEW_LENGTH})},
     "budget_bench": {"": record({"methods": mapping(STEP_FIGURES), "skipped": mapping(TEXT)})},
+    "compact": {"^time$": LOW_RANK_TIMES, "^(?!time$)": SHAPE},
+    "compact_training": {", seed \\d+$": TEXT_TRAINING},
+    "compact_tuning": {"^pretraining$": ended(record({"loss": NUMBER})), ", seed \\d+$": TUNING},
     "table4": {"/training$": TABLE4_TRAINING, "/(?!training$)": SCORE},
     "downstream": {"": SCORE},
     "cloze": {"": SCORE},
@@ -388,6 +411,7 @@ SUMMARIES: dict[str, dict[str, Schema]] = {
     "sizes": {"faults": array(TEXT)},
     "lengths": {"goals": array(GOAL)},
     "solver": {"paper_seconds": NUMBER},
+    "compact": {"paper_gib": mapping(mapping(POSITIVE))},
     "plan": {"asked_seconds": COUNT, "asked_bytes": COUNT},
     "published": {"goal": mapping(NUMBER)},
     "block_bytes": {"shape": mapping(COUNT)},

@@ -97,7 +97,7 @@ def train_curve(
     )
     checkpoint = get_last_checkpoint(folder) if Path(folder).is_dir() else None
     trainer.train(resume_from_checkpoint=checkpoint)
-    figures = {"curve": _logged(trainer, "eval_loss"), "training_curve": _logged(trainer, "loss")}
+    figures = {"curve": logged(trainer, "eval_loss"), "training_curve": logged(trainer, "loss")}
     shutil.rmtree(folder, ignore_errors=True)
     return figures
 
@@ -132,5 +132,5 @@ def _arguments(
     )
 
 
-def _logged(trainer: Trainer, name: str) -> Sequence[tuple[int, float]]:
+def logged(trainer: Trainer, name: str) -> Sequence[tuple[int, float]]:
     return [(int(entry["step"]), entry[name]) for entry in trainer.state.log_history if name in entry]

@@ -7,7 +7,7 @@ import pytest
 
 from adacc_hf.cli import main as cli
 from adacc_hf.eval.predictions import main
-from adacc_hf.eval.published.measurements import held_out, looked_at_again, model_config, rows, second_looks
+from adacc_hf.eval.published.measurements import held_out, model_config, rows, second_looks
 from adacc_hf.eval.published.prediction import predict
 from adacc_hf.eval.records.schemas import check_record
 

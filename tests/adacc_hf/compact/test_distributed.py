@@ -1,9 +1,11 @@
-"""Two ranks on gloo train by CompAct as one process does on the whole batch; what they exchange is of the subspace."""
+"""Two ranks on gloo train by CompAct as one process does on the whole batch. DDP exchanges the subspace alone."""
 
 import subprocess
 import sys
 
-WORKER = """
+import pytest
+
+SETUP = """
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -28,8 +30,11 @@ def train(model, optimizer, rows):
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+"""
 
-
+DDP = (
+    SETUP
+    + """
 whole, optimizer = build()
 train(whole, optimizer, slice(None))
 ours, optimizer = build()
@@ -57,11 +62,44 @@ for name, tensor in whole.state_dict().items():
 print("equal")
 dist.destroy_process_group()
 """
+)
 
 
-def test_ddp_is_one_process_and_exchanges_the_subspace(tmp_path):
+FSDP2 = (
+    SETUP
+    + """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+whole, optimizer = build()
+train(whole, optimizer, slice(None))
+ours, optimizer = build()
+names = {parameter: name for name, parameter in ours.named_parameters()}
+mesh = init_device_mesh("cpu", (2,))
+for block in ours.model.layers:
+    fully_shard(block, mesh=mesh)
+fully_shard(ours, mesh=mesh)
+sharded = dict(ours.named_parameters())
+for group in optimizer.param_groups:  # as Accelerate does, which prepares both
+    group["params"] = [sharded[names[parameter]] for parameter in group["params"]]
+train(ours, optimizer, slice(2 * rank, 2 * rank + 2))
+for layer in optimizer.layers:
+    assert layer.weight.to_local().shape[0] == layer.weight.shape[0] // 2
+    assert optimizer.state[layer.core]["exp_avg"].to_local().shape == (layer.weight.shape[0] // 2, 8)
+for name, tensor in whole.state_dict().items():
+    mine = ours.state_dict()[name]
+    # As above.
+    torch.testing.assert_close(mine.full_tensor(), tensor, atol=1e-8, rtol=1e-6)
+print("equal")
+dist.destroy_process_group()
+"""
+)
+
+
+@pytest.mark.parametrize("worker", [DDP, FSDP2], ids=["ddp", "fsdp2"])
+def test_two_ranks_are_one_process(tmp_path, worker):
     script = tmp_path / "worker.py"
-    script.write_text(WORKER)
+    script.write_text(worker)
     command = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", str(script)]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,7 @@
 """What a compact layer gives and gets is a plain one's, but for the gradient of its weight, which is in a subspace."""
 
 import copy
+import shutil
 
 import pytest
 import torch
@@ -206,3 +207,17 @@ def test_a_compiled_layer_has_the_same_gradients():
     for one in (layer, compiled):
         one(x).square().sum().backward()
     assert torch.equal(compiled.core.grad, layer.core.grad)
+
+
+# Dynamo instantiates what stands for a function's context, and Inductor scripts helpers of its own.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with a C++ compiler")
+def test_a_layer_that_inductor_compiled_has_the_same_gradients():
+    layer = compact(linear(nn.Linear))
+    x = torch.randn(5, INPUTS)
+    compiled = torch.compile(copy.deepcopy(layer), backend="inductor", fullgraph=True)
+    for one in (layer, compiled):
+        one(x).square().sum().backward()
+    # Sums of 5 products of the order of 1, in float32, in another order.
+    torch.testing.assert_close(compiled.core.grad, layer.core.grad, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(compiled.bias.grad, layer.bias.grad, atol=1e-5, rtol=1e-5)

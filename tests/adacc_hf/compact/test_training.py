@@ -1,10 +1,12 @@
 """CompAct in training: the optimizer's algebra, resuming, checkpointing, Adacc beside it, and what is refused."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -285,6 +287,86 @@ def test_tied_weights_and_adapters_are_refused():
     adapted = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="PEFT adapters: use one or the other"):
         optimizer_of(adapted)
+
+
+@pytest.mark.parametrize("mark", ["ds_id", "to_local"])
+def test_weights_in_parts_are_refused(mark):
+    """As DeepSpeed's ZeRO 3 marks them, and as tensor parallelism and FSDP make them."""
+    model = llama()
+    setattr(model.model.layers[1].mlp.up_proj.weight, mark, 0)
+    with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj .*in parts on several ranks .*: train with DDP, or"):
+        optimizer_of(model)
+    assert not any(isinstance(module, CompactLinear) for module in model.modules())
+
+
+# torchao 0.18 with torch 2.13.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_quantized_weights_are_refused():
+    torchao = pytest.importorskip("torchao.quantization")
+    model = llama()
+    torchao.quantize_(model.model.layers, torchao.Int8WeightOnlyConfig())
+    assert not model.model.layers[0].self_attn.q_proj.weight.requires_grad
+    with pytest.raises(ValueError, match=r"q_proj .*its weight is quantized, and gets no step; train adapters on it"):
+        optimizer_of(model)
+
+
+def test_cores_that_were_replaced_are_told():
+    """`fully_shard` puts other parameters into the layers, and DeepSpeed flat ones into the optimizer."""
+    model = llama()
+    optimizer = optimizer_of(model)
+    layer = optimizer.layers[0]
+    layer.core = nn.Parameter(layer.core.detach().clone())
+    model(**batch()).loss.backward()
+    with pytest.raises(ValueError, match=r"the cores of 1 of 12 layers any more.*prepare model and optimizer together"):
+        optimizer.step()
+
+
+class Products(TorchDispatchMode):
+    """What is computed anew: shapes of matrices, views of parameters left out; and how often P is drawn."""
+
+    def __init__(self, model):
+        super().__init__()
+        self._own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        self.shapes, self.products, self.drawn = Counter(), Counter(), 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        self.drawn += function is torch.ops.adacc_hf.projection.default
+        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self._own:
+                self.shapes[tuple(tensor.shape)] += 1
+                self.products[tuple(tensor.shape)] += function is torch.ops.aten.mm.default
+        return made
+
+
+@pytest.mark.parametrize("is_compact", [False, True])
+def test_no_gradient_of_a_weights_size_is_ever_made(is_compact):
+    """Over whole steps, in forward, backward and the optimizer."""
+    model = llama(num_key_value_heads=2)
+    every_layer = r"model\.layers\..*proj"
+    linear = [layer for layer in model.model.layers.modules() if isinstance(layer, nn.Linear)]
+    optimizer = optimizer_of(model, target_modules=every_layer) if is_compact else torch.optim.AdamW(model.parameters())
+    with Products(model) as seen:
+        train(model, optimizer, range(2))
+    of_weights = {shape for layer in linear for shape in (layer.weight.shape, layer.weight.shape[::-1])}
+    made = {shape for shape in of_weights if seen.shapes[tuple(shape)]}
+    if is_compact:
+        assert not made
+    else:
+        assert made >= {layer.weight.shape for layer in linear}
+
+
+def test_layers_that_read_one_input_take_one_product():
+    """q, k and v; gate and up; down: of two blocks."""
+    model, tokens = llama(), 4 * 12
+    optimizer = optimizer_of(model, rank=6)
+    with Products(model) as seen:
+        loss = model(**batch()).loss
+    assert seen.drawn == seen.products[tokens, 6] == 2 * 3
+    with Products(model) as seen:
+        loss.backward()
+    assert seen.drawn == 0
+    assert {layer.core.grad.shape for layer in optimizer.layers} == {(32, 6), (64, 6)}
 
 
 def test_targets_can_be_named():

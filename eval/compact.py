@@ -1,0 +1,207 @@
+"""CompAct's memory and time of a step, beside AdamW, GaLore and Adacc, and beside the peaks of its paper.
+
+    adacc eval compact
+
+Memory is counted in live bytes over whole steps, optimizer included, on the LLaMA shapes of GaLore's and CompAct's
+papers; blocks are left out where a CPU cannot hold them. Of the whole models `adacc plan` tells the peaks at the
+paper's setting. Adacc, with AdamW, has the peak of CompAct at a quarter of the inputs for a budget. Steps are timed in
+turn. GaLore comes with `pip install 'adacc-hf[peers]'`; without it its rows say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from tqdm import tqdm
+
+from adacc_hf.artifacts.units import format_bytes
+from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records.plots import curves, need_matplotlib
+from adacc_hf.eval.records.records import Figures, Settings, Spread, Status, add_settings, markdown_table, positive_int
+from adacc_hf.eval.trials.clock import add_clock, check_clock
+from adacc_hf.eval.trials.isolation import run_isolated
+from adacc_hf.eval.trials.low_rank import METHODS
+from adacc_hf.eval.trials.low_rank_memory import ADACC, LlamaShape, measure_shape, time_steps
+
+SHAPES = {
+    "60M": LlamaShape(width=512, inner=1376, layers=8, heads=8),
+    "130M": LlamaShape(width=768, inner=2048, layers=12, heads=12),
+    "350M": LlamaShape(width=1024, inner=2736, layers=24, heads=16),
+    "1B": LlamaShape(width=2048, inner=5461, layers=24, heads=32),
+}
+CUTS = {"60M": (8, 2), "130M": (4, 2), "350M": (2, 1), "1B": (1, 1)}
+"""Blocks and sequences of a measured step: what one thread of a CPU takes seconds for."""
+MEASURED = ("plain", "galore", "galore_layerwise", "compact_2", "compact_4", "compact_8", ADACC, "compact_4_adacc")
+PLANNED = ("plain", "compact_2", "compact_4", "compact_8")
+PEER = "compact_4"
+"""The method whose peak is Adacc's budget."""
+TITLES = {**{name: METHODS[name].title for name in METHODS}, ADACC: "AdamW with Adacc, at the peak of CompAct n/4"}
+
+PAPER_GIB: dict[str, dict[str, float]] = {
+    "60M": {"plain": 11.59, "compact_2": 11.32, "compact_4": 10.80, "compact_8": 10.54},
+    "130M": {"plain": 18.66, "compact_2": 17.97, "compact_4": 16.78, "compact_8": 16.19},
+    "350M": {"plain": 39.97, "compact_2": 37.94, "compact_4": 34.71, "compact_8": 33.03},
+    "1B": {"compact_2": 72.82, "compact_4": 65.57, "compact_8": 61.88},
+}
+"""Peaks of pretraining as the paper has them; AdamW's at 1B is said to be above 81."""
+PAPER_BATCH = 64
+"""Sequences of 256 tokens. The text of the paper names no batch for its peaks; 64 is that of the authors' script for
+1B."""
+TIMED = ("plain", "galore", "compact_2", "compact_4", "compact_8", "compact_4_adacc")
+TIMED_SHAPE = LlamaShape(width=256, inner=688, layers=6, heads=4, vocabulary=512, batch=4, tokens=256)
+
+
+def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_isolated) -> int:
+    """Measure, print the tables, save record, tables and plot. Returns 1 if something failed."""
+    parser = argparse.ArgumentParser(prog="adacc eval compact", description=__doc__.partition("\n")[0])
+    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES), help="which LLaMA shapes")
+    parser.add_argument("--rounds", type=positive_int, default=9, help="timed rounds")
+    add_clock(parser)
+    add_resume(parser)
+    add_settings(parser, "compact")
+    arguments = parser.parse_args(argv)
+    settings = Settings.from_arguments(arguments)
+    check_clock(arguments.clock, settings)
+    need_matplotlib()
+    run_info = {
+        "shapes": {name: asdict(SHAPES[name]) for name in arguments.shapes},
+        "cuts": {name: CUTS[name] for name in arguments.shapes},
+        "plan_batch": PAPER_BATCH,
+        "rounds": arguments.rounds,
+        "clock": arguments.clock,
+        "timed": asdict(TIMED_SHAPE),
+    }
+    with open_ledger(settings, run_info, arguments.resume) as ledger:
+        orders: list[tuple[str, Callable[..., Figures], dict[str, Any]]] = [("time", time_steps, time_order(ledger))]
+        orders += [(name, measure_shape, shape_order(ledger, name)) for name in arguments.shapes]
+        for key, function, order in tqdm(orders, desc="compact", unit="point"):
+            ledger.measure(key, partial(run, function, order | {"threads": settings.threads}, None))
+        ledger.finish(paper_gib=PAPER_GIB)
+        save_plot(ledger)
+        ledger.publish(report_text(ledger))
+    return 1 if any(point["status"] == Status.ERROR.value for point in ledger.points.values()) else 0
+
+
+def time_order(ledger: Ledger) -> dict[str, Any]:
+    info = ledger.run_info
+    order = {"shape": info["timed"], "methods": list(TIMED), "peer": PEER, "rounds": info["rounds"]}
+    return order | {"clock": info["clock"], "seed": ledger.settings.seed}
+
+
+def shape_order(ledger: Ledger, name: str) -> dict[str, Any]:
+    layers, batch = ledger.run_info["cuts"][name]
+    parts = {method: METHODS[method].part if METHODS[method].is_compact else None for method in PLANNED}
+    order = {"shape": ledger.run_info["shapes"][name], "layers": layers, "batch": batch, "methods": list(MEASURED)}
+    return order | {"peer": PEER, "parts": parts, "plan_batch": PAPER_BATCH, "seed": ledger.settings.seed}
+
+
+def report_text(ledger: Ledger) -> str:
+    """Three tables as Markdown: memory, plans beside the paper's peaks, and times."""
+    info = ledger.run_info
+    shapes = {name: ledger.points[name] for name in info["shapes"] if "memory" in ledger.points[name]}
+    cuts = ", ".join(
+        f"{name}: {info['cuts'][name][0]} of {SHAPES[name].layers}, {info['cuts'][name][1]}" for name in shapes
+    )
+    parts = [
+        f"Most live bytes in a step (forward, backward, optimizer) of LLaMA shapes with a vocabulary of 32,000, cut to "
+        f"what a CPU trains (blocks, and sequences of 256 tokens: {cuts}), in float32; in parentheses what is there "
+        f"between steps. Steps in which GaLore finds its subspaces are left out",
+        _memory_table(shapes),
+        f"Peaks that `adacc plan` tells of the whole models in float32, {PAPER_BATCH} x 256 tokens, in GiB, beside the "
+        f"paper's. CompAct has a projection for each layer there, as in the paper; in the last column those that "
+        f"read one input share it, as ours do",
+        _plan_table(shapes),
+        "The paper's peaks agree with float32. The authors' scripts ask for bfloat16 weights, with which AdamW's are "
+        + ", ".join(_half(name, point) for name, point in shapes.items()),
+    ]
+    timed = ledger.points["time"]
+    if timed["status"] == Status.MEASURED.value:
+        shape = LlamaShape(**info["timed"])
+        parts += [
+            f"Times of whole steps, taken in turn, {info['rounds']} rounds by the {info['clock']} clock: width "
+            f"{shape.width}, {shape.layers} blocks, vocabulary {shape.vocabulary}, {shape.batch} x {shape.tokens} "
+            f"tokens, float32; in parentheses the 20th and 80th percentile",
+            markdown_table([_time_cells(name, timed[name]) for name in (*TIMED, ADACC) if name in timed]),
+        ]
+    reasons = {key: point for key, point in ledger.points.items() if "reason" in point}
+    reasons |= {
+        f"{name}, {TITLES[method]}": one
+        for name, point in shapes.items()
+        for method, one in point["memory"].items()
+        if "reason" in one
+    }
+    parts += [f"{key}: {point['reason']}" for key, point in reasons.items()]
+    return "\n\n".join(parts) + "\n"
+
+
+def _memory_table(shapes: dict[str, Figures]) -> str:
+    return markdown_table(
+        [
+            {"method": TITLES[method], **{name: _memory_cell(p["memory"][method]) for name, p in shapes.items()}}
+            for method in MEASURED
+        ]
+    )
+
+
+def _memory_cell(point: Figures) -> str:
+    if "peak_bytes" not in point:
+        return point["status"].replace("_", " ")
+    return f"{format_bytes(point['peak_bytes'])} ({format_bytes(point['static_bytes'])})"
+
+
+def _plan_table(shapes: dict[str, Figures]) -> str:
+    rows = []
+    for name, point in shapes.items():
+        for method, told in point["plans"].items():
+            paper = PAPER_GIB[name].get(method)
+            gib = told["peak_bytes"] / 2**30
+            rows.append(
+                {
+                    "model": f"{name}, {TITLES[method]}",
+                    "told": f"{gib:.2f}",
+                    "paper": "above 81" if paper is None else f"{paper:.2f}",
+                    "error": "" if paper is None else f"{100 * (gib / paper - 1):+.1f} %",
+                    "told, shared": f"{told['shared_peak_bytes'] / 2**30:.2f}",
+                }
+            )
+    return markdown_table(rows)
+
+
+def _half(name: str, point: Figures) -> str:
+    return f"{point['bf16_plan']['peak_bytes'] / 2**30:.2f} GiB ({name})"
+
+
+def _time_cells(name: str, row: Figures) -> dict[str, str]:
+    drawn = row["of_plain"]
+    if "drawing_ms" in row:
+        median, gap = row["step_ms"]["median"], row["drawing_gap"]
+        drawn *= (median * (gap - 1) + row["drawing_ms"]) / gap / median
+    return {
+        "method": TITLES[name],
+        "step, ms": Spread(**row["step_ms"]).text(0),
+        "x AdamW": f"{row['of_plain']:.2f} "
+        f"({row['of_plain_by_round']['low']:.2f} to {row['of_plain_by_round']['high']:.2f})",
+        "x AdamW with subspaces found": f"{drawn:.2f}",
+        "peak": format_bytes(row["peak_bytes"]),
+    }
+
+
+def save_plot(ledger: Ledger) -> None:
+    """The measured peaks over AdamW's, by width."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for name in ledger.run_info["shapes"]:
+        memory = ledger.points[name].get("memory", {})
+        peaks = {method: point["peak_bytes"] for method, point in memory.items() if "peak_bytes" in point}
+        for method, peak in peaks.items():
+            if method != "plain":
+                series.setdefault(TITLES[method], []).append((SHAPES[name].width, peak / peaks["plain"]))
+    curves(ledger.settings.output.with_suffix(".svg"), series, "width", "peak over AdamW's")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

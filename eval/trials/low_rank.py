@@ -1,0 +1,144 @@
+"""Optimizers of low rank, and what they are compared with, as the Trainer takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+
+from adacc_hf import AdaccCallback, AdaccConfig
+from adacc_hf.compact import CompactFactory
+from adacc_hf.eval.trials.isolation import CannotRunError
+from adacc_hf.eval.trials.peer_methods import missing_package
+from adacc_hf.torch_glue.memory import MemoryMeter, static_bytes
+
+ADACC_SHARE = 0.5
+"""Of what a step stores, the share that Adacc has for it where it joins CompAct."""
+PLAIN_RATE, LOW_RANK_RATE = 3e-3, 1e-2
+"""Learning rates of AdamW, and of what scales its step down: the latter is that of all three papers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRankMethod:
+    """An optimizer, with Adacc beside it or not."""
+
+    title: str
+    rate: float = LOW_RANK_RATE
+    transformers: str | None = None
+    """Transformers' name of the optimizer; None is AdamW."""
+    options: Mapping[str, float | str] = field(default_factory=dict)
+    """Transformers' `optim_args` besides the rank, or CompactFactory's settings."""
+    part: float = 0.25
+    """The rank, as a part of the layers' inputs."""
+    is_compact: bool = False
+    adacc_share: float | None = None
+    package: str | None = None
+    """What it needs besides this project."""
+
+    @property
+    def callbacks(self) -> list[TrainerCallback]:
+        if self.adacc_share is None:
+            return []
+        return [AdaccCallback(AdaccConfig(memory_budget=self.adacc_share, tracking="off"))]
+
+    def check(self) -> None:
+        """Raise CannotRunError where a package is missing."""
+        if self.package is not None and (missing := missing_package(self.package)):
+            raise CannotRunError(missing)
+
+    def trainer(
+        self,
+        model: PreTrainedModel,
+        folder: str,
+        rank: int | None = None,
+        data: Dataset[Any] | None = None,
+        held_out: Dataset[Any] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        **arguments: Any,
+    ) -> Trainer:
+        """A Trainer of `model` by this method, with the papers' settings; `rank` is a number, or the method's part."""
+        self.check()
+        settings: dict[str, Any] = {
+            "learning_rate": self.rate,
+            "weight_decay": 0.0,
+            "report_to": "none",
+            "disable_tqdm": True,
+        }
+        if self.transformers is not None:
+            width = model.config.hidden_size
+            options = {"rank": rank or round(self.part * width), **self.options}
+            settings |= {
+                "optim": self.transformers,
+                "optim_args": ", ".join(f"{name}={value}" for name, value in options.items()),
+                # As GaLore's authors choose: all linear layers of attention and MLP.
+                "optim_target_modules": r".*(attn|attention|mlp|intermediate|output)\..*",
+            }
+        compact = None
+        if self.is_compact:
+            rate = arguments.get("learning_rate", self.rate)
+            compact = CompactFactory, {"rank": rank or self.part, "lr": rate, **self.options}
+        return Trainer(
+            model=model,
+            args=TrainingArguments(output_dir=folder, **{**settings, **arguments}),
+            train_dataset=data,
+            eval_dataset=held_out,
+            callbacks=[*self.callbacks, *(callbacks or [])],
+            optimizer_cls_and_kwargs=compact,
+        )
+
+
+GALORE = {"update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
+APOLLO = {"update_proj_gap": 200, "scale": 1.0, "proj": "random", "scale_type": "channel"}
+
+
+def _compact(part: float, **more: Any) -> LowRankMethod:
+    return LowRankMethod(title=f"CompAct n/{round(1 / part)}", is_compact=True, part=part, **more)
+
+
+METHODS = {
+    "plain": LowRankMethod(title="AdamW", rate=PLAIN_RATE),
+    "galore": LowRankMethod(title="GaLore n/4", transformers="galore_adamw", options=GALORE, package="galore_torch"),
+    "galore_layerwise": LowRankMethod(
+        title="GaLore n/4, layer-wise",
+        transformers="galore_adamw_layerwise",
+        options=GALORE,
+        package="galore_torch",
+    ),
+    "apollo": LowRankMethod(title="APOLLO n/4", transformers="apollo_adamw", options=APOLLO, package="apollo_torch"),
+    "compact_2": _compact(0.5),
+    "compact_4": _compact(0.25),
+    "compact_8": _compact(0.125),
+    "compact_4_adacc": LowRankMethod(
+        title="CompAct n/4 with Adacc", is_compact=True, part=0.25, adacc_share=ADACC_SHARE
+    ),
+}
+"""By the name that a record has for them. n is the width of the model, and of a layer's inputs for CompAct."""
+
+
+class StepPeak(TrainerCallback):
+    """The live bytes of one whole step of a Trainer, optimizer included: the `step`-th."""
+
+    def __init__(self, step: int) -> None:
+        self.peak_bytes = 0
+        self._step = step
+        self._meter: MemoryMeter | None = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any):
+        if state.global_step + 1 == self._step:
+            self._live_bytes = static_bytes(model, {}, optimizer)
+            self._meter = MemoryMeter.for_device(next(model.parameters()).device)
+            self._meter.__enter__()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._meter is not None:
+            self._meter.__exit__(None, None, None)
+            self.peak_bytes, self._meter = self._live_bytes + self._meter.peak_bytes, None
+
+
+def made_by(trainer: Trainer) -> torch.optim.Optimizer:
+    """The optimizer of `trainer`, which makes it as it would to train."""
+    return trainer.create_optimizer()
