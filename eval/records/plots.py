@@ -21,8 +21,8 @@ def curves(
 ) -> None:
     """Write one line with markers per series; `out_of_memory` names the x where a series has no point for that reason.
 
-    A crossed marker on the x axis stands for such a place. With `line` "" the points are not joined, and with `diagonal`
-    a line shows where y equals x. Without matplotlib it says so: the record has the points.
+    A crossed marker on the x axis stands for such a place. With `line` "" the points are not joined, and with
+    `diagonal` a line shows where y equals x. Without matplotlib it says so: the record has the points.
     """
     if importlib.util.find_spec("matplotlib") is None:
         print(
