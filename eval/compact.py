@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.plots import curves, need_matplotlib
+from adacc_hf.eval.records.plots import curves
 from adacc_hf.eval.records.records import Figures, Settings, Spread, Status, add_settings, markdown_table, positive_int
 from adacc_hf.eval.trials.clock import add_clock, check_clock
 from adacc_hf.eval.trials.isolation import run_isolated
@@ -67,7 +67,6 @@ def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_is
     arguments = parser.parse_args(argv)
     settings = Settings.from_arguments(arguments)
     check_clock(arguments.clock, settings)
-    need_matplotlib()
     run_info = {
         "shapes": {name: asdict(SHAPES[name]) for name in arguments.shapes},
         "cuts": {name: CUTS[name] for name in arguments.shapes},

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.plots import curves, need_matplotlib
+from adacc_hf.eval.records.plots import curves
 from adacc_hf.eval.records.records import Figures, Settings, Status, add_settings, markdown_table, positive_int
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.low_rank import METHODS
@@ -39,7 +39,6 @@ def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_is
     add_settings(parser, "compact_training")
     arguments = parser.parse_args(argv)
     settings = Settings.from_arguments(arguments)
-    need_matplotlib()
     scale = replace(TextScale(), steps=arguments.steps, eval_every=min(TextScale.eval_every, arguments.steps))
     seeds = [settings.seed + number for number in range(arguments.seeds)]
     run_info = {"scale": asdict(scale), "methods": arguments.methods, "seeds": seeds}

@@ -31,7 +31,7 @@ from adacc_hf.eval.published.measurements import (
 )
 from adacc_hf.eval.published.prediction import predict
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.plots import curves, need_matplotlib
+from adacc_hf.eval.records.plots import curves
 from adacc_hf.eval.records.records import Figures, Settings, Status, add_settings, markdown_table
 
 HALVES = ("open", "both")
@@ -60,7 +60,6 @@ def main(argv: Sequence[str] | None = None, predicted: Predict = predict) -> int
     add_settings(parser, "published")
     arguments = parser.parse_args(argv)
     settings = Settings.from_arguments(arguments)
-    need_matplotlib()
     names = arguments.rows or list(rows())
     if arguments.half == "open":
         names = [name for name in names if name not in held_out(rows())]
