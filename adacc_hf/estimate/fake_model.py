@@ -181,7 +181,7 @@ def _lora_model(config: PretrainedConfig, attention: str, dtype: str, adapters: 
     except ImportError as error:
         raise AdaccError("--peft=lora needs the package peft: pip install peft") from error
     task = "SEQ_CLS" if is_classifier(config) else "SEQ_2_SEQ_LM" if config.is_encoder_decoder else "CAUSAL_LM"
-    options = {"r": adapters.rank, "target_modules": adapters.targets, "lora_dropout": adapters.dropout}
+    options: dict[str, Any] = {"r": adapters.rank, "target_modules": adapters.targets, "lora_dropout": adapters.dropout}
     # On meta first: PEFT moves new adapters to their layer's device, and fake tensors refuse that.
     with unset_fake_temporarily(), torch.device("meta"):
         model = fresh_model(config, attention, dtype)

@@ -164,6 +164,7 @@ def build_model(
 
 def fresh_model(config: PretrainedConfig, attn_implementation: str, dtype: str = "float32") -> PreTrainedModel:
     """The classifier or language model of `config`, with weights from torch's current seed."""
+    auto_class: Any
     if is_classifier(config):
         auto_class = AutoModelForSequenceClassification
     else:
