@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from typing import Any
 
 from tqdm import tqdm
 
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_is
     seeds = [settings.seed + number for number in range(arguments.seeds)]
     run_info = {"scale": asdict(scale), "methods": arguments.methods, "seeds": seeds, "clock": arguments.clock}
     # The model lies beside the record, which may go on with it.
-    shared = {"scale": asdict(scale), "folder": str(settings.output.with_suffix("").resolve())}
+    shared: dict[str, Any] = {"scale": asdict(scale), "folder": str(settings.output.with_suffix("").resolve())}
     shared["threads"] = settings.threads
     with open_ledger(settings, run_info, arguments.resume) as ledger:
         ledger.measure(PRETRAINING, partial(run, pretrain, shared | {"seed": settings.seed}, None))

@@ -25,12 +25,14 @@ class CompactAdamW(torch.optim.AdamW):
         self.layers = list(layers)
         self.update_proj_gap = update_proj_gap
         super().__init__(params, **settings)
+        # A hook, which a step on stand-ins that tells what state is to come leaves out.
+        self.register_step_pre_hook(_check_cores)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """One step of AdamW, and then of the weights of compact layers.
 
-        Raises ValueError where layers have got other cores than those that the optimizer was made for.
+        Raises ValueError where layers have got other cores than those that the optimizer has.
         """
         loss = None
         if closure is not None:
@@ -38,12 +40,6 @@ class CompactAdamW(torch.optim.AdamW):
                 loss = closure()
         by_core = {id(layer.core): layer for layer in self.layers}
         groups = [group for group in self.param_groups if "scale" in group]
-        if missing := by_core.keys() - {id(core) for group in groups for core in group["params"]}:
-            raise ValueError(
-                f"CompAct's optimizer does not have the cores of {len(missing)} of {len(by_core)} layers any more, and "
-                f"they would not train: fully_shard, or DeepSpeed, has put others in their places. Let Accelerate (or "
-                f"the Trainer) prepare model and optimizer together, or train with DDP"
-            )
         stepping = [
             (by_core[id(core)], group["scale"], group["lr"] * group["weight_decay"])
             for group in groups
@@ -81,6 +77,18 @@ class CompactAdamW(torch.optim.AdamW):
         for layer in self.layers:
             if layer.core in self.state:
                 layer.group.period = int(self.state[layer.core]["step"]) // self.update_proj_gap
+
+
+def _check_cores(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Raise ValueError for layers that would not train, because their cores are not the optimizer's."""
+    known = {id(core) for group in optimizer.param_groups for core in group["params"]}
+    missing = sum(id(layer.core) not in known for layer in optimizer.layers)
+    if missing:
+        raise ValueError(
+            f"CompAct's optimizer does not have the cores of {missing} of {len(optimizer.layers)} layers any more, and "
+            f"they would not train: fully_shard, or DeepSpeed, has put others in their places. Let Accelerate (or the "
+            f"Trainer) prepare model and optimizer together, or train with DDP"
+        )
 
 
 def _bare(step: Any) -> Callable[..., Any]:

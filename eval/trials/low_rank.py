@@ -77,7 +77,7 @@ class LowRankMethod:
                 # As GaLore's authors choose: all linear layers of attention and MLP.
                 "optim_target_modules": r".*(attn|attention|mlp|intermediate|output)\..*",
             }
-        compact = None
+        compact: Any = None  # a factory, which Trainer's type does not tell of
         if self.is_compact:
             rate = arguments.get("learning_rate", self.rate)
             compact = CompactFactory, {"rank": rank or self.part, "lr": rate, **self.options}
@@ -91,8 +91,8 @@ class LowRankMethod:
         )
 
 
-GALORE = {"update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
-APOLLO = {"update_proj_gap": 200, "scale": 1.0, "proj": "random", "scale_type": "channel"}
+GALORE: dict[str, float | str] = {"update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
+APOLLO: dict[str, float | str] = {"update_proj_gap": 200, "scale": 1.0, "proj": "random", "scale_type": "channel"}
 
 
 def _compact(part: float, **more: Any) -> LowRankMethod:

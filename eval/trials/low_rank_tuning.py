@@ -87,7 +87,7 @@ class TuningScale:
             # RoBERTa counts positions from the padding's number on.
             max_position_embeddings=self.tokens + BYTES + 2,
             type_vocab_size=1,
-            num_labels=len(PACKAGES),
+            id2label=dict(enumerate(PACKAGES)),
         )
 
 
@@ -173,7 +173,7 @@ def tune(scale: Figures, method: str, folder: str, seed: int, clock: str = "wall
     what, (chosen, rank) = TuningScale(**scale), TUNINGS[method]
     chosen.check()
     torch.manual_seed(seed)
-    model = RobertaForSequenceClassification.from_pretrained(folder)
+    model: Any = RobertaForSequenceClassification.from_pretrained(folder)
     if method == "lora":
         assert rank is not None, "LoRA's is its own"
         model = _with_lora(model, rank)
@@ -197,7 +197,7 @@ def tune(scale: Figures, method: str, folder: str, seed: int, clock: str = "wall
     )
 
 
-def _with_lora(model: PreTrainedModel, rank: int) -> PreTrainedModel:
+def _with_lora(model: PreTrainedModel, rank: int) -> Any:
     if missing := missing_package("peft"):
         raise CannotRunError(missing)
     from peft import LoraConfig, TaskType, get_peft_model
