@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn

@@ -1,6 +1,7 @@
 """Models by name: the GPT models of the paper's Table 3, LLaMA, T5, small demos, or any language model of the hub."""
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
