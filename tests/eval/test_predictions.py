@@ -2,10 +2,12 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from adacc_hf.cli import main as cli
+from adacc_hf.estimate.command import ASSUMPTIONS
 from adacc_hf.eval.predictions import main
 from adacc_hf.eval.published.measurements import held_out, model_config, rows, second_looks
 from adacc_hf.eval.published.prediction import predict
@@ -104,3 +106,13 @@ def test_a_prediction_is_what_the_command_says(checkpointing, method, tmp_path, 
     found = predict(row, changes)
     assert found["predicted_bytes"] == said["peak_bytes"]
     assert found["step_ms"] == pytest.approx(said["step_ms"])
+
+
+def test_a_plan_says_how_far_off_the_record_is():
+    table = (Path(__file__).parents[2] / "eval" / "results" / "cpu" / "published.md").read_text(encoding="utf-8")
+    row = next(line for line in table.splitlines() if line.startswith("| all "))
+    number, median, within = (cell.strip() for cell in row.split("|")[2:5])
+    told = (
+        f"Of {number} published measurements of memory such plans told {within.split()[0]} within 10 %, and half within"
+    )
+    assert f"{told} {median} %" in " ".join(ASSUMPTIONS)
