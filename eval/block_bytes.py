@@ -65,9 +65,13 @@ class Variant:
     is_llama: bool = False
 
     def config(self, shape: Shape) -> PretrainedConfig:
-        tokens = {"vocab_size": 512, "bos_token_id": None, "eos_token_id": None}
+        tokens: dict[str, Any] = {"vocab_size": 512, "bos_token_id": None, "eos_token_id": None}
         if self.is_llama:
-            sizes = {"hidden_size": shape.h, "num_attention_heads": shape.a, "intermediate_size": 4 * shape.h}
+            sizes: dict[str, Any] = {
+                "hidden_size": shape.h,
+                "num_attention_heads": shape.a,
+                "intermediate_size": 4 * shape.h,
+            }
             return LlamaConfig(num_hidden_layers=2, max_position_embeddings=shape.s, **sizes, **tokens, **self.options)
         return GPT2Config(n_layer=2, n_embd=shape.h, n_head=shape.a, n_positions=shape.s, **tokens, **self.options)
 

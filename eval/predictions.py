@@ -209,8 +209,10 @@ def _speed_cells(ledger: Ledger) -> list[dict[str, str]]:
     for name in ledger.run_info["rows"]:
         row = rows()[name]
         against = None if row.speed is None else row.speed.get("against")
+        if against is None:
+            continue
         points = [ledger.points.get(key, {}) for key in (name, against)]
-        if against is None or not all("step_ms" in point for point in points):
+        if not all("step_ms" in point for point in points):
             continue
         measured, predicted = row.over(rows()[against]), points[0]["step_ms"] / points[1]["step_ms"]
         cells.append(
@@ -253,7 +255,8 @@ def _source_cells() -> list[dict[str, str]]:
 
 def save_plot(ledger: Ledger) -> None:
     """Predicted over measured, one point a row."""
-    away, series = held_out(rows()), {"open half": [], "held-out half": []}  # type: dict[str, list[tuple[float, float]]]
+    away = held_out(rows())
+    series: dict[str, list[tuple[float, float]]] = {"open half": [], "held-out half": []}
     for error in errors(ledger, second=True):
         measured = error.row.measured_bytes / 2**30
         series["held-out half" if error.row.name in away else "open half"].append(

@@ -1,6 +1,7 @@
 """Models by name: the GPT models of the paper's Table 3, LLaMA, T5, small demos, or any language model of the hub."""
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
@@ -164,10 +165,9 @@ def build_model(
 
 def fresh_model(config: PretrainedConfig, attn_implementation: str, dtype: str = "float32") -> PreTrainedModel:
     """The classifier or language model of `config`, with weights from torch's current seed."""
+    auto_class: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if is_classifier(config):
         auto_class = AutoModelForSequenceClassification
-    else:
-        auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     return auto_class.from_config(config, attn_implementation=attn_implementation, dtype=dtype)
 
 

@@ -1,15 +1,21 @@
 """What is said of predictions, from figures that the test makes up and from one real prediction."""
 
 import json
+import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from adacc_hf.cli import main as cli
-from adacc_hf.eval.predictions import main
-from adacc_hf.eval.published.measurements import held_out, looked_at_again, model_config, rows, second_looks
+from adacc_hf.estimate.command import ASSUMPTIONS
+from adacc_hf.eval.predictions import GOAL_WITHIN, errors, main
+from adacc_hf.eval.published.measurements import held_out, model_config, rows, second_looks
 from adacc_hf.eval.published.prediction import predict
+from adacc_hf.eval.records.ledger import Ledger
 from adacc_hf.eval.records.schemas import check_record
+
+RESULTS = Path(__file__).resolve().parents[2] / "eval" / "results" / "cpu"
 
 
 def figures(row, changes=None, factor=1.08):
@@ -44,6 +50,15 @@ def printed(tmp_path, capsys):
 def cells(text, first):
     (line,) = [line for line in text.splitlines() if line.startswith(f"| {first} ")]
     return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_a_plan_says_how_far_the_committed_predictions_were_off():
+    """The sentence of `adacc plan` is what the record gives, at the first look."""
+    found = [abs(error.value) for error in errors(Ledger.load(RESULTS / "published.json"), second=False)]
+    within, median = sum(value <= GOAL_WITHIN for value in found), 100 * statistics.median(found)
+    said = f"Of {len(found)} published measurements of memory such plans told {within} within 10 %, and half within "
+    said += f"{median:.1f} %"
+    assert any(text.startswith(said) for text in ASSUMPTIONS)
 
 
 def test_rows_groups_and_speeds_are_told(printed):
