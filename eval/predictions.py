@@ -208,8 +208,10 @@ def _speed_cells(ledger: Ledger) -> list[dict[str, str]]:
     for name in ledger.run_info["rows"]:
         row = rows()[name]
         against = None if row.speed is None else row.speed.get("against")
-        points = [] if against is None else [ledger.points.get(key, {}) for key in (name, against)]
-        if against is None or not all("step_ms" in point for point in points):
+        if against is None:
+            continue
+        points = [ledger.points.get(key, {}) for key in (name, against)]
+        if not all("step_ms" in point for point in points):
             continue
         measured, predicted = row.over(rows()[against]), points[0]["step_ms"] / points[1]["step_ms"]
         cells.append(

@@ -186,7 +186,7 @@ def _lora_model(config: PretrainedConfig, attention: str, dtype: str, adapters: 
     with unset_fake_temporarily(), torch.device("meta"):
         model = fresh_model(config, attention, dtype)
         transposed = any(isinstance(module, Conv1D) for module in model.modules())  # PEFT sees it too, and warns
-        given = {name: value for name, value in options.items() if value is not None}
+        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         lora = LoraConfig(task_type=task, fan_in_fan_out=transposed, **given)
         with warnings.catch_warnings():  # PEFT reads a property that Transformers renames: nothing to a user
             warnings.simplefilter("ignore", FutureWarning)

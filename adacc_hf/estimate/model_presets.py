@@ -165,11 +165,9 @@ def build_model(
 
 def fresh_model(config: PretrainedConfig, attn_implementation: str, dtype: str = "float32") -> PreTrainedModel:
     """The classifier or language model of `config`, with weights from torch's current seed."""
-    auto_class: Any
+    auto_class: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if is_classifier(config):
         auto_class = AutoModelForSequenceClassification
-    else:
-        auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     return auto_class.from_config(config, attn_implementation=attn_implementation, dtype=dtype)
 
 
