@@ -149,10 +149,8 @@ class FollowPlan:
         if entry.compiled is None:
             return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)
         is_checked = is_checked_call(entry.known.num_calls + 1) and not entry.compiled.is_plain
-        if (
-            is_checked and is_being_captured()
-        ):  # in a CUDA graph, which cannot wait for a comparison: the next call then
-            is_checked = False
+        if is_checked and is_being_captured():
+            is_checked = False  # a CUDA graph cannot wait for a comparison: the next call is compared in its place
         else:
             entry.known.num_calls += 1
         self._learn_order(entry)
