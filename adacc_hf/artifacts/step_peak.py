@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from adacc_hf.artifacts.policy import Action
 
 if TYPE_CHECKING:
-    from adacc_hf.artifacts.policy import Plan
+    from adacc_hf.artifacts.policy import Plan, Policy
     from adacc_hf.artifacts.profile import KindProfile, Operator, Profile
 
 
@@ -85,6 +85,11 @@ def simulate(profile: Profile, plans: Sequence[Plan]) -> Outcome:
         if (block.kind, plan) not in outcomes:
             outcomes[block.kind, plan] = run_block(profile.kind_of(block), plan)
     return simulate_blocks(profile, [outcomes[b.kind, plan] for b, plan in zip(profile.blocks, plans, strict=True)])
+
+
+def simulate_policy(profile: Profile, policy: Policy) -> Outcome:
+    """The outcome of a training step of `profile` under `policy`, with the head that it chose. Raises as `simulate`."""
+    return simulate(profile.with_head(policy.head), [policy.plan_of(block.name) for block in profile.blocks])
 
 
 def simulate_blocks(profile: Profile, blocks: Sequence[BlockOutcome]) -> Outcome:

@@ -13,7 +13,7 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Policy, call_name, num_calls
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.artifacts.step_peak import Outcome, run_block, simulate
+from adacc_hf.artifacts.step_peak import Outcome, run_block, simulate_policy
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.fake_model import FakeModel, Workload, fake_model
 from adacc_hf.estimate.static_memory import StaticMemory, static_memory
@@ -154,7 +154,7 @@ class _Planner:
             policy=policy,
             bound_bytes=bound_bytes,
             forecasts=forecasts,
-            phases=_phases(simulate_checkpointed(profile) if policy is None else _outcome(profile, policy)),
+            phases=_phases(simulate_checkpointed(profile) if policy is None else simulate_policy(profile, policy)),
         )
 
     def profile(self) -> Profile:
@@ -336,11 +336,6 @@ def plain_ms(profile: Profile) -> float:
     }
     watched = {block.kind: block.name for block in profile.blocks}.values()
     return profile.step_ms - sum(ms for name, ms in overheads.items() if name not in watched)
-
-
-def _outcome(profile: Profile, policy: Policy) -> Outcome:
-    plans = [policy.plan_of(block.name) for block in profile.blocks]
-    return simulate(profile.with_head(policy.head), plans)
 
 
 def _phases(outcome: Outcome) -> dict[str, int]:

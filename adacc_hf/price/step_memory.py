@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import BackwardEvent, ForwardEvent, KindProfile, Profile, Shared
-from adacc_hf.artifacts.step_peak import BlockOutcome, simulate
+from adacc_hf.artifacts.step_peak import BlockOutcome, simulate_policy
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.watching import MarkCalls, WatchForward, WatchSlots
 from adacc_hf.run.blocks import BlockFunction, Installation, LaterCall
@@ -331,9 +331,8 @@ def predicted_peaks(profile: Profile, policy: Policy) -> dict[str, int]:
     """The same, as predicted for `policy`, and with what is live before the step."""
     names = {f"backward {block.name}": block.name for block in profile.blocks}
     names |= {moment: moment for moment in (AFTER, OPTIMIZER)}
-    plans = [policy.plan_of(block.name) for block in profile.blocks]
     peaks: dict[str, int] = {}
-    for label, live in simulate(profile.with_head(policy.head), plans).timeline:
+    for label, live in simulate_policy(profile, policy).timeline:
         moment = names.get(label, FORWARD)
         peaks[moment] = max(live, peaks.get(moment, 0))
     return peaks

@@ -115,7 +115,7 @@ def _write(path: Path, content: bytes) -> None:
 
 def _outcomes(profile: Profile, policy: Policy) -> dict[str, Outcome]:
     """What the simulator says of plain training, full recomputation and the policy."""
-    from adacc_hf.artifacts.step_peak import simulate
+    from adacc_hf.artifacts.step_peak import simulate, simulate_policy
 
     plain = {
         kind.digest: Plan(kind=kind.digest, choices=tuple((value.index, RETAIN) for value in kind.activations))
@@ -125,9 +125,7 @@ def _outcomes(profile: Profile, policy: Policy) -> dict[str, Outcome]:
     return {
         "plain": simulate(profile, [plain[profile.kind_of(block).digest] for block in profile.blocks]),
         "full recomputation": simulate(profile, [full.plan_of(block.name) for block in profile.blocks]),
-        "this policy": simulate(
-            profile.with_head(policy.head), [policy.plan_of(block.name) for block in profile.blocks]
-        ),
+        "this policy": simulate_policy(profile, policy),
     }
 
 
