@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from adacc_hf import AdaccConfig, Policy, profile_model
 from adacc_hf.artifacts.checkpointing import simulate_checkpointed
+from adacc_hf.artifacts.step_peak import run_block, simulate_policy
 from adacc_hf.torch_glue.memory import measure_step
 
 SIZES = {"vocab_size": 128, "bos_token_id": None, "eos_token_id": None}
@@ -45,3 +46,17 @@ def test_a_checkpointed_step_is_predicted(name, one_thread):
     replayed = Policy.uniform(profile, "recompute")
     if "gpt2" in name:
         assert replayed.predicted_stored_bytes > outcome.stored_bytes
+
+
+def test_forward_and_head_hold_the_inputs_of_blocks_alone(gpt2_like_profile):
+    profile = gpt2_like_profile(num_blocks=3)
+    (kind,) = profile.kinds
+    policy = Policy.uniform(profile, "retain")
+    plain = run_block(kind, policy.plan_of(profile.blocks[0].name))
+    input_bytes = sum(value.nbytes for value in kind.activations if value.producer is None)
+    assert 0 < input_bytes < plain.live_bytes
+    retained, checkpointed = (
+        dict(outcome.timeline) for outcome in (simulate_policy(profile, policy), simulate_checkpointed(profile))
+    )
+    more = plain.live_bytes - input_bytes
+    assert retained["head and loss"] - checkpointed["head and loss"] == 3 * more
