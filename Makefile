@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNNABLE := $(VENV)/.runnable
 INSTALLED := $(VENV)/.installed
-# uv, where it is there, installs faster than pip; `UV= make ...` leaves it out. Neither compiles what is never imported.
+# uv, where it is there, installs faster than pip; `UV= make ...` leaves it out. Neither compiles what the demo never imports.
 UV ?= $(shell command -v uv)
 PIP := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install --disable-pip-version-check --no-compile)
 INSTALL := $(PIP) --quiet --constraint constraints.txt
@@ -27,9 +27,12 @@ $(RUNNABLE): setup.cfg pyproject.toml constraints.txt
 	$(INSTALL) --no-build-isolation --editable '.[recipes,plot]'
 	@touch $@
 
-# What tests and evaluates comes on top.
+# What tests and evaluates comes on top. All is compiled here: Python warns of some packages' code when it compiles it, and
+# in a test a warning is an error. Templates and code for other Pythons, which do not compile, are no concern.
+COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 $(INSTALLED): $(RUNNABLE)
 	$(INSTALL) --no-build-isolation --editable '.[eval,test]'
+	@$(COMPILE)
 	@touch $@
 
 demo: $(RUNNABLE) ## Train a small GPT-2 four ways on 2 CPU cores and print the comparison (under 5 minutes)
