@@ -14,17 +14,22 @@ class CompactAdamW(torch.optim.AdamW):
     """AdamW, whose step on a compact layer's `core` [m, r] is carried over to its weight [m, n].
 
     Moments are of the subspace, 2 m r numbers a layer, and stay as they are when every `update_proj_gap` steps another
-    subspace is drawn. Weight decay is the weight's. Groups with a "scale" hold the cores of `layers`, in order.
+    subspace is drawn. Weight decay is the weight's. Groups with a "scale" hold the cores of `layers`, in order, and
+    count their "steps". The step is fused, which makes no temporaries, unless `fused`, `foreach`, `capturable` or
+    `differentiable` say otherwise.
     """
 
     def __init__(
         self, params: Iterable[Any], layers: Sequence[CompactLayer], update_proj_gap: int = 50, **settings: Any
     ) -> None:
-        if settings.get("fused"):
-            raise ValueError("fused=True: a step that GradScaler leaves out would still decay weights; leave fused out")
         self.layers = list(layers)
         self.update_proj_gap = update_proj_gap
+        if not any(settings.get(other) for other in ("foreach", "capturable", "differentiable")):
+            settings = {"fused": True} | settings
         super().__init__(params, **settings)
+        # A fused step finds by itself that GradScaler's gradients are infinite, and does nothing. Weights of compact
+        # layers would decay all the same, so that GradScaler is to leave such a step out, as it does with others.
+        self._step_supports_amp_scaling = False
         # A hook, which a step on stand-ins that tells what state is to come leaves out.
         self.register_step_pre_hook(_check_cores)
 
@@ -49,6 +54,8 @@ class CompactAdamW(torch.optim.AdamW):
         decays = [group["weight_decay"] for group in groups]
         for group in groups:
             group["weight_decay"] = 0.0  # a core is zero
+            # On the host, where what is counted for each parameter may be on a device.
+            group["steps"] = group.get("steps", 0) + 1
         for layer, _, _ in stepping:
             layer.hold()
         try:
@@ -74,9 +81,12 @@ class CompactAdamW(torch.optim.AdamW):
 
     def _begin_periods(self) -> None:
         """Draw the subspaces of the period that the next step belongs to."""
-        for layer in self.layers:
-            if layer.core in self.state:
-                layer.group.period = int(self.state[layer.core]["step"]) // self.update_proj_gap
+        by_core = {id(layer.core): layer for layer in self.layers}
+        for group in self.param_groups:
+            if "scale" in group:
+                for core in group["params"]:
+                    if id(core) in by_core:  # a step on stand-ins leaves the layers alone
+                        by_core[id(core)].group.period = group.get("steps", 0) // self.update_proj_gap
 
 
 def _check_cores(optimizer: Any, args: Any, kwargs: Any) -> None:
