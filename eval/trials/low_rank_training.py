@@ -45,7 +45,7 @@ class TextScale:
         return LlamaForCausalLM(config).train()
 
 
-def train_on_text(scale: Figures, method: str, seed: int, threads: int = 1) -> Figures:
+def train_on_text(scale: Figures, method: str, rate: float, seed: int, threads: int = 1) -> Figures:
     """Validation losses [(step, loss)] of one training, the peak bytes of one of its steps, and its parameters."""
     torch.set_num_threads(threads)
     what = TextScale(**scale)
@@ -61,6 +61,7 @@ def train_on_text(scale: Figures, method: str, seed: int, threads: int = 1) -> F
             data=ByteSequences(training, what.tokens, what.steps * what.batch, seed),
             held_out=held_out,
             callbacks=[peak],
+            learning_rate=rate,
             **_arguments(what, seed),
         )
         trainer.train()

@@ -18,7 +18,9 @@ LAST = {"plain": 2.0, "compact_4": 1.9}
 def made_up(function, order: dict, timeout_s: float | None) -> dict:
     if order["method"] not in LAST:
         return {"status": "cannot_run", "reason": "it is not installed"}
-    curve = [(1, 3.0), (2, LAST[order["method"]] + 0.1 * order["seed"])]
+    # The middle one of three rates is the best.
+    worse = 0.0 if order["rate"] == low_rank.METHODS[order["method"]].rate else 0.5
+    curve = [(1, 3.0), (2, LAST[order["method"]] + 0.1 * order["seed"] + worse)]
     return {"status": "measured", "curve": curve, "peak_bytes": 2**20, "parameters": 1_900_000}
 
 
@@ -33,9 +35,9 @@ def test_the_table_by_hand(tmp_path: Path) -> None:
     assert status == 0
     check_record(record)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in report.splitlines() if "| " in line]
-    assert ["AdamW", "2.0000", "2.1000", "2.0500", "+0.0000", "1.00 MiB"] in rows
-    assert ["CompAct n/4", "1.9000", "2.0000", "1.9500", "-0.1000", "1.00 MiB"] in rows
-    assert ["GaLore n/4", "cannot run", "cannot run", "", "", ""] in rows
+    assert ["AdamW", "0.003", "2.0000", "2.1000", "2.0500", "+0.0000", "2.5500, 2.5500", "1.00 MiB"] in rows
+    assert ["CompAct n/4", "0.01", "1.9000", "2.0000", "1.9500", "-0.1000", "2.4500, 2.4500", "1.00 MiB"] in rows
+    assert ["GaLore n/4", "", "cannot run", "cannot run", "", "", "", ""] in rows
     assert report.count("it is not installed") == 1
     assert ">CompAct n/4<" in (tmp_path / "compact_training.svg").read_text()
 
@@ -60,7 +62,7 @@ def test_a_package_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.filterwarnings("ignore:This implementation of AdamW is deprecated:FutureWarning")
 def test_methods_train_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(low_rank_training, "MEASURED_STEP", 5)
-    status, record, _ = run(tmp_path, "--steps", "6", "--seeds", "1", points=run_here)
+    status, record, _ = run(tmp_path, "--steps", "6", "--seeds", "1", "--rates", "1", points=run_here)
     assert status == 0
     check_record(record)
     points = {name: p for name, p in record["train_info"]["points"].items() if p["status"] == "measured"}
