@@ -11,11 +11,10 @@ without them their rows say so.
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 
 from tqdm import tqdm
@@ -25,10 +24,9 @@ from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.plots import curves
 from adacc_hf.eval.records.records import Figures, Settings, Status, add_settings, markdown_table, positive_int
 from adacc_hf.eval.trials.isolation import run_isolated
-from adacc_hf.eval.trials.low_rank import METHODS
+from adacc_hf.eval.trials.low_rank import METHODS, RATES, BestRate, best_rate, point_name
 from adacc_hf.eval.trials.low_rank_training import TextScale, train_on_text
 
-RATES = (0.3, 1.0, 3.0)
 TRAINED = ("plain", "galore", "apollo", "compact_2", "compact_4", "compact_4_adacc")
 
 
@@ -53,7 +51,7 @@ def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_is
     with open_ledger(settings, run_info, arguments.resume) as ledger:
         for method, rate, seed in tqdm(keys, desc="compact-training", unit="training"):
             order = {"scale": asdict(scale), "method": method, "rate": rate, "seed": seed, "threads": settings.threads}
-            ledger.measure(_key(method, rate, seed), partial(run, train_on_text, order, None))
+            ledger.measure(point_name(method, rate, seed), partial(run, train_on_text, order, None))
         ledger.finish()
         save_plot(ledger)
         ledger.publish(report_text(ledger))
@@ -61,43 +59,14 @@ def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_is
     return 1 if failed else 0
 
 
-@dataclass(frozen=True)
-class Trained:
-    """The trainings of one method at the rate that suits it best, by seed."""
-
-    title: str
-    rate: float
-    points: list[Figures]
-    others: list[float]
-    """Mean losses at the other rates, in their order; infinite where a training has none."""
-
-    @property
-    def loss(self) -> float | None:
-        """The mean of the losses after the last step. None if a training has none."""
-        loss = _mean_loss(self.points)
-        return loss if math.isfinite(loss) else None
-
-
-def of_method(ledger: Ledger, method: str) -> Trained:
-    """What `method` came to, at the rate of the least mean loss."""
+def of_method(ledger: Ledger, method: str) -> BestRate:
+    """The trainings of `method` at the rate of the least mean loss after the last step."""
     info = ledger.run_info
-    found = {
-        rate: [ledger.points[_key(method, rate, seed)] for seed in info["seeds"]] for rate in info["rates"][method]
-    }
-    best = min(found, key=lambda rate: _mean_loss(found[rate]))
-    others = [_mean_loss(points) for rate, points in found.items() if rate != best]
-    return Trained(METHODS[method].title, best, found[best], others)
+    return best_rate(ledger.points, method, info["rates"][method], info["seeds"], _last_loss, is_loss=True)
 
 
-def _key(method: str, rate: float, seed: int) -> str:
-    return f"{method}, rate {rate:g}, seed {seed}"
-
-
-def _mean_loss(points: Sequence[Figures]) -> float:
-    if not all("curve" in point for point in points):
-        return math.inf
-    losses = [point["curve"][-1][1] for point in points]
-    return statistics.mean(losses) if all(map(math.isfinite, losses)) else math.inf
+def _last_loss(point: Figures) -> float | None:
+    return point["curve"][-1][1] if "curve" in point else None
 
 
 def report_text(ledger: Ledger) -> str:
@@ -105,8 +74,8 @@ def report_text(ledger: Ledger) -> str:
     info = ledger.run_info
     scale = TextScale(**info["scale"])
     trained = {name: of_method(ledger, name) for name in info["methods"]}
-    base = trained["plain"].loss if "plain" in trained else None
-    rows = [_row(one, base, info["seeds"]) for one in trained.values()]
+    base = trained["plain"].mean if "plain" in trained else None
+    rows = [_row(METHODS[name].title, one, base, info["seeds"]) for name, one in trained.items()]
     points = [point for one in trained.values() for point in one.points]
     parameters = next((point["parameters"] for point in points if "parameters" in point), 0)
     heading = (
@@ -117,26 +86,28 @@ def report_text(ledger: Ledger) -> str:
         f"the best is shown, and what the others came to. Peaks are live bytes of a whole step"
     )
     reasons = dict.fromkeys(
-        f"{one.title}: {point['reason']}" for one in trained.values() for point in one.points if "reason" in point
+        f"{METHODS[name].title}: {point['reason']}"
+        for name, one in trained.items()
+        for point in one.points
+        if "reason" in point
     )
     return "\n\n".join([heading, markdown_table(rows), *reasons]) + "\n"
 
 
-def _row(one: Trained, base: float | None, seeds: Sequence[int]) -> dict[str, str]:
+def _row(title: str, one: BestRate, base: float | None, seeds: Sequence[int]) -> dict[str, str]:
     losses = {
-        f"seed {seed}": f"{point['curve'][-1][1]:.4f}" if "curve" in point else point["status"].replace("_", " ")
+        f"seed {seed}": point["status"].replace("_", " ") if (loss := _last_loss(point)) is None else f"{loss:.4f}"
         for seed, point in zip(seeds, one.points, strict=True)
     }
+    is_known = one.mean is not None
     return {
-        "method": one.title,
-        "rate": f"{one.rate:g}" if one.loss is not None else "",
+        "method": title,
+        "rate": f"{one.rate:g}" if is_known else "",
         **losses,
-        "mean": "" if one.loss is None else f"{one.loss:.4f}",
-        "over AdamW's": "" if one.loss is None or base is None else f"{one.loss - base:+.4f}",
-        "at other rates": ", ".join(f"{loss:.4f}" if math.isfinite(loss) else "none" for loss in one.others)
-        if one.loss is not None
-        else "",
-        "peak": "" if one.loss is None else format_bytes(max(point["peak_bytes"] for point in one.points)),
+        "mean": f"{one.mean:.4f}" if is_known else "",
+        "over AdamW's": f"{one.mean - base:+.4f}" if is_known and base is not None else "",
+        "at other rates": one.other_means(4) if is_known else "",
+        "peak": format_bytes(max(point["peak_bytes"] for point in one.points)) if is_known else "",
     }
 
 
@@ -145,11 +116,10 @@ def save_plot(ledger: Ledger) -> None:
     series = {}
     for name in ledger.run_info["methods"]:
         one = of_method(ledger, name)
-        if one.loss is not None:
-            curves_found = [point["curve"] for point in one.points]
-            series[one.title] = [
-                (places[0][0], statistics.mean(loss for _, loss in places))
-                for places in zip(*curves_found, strict=True)
+        if one.mean is not None:
+            found = [point["curve"] for point in one.points]
+            series[METHODS[name].title] = [
+                (places[0][0], statistics.mean(loss for _, loss in places)) for places in zip(*found, strict=True)
             ]
     curves(ledger.settings.output.with_suffix(".svg"), series, "step", "validation loss, nats per byte")
 

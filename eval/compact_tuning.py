@@ -2,14 +2,14 @@
 
     adacc eval compact-tuning
 
-The model learns to fill in bytes of the standard library's text, and is tuned to tell which package a passage of 128
-bytes is from. Steps are timed within each training. GaLore comes with `pip install 'adacc-hf[peers]'`, LoRA with PEFT.
+The model has learnt to tell which of twelve packages of the standard library a passage of 63 words and signs is from,
+and is tuned to tell six others apart. Each method tries multiples of a learning rate, and the best is shown. Steps are
+timed within each training. GaLore comes with `pip install 'adacc-hf[peers]'`, LoRA with PEFT.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -23,7 +23,8 @@ from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.records import Figures, Settings, Status, add_settings, markdown_table, positive_int
 from adacc_hf.eval.trials.clock import add_clock, check_clock
 from adacc_hf.eval.trials.isolation import run_isolated
-from adacc_hf.eval.trials.low_rank_tuning import PACKAGES, TUNINGS, TuningScale, pretrain, tune
+from adacc_hf.eval.trials.low_rank import RATES, best_rate, point_name
+from adacc_hf.eval.trials.low_rank_tuning import EARLIER, PACKAGES, TUNINGS, TuningScale, pretrain, tune
 
 PRETRAINING = "pretraining"
 
@@ -35,6 +36,7 @@ def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_is
     parser.add_argument("--steps", type=positive_int, default=TuningScale.steps, help="of tuning")
     parser.add_argument("--pretraining-steps", type=positive_int, default=TuningScale.pretraining_steps)
     parser.add_argument("--seeds", type=positive_int, default=2, help="trainings of each method")
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="multiples of learning rates")
     add_clock(parser)
     add_resume(parser)
     add_settings(parser, "compact_tuning")
@@ -43,16 +45,20 @@ def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_is
     check_clock(arguments.clock, settings)
     scale = replace(TuningScale(), steps=arguments.steps, pretraining_steps=arguments.pretraining_steps)
     seeds = [settings.seed + number for number in range(arguments.seeds)]
-    run_info = {"scale": asdict(scale), "methods": arguments.methods, "seeds": seeds, "clock": arguments.clock}
+    rates = {
+        method: [TUNINGS[method][0].rate * multiple for multiple in arguments.rates] for method in arguments.methods
+    }
+    run_info = {"scale": asdict(scale), "methods": arguments.methods, "rates": rates, "seeds": seeds}
+    run_info["clock"] = arguments.clock
     # The model lies beside the record, which may go on with it.
     shared: dict[str, Any] = {"scale": asdict(scale), "folder": str(settings.output.with_suffix("").resolve())}
     shared["threads"] = settings.threads
     with open_ledger(settings, run_info, arguments.resume) as ledger:
         ledger.measure(PRETRAINING, partial(run, pretrain, shared | {"seed": settings.seed}, None))
-        keys = [(method, seed) for seed in seeds for method in arguments.methods]
-        for method, seed in tqdm(keys, desc="compact-tuning", unit="training"):
-            order = shared | {"method": method, "seed": seed, "clock": arguments.clock}
-            ledger.measure(f"{method}, seed {seed}", partial(run, tune, order, None))
+        keys = [(method, rate, seed) for seed in seeds for method in arguments.methods for rate in rates[method]]
+        for method, rate, seed in tqdm(keys, desc="compact-tuning", unit="training"):
+            order = shared | {"method": method, "rate": rate, "seed": seed, "clock": arguments.clock}
+            ledger.measure(point_name(method, rate, seed), partial(run, tune, order, None))
         ledger.finish()
         ledger.publish(report_text(ledger))
     return 1 if any(point["status"] == Status.ERROR.value for point in ledger.points.values()) else 0
@@ -62,12 +68,15 @@ def report_text(ledger: Ledger) -> str:
     """The table as Markdown."""
     info = ledger.run_info
     scale = TuningScale(**info["scale"])
+    earlier = ledger.points[PRETRAINING].get("accuracy", 0.0)
     heading = (
         f"Accuracy at telling which of {len(PACKAGES)} packages of the standard library a held-out passage of "
-        f"{scale.tokens} bytes is from ({scale.eval_passages} passages; chance is {1 / len(PACKAGES):.3f}), by a "
-        f"RoBERTa of width {scale.width} and {scale.layers} blocks that was trained to fill in bytes for "
-        f"{scale.pretraining_steps} steps, after {scale.steps} steps of {scale.batch} passages, float32. Peaks are "
-        f"live bytes of a whole step; times, by the {info['clock']} clock, are medians of steps of separate trainings"
+        f"{scale.tokens - 1} words and signs is from ({scale.eval_passages} passages; chance is "
+        f"{1 / len(PACKAGES):.3f}), by a RoBERTa of width {scale.width} and {scale.layers} blocks that has learnt to "
+        f"tell {len(EARLIER)} others apart ({earlier:.3f} of such passages), after {scale.steps} steps of "
+        f"{scale.batch} passages, float32. Of the learning rates tried by each method the best is shown, and what the "
+        f"others came to. Peaks are live bytes of a whole step; times, by the {info['clock']} clock, are medians of "
+        f"steps of separate trainings"
     )
     rows = [_row(ledger, method) for method in info["methods"]]
     reasons = dict.fromkeys(point["reason"] for point in ledger.points.values() if "reason" in point)
@@ -75,21 +84,26 @@ def report_text(ledger: Ledger) -> str:
 
 
 def _row(ledger: Ledger, method: str) -> dict[str, str]:
-    seeds = ledger.run_info["seeds"]
-    points = [ledger.points[f"{method}, seed {seed}"] for seed in seeds]
-    found = [point for point in points if "accuracy" in point]
-    times = [point["step_ms"]["median"] for point in found]
+    info = ledger.run_info
+    one = best_rate(ledger.points, method, info["rates"][method], info["seeds"], _accuracy, is_loss=False)
+    is_known = one.mean is not None
     return {
         "method": TUNINGS[method][0].title,
+        "rate": f"{one.rate:g}" if is_known else "",
         **{
             f"seed {seed}": f"{point['accuracy']:.3f}" if "accuracy" in point else point["status"].replace("_", " ")
-            for seed, point in zip(seeds, points, strict=True)
+            for seed, point in zip(info["seeds"], one.points, strict=True)
         },
-        "mean": f"{statistics.mean(point['accuracy'] for point in found):.3f}" if found else "",
-        "trained numbers": f"{found[0]['trained']:,}" if found else "",
-        "peak": format_bytes(found[0]["peak_bytes"]) if found else "",
-        "step, ms": " and ".join(f"{ms:.0f}" for ms in times),
+        "mean": f"{one.mean:.3f}" if is_known else "",
+        "at other rates": one.other_means(3) if is_known else "",
+        "trained numbers": f"{one.points[0]['trained']:,}" if is_known else "",
+        "peak": format_bytes(one.points[0]["peak_bytes"]) if is_known else "",
+        "step, ms": " and ".join(f"{point['step_ms']['median']:.0f}" for point in one.points) if is_known else "",
     }
+
+
+def _accuracy(point: Figures) -> float | None:
+    return point.get("accuracy")
 
 
 if __name__ == "__main__":

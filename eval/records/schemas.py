@@ -386,7 +386,7 @@ POINTS: dict[str, dict[str, Schema]] = {
     "budget_bench": {"": record({"methods": mapping(STEP_FIGURES), "skipped": mapping(TEXT)})},
     "compact": {"^time$": LOW_RANK_TIMES, "^(?!time$)": SHAPE},
     "compact_training": {", seed \\d+$": TEXT_TRAINING},
-    "compact_tuning": {"^pretraining$": ended(record({"loss": NUMBER})), ", seed \\d+$": TUNING},
+    "compact_tuning": {"^pretraining$": ended(record({"accuracy": NUMBER})), ", seed \\d+$": TUNING},
     "table4": {"/training$": TABLE4_TRAINING, "/(?!training$)": SCORE},
     "downstream": {"": SCORE},
     "cloze": {"": SCORE},

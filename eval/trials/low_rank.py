@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +14,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 
 from adacc_hf import AdaccCallback, AdaccConfig
 from adacc_hf.compact import CompactFactory
+from adacc_hf.eval.records.records import Figures
 from adacc_hf.eval.trials.isolation import CannotRunError
 from adacc_hf.eval.trials.peer_methods import missing_package
 from adacc_hf.torch_glue.memory import MemoryMeter, static_bytes
@@ -117,6 +120,58 @@ METHODS = {
     ),
 }
 """By the name that a record has for them. n is the width of the model, and of a layer's inputs for CompAct."""
+
+
+RATES = (0.3, 1.0, 3.0)
+"""Multiples of a method's learning rate that it is trained at."""
+
+
+@dataclass(frozen=True)
+class BestRate:
+    """The trainings of one method at the learning rate that suits it best."""
+
+    rate: float
+    points: list[Figures]
+    """By seed."""
+    mean: float | None
+    """Of the figure that they are judged by. None if a training has none."""
+    others: list[float | None]
+    """Its means at the other rates, in their order."""
+
+    def other_means(self, digits: int) -> str:
+        """What the other rates came to, as text."""
+        return ", ".join("none" if mean is None else f"{mean:.{digits}f}" for mean in self.others)
+
+
+def point_name(method: str, rate: float, seed: int) -> str:
+    """What a record calls a training."""
+    return f"{method}, rate {rate:g}, seed {seed}"
+
+
+def best_rate(
+    points: Mapping[str, Figures],
+    method: str,
+    rates: Sequence[float],
+    seeds: Sequence[int],
+    judged_by: Callable[[Figures], float | None],
+    *,
+    is_loss: bool,
+) -> BestRate:
+    """The trainings of `method` in `points` at the rate whose mean figure is least (a loss) or most (an accuracy)."""
+
+    def mean(rate: float) -> float | None:
+        figures = [judged_by(point) for point in found[rate]]
+        known = [figure for figure in figures if figure is not None and math.isfinite(figure)]
+        return statistics.mean(known) if len(known) == len(figures) else None
+
+    def badness(rate: float) -> float:
+        figure = means[rate]
+        return math.inf if figure is None else figure if is_loss else -figure
+
+    found = {rate: [points[point_name(method, rate, seed)] for seed in seeds] for rate in rates}
+    means = {rate: mean(rate) for rate in rates}
+    best = min(rates, key=badness)
+    return BestRate(best, found[best], means[best], [means[rate] for rate in rates if rate != best])
 
 
 class StepPeak(TrainerCallback):

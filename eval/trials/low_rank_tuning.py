@@ -1,10 +1,12 @@
-"""A small RoBERTa that learns to fill in bytes, and then to tell where a passage is from. Each in its own process."""
+"""A small RoBERTa that learns to tell where passages are from, and is then tuned on others, in a process of its own."""
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import tempfile
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,6 @@ from torch.utils.data import Dataset
 from transformers import (
     PreTrainedModel,
     RobertaConfig,
-    RobertaForMaskedLM,
     RobertaForSequenceClassification,
     TrainerCallback,
 )
@@ -27,15 +28,18 @@ from adacc_hf.eval.trials.isolation import CannotRunError
 from adacc_hf.eval.trials.low_rank import LowRankMethod, StepPeak
 from adacc_hf.eval.trials.peer_methods import missing_package
 from adacc_hf.eval.trials.training import ByteSequences
-from adacc_hf.eval.trials.workload import library_bytes
 
 PACKAGES = ("asyncio", "email", "importlib", "multiprocessing", "unittest", "xml")
-"""Of the standard library: the classes."""
+"""Of the standard library: the classes of tuning."""
+EARLIER = (
+    "concurrent", "ctypes", "encodings", "http", "idlelib", "json", "logging", "sqlite3", "tkinter", "turtledemo",
+    "urllib", "wsgiref",
+)  # fmt: skip
+"""The classes that the model was trained on before."""
 HELD_OUT = 0.25
 """Share of each package's text, its end, that is for validation alone."""
-BYTES, MASK = 256, 256
-"""Tokens that are bytes, and the one in the place of a byte to be filled in; one more is RoBERTa's padding."""
-MASKED = 0.15
+WORDS, START, PADDING = 2048, 2048, 2049
+"""Numbers of words by their hash, RoBERTa's first token, which it classifies by, and its padding."""
 MEASURED_STEP = 20
 
 GAP = 100
@@ -64,93 +68,76 @@ TUNINGS: dict[str, tuple[LowRankMethod, int | None]] = {
 class TuningScale:
     """The model, how long it is trained to fill in bytes, and how long it is tuned."""
 
-    width: int = 128
+    width: int = 96
     layers: int = 3
     heads: int = 4
     batch: int = 16
-    tokens: int = 128
-    pretraining_steps: int = 400
-    steps: int = 200
+    tokens: int = 64
+    pretraining_steps: int = 1500
+    steps: int = 300
     eval_passages: int = 600
 
-    @property
-    def config(self) -> RobertaConfig:
+    def config(self, packages: Sequence[str]) -> RobertaConfig:
+        """Of a model that tells `packages` apart."""
         return RobertaConfig(
-            vocab_size=BYTES + 2,
-            pad_token_id=BYTES + 1,
-            bos_token_id=None,
+            vocab_size=WORDS + 2,
+            pad_token_id=PADDING,
+            bos_token_id=START,
             eos_token_id=None,
             hidden_size=self.width,
             intermediate_size=4 * self.width,
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
             # RoBERTa counts positions from the padding's number on.
-            max_position_embeddings=self.tokens + BYTES + 2,
+            max_position_embeddings=self.tokens + PADDING + 1,
             type_vocab_size=1,
-            id2label=dict(enumerate(PACKAGES)),
+            id2label=dict(enumerate(packages)),
         )
 
 
-class MaskedBytes(Dataset[dict[str, Tensor]]):
-    """Sequences of the library's text with some bytes to fill in."""
-
-    def __init__(self, tokens: int, count: int, seed: int) -> None:
-        self._whole = ByteSequences(library_bytes(), tokens, count, seed)
-        self._seed = seed
-
-    def __len__(self) -> int:
-        return len(self._whole)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids = self._whole[index]["input_ids"]
-        generator = torch.Generator().manual_seed(self._seed * len(self) + index)
-        is_masked = torch.rand(len(ids), generator=generator) < MASKED
-        return {"input_ids": ids.masked_fill(is_masked, MASK), "labels": ids.masked_fill(~is_masked, -100)}
-
-
 class Passages(Dataset[dict[str, Tensor]]):
-    """Passages of the packages in turn, each labelled with its package's number."""
+    """Passages of `packages` in turn, each labelled with its package's number."""
 
-    def __init__(self, tokens: int, count: int, seed: int, held_out: bool) -> None:
+    def __init__(self, packages: Sequence[str], tokens: int, count: int, seed: int, held_out: bool) -> None:
         self._sources = []
-        for number, package in enumerate(PACKAGES):
-            text = _text_of(package)
+        for number, package in enumerate(packages):
+            text = words_of(package)
             split = int(len(text) * (1.0 - HELD_OUT))
             part = text[split:] if held_out else text[:split]
-            self._sources.append(ByteSequences(part, tokens, -(-count // len(PACKAGES)), seed + number))
+            self._sources.append(ByteSequences(part, tokens - 1, -(-count // len(packages)), seed + number))
         self._count = count
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        place, label = divmod(index, len(PACKAGES))
-        return {"input_ids": self._sources[label][place]["input_ids"], "labels": torch.tensor(label)}
+        place, label = divmod(index, len(self._sources))
+        words = self._sources[label][place]["input_ids"]
+        return {"input_ids": torch.cat([torch.tensor([START]), words]), "labels": torch.tensor(label)}
 
 
-def _text_of(package: str) -> Tensor:
-    """uint8: all modules of a package, by name."""
+def words_of(package: str) -> Tensor:
+    """int16: the words and signs of all modules of a package, in the order of their names."""
     root = Path(sysconfig.get_paths()["stdlib"], package)
     text = b"".join(path.read_bytes() for path in sorted(root.rglob("*.py")))
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    found = re.findall(rb"[A-Za-z]+|[^\sA-Za-z]", text)
+    return torch.tensor([zlib.crc32(word) % WORDS for word in found], dtype=torch.int16)
 
 
 def pretrain(scale: Figures, folder: str, seed: int, threads: int = 1) -> Figures:
-    """Save a model that has learnt to fill in bytes, and tell its last training loss."""
+    """Save a model that has learnt to tell the packages of EARLIER apart, and tell how well it does."""
     torch.set_num_threads(threads)
     what = TuningScale(**scale)
     torch.manual_seed(seed)
-    model = RobertaForMaskedLM(what.config)
-    data = MaskedBytes(what.tokens, what.pretraining_steps * what.batch, seed)
-    steps = what.pretraining_steps
+    model = RobertaForSequenceClassification(what.config(EARLIER))
+    data = Passages(EARLIER, what.tokens, what.pretraining_steps * what.batch, seed, held_out=False)
     with tempfile.TemporaryDirectory() as scratch:
-        trainer = LowRankMethod(title="", rate=2e-3).trainer(
-            model, scratch, data=data, **_arguments(what, seed, steps, logging_steps=max(1, steps // 10))
+        trainer = LowRankMethod(title="", rate=1e-3).trainer(
+            model, scratch, data=data, **_arguments(what, seed, what.pretraining_steps)
         )
         trainer.train()
-    model.save_pretrained(folder)
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"loss": losses[-1]}
+    model.roberta.save_pretrained(folder)
+    return {"accuracy": accuracy(model, Passages(EARLIER, what.tokens, what.eval_passages, 7, held_out=True))}
 
 
 class StepTimes(TrainerCallback):
@@ -167,28 +154,29 @@ class StepTimes(TrainerCallback):
         self.seconds.append(self._now() - self._since)
 
 
-def tune(scale: Figures, method: str, folder: str, seed: int, clock: str = "wall", threads: int = 1) -> Figures:
+def tune(
+    scale: Figures, method: str, rate: float, folder: str, seed: int, clock: str = "wall", threads: int = 1
+) -> Figures:
     """Accuracy on held-out passages after tuning the model of `folder`, with the peak and the times of a step."""
     torch.set_num_threads(threads)
     what, (chosen, rank) = TuningScale(**scale), TUNINGS[method]
     chosen.check()
     torch.manual_seed(seed)
-    model: Any = RobertaForSequenceClassification.from_pretrained(folder)
+    model: Any = RobertaForSequenceClassification.from_pretrained(folder, config=what.config(PACKAGES))
     if method == "lora":
         assert rank is not None, "LoRA's is its own"
         model = _with_lora(model, rank)
     peak, times = StepPeak(MEASURED_STEP), StepTimes(CLOCKS[clock])
-    data = Passages(what.tokens, what.steps * what.batch, 100 * seed, held_out=False)
+    data = Passages(PACKAGES, what.tokens, what.steps * what.batch, 100 * seed, held_out=False)
+    arguments = {**_arguments(what, seed, what.steps), "learning_rate": rate}
     with tempfile.TemporaryDirectory() as scratch:
-        trainer = chosen.trainer(
-            model, scratch, rank=rank, data=data, callbacks=[times, peak], **_arguments(what, seed, what.steps)
-        )
+        trainer = chosen.trainer(model, scratch, rank=rank, data=data, callbacks=[times, peak], **arguments)
         trainer.train()
     # The step whose memory is counted takes longer, and so do the first ones.
     steady = times.seconds[MEASURED_STEP:] or times.seconds
     return to_json(
         {
-            "accuracy": accuracy(model, Passages(what.tokens, what.eval_passages, 7, held_out=True)),
+            "accuracy": accuracy(model, Passages(PACKAGES, what.tokens, what.eval_passages, 7, held_out=True)),
             "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "peak_bytes": peak.peak_bytes,
             "step_ms": Spread.of([1e3 * seconds for seconds in steady]),
@@ -220,13 +208,13 @@ def accuracy(model: PreTrainedModel, passages: Passages) -> float:
     return right / len(passages)
 
 
-def _arguments(scale: TuningScale, seed: int, steps: int, logging_steps: int | None = None) -> dict[str, Any]:
+def _arguments(scale: TuningScale, seed: int, steps: int) -> dict[str, Any]:
     return {
         "max_steps": steps,
         "per_device_train_batch_size": scale.batch,
         "lr_scheduler_type": "linear",
         "warmup_steps": steps // 10,
-        "logging_steps": logging_steps or max(1, steps // 2),
+        "logging_steps": max(1, steps // 2),
         "save_strategy": "no",
         "seed": seed,
         "use_cpu": True,

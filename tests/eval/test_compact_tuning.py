@@ -6,22 +6,23 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from adacc_hf.eval import compact_tuning
 from adacc_hf.eval.records.schemas import check_record
 from adacc_hf.eval.trials import low_rank_tuning
 from adacc_hf.eval.trials.isolation import run_here
-from adacc_hf.eval.trials.low_rank_tuning import MASK, MASKED, PACKAGES, MaskedBytes, Passages
+from adacc_hf.eval.trials.low_rank_tuning import PACKAGES, START, WORDS, Passages, words_of
 
 
 def made_up(function, order: dict, timeout_s: float | None) -> dict:
     if function is low_rank_tuning.pretrain:
-        return {"status": "measured", "loss": 2.0}
+        return {"status": "measured", "accuracy": 0.75}
     if order["method"] == "galore":
         return {"status": "cannot_run", "reason": "galore_torch is not installed"}
     spread = {"low": 9.0, "median": 10.0 + order["seed"], "high": 12.0}
-    accuracy = 0.5 + 0.25 * order["seed"]
+    # The middle one of three rates is the best.
+    worse = 0.0 if order["rate"] == low_rank_tuning.TUNINGS[order["method"]][0].rate else 0.125
+    accuracy = 0.5 + 0.25 * order["seed"] - worse
     return {
         "status": "measured", "accuracy": accuracy, "trained": 1234, "peak_bytes": 2**20, "step_ms": spread,
         "training_loss": 1.0,
@@ -39,31 +40,29 @@ def test_the_table_by_hand(tmp_path: Path) -> None:
     assert status == 0
     check_record(record)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in report.splitlines() if "| " in line]
-    assert ["AdamW", "0.500", "0.750", "0.625", "1,234", "1.00 MiB", "10 and 11"] in rows
-    assert ["GaLore r = 4", "cannot run", "cannot run", "", "", "", ""] in rows
+    assert ["AdamW", "0.001", "0.500", "0.750", "0.625", "0.500, 0.500", "1,234", "1.00 MiB", "10 and 11"] in rows
+    assert ["GaLore r = 4", "", "cannot run", "cannot run", "", "", "", "", ""] in rows
     assert report.count("galore_torch is not installed") == 1
 
 
 def test_passages_are_of_their_packages_and_held_out_ones_of_none_that_is_trained_on() -> None:
-    train, held_out = (Passages(32, 60, 0, is_held_out) for is_held_out in (False, True))
+    train, held_out = (Passages(PACKAGES, 32, 60, 0, is_held_out) for is_held_out in (False, True))
     assert [int(row["labels"]) for row in (train[place] for place in range(7))] == [0, 1, 2, 3, 4, 5, 0]
     for label, package in enumerate(PACKAGES):
-        text = bytes(low_rank_tuning._text_of(package).tolist())
-        split = int(0.75 * len(text))
-        for data, part in ((train, text[:split]), (held_out, text[split:])):
-            passage = bytes(data[label]["input_ids"].tolist())
-            assert len(passage) == 32
-            assert passage in part
+        words = words_of(package)
+        split = int(0.75 * len(words))
+        for data, part in ((train, words[:split]), (held_out, words[split:])):
+            start, *passage = data[label]["input_ids"].tolist()
+            assert start == START
+            assert len(passage) == 31
+            assert passage in part.unfold(0, 31, 1).tolist()
 
 
-def test_masked_bytes_are_what_is_to_be_filled_in() -> None:
-    data = MaskedBytes(64, 50, 0)
-    rows = [data[place] for place in range(len(data))]
-    ids, labels = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
-    assert torch.equal(ids == MASK, labels != -100)
-    # 3,200 draws: the share varies by 0.006.
-    assert float((ids == MASK).float().mean()) == pytest.approx(MASKED, abs=0.03)
-    assert torch.equal(data[3]["input_ids"], rows[3]["input_ids"])
+def test_words_are_told_apart_and_equal_ones_are_not() -> None:
+    words = words_of("json")
+    assert 0 <= int(words.min()) < int(words.max()) < WORDS
+    # Of the library's smallest package; its source has some 600 different words and signs.
+    assert 300 < len(words.unique()) < 2000
 
 
 # GaLore's own, where it is installed; and PEFT 0.21 with Transformers 5.23.
@@ -74,11 +73,11 @@ def test_masked_bytes_are_what_is_to_be_filled_in() -> None:
 def test_a_model_is_tuned_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is trained and what it takes differ; LoRA and CompAct leave most weights without a gradient."""
     monkeypatch.setattr(low_rank_tuning, "MEASURED_STEP", 2)
-    steps = ("--steps", "3", "--pretraining-steps", "2", "--seeds", "1")
+    steps = ("--steps", "3", "--pretraining-steps", "2", "--seeds", "1", "--rates", "1")
     status, record, _ = run(tmp_path, *steps, points=run_here)
     assert status == 0
     check_record(record)
-    points = {name: p for name, p in record["train_info"]["points"].items() if "accuracy" in p}
+    points = {name: p for name, p in record["train_info"]["points"].items() if "peak_bytes" in p}
     peaks = {name.partition(",")[0]: point["peak_bytes"] for name, point in points.items()}
     assert peaks["compact_r4"] < peaks["compact_r8"] < peaks["full"]
     assert peaks["lora"] < peaks["full"]
