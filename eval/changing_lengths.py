@@ -6,6 +6,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ PART, PAUSE = 9, 3
 """The first of every nine new sizes comes again after the third, the sixth and the ninth of them: close enough for the
 machine to be the same, and with others in between, as a size that came by chance would have."""
 
-FIXED_EVERY = 4
-"""New sizes, before one of which the copies at the fixed size train a step too."""
+FIXED_STEPS = 4
+"""Steps of the copies at the fixed size in every turn of PART new sizes."""
 
 LEARNING_RATE = 1e-3
 
@@ -93,7 +94,7 @@ class Times:
     later: dict[int, list[float]] = field(default_factory=dict)
     """Again at the size of that place."""
     fixed: list[float] = field(default_factory=list)
-    """At the fixed size, in the rounds of every FIXED_EVERY-th new one."""
+    """At the fixed size, FIXED_STEPS in each turn."""
 
     def first_of_later(self) -> list[float]:
         """For each size that came again, its first step over the median of the later ones."""
@@ -174,21 +175,25 @@ def train_in_turn(
 ) -> dict[str, Times]:
     """The times of all methods, on the same batches.
 
-    All take part in every round, so that a busy machine slows all alike; who goes first changes from round to round.
+    All take a turn of PART new sizes before the next ones come, so that a busy machine slows all alike; who goes first
+    changes. Within a turn a method trains on as it would alone: its first step, for which others have left the
+    machine's caches full of their own, is at the fixed size and not timed.
     """
     times = {trainee.name: Times() for trainee in changing}
     orders = deque(changing), deque(still)
-    steps = list(visits(len(sizes)))
-    for seed, visit in enumerate(tqdm(steps, desc="training", unit="round", leave=False)):
-        if visit.is_first and visit.place % FIXED_EVERY == 0:
-            batch = batch_of(fixed, seed)
-            for trainee in orders[1]:
-                times[trainee.name].fixed.append(trainee.train(batch, seed, clock))
-        batch = batch_of(sizes[visit.place], seed)
+    turns = [list(turn) for _, turn in groupby(visits(len(sizes)), key=lambda visit: visit.place // PART)]
+    seed = 0
+    for turn in tqdm(turns, desc="training", unit="turn", leave=False):
         for trainee in orders[0]:
-            ms = trainee.train(batch, seed, clock)
             found = times[trainee.name]
-            (found.first if visit.is_first else found.later.setdefault(visit.place, [])).append(ms)
+            trainee.train(batch_of(fixed, seed), seed, clock)
+            for own_seed, visit in enumerate(turn, seed + 1):
+                ms = trainee.train(batch_of(sizes[visit.place], own_seed), own_seed, clock)
+                (found.first if visit.is_first else found.later.setdefault(visit.place, [])).append(ms)
+        for trainee in orders[1]:
+            ms = [trainee.train(batch_of(fixed, seed + step), seed + step, clock) for step in range(1 + FIXED_STEPS)]
+            times[trainee.name].fixed.extend(ms[1:])
+        seed += 1 + len(turn)
         for order in orders:
             order.rotate(1)
     return times
@@ -230,7 +235,9 @@ def figures_of(times: Mapping[str, Times]) -> dict[str, dict[str, Any]]:
             "fixed_step_ms": fixed,
             "of_fixed": spread.median / fixed.median,
             "of_fixed_beside_plain": statistics.median(beside.first) / statistics.median(beside.fixed),
-            "of_fixed_beside_plain_by_round": Spread.of(_ratios(beside.first[::FIXED_EVERY], beside.fixed)),
+            "of_fixed_beside_plain_by_turn": Spread.of(
+                _ratios(_by_turn(beside.first, PART), _by_turn(beside.fixed, FIXED_STEPS))
+            ),
             "first_of_later": Spread.of(own.first_of_later()),
             "first_of_later_beside_plain": Spread.of(beside.first_of_later()),
             "mean_of_plain": statistics.mean(own.first) / statistics.mean(times[PLAIN].first),
@@ -239,6 +246,11 @@ def figures_of(times: Mapping[str, Times]) -> dict[str, dict[str, Any]]:
             figures[name][f"of_{label}"] = spread.median / statistics.median(times[base].first)
             figures[name][f"of_{label}_by_step"] = Spread.of(own.of(times[base]).first)
     return figures
+
+
+def _by_turn(ratios: Sequence[float], size: int) -> list[float]:
+    """The median of every turn's `size` ratios, of which the last may have fewer."""
+    return [statistics.median(ratios[start : start + size]) for start in range(0, len(ratios), size)]
 
 
 def _ratios(own: Sequence[float], other: Sequence[float]) -> list[float]:

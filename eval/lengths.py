@@ -20,7 +20,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from adacc_hf.eval.changing_lengths import measure_case
+from adacc_hf.eval.changing_lengths import PART, measure_case
 from adacc_hf.eval.length_trainings import TRAINER, TRAINER_MODEL, TRAINER_SCALE, measure_trainings
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.plots import curves
@@ -150,8 +150,9 @@ def _by_hand_text(ledger: Ledger) -> Iterator[str]:
         "Medians, in brackets the 20th to 80th percentile. Ratios to plain and to checkpointing are of medians over "
         "the same batches, their brackets of single batches. The fixed size is the mean of the others; the first step "
         "at a size is beside three later ones there. These two are plain training's own ratio in its rows; in all "
-        "others it is taken out, batch by batch. Left out before the first new size: "
-        f"{', '.join(map(str, sorted(left_out)))} steps at the fixed size, under the same policy."
+        f"others it is taken out, batch by batch. Methods take turns of {PART} new sizes, each after a step at the "
+        f"fixed size that is not timed. Left out before the first new size: {', '.join(map(str, sorted(left_out)))} "
+        "steps at the fixed size, under the same policy."
     )
     yield from _notes(points)
 
@@ -159,7 +160,7 @@ def _by_hand_text(ledger: Ledger) -> Iterator[str]:
 def _rows(title: str, point: Figures) -> Iterator[dict[str, str]]:
     for method, row in point["methods"].items():
         is_plain = method == PLAIN
-        fixed = f"{row['of_fixed']:.2f}" if is_plain else _ratio(row, "of_fixed_beside_plain", "round")
+        fixed = f"{row['of_fixed']:.2f}" if is_plain else _ratio(row, "of_fixed_beside_plain", "turn")
         yield {
             "model": title,
             "method": method,
@@ -173,7 +174,7 @@ def _rows(title: str, point: Figures) -> Iterator[dict[str, str]]:
 
 
 def _ratio(row: Figures, name: str, single: str = "step") -> str:
-    """A ratio of medians, with the spread of those of each step or round."""
+    """A ratio of medians, with the spread of those of each step or turn."""
     spread = Spread(**row[f"{name}_by_{single}"])
     return f"{row[name]:.2f} ({spread.low:.2f} to {spread.high:.2f})"
 

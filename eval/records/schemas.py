@@ -315,7 +315,7 @@ CHANGING_LENGTHS = record(
                     **BESIDE_OTHERS,
                     **dict.fromkeys(("of_plain", "of_checkpointing"), POSITIVE),
                     **dict.fromkeys(("of_fixed", "of_fixed_beside_plain"), POSITIVE),
-                    **dict.fromkeys(("fixed_step_ms", "of_fixed_beside_plain_by_round"), SPREAD),
+                    **dict.fromkeys(("fixed_step_ms", "of_fixed_beside_plain_by_turn"), SPREAD),
                     **dict.fromkeys(("first_of_later", "first_of_later_beside_plain"), SPREAD),
                     **dict.fromkeys(("stored_of_plain", "gradient_error", "loss_drift"), NUMBER),
                 },

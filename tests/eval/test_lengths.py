@@ -12,7 +12,7 @@ import torch
 
 from adacc_hf.eval import changing_lengths, lengths
 from adacc_hf.eval.changing_lengths import (
-    FIXED_EVERY,
+    FIXED_STEPS,
     PART,
     PAUSE,
     Times,
@@ -132,13 +132,12 @@ def test_every_size_comes_once_and_some_again() -> None:
 def test_figures_are_ratios_on_the_same_batches() -> None:
     """Plain training takes 1 ms a token, and at the fixed size 10; ours twice that, and thrice at a first step."""
     plain_ms = [float(ms) for ms in range(6, 15)]
-    num_fixed = -(-len(plain_ms) // FIXED_EVERY)
-    plain = Times(first=plain_ms, later={0: [6.0, 6.0, 9.0]}, fixed=[10.0] * num_fixed)
-    ours = Times(first=[3 * ms for ms in plain_ms], later={0: [12.0, 12.0, 18.0]}, fixed=[20.0] * num_fixed)
+    plain = Times(first=plain_ms, later={0: [6.0, 6.0, 9.0]}, fixed=[10.0] * FIXED_STEPS)
+    ours = Times(first=[3 * ms for ms in plain_ms], later={0: [12.0, 12.0, 18.0]}, fixed=[20.0] * FIXED_STEPS)
     row = figures_of({PLAIN: plain, CHECKPOINTING: ours})[CHECKPOINTING]
     assert (row["of_plain"], row["mean_of_plain"], row["of_checkpointing"]) == (3.0, 3.0, 1.0)
     assert row["of_plain_by_step"].low == row["of_plain_by_step"].high == 3.0
-    assert row["of_fixed"] == row["of_fixed_beside_plain"] == row["of_fixed_beside_plain_by_round"].median == 1.5
+    assert row["of_fixed"] == row["of_fixed_beside_plain"] == row["of_fixed_beside_plain_by_turn"].median == 1.5
     assert row["first_of_later"].median == row["first_of_later_beside_plain"].median == 1.5
 
 
