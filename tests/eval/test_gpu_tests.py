@@ -34,6 +34,7 @@ def test_outcomes_are_read_off_lines_of_one_process_or_several() -> None:
     }
 
 
+@pytest.mark.usefixtures("checkout")
 def test_every_file_with_tests_for_a_gpu_is_run() -> None:
     own = Path(__file__).name
     found = {
@@ -44,6 +45,7 @@ def test_every_file_with_tests_for_a_gpu_is_run() -> None:
     assert found == set(FILES)
 
 
+@pytest.mark.usefixtures("checkout")
 def test_tests_for_a_gpu_are_found_where_what_others_need_is_missing() -> None:
     code = (
         "import sys, pytest\n"
@@ -55,6 +57,7 @@ def test_tests_for_a_gpu_are_found_where_what_others_need_is_missing() -> None:
     assert {line.partition("::")[0] for line in found.stdout.splitlines() if "::" in line} == set(FILES)
 
 
+@pytest.mark.usefixtures("checkout")
 def test_a_failing_file_does_not_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")

@@ -18,7 +18,7 @@ PASSAGES = ["The river is a river", "No stone is left on any stone", "We open th
 
 
 @pytest.fixture
-def command(offline: None, tmp_path: Path) -> list[str]:
+def command(checkout: None, offline: None, tmp_path: Path) -> list[str]:
     return ["eval", "table4", "--tasks", "cloze", "--output", str(tmp_path / "out" / "table4.json")]
 
 

@@ -31,6 +31,7 @@ def test_a_failed_training_names_its_command(tmp_path: Path, monkeypatch: pytest
         run.train()
 
 
+@pytest.mark.usefixtures("checkout")
 def test_a_folder_that_is_trained_into_is_left_alone(tmp_path: Path) -> None:
     descriptor = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -56,6 +57,7 @@ def test_a_training_holds_its_folder_itself(tmp_path: Path, monkeypatch: pytest.
         RecipeRun(method="none", folder=tmp_path / "run", options=[]).train()
 
 
+@pytest.mark.usefixtures("checkout")
 def test_the_recipe_is_found_in_the_checkout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert recipe_path().name == "gpt2_pile.py"
     monkeypatch.setattr(recipe_runs.adacc_hf, "__file__", str(tmp_path / "adacc_hf" / "__init__.py"))
