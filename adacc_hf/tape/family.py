@@ -24,7 +24,6 @@ import torch
 from adacc_hf.artifacts.profile_sizes import Basis, Column, Polynomial, independent
 from adacc_hf.tape.tape import Geometry, Tape, TapeOperator, TapeValue, TensorRef
 from adacc_hf.tape.verification import obtainable
-from adacc_hf.torch_glue.private import attention_name, op_name
 
 ENOUGH_RECORDS = 3
 """Records that a family is made of: two sizes tell what a number is a multiple of, the third one checks it."""
@@ -40,10 +39,6 @@ a rule with a step in it, as of lengths that are rounded up, has shown it by the
 the same."""
 MOST_SIZES = 32
 """Sizes whose tapes are kept at hand. To evaluate one anew takes less than a millisecond."""
-
-_PLANS_IN_SECOND_THREADS = (attention_name("cudnn"),)
-"""Operators whose library builds a plan for each shape in each thread: replayed, they would build a second one in
-autograd's thread, which takes up to half a second at every new size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +102,6 @@ class TapeFamily:
         self._sized: OrderedDict[tuple[int, ...], Tape] = OrderedDict()
         tapes = [record.tape for record in records]
         recomputable = frozenset.intersection(*(tape.recomputable for tape in tapes))
-        recomputable = without_values(tapes[0], recomputable, _made_by(tapes[0], _PLANS_IN_SECOND_THREADS))
         equal = {v: e for v, e in tapes[0].equal.items() if all(tape.equal.get(v) == e for tape in tapes)}
         self.base = replace(tapes[0], recomputable=recomputable, equal=_kept(equal, recomputable))
         """The tape that plans are made for; those of all sizes have its values, operators and slots."""
@@ -502,11 +496,6 @@ class _Group:
         if self.family is not None and self.family is not family:
             self.family.is_in_force = False
         self.family = family
-
-
-def _made_by(tape: Tape, names: Collection[str]) -> set[int]:
-    """Values that operators of these names make."""
-    return {value for op in tape.operators if op_name(op.target) in names for value in op.made()}
 
 
 def without_values(tape: Tape, recomputable: frozenset[int], values: Collection[int]) -> frozenset[int]:

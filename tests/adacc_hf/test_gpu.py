@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.eval.trials.gradients import NOISE_FACTOR, Gradients, relative_error
 from adacc_hf.head.chunked_loss import chunked_cross_entropy
+from adacc_hf.price.profiler import estimate_profile
 from adacc_hf.run.call import Recording
 from adacc_hf.tape.call_inputs import data_of
 from adacc_hf.tape.library import TapeLibrary
@@ -147,6 +148,33 @@ def test_recomputing_around_a_fused_attention_is_exact(on_device, kernel, dropou
                 assert torch.equal(found.loss, plain.loss)
                 assert torch.equal(after, state)
                 assert relative_error(plain, found) <= NOISE_FACTOR * noise
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["cudnn", "flash"])
+def test_a_fused_attention_is_recomputed_at_sizes_never_recorded(tiny_llama, token_batch, caplog, kernel):
+    """As was planned from a few samples of the batch, whose own size then is a new one."""
+    model = tiny_llama(layers=3, hidden_size=256).to("cuda")
+    batch = {name: tensor.to("cuda") for name, tensor in token_batch(8, 64).items()}
+    bf16 = partial(torch.autocast, "cuda", dtype=torch.bfloat16)
+    with sdpa_kernel([getattr(SDPBackend, f"{kernel.upper()}_ATTENTION"), SDPBackend.MATH]):
+        with bf16():
+            profile = estimate_profile(model, batch, CONFIG)
+        if not any(kernel in value.name for kind in profile.kinds for value in kind.values):
+            pytest.skip(f"this GPU has no attention by {kernel}")
+        policy = Policy.uniform(profile, "recompute")
+        with apply_policy(model, policy, CONFIG):
+            for _ in range(3):
+                with bf16():
+                    loss = model(**batch).loss
+                loss.backward()
+                model.zero_grad(set_to_none=True)
+            with bf16():
+                measured = measure_step(model, batch)
+    assert not [record for record in caplog.records if "retain" in record.message]
+    # What attention makes is 786,432 bytes in the three blocks.
+    rounding = BLOCK_BYTES * 100 * len(policy.blocks)
+    assert measured.stored_bytes == pytest.approx(policy.predicted_stored_bytes, abs=rounding)
 
 
 @pytest.mark.gpu
