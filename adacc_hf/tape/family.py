@@ -4,7 +4,7 @@ NOTE [Which sizes a family serves]
 A block's Python decides which operators run by comparing sizes with numbers of its own (a window that starts to bind)
 or with 1, seldom in another way. So a family is trusted at sizes that lie between sizes at which the block was
 recorded, in each dimension, and which are told apart from 0 and 1, and on a GPU by whether they are aligned, as its
-kernels tell them apart. There each block is compared with what the family says by what autograd saves (rule R8), and
+kernels tell the last dimension of a mask apart: no number of samples is one. There each block is compared with what the family says by what autograd saves (rule R8), and
 the first block that runs a size by its operators too (size_check.py), at AGREED sizes and few after them. Beyond, each
 block is compared by operators. Where records at sizes that lie within each other have other operators, no range tells
 which of them a new size runs: each size is recorded. Whether the same operators give the same bits again is compared
@@ -54,7 +54,8 @@ class CallSizes:
 
     @classmethod
     def of(cls, given: Any, alignment: int) -> CallSizes:
-        """Those of `Key.given_to`. Sizes that are multiples of `alignment`, if not 1, are told from others."""
+        """Those of `Key.given_to`. Sizes that are multiples of `alignment`, if not 1, are told from others, but for the
+        first one of several of a tensor."""
         (tensors, plain, *settings), data, state = given
         dimensions: list[int] = []
         layout: list[int] = []
@@ -64,7 +65,8 @@ class CallSizes:
             is_strided = isinstance(place, tuple)
             if is_strided:
                 layout += (*place[0], place[1])
-            sizes = tuple([_class_of(n, alignment) for n in shape])
+            first = [_class_of(shape[0], 1)] if len(shape) > 1 else []
+            sizes = (*first, *[_class_of(n, alignment) for n in shape[len(first) :]])
             described.append((path, sizes, None if is_strided else place, dtype, requires_grad, alias))
         rest = _without_numbers(plain, dimensions, 1)
         data = _without_numbers(data, dimensions, alignment)
