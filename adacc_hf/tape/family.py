@@ -4,11 +4,11 @@ NOTE [Which sizes a family serves]
 A block's Python decides which operators run by comparing sizes with numbers of its own (a window that starts to bind)
 or with 1, seldom in another way. So a family is trusted at sizes that lie between sizes at which the block was
 recorded, in each dimension, and which are told apart from 0 and 1, and on a GPU by whether they are aligned, as its
-kernels tell the last dimension of a mask apart: no number of samples is one. There each block is compared with what the family says by what autograd saves (rule R8), and
-the first block that runs a size by its operators too (size_check.py), at AGREED sizes and few after them. Beyond, each
-block is compared by operators. Where records at sizes that lie within each other have other operators, no range tells
-which of them a new size runs: each size is recorded. Whether the same operators give the same bits again is compared
-at every so many new sizes (rule R7).
+kernels tell the last dimension of a mask: the number of samples is none such. There each block is compared with what
+the family says by what autograd saves (rule R8), and the first block that runs a size by its operators too
+(size_check.py), at AGREED sizes and few after them. Beyond, each block is compared by operators. Where records at sizes
+that lie within each other have other operators, no range tells which of them a new size runs: each size is recorded.
+Whether the same operators give the same bits again is compared at every so many new sizes (rule R7).
 """
 
 from __future__ import annotations

@@ -194,6 +194,22 @@ def test_dropout_is_recomputed_at_any_rate(rate, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("is_timed", [False, True])
+def test_a_convolution_whose_kernel_is_chosen_by_time_is_not_replayed(monkeypatch, is_timed):
+    """In backward's thread another one may be the fastest."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", is_timed)
+    block = torch.nn.Conv1d(8, 8, 3, padding=1, device="cuda")
+    given = torch.randn(4, 8, 64, device="cuda", requires_grad=True)
+    recording = Recording("block", block, (given,), {})
+    recording.run(lambda x: block(x).exp())
+    tape = TapeLibrary(verify).verified(recording.recorder)
+    recording.close()
+    made = {op.short_name: set(op.made()) for op in tape.operators}
+    assert made["convolution"].isdisjoint(tape.recomputable) == is_timed
+    assert made["exp"] <= tape.recomputable or is_timed
+
+
+@pytest.mark.gpu
 def test_data_that_many_blocks_read_is_waited_for_once():
     sizes = torch.tensor([3, 4, 5], device="cuda")
     assert data_of(sizes) == (3, 4, 5)
