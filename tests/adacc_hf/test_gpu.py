@@ -19,7 +19,7 @@ from adacc_hf.tape.call_inputs import data_of
 from adacc_hf.tape.library import TapeLibrary
 from adacc_hf.tape.verification import verify
 from adacc_hf.torch_glue.compat import adds_into_wider, no_packed_sequences
-from adacc_hf.torch_glue.memory import MemoryMeter, measure_step, static_bytes
+from adacc_hf.torch_glue.memory import MemoryMeter, measure_step, static_bytes, take_peak
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -50,6 +50,19 @@ def test_the_meter_counts_live_and_peak_bytes(device):
     assert kept.live_bytes == (1000 if device == "cpu" else 2 * BLOCK_BYTES)
     assert gone.live_bytes == 0
     assert kept.max_bytes == 3 * BLOCK_BYTES
+
+
+@pytest.mark.gpu
+def test_peaks_before_a_meter_are_known_after_it():
+    take_peak()
+    before = torch.cuda.memory_allocated()
+    torch.empty(8 << 20, dtype=torch.uint8, device="cuda")
+    with MemoryMeter.for_device(torch.device("cuda")) as meter:
+        meter.mark(("start",))
+        kept = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.max_memory_allocated() == before + kept.nbytes
+    assert take_peak() == before + (8 << 20)
+    assert take_peak() == before + kept.nbytes
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -59,7 +59,8 @@ def test_training_is_as_plain_and_keeps_to_the_predicted_peak(train, lossless, a
 
 
 def test_a_budget_above_what_fragments_leave_is_told_of_at_once(train, caplog, monkeypatch):
-    monkeypatch.setattr("adacc_hf.callbacks.policy_maker.segments_expand", lambda: False)
+    for module in ("callbacks.policy_maker", "torch_glue.memory"):
+        monkeypatch.setattr(f"adacc_hf.{module}.segments_expand", lambda: False)
     total = torch.cuda.get_device_properties(0).total_memory
     with caplog.at_level("WARNING"):
         train(AdaccCallback(memory_budget=total // 2))
