@@ -289,7 +289,13 @@ class PolicyMaker:
         if callable(self._given):
             return _checked(self._given(profile))
         allowed = without_codecs(profile, switched_off) if switched_off else profile
-        return solve_policy(allowed, budget, self._config)
+        try:
+            return solve_policy(allowed, budget, self._config)
+        except InfeasibleBudgetError as error:
+            if budget != "auto" or not profile.device.startswith("cuda") or segments_expand():
+                raise
+            message = f"{as_sentence(error)} {FRAGMENTS_HINT}"
+            raise InfeasibleBudgetError(message, error.smallest_budget_bytes, error.bound_bytes) from None
 
 
 def _seen(batch: dict[str, Any] | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adacc_hf.callbacks.trainer import TrainerGuard, add_to_log, is_training_log
+from adacc_hf.torch_glue.memory import take_peak
 
 
 class ThroughputCallback(TrainerCallback):
@@ -75,8 +76,7 @@ class ThroughputCallback(TrainerCallback):
             "throughput/step_ms": self._seconds / self._timed_steps * 1e3,
         }
         if torch.cuda.is_available():
-            metrics["throughput/peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
+            metrics["throughput/peak_allocated_bytes"] = take_peak()
         add_to_log(logs, state, metrics)
         self._tokens = self._timed_steps = 0
         self._seconds = 0.0

@@ -70,18 +70,27 @@ def small_parts(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
     few = max(2, samples // 4)  # one alone often runs other operators
     if samples < 3 * few:
         return []
-    is_text = all(shape.size[1] >= 2 * LEAST_TOKENS for shape in shapes if len(shape.size) == 2)
-    is_text = is_text and any(len(shape.size) == 2 for shape in shapes)
+    lengths = [shape.size[1] for shape in shapes if len(shape.size) == 2]
+    is_text = bool(lengths) and all(n >= 2 * LEAST_TOKENS and _half(n) < n for n in lengths)
 
     def cut(shape: TensorShape, fewer: int, is_half: bool) -> TensorShape:
         size = [fewer, *shape.size[1:]] if shape.size[:1] == (samples,) else list(shape.size)
         if is_half and len(size) == 2:
-            size[1] //= 2  # which codecs suit, as for multiples of eight, so stays as it is most often
+            size[1] = _half(size[1])
         return TensorShape(shape.name, tuple(size))
 
     wanted = [(few, True)] * is_text + [(few, False), (few + 1, False)]
     after = [tuple(cut(shape, *part) for shape in shapes) for part in wanted]
     return [_still_padded(batch, resized(batch, shapes, one), shapes) for one in after]
+
+
+def _half(length: int) -> int:
+    """Half of `length`, about, that is aligned where that is: then tapes of both are of one family. Which codecs suit,
+    as for multiples of eight, so stays as it is most often."""
+    half = length // 2
+    if length % ALIGNED == 0:
+        return max(ALIGNED, half // ALIGNED * ALIGNED)
+    return half if half % ALIGNED else half + ALIGNED // 2
 
 
 def record_other_sizes(

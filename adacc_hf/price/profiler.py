@@ -7,6 +7,7 @@ more is timed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +22,14 @@ from adacc_hf.artifacts.profile import BlockProfile, Head, KindProfile, Profile
 from adacc_hf.artifacts.profile_sizes import numbers_of, profile_outline
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.optimizer_memory import coming_state_bytes
-from adacc_hf.price.other_sizes import MemoryAlone, at_size, record_other_sizes, small_parts, with_other_sizes
+from adacc_hf.price.other_sizes import (
+    NOT_TAKEN,
+    MemoryAlone,
+    at_size,
+    record_other_sizes,
+    small_parts,
+    with_other_sizes,
+)
 from adacc_hf.price.price_store import ProfileStore, StoringMeasurement
 from adacc_hf.price.pricing import fallback_backward
 from adacc_hf.price.step_memory import ForwardLayout, NoSync, StepLayout, measure_forward, measure_step_layout
@@ -31,9 +39,12 @@ from adacc_hf.run.blocks import Installation
 from adacc_hf.tape.library import library_of_profiles
 from adacc_hf.torch_glue.batch_shapes import batch_shapes, to_plain
 from adacc_hf.torch_glue.compat import class_name, without_layerdrop
-from adacc_hf.torch_glue.memory import batch_bytes, distinct_bytes
+from adacc_hf.torch_glue.memory import batch_bytes, distinct_bytes, is_out_of_memory
+from adacc_hf.torch_glue.ranks import num_ranks
 from adacc_hf.torch_glue.states import ModuleStates
 from adacc_hf.torch_glue.tensors import without_gradient_hooks
+
+log = logging.getLogger(__name__)
 
 
 def profile_model(
@@ -55,6 +66,9 @@ def profile_model(
     generators too. A block that a step calls several times, since layers share their weights or the loss calls the
     model again, is there once for each call. One that runs without gradients alone has nothing to decide.
 
+    This takes what one block makes on top of full recomputation. Where there is no memory for that, and one process
+    alone, the profile is told from those of few samples of the batch, as `estimate_profile` does, and the log says so.
+
     Args:
         optimizer: if given, its state is static memory, and its step a moment of the training step. What it has yet to
             make is in the plan too.
@@ -74,10 +88,49 @@ def profile_model(
     Raises NoBlocksError for a model without repeated blocks, NestedHooksError if other saved-tensor hooks are active,
     CompiledBlockError if torch.compile compiles the blocks, ChunkedHeadError if the config wants a chunked head that
     the model cannot have, UncalledBlocksError for a batch that leaves blocks out, OptimizerStateError for an optimizer
-    whose coming state cannot be known, ValueError for a batch without a loss.
+    whose coming state cannot be known, ValueError for a batch without a loss, and torch.OutOfMemoryError, or what a
+    library says in its place, where there is no memory for few samples either, or the model takes no part of a batch.
     """
     config = config or AdaccConfig()
     measurement = measurement or StoringMeasurement(ProfileStore())
+    settings: dict[str, Any] = {
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+        "optimizer_step_bytes": optimizer_step_bytes,
+        "optimizer_state_bytes": optimizer_state_bytes,
+        "compute_loss": compute_loss,
+        "no_sync": no_sync,
+    }
+    try:
+        return _profile_of(model, batch, config, optimizer, measurement, all_sizes=all_sizes, **settings)
+    except Exception as error:
+        if not is_out_of_memory(error) or num_ranks() > 1:
+            raise
+        out_of_memory = error.with_traceback(None)  # whose frames hold what there is no memory for
+    try:
+        profile = estimate_profile(model, batch, config, optimizer, measurement, **settings)
+    except (NoEstimateError, UncalledBlocksError, *NOT_TAKEN) as reason:
+        raise out_of_memory from reason
+    log.warning(
+        "Adacc: no memory to profile the whole batch (%s): its profile is told from a few of its samples", out_of_memory
+    )
+    return profile
+
+
+def _profile_of(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    config: AdaccConfig,
+    optimizer: torch.optim.Optimizer | None,
+    measurement: Measurement,
+    *,
+    gradient_accumulation_steps: int = 1,
+    optimizer_step_bytes: int = 0,
+    optimizer_state_bytes: int | None = None,
+    compute_loss: ComputeLoss | None = None,
+    no_sync: NoSync | None = None,
+    all_sizes: bool = False,
+) -> Profile:
+    """The profile of `batch` itself: see `profile_model`."""
     _check_trainable(model, batch)
     _check_not_below("gradient_accumulation_steps", gradient_accumulation_steps, 1)
     _check_not_below("optimizer_step_bytes", optimizer_step_bytes, 0)
@@ -145,7 +198,7 @@ def estimate_profile(
     measurement = measurement or StoringMeasurement(ProfileStore())
     readings = [measurement, *(MemoryAlone(measurement) for _ in parts[1:])]
     profiles = [
-        profile_model(model, part, config, optimizer, reading, **settings)
+        _profile_of(model, part, config, optimizer, reading, **settings)
         for part, reading in zip(parts, readings, strict=True)
     ]
     if any(profile_outline(profile) != profile_outline(profiles[0]) for profile in profiles):

@@ -21,8 +21,8 @@ R7  Nothing is replayed that was not compared with the original, bit for bit, at
     operators, with inputs of the same layout, on the same device; what could differ is the kernel that a library picks
     for the size. So replay is compared again at the 1st, 2nd, 4th, 8th ... new size, on the first block that runs it,
     each operator as soon as it has run, which takes the memory of one operator's results. What comes out otherwise is
-    told, and retained at all sizes; the call is run again, and recorded. Fused attention whose library plans for each
-    shape anew (cuDNN's) is not replayed at new sizes at all.
+    told, and retained at all sizes; the call is run again, and recorded. Convolutions whose kernel cuDNN chooses by
+    time (`torch.backends.cudnn.benchmark`) are not replayed: in backward's thread it may choose another.
 R8  Each call checks what autograd saves against the tape. At the first 16 sizes that none has run, at the 32nd, 64th
     ..., and at all beyond the recorded ones, one block compares every operator with it as well. What runs otherwise is
     put back, and recorded, and so is each new size from then on. Few whole numbers in an argument that the

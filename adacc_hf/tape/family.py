@@ -4,11 +4,11 @@ NOTE [Which sizes a family serves]
 A block's Python decides which operators run by comparing sizes with numbers of its own (a window that starts to bind)
 or with 1, seldom in another way. So a family is trusted at sizes that lie between sizes at which the block was
 recorded, in each dimension, and which are told apart from 0 and 1, and on a GPU by whether they are aligned, as its
-kernels tell them apart. There each block is compared with what the family says by what autograd saves (rule R8), and
-the first block that runs a size by its operators too (size_check.py), at AGREED sizes and few after them. Beyond, each
-block is compared by operators. Where records at sizes that lie within each other have other operators, no range tells
-which of them a new size runs: each size is recorded. Whether the same operators give the same bits again is compared
-at every so many new sizes (rule R7).
+kernels tell the last dimension of a mask: the number of samples is none such. There each block is compared with what
+the family says by what autograd saves (rule R8), and the first block that runs a size by its operators too
+(size_check.py), at AGREED sizes and few after them. Beyond, each block is compared by operators. Where records at sizes
+that lie within each other have other operators, no range tells which of them a new size runs: each size is recorded.
+Whether the same operators give the same bits again is compared at every so many new sizes (rule R7).
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import torch
 from adacc_hf.artifacts.profile_sizes import Basis, Column, Polynomial, independent
 from adacc_hf.tape.tape import Geometry, Tape, TapeOperator, TapeValue, TensorRef
 from adacc_hf.tape.verification import obtainable
-from adacc_hf.torch_glue.private import attention_name, op_name
 
 ENOUGH_RECORDS = 3
 """Records that a family is made of: two sizes tell what a number is a multiple of, the third one checks it."""
@@ -41,10 +40,6 @@ the same."""
 MOST_SIZES = 32
 """Sizes whose tapes are kept at hand. To evaluate one anew takes less than a millisecond."""
 
-_PLANS_IN_SECOND_THREADS = (attention_name("cudnn"),)
-"""Operators whose library builds a plan for each shape in each thread: replayed, they would build a second one in
-autograd's thread, which takes up to half a second at every new size."""
-
 
 @dataclass(frozen=True, slots=True)
 class CallSizes:
@@ -59,7 +54,8 @@ class CallSizes:
 
     @classmethod
     def of(cls, given: Any, alignment: int) -> CallSizes:
-        """Those of `Key.given_to`. Sizes that are multiples of `alignment`, if not 1, are told from others."""
+        """Those of `Key.given_to`. Sizes that are multiples of `alignment`, if not 1, are told from others, but for the
+        first one of several of a tensor."""
         (tensors, plain, *settings), data, state = given
         dimensions: list[int] = []
         layout: list[int] = []
@@ -69,7 +65,8 @@ class CallSizes:
             is_strided = isinstance(place, tuple)
             if is_strided:
                 layout += (*place[0], place[1])
-            sizes = tuple([_class_of(n, alignment) for n in shape])
+            first = [_class_of(shape[0], 1)] if len(shape) > 1 else []
+            sizes = (*first, *[_class_of(n, alignment) for n in shape[len(first) :]])
             described.append((path, sizes, None if is_strided else place, dtype, requires_grad, alias))
         rest = _without_numbers(plain, dimensions, 1)
         data = _without_numbers(data, dimensions, alignment)
@@ -107,7 +104,6 @@ class TapeFamily:
         self._sized: OrderedDict[tuple[int, ...], Tape] = OrderedDict()
         tapes = [record.tape for record in records]
         recomputable = frozenset.intersection(*(tape.recomputable for tape in tapes))
-        recomputable = without_values(tapes[0], recomputable, _made_by(tapes[0], _PLANS_IN_SECOND_THREADS))
         equal = {v: e for v, e in tapes[0].equal.items() if all(tape.equal.get(v) == e for tape in tapes)}
         self.base = replace(tapes[0], recomputable=recomputable, equal=_kept(equal, recomputable))
         """The tape that plans are made for; those of all sizes have its values, operators and slots."""
@@ -502,11 +498,6 @@ class _Group:
         if self.family is not None and self.family is not family:
             self.family.is_in_force = False
         self.family = family
-
-
-def _made_by(tape: Tape, names: Collection[str]) -> set[int]:
-    """Values that operators of these names make."""
-    return {value for op in tape.operators if op_name(op.target) in names for value in op.made()}
 
 
 def without_values(tape: Tape, recomputable: frozenset[int], values: Collection[int]) -> frozenset[int]:

@@ -39,7 +39,8 @@ def _verify_operator(
     tape: Tape, operator: TapeOperator, bases: list[torch.Tensor], environment: Environment, good: set[int]
 ) -> None:
     """Replay one operator, compare what it makes, and leave in `environment` what later operators may read."""
-    ready = operator.may_run_again and all(environment[value] is not None for value in operator.inputs())
+    ready = operator.may_run_again and not _is_timed_by_thread(tape, operator)
+    ready = ready and all(environment[value] is not None for value in operator.inputs())
     if ready:
         ready = _runs_without_hidden_writes(tape, operator, environment)
     # With gradients off LSTM on a CPU leaves out what its backward reads, and runs another kernel.
@@ -52,6 +53,20 @@ def _verify_operator(
                 environment[made] = bases[made]
         else:
             environment[made] = None if tape.values[made].overwritten else bases[made]
+
+
+def _is_timed_by_thread(tape: Tape, operator: TapeOperator) -> bool:
+    """Whether cuDNN times its kernels for an operator, and keeps what it took by the thread: for convolutions, where
+    `torch.backends.cudnn.benchmark` is on (aten/src/ATen/native/cudnn/Conv_v8.cpp: `thread_local benchmark_cache`).
+    In backward's thread it may take another one than where replay is compared.
+
+    Nothing else is known that comes to other bits there. What torch keeps by the thread goes with a backward to its
+    thread (ATen/ThreadLocalState.h; torch/csrc/autograd/engine.cpp, `Engine::thread_main`), and so does the stream;
+    TF32, deterministic algorithms and the like are the process's (ATen/Context.h).
+    """
+    if not torch.backends.cudnn.benchmark or "convolution" not in operator.short_name:
+        return False
+    return any(tape.values[value].device.type == "cuda" for value in operator.made())
 
 
 def _came_out_alike(tape: Tape, value: int, replayed: torch.Tensor, recorded: torch.Tensor) -> bool:

@@ -159,6 +159,27 @@ def _quiet_stderr() -> Iterator[None]:
         os.close(kept)
 
 
+_before_resets: dict[torch.device, int] = {}
+"""By device, the highest peak that torch's statistics had when a meter reset them."""
+
+
+def _reset_peak(device: torch.device) -> None:
+    """Start torch's peak anew. Nothing can put it back: what it was is kept for `take_peak`."""
+    _before_resets[device] = max(_before_resets.get(device, 0), torch.cuda.max_memory_allocated(device))
+    torch.cuda.reset_peak_memory_stats(device)
+
+
+def take_peak() -> int:
+    """The most bytes live on the current GPU since the last call, and a new start.
+
+    What `torch.cuda.max_memory_allocated()` would say if no meter had reset torch's statistics.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    peak = max(torch.cuda.max_memory_allocated(device), _before_resets.pop(device, 0))
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
+
+
 class CudaMemoryMeter(MemoryMeter):
     """Asks torch's caching allocator; it counts blocks of 512 bytes. Nothing synchronises.
 
@@ -166,20 +187,20 @@ class CudaMemoryMeter(MemoryMeter):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._marks: list[tuple[tuple[Any, ...], int]] = []
         self._peaks: list[int] = []
 
     def __enter__(self) -> CudaMemoryMeter:
         self._start = torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
+        _reset_peak(self._device)
         self._marks.append((("start",), self._start))
         self.is_open = True
         return self
 
     def _mark(self, label: tuple[Any, ...], dying_bytes: int) -> None:
         self._peaks.append(torch.cuda.max_memory_allocated(self._device))
-        torch.cuda.reset_peak_memory_stats(self._device)
+        _reset_peak(self._device)
         self._marks.append((label, torch.cuda.memory_allocated(self._device)))
 
     def __exit__(self, *exception: object) -> None:

@@ -13,12 +13,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.eval.trials.gradients import NOISE_FACTOR, Gradients, relative_error
 from adacc_hf.head.chunked_loss import chunked_cross_entropy
+from adacc_hf.price.profiler import estimate_profile
 from adacc_hf.run.call import Recording
 from adacc_hf.tape.call_inputs import data_of
 from adacc_hf.tape.library import TapeLibrary
 from adacc_hf.tape.verification import verify
 from adacc_hf.torch_glue.compat import adds_into_wider, no_packed_sequences
-from adacc_hf.torch_glue.memory import MemoryMeter, measure_step, static_bytes
+from adacc_hf.torch_glue.memory import MemoryMeter, measure_step, static_bytes, take_peak
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -49,6 +50,19 @@ def test_the_meter_counts_live_and_peak_bytes(device):
     assert kept.live_bytes == (1000 if device == "cpu" else 2 * BLOCK_BYTES)
     assert gone.live_bytes == 0
     assert kept.max_bytes == 3 * BLOCK_BYTES
+
+
+@pytest.mark.gpu
+def test_peaks_before_a_meter_are_known_after_it():
+    take_peak()
+    before = torch.cuda.memory_allocated()
+    torch.empty(8 << 20, dtype=torch.uint8, device="cuda")
+    with MemoryMeter.for_device(torch.device("cuda")) as meter:
+        meter.mark(("start",))
+        kept = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.max_memory_allocated() == before + kept.nbytes
+    assert take_peak() == before + (8 << 20)
+    assert take_peak() == before + kept.nbytes
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -150,6 +164,33 @@ def test_recomputing_around_a_fused_attention_is_exact(on_device, kernel, dropou
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["cudnn", "flash"])
+def test_a_fused_attention_is_recomputed_at_sizes_never_recorded(tiny_llama, token_batch, caplog, kernel):
+    """As was planned from a few samples of the batch, whose own size then is a new one."""
+    model = tiny_llama(layers=3, hidden_size=256).to("cuda")
+    batch = {name: tensor.to("cuda") for name, tensor in token_batch(8, 64).items()}
+    bf16 = partial(torch.autocast, "cuda", dtype=torch.bfloat16)
+    with sdpa_kernel([getattr(SDPBackend, f"{kernel.upper()}_ATTENTION"), SDPBackend.MATH]):
+        with bf16():
+            profile = estimate_profile(model, batch, CONFIG)
+        if not any(kernel in value.name for kind in profile.kinds for value in kind.values):
+            pytest.skip(f"this GPU has no attention by {kernel}")
+        policy = Policy.uniform(profile, "recompute")
+        with apply_policy(model, policy, CONFIG):
+            for _ in range(3):
+                with bf16():
+                    loss = model(**batch).loss
+                loss.backward()
+                model.zero_grad(set_to_none=True)
+            with bf16():
+                measured = measure_step(model, batch)
+    assert not [record for record in caplog.records if "retain" in record.message]
+    # What attention makes is 786,432 bytes in the three blocks.
+    rounding = BLOCK_BYTES * 100 * len(policy.blocks)
+    assert measured.stored_bytes == pytest.approx(policy.predicted_stored_bytes, abs=rounding)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("rate", [0.1, 0.15, 0.42])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropout_is_recomputed_at_any_rate(rate, dtype):
@@ -163,6 +204,22 @@ def test_dropout_is_recomputed_at_any_rate(rate, dtype):
     recording.close()
     dropped = next(op for op in tape.operators if op.short_name == "native_dropout_backward")
     assert set(dropped.made()) <= tape.recomputable
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_timed", [False, True])
+def test_a_convolution_whose_kernel_is_chosen_by_time_is_not_replayed(monkeypatch, is_timed):
+    """In backward's thread another one may be the fastest."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", is_timed)
+    block = torch.nn.Conv1d(8, 8, 3, padding=1, device="cuda")
+    given = torch.randn(4, 8, 64, device="cuda", requires_grad=True)
+    recording = Recording("block", block, (given,), {})
+    recording.run(lambda x: block(x).exp())
+    tape = TapeLibrary(verify).verified(recording.recorder)
+    recording.close()
+    made = {op.short_name: set(op.made()) for op in tape.operators}
+    assert made["convolution"].isdisjoint(tape.recomputable) == is_timed
+    assert made["exp"] <= tape.recomputable or is_timed
 
 
 @pytest.mark.gpu

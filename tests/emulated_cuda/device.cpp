@@ -8,6 +8,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/Generator.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <mutex>
 
@@ -39,6 +40,7 @@ struct DeviceAllocator final : c10::Allocator {
 
   void* take(size_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex);
+    follow_settings();
     void* data = blocks.take(bytes);
     if (data == nullptr) {
       blocks.count_out_of_memory();
@@ -48,6 +50,22 @@ struct DeviceAllocator final : c10::Allocator {
     }
     return data;
   }
+
+  // What torch reads when the device is first used.
+  void follow_settings() {
+    if (followed) {
+      return;
+    }
+    followed = true;
+    for (const char* name : {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}) {
+      const char* value = std::getenv(name);
+      if (value != nullptr && std::strstr(value, "expandable_segments:True") != nullptr) {
+        blocks.expand_segments();
+      }
+    }
+  }
+
+  bool followed = false;
 
   static void give_back(void* data);
 };
@@ -203,6 +221,12 @@ void emulated_cuda_set_limit(uint64_t bytes) {
   auto& self = allocator();
   const std::lock_guard<std::mutex> lock(self.mutex);
   self.blocks.set_limit(bytes);
+}
+
+bool emulated_cuda_expands() {
+  auto& self = allocator();
+  const std::lock_guard<std::mutex> lock(self.mutex);
+  return self.blocks.expands();
 }
 
 void emulated_cuda_shrink(uint64_t times) {

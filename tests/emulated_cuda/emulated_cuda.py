@@ -58,6 +58,7 @@ if not _device.emulated_cuda_start():
     raise RuntimeError("torch did not take the emulated device: import emulated_cuda first of all")
 _operators = _library("operators.cpp")
 _device.emulated_cuda_generator.restype = ctypes.py_object
+_device.emulated_cuda_expands.restype = ctypes.c_bool
 
 
 class Event:
@@ -183,7 +184,9 @@ _IN_C: dict[str, Any] = {
     "_cuda_sleep": lambda cycles: None,
     "_cuda_emptyCache": lambda *args: _device.emulated_cuda_empty_cache(),
     "_cuda_memoryStats": _memory_stats,
-    "_cuda_memorySnapshot": lambda *args: {"segments": [{"device": 0, "is_expandable": False}]},
+    "_cuda_memorySnapshot": lambda *args: {
+        "segments": [{"device": 0, "is_expandable": _device.emulated_cuda_expands()}]
+    },
     "_cuda_getAllocatorBackend": lambda: "native",
     "_cuda_resetPeakMemoryStats": lambda device: _device.emulated_cuda_reset_peak(),
     "_cuda_resetAccumulatedMemoryStats": lambda device: None,
@@ -248,6 +251,8 @@ def _place() -> None:
         setattr(torch.cuda, name, value)
     torch.cuda.memory.mem_get_info = _free_and_total
     torch.UntypedStorage.clone = _cloned
+    if times := os.environ.get("EMULATED_CUDA_SHRINK"):
+        shrink_segments(int(times))
     torch.cuda.manual_seed(torch.initial_seed())
 
     import emulated_arithmetic

@@ -7,7 +7,7 @@ import torch
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.eval.zoo.configs import architectures
-from adacc_hf.price.other_sizes import record_other_sizes
+from adacc_hf.price.other_sizes import ALIGNED, record_other_sizes, small_parts
 from adacc_hf.run.blocks import Installation, Plainly
 from adacc_hf.tape.library import TapeLibrary, library_of_profiles
 
@@ -59,6 +59,16 @@ def test_parts_have_fewer_samples_and_tokens(tiny_gpt2, token_batch, parts_of):
     assert len({samples for samples, _ in sizes(parts)} | {4}) > 1
     assert len({tokens for _, tokens in sizes(parts)}) == len(parts) >= 2
     assert sizes(parts, "labels") == sizes(parts)
+
+
+@pytest.mark.parametrize("tokens", [16, 32, 33, 40, 48, 64, 100, 1040])
+@pytest.mark.parametrize("samples", [6, 8, 16, 64])
+def test_few_samples_are_aligned_as_the_batch_is(samples, tokens):
+    """Else their tapes are of another family than the batch on a GPU, which would be recorded as a whole."""
+    parts = small_parts({"input_ids": torch.zeros(samples, tokens, dtype=torch.long)})
+    assert len(parts) == (2 if tokens == ALIGNED else 3)  # which are not cut
+    assert all((size[1] % ALIGNED == 0) == (tokens % ALIGNED == 0) for size in sizes(parts))
+    assert len(set(sizes(parts))) == len(parts)
 
 
 def test_sizes_between_the_parts_and_the_batch_are_served(tiny_gpt2, token_batch, recorded):

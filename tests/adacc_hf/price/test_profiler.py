@@ -1,6 +1,7 @@
 """The profiler: what it reports of GPT-2, and that it leaves a model as it found it."""
 
 import copy
+import logging
 import random
 
 import numpy
@@ -118,6 +119,46 @@ def test_a_model_is_left_as_it_was_after_an_error(tiny_gpt2, token_batch):
     after = everything_of(model)
     assert not [name for name in before if not torch.equal(before[name], after[name])]
     assert {name: dict(m.__dict__) for name, m in model.named_modules()} == modules
+
+
+def refuse_many(model, most):
+    """Have `model` run out of memory in its second block at more than `most` samples."""
+
+    def check(block, args, kwargs):
+        if args[0].shape[0] > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    return model.transformer.h[1].register_forward_pre_hook(check, with_kwargs=True)
+
+
+def test_a_batch_that_there_is_no_memory_to_profile_is_told_from_few_of_its_samples(
+    tiny_gpt2, token_batch, run_steps, assert_same_steps, caplog
+):
+    model, batch = tiny_gpt2(), token_batch(8, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    plain, before = run_steps(model, batch), everything_of(model)
+    refusal = refuse_many(model, 3)
+    with caplog.at_level(logging.WARNING):
+        profile = profile_model(model, batch, CONFIG, optimizer, all_sizes=True)
+    refusal.remove()
+    assert "no memory to profile the whole batch (CUDA out of memory)" in caplog.text
+    after = everything_of(model)
+    assert not [name for name in before if not torch.equal(before[name], after[name])]
+    with apply_policy(model, Policy.uniform(profile, "recompute")):
+        assert_same_steps(run_steps(model, batch), plain)
+    whole = profile_model(model, batch, CONFIG, optimizer)
+    assert profile.plain_stored_bytes == whole.plain_stored_bytes
+    policies = [Policy.uniform(each, "recompute") for each in (profile, whole)]
+    told, measured = (policy.predicted_peak_bytes - whole.static_bytes for policy in policies)
+    assert told == pytest.approx(measured, rel=0.03)  # as peaks at sizes that were not profiled
+
+
+@pytest.mark.parametrize(("samples", "most"), [(4, 3), (8, 0)], ids=["too few samples", "not even few"])
+def test_a_batch_of_which_no_few_samples_can_be_profiled_ends_as_it_did(tiny_gpt2, token_batch, samples, most):
+    model = tiny_gpt2()
+    refuse_many(model, most)
+    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory$"):
+        profile_model(model, token_batch(samples, 16), CONFIG)
 
 
 def test_the_same_batch_gives_the_same_profile_but_for_times(tiny_gpt2, token_batch):

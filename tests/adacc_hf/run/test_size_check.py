@@ -451,3 +451,35 @@ def test_a_kernel_that_differs_at_one_size_is_retained_at_all(
         for strategy in handle.plans.strategies.values():
             for entry in (*strategy.entries.values(), *strategy._sized.values()):
                 assert value in entry.compiled.store.retained
+
+
+@pytest.fixture(scope="module")
+def leaving_unwritten():
+    """An operator with a second result that is another one at each call, as what a kernel leaves unwritten is."""
+
+    @torch.library.custom_op("adacc_test::leaving_unwritten", mutates_args=())
+    def leaving_unwritten(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        NUM_CALLS[0] += 1
+        return 2 * x, x.new_full((3,), NUM_CALLS[0])
+
+    leaving_unwritten.register_autograd(
+        lambda ctx, gradient, _: 2 * gradient + 0 * ctx.saved_tensors[0].sum(),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]),
+    )
+    return leaving_unwritten
+
+
+def test_what_no_replay_makes_is_not_compared(toy_model, leaving_unwritten, caplog):
+    """Without dropout cuDNN's attention saves a seed that it did not write."""
+
+    def forward(block, hidden):
+        return hidden + block.down(leaving_unwritten(block.up(hidden))[0].sin())
+
+    begun = Begun(toy_model(forward), text(40))
+    handle, family = begun.apply(num_new=0)
+    made = {value.name.rpartition(":")[2]: value.index for value in family.base.values if "unwritten" in value.name}
+    assert made
+    with handle:
+        begun.model(**text(13)).loss.backward()  # the first new size, at which replay is compared
+        assert not [record for record in caplog.records if "replay did not recompute" in record.message]
+        assert families_of(handle.library) == {family}
