@@ -5,6 +5,7 @@ Rules R7 and R8 where a tape's numbers are expressions.
 
 import gc
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -452,3 +453,20 @@ def test_a_kernel_that_differs_at_one_size_is_retained_at_all(
         for strategy in handle.plans.strategies.values():
             for entry in (*strategy.entries.values(), *strategy._sized.values()):
                 assert value in entry.compiled.store.retained
+
+
+@pytest.mark.parametrize("draws_otherwise", [False, True])
+def test_masks_are_drawn_again_at_a_new_size_and_compared(
+    toy_model, run_steps, assert_same_steps, monkeypatch, caplog, draws_otherwise
+):
+    """Rule R7; a mask that comes out otherwise is retained at all sizes."""
+    model = toy_model(lambda block, hidden: hidden + block.down(nn.functional.dropout(block.up(hidden), 0.5).exp()))
+    begun = Begun(model, text(40))
+    plain = run_steps(model, text(13))
+    handle, _ = begun.apply(num_new=0)
+    if draws_otherwise:
+        monkeypatch.setattr("adacc_hf.run.size_check.drawing_from", lambda state, device: nullcontext())
+    with handle:
+        assert_same_steps(run_steps(model, text(13)), plain)
+    told = [record.message for record in caplog.records if "did not recompute" in record.message]
+    assert [("div" in message or "bernoulli" in message) for message in told] == [True] * draws_otherwise
