@@ -186,7 +186,7 @@ def comparison_peaks(profile: Profile) -> dict[str, int]:
     for kind in profile.kinds:
         plain = Plan(kind=kind.digest, choices=tuple((value.index, RETAIN) for value in kind.activations))
         outcome, (held, _) = run_block(kind, plain), _input_bytes(kind, plain)
-        # As large as the gradients of the block's parameters.
+        # As large as the gradients of the block's parameters, and the generator's states that replay may draw from.
         parameters = sum(value.nbytes for value in kind.values if value.producer is None and not value.activation)
         # Its input, the gradient of its output, and that of its input.
         sample = 3 * held + parameters

@@ -1,8 +1,8 @@
 """A step under torch's checkpoint around every block, from the same profile as a policy's.
 
-`Policy.uniform(profile, "recompute")` is not that: it keeps what random operators made, recomputes each tensor when it
-is wanted, and lets it go after its last use. Checkpoint keeps a block's inputs alone, runs its whole forward again
-before its backward, and then holds all that the block saves.
+`Policy.uniform(profile, "recompute")` is not that: it recomputes each tensor when it is wanted, and lets it go after
+its last use. Checkpoint keeps a block's inputs alone, runs its whole forward again before its backward, and then holds
+all that the block saves.
 """
 
 from __future__ import annotations

@@ -207,7 +207,8 @@ class Policy:
     def uniform(cls, profile: Profile, action: Action | str, codec: str | None = None) -> Policy:
         """Give every activation `action`, where it can take it; else RETAIN.
 
-        With RECOMPUTE, what cannot be recomputed (dropout masks) is stored by a lossless codec where one was priced.
+        With RECOMPUTE, what cannot be recomputed (a mask drawn from a generator of the user's own) is stored by a
+        lossless codec where one was priced.
         With COMPRESS, `codec` picks the codec; None takes each activation's first priced one. Raises ValueError for a
         codec that was not priced for any activation.
         """

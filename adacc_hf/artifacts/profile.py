@@ -18,7 +18,7 @@ from adacc_hf.artifacts.index_values import DEGRADED_ERROR, index_values, is_ind
 from adacc_hf.artifacts.policy import numbered
 from adacc_hf.artifacts.profile_sizes import ProfileSizes, Shapes, sizes_of
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Value:
     """Whether replay was verified to recompute it bit for bit from what is stored (rule R7)."""
     role: str
     """Class of tensor for the choice of a codec (paper, section 3.2): linear, norm, activation, qkv, softmax, mask,
-    input, parameter (a cast of one), other."""
+    input, parameter (a cast of one), generator (its state), other."""
     cached: bool = False
     """Whether it lives until the whole forward ends in any case: a parameter's cast in autocast's cache."""
     codecs: tuple[CodecOption, ...] = ()
@@ -75,8 +75,15 @@ class Value:
     replay_error: float = 0.0
     """Largest relative error that it makes in the gradient of an operator to recompute it from what codecs left of
     other activations; 0 where that was not measured."""
+    taken_after: int = 0
+    """Of a generator's state, how many slots autograd has filled when the block takes it."""
     too_coarse: tuple[tuple[str, float], ...] = ()
     """Codecs that are left out, and the relative error that each would make in the gradient of an operator."""
+
+    @property
+    def is_generator_state(self) -> bool:
+        """Whether it is a random generator's state: a block keeps those that its replay draws from."""
+        return self.role == "generator"
 
     @property
     def is_index(self) -> bool:

@@ -179,6 +179,7 @@ def run_block(kind: KindProfile, plan: Plan) -> BlockOutcome:
     - A payload is decoded just before its use, and again if it is wanted much later.
     - A replayed or decoded value dies after its last use, and not before autograd released every slot it was handed to.
     - A recomputed value that repeats an earlier activation is that activation.
+    - A replayed operator that draws random numbers takes a generator's state that forward stored.
 
     Raises ValueError for a plan that cannot be carried out.
     """
@@ -204,10 +205,12 @@ class _BlockWalk:
         if any(choice.action is Action.RECOMPUTE for choice in self.choices.values()):
             kind = kind.merged({v: twin for v, twin in kind.equal.items() if not self._is_chosen_to_store(v)})
         self.kind = kind
-        # Whatever a policy wants kept; block inputs that nobody turns out to need are dropped below.
+        # Whatever a policy wants kept; block inputs and generator's states that nobody turns out to need are dropped
+        # below.
         self.roots = {
             value.index: self._root_bytes(value.index) for value in kind.activations if self._kept(value.index)
         }
+        self.roots |= {value.index: value.nbytes for value in kind.values if value.is_generator_state}
         self.shared: set[int] = set()
         self.closures = {slot: self._closure(value) for slot, value in enumerate(kind.slots) if value >= 0}
         read = set().union(*(roots for roots, _ in self.closures.values()))
@@ -220,7 +223,7 @@ class _BlockWalk:
         return self.choices[value].action is not Action.RECOMPUTE
 
     def _is_coded(self, value: int) -> bool:
-        return value in self.roots and self.choices[value].action is Action.COMPRESS
+        return value in self.choices and self.choices[value].action is Action.COMPRESS and value in self.roots
 
     def _option(self, value: int):
         choice = self.choices[value]
@@ -314,17 +317,38 @@ class _BlockWalk:
     def _forward_moments(self) -> list[int]:
         """Live bytes of this block at each moment of its forward.
 
-        A payload is there from when its value is saved; a retained value counts once its readers have let go of it.
+        A payload is there from when its value is saved; a retained value counts once its readers have let go of it; a
+        generator's state from when a slot is filled.
         """
         kept = sum(
             nbytes for value, nbytes in self.roots.items() if self._is_coded(value) and not self._is_saved(value)
         )
         moments = []
-        for event in self.kind.forward:
+        states = self._states_taken()
+        for number, event in enumerate(self.kind.forward):
+            kept += states.get(number, 0)
             if event.value in self.roots and event.death != self._is_coded(event.value):
                 kept += self.roots[event.value]
             moments.append(kept + event.extra_bytes)
         return moments
+
+    def _states_taken(self) -> dict[int, int]:
+        """Bytes of the generator's states that are taken at each moment of the forward.
+
+        A slot is filled at the moment when its value is saved first, or at some later one: that counts as the last such
+        moment before.
+        """
+        moments = [(number, event) for number, event in enumerate(self.kind.forward) if event.value >= 0]
+        first_saved = {event.value: number for number, event in moments if not event.death}
+        filled = [0]
+        for value in self.kind.slots:
+            filled.append(max(filled[-1], first_saved.get(value, 0)))
+        taken: dict[int, int] = {}
+        for value in self.roots:
+            if self.kind.values[value].is_generator_state:
+                moment = filled[self.kind.values[value].taken_after]
+                taken[moment] = taken.get(moment, 0) + self.roots[value]
+        return taken
 
     def _is_saved(self, value: int) -> bool:
         return self.kind.values[value].saved

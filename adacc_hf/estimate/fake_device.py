@@ -25,6 +25,7 @@ from adacc_hf.kernels._compiler import build
 from adacc_hf.torch_glue.compat import no_packed_sequences
 from adacc_hf.torch_glue.memory import MemoryMeter, MemoryPoint
 from adacc_hf.torch_glue.private import FakeTensorMode, TorchDispatchMode, attention_operator, storage_key, tree_leaves
+from adacc_hf.torch_glue.states import generators_replaced
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FLASH_HEAD_DIM = 256
@@ -46,7 +47,34 @@ def fake_tensors(device_type: str) -> Iterator[None]:
         stack.enter_context(no_packed_sequences())
         stack.enter_context(FakeTensorMode())
         stack.enter_context(torch.device(device_type))
+        stack.enter_context(generators_replaced({"cpu": _FakeCpuGenerator(), "cuda": _FakeCudaGenerator()}))
         yield
+
+
+class _FakeCpuGenerator:
+    """Draws nothing; each state is a tensor of its own, as a CPU's is, and takes as many bytes."""
+
+    def __init__(self) -> None:
+        self._nbytes = torch.default_generator.get_state().nbytes
+
+    def get_state(self) -> torch.Tensor:
+        return torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
+
+    def clone_state(self) -> _FakeCpuGenerator:
+        return self
+
+    def set_state(self, state: torch.Tensor) -> None:
+        """It has none."""
+
+
+class _FakeCudaGenerator(_FakeCpuGenerator):
+    """The same for a GPU, whose generator's state takes none of its memory."""
+
+    def __init__(self) -> None:
+        self._state = torch.empty(16, dtype=torch.uint8, device="cpu")
+
+    def get_state(self) -> torch.Tensor:
+        return self._state
 
 
 @contextmanager
@@ -237,9 +265,11 @@ class _WatchStorages(TorchDispatchMode):
         if self._meter.price_ms is not None:
             self._meter.total_ms += self._meter.price_ms(func, args, kwargs, result)
         given = {storage_key(_storage(leaf)) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and storage_key(_storage(leaf)) not in given:
-                self._meter.add(_storage(leaf))
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        for tensor in made:
+            # What is on meta has no memory on the imitated device either.
+            if storage_key(_storage(tensor)) not in given and tensor.device.type != "meta":
+                self._meter.add(_storage(tensor))
         return result
 
 

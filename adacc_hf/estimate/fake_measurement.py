@@ -1,6 +1,7 @@
 """Readings from tensors without memory: lives of storages are counted, all that needs data or a device is assumed.
 
-- Replay is taken to be exact for torch's own operators and ours that draw no random numbers, and for no others (R7).
+- Replay is taken to be exact for torch's own operators and ours, and for no others (R7); what they draw is drawn again
+  where rule R5 allows it.
 - Times are the roofline's, those of codecs too: one read and one write of what goes in and out.
 - A share of the channels is taken for outliers, and codec errors are those on normally distributed numbers.
 """
@@ -37,8 +38,8 @@ from adacc_hf.price.measurement import Measurement, on_leaves
 from adacc_hf.price.pricing import Prices
 from adacc_hf.tape.compiled_plan import encode_view
 from adacc_hf.tape.recorder import RngUse
-from adacc_hf.tape.replay import view
-from adacc_hf.tape.tape import Tape, TapeOperator, TensorRef, map_tensors
+from adacc_hf.tape.replay import stand_in, takes_device, view
+from adacc_hf.tape.tape import Blank, Tape, TapeOperator, TensorRef, map_tensors
 from adacc_hf.tape.verification import obtainable
 from adacc_hf.torch_glue.memory import MemoryMeter, count_static_bytes, forward_loss
 from adacc_hf.torch_glue.private import (
@@ -85,7 +86,7 @@ class FakeMeasurement(Measurement):
         at_hand = {v.index for v in tape.values if v.source is not None and _is_external(v.source.place, v.overwritten)}
         good: set[int] = set()
         for operator in tape.operators:
-            is_ready = operator.target.namespace in KNOWN and not operator.random
+            is_ready = operator.target.namespace in KNOWN and operator.may_run_again
             if is_ready and at_hand.issuperset(operator.inputs()):
                 good.update(operator.made())
                 at_hand.update(operator.made())
@@ -110,7 +111,7 @@ class FakeMeasurement(Measurement):
             for value, names in candidates(tape, config).items()
         }
         times = [self._operator_ms(operator, bases) for operator in tape.operators]
-        workspaces = [NUMBER_BYTES if _reads_number(operator) else 0 for operator in tape.operators]
+        workspaces = [_workspace(operator) for operator in tape.operators]
         return Prices(times, workspaces, codecs)
 
     def gradient_errors(
@@ -120,6 +121,7 @@ class FakeMeasurement(Measurement):
 
     def _operator_ms(self, operator: TapeOperator, bases: list[torch.Tensor]) -> float:
         args, kwargs = map_tensors((operator.args, operator.kwargs), TensorRef, lambda ref: view(bases[ref.value], ref))
+        args, kwargs = map_tensors((args, kwargs), Blank, lambda blank: stand_in(blank, blank.device))
         results = [bases[value] for value in operator.made()]
         return operator_ms(self.device, operator.target, args, kwargs, results)
 
@@ -218,6 +220,13 @@ class _SumOfTimes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.total_ms += operator_ms(self.device, func, args, kwargs or {}, result)
         return result
+
+
+def _workspace(operator: TapeOperator) -> int:
+    """Bytes that a run of it takes besides its results."""
+    # Of dropout, what stands for its input, and its result, which replay makes of the mask.
+    blanks = 0 if takes_device(operator) else 2 * sum(blank.nbytes for blank in operator.blanks())
+    return blanks + (NUMBER_BYTES if _reads_number(operator) else 0)
 
 
 def _reads_number(operator: TapeOperator) -> bool:

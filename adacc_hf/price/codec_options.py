@@ -141,13 +141,15 @@ _ACTIVATION = ("gelu", "silu", "relu", "tanh", "sigmoid", "hardtanh", "leaky_rel
 def role_of(tape: Tape, value: int) -> str:
     """The class of tensor that a value is, from the operators that make and read it.
 
-    One of ROLES, or "parameter" for parameters and what is made of them alone.
+    One of ROLES, or "parameter" for parameters and what is made of them alone, "generator" for a generator's state.
     """
     record = tape.values[value]
     if is_parameter_cast(tape, value):
         return "parameter"
     if tape.is_block_input(value):
         return "input"
+    if tape.is_generator_state(value):
+        return "generator"
     if record.ref.dtype is torch.bool or _is_drawn(tape, value):
         return MASK
     if _is_softmax(tape, value):
@@ -170,7 +172,7 @@ def _is_drawn(tape: Tape, value: int) -> bool:
         return False
     operator = tape.operators[producer]
     if operator.random:
-        return True
+        return not operator.is_attention
     scaled = operator.short_name in ("div", "mul") and len(operator.inputs()) == 1
     return scaled and _is_drawn(tape, operator.inputs()[0])
 

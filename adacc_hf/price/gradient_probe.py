@@ -169,7 +169,7 @@ def _is_gone(tape: Tape, bases: Sequence[torch.Tensor], value: int) -> bool:
 def _backward_of(operator: TapeOperator, tape: Tape, bases: Sequence[torch.Tensor]) -> _Backward | _Product | None:
     """The operator's backward; None where it has none, or cannot run."""
     touched = [*operator.inputs(), *operator.made()]
-    can_run = operator.outputs and not operator.mutations and not operator.is_collective
+    can_run = operator.outputs and not operator.mutations and not operator.is_collective and not operator.blanks()
     if not can_run or any(_is_gone(tape, bases, value) for value in touched):
         return None
     if operator.short_name in _PRODUCTS:

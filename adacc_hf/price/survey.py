@@ -397,6 +397,7 @@ class KindBuilder:
             codecs=with_outliers(codecs, tape, index, self.config, self.outliers[index]) if codecs else (),
             equal_to=self._equal_to(index),
             replay_error=max(errors.replay.get(index, 0.0) for errors in self.errors),
+            taken_after=record.source.path[0] if record.source and tape.is_generator_state(index) else 0,
             too_coarse=tuple(too_coarse.items()),
         )
 

@@ -188,7 +188,7 @@ def _replay_ms(kind: KindProfile, choices: dict[int, Choice], value: Value) -> f
 
 
 def _is_stored(value: Value, choices: dict[int, Choice]) -> bool:
-    if value.shared is not None:
+    if value.shared is not None or value.is_generator_state:
         return True
     return value.index in choices and choices[value.index].action is not Action.RECOMPUTE
 

@@ -29,6 +29,7 @@ from adacc_hf.tape.recorder import CHANGED_UNSEEN, COMPILED, Recorder, RngUse, r
 from adacc_hf.tape.replay import ReplayProgram, view
 from adacc_hf.tape.tape import Source, Tape
 from adacc_hf.torch_glue.private import current_autograd_node, version_of
+from adacc_hf.torch_glue.states import generator_state
 from adacc_hf.torch_glue.tensors import (
     PLAIN,
     arrived,
@@ -94,6 +95,8 @@ class Call:
             else:
                 self._environment[value] = local
                 self._versions[value] = tensor, version_of(tensor)
+        if plan.first_state is not None:
+            self._take_state(*plan.first_state)
         self._slot = 0
         self._schedule = plan.schedule
         self._rank = 0
@@ -127,6 +130,8 @@ class Call:
             raise SavedOtherwiseError(self._describe(slot, local, expected))
         if expected.in_cell and not self.has(expected.value):
             self._store(expected.value, tensor, local)
+        if expected.state_after is not None:
+            self._take_state(*expected.state_after)
         if expected.needs is None:
             return slot, tensor.detach(), version_of(tensor), None
         cells = self._cells
@@ -145,6 +150,14 @@ class Call:
         """Whether the cell of `value`, which has one, is filled."""
         cell = self._cells[value]
         return cell.tensor is not None or cell.payload is not None
+
+    def _take_state(self, value: int, device: torch.device) -> None:
+        """Take the state that the generator of `device` is in, for replay to draw from; not that of a call that is
+        over, whose record has it."""
+        if not self.has(value):
+            cell = self._cells[value]
+            cell.tensor = cell.saved = generator_state(device)
+            cell.version = version_of(cell.saved)
 
     def leave_tape(self, bases: Mapping[int, torch.Tensor]) -> None:
         """No more slots come that the tape has; replay of those that came may read all of `bases`, by value.
@@ -317,6 +330,7 @@ class Recording:
     def hand_over(self, compiled: CompiledPlan, codecs: Mapping[int, Coder]) -> list[int]:
         """Store what the plan stores and let go of the rest; returns the list that the order of unpacks goes into."""
         externals = [(value, self._external(value, source)) for value, source in compiled.externals]
+        externals += [(v, self.recorder.bases[v]) for v in compiled.roots if compiled.tape.is_generator_state(v)]
         self._call = Call(compiled, self.name, codecs, externals)
         self._call.seen = []
         for packed in self._packed:

@@ -12,8 +12,13 @@ R2  A restored tensor has the dtype, size, stride and storage offset of the save
 R3  One storage, one payload, however many operators save it.
 R4  Parameters and casts of parameters are never compressed. A cast may be recomputed. What backward divides by is never
     compressed with loss.
-R5  Random operators are never replayed: their result is retained or stored losslessly. Of dropout only the mask
-    is random.
+R5  Random operators are replayed from the state that the default generator was in, and the generator is put back as it
+    was, so that training draws what plain training draws. A plan shows no operator to Python, so a call takes the state
+    where autograd saves the last tensor before the operator, or where the call begins; that nothing was drawn in
+    between is compared (rule R7). What may follow from data too (`bernoulli` of probabilities), what is drawn from
+    another generator, and what follows a draw with nothing saved between, is never replayed: its result is retained or
+    stored losslessly. Of dropout only the mask is random, and of its input the mask needs no element. Fused attention
+    drops by its sizes alone.
 R6  An in-place operator makes a new version of a storage; replay never changes a version that something else needs.
     Nor does the backward of an autograd function written in Python: what replay reads again, it gets as a copy.
 R7  Nothing is replayed that was not compared with the original, bit for bit, at each of the sizes that a block was

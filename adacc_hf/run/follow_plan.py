@@ -190,6 +190,11 @@ class FollowPlan:
     ) -> Any:
         """Run one call under the plan, its operators compared with the tape if `check` is given."""
         compiled = entry.program
+        if compiled.draws and is_being_captured():
+            raise PolicyMismatchError(
+                f"block {self.name} draws its dropout masks again in backward, which a CUDA graph cannot: capture it "
+                f"under a policy of AdaccConfig(actions=('retain', 'compress')), or without dropout"
+            )
         externals = fetch(compiled.externals, block, args, kwargs)
         # A layer that merged its adapter has its scales elsewhere for a call.
         if not compiled.has_all(externals):

@@ -11,6 +11,7 @@ results, not of all that the block makes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from torch import nn
 from adacc_hf.artifacts.errors import SavedOtherwiseError
 from adacc_hf.tape.call_inputs import find_external
 from adacc_hf.tape.recorder import written_tensors
-from adacc_hf.tape.tape import Tape, TapeOperator, TapeValue, TensorRef, has_storage, leaves, map_tensors
+from adacc_hf.tape.replay import stand_in
+from adacc_hf.tape.tape import Blank, Tape, TapeOperator, TapeValue, TensorRef, has_storage, leaves, map_tensors
 from adacc_hf.tape.verification import same_bits
 from adacc_hf.torch_glue.private import TO_COPY, DisableTorchDispatch, TorchDispatchMode, schema_of, storage_key
+from adacc_hf.torch_glue.states import drawing_from, generator_state
 from adacc_hf.torch_glue.tensors import copy_with_storage, is_plain, local_of, runs_on_parts
 
 _CONSTANT = torch.ops.aten.lift_fresh.default
@@ -48,6 +51,10 @@ class SizeCheck(TorchDispatchMode):
         self._values = tape.values
         self._operators = tape.operators
         self._next = 0
+        self._drawing = {num_saved: (value, device) for num_saved, value, device in tape.drawing() if compares}
+        self._states: dict[int, torch.Tensor | None] = {}
+        """What replay of the random operators would draw from."""
+        self._num_saved = 0
         self._is_paused = False
         self._error: SavedOtherwiseError | None = None
 
@@ -58,8 +65,9 @@ class SizeCheck(TorchDispatchMode):
 
     def begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare what the call is given and what hangs on its block with what the tape has for it."""
+        self._take_state()
         for value in self._values:
-            if value.source is None or value.source.place == "unknown":
+            if value.source is None or value.source.place in ("unknown", "generator"):
                 continue
             given = find_external(value.source, block, args, kwargs)
             if given is None or not _has_geometry(value.ref, local_of(given)):
@@ -69,6 +77,8 @@ class SizeCheck(TorchDispatchMode):
         """`pack`, with what it runs none of the block's operators."""
 
         def run(tensor: torch.Tensor) -> Any:
+            self._num_saved += 1
+            self._take_state()
             if is_plain(tensor):  # as nearly all are: no operator of these comes to this mode
                 with DisableTorchDispatch():
                     return pack(tensor)
@@ -79,6 +89,12 @@ class SizeCheck(TorchDispatchMode):
                 self._is_paused = False
 
         return run
+
+    def _take_state(self) -> None:
+        """Take the generator's state where a plan does, so that the comparison draws from the same."""
+        if self._num_saved in self._drawing:
+            value, device = self._drawing[self._num_saved]
+            self._states[value] = generator_state(device)
 
     def finish(self) -> None:
         """Raise SavedOtherwiseError if less ran than the tape has, or something else, though the block went on."""
@@ -105,7 +121,7 @@ class SizeCheck(TorchDispatchMode):
             return self._unexpected(func, args, kwargs)
         again = None
         if self.compares and expected.may_run_again and not self._recomputable.isdisjoint(expected.made()):
-            again = _copied(func, args, kwargs)  # before what it writes to is written
+            again = _copied(func, args, kwargs, expected)  # before what it writes to is written
         result = func(*args, **kwargs)
         made = _as_leaves(result)
         for position, value in expected.outputs:
@@ -113,7 +129,7 @@ class SizeCheck(TorchDispatchMode):
                 self._refuse(f"{func} makes another tensor than {self._values[value].ref}")
         if again is not None:
             self._compare(expected, made, written_tensors(func, args, kwargs), func, *again)
-        elif self.compares and func is _DROPOUT:
+        if self.compares and func is _DROPOUT:
             self._compare_dropout(args[0], made)
         return result
 
@@ -125,7 +141,10 @@ class SizeCheck(TorchDispatchMode):
         Of those that replay makes: what cuDNN's attention leaves unwritten, its seed without dropout, never comes out
         as it was.
         """
-        others = _as_leaves(func(*args, **kwargs))
+        state = None if operator.generator is None else self._states[operator.generator]
+        device = self._values[operator.made()[0]].device
+        with nullcontext() if state is None else drawing_from(state, device):
+            others = _as_leaves(func(*args, **kwargs))
         # What `empty` makes has no bits to compare until something is written to it.
         outputs = [] if "empty" in operator.short_name else operator.outputs
         pairs = [(value, made[position], others[position]) for position, value in outputs]
@@ -200,8 +219,13 @@ def _as_leaves(result: Any) -> Any:
     return (result,) if isinstance(result, torch.Tensor) else leaves(result)
 
 
-def _copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of an operator with a copy of each tensor that it writes to."""
+def _copied(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operator: TapeOperator
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an operator with a copy of each tensor that it writes to, and what replay has for those of which
+    it reads no element."""
+    given = zip(args, operator.args, strict=True)
+    args = tuple([stand_in(blank, blank.device) if isinstance(blank, Blank) else each for each, blank in given])
     copies = {id(tensor): copy_with_storage(tensor) for tensor in written_tensors(func, args, kwargs)}
     return map_tensors((args, kwargs), torch.Tensor, lambda tensor: copies.get(id(tensor), tensor))
 
@@ -214,7 +238,7 @@ def _same(expected: Any, given: Any) -> bool:
     """Whether an operator is given the numbers that its tape has for it."""
     if expected is given:
         return True
-    if isinstance(expected, TensorRef):
+    if isinstance(expected, (TensorRef, Blank)):
         return isinstance(given, torch.Tensor) and _has_geometry(expected, given)
     if isinstance(expected, (tuple, list)):
         if not isinstance(given, (tuple, list)) or len(expected) != len(given):
@@ -235,7 +259,7 @@ def _is_as(expected: TapeValue, made: torch.Tensor) -> bool:
     return _has_geometry(expected.ref, made) and made.untyped_storage().nbytes() == expected.nbytes
 
 
-def _has_geometry(ref: TensorRef, tensor: torch.Tensor) -> bool:
+def _has_geometry(ref: TensorRef | Blank, tensor: torch.Tensor) -> bool:
     size, stride, offset = ref.geometry
     return (
         tensor.dtype is ref.dtype

@@ -117,14 +117,20 @@ def _codec_stores(value: Value, config: AdaccConfig) -> list[StoredForm]:
 def _is_available(value: Value, menus: Mapping[int, Any], runnable: set[int], kept: Collection[int]) -> bool:
     """Whether a replayed operator can read `value`, given the operators before it that can be replayed."""
     can_be_recomputed = value.recomputable and value.producer in runnable and value.index not in kept
-    return value.shared is not None or value.index in menus or can_be_recomputed
+    return _is_at_hand(value) or value.index in menus or can_be_recomputed
+
+
+def _is_at_hand(value: Value) -> bool:
+    """Whether a replay can read `value` whatever is chosen for activations: others hold it, or it is stored for the
+    replay alone, as the state is of the generator that it draws from."""
+    return value.shared is not None or value.is_generator_state
 
 
 def price(model: KindModel, choices: Mapping[int, Choice]) -> PricedPlan:
     """The plan with these choices; what nobody reads is neither replayed nor stored.
 
-    A block input that autograd does not save costs bytes only if a replay reads it. Activations that repeat another
-    are recomputed. What no replay may make beside what is stored with loss is retained.
+    A block input that autograd does not save costs bytes only if a replay reads it, and so does a generator's state.
+    Activations that repeat another are recomputed. What no replay may make beside what is stored with loss is retained.
     """
     choices = {v.index: choices[v.index] if v.index in model.menus else RECOMPUTE for v in model.whole.activations}
     coded = [value for value, choice in choices.items() if model.is_lossy(value, choice)]
@@ -133,7 +139,7 @@ def price(model: KindModel, choices: Mapping[int, Choice]) -> PricedPlan:
     runs: set[int] = set()
 
     def reads(value: int) -> tuple[int, ...] | None:
-        if values[value].shared is not None or choices.get(value, RECOMPUTE) != RECOMPUTE:
+        if _is_at_hand(values[value]) or choices.get(value, RECOMPUTE) != RECOMPUTE:
             return None
         operator = model.recompute(value)
         assert operator is not None, f"the program lets value {value} be recomputed, which cannot be"
@@ -143,10 +149,11 @@ def price(model: KindModel, choices: Mapping[int, Choice]) -> PricedPlan:
     wanted = [value.index for value in model.kind.activations if value.saved and choices[value.index] == RECOMPUTE]
     read, _ = walk_back(wanted, reads)
     kept = [v.index for v in model.kind.activations if choices[v.index] != RECOMPUTE and (v.saved or v.index in read)]
+    drawn_from = [value for value in read if values[value].is_generator_state]
     stores = [next(store for store in model.menus[v] if store.choice == choices[v]) for v in kept]
     return PricedPlan(
         plan=Plan(kind=model.kind.digest, choices=tuple(choices.items())),
-        nbytes=sum(store.nbytes for store in stores),
+        nbytes=sum(store.nbytes for store in stores) + sum(values[v].nbytes for v in drawn_from),
         shared=frozenset(shared for v in read if (shared := values[v].shared) is not None),
         ms=sum(model.kind.operators[j].ms for j in runs) + sum(store.ms for store in stores),
     )
@@ -195,7 +202,7 @@ class BlockVariables:
     def _unsaved_inputs(self, operator: int) -> list[int]:
         values = self.model.kind.values
         inputs = dict.fromkeys(self.model.kind.operators[operator].inputs)
-        return [v for v in inputs if values[v].shared is None and not (values[v].activation and values[v].saved)]
+        return [v for v in inputs if not _is_at_hand(values[v]) and not (values[v].activation and values[v].saved)]
 
     def shared_readers(self) -> list[tuple[int, int]]:
         """Pairs of a shared tensor and the run variable of an operator that reads it."""
@@ -209,8 +216,11 @@ class BlockVariables:
         return runs + [(x, weight * self.model.menus[v][o].ms) for (v, o), x in self.store.items()]
 
     def terms_bytes(self, weight: float = 1) -> list[tuple[int, float]]:
-        """What is stored, in bytes (equation 8), times `weight`."""
-        return [(x, weight * self.model.menus[v][o].nbytes) for (v, o), x in self.store.items()]
+        """What is stored, in bytes (equation 8), times `weight`: activations, and states that replay draws from."""
+        values, operators = self.model.kind.values, self.model.kind.operators
+        states = [(values[v], run) for j, run in self.run.items() for v in operators[j].inputs]
+        drawn = [(run, weight * value.nbytes) for value, run in states if value.is_generator_state]
+        return drawn + [(x, weight * self.model.menus[v][o].nbytes) for (v, o), x in self.store.items()]
 
     def column(self, solution: Sequence[float]) -> PricedPlan:
         """The plan that the solved variables mean, rounded to integers and priced anew."""

@@ -125,7 +125,7 @@ def _same_operator(operator: TapeOperator, expected: TapeOperator) -> bool:
     """Whether two operators count as one in a tape's digest."""
     return (
         operator.target == expected.target
-        and (operator.outputs, operator.mutations, operator.random)
-        == (expected.outputs, expected.mutations, expected.random)
+        and (operator.outputs, operator.mutations, operator.random, operator.generator)
+        == (expected.outputs, expected.mutations, expected.random, expected.generator)
         and operator.arguments() == expected.arguments()
     )

@@ -33,6 +33,7 @@ class Slot:
         "position",
         "ref",
         "size",
+        "state_after",
         "stride",
         "value",
     )
@@ -54,6 +55,8 @@ class Slot:
         """Whether the offset in the storage is part of the tape; an argument may be a slice of anything."""
         self.is_read_by_replay = is_read_by_replay
         """Whether replay, or an equal value's slot, reads the value: a backward that may write into it gets a copy."""
+        self.state_after: tuple[int, torch.device] | None = None
+        """The value and the device of a generator's state that the call takes once it has packed this slot."""
 
     def resized(self, ref: TensorRef) -> Slot:
         """The same slot where its tensor has the geometry of `ref`, and perhaps an equal value's storage."""
@@ -120,6 +123,11 @@ class CompiledPlan:
         """Stored values that get a cell: payloads, and tensors that some replay reads."""
         read = {*self._read_by_replay(), *equal.values()}
         self.slots = [self._slot(ref, read) for ref in self._merged.slots]
+        self.first_state: tuple[int, torch.device] | None = None
+        """The same for the one that it takes before the block runs."""
+        self.draws = False
+        """Whether replay draws random numbers again."""
+        self._place_states()
         self.encode_views = {value: encode_view(tape, value) for value in self.store.compressed}
         self.externals = self._externals()
         """(value, source) of the inputs, parameters and buffers that a call must hold for replay."""
@@ -195,13 +203,23 @@ class CompiledPlan:
         in_cell = ref.value in self.roots
         return Slot(ref, in_cell, needs, self.tape.values[ref.value].source is None, ref.value in read)
 
+    def _place_states(self) -> None:
+        """Find out when a call takes the generator's states that its replay draws from (rule R5)."""
+        for num_saved, value, device in self.tape.drawing():
+            if value in self.roots:
+                self.draws = True
+                if num_saved:
+                    self.slots[num_saved - 1].state_after = value, device
+                else:
+                    self.first_state = value, device
+
     def _externals(self) -> list[tuple[int, Source]]:
         read = {
             value for needs in self.needs for value in closure(self._with_equals, needs, self.store.__contains__)[1]
         }
         saved = set(self._with_equals.saved_values())
         early = [v for v in sorted(read) if v in self.store.persistent or (v in self.roots and v not in saved)]
-        return [(value, self._source_of(value)) for value in early]
+        return [(value, self._source_of(value)) for value in early if not self.tape.is_generator_state(value)]
 
     def _source_of(self, value: int) -> Source:
         source = self.tape.values[value].source
@@ -214,6 +232,7 @@ def _store(tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> St
     compressed = {value for value, choice in choices.items() if choice.action is Action.COMPRESS}
     retained = {value for value, choice in choices.items() if choice.action is Action.RETAIN}
     retained = {value for value in retained if not tape.values[value].overwritten}
+    retained |= {value for _, value, _ in tape.drawing()}
     return StorageMap(frozenset(state | shared), frozenset(retained), frozenset(compressed))
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from adacc_hf.artifacts.profile_sizes import Basis, Column, Polynomial, independent
-from adacc_hf.tape.tape import Geometry, Tape, TapeOperator, TapeValue, TensorRef
+from adacc_hf.tape.tape import Blank, Geometry, Tape, TapeOperator, TapeValue, TensorRef
 from adacc_hf.tape.verification import obtainable
 
 ENOUGH_RECORDS = 3
@@ -270,7 +270,7 @@ class _Columns:
         parts += [(slot.value, self._geometry(slot)) for slot in tape.slots]
         self.outline = hashlib.sha256(repr(parts).encode()).hexdigest()
 
-    def _geometry(self, ref: TensorRef) -> tuple[int, torch.dtype]:
+    def _geometry(self, ref: TensorRef | Blank) -> tuple[int, torch.dtype]:
         size, stride, offset = ref.geometry
         self.numbers += (*size, *stride, offset)
         return len(size), ref.dtype
@@ -278,6 +278,8 @@ class _Columns:
     def _outline(self, tree: Any) -> Any:
         if isinstance(tree, TensorRef):
             return tree.value, self._geometry(tree)
+        if isinstance(tree, Blank):
+            return tree.device, self._geometry(tree)
         if type(tree) is int:
             self.numbers.append(tree)
             return int
@@ -304,6 +306,14 @@ class _Ref:
     """Stands in a template for the tensor reference at `place`."""
 
     place: int
+
+
+@dataclass(frozen=True, slots=True)
+class _BlankLike:
+    """Stands in a template for a blank that lies like the tensor reference at `place`, which is to no value."""
+
+    place: int
+    device: torch.device
 
 
 class _Template:
@@ -339,7 +349,7 @@ class _Template:
         operators = [
             TapeOperator(
                 op.index, op.target, _filled(args, at, refs), _filled(kwargs, at, refs), op.outputs, op.mutations,
-                op.random, op.module, op._inputs,
+                op.random, op.module, op.generator, op._inputs,
             )
             for op, (args, kwargs) in zip(base.operators, self._operators, strict=True)
         ]  # fmt: skip
@@ -367,6 +377,8 @@ class _Template:
     def _tree(self, tree: Any) -> Any:
         if isinstance(tree, TensorRef):
             return self._ref(tree)
+        if isinstance(tree, Blank):
+            return _BlankLike(self._ref(TensorRef(-1, tree.geometry, tree.dtype)).place, tree.device)
         if type(tree) is int:
             return _Number(next(self._numbers))
         if isinstance(tree, tuple):
@@ -385,6 +397,8 @@ def _filled(tree: Any, at: Callable[[int], int], refs: list[TensorRef]) -> Any:
         return refs[tree.place]
     if kind is _Number:
         return at(tree.place)
+    if kind is _BlankLike:
+        return Blank(refs[tree.place].geometry, refs[tree.place].dtype, tree.device)
     if kind is tuple:
         return tuple([_filled(item, at, refs) for item in tree])
     if kind is list:

@@ -15,6 +15,7 @@ from adacc_hf.tape.call_inputs import PLACES, Read, argument_tensors, deciding_t
 from adacc_hf.tape.replay import share_elements, view
 from adacc_hf.tape.tape import (
     COLLECTIVES,
+    Blank,
     Source,
     Tape,
     TapeOperator,
@@ -38,7 +39,7 @@ from adacc_hf.torch_glue.private import (
     storage_key,
     tree_leaves,
 )
-from adacc_hf.torch_glue.states import PythonStates
+from adacc_hf.torch_glue.states import PythonStates, generator_state
 from adacc_hf.torch_glue.tensors import local_of, runs_on_parts, storage_of, wraps_others
 
 _NO_OPERATORS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.prim.device.default}
@@ -47,6 +48,13 @@ _CONSTANT = torch.ops.aten.lift_fresh.default
 """What torch.tensor() puts its new tensor through."""
 MOVES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_"}
 """Operators that put another storage under a tensor."""
+_READ_NO_ELEMENT = {
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.rand_like.default,
+    torch.ops.aten.randn_like.default,
+}
+"""Operators that read of their first argument how it lies, and no element."""
 DICE = "it draws from Python's or numpy's random generators, on which any of its operators may depend"
 
 
@@ -98,6 +106,12 @@ class Recorder(TorchDispatchMode):
             self._expect(buffer, Source("buffer", (name,)))
         for source, tensor in held_tensors(block):
             self._expect(tensor, source)
+        devices = [tensor.device for tensor, _ in self._externals.values()]
+        self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
+        self._first_state = generator_state(self._device)
+        self._generator_state = self._first_state
+        """What the generator's state was when a tensor was saved last, or when the call began; None once somebody has
+        drawn since. A plan takes it at these moments too, when no mode shows it any operator."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -127,6 +141,8 @@ class Recorder(TorchDispatchMode):
     def save(self, tensor: torch.Tensor) -> int:
         """Note that autograd saves `tensor`; return the slot's index."""
         self.slots.append(self.refer(local_of(tensor)))
+        is_fake = self._first_state is not None and _is_fake(self._first_state)
+        self._generator_state = self._first_state if is_fake else generator_state(self._device)
         return len(self.slots) - 1
 
     def was_written_later(self, ref: TensorRef) -> bool:
@@ -196,6 +212,7 @@ class Recorder(TorchDispatchMode):
         if all(has_storage(leaf) for leaf in given if isinstance(leaf, torch.Tensor)):
             written = written_tensors(func, args, kwargs)
             self._note(func, recorded_args, recorded_kwargs, written, result, drew)
+        self._generator_state = None if drew else self._generator_state
         return result
 
     def _before_it_runs(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -203,6 +220,10 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor], result: Any, drew: bool) -> None:
         index = len(self.operators)
+        is_dropout = drew and func is torch.ops.aten.native_dropout.default
+        given = args
+        if is_dropout or func in _READ_NO_ELEMENT:  # of dropout's input the mask needs no element
+            args = (Blank(args[0].geometry, args[0].dtype, self.values[args[0].value].device), *args[1:])
         module = self._modules[-1] if self._modules else ""
         name = f"{module or 'block'}:{op_name(func).strip('_')}"
         mutations = [self._next_version(tensor, index, name) for tensor in written]
@@ -214,9 +235,33 @@ class Recorder(TorchDispatchMode):
         if not fresh and not mutations:
             return
         operator = TapeOperator(index, func, args, kwargs, tuple(fresh), tuple(mutations), drew, module)
+        operator.generator = self._state_before(operator, name) if drew else None
         self.operators.append(operator)
-        if drew and func is torch.ops.aten.native_dropout.default:
-            self._derive_dropout(operator)
+        if is_dropout:
+            self._derive_dropout(operator, given[0])
+
+    def _state_before(self, drawn: TapeOperator, name: str) -> int | None:
+        """A value for the state that the default generator was in before an operator drew from it.
+
+        None if no plan could take it then, or if what was drawn may follow from data too, which may be stored with
+        loss: unless it is attention, all that it reads is what it fills. That it is the right one is verified: the
+        operator may have drawn from elsewhere.
+        """
+        state, device = self._generator_state, self.values[drawn.made()[0]].device
+        has_own_generator = any(isinstance(leaf, torch.Generator) for leaf in leaves(drawn.args, drawn.kwargs))
+        reads = {ref.value for ref in tensor_refs((drawn.args, drawn.kwargs))} - {old for old, _ in drawn.mutations}
+        is_filled = not reads and len(drawn.mutations) <= 1  # a random ReLU changes its noise and its input
+        may_run_again = is_filled or drawn.is_attention
+        if state is None or device != self._device or has_own_generator or not may_run_again:
+            return None
+        index = len(self.values)
+        ref = TensorRef(index, geometry_of(state), state.dtype)
+        source = Source("generator", (len(self.slots),))
+        nbytes = state.nbytes if device.type == "cpu" else 0  # a GPU's lies on the host
+        self.values.append(TapeValue(index, nbytes, ref, state.device, source, None, f"{name} {source}"))
+        self._storages.append(storage_key(state.untyped_storage()))
+        self._keep(state, index, source)
+        return index
 
     def _is_new_number(self, tensor: torch.Tensor) -> bool:
         """Whether a constant is one number that replay can make anew."""
@@ -252,10 +297,10 @@ class Recorder(TorchDispatchMode):
             kwargs = {"dtype": tensor.dtype}
             self.operators.append(TapeOperator(index, TO_COPY, (parameter,), kwargs, ((0, value),), (), False, module))
 
-    def _derive_dropout(self, dropout: TapeOperator) -> None:
+    def _derive_dropout(self, dropout: TapeOperator, input_ref: TensorRef) -> None:
         """Give dropout's result an operator of its own: input * mask * scale; only the mask is random (rule R5)."""
         made = dict(dropout.outputs)
-        input_ref, probability = dropout.args[0], dropout.args[1]
+        probability = dropout.args[1]
         scale = _dropout_scale(probability, self.values[made[0]])
         self.values[made[0]].producer = len(self.operators)
         dropout.outputs = tuple((position, value) for position, value in dropout.outputs if position != 0)

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from adacc_hf.artifacts.step_peak import DECODED_KEPT
-from adacc_hf.tape.tape import Geometry, Tape, TapeOperator, TensorRef, leaves, map_tensors, tensor_refs
+from adacc_hf.tape.tape import Blank, Geometry, Tape, TapeOperator, TensorRef, leaves, map_tensors, tensor_refs
+from adacc_hf.torch_glue.private import schema_of
+from adacc_hf.torch_glue.states import drawing_from
 from adacc_hf.torch_glue.tensors import copy_with_storage
 
 Environment = list["torch.Tensor | None"]
@@ -38,11 +40,28 @@ def share_elements(left: TensorRef, right: TensorRef) -> bool:
     return bool(taken.as_strided(*right.geometry).any())
 
 
+def takes_device(operator: TapeOperator) -> bool:
+    """Whether an operator can be told the device of its result, so that its `Blank` needs no memory."""
+    return any(argument.name == "device" for argument in schema_of(operator.target).arguments)
+
+
+def stand_in(blank: Blank, device: torch.device | str) -> torch.Tensor:
+    """A tensor that lies as `blank` does, of whatever elements."""
+    size, stride, offset = blank.geometry
+    if not offset:
+        return torch.empty_strided(size, stride, dtype=blank.dtype, device=device)
+    # Kernels may go by where a tensor begins in its storage.
+    storage = torch.empty(offset + blank.nbytes // blank.dtype.itemsize, dtype=blank.dtype, device=device)
+    return storage.as_strided(size, stride, offset)
+
+
 class ReplayStep:
     """One operator of the tape, prepared to run on an environment."""
 
     __slots__ = (
         "_args",
+        "_blanks",
+        "_device",
         "_kwargs",
         "_nested",
         "_tensors",
@@ -86,6 +105,14 @@ class ReplayStep:
                 base = tape.values[argument.value].ref
                 is_base = base.geometry == argument.geometry and base.dtype is argument.dtype
                 self._tensors.append((position, argument, None if is_base else argument.geometry))
+        self._device = tape.values[operator.made()[0]].device
+        self._blanks: list[tuple[int, Blank]] = []
+        for position, argument in enumerate(operator.args):
+            if isinstance(argument, Blank) and takes_device(operator):
+                self._args[position] = stand_in(argument, "meta")
+                self._kwargs = operator.kwargs | {"device": operator.kwargs.get("device") or argument.device}
+            elif isinstance(argument, Blank):
+                self._blanks.append((position, argument))
 
     def run(self, environment: Environment) -> None:
         """Run the operator on the values in `environment` and put what it makes there."""
@@ -93,7 +120,11 @@ class ReplayStep:
         untouched = [at_hand[old] for old in self.copies]
         for old in self.copies:
             environment[old] = copy_with_storage(at_hand[old])
-        result = self._call(at_hand)
+        if self.operator.generator is None:
+            result = self._call(at_hand)
+        else:
+            with drawing_from(at_hand[self.operator.generator], self._device):
+                result = self._call(at_hand)
         if self.outputs:
             made = (result,) if isinstance(result, torch.Tensor) else leaves(result)
             for position, value in self.outputs:
@@ -120,6 +151,8 @@ class ReplayStep:
                 args[position] = base.as_strided(*geometry)
             else:
                 args[position] = view(base, ref)
+        for position, blank in self._blanks:
+            args[position] = stand_in(blank, blank.device)
         return self.target(*args, **self._kwargs)
 
 

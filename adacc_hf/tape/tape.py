@@ -42,15 +42,32 @@ class TensorRef:
 
 
 @dataclass(frozen=True, slots=True)
+class Blank:
+    """A tensor of which an operator reads no element: replay gives it another one that lies alike."""
+
+    geometry: Geometry
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that its elements reach over."""
+        size, stride, _ = self.geometry
+        return self.dtype.itemsize * (1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """Where a value that the block did not make is found anew at each call (rule R12)."""
 
     place: str
     """"argument", "parameter", "buffer", "attached" or "module" for what else hangs on a parameter or a module
-    (call_inputs.py), or "unknown" for a tensor reached from elsewhere."""
+    (call_inputs.py), "generator" for the state of the default generator at a moment of the call, or "unknown" for a
+    tensor reached from elsewhere."""
     path: tuple[Any, ...]
     """Argument: position or keyword, then indices into nested containers. Parameter, buffer: its name in the block.
-    Attached, module: the parameter's or module's name, then attributes and indices."""
+    Attached, module: the parameter's or module's name, then attributes and indices. Generator: how many tensors
+    autograd had saved by then."""
 
     def __str__(self) -> str:
         return f"{self.place} {'.'.join(str(part) for part in self.path)}".strip()
@@ -98,8 +115,10 @@ class TapeOperator:
     mutations: tuple[tuple[int, int], ...]
     """(value read, value made) for storages changed in place."""
     random: bool
-    """Whether it drew random numbers; never replayed (rule R5)."""
+    """Whether it drew random numbers."""
     module: str
+    generator: int | None = None
+    """The value that holds the state of the generator that it drew from, if replay may draw again (rule R5)."""
     _inputs: tuple[int, ...] | None = field(default=None, repr=False, compare=False)
     _arguments: str | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -113,20 +132,31 @@ class TapeOperator:
         return op_name(self.target).strip("_")
 
     @property
+    def is_attention(self) -> bool:
+        """Whether it is fused attention: what that drops follows from its sizes alone, whatever it reads."""
+        return self.short_name.startswith("scaled_dot_product")
+
+    @property
     def is_collective(self) -> bool:
         """Whether other ranks take part in it."""
         return self.target.namespace in COLLECTIVES
 
     @property
     def may_run_again(self) -> bool:
-        """Whether replay may run it: it drew no random numbers, and no other rank took part in it (rules R5, R13)."""
-        return not self.random and not self.is_collective
+        """Whether replay may run it: what it drew can be drawn again, and no other rank took part in it (rules R5,
+        R13)."""
+        return (not self.random or self.generator is not None) and not self.is_collective
 
     def inputs(self) -> tuple[int, ...]:
-        """Values it reads, each once, in the order of its arguments."""
+        """Values it reads, each once, in the order of its arguments; the generator's state comes last."""
         if self._inputs is None:
-            self._inputs = tuple(dict.fromkeys(ref.value for ref in tensor_refs((self.args, self.kwargs))))
+            read = dict.fromkeys(ref.value for ref in tensor_refs((self.args, self.kwargs)))
+            self._inputs = tuple(read if self.generator is None else [*read, self.generator])
         return self._inputs
+
+    def blanks(self) -> list[Blank]:
+        """The tensors among its arguments that it reads no element of."""
+        return [leaf for leaf in leaves(self.args, self.kwargs) if isinstance(leaf, Blank)]
 
     def arguments(self) -> str:
         """Its arguments as they count in a tape's digest."""
@@ -203,10 +233,26 @@ class Tape:
         source = self.values[value].source
         return source is not None and source.place in ("parameter", "buffer", "attached", "module")
 
+    def is_generator_state(self, value: int) -> bool:
+        source = self.values[value].source
+        return source is not None and source.place == "generator"
+
     def is_held_elsewhere(self, value: int) -> bool:
         """Whether a value is neither made by the block nor given to it: parameter, buffer, a tensor in an attribute."""
         source = self.values[value].source
-        return source is not None and source.place != "argument"
+        return source is not None and source.place not in ("argument", "generator")
+
+    def drawing(self) -> list[tuple[int, int, torch.device]]:
+        """(tensors saved by then, value, device of the generator) of each state that something recomputable is drawn
+        from."""
+        found = []
+        for operator in self.operators:
+            made = operator.made()
+            if operator.generator is not None and not self.recomputable.isdisjoint(made):
+                source = self.values[operator.generator].source
+                assert source is not None  # it says when the state was taken
+                found.append((source.path[0], operator.generator, self.values[made[0]].device))
+        return found
 
     def saved_values(self) -> list[int]:
         """Values that slots hold, each once, in the order they were saved."""

@@ -181,6 +181,7 @@ def _is_comparable(tape: Tape, operator: TapeOperator, recomputable: Collection[
     made = operator.made()
     return (
         operator.may_run_again
+        and not operator.random
         and not operator.mutations
         and all(value in recomputable and not tape.values[value].overwritten for value in made)
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -72,6 +72,52 @@ class RandomStates:
         for index, state in self._cuda.items():
             torch.cuda.set_rng_state(state, index)
         self._python.restore()
+
+
+_in_their_place: dict[str, Any] = {}
+"""By type of device, what stands for its default generators."""
+
+
+def generator_of(device: torch.device) -> Any:
+    """The default generator of `device`; None for devices other than CPUs and GPUs, whose states are not ours to put
+    back."""
+    if _in_their_place:
+        return _in_their_place.get(device.type)
+    if device.type == "cuda":
+        return torch.cuda.default_generators[_index(device)]
+    return torch.default_generator if device.type == "cpu" else None
+
+
+def generator_state(device: torch.device) -> torch.Tensor | None:
+    """The state of the default generator of `device`: 5,056 bytes of a CPU's, a GPU's seed and offset in 16.
+
+    It lies on the CPU, whatever the device, and to read it waits for no kernel (rule R10): it takes a microsecond.
+    """
+    generator = generator_of(device)
+    return None if generator is None else generator.get_state()
+
+
+@contextmanager
+def generators_replaced(by: Mapping[str, Any]) -> Iterator[None]:
+    """While open, `by` has what stands for the default generators, by type of device: tensors without memory draw
+    nothing."""
+    _in_their_place.update(by)
+    try:
+        yield
+    finally:
+        _in_their_place.clear()
+
+
+@contextmanager
+def drawing_from(state: torch.Tensor, device: torch.device) -> Iterator[None]:
+    """While open, the default generator of `device` draws from `state` on; afterwards it is as it was."""
+    generator = generator_of(device)
+    before = generator.clone_state()  # no tensor, which would be live beside what is drawn
+    generator.set_state(state)
+    try:
+        yield
+    finally:
+        generator.set_state(before.get_state())
 
 
 def gpus_in_use() -> list[torch.device]:

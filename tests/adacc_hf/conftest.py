@@ -337,6 +337,8 @@ def random_kinds(draw, digest="tape"):
         candidates = [*inputs, *range(-len(outputs), 0)]
         save = draw(st.lists(st.sampled_from(candidates), max_size=2, unique=True))
         save = [value for value in save if tape.values[value].get("shared") != 1 or value < 0]
+        if draw(st.integers(0, 3)) == 0:
+            inputs.append(tape.value("generator", draw(sizes), role="generator", activation=False))
         values += tape.operator(f"op{j}", inputs, outputs, draw(eighths), save, replayable=draw(st.integers(0, 5)) > 0)
     saved = sorted({value for node in tape.nodes for value in node})
     for value in draw(st.lists(st.sampled_from(saved), max_size=3, unique=True)) if saved else []:

@@ -203,7 +203,7 @@ def test_one_surprise_is_enough(toy_model, toy_batch, run_steps, recorded):
 
 def test_what_is_captured_in_a_cuda_graph_is_compared_at_the_next_call(tiny_gpt2, token_batch, monkeypatch):
     """A comparison waits for the device, which ends a capture."""
-    model, batch = tiny_gpt2(layers=2), token_batch()
+    model, batch = tiny_gpt2(layers=2, resid_pdrop=0.0, attn_pdrop=0.0), token_batch()
     policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
     step, compared, is_captured = [0], [], [False]
     checked = FollowPlan._checked_call
@@ -219,3 +219,14 @@ def test_what_is_captured_in_a_cuda_graph_is_compared_at_the_next_call(tiny_gpt2
             is_captured[0] = step[0] in (0, 1, 2)
             model(**batch).loss.backward()
     assert compared == [3, 3]
+
+
+def test_a_cuda_graph_that_would_draw_masks_again_is_refused(tiny_gpt2, token_batch, monkeypatch):
+    """It would have to set the generator back while it is captured."""
+    model, batch = tiny_gpt2(layers=1), token_batch()
+    profile = profile_model(model, batch, CONFIG)
+    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG):
+        model(**batch).loss.backward()
+        monkeypatch.setattr(follow_plan, "is_being_captured", lambda: True)
+        with pytest.raises(PolicyMismatchError, match="draws its dropout masks again"):
+            model(**batch)

@@ -1,9 +1,18 @@
-"""Which operators draw random numbers; how recorders tell is in test_recorder.py."""
+"""Random operators: which of them replay may draw again, and from which state (rule R5).
+
+How recorders tell which operators are random is in test_recorder.py.
+"""
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 
 from adacc_hf.tape.recorder import RngUse
+from adacc_hf.tape.replay import closure
+from adacc_hf.tape.tape import Blank
+from adacc_hf.tape.verification import verify
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])
@@ -24,3 +33,155 @@ def test_a_draw_that_reads_no_tensor_is_looked_for_on_the_device_it_names(monkey
     assert not drawings[0].happened()
     generator.offset += 4
     assert drawings[1].happened()
+
+
+class Linear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+
+def given_x(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+def random_operators(tape):
+    return [operator for operator in tape.operators if operator.random]
+
+
+def dropout(block, x):
+    return nn.functional.dropout(block.up(x), 0.3)
+
+
+def native_dropout(block, x):
+    """What a CUDA device runs."""
+    return torch.native_dropout(block.up(x), 0.3, True)[0]
+
+
+def stochastic_depth(block, x):
+    return block.up(x) * torch.rand(x.shape[0], 1, 1).add(0.5).floor()
+
+
+def noise(block, x):
+    return block.up(x) * torch.randn_like(x)
+
+
+@pytest.mark.parametrize("forward", [dropout, native_dropout, stochastic_depth, noise])
+def test_what_is_drawn_is_drawn_again_from_the_state_before(record_call, forward):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    tape, recorder = record_call(forward, Linear(), given_x(2, 3, 8))
+    after = torch.get_rng_state()
+    found = verify(tape, recorder.bases)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert not torch.equal(after, before)
+    (drawn,) = random_operators(tape)
+    assert drawn.may_run_again
+    assert {*drawn.made(), *tape.saved_values()} - found == {v.index for v in tape.values if v.source is not None} & {
+        *tape.saved_values()
+    }
+    assert tape.is_generator_state(drawn.generator)
+    assert not tape.is_held_elsewhere(drawn.generator)
+    assert tape.values[drawn.generator].nbytes == before.nbytes
+
+
+@pytest.mark.parametrize("forward", [dropout, native_dropout])
+def test_a_mask_follows_from_the_state_alone(record_call, forward):
+    """To draw it again nothing of what it is put on has to be recomputed."""
+    tape, _ = record_call(forward, Linear(), given_x(2, 3, 8))
+    (drawn,) = random_operators(tape)
+    operators, leaves = closure(tape, drawn.made()[0], lambda value: False)
+    assert leaves == [drawn.generator]
+    assert not any("linear" in tape.operators[j].name or "addmm" in tape.operators[j].name for j in operators)
+    assert any(isinstance(leaf, Blank) for j in operators for leaf in tape.operators[j].blanks())
+
+
+def own_generator(block, x):
+    return block.up(x) * torch.empty_like(x).bernoulli_(0.5, generator=torch.Generator().manual_seed(1))
+
+
+def of_data(block, x):
+    return block.up(x) * torch.bernoulli(torch.sigmoid(x.detach()))
+
+
+def random_relu(block, x):
+    return nn.functional.rrelu(block.up(x), training=True, inplace=True)
+
+
+def twice_with_nothing_saved_between(block, x):
+    return block.up(x) * (torch.empty_like(x).bernoulli_(0.5) + torch.empty_like(x).bernoulli_(0.5))
+
+
+@pytest.mark.parametrize(
+    ("forward", "able"),
+    [
+        (own_generator, [False]),
+        (of_data, [False]),
+        (random_relu, [False]),
+        (twice_with_nothing_saved_between, [True, False]),
+    ],
+)
+def test_what_no_state_is_taken_for_is_not_drawn_again(record_call, forward, able):
+    tape, recorder = record_call(forward, Linear(), given_x(2, 3, 8))
+    assert [operator.may_run_again for operator in random_operators(tape)] == able
+    found = verify(tape, recorder.bases)
+    assert [not found.isdisjoint(operator.made()) for operator in random_operators(tape)] == able
+
+
+def test_a_draw_from_a_seed_that_the_block_sets_is_found_out(record_call):
+    """The state is that of the last saved tensor, where a plan takes it: verification draws other numbers."""
+
+    def forward(block, x):
+        y = block.up(x)
+        torch.manual_seed(7)
+        return nn.functional.dropout(y, 0.5)
+
+    tape, recorder = record_call(forward, Linear(), given_x(2, 3, 8))
+    (drawn,) = random_operators(tape)
+    assert drawn.may_run_again
+    (mask,) = [value for value in tape.saved_values() if tape.values[value].source is None]
+    assert mask not in verify(tape, recorder.bases)
+
+
+def test_each_of_several_dropouts_has_a_state_of_its_own(record_call):
+    def forward(block, x):
+        for rate in (0.1, 0.5, 0.9):
+            x = nn.functional.dropout(block.up(x), rate)
+        return x
+
+    tape, recorder = record_call(forward, Linear(), given_x(2, 3, 8))
+    states = [operator.generator for operator in random_operators(tape)]
+    assert len({*states}) == 3
+    found = verify(tape, recorder.bases)
+    assert all(not found.isdisjoint(operator.made()) for operator in random_operators(tape))
+    tape.recomputable = found
+    places = [num_saved for num_saved, _, _ in tape.drawing()]
+    assert places == sorted({*places})
+    assert [value for _, value, _ in tape.drawing()] == states
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    order=st.randoms(use_true_random=False),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    rate=st.sampled_from([0.1, 0.5, 1.0]),
+    offset=st.integers(0, 5),
+    is_native=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_masks_of_all_layouts_are_drawn_again(record_call, sizes, order, dtype, rate, offset, is_native, seed):
+    """What stands for dropout's input lies as that does."""
+    places = [*range(len(sizes))]
+    order.shuffle(places)
+    numbers = torch.arange(offset + torch.Size(sizes).numel(), dtype=torch.float64).to(dtype).requires_grad_()
+    torch.manual_seed(seed)
+
+    def forward(block, x):
+        y = (x * 2)[offset:].reshape(sizes).permute(places)
+        return torch.native_dropout(y, rate, True)[0] if is_native else nn.functional.dropout(y, rate)
+
+    tape, recorder = record_call(forward, nn.Identity(), numbers)
+    found = verify(tape, recorder.bases)
+    assert random_operators(tape) or rate == 1.0
+    assert all(not found.isdisjoint(operator.made()) for operator in random_operators(tape))

@@ -174,7 +174,7 @@ def test_what_autograd_does_not_see_changed_is_left_to_torch(toy_model, toy_batc
 
 
 def test_backward_leaves_the_generator_alone(tiny_gpt2, token_batch):
-    """Rule R5: dropout is in every block, and nothing of it is drawn again."""
+    """Rule R5: dropout is in every block, and all of it is drawn again, from states of its own."""
     model, batch = tiny_gpt2("eager"), token_batch()
     profile = profile_model(model, batch, AdaccConfig(min_compress_bytes=0))
     with apply_policy(model, Policy.uniform(profile, "recompute")):
@@ -185,7 +185,7 @@ def test_backward_leaves_the_generator_alone(tiny_gpt2, token_batch):
             assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_fused_dropout_is_recomputed_from_its_mask(toy_model, toy_batch, assert_exact):
+def test_fused_dropout_is_recomputed_from_its_mask_and_that_from_a_state(toy_model, toy_batch, assert_exact):
     """Rule R5: of native_dropout only the mask is random."""
 
     def forward(block, hidden):
@@ -196,7 +196,7 @@ def test_fused_dropout_is_recomputed_from_its_mask(toy_model, toy_batch, assert_
     by_role = {value.role: value for value in profile.kinds[0].activations if "native_dropout" in value.name}
     mask = by_role.pop("mask")
     assert mask.dtype == "bool"
-    assert not mask.recomputable
+    assert mask.recomputable
     assert [option.codec for option in mask.codecs] == ["bitmask"]
     (thinned,) = by_role.values()
     assert thinned.recomputable

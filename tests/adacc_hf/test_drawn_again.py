@@ -1,0 +1,82 @@
+"""Masks that are drawn again in backward (rule R5): bit for bit those of forward, at the bytes that were predicted."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Plan
+from adacc_hf.torch_glue.memory import measure_step
+
+CONFIG = AdaccConfig(min_compress_bytes=0)
+FAMILIES = ["gpt2-eager", "gpt2-sdpa", "llama-eager", "t5-eager", "bert-eager", "bert-sdpa"]
+
+
+def t5(attention):
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2}
+    ends = {"decoder_start_token_id": 0, "use_cache": False}
+    return T5ForConditionalGeneration(T5Config(vocab_size=61, attn_implementation=attention, **sizes, **ends))
+
+
+def bert(attention):
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return BertForMaskedLM(BertConfig(vocab_size=61, attn_implementation=attention, **sizes))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def trained(request, tiny_gpt2, tiny_llama, token_batch, run_steps):
+    """(model with dropout, its batch, its profile, three steps of plain training)."""
+    name, attention = request.param.split("-")
+    torch.manual_seed(0)
+    builders = {
+        "gpt2": tiny_gpt2,
+        "llama": lambda attention: tiny_llama(attention, attention_dropout=0.1),
+        "t5": t5,
+        "bert": bert,
+    }
+    model, batch = builders[name](attention).train(), token_batch()
+    return model, batch, profile_model(model, batch, CONFIG), run_steps(model, batch)
+
+
+def masks_of(kind):
+    return [value for value in kind.activations if value.role == "mask"]
+
+
+def test_every_mask_may_be_drawn_again(trained):
+    _, _, profile, _ = trained
+    assert all(masks_of(kind) for kind in profile.kinds)
+    assert all(mask.recomputable for kind in profile.kinds for mask in masks_of(kind))
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_some_masks_drawn_again_beside_others_that_are_kept(trained, run_steps, assert_same_steps, data):
+    """Whatever becomes of other activations: loss, gradients and generator are plain training's, and the bytes those
+    that were predicted."""
+    model, batch, profile, plain = trained
+    seed = data.draw(st.integers(0, 2**32 - 1))
+    others = Policy.random(profile, seed, ("retain", "recompute", "compress"), lossless=True)
+    plans = []
+    for block in profile.blocks:
+        masks = masks_of(profile.kind_of(block))
+        drawn = {mask.index: data.draw(st.sampled_from([RECOMPUTE, RETAIN])) for mask in masks}
+        plan = others.plan_of(block.name)
+        plans.append(Plan(kind=plan.kind, choices=tuple((dict(plan.choices) | drawn).items())))
+    policy = Policy.build(profile, plans)
+    with apply_policy(model, policy, CONFIG):
+        assert_same_steps(run_steps(model, batch), plain)
+        assert measure_step(model, batch).stored_bytes == policy.predicted_stored_bytes
+
+
+def test_a_second_backward_draws_the_same_again(trained):
+    model, batch, profile, _ = trained
+    parameters = list(model.parameters())
+    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG):
+        for _ in range(3):
+            loss = model(**batch).loss
+            first = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+            torch.rand(3)
+            second = torch.autograd.grad(loss, parameters, allow_unused=True)
+            assert all(one is other or torch.equal(one, other) for one, other in zip(first, second, strict=True))
