@@ -70,6 +70,11 @@ class Row:
         return round(self.figure * UNITS[self.unit])
 
     @property
+    def counts_live_bytes(self) -> bool:
+        """Whether the meter counts tensors, not what the allocator keeps for them."""
+        return self.meter in ("allocated", "active")
+
+    @property
     def context_bytes(self) -> int:
         return round(self.context_mb * 2**20)
 

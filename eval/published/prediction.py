@@ -12,7 +12,7 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.step_peak import Outcome, simulate
 from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_model import PRECISIONS, Adapters, Workload
-from adacc_hf.estimate.planning import Request, plain_ms, training_profile
+from adacc_hf.estimate.planning import Request, allocator_bytes, plain_ms, training_profile
 from adacc_hf.estimate.static_memory import Sharding
 from adacc_hf.eval.published.measurements import Row, model_config
 from adacc_hf.eval.records.records import Figures, Status
@@ -45,14 +45,20 @@ def request_of(row: Row, model_changes: dict[str, Any] | None = None) -> Request
 
 
 def predict(row: Row, model_changes: dict[str, Any] | None = None) -> Figures:
-    """The peak of a step of `row`, its moment, what it is made of, and times by the roofline."""
+    """The peak of a step of `row`, its moment, what it is made of, and times by the roofline.
+
+    What its meter shows is the peak for a meter of live bytes, and else what the allocator keeps, where that is known.
+    """
     started = time.process_time()
-    static, profile = training_profile(request_of(row, model_changes))
+    request = request_of(row, model_changes)
+    static, profile = training_profile(request)
     profile = profile.with_head(row.head) if row.head in profile.heads else profile
     outcome = outcome_of(profile, row.checkpointing)
+    reserved = None if row.counts_live_bytes else allocator_bytes(request, row.checkpointing == "full")
     return {
         "status": Status.MEASURED.value,
-        "predicted_bytes": outcome.peak_bytes,
+        "predicted_bytes": outcome.peak_bytes if reserved is None else reserved,
+        "peak_bytes": outcome.peak_bytes,
         "moment": outcome.peak_label,
         "head": profile.head,
         "stored_bytes": outcome.stored_bytes,
@@ -71,9 +77,8 @@ def outcome_of(profile: Profile, checkpointing: str) -> Outcome:
 
 
 def step_ms(profile: Profile, row: Row) -> float:
-    """Time of one forward and backward by the roofline, with every block's forward once more if it is checkpointed."""
-    blocks_ms = sum(profile.kind_of(block).forward_ms for block in profile.blocks)
-    return plain_ms(profile) + (blocks_ms if row.checkpointing == "full" else 0.0)
+    """Time of one forward and backward by the roofline, with what torch's checkpoint computes again if it is used."""
+    return plain_ms(profile) + (simulate_checkpointed(profile).overhead_ms if row.checkpointing == "full" else 0.0)
 
 
 def _adapters(row: Row) -> Adapters | None:
