@@ -1,9 +1,9 @@
 """What torch's caching allocator takes from a GPU for blocks that come and go: its sizes, its pools and its choice.
 
 The rules are those of `torch.cuda` without expandable segments and with unlimited splits, its default
-(c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize and the constants beside it, get_free_block, should_split). It asks
-the driver for a segment whenever no free block is large enough, gives none back, and cannot join blocks of two
-segments: so it keeps more than is live.
+(c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize and the constants beside it, get_free_block, should_split,
+release_cached_blocks). It asks the driver for a segment whenever no free block is large enough, and cannot join blocks
+of two segments: so it keeps more than is live. It gives segments back only when the driver has no more.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ class _Block:
 
 
 class CachingAllocator:
-    """Counts what is live and what is reserved. Memory is taken to be unlimited: nothing cached is ever given back."""
+    """Counts what is reserved on a device of `memory_bytes`. What goes beyond is taken all the same."""
 
-    def __init__(self) -> None:
-        self.reserved_bytes = 0
-        """What the driver sees of it; it never falls."""
+    def __init__(self, memory_bytes: int) -> None:
+        self.memory_bytes = memory_bytes
+        self.most_reserved_bytes = 0
+        """The most that the driver ever saw of it."""
+        self._reserved_bytes = 0
         self._used: dict[Hashable, _Block] = {}
         self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
         """Free blocks of each pool by size, then by age."""
@@ -91,8 +93,19 @@ class CachingAllocator:
             segment = _MEDIUM_SEGMENT
         else:
             segment = -(-size // _SEGMENT_UNIT) * _SEGMENT_UNIT
-        self.reserved_bytes += segment
+        if self._reserved_bytes + segment > self.memory_bytes:
+            self._release_segments()
+        self._reserved_bytes += segment
+        self.most_reserved_bytes = max(self.most_reserved_bytes, self._reserved_bytes)
         return self._new_block(segment, is_small)
+
+    def _release_segments(self) -> None:
+        """Give back every segment that is one free block."""
+        for pool in self._free.values():
+            for _, _, block in list(pool):
+                if block.previous is None and block.next is None:
+                    self._leave_pool(block)
+                    self._reserved_bytes -= block.size
 
     def _new_block(self, size: int, is_small: bool) -> _Block:
         self._num_blocks += 1

@@ -181,8 +181,8 @@ ASSUMPTIONS = (
     "Times are roofline times of one forward and backward on one device: max(operations / peak, bytes / bandwidth) + "
     "launch; communication, the optimizer's step and data loading are left out.",
     "Peaks are of live tensor bytes; operators' temporaries, the CUDA context and fragments of an allocator with "
-    "expandable segments come on top, for which the margin is. Reserved is what an allocator without those keeps after "
-    "two steps in unlimited memory.",
+    "expandable segments come on top, for which the margin is. Reserved is what an allocator without those keeps "
+    "after two steps.",
     "Sequences are looked for in steps of {length_step} tokens.",
     "Full recomputation keeps one input per block and runs the block's forward again; adacc is the solved policy.",
     "Replay is taken to be exact for torch's own operators that draw no random numbers.",

@@ -36,7 +36,7 @@ def reserved_bytes(
     """
     whole = model.model
     trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
-    meter = _AllocatorMeter()
+    meter = _AllocatorMeter(model.workload.device.memory_bytes)
     for tensor in (*whole.parameters(), *whole.buffers()):
         meter.add(tensor.untyped_storage())
     state: list[torch.Tensor] = []
@@ -55,7 +55,7 @@ def reserved_bytes(
             _pass_by(optimizer, trained)
             if not keeps_gradients:
                 whole.zero_grad(set_to_none=True)
-        reserved = meter.allocator.reserved_bytes
+        reserved = meter.allocator.most_reserved_bytes
     whole.zero_grad(set_to_none=True)
     return reserved
 
@@ -82,9 +82,9 @@ def _nbytes(tensor: torch.Tensor) -> int:
 class _AllocatorMeter(FakeMemoryMeter):
     """Has an allocator serve the storages that operators make."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory_bytes: int) -> None:
         super().__init__()
-        self.allocator = CachingAllocator()
+        self.allocator = CachingAllocator(memory_bytes)
 
     def _born(self, key: int, nbytes: int) -> None:
         self.allocator.allocate(key, nbytes)

@@ -14,15 +14,16 @@ from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_model import PRECISIONS, Adapters, Workload
 from adacc_hf.estimate.planning import Request, allocator_bytes, plain_ms, training_profile
 from adacc_hf.estimate.static_memory import Sharding
-from adacc_hf.eval.published.measurements import Row, model_config
+from adacc_hf.eval.published.measurements import Row, Setting, model_config
+from adacc_hf.eval.published.older_versions import as_in
 from adacc_hf.eval.records.records import Figures, Status
 
 CHECKPOINTING = ("none", "full")
 """Every block keeps all that it saves, or runs under torch's checkpoint."""
 
 
-def request_of(row: Row, model_changes: dict[str, Any] | None = None) -> Request:
-    """What `adacc plan` would be asked for a row."""
+def request_of(row: Setting, model_changes: dict[str, Any] | None = None) -> Request:
+    """What `adacc plan` would be asked for a row, or for a run of a pair."""
     device = find_device(row.device)
     workload = Workload(
         config=model_config(row.model, model_changes),
@@ -51,10 +52,11 @@ def predict(row: Row, model_changes: dict[str, Any] | None = None) -> Figures:
     """
     started = time.process_time()
     request = request_of(row, model_changes)
-    static, profile = training_profile(request)
+    with as_in(row.older):
+        static, profile = training_profile(request)
+        reserved = None if row.counts_live_bytes else allocator_bytes(request, row.checkpointing == "full")
     profile = profile.with_head(row.head) if row.head in profile.heads else profile
     outcome = outcome_of(profile, row.checkpointing)
-    reserved = None if row.counts_live_bytes else allocator_bytes(request, row.checkpointing == "full")
     return {
         "status": Status.MEASURED.value,
         "predicted_bytes": outcome.peak_bytes if reserved is None else reserved,
@@ -81,7 +83,7 @@ def step_ms(profile: Profile, row: Row) -> float:
     return plain_ms(profile) + (simulate_checkpointed(profile).overhead_ms if row.checkpointing == "full" else 0.0)
 
 
-def _adapters(row: Row) -> Adapters | None:
+def _adapters(row: Setting) -> Adapters | None:
     if row.lora is None:
         return None
     return Adapters(**{**row.lora, "targets": tuple(row.lora["targets"])})

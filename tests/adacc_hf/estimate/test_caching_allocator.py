@@ -11,7 +11,7 @@ KIB, MIB = 2**10, 2**20
 
 @pytest.fixture
 def allocator() -> CachingAllocator:
-    return CachingAllocator()
+    return CachingAllocator(1024 * MIB)
 
 
 @pytest.mark.parametrize(
@@ -29,18 +29,18 @@ def allocator() -> CachingAllocator:
 )
 def test_a_segment_is_taken_for_the_first_block(allocator, nbytes, segment):
     allocator.allocate("block", nbytes)
-    assert allocator.reserved_bytes == segment
+    assert allocator.most_reserved_bytes == segment
     allocator.free("block")
-    assert allocator.reserved_bytes == segment
+    assert allocator.most_reserved_bytes == segment
     allocator.allocate("block", nbytes)
-    assert allocator.reserved_bytes == segment, "the same block serves again"
+    assert allocator.most_reserved_bytes == segment, "the same block serves again"
 
 
 def test_small_blocks_do_not_come_from_large_segments(allocator):
     allocator.allocate("large", 40 * MIB)
     allocator.free("large")
     allocator.allocate("small", KIB)
-    assert allocator.reserved_bytes == 42 * MIB
+    assert allocator.most_reserved_bytes == 42 * MIB
 
 
 def test_the_rest_of_a_block_serves_others_unless_it_is_little(allocator):
@@ -48,12 +48,12 @@ def test_the_rest_of_a_block_serves_others_unless_it_is_little(allocator):
     allocator.free("large")
     allocator.allocate("part", 30 * MIB)
     allocator.allocate("rest", 10 * MIB)
-    assert allocator.reserved_bytes == 40 * MIB
+    assert allocator.most_reserved_bytes == 40 * MIB
     allocator.free("part")
     allocator.free("rest")
     allocator.allocate("nearly all", 39 * MIB)
     allocator.allocate("a mebibyte and a bit", MIB + 1)
-    assert allocator.reserved_bytes == 60 * MIB, "1 MiB is not split off"
+    assert allocator.most_reserved_bytes == 60 * MIB, "1 MiB is not split off"
 
 
 def test_the_smallest_block_that_is_large_enough_is_taken(allocator):
@@ -63,7 +63,7 @@ def test_the_smallest_block_that_is_large_enough_is_taken(allocator):
         allocator.free(name)
     allocator.allocate("32 again", 32 * MIB)
     allocator.allocate("64 again", 64 * MIB)
-    assert allocator.reserved_bytes == 96 * MIB
+    assert allocator.most_reserved_bytes == 96 * MIB
 
 
 def test_neighbours_are_joined_and_segments_are_not(allocator):
@@ -74,12 +74,12 @@ def test_neighbours_are_joined_and_segments_are_not(allocator):
     for name in "acb":
         allocator.free(name)
     allocator.allocate("whole", 60 * MIB)
-    assert allocator.reserved_bytes == 60 * MIB
+    assert allocator.most_reserved_bytes == 60 * MIB
     allocator.allocate("second", 60 * MIB)
     for name in ("whole", "second"):
         allocator.free(name)
     allocator.allocate("both", 100 * MIB)
-    assert allocator.reserved_bytes == 220 * MIB
+    assert allocator.most_reserved_bytes == 220 * MIB
 
 
 def test_what_is_held_in_the_middle_keeps_the_rest_apart(allocator):
@@ -90,7 +90,20 @@ def test_what_is_held_in_the_middle_keeps_the_rest_apart(allocator):
         allocator.allocate(name, 16 * MIB)
     allocator.free("first")
     allocator.allocate("activation", 48 * MIB)
-    assert allocator.reserved_bytes == 64 * MIB + 48 * MIB
+    assert allocator.most_reserved_bytes == 64 * MIB + 48 * MIB
+
+
+def test_what_is_cached_is_given_back_when_the_device_is_full():
+    allocator = CachingAllocator(100 * MIB)
+    for name in ("free", "cut"):
+        allocator.allocate(name, 40 * MIB)
+    allocator.free("free")
+    allocator.free("cut")
+    allocator.allocate("held", 20 * MIB)
+    allocator.allocate("large", 50 * MIB)
+    assert allocator.most_reserved_bytes == 90 * MIB, "one segment went, the other is in use"
+    allocator.allocate("too much", 60 * MIB)
+    assert allocator.most_reserved_bytes == 150 * MIB
 
 
 def test_a_key_has_one_block(allocator):
@@ -110,10 +123,10 @@ def test_freeing_everything_leaves_whole_segments(allocator):
             del live[gone]
         live[key] = int(2 ** dice.uniform(0, 26))
         allocator.allocate(key, live[key])
-        assert allocator.reserved_bytes >= sum(live.values())
+        assert allocator.most_reserved_bytes >= sum(live.values())
     for key in live:
         allocator.free(key)
-    reserved = allocator.reserved_bytes
+    reserved = allocator.most_reserved_bytes
     segments = sorted((size for free in allocator._free.values() for size, _, _ in free), reverse=True)
     assert sum(segments) == reserved
     assert all(size % (2 * MIB) == 0 for size in segments)

@@ -25,13 +25,13 @@ CONFIGS = {
 class Exact(CachingAllocator):
     """An allocator that keeps just the most that was live."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, memory_bytes):
+        super().__init__(memory_bytes)
         self._sizes = {}
 
     def allocate(self, key, nbytes):
         self._sizes[key] = nbytes
-        self.reserved_bytes = max(self.reserved_bytes, sum(self._sizes.values()))
+        self.most_reserved_bytes = max(self.most_reserved_bytes, sum(self._sizes.values()))
 
     def free(self, key):
         del self._sizes[key]
