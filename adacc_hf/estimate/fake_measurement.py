@@ -289,9 +289,11 @@ def _product_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict
     dtype = str(_tensors((args, kwargs))[0].dtype).removeprefix("torch.")
     rate = device.flops.get(dtype, device.flops["float32"])
     operations = formula(*_with_all_heads(target, args), **kwargs, out_val=results)
-    # Fused kernels leave out what lies above the diagonal, but for a strip that shrinks with the length.
-    share = 0.5 if _argument(target, args, kwargs, ("is_causal",)) else 1.0
-    return 1e3 * share * operations / rate
+    if "scaled_dot_product" in op_name(target):
+        # Fused kernels leave out what lies above the diagonal, but for a strip that shrinks with the length.
+        operations *= 0.5 if _argument(target, args, kwargs, ("is_causal",)) else 1.0
+        rate *= device.attention_share
+    return 1e3 * operations / rate
 
 
 def _counted_as(target: Any) -> Any:

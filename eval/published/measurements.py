@@ -4,7 +4,7 @@
 what was assumed for it before any prediction was made; `second_look.json` where the code that was measured proved an
 assumption about a whole source wrong: its rows are predicted once more, and both predictions are told.
 `undecidable.json` has what no assumption can complete, or whose settings the planner does not have; `models.json` the
-architectures and `sources.json` the addresses.
+architectures, `sources.json` the addresses and `remains.json` what was found behind the errors that are left.
 """
 
 from __future__ import annotations
@@ -180,6 +180,12 @@ def pairs() -> dict[str, Pair]:
         runs = {name: Run(**record[name]) for name in ("base", "other")}
         found.append(Pair(**{**_with_all(record, Pair), **runs}))
     return {pair.name: pair for pair in found}
+
+
+@cache
+def remains() -> dict[str, str]:
+    """What was found to lie behind an error that is left, by the name of the row or the pair."""
+    return _read("remains.json")
 
 
 @cache

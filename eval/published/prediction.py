@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from adacc_hf.artifacts.checkpointing import simulate_checkpointed
+from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.step_peak import Outcome, simulate
@@ -18,6 +19,8 @@ from adacc_hf.eval.published.measurements import Row, Setting, model_config
 from adacc_hf.eval.published.older_versions import as_in
 from adacc_hf.eval.records.records import Figures, Status
 
+WITHOUT_CODECS = AdaccConfig(actions=("retain", "recompute"))
+"""Nothing that is predicted depends on the prices of codecs."""
 CHECKPOINTING = ("none", "full")
 """Every block keeps all that it saves, or runs under torch's checkpoint."""
 
@@ -34,6 +37,7 @@ def request_of(row: Setting, model_changes: dict[str, Any] | None = None) -> Req
         compact_rank=row.compact_rank,
         trace=device.trace,
         sharding=Sharding(method=row.sharding, num_devices=row.devices),
+        adacc=WITHOUT_CODECS,
     )
     return Request(
         model=row.model,

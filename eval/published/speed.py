@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import lru_cache
 
 from adacc_hf.artifacts.checkpointing import recomputed_ms
 from adacc_hf.artifacts.profile import KindProfile, Operator, Profile
@@ -30,10 +33,17 @@ def predict_pair(pair: Pair) -> Figures:
 
 def step_ms(setting: Setting) -> float:
     """Time of one forward and backward of `setting`."""
-    with as_in(setting.older):
-        _, profile = training_profile(request_of(setting))
-    profile = profile.with_head(setting.head) if setting.head in profile.heads else profile
+    profile = _profile_of(json.dumps({**asdict(setting), "checkpointing": "none"}))
     return plain_ms(profile) + MODES[setting.checkpointing](profile)
+
+
+@lru_cache(maxsize=2)
+def _profile_of(setting: str) -> Profile:
+    """The profile of a step of a setting, which is the same in all modes of checkpointing."""
+    found = Setting(**json.loads(setting))
+    with as_in(found.older):
+        _, profile = training_profile(request_of(found))
+    return profile.with_head(found.head) if found.head in profile.heads else profile
 
 
 def _every_block(of_kind: Callable[[KindProfile], float]) -> Callable[[Profile], float]:
@@ -66,9 +76,10 @@ def _name(operator: Operator) -> str:
 MODES: dict[str, Callable[[Profile], float]] = {
     "none": lambda profile: 0.0,
     "full": _every_block(recomputed_ms),
-    "full, reentrant": _every_block(lambda kind: kind.forward_ms),
+    "full, whole block": _every_block(lambda kind: kind.forward_ms),
     "every second block": _second_blocks,
     "by operator": _every_block(_cheap_operators),
     "core attention": _every_block(_core_attention),
 }
-"""By the mode's name: what is computed again, in milliseconds. Reentrant checkpoints run the whole block once more."""
+"""By the mode's name: what is computed again, in milliseconds. Megatron's checkpoints, reentrant ones and those of
+compiled blocks do not stop within a block."""
