@@ -19,8 +19,6 @@ from adacc_hf.eval.published.measurements import Row, Setting, model_config
 from adacc_hf.eval.published.older_versions import as_in
 from adacc_hf.eval.records.records import Figures, Status
 
-WITHOUT_CODECS = AdaccConfig(actions=("retain", "recompute"))
-"""Nothing that is predicted depends on the prices of codecs."""
 CHECKPOINTING = ("none", "full")
 """Every block keeps all that it saves, or runs under torch's checkpoint."""
 
@@ -37,7 +35,8 @@ def request_of(row: Setting, model_changes: dict[str, Any] | None = None) -> Req
         compact_rank=row.compact_rank,
         trace=device.trace,
         sharding=Sharding(method=row.sharding, num_devices=row.devices),
-        adacc=WITHOUT_CODECS,
+        # Nothing that is predicted depends on the prices of codecs, or on a head that the run did not have.
+        adacc=AdaccConfig(actions=("retain", "recompute"), head=row.head),
     )
     return Request(
         model=row.model,
@@ -59,7 +58,6 @@ def predict(row: Row, model_changes: dict[str, Any] | None = None) -> Figures:
     with as_in(row.older):
         static, profile = training_profile(request)
         reserved = None if row.counts_live_bytes else allocator_bytes(request, row.checkpointing == "full")
-    profile = profile.with_head(row.head) if row.head in profile.heads else profile
     outcome = outcome_of(profile, row.checkpointing)
     return {
         "status": Status.MEASURED.value,

@@ -43,7 +43,7 @@ def _profile_of(setting: str) -> Profile:
     found = Setting(**json.loads(setting))
     with as_in(found.older):
         _, profile = training_profile(request_of(found))
-    return profile.with_head(found.head) if found.head in profile.heads else profile
+    return profile
 
 
 def _every_block(of_kind: Callable[[KindProfile], float]) -> Callable[[Profile], float]:
