@@ -61,8 +61,7 @@ def predict(row: Row, model_changes: dict[str, Any] | None = None) -> Figures:
     outcome = outcome_of(profile, row.checkpointing)
     return {
         "status": Status.MEASURED.value,
-        "predicted_bytes": outcome.peak_bytes if reserved is None else reserved,
-        "peak_bytes": outcome.peak_bytes,
+        **({"predicted_bytes": outcome.peak_bytes} if reserved is None else _reserved(reserved, outcome)),
         "moment": outcome.peak_label,
         "head": profile.head,
         "stored_bytes": outcome.stored_bytes,
@@ -70,6 +69,11 @@ def predict(row: Row, model_changes: dict[str, Any] | None = None) -> Figures:
         "step_ms": step_ms(profile, row),
         "cpu_seconds": round(time.process_time() - started, 1),
     }
+
+
+def _reserved(reserved: int, outcome: Outcome) -> Figures:
+    """What the allocator keeps, and what of it is live at the peak."""
+    return {"predicted_bytes": reserved, "peak_bytes": outcome.peak_bytes}
 
 
 def outcome_of(profile: Profile, checkpointing: str) -> Outcome:

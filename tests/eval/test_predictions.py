@@ -60,7 +60,7 @@ def printed(tmp_path, capsys):
 
 
 def cells(text, first):
-    (line,) = [line for line in text.splitlines() if line.startswith(f"| {first} ")]
+    line = next(line for line in text.splitlines() if line.startswith(f"| {first} "))
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
