@@ -298,6 +298,8 @@ class Tape:
         return same, is_whole
 
     def _has_source_of(self, value: int, other: Tape, found: int) -> bool:
+        if self.is_generator_state(value):  # taken after other slots, where autograd saves others
+            return other.is_generator_state(found)
         return str(self.values[value].source) == str(other.values[found].source)
 
     def _wiring(self) -> list[Any]:
