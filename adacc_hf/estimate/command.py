@@ -181,7 +181,8 @@ ASSUMPTIONS = (
     "Times are roofline times of one forward and backward on one device: max(operations / peak, bytes / bandwidth) + "
     "launch; communication, the optimizer's step and data loading are left out.",
     "Peaks are of live tensor bytes; operators' temporaries, the CUDA context and fragments of an allocator with "
-    "expandable segments come on top, for which the margin is. Other segments' fragments take some 10 % more.",
+    "expandable segments come on top, for which the margin is. Reserved is what an allocator without those keeps "
+    "after two steps.",
     "Sequences are looked for in steps of {length_step} tokens.",
     "Full recomputation keeps one input per block and runs the block's forward again; adacc is the solved policy.",
     "Replay is taken to be exact for torch's own operators that draw no random numbers.",
@@ -263,7 +264,7 @@ def _methods(planned: Planned) -> list[str]:
     plain_ms = planned.forecasts["plain"].step_ms
     full_ms = planned.forecasts["full recomputation"].step_ms
     rows: list[tuple[str, ...]] = [
-        ("", "fits", "peak", "step ms", "of plain", "of full rec.", "largest batch", "longest sequence")
+        ("", "fits", "peak", "reserved", "step ms", "of plain", "of full rec.", "largest batch", "longest sequence")
     ]
     for name, forecast in planned.forecasts.items():
         ms = forecast.step_ms
@@ -271,7 +272,9 @@ def _methods(planned: Planned) -> list[str]:
         if ms is not None and plain_ms is not None and full_ms is not None:
             times = f"{ms:.1f}", f"{ms / plain_ms:.3f}", f"{ms / full_ms:.3f}"
         longest = [_count(forecast.largest_batch), _count(forecast.longest_seq_len)]
-        rows.append((name, "yes" if forecast.fits else "no", format_bytes(forecast.peak_bytes), *times, *longest))
+        reserved = "-" if forecast.reserved_bytes is None else format_bytes(forecast.reserved_bytes)
+        fits = "yes" if forecast.fits else "no"
+        rows.append((name, fits, format_bytes(forecast.peak_bytes), reserved, *times, *longest))
     return _table(rows)
 
 

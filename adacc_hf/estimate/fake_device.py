@@ -215,11 +215,19 @@ class FakeMemoryMeter(MemoryMeter):
         self._storages.add(key)
         self._live_bytes += nbytes
         self._most = max(self._most, self._live_bytes)
+        self._born(key, nbytes)
         weakref.finalize(storage, self._forget, key, nbytes).atexit = False
 
     def _forget(self, key: int, nbytes: int) -> None:
         self._storages.discard(key)
         self._live_bytes -= nbytes
+        self._died(key)
+
+    def _born(self, key: int, nbytes: int) -> None:
+        """Called for each storage, by its key among those that live."""
+
+    def _died(self, key: int) -> None:
+        """Called when a storage that was counted is gone."""
 
 
 class _WatchStorages(TorchDispatchMode):

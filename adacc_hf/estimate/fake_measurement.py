@@ -198,7 +198,7 @@ class FakeRngUse(RngUse):
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         may_draw = torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in KNOWN
-        self._draws = may_draw and _probability(func, args, kwargs) != 0
+        self._draws = may_draw and _argument(func, args, kwargs, _PROBABILITIES) != 0
 
     def happened(self) -> bool:
         return self._draws
@@ -229,10 +229,14 @@ def _is_external(place: str, overwritten: bool) -> bool:
     return place != "unknown" and not overwritten
 
 
-def _probability(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The argument that says how much is dropped, or None."""
+_PROBABILITIES = ("dropout_p", "p")
+"""Names of the argument that says how much is dropped."""
+
+
+def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> Any:
+    """The argument of `func` that has one of `names`, or None."""
     for position, argument in enumerate(schema_of(func).arguments):
-        if argument.name in ("dropout_p", "p"):
+        if argument.name in names:
             return args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
     return None
 
@@ -284,7 +288,12 @@ def _product_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict
         return 0.0
     dtype = str(_tensors((args, kwargs))[0].dtype).removeprefix("torch.")
     rate = device.flops.get(dtype, device.flops["float32"])
-    return 1e3 * formula(*_with_all_heads(target, args), **kwargs, out_val=results) / rate
+    operations = formula(*_with_all_heads(target, args), **kwargs, out_val=results)
+    if "scaled_dot_product" in op_name(target):
+        # Fused kernels leave out what lies above the diagonal, but for a strip that shrinks with the length.
+        operations *= 0.5 if _argument(target, args, kwargs, ("is_causal",)) else 1.0
+        rate *= device.attention_share
+    return 1e3 * operations / rate
 
 
 def _counted_as(target: Any) -> Any:

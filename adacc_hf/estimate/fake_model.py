@@ -140,10 +140,14 @@ class FakeModel:
             profile = self._trace(FakeMemoryMeasurement, batch_size, seq_len)
         return self._thinning.expand(profile)
 
-    def _trace(self, measurement: type[FakeMeasurement], batch_size: int, seq_len: int) -> Profile:
+    def batch(self, batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
+        """`batch_size` sequences of `seq_len` tokens with their labels."""
         ids = torch.zeros((batch_size, seq_len), dtype=torch.long)
         labels = ids[:, 0] if is_classifier(self.workload.config) else ids
-        batch = {"input_ids": ids, "labels": labels.clone()}
+        return {"input_ids": ids, "labels": labels.clone()}
+
+    def _trace(self, measurement: type[FakeMeasurement], batch_size: int, seq_len: int) -> Profile:
+        batch = self.batch(batch_size, seq_len)
         is_plain = self.workload.adacc.heads[0] == "plain"
         readings = measurement(self.workload.device, self.workload.outlier_share, times_measured=is_plain)
         with fake_autocast(self.workload.trace, self.autocast), at_most_chunks(3):

@@ -16,6 +16,7 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.step_peak import Outcome, run_block, simulate_policy
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.fake_model import FakeModel, Workload, fake_model
+from adacc_hf.estimate.reserved_memory import reserved_bytes
 from adacc_hf.estimate.static_memory import StaticMemory, static_memory
 from adacc_hf.solve.solver import solve_policy
 from adacc_hf.torch_glue.memory import distinct_bytes
@@ -73,6 +74,8 @@ class Forecast:
     """Of adacc where it does not fit: the least there is."""
     step_ms: float | None
     """Time of one forward and backward; None where no policy fits."""
+    reserved_bytes: int | None = None
+    """What the allocator keeps for it; None where its steps are not run: of adacc's policy, and of shared models."""
     largest_batch: int | None = None
     longest_seq_len: int | None = None
 
@@ -101,6 +104,13 @@ def training_profile(request: Request) -> tuple[StaticMemory, Profile]:
     with fake_model(request.workload) as model:
         planner = _Planner(request, model)
         return planner.static, planner.profile()
+
+
+def allocator_bytes(request: Request, is_checkpointed: bool) -> int | None:
+    """What the allocator keeps after steps of `request`, plain ones or under torch's checkpoint; None where that is not
+    known: on several devices, and on a CPU. Raises as `plan` does."""
+    with fake_model(request.workload) as model:
+        return _reserved(request, model, is_checkpointed)
 
 
 def largest_batches(request: Request, methods: Sequence[str]) -> dict[str, int]:
@@ -214,17 +224,18 @@ class _Planner:
 
     def _forecasts(self, profile: Profile, policy: Policy | None, peak_bytes: int) -> dict[str, Forecast]:
         without_ms = plain_ms(profile)
-        blocks_ms = sum(profile.kind_of(block).forward_ms for block in profile.blocks)
         plain, full = Policy.uniform(profile, "retain"), simulate_checkpointed(profile)
         adacc_ms = None if policy is None else without_ms + policy.predicted_overhead_ms
+        reserved = [_reserved(self.request, self.model, is_checkpointed) for is_checkpointed in (False, True)]
         return {
-            "plain": self._forecast(plain.predicted_peak_bytes, without_ms),
-            "full recomputation": self._forecast(full.peak_bytes, without_ms + blocks_ms),
-            "adacc": self._forecast(peak_bytes, adacc_ms),
+            "plain": self._forecast(plain.predicted_peak_bytes, without_ms, reserved[0]),
+            "full recomputation": self._forecast(full.peak_bytes, without_ms + full.overhead_ms, reserved[1]),
+            "adacc": self._forecast(peak_bytes, adacc_ms, None),
         }
 
-    def _forecast(self, peak_bytes: int, step_ms: float | None) -> Forecast:
-        return Forecast(fits=peak_bytes <= self.request.budget, peak_bytes=peak_bytes, step_ms=step_ms)
+    def _forecast(self, peak_bytes: int, step_ms: float | None, reserved: int | None) -> Forecast:
+        fits = peak_bytes <= self.request.budget
+        return Forecast(fits=fits, peak_bytes=peak_bytes, step_ms=step_ms, reserved_bytes=reserved)
 
     def _with_largest(self, forecasts: dict[str, Forecast]) -> dict[str, Forecast]:
         """The forecasts with the largest batch and the longest sequence, looked for from the method's before on."""
@@ -287,6 +298,14 @@ class _Planner:
         if method in _UNIFORM:
             return Policy.uniform(profile, _UNIFORM[method]).predicted_peak_bytes
         return simulate_checkpointed(profile).peak_bytes
+
+
+def _reserved(request: Request, model: FakeModel, is_checkpointed: bool) -> int | None:
+    if request.workload.sharding.method != "none" or request.workload.trace == "cpu" or request.profile is not None:
+        return None
+    return reserved_bytes(
+        model, request.batch_size, request.seq_len, request.optimizer, request.accumulates, is_checkpointed
+    )
 
 
 def _check_budget(request: Request, static: StaticMemory) -> None:

@@ -146,6 +146,18 @@ def check_optimizer(name: str) -> None:
         raise ValueError(f"--optimizer={name} is not known: choose from {', '.join(OPTIMIZERS)}")
 
 
+def state_bytes(name: str, parameter: torch.Tensor) -> int:
+    """What the optimizer called `name` keeps for `parameter`. Raises ValueError for one that is not known."""
+    check_optimizer(name)
+    return _OPTIMIZERS[name].state_bytes(parameter)
+
+
+def update_bytes(name: str, parameters: Sequence[torch.Tensor]) -> int:
+    """Temporaries of one step of that optimizer on `parameters`. Raises as `state_bytes`."""
+    check_optimizer(name)
+    return _OPTIMIZERS[name].update_bytes(parameters)
+
+
 def static_memory(
     model: nn.Module, blocks: Sequence[nn.Module], optimizer: str, sharding: Sharding, master_weights: bool
 ) -> StaticMemory:

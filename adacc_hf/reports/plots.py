@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from adacc_hf.artifacts.checkpointing import recomputed_ms
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Action, Plan, Policy
 from adacc_hf.artifacts.profile import KindProfile, Profile
@@ -226,15 +227,15 @@ def marks(profile: Profile, policy: Policy) -> list[Mark]:
     from adacc_hf.kernels.codecs import baseline_codec
 
     plain, full = Policy.uniform(profile, Action.RETAIN), Policy.uniform(profile, Action.RECOMPUTE)
-    # Torch's checkpoint runs the whole forward of a block again, replay only what backward needs.
-    forward_ms = sum(profile.kind_of(block).forward_ms for block in profile.blocks)
+    # Torch's checkpoint runs a block's forward again up to the last tensor saved, replay only what backward needs.
+    checkpoint_ms = sum(recomputed_ms(profile.kind_of(block)) for block in profile.blocks)
     codecs = {option.codec for kind in profile.kinds for value in kind.values for option in value.codecs}
     baseline = baseline_codec() if baseline_codec() in codecs else None
     quantized = Policy.uniform(profile, Action.COMPRESS, baseline)
     naive = "all compressed, codec by layer" if baseline is None else f"naive quantization ({baseline})"
     return [
         Mark(name="plain", point=_point(plain), color="#56606b", shape="s"),
-        Mark(name="full checkpointing", point=(full.predicted_peak_bytes, forward_ms), color="#009E73", shape="^"),
+        Mark(name="full checkpointing", point=(full.predicted_peak_bytes, checkpoint_ms), color="#009E73", shape="^"),
         Mark(name=naive, point=_point(quantized), color="#E69F00", shape="D"),
         Mark(name="this policy", point=_point(policy), color="#0072B2", shape="*"),
     ]

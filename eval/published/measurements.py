@@ -1,9 +1,10 @@
 """What others measured: rows of data, where they stand, and the half of them that is not looked at while mending.
 
-`rows.json` has the measurements, with what each source leaves unsaid and what was assumed for it before any prediction
-was made; `second_look.json` where the code that was measured proved an assumption about a whole source wrong: its rows
-are predicted once more, and both predictions are told. `undecidable.json` has what no assumption can complete, or whose
-settings the planner does not have; `models.json` the architectures and `sources.json` the addresses.
+`rows.json` has the measurements of memory and `speeds.json` pairs of speeds, with what each source leaves unsaid and
+what was assumed for it before any prediction was made; `second_look.json` where the code that was measured proved an
+assumption about a whole source wrong: its rows are predicted once more, and both predictions are told.
+`undecidable.json` has what no assumption can complete, or whose settings the planner does not have; `models.json` the
+architectures, `sources.json` the addresses and `remains.json` what was found behind the errors that are left.
 """
 
 from __future__ import annotations
@@ -28,11 +29,9 @@ HELD_OUT_SEED = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One published measurement."""
+class Setting:
+    """What was trained how."""
 
-    name: str
-    source: str
     model: str
     precision: str
     """As `adacc plan --dtype` has it."""
@@ -44,20 +43,28 @@ class Row:
     sharding: str
     devices: int
     checkpointing: str
-    """none, or full: torch's checkpoint around every block."""
+    """none, or full: torch's checkpoint around every block. Of pairs of speeds others too (speed.py)."""
     attention: str
     head: str
     """plain: the model's own loss; chunked: logits are never there as a whole."""
     lora: dict[str, Any] | None
     compact_rank: float | None
     accumulates: bool
+    older: list[str]
+    """What torch or Transformers did otherwise in the version that was measured (older_versions.py)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Setting):
+    """One published measurement of memory."""
+
+    name: str
+    source: str
     figure: float
     unit: str
     meter: str
     context_mb: float
     """What the driver counts besides the allocator's bytes, in units of 2^20 bytes."""
-    speed: dict[str, Any] | None
-    """Speed of the run, and the name of the row `against` which it tells what checkpointing costs."""
     not_said: list[str]
     """What the source leaves open."""
     assumed: list[str]
@@ -70,17 +77,56 @@ class Row:
         return round(self.figure * UNITS[self.unit])
 
     @property
+    def counts_live_bytes(self) -> bool:
+        """Whether the meter counts tensors, not what the allocator keeps for them."""
+        return self.meter in ("allocated", "active")
+
+    @property
     def context_bytes(self) -> int:
         return round(self.context_mb * 2**20)
 
-    def over(self, other: Row) -> float:
-        """Time of this run over that of `other`, for the same amount of work."""
-        return self._seconds() / other._seconds()
 
-    def _seconds(self) -> float:
-        if self.speed is None:
-            raise ValueError(f"row {self.name!r} has no speed to compare")
-        return self.speed["seconds"] if "seconds" in self.speed else 1 / self.speed["samples_per_second"]
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One of the two runs of a pair."""
+
+    checkpointing: str
+    batch: int
+    length: int
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two published speeds of one setting, under two modes of checkpointing."""
+
+    name: str
+    source: str
+    setting: dict[str, Any]
+    """A `Setting` but for what its runs have."""
+    unit: str
+    """Of the runs' values: s of a step, or work in a time, of which more is faster."""
+    base: Run
+    other: Run
+    not_said: list[str]
+    assumed: list[str]
+    set_aside: str | None
+
+    @property
+    def settings(self) -> tuple[Setting, Setting]:
+        """Of the base and of the other run."""
+        return self._setting_of(self.base), self._setting_of(self.other)
+
+    @property
+    def measured(self) -> float:
+        """Time of the other run over that of the base, for the same amount of work."""
+        if self.unit == "s":
+            return self.other.value / self.base.value
+        return self.base.value / self.other.value
+
+    def _setting_of(self, run: Run) -> Setting:
+        own = {"checkpointing": run.checkpointing, "batch": run.batch, "length": run.length}
+        return Setting(**self.setting, **own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +173,22 @@ def rows() -> dict[str, Row]:
 
 
 @cache
+def pairs() -> dict[str, Pair]:
+    """All pairs of speeds by name, in the order of their file."""
+    found = []
+    for record in _read("speeds.json"):
+        runs = {name: Run(**record[name]) for name in ("base", "other")}
+        found.append(Pair(**{**_with_all(record, Pair), **runs}))
+    return {pair.name: pair for pair in found}
+
+
+@cache
+def remains() -> dict[str, str]:
+    """What was found to lie behind an error that is left, by the name of the row or the pair."""
+    return _read("remains.json")
+
+
+@cache
 def sources() -> dict[str, Source]:
     return {name: Source(**record) for name, record in _read("sources.json").items()}
 
@@ -162,6 +224,12 @@ def model_config(name: str, changes: dict[str, Any] | None = None) -> Pretrained
 def held_out(names: Collection[str]) -> frozenset[str]:
     """Half of `names`, drawn by a fixed seed: what is not looked at while the planner is mended."""
     return frozenset(random.Random(HELD_OUT_SEED).sample(sorted(names), len(names) // 2))
+
+
+def held_out_pairs() -> frozenset[str]:
+    """The pairs that are not looked at: those of rows that are held out, and half of the others, drawn likewise."""
+    others = [name for name in pairs() if name not in rows()]
+    return held_out(others) | (held_out(rows()) & pairs().keys())
 
 
 def _read(file: str) -> Any:

@@ -7,22 +7,24 @@ from dataclasses import asdict
 from typing import Any
 
 from adacc_hf.artifacts.checkpointing import simulate_checkpointed
+from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.step_peak import Outcome, simulate
 from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_model import PRECISIONS, Adapters, Workload
-from adacc_hf.estimate.planning import Request, plain_ms, training_profile
+from adacc_hf.estimate.planning import Request, allocator_bytes, plain_ms, training_profile
 from adacc_hf.estimate.static_memory import Sharding
-from adacc_hf.eval.published.measurements import Row, model_config
+from adacc_hf.eval.published.measurements import Row, Setting, model_config
+from adacc_hf.eval.published.older_versions import as_in
 from adacc_hf.eval.records.records import Figures, Status
 
 CHECKPOINTING = ("none", "full")
 """Every block keeps all that it saves, or runs under torch's checkpoint."""
 
 
-def request_of(row: Row, model_changes: dict[str, Any] | None = None) -> Request:
-    """What `adacc plan` would be asked for a row."""
+def request_of(row: Setting, model_changes: dict[str, Any] | None = None) -> Request:
+    """What `adacc plan` would be asked for a row, or for a run of a pair."""
     device = find_device(row.device)
     workload = Workload(
         config=model_config(row.model, model_changes),
@@ -33,6 +35,8 @@ def request_of(row: Row, model_changes: dict[str, Any] | None = None) -> Request
         compact_rank=row.compact_rank,
         trace=device.trace,
         sharding=Sharding(method=row.sharding, num_devices=row.devices),
+        # Nothing that is predicted depends on the prices of codecs, or on a head that the run did not have.
+        adacc=AdaccConfig(actions=("retain", "recompute"), head=row.head),
     )
     return Request(
         model=row.model,
@@ -45,14 +49,19 @@ def request_of(row: Row, model_changes: dict[str, Any] | None = None) -> Request
 
 
 def predict(row: Row, model_changes: dict[str, Any] | None = None) -> Figures:
-    """The peak of a step of `row`, its moment, what it is made of, and times by the roofline."""
+    """The peak of a step of `row`, its moment, what it is made of, and times by the roofline.
+
+    What its meter shows is the peak for a meter of live bytes, and else what the allocator keeps, where that is known.
+    """
     started = time.process_time()
-    static, profile = training_profile(request_of(row, model_changes))
-    profile = profile.with_head(row.head) if row.head in profile.heads else profile
+    request = request_of(row, model_changes)
+    with as_in(row.older):
+        static, profile = training_profile(request)
+        reserved = None if row.counts_live_bytes else allocator_bytes(request, row.checkpointing == "full")
     outcome = outcome_of(profile, row.checkpointing)
     return {
         "status": Status.MEASURED.value,
-        "predicted_bytes": outcome.peak_bytes,
+        **({"predicted_bytes": outcome.peak_bytes} if reserved is None else _reserved(reserved, outcome)),
         "moment": outcome.peak_label,
         "head": profile.head,
         "stored_bytes": outcome.stored_bytes,
@@ -60,6 +69,11 @@ def predict(row: Row, model_changes: dict[str, Any] | None = None) -> Figures:
         "step_ms": step_ms(profile, row),
         "cpu_seconds": round(time.process_time() - started, 1),
     }
+
+
+def _reserved(reserved: int, outcome: Outcome) -> Figures:
+    """What the allocator keeps, and what of it is live at the peak."""
+    return {"predicted_bytes": reserved, "peak_bytes": outcome.peak_bytes}
 
 
 def outcome_of(profile: Profile, checkpointing: str) -> Outcome:
@@ -71,12 +85,11 @@ def outcome_of(profile: Profile, checkpointing: str) -> Outcome:
 
 
 def step_ms(profile: Profile, row: Row) -> float:
-    """Time of one forward and backward by the roofline, with every block's forward once more if it is checkpointed."""
-    blocks_ms = sum(profile.kind_of(block).forward_ms for block in profile.blocks)
-    return plain_ms(profile) + (blocks_ms if row.checkpointing == "full" else 0.0)
+    """Time of one forward and backward by the roofline, with what torch's checkpoint computes again if it is used."""
+    return plain_ms(profile) + (simulate_checkpointed(profile).overhead_ms if row.checkpointing == "full" else 0.0)
 
 
-def _adapters(row: Row) -> Adapters | None:
+def _adapters(row: Setting) -> Adapters | None:
     if row.lora is None:
         return None
     return Adapters(**{**row.lora, "targets": tuple(row.lora["targets"])})

@@ -93,9 +93,11 @@ PREDICTION = ended(
             "static": mapping(COUNT),
             "step_ms": POSITIVE,
             "cpu_seconds": NUMBER,
-        }
+        },
+        {"peak_bytes": COUNT},
     )
 )
+SPEEDS = ended(record({"ratio": POSITIVE, "tokens_per_ms": array(POSITIVE), "cpu_seconds": NUMBER}))
 BLOCK_BYTES = ended(
     record(
         {
@@ -370,7 +372,7 @@ POINTS: dict[str, dict[str, Schema]] = {
     "codec_bandwidth": {"^bandwidth, ": perhaps_ended(BANDWIDTH)},
     "solver": {"": record({"stored": SOLVES, "peak": SOLVES})},
     "plan": {"": PLAN},
-    "published": {"": PREDICTION},
+    "published": {", speed$": SPEEDS, "^(?!.*, speed$)": PREDICTION},
     "block_bytes": {"": BLOCK_BYTES},
     "table3": {"": ended(record({"batches": mapping(COUNT)}))},
     "peak_accuracy": {"": perhaps_ended(record({"peaks": array(PEAK)}))},

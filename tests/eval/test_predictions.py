@@ -10,7 +10,14 @@ import pytest
 from adacc_hf.cli import main as cli
 from adacc_hf.estimate.command import ASSUMPTIONS
 from adacc_hf.eval.predictions import GOAL_WITHIN, errors, main
-from adacc_hf.eval.published.measurements import held_out, model_config, rows, second_looks
+from adacc_hf.eval.published.measurements import (
+    held_out,
+    held_out_pairs,
+    model_config,
+    pairs,
+    rows,
+    second_looks,
+)
 from adacc_hf.eval.published.prediction import predict
 from adacc_hf.eval.records.ledger import Ledger
 from adacc_hf.eval.records.schemas import check_record
@@ -29,9 +36,14 @@ def figures(row, changes=None, factor=1.08):
         "head": row.head,
         "stored_bytes": 1,
         "static": {"parameters_bytes": 1},
-        "step_ms": 13.0 if row.checkpointing == "full" else 10.0,
+        "step_ms": 10.0,
         "cpu_seconds": 1.0,
     }
+
+
+def ratios(pair):
+    """A prediction that is 2 points too high."""
+    return {"status": "measured", "ratio": pair.measured + 0.02, "tokens_per_ms": [1.0, 1.0], "cpu_seconds": 1.0}
 
 
 @pytest.fixture
@@ -39,16 +51,16 @@ def printed(tmp_path, capsys):
     """`printed(*options)`: what the runner prints, and its record."""
     pytest.importorskip("matplotlib")
 
-    def run(*options, predicted=figures, status=0):
+    def run(*options, predicted=figures, compared=ratios, status=0):
         output = tmp_path / "published.json"
-        assert main(["--output", str(output), *options], predicted) == status
+        assert main(["--output", str(output), *options], predicted, compared) == status
         return capsys.readouterr().out, json.loads(output.read_text()), output
 
     return run
 
 
 def cells(text, first):
-    (line,) = [line for line in text.splitlines() if line.startswith(f"| {first} ")]
+    line = next(line for line in text.splitlines() if line.startswith(f"| {first} "))
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
@@ -69,10 +81,12 @@ def test_rows_groups_and_speeds_are_told(printed):
     line = cells(text, "all")
     assert line[1:4] == [str(counted), "8.0", f"{counted} of {counted}"]
     assert cells(text, "litgpt phi-1.5 batch 1")[6:8] == ["+8.0", "+0.0"]
-    speeds = text.partition("What checkpointing costs")[2]
-    measured = 1.65 / 1.09
-    expected = [f"{measured:.3f}", "1.300", f"{100 * (1.3 - measured):+.1f}"]
-    assert cells(speeds, "llama-cookbook 1B checkpointing")[2:] == expected
+    counted = sum(pair.set_aside is None for pair in pairs().values())
+    speeds = text.partition("Times of two modes")[2]
+    assert cells(speeds, "all")[1:] == [str(counted), "2.0", f"{counted} of {counted}", "2.0"]
+    measured = 2162 / 1914
+    expected = [f"{measured:.3f}", f"{measured + 0.02:.3f}", "+2.0", ""]
+    assert cells(speeds, "torchtitan 13B, every second block")[3:] == expected
 
 
 def test_the_held_out_half_is_not_predicted_while_mending(printed):
@@ -82,10 +96,35 @@ def test_the_held_out_half_is_not_predicted_while_mending(printed):
         seen.append(row.name)
         return figures(row, *changes)
 
-    text, record, _ = printed("--half", "open", predicted=watched)
+    compared = []
+
+    def watched_pair(pair):
+        compared.append(pair.name)
+        return ratios(pair)
+
+    text, record, _ = printed("--half", "open", predicted=watched, compared=watched_pair)
     assert not held_out(rows()).intersection(seen)
+    assert not held_out_pairs().intersection(compared)
     assert not any(line.startswith("| held-out half") for line in text.splitlines())
     assert set(seen) == set(record["run_info"]["rows"])
+    assert compared == record["run_info"]["speeds"]
+
+
+def test_what_misses_the_goal_is_explained_unless_it_is_held_out(printed):
+    def off(row, *changes):
+        return figures(row, *changes, factor=1.2 if row.source == "forum-gpt2" or row.name == "PEFT full" else 1.0)
+
+    def off_too(pair):
+        return ratios(pair) | {"ratio": pair.measured + (0.2 if pair.source == "llm-foundry" else 0.0)}
+
+    text, _, _ = printed(predicted=off, compared=off_too)
+    table = text.partition("What is off by more than the goal, and why:")[2].partition("Why rows")[0]
+    assert cells(table, "forum GPT-2")[1:] == ["+20.0 %", "not found"]
+    told = [line for line in table.splitlines() if "points" in line]
+    assert len(told) == sum(pair.source == "llm-foundry" for pair in pairs().values())
+    for line in told:
+        name = line.strip("| ").split(", speed ")[0]
+        assert ("held out, not looked into" in line) == (name in held_out_pairs())
 
 
 def test_what_is_set_aside_is_told_and_not_counted(printed):
@@ -102,7 +141,7 @@ def test_a_row_that_fails_is_told_and_others_go_on(printed):
             raise ValueError("no such thing")
         return figures(row, *changes)
 
-    text, record, _ = printed("--rows", "forum GPT-2", "torchtune 3B packed", predicted=failing, status=1)
+    text, record, _ = printed("--rows", "forum GPT-2", "torchtune 3B packed", "--speeds", predicted=failing, status=1)
     check_record(record)
     assert cells(text, "forum GPT-2")[5] == "ValueError: no such thing"
     assert cells(text, "torchtune 3B packed")[6] == "+8.0"

@@ -1,5 +1,6 @@
 """Torch's checkpoint as it is predicted from a profile, against torch's checkpoint."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,9 +9,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from adacc_hf import AdaccConfig, Policy, profile_model
-from adacc_hf.artifacts.checkpointing import simulate_checkpointed
+from adacc_hf.artifacts.checkpointing import recomputed_ms, simulate_checkpointed
 from adacc_hf.artifacts.step_peak import run_block, simulate_policy
 from adacc_hf.torch_glue.memory import measure_step
+from adacc_hf.torch_glue.private import TorchDispatchMode
 
 SIZES = {"vocab_size": 128, "bos_token_id": None, "eos_token_id": None}
 CONFIGS = {
@@ -60,3 +62,43 @@ def test_forward_and_head_hold_the_inputs_of_blocks_alone(gpt2_like_profile):
     )
     more = plain.live_bytes - input_bytes
     assert retained["head and loss"] - checkpointed["head and loss"] == 3 * more
+
+
+class _Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_second_forward_ends_with_the_last_tensor_saved(name, one_thread):
+    """Time is predicted for as many products as torch's checkpoint computes again."""
+    attention = "eager" if "eager" in name else "sdpa"
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=attention).train()
+    model.config.use_cache = False
+    ids = torch.randint(0, 128, (2, 32))
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    profile = profile_model(model, batch, AdaccConfig(actions=("retain", "recompute")))
+    (kind,) = profile.kinds
+    is_product = [operator.name.split(".")[1] in ("mm", "addmm", "bmm") for operator in kind.operators]
+    # With a millisecond for each product and none for other operators, the time is their number.
+    counted = replace(
+        kind,
+        operators=tuple(replace(op, ms=float(is_one)) for op, is_one in zip(kind.operators, is_product, strict=True)),
+    )
+
+    def products():
+        with _Products() as counter:
+            model(**batch).loss.backward()
+        return counter.number
+
+    plain = products()
+    for block in model.get_submodule("transformer.h" if "gpt2" in name else "model.layers"):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    assert products() - plain == len(profile.blocks) * recomputed_ms(counted)
+    # Dropout at the end of a block keeps its mask, which takes all of the forward; Llama ends with a product.
+    assert (recomputed_ms(counted) < sum(is_product)) == (name == "llama")

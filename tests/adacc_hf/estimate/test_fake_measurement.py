@@ -1,10 +1,12 @@
 """What is read off tensors without memory against what real runs give, for the same model on the same device."""
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -17,7 +19,8 @@ from transformers import (
 from adacc_hf import AdaccConfig, Policy, Profile, profile_model, solve_policy
 from adacc_hf.artifacts.profile import KindProfile
 from adacc_hf.estimate.devices import find_device
-from adacc_hf.estimate.fake_device import fake_autocast, fake_tensors
+from adacc_hf.estimate.fake_backward import FakeBackward
+from adacc_hf.estimate.fake_device import FakeMemoryMeter, fake_autocast, fake_tensors
 from adacc_hf.estimate.fake_measurement import FakeMeasurement, operator_ms
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # each thread converts in a buffer of its own
@@ -173,3 +176,21 @@ def test_a_question_to_a_tensor_takes_no_time() -> None:
         hidden = torch.empty(1024, 1024)
         assert operator_ms(device, torch.ops.prim.device.default, (hidden,), {}, hidden.device) == 0
         assert operator_ms(device, torch.ops.aten.exp.default, (hidden,), {}, hidden.exp()) > 0
+
+
+def test_causal_attention_takes_half_the_operations() -> None:
+    """Kernels skip the blocks of scores above the diagonal, in both directions."""
+    device = find_device("a100")
+    times: list[list[float]] = []
+    with fake_tensors("cuda"):
+        for is_causal in (True, False):
+            query, key, value = (
+                torch.empty(1, 8, 8192, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+            )
+            with FakeMemoryMeter(partial(operator_ms, device)) as forward:
+                made = scaled_dot_product_attention(query, key, value, is_causal=is_causal).sum()
+            with FakeMemoryMeter(partial(operator_ms, device)) as backward:
+                FakeBackward().run(made)
+            times.append([forward.total_ms, backward.total_ms])
+    for causal_ms, full_ms in zip(*times, strict=True):
+        assert causal_ms / full_ms == pytest.approx(0.5, abs=0.05)  # launches and the sum are besides

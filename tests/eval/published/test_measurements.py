@@ -1,6 +1,6 @@
 """Published measurements as data: complete, of known models, halved once and for all."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -11,14 +11,19 @@ from adacc_hf.eval.published.measurements import (
     METERS,
     UNITS,
     held_out,
+    held_out_pairs,
     looked_at_again,
     model_config,
+    pairs,
+    remains,
     rows,
     second_looks,
     sources,
     undecidable,
 )
+from adacc_hf.eval.published.older_versions import OLDER
 from adacc_hf.eval.published.prediction import CHECKPOINTING, request_of
+from adacc_hf.eval.published.speed import MODES
 
 
 def test_there_are_enough_of_enough_sources():
@@ -39,6 +44,7 @@ def test_a_row_is_of_what_the_planner_knows(name):
     assert row.unit in UNITS
     assert row.not_said
     assert row.assumed, "what a source does not say is assumed in words"
+    assert OLDER.keys() >= set(row.older)
     assert (row.context_mb > 0) == (row.meter == "nvidia-smi")
     request = request_of(row)
     assert request.batch_size == row.batch
@@ -64,10 +70,41 @@ def test_a_second_look_changes_what_it_says_and_no_figure():
     assert {name for name, value in asdict(again).items() if value != asdict(row)[name]} == {"lora"}
 
 
-def test_speeds_are_compared_with_rows_that_are_there():
-    compared = [row for row in rows().values() if row.speed is not None and "against" in row.speed]
-    assert compared
-    for row in compared:
-        other = rows()[row.speed["against"]]
-        assert (other.checkpointing, row.checkpointing) == ("none", "full")
-        assert row.over(other) > 1
+def test_there_are_enough_pairs_of_speeds_of_enough_sources():
+    counted = [pair for pair in pairs().values() if pair.set_aside is None]
+    assert len(counted) >= 8
+    assert len({pair.source for pair in counted}) >= 4
+    assert {pair.source for pair in counted} <= sources().keys()
+
+
+@pytest.mark.parametrize("name", pairs())
+def test_a_pair_is_of_what_the_planner_knows(name):
+    pair = pairs()[name]
+    for setting in pair.settings:
+        assert setting.checkpointing in MODES
+        request = request_of(setting)
+        assert (request.batch_size, request.seq_len) == (setting.batch, setting.length)
+    assert pair.base.checkpointing != pair.other.checkpointing
+    assert pair.not_said
+    assert pair.assumed
+    assert pair.measured > 1
+
+
+def test_a_ratio_is_of_times_whatever_was_measured():
+    (pair,) = [pair for pair in pairs().values() if pair.unit == "s" and pair.source == "torchtitan-97"]
+    assert pair.measured == pytest.approx(4.9126 / 4.5459)
+    assert replace(pair, unit="tokens/s").measured == pytest.approx(4.5459 / 4.9126)
+
+
+def test_pairs_of_rows_are_in_the_half_of_their_row():
+    away = held_out_pairs()
+    for name in pairs().keys() & rows().keys():
+        assert (name in away) == (name in held_out(rows()))
+    others = pairs().keys() - rows().keys()
+    assert len(away & others) == len(others) // 2
+
+
+def test_what_remains_is_said_of_open_rows_and_pairs_alone():
+    away = held_out(rows()) | {f"{name}, speed" for name in held_out_pairs()}
+    assert remains().keys() <= rows().keys() | {f"{name}, speed" for name in pairs()}
+    assert not away & remains().keys()
