@@ -99,13 +99,13 @@ def _row(title: str, one: BestRate, base: float | None, seeds: Sequence[int]) ->
         f"seed {seed}": point["status"].replace("_", " ") if (loss := _last_loss(point)) is None else f"{loss:.4f}"
         for seed, point in zip(seeds, one.points, strict=True)
     }
-    is_known = one.mean is not None
+    mean, is_known = one.mean, one.mean is not None
     return {
         "method": title,
         "rate": f"{one.rate:g}" if is_known else "",
         **losses,
-        "mean": f"{one.mean:.4f}" if is_known else "",
-        "over AdamW's": f"{one.mean - base:+.4f}" if is_known and base is not None else "",
+        "mean": "" if mean is None else f"{mean:.4f}",
+        "over AdamW's": "" if mean is None or base is None else f"{mean - base:+.4f}",
         "at other rates": one.other_means(4) if is_known else "",
         "peak": format_bytes(max(point["peak_bytes"] for point in one.points)) if is_known else "",
     }
