@@ -24,7 +24,7 @@ from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.plots import curves
 from adacc_hf.eval.records.records import Figures, Settings, Status, add_settings, markdown_table, positive_int
 from adacc_hf.eval.trials.isolation import run_isolated
-from adacc_hf.eval.trials.low_rank import METHODS, RATES, BestRate, best_rate, point_name
+from adacc_hf.eval.trials.low_rank import METHODS, BestRate, add_trainings, best_rate, point_name, rates_of
 from adacc_hf.eval.trials.low_rank_training import TextScale, train_on_text
 
 TRAINED = ("plain", "galore", "apollo", "compact_2", "compact_4", "compact_4_adacc")
@@ -35,17 +35,14 @@ def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_is
     parser = argparse.ArgumentParser(prog="adacc eval compact-training", description=__doc__.partition("\n")[0])
     parser.add_argument("--methods", nargs="+", choices=TRAINED, default=list(TRAINED))
     parser.add_argument("--steps", type=positive_int, default=TextScale.steps)
-    parser.add_argument("--seeds", type=positive_int, default=2, help="trainings of each method")
-    parser.add_argument(
-        "--rates", nargs="+", type=float, default=list(RATES), help="multiples of learning rates to try"
-    )
+    add_trainings(parser)
     add_resume(parser)
     add_settings(parser, "compact_training")
     arguments = parser.parse_args(argv)
     settings = Settings.from_arguments(arguments)
     scale = replace(TextScale(), steps=arguments.steps, eval_every=min(TextScale.eval_every, arguments.steps))
     seeds = [settings.seed + number for number in range(arguments.seeds)]
-    rates = {method: [METHODS[method].rate * multiple for multiple in arguments.rates] for method in arguments.methods}
+    rates = rates_of({method: METHODS[method] for method in arguments.methods}, arguments.rates)
     run_info = {"scale": asdict(scale), "methods": arguments.methods, "rates": rates, "seeds": seeds}
     keys = [(method, rate, seed) for seed in seeds for method in arguments.methods for rate in rates[method]]
     with open_ledger(settings, run_info, arguments.resume) as ledger:

@@ -124,7 +124,7 @@ class RecipeArguments:
     training: TrainingArguments
 
 
-# The demo: every method trains in half a minute to a minute on 2 CPU cores, and the loss falls by a nat.
+# The demo: every method trains in half a minute on 2 CPU cores, and the loss falls by more than half a nat.
 _DEMO_DEFAULTS = {
     "vocab_size": PRESETS["demo"].vocab_size,
     "max_eval_sequences": 32,
