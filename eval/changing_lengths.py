@@ -191,8 +191,10 @@ def train_in_turn(
                 ms = trainee.train(batch_of(sizes[visit.place], own_seed), own_seed, clock)
                 (found.first if visit.is_first else found.later.setdefault(visit.place, [])).append(ms)
         for trainee in orders[1]:
-            ms = [trainee.train(batch_of(fixed, seed + step), seed + step, clock) for step in range(1 + FIXED_STEPS)]
-            times[trainee.name].fixed.extend(ms[1:])
+            _, *timed = (
+                trainee.train(batch_of(fixed, seed + step), seed + step, clock) for step in range(1 + FIXED_STEPS)
+            )
+            times[trainee.name].fixed.extend(timed)
         seed += 1 + len(turn)
         for order in orders:
             order.rotate(1)

@@ -24,7 +24,7 @@ from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.plots import curves
 from adacc_hf.eval.records.records import Figures, Settings, Status, add_settings, markdown_table, positive_int
 from adacc_hf.eval.trials.isolation import run_isolated
-from adacc_hf.eval.trials.low_rank import METHODS, RATES, BestRate, best_rate, point_name
+from adacc_hf.eval.trials.low_rank import METHODS, BestRate, add_trainings, best_rate, point_name, rates_of
 from adacc_hf.eval.trials.low_rank_training import TextScale, train_on_text
 
 TRAINED = ("plain", "galore", "apollo", "compact_2", "compact_4", "compact_4_adacc")
@@ -35,17 +35,14 @@ def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_is
     parser = argparse.ArgumentParser(prog="adacc eval compact-training", description=__doc__.partition("\n")[0])
     parser.add_argument("--methods", nargs="+", choices=TRAINED, default=list(TRAINED))
     parser.add_argument("--steps", type=positive_int, default=TextScale.steps)
-    parser.add_argument("--seeds", type=positive_int, default=2, help="trainings of each method")
-    parser.add_argument(
-        "--rates", nargs="+", type=float, default=list(RATES), help="multiples of learning rates to try"
-    )
+    add_trainings(parser)
     add_resume(parser)
     add_settings(parser, "compact_training")
     arguments = parser.parse_args(argv)
     settings = Settings.from_arguments(arguments)
     scale = replace(TextScale(), steps=arguments.steps, eval_every=min(TextScale.eval_every, arguments.steps))
     seeds = [settings.seed + number for number in range(arguments.seeds)]
-    rates = {method: [METHODS[method].rate * multiple for multiple in arguments.rates] for method in arguments.methods}
+    rates = rates_of({method: METHODS[method] for method in arguments.methods}, arguments.rates)
     run_info = {"scale": asdict(scale), "methods": arguments.methods, "rates": rates, "seeds": seeds}
     keys = [(method, rate, seed) for seed in seeds for method in arguments.methods for rate in rates[method]]
     with open_ledger(settings, run_info, arguments.resume) as ledger:
@@ -99,13 +96,13 @@ def _row(title: str, one: BestRate, base: float | None, seeds: Sequence[int]) ->
         f"seed {seed}": point["status"].replace("_", " ") if (loss := _last_loss(point)) is None else f"{loss:.4f}"
         for seed, point in zip(seeds, one.points, strict=True)
     }
-    is_known = one.mean is not None
+    mean, is_known = one.mean, one.mean is not None
     return {
         "method": title,
         "rate": f"{one.rate:g}" if is_known else "",
         **losses,
-        "mean": f"{one.mean:.4f}" if is_known else "",
-        "over AdamW's": f"{one.mean - base:+.4f}" if is_known and base is not None else "",
+        "mean": "" if mean is None else f"{mean:.4f}",
+        "over AdamW's": "" if mean is None or base is None else f"{mean - base:+.4f}",
         "at other rates": one.other_means(4) if is_known else "",
         "peak": format_bytes(max(point["peak_bytes"] for point in one.points)) if is_known else "",
     }

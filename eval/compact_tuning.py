@@ -23,7 +23,7 @@ from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.records import Figures, Settings, Status, add_settings, markdown_table, positive_int
 from adacc_hf.eval.trials.clock import add_clock, check_clock
 from adacc_hf.eval.trials.isolation import run_isolated
-from adacc_hf.eval.trials.low_rank import RATES, best_rate, point_name
+from adacc_hf.eval.trials.low_rank import add_trainings, best_rate, point_name, rates_of
 from adacc_hf.eval.trials.low_rank_tuning import EARLIER, PACKAGES, TUNINGS, TuningScale, pretrain, tune
 
 PRETRAINING = "pretraining"
@@ -35,8 +35,7 @@ def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_is
     parser.add_argument("--methods", nargs="+", choices=tuple(TUNINGS), default=list(TUNINGS))
     parser.add_argument("--steps", type=positive_int, default=TuningScale.steps, help="of tuning")
     parser.add_argument("--pretraining-steps", type=positive_int, default=TuningScale.pretraining_steps)
-    parser.add_argument("--seeds", type=positive_int, default=2, help="trainings of each method")
-    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="multiples of learning rates")
+    add_trainings(parser)
     add_clock(parser)
     add_resume(parser)
     add_settings(parser, "compact_tuning")
@@ -45,9 +44,7 @@ def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_is
     check_clock(arguments.clock, settings)
     scale = replace(TuningScale(), steps=arguments.steps, pretraining_steps=arguments.pretraining_steps)
     seeds = [settings.seed + number for number in range(arguments.seeds)]
-    rates = {
-        method: [TUNINGS[method][0].rate * multiple for multiple in arguments.rates] for method in arguments.methods
-    }
+    rates = rates_of({method: TUNINGS[method][0] for method in arguments.methods}, arguments.rates)
     run_info = {"scale": asdict(scale), "methods": arguments.methods, "rates": rates, "seeds": seeds}
     run_info["clock"] = arguments.clock
     # The model lies beside the record, which may go on with it.

@@ -23,7 +23,7 @@ from adacc_hf.torch_glue.compat import switch_checkpointing
 from adacc_hf.torch_glue.memory import StepMemory, measure_step
 
 Batch = dict[str, torch.Tensor]
-WARMUP_ROUNDS, TIMED_ROUNDS = 2, 9
+WARMUP_ROUNDS, TIMED_ROUNDS = 2, 7
 
 
 @dataclass(frozen=True, kw_only=True)

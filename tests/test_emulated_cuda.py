@@ -37,7 +37,7 @@ def test_auto_leaves_room_for_the_fragments_of_the_allocator() -> None:
     how blocks fall apart is torch's affair.
     """
     command = [sys.executable, ROOT / "tests/emulated_cuda", ROOT / "tests/emulated_cuda/fragments.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTORCH_CUDA_ALLOC_CONF": ""}  # `eval` sets it for all
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-4000:]
     found = json.loads(run.stdout.splitlines()[-1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,13 +43,11 @@ class CompactAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        by_core = {id(layer.core): layer for layer in self.layers}
         groups = [group for group in self.param_groups if "scale" in group]
         stepping = [
-            (by_core[id(core)], group["scale"], group["lr"] * group["weight_decay"])
-            for group in groups
-            for core in group["params"]
-            if id(core) in by_core and core.grad is not None
+            (layer, group["scale"], group["lr"] * group["weight_decay"])
+            for group, layer in self._grouped_layers()
+            if layer.core.grad is not None
         ]
         decays = [group["weight_decay"] for group in groups]
         for group in groups:
@@ -81,12 +79,16 @@ class CompactAdamW(torch.optim.AdamW):
 
     def _begin_periods(self) -> None:
         """Draw the subspaces of the period that the next step belongs to."""
+        for group, layer in self._grouped_layers():
+            layer.group.period = group.get("steps", 0) // self.update_proj_gap
+
+    def _grouped_layers(self) -> Iterator[tuple[dict[str, Any], CompactLayer]]:
+        """Each layer with the group that has its core. None of a copy that steps on stand-ins."""
         by_core = {id(layer.core): layer for layer in self.layers}
         for group in self.param_groups:
-            if "scale" in group:
-                for core in group["params"]:
-                    if id(core) in by_core:  # a step on stand-ins leaves the layers alone
-                        by_core[id(core)].group.period = group.get("steps", 0) // self.update_proj_gap
+            for parameter in group["params"]:
+                if id(parameter) in by_core:
+                    yield group, by_core[id(parameter)]
 
 
 def _check_cores(optimizer: Any, args: Any, kwargs: Any) -> None:

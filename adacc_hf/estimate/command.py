@@ -186,7 +186,7 @@ ASSUMPTIONS = (
     "Sequences are looked for in steps of {length_step} tokens.",
     "Full recomputation keeps one input per block and runs the block's forward again; adacc is the solved policy.",
     "Replay is taken to be exact for torch's own operators, dropout's masks included.",
-    "Of 46 published measurements of memory such plans told 30 within 10 %, and half within 6.1 % "
+    "Of 46 published measurements of memory such plans told 31 within 10 %, and half within 4.5 % "
     "(eval/results/cpu/published.md).",
 )
 

@@ -125,8 +125,7 @@ class Pair:
         return self.base.value / self.other.value
 
     def _setting_of(self, run: Run) -> Setting:
-        own = {"checkpointing": run.checkpointing, "batch": run.batch, "length": run.length}
-        return Setting(**self.setting, **own)
+        return Setting(**self.setting, checkpointing=run.checkpointing, batch=run.batch, length=run.length)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from adacc_hf.artifacts.checkpointing import simulate_checkpointed
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.artifacts.step_peak import Outcome, simulate
+from adacc_hf.artifacts.step_peak import Outcome, simulate_policy
 from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_model import PRECISIONS, Adapters, Workload
 from adacc_hf.estimate.planning import Request, allocator_bytes, plain_ms, training_profile
@@ -66,7 +66,7 @@ def predict(row: Row, model_changes: dict[str, Any] | None = None) -> Figures:
         "head": profile.head,
         "stored_bytes": outcome.stored_bytes,
         "static": {name: nbytes for name, nbytes in asdict(static).items() if nbytes},
-        "step_ms": step_ms(profile, row),
+        "step_ms": plain_ms(profile) + outcome.overhead_ms,
         "cpu_seconds": round(time.process_time() - started, 1),
     }
 
@@ -80,13 +80,7 @@ def outcome_of(profile: Profile, checkpointing: str) -> Outcome:
     """What a step of `profile` takes in a row's mode of checkpointing."""
     if checkpointing == "full":
         return simulate_checkpointed(profile)
-    plain = Policy.uniform(profile, "retain")
-    return simulate(profile, [plain.plan_of(block.name) for block in profile.blocks])
-
-
-def step_ms(profile: Profile, row: Row) -> float:
-    """Time of one forward and backward by the roofline, with what torch's checkpoint computes again if it is used."""
-    return plain_ms(profile) + (simulate_checkpointed(profile).overhead_ms if row.checkpointing == "full" else 0.0)
+    return simulate_policy(profile, Policy.uniform(profile, "retain"))
 
 
 def _adapters(row: Setting) -> Adapters | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 
 from adacc_hf import AdaccCallback, AdaccConfig
 from adacc_hf.compact import CompactFactory
-from adacc_hf.eval.records.records import Figures
+from adacc_hf.eval.records.records import Figures, positive_int
 from adacc_hf.eval.trials.isolation import CannotRunError
 from adacc_hf.eval.trials.peer_methods import missing_package
 from adacc_hf.torch_glue.memory import MemoryMeter, static_bytes
@@ -141,6 +142,17 @@ class BestRate:
     def other_means(self, digits: int) -> str:
         """What the other rates came to, as text."""
         return ", ".join("none" if mean is None else f"{mean:.{digits}f}" for mean in self.others)
+
+
+def add_trainings(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how often each method is trained."""
+    parser.add_argument("--seeds", type=positive_int, default=2, help="trainings of each method at each rate")
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="multiples of learning rates")
+
+
+def rates_of(methods: Mapping[str, LowRankMethod], multiples: Sequence[float]) -> dict[str, list[float]]:
+    """The learning rates that each method is trained at."""
+    return {name: [method.rate * multiple for multiple in multiples] for name, method in methods.items()}
 
 
 def point_name(method: str, rate: float, seed: int) -> str:

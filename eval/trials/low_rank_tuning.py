@@ -66,7 +66,7 @@ TUNINGS: dict[str, tuple[LowRankMethod, int | None]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TuningScale:
-    """The model, how long it is trained to fill in bytes, and how long it is tuned."""
+    """The model, how long it learns to tell the packages of EARLIER apart, and how long it is tuned."""
 
     width: int = 96
     layers: int = 3

@@ -25,19 +25,27 @@ CONFIGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_checkpointed_step_is_predicted(name, one_thread):
+def profiled(name, rows, tokens):
+    """A model of CONFIGS, a batch for it, and its profile."""
     torch.manual_seed(0)
     attention = "eager" if "eager" in name else "sdpa"
     model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=attention).train()
     model.config.use_cache = False
-    ids = torch.randint(0, 128, (8, 128))
+    ids = torch.randint(0, 128, (rows, tokens))
     batch = {"input_ids": ids, "labels": ids.clone()}
-    profile = profile_model(model, batch, AdaccConfig(actions=("retain", "recompute")))
-    outcome = simulate_checkpointed(profile)
-    blocks = model.get_submodule("transformer.h" if "gpt2" in name else "model.layers")
-    for block in blocks:
+    return model, batch, profile_model(model, batch, AdaccConfig(actions=("retain", "recompute")))
+
+
+def put_under_checkpoint(model, name):
+    for block in model.get_submodule("transformer.h" if "gpt2" in name else "model.layers"):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_checkpointed_step_is_predicted(name, one_thread):
+    model, batch, profile = profiled(name, 8, 128)
+    outcome = simulate_checkpointed(profile)
+    put_under_checkpoint(model, name)
     measured = measure_step(model, batch)
     # Beside a block's input torch's checkpoint keeps the state of the random generator, which is on the CPU here, and
     # the positions that a block is handed.
@@ -77,12 +85,7 @@ class _Products(TorchDispatchMode):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_second_forward_ends_with_the_last_tensor_saved(name, one_thread):
     """Time is predicted for as many products as torch's checkpoint computes again."""
-    attention = "eager" if "eager" in name else "sdpa"
-    model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=attention).train()
-    model.config.use_cache = False
-    ids = torch.randint(0, 128, (2, 32))
-    batch = {"input_ids": ids, "labels": ids.clone()}
-    profile = profile_model(model, batch, AdaccConfig(actions=("retain", "recompute")))
+    model, batch, profile = profiled(name, 2, 32)
     (kind,) = profile.kinds
     is_product = [operator.name.split(".")[1] in ("mm", "addmm", "bmm") for operator in kind.operators]
     # With a millisecond for each product and none for other operators, the time is their number.
@@ -97,8 +100,7 @@ def test_the_second_forward_ends_with_the_last_tensor_saved(name, one_thread):
         return counter.number
 
     plain = products()
-    for block in model.get_submodule("transformer.h" if "gpt2" in name else "model.layers"):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    put_under_checkpoint(model, name)
     assert products() - plain == len(profile.blocks) * recomputed_ms(counted)
     # Dropout at the end of a block keeps its mask, which takes all of the forward; Llama ends with a product.
     assert (recomputed_ms(counted) < sum(is_product)) == (name == "llama")
