@@ -45,10 +45,23 @@ def fake_tensors(device_type: str) -> Iterator[None]:
             _register_guard()
             stack.enter_context(_FusedAttention())
         stack.enter_context(no_packed_sequences())
-        stack.enter_context(FakeTensorMode())
+        stack.enter_context(_FakeTensors())
         stack.enter_context(torch.device(device_type))
         stack.enter_context(generators_replaced({"cpu": _FakeCpuGenerator(), "cuda": _FakeCudaGenerator()}))
         yield
+
+
+class _FakeTensors(FakeTensorMode):
+    """torch's mode, which remembers the arguments of operators: a storage among them would live on and be counted."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "overloadpacket", None) is not torch.ops.aten.set_:
+            return super().dispatch(func, types, args, kwargs)
+        self.cache_enabled, before = False, self.cache_enabled
+        try:
+            return super().dispatch(func, types, args, kwargs)
+        finally:
+            self.cache_enabled = before
 
 
 class _FakeCpuGenerator:

@@ -22,6 +22,9 @@ from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_backward import FakeBackward
 from adacc_hf.estimate.fake_device import FakeMemoryMeter, fake_autocast, fake_tensors
 from adacc_hf.estimate.fake_measurement import FakeMeasurement, operator_ms
+from adacc_hf.tape.replay import view
+from adacc_hf.tape.tape import TensorRef
+from adacc_hf.torch_glue.tensors import copy_with_storage
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # each thread converts in a buffer of its own
 
@@ -171,6 +174,17 @@ def test_a_step_timed_while_its_memory_is_measured_takes_as_long_as_one_timed_ap
         )
     assert together == apart
     assert together.step_ms > 0
+
+
+def test_a_copy_of_a_storage_is_counted_until_it_dies() -> None:
+    """torch's mode remembers arguments of operators; replay copies what it writes into (rule R6)."""
+    with fake_tensors("cpu"), FakeMemoryMeter() as meter:
+        original = torch.empty(64, 64)
+        copy = copy_with_storage(original)
+        seen = view(copy, TensorRef(0, ((64, 32), (32, 1), 0), torch.float64))
+        del original, copy, seen
+        meter.mark(("end",))
+    assert meter.points[-1].live_bytes == 0
 
 
 def test_a_question_to_a_tensor_takes_no_time() -> None:
