@@ -121,8 +121,11 @@ class FakeMeasurement(Measurement):
 
     def _operator_ms(self, operator: TapeOperator, bases: list[torch.Tensor]) -> float:
         args, kwargs = map_tensors((operator.args, operator.kwargs), TensorRef, lambda ref: view(bases[ref.value], ref))
-        args, kwargs = map_tensors((args, kwargs), Blank, lambda blank: stand_in(blank, blank.device))
         results = [bases[value] for value in operator.made()]
+        blanks = [stand_in(blank, blank.device) for blank in operator.blanks()]
+        results += [] if takes_device(operator) else blanks  # dropout's result, which is as large as its input
+        given = iter(blanks)
+        args, kwargs = map_tensors((args, kwargs), Blank, lambda _: next(given))
         return operator_ms(self.device, operator.target, args, kwargs, results)
 
     def _options(self, tape: Tape, value: int, codecs: Sequence[Codec]) -> tuple[CodecOption, ...]:
@@ -270,16 +273,20 @@ def _error_on_normal(name: str, options: tuple[tuple[str, Any], ...]) -> float:
         return float(relative_error([numbers], [codec.decode(codec.encode(numbers))]))
 
 
+_ALLOCATE = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided}
+_ALLOCATE |= {torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided}
+
+
 # The time of an operator that was never run: what the device's peaks allow, plus its launch.
 
 
 def operator_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> float:
     """Milliseconds of one operator: max(operations / peak, bytes moved / bandwidth) + launch.
 
-    Tensors among `args`, `kwargs` and `results` may be fake or on meta. A view takes no time.
+    Tensors among `args`, `kwargs` and `results` may be fake or on meta. A view takes no time, nor does new memory.
     """
     # Torch asks each fake tensor for its device by an operator, prim::device, more often than it computes.
-    if target.is_view or target.namespace == "prim":
+    if target.is_view or target.namespace == "prim" or target.overloadpacket in _ALLOCATE:
         return 0.0
     given, made = _tensors((args, kwargs)), _tensors(results)
     moved_ms = 1e3 * sum(map(_touched_bytes, [*given, *made])) / device.bandwidth_bytes

@@ -293,8 +293,10 @@ def _profile(
         )
 
     # One block at a time retains what it makes: where blocks are of many kinds that is nearly all of them together.
-    layout = StepLayout.merged({name: measure(name) for name in watched.values()})
-    step_ms = measurement.step_ms(model, batch)  # as it was measured, before other heads have no block retain anything
+    first, *others = watched.values()
+    layouts = {first: measure(first)}
+    step_ms = measurement.step_ms(model, batch)  # as it was measured
+    layout = StepLayout.merged(layouts | {name: measure(name) for name in others})
     survey.learn_orders(layout.events)
     step = step.training(layout.trained)
     static_bytes = step.live_bytes(layout)

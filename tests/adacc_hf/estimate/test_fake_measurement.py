@@ -21,7 +21,8 @@ from adacc_hf.artifacts.profile import KindProfile
 from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_backward import FakeBackward
 from adacc_hf.estimate.fake_device import FakeMemoryMeter, fake_autocast, fake_tensors
-from adacc_hf.estimate.fake_measurement import FakeMeasurement, operator_ms
+from adacc_hf.estimate.fake_measurement import FakeMeasurement, _SumOfTimes, operator_ms
+from adacc_hf.estimate.planning import plain_ms
 from adacc_hf.tape.replay import view
 from adacc_hf.tape.tape import TensorRef
 from adacc_hf.torch_glue.tensors import copy_with_storage
@@ -176,6 +177,21 @@ def test_a_step_timed_while_its_memory_is_measured_takes_as_long_as_one_timed_ap
     assert together.step_ms > 0
 
 
+@pytest.mark.parametrize("config", [gpt2(64, 3), t5(64, 3)], ids=["gpt2", "t5"])
+def test_a_plain_step_takes_what_is_left_of_the_profiled_one_without_replay(config: PretrainedConfig) -> None:
+    """Dropout is drawn again in the profiled step, and blocks of T5 are of four kinds."""
+    device = find_device("h100")
+    with fake_tensors("cuda"), fake_autocast("cuda", torch.bfloat16):
+        auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        model = auto.from_config(config, attn_implementation="sdpa").train()
+        ids = torch.zeros((2, 32), dtype=torch.long)
+        with _SumOfTimes(device) as times:
+            FakeMeasurement(device).backward(model(input_ids=ids, labels=ids, use_cache=False).loss)
+        model.zero_grad(set_to_none=True)
+        found = profile_model(model, {"input_ids": ids, "labels": ids}, measurement=FakeMeasurement(device))
+    assert plain_ms(found) == pytest.approx(times.total_ms, rel=1e-9)  # sums of the same numbers in other orders
+
+
 def test_a_copy_of_a_storage_is_counted_until_it_dies() -> None:
     """torch's mode remembers arguments of operators; replay copies what it writes into (rule R6)."""
     with fake_tensors("cpu"), FakeMemoryMeter() as meter:
@@ -194,6 +210,17 @@ def test_a_question_to_a_tensor_takes_no_time() -> None:
         hidden = torch.empty(1024, 1024)
         assert operator_ms(device, torch.ops.prim.device.default, (hidden,), {}, hidden.device) == 0
         assert operator_ms(device, torch.ops.aten.exp.default, (hidden,), {}, hidden.exp()) > 0
+
+
+def test_new_memory_takes_no_time() -> None:
+    """No kernel writes what `empty` makes, which a replay of dropout takes in place of its input."""
+    device = find_device("h100")
+    with fake_tensors("cuda"), _SumOfTimes(device) as times:
+        hidden = torch.empty(1024, 1024)
+        torch.empty_like(hidden), hidden.new_empty(8), torch.empty_strided((8, 8), (8, 1))
+        assert times.total_ms == 0
+        hidden.exp()
+        assert times.total_ms > 0
 
 
 def test_causal_attention_takes_half_the_operations() -> None:
