@@ -296,8 +296,7 @@ class Profile:
     available_bytes: int
     """Bytes that the device had for this process when it was profiled: live and free ones together."""
     step_ms: float
-    """Time of one forward and backward with everything recomputed but what one block makes: the last of the first
-    kind."""
+    """Time of one forward and backward with everything recomputed."""
     device: str
     head: str = "plain"
     """The head that the memory above was measured with; `with_head` gives the profile for another."""

@@ -216,10 +216,7 @@ def _as_bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torc
 class FakeMemoryMeter(MemoryMeter):
     """Counts the storages that operators make, until they die. Temporaries inside an operator are not seen."""
 
-    def __init__(self, price_ms: Callable[..., float] | None = None) -> None:
-        """`price_ms(func, args, kwargs, result)` is the time of an operator, if times are to be summed too."""
-        self.total_ms = 0.0
-        self.price_ms = price_ms
+    def __init__(self) -> None:
         self._live_bytes = self._at_mark = self._most = 0
         self._label: tuple[Any, ...] | None = None
         self._storages: set[int] = set()
@@ -283,8 +280,6 @@ class _WatchStorages(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self._meter.price_ms is not None:
-            self._meter.total_ms += self._meter.price_ms(func, args, kwargs, result)
         given = {storage_key(_storage(leaf)) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         for tensor in made:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,19 +68,13 @@ class FakeMeasurement(Measurement):
     """Readings from tensors without memory, for `device`."""
 
     records_other_sizes = False
+    watches_one_block = False
 
-    def __init__(self, device: Device, outlier_share: float = OUTLIER_SHARE, times_measured: bool = True) -> None:
-        """With `times_measured` the step is timed in the pass that measures its memory, which saves one of its own.
-
-        Not where that pass leaves out chunks of a chunked head (`at_most_chunks`).
-        """
+    def __init__(self, device: Device, outlier_share: float = OUTLIER_SHARE) -> None:
         self.device = device
         self.outlier_share = outlier_share
         self.rng_use = FakeRngUse
         self._backward = FakeBackward()
-        self._times_measured = times_measured
-        self._meter: FakeMemoryMeter | None = None
-        self._measured_ms: float | None = None
 
     def verify(self, tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
         at_hand = {v.index for v in tape.values if v.source is not None and _is_external(v.source.place, v.overwritten)}
@@ -148,15 +142,12 @@ class FakeMeasurement(Measurement):
         )
 
     def head_ms(self, loss: LossCall, compute: Callable[[LossCall], torch.Tensor]) -> float:
-
         with at_most_chunks(None), _SumOfTimes(self.device) as times:
             FakeBackward().run(compute(on_leaves(loss)))
         return times.total_ms
 
     def meter(self, device: torch.device) -> MemoryMeter:
-        is_timed = self._times_measured and self._measured_ms is None
-        self._meter = FakeMemoryMeter(partial(operator_ms, self.device) if is_timed else None)
-        return self._meter
+        return FakeMemoryMeter()
 
     def on_gradient(self, tensor: torch.Tensor, call: Callable[[], None]) -> None:
         self._backward.on_gradient(tensor, call)
@@ -164,12 +155,8 @@ class FakeMeasurement(Measurement):
     def backward(self, loss: torch.Tensor) -> None:
         with torch.autocast(loss.device.type, enabled=False):
             self._backward.run(loss)
-        if self._measured_ms is None and self._meter is not None and self._meter.is_open:
-            self._measured_ms = self._meter.total_ms
 
     def step_ms(self, model: nn.Module, batch: Mapping[str, Any]) -> float:
-        if self._times_measured and self._measured_ms is not None:
-            return self._measured_ms
         with at_most_chunks(None), _SumOfTimes(self.device) as times:
             self.backward(forward_loss(model, batch))
         model.zero_grad(set_to_none=True)
@@ -190,9 +177,6 @@ class FakeMemoryMeasurement(FakeMeasurement):
 
     def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:
         return {"plain": 0.0, "chunked": 0.0}
-
-    def meter(self, device: torch.device) -> MemoryMeter:
-        return FakeMemoryMeter()
 
     def step_ms(self, model: nn.Module, batch: Mapping[str, Any]) -> float:
         return 0.0

@@ -148,8 +148,7 @@ class FakeModel:
 
     def _trace(self, measurement: type[FakeMeasurement], batch_size: int, seq_len: int) -> Profile:
         batch = self.batch(batch_size, seq_len)
-        is_plain = self.workload.adacc.heads[0] == "plain"
-        readings = measurement(self.workload.device, self.workload.outlier_share, times_measured=is_plain)
+        readings = measurement(self.workload.device, self.workload.outlier_share)
         with fake_autocast(self.workload.trace, self.autocast), at_most_chunks(3):
             return profile_model(self.model, batch, self.workload.adacc, measurement=readings)
 

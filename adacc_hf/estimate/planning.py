@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,7 +13,7 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Policy, call_name, num_calls
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.artifacts.step_peak import Outcome, run_block, simulate_policy
+from adacc_hf.artifacts.step_peak import Outcome, simulate_policy
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.fake_model import FakeModel, Workload, fake_model
 from adacc_hf.estimate.reserved_memory import reserved_bytes
@@ -348,14 +347,8 @@ def _least_peak(profile: Profile, config: AdaccConfig) -> int:
 
 
 def plain_ms(profile: Profile) -> float:
-    """Time of a plain step: the profiled one, less what was recomputed in it (`Profile.step_ms`)."""
-    full = Policy.uniform(profile, "recompute")
-    num_recomputed = Counter(block.kind for block in profile.blocks)
-    first = profile.kind_of(profile.blocks[0])
-    num_recomputed[profile.blocks[0].kind] -= first.fallback is None  # torch's checkpoint retains nothing
-    plans = {block.kind: full.plan_of(block.name) for block in profile.blocks}
-    overheads = (num * run_block(profile.kinds[kind], plans[kind]).overhead_ms for kind, num in num_recomputed.items())
-    return profile.step_ms - sum(overheads)
+    """Time of a plain step: the profiled one, less what was recomputed in it."""
+    return profile.step_ms - Policy.uniform(profile, "recompute").predicted_overhead_ms
 
 
 def _phases(outcome: Outcome) -> dict[str, int]:

@@ -40,6 +40,8 @@ class Measurement:
     """Finds out whether an operator draws random numbers."""
     records_other_sizes = True
     """Whether parts of the batch are run too, so that the model can train at any size."""
+    watches_one_block = True
+    """Whether at most one block retains what it makes while memory is measured."""
 
     def verify(self, tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
         """The values of `tape` that replay recomputes bit for bit (rule R7)."""

@@ -8,7 +8,7 @@ more is timed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -286,18 +286,20 @@ def _profile(
     kinds = survey.add_forwards([forward.events[watched[index]] for index in range(len(kinds))])
     recomputed = {block.name: recompute_outcome(kinds[block.kind]) for block in blocks}
 
-    def measure(watched: str = "") -> StepLayout:
+    def measure(watched: Collection[str] = ()) -> StepLayout:
         watchers = survey.follow_full_recomputation(installation, watched, sources)
         return measure_step_layout(
             model, batch, installation, watchers, recomputed, measurement, step.accumulates, step.no_sync
         )
 
-    # One block at a time retains what it makes: where blocks are of many kinds that is nearly all of them together.
-    first, *others = watched.values()
-    layouts = {first: measure(first)}
-    step_ms = measurement.step_ms(model, batch)  # as it was measured
-    layout = StepLayout.merged(layouts | {name: measure(name) for name in others})
+    # Where memory is real, one block at a time retains what it makes: where blocks are of many kinds that is nearly all
+    # of them together.
+    names = tuple(watched.values())
+    groups = [(name,) for name in names] if measurement.watches_one_block else [names]
+    layout = StepLayout.merged({group: measure(group) for group in groups})
     survey.learn_orders(layout.events)
+    survey.follow_full_recomputation(installation, (), sources)
+    step_ms = measurement.step_ms(model, batch)
     step = step.training(layout.trained)
     static_bytes = step.live_bytes(layout)
     replay_bytes = sum(shared[index].nbytes for index in {index for kind in kinds for index in kind.held})

@@ -67,11 +67,11 @@ class StepLayout:
     """The most live in each block's backward, besides its and earlier blocks' stores; of blocks that have one."""
 
     @staticmethod
-    def merged(layouts: Mapping[str, StepLayout]) -> StepLayout:
-        """One layout of those of steps in each of which one block was watched, by its name."""
+    def merged(layouts: Mapping[tuple[str, ...], StepLayout]) -> StepLayout:
+        """One layout of those of steps, by the names of the blocks that were watched in each."""
         first = next(iter(layouts.values()))  # later steps may stand on what those before them have left
         events = {name: events for layout in layouts.values() for name, events in layout.events.items()}
-        own = {name: layout.peaks[name] for name, layout in layouts.items() if name in layout.peaks}
+        own = {name: layout.peaks[name] for names, layout in layouts.items() for name in names if name in layout.peaks}
         return replace(first, events=events, peaks={**first.peaks, **own})
 
 

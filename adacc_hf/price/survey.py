@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -234,16 +234,16 @@ class Survey:
         return self._kinds
 
     def follow_full_recomputation(
-        self, installation: Installation, watched: str, sources: Mapping[str, Sequence[Source]]
+        self, installation: Installation, watched: Collection[str], sources: Mapping[str, Sequence[Source]]
     ) -> list[WatchSlots]:
-        """Put every block under full recomputation, but for `watched`; returns its watcher, if it can have one.
+        """Put every block under full recomputation, but for `watched`; returns the watchers of those that can have one.
 
         `sources` are the `replay_sources()`.
         """
         watchers = []
         for block in self.blocks:
             function, kind = installation.functions[block.name], self._kinds[block.kind]
-            if watched == block.name and kind.fallback is None:
+            if block.name in watched and kind.fallback is None:
                 function.strategy = WatchSlots(block.name, kind, sources[block.name])
                 watchers.append(function.strategy)
             else:

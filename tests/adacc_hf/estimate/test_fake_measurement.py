@@ -1,7 +1,6 @@
 """What is read off tensors without memory against what real runs give, for the same model on the same device."""
 
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import pytest
@@ -163,20 +162,6 @@ def test_a_plan_can_be_solved_from_it() -> None:
     assert policy.predicted_overhead_ms > 0
 
 
-def test_a_step_timed_while_its_memory_is_measured_takes_as_long_as_one_timed_apart() -> None:
-    device = find_device("h100")
-    with fake_tensors("cuda"), fake_autocast("cuda", torch.bfloat16):
-        model = AutoModelForCausalLM.from_config(gpt2(64, 2)).train()
-        ids = torch.zeros((2, 32), dtype=torch.long)
-        batch = {"input_ids": ids, "labels": ids.clone()}
-        together, apart = (
-            profile_model(model, batch, measurement=FakeMeasurement(device, times_measured=flag))
-            for flag in (True, False)
-        )
-    assert together == apart
-    assert together.step_ms > 0
-
-
 @pytest.mark.parametrize("config", [gpt2(64, 3), t5(64, 3)], ids=["gpt2", "t5"])
 def test_a_plain_step_takes_what_is_left_of_the_profiled_one_without_replay(config: PretrainedConfig) -> None:
     """Dropout is drawn again in the profiled step, and blocks of T5 are of four kinds."""
@@ -232,9 +217,9 @@ def test_causal_attention_takes_half_the_operations() -> None:
             query, key, value = (
                 torch.empty(1, 8, 8192, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
             )
-            with FakeMemoryMeter(partial(operator_ms, device)) as forward:
+            with _SumOfTimes(device) as forward:
                 made = scaled_dot_product_attention(query, key, value, is_causal=is_causal).sum()
-            with FakeMemoryMeter(partial(operator_ms, device)) as backward:
+            with _SumOfTimes(device) as backward:
                 FakeBackward().run(made)
             times.append([forward.total_ms, backward.total_ms])
     for causal_ms, full_ms in zip(*times, strict=True):
