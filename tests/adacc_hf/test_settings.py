@@ -302,7 +302,8 @@ def test_the_policy_is_followed_when_weights_are_frozen(tiny_gpt2, padded_batch,
     assert not caplog.records
     kept = set(after.compiled.tape.saved_values())
     assert kept < set(before.compiled.tape.saved_values())
-    assert after.compiled.store.retained - kept <= {0}  # the block's input is always had
+    others = {v for v in after.compiled.store.retained - kept if not after.compiled.tape.is_generator_state(v)}
+    assert others <= {0}  # the block's input is always had
     assert all((v in after.compiled.needs) == (planned[v].action.value != "retain") for v in kept & planned.keys())
 
 
