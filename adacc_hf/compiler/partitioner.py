@@ -19,8 +19,7 @@ from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Action, Choice
 from adacc_hf.artifacts.units import format_bytes, parse_bytes
 from adacc_hf.compiler import functorch
-from adacc_hf.compiler.graph_codecs import graph_codec_options
-from adacc_hf.compiler.graph_cost import OperatorTimes, keep_ms
+from adacc_hf.compiler.graph_cost import OperatorTimes, graph_codec_options, keep_ms
 from adacc_hf.compiler.graph_precision import precision_needs, precision_sensitive_nodes
 from adacc_hf.compiler.graph_program import GraphChoice, GraphModel, graph_model, keeping, least_bytes, least_time
 from adacc_hf.compiler.joint_graph import JointGraph, is_held, nbytes_of, read_joint_graph, root_of

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adacc_hf.artifacts.profile import CodecOption, KindProfile, Operator, Value
-from adacc_hf.compiler.graph_program import GraphModel, graph_model, keeping, least_bytes, least_time
+from adacc_hf.compiler.graph_program import GraphModel, cut_into_segments, graph_model, keeping, least_bytes, least_time
 from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.solve.milp import StoredForm
 
@@ -200,3 +200,34 @@ def test_a_finer_codec_is_taken_where_a_replay_has_to_be_precise(precise: set[in
     chain = _chain([4], run_ms=0.0, keep_ms=1.0).model.kind
     graph = graph_model(chain, {0: 1.0, 1: 1.0}, options, [8, 4], precise)
     assert least_bytes(graph, SolverLog(), of_peak=False).stored[0].codec == codec
+
+
+# Where it is cut into segments.
+
+
+def test_blocks_are_cut_where_little_lives() -> None:
+    """Four blocks whose insides are large, and whose results are small."""
+    kind = _chain([100, 100, 100, 1] * 4, run_ms=1.0, keep_ms=0.0).model.kind
+    segments = cut_into_segments(kind, [value.nbytes for value in kind.values])
+    assert segments.boundary == {4, 8, 12}
+    assert segments.of_value == (0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3)
+
+
+def test_a_graph_with_nothing_small_in_it_stays_whole() -> None:
+    kind = _chain([100, 101, 102, 103], run_ms=1.0, keep_ms=0.0).model.kind
+    assert cut_into_segments(kind, [value.nbytes for value in kind.values]).count == 1
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40))
+def test_no_replay_crosses_a_boundary(sizes: list[int]) -> None:
+    kind = _chain(sizes, run_ms=1.0, keep_ms=0.0).model.kind
+    held = [value.nbytes for value in kind.values]
+    segments = cut_into_segments(kind, held)
+    for operator in kind.operators:
+        (read,), (made,) = operator.inputs, operator.outputs
+        assert segments.of_value[read] == segments.of_value[made] or read in segments.boundary
+    made_bytes = [0] * segments.count
+    for value, segment in enumerate(segments.of_value):
+        made_bytes[segment] += held[value]
+    kept = sum(kind.values[value].nbytes for value in segments.boundary)
+    assert kept + max(made_bytes) <= sum(held)
