@@ -4,7 +4,6 @@
 weight and its moments have rank r: less memory than a codec of ours leaves, and another optimization.
 """
 
-from adacc_hf.compact.factory import CompactFactory, parse_rank
-from adacc_hf.compact.optimizer import CompactAdamW
+from adacc_hf.compact.optimizer import CompactAdamW, CompactFactory, parse_rank
 
 __all__ = ["CompactAdamW", "CompactFactory", "parse_rank"]
