@@ -20,7 +20,6 @@ from typing import Any
 
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
-from adacc_hf.artifacts.checkpointing import checkpointed
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.step_peak import run_block
 from adacc_hf.artifacts.units import format_bytes
@@ -28,6 +27,7 @@ from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_model import PRECISIONS, Workload, fake_model
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.records import Figures, Settings, Status, add_settings, markdown_table
+from adacc_hf.solve.baselines import checkpointed
 
 
 @dataclass(frozen=True, kw_only=True)

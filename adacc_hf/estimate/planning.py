@@ -8,7 +8,6 @@ from functools import cache
 
 from torch import nn
 
-from adacc_hf.artifacts.checkpointing import simulate_checkpointed
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Policy, call_name, num_calls
@@ -18,6 +17,7 @@ from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.fake_model import FakeModel, Workload, fake_model
 from adacc_hf.estimate.reserved_memory import reserved_bytes
 from adacc_hf.estimate.static_memory import StaticMemory, static_memory
+from adacc_hf.solve.baselines import simulate_checkpointed
 from adacc_hf.solve.solver import solve_policy
 from adacc_hf.torch_glue.memory import distinct_bytes
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from adacc_hf.artifacts.checkpointing import recomputed_ms
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Action, Plan, Policy
 from adacc_hf.artifacts.profile import KindProfile, Profile
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.reports.document import ACTION_COLORS
+from adacc_hf.solve.baselines import recomputed_ms
 from adacc_hf.solve.frontier import chain, frontiers, overhead_ms
 from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.solve.milp import build_block_model

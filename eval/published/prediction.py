@@ -6,7 +6,6 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from adacc_hf.artifacts.checkpointing import simulate_checkpointed
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
@@ -18,6 +17,7 @@ from adacc_hf.estimate.static_memory import Sharding
 from adacc_hf.eval.published.measurements import Row, Setting, model_config
 from adacc_hf.eval.published.older_versions import as_in
 from adacc_hf.eval.records.records import Figures, Status
+from adacc_hf.solve.baselines import simulate_checkpointed
 
 CHECKPOINTING = ("none", "full")
 """Every block keeps all that it saves, or runs under torch's checkpoint."""

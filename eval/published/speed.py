@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import lru_cache
 
-from adacc_hf.artifacts.checkpointing import recomputed_ms
 from adacc_hf.artifacts.profile import KindProfile, Operator, Profile
 from adacc_hf.estimate.planning import plain_ms, training_profile
 from adacc_hf.eval.published.measurements import Pair, Setting
 from adacc_hf.eval.published.older_versions import as_in
 from adacc_hf.eval.published.prediction import request_of
 from adacc_hf.eval.records.records import Figures, Status
+from adacc_hf.solve.baselines import recomputed_ms
 
 _PRODUCTS = ("mm", "addmm")
 

@@ -2,7 +2,6 @@
 
 import json
 
-from adacc_hf.artifacts.checkpointing import simulate_checkpointed
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_model import PRECISIONS, Workload
@@ -10,6 +9,7 @@ from adacc_hf.estimate.model_presets import Gpt2Size
 from adacc_hf.estimate.planning import Request, largest_batches, training_profile
 from adacc_hf.eval.paper_batches import METHODS, PAPER, main
 from adacc_hf.eval.records.schemas import check_record
+from adacc_hf.solve.baselines import simulate_checkpointed
 
 
 def test_the_nearest_plain_batch_decides(tmp_path, capsys):

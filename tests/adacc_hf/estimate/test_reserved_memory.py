@@ -6,13 +6,13 @@ import pytest
 from transformers import GPT2Config, LlamaConfig
 
 from adacc_hf import Policy
-from adacc_hf.artifacts.checkpointing import simulate_checkpointed
 from adacc_hf.estimate import reserved_memory
 from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_model import PRECISIONS, Adapters, Workload
 from adacc_hf.estimate.planning import Request, allocator_bytes, plan, training_profile
 from adacc_hf.estimate.reserved_memory import CachingAllocator
 from adacc_hf.estimate.static_memory import Sharding
+from adacc_hf.solve.baselines import simulate_checkpointed
 
 KIB, MIB = 2**10, 2**20
 SIZES = {"vocab_size": 500, "bos_token_id": None, "eos_token_id": None}

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from adacc_hf.artifacts.checkpointing import recomputed_ms
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.reports.plots import draw_frontier, marks, trade_off
+from adacc_hf.solve.baselines import recomputed_ms
 from adacc_hf.solve.solver import solve_policy
 
 

@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from adacc_hf import AdaccConfig, Policy, profile_model
-from adacc_hf.artifacts.checkpointing import recomputed_ms, simulate_checkpointed
 from adacc_hf.artifacts.step_peak import run_block, simulate_policy
+from adacc_hf.solve.baselines import recomputed_ms, simulate_checkpointed
 from adacc_hf.torch_glue.memory import measure_step
 from adacc_hf.torch_glue.private import TorchDispatchMode
 
