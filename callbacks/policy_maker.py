@@ -14,7 +14,7 @@ from transformers import Trainer
 
 from adacc_hf.adapt.evolution import Evolution
 from adacc_hf.adapt.repricing import SwitchedOff, with_finer, without_codecs
-from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.errors import (
     InfeasibleBudgetError,
     NoEstimateError,
@@ -33,7 +33,6 @@ from adacc_hf.price.profiler import describe_uncalled, estimate_profile, profile
 from adacc_hf.price.step_memory import NoSync, with_missing
 from adacc_hf.price.whole_model import ComputeLoss, RanBlocks
 from adacc_hf.run.blocks import Checkpointed, Installation
-from adacc_hf.solve.budget import Budget
 from adacc_hf.solve.solver import least_policy, solve_policy
 from adacc_hf.torch_glue.batch_shapes import (
     BatchShapes,

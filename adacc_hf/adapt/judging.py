@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 from adacc_hf.adapt.repricing import repriced_choice
 from adacc_hf.adapt.tracking import full_name
-from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.index_values import DEGRADED_ERROR
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import CodecOption, KindProfile
-from adacc_hf.solve.budget import Budget
 from adacc_hf.solve.solver import solve_policy
 
 if TYPE_CHECKING:

@@ -8,10 +8,9 @@ from collections.abc import Callable
 
 from adacc_hf.adapt.shape_policies import ShapePolicy
 from adacc_hf.adapt.what_ran import full_recomputation, ratio
-from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.solve.budget import Budget
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe
 
 log = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from adacc_hf.adapt.rectifier import Rectifier
+from adacc_hf.artifacts.config import Budget
 from adacc_hf.artifacts.errors import as_sentence
 from adacc_hf.price.step_memory import CountedStep, peaks_of
 from adacc_hf.run.blocks import BlockFunction, LaterCall
-from adacc_hf.solve.budget import Budget
 from adacc_hf.torch_glue.memory import MemoryMeter, is_out_of_memory, static_bytes
 from adacc_hf.torch_glue.private import is_profiling, version_of
 from adacc_hf.torch_glue.states import RandomStates, gpus_in_use

@@ -10,13 +10,12 @@ from adacc_hf.adapt.judging import current_policy, needed_bytes, over_bound, wit
 from adacc_hf.adapt.rectifier import Rectifier
 from adacc_hf.adapt.repricing import SwitchedOff, without_codecs
 from adacc_hf.adapt.shape_policies import ShapePolicies
-from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.profile_sizes import STEP
 from adacc_hf.price.other_sizes import at_size
-from adacc_hf.solve.budget import Budget
 from adacc_hf.solve.solver import solve_policy
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, to_plain
 

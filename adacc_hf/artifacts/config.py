@@ -1,4 +1,4 @@
-"""The settings of a run, in one frozen record."""
+"""The settings of a run, in one frozen record, and the memory budget that they come to."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import warnings
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adacc_hf.artifacts.policy import HEADS, Action
 from adacc_hf.artifacts.units import MOST_BYTES, parse_bytes
+
+if TYPE_CHECKING:
+    from adacc_hf.artifacts.profile import Profile
 
 TRACKING_NAMES = ("exponential", "off")
 LEAST_BUDGET_BYTES = 64 * 1024
@@ -194,6 +197,27 @@ def what_was_meant(num_bytes: int) -> str:
     size = f'"{num_bytes}GiB"' if num_bytes <= 1024 else f'"{num_bytes}MiB"'
     fraction = "1.0, all that plain training stores, or " if num_bytes == 1 else ""
     return f", which may have been meant as {fraction}{size}"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A memory budget in bytes."""
+
+    given: str | float | int
+    nbytes: int
+    of_peak: bool
+    """Whether it bounds the peak of the step; else it bounds what is stored for backward."""
+
+    @classmethod
+    def resolve(cls, given: str | float | int, profile: Profile, config: AdaccConfig) -> Budget:
+        """Raises ValueError unless `given` is one of the forms that `AdaccConfig.memory_budget` describes."""
+        check_memory_budget(given, least_bytes=1)  # where nothing fits is said what it may have meant
+        if isinstance(given, float):
+            # The factor makes up for rounding: (n / plain) * plain must not come out below n.
+            return cls(given, int(given * profile.plain_stored_bytes * (1 + 4e-16)), of_peak=False)
+        if given == "auto":
+            return cls(given, int(profile.available_bytes * (1 - config.memory_margin)), of_peak=True)
+        return cls(given, parse_bytes(given, "memory_budget") if isinstance(given, str) else given, of_peak=True)
 
 
 def _store_tuple(config: AdaccConfig, name: str) -> None:

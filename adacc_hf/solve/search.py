@@ -13,16 +13,17 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from adacc_hf.artifacts.step_peak import EarlierBlocks
+from adacc_hf.artifacts.config import AdaccConfig, Budget, what_was_meant
+from adacc_hf.artifacts.errors import InfeasibleBudgetError
+from adacc_hf.artifacts.step_peak import EarlierBlocks, simulate
+from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.solve.baselines import greedy_policies
-from adacc_hf.solve.budget import Budget, infeasible_peak, infeasible_stored
 from adacc_hf.solve.frontier import MixtureProgram, chain, fixed_bytes, frontiers, least_ms, overhead_ms, stored_bytes
 from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.solve.milp import KindModel, PricedPlan, build_block_model, retain_all
 from adacc_hf.solve.minimum_peak import PeakOracle, least_bound, least_outcome, local_search
 
 if TYPE_CHECKING:
-    from adacc_hf.artifacts.config import AdaccConfig
     from adacc_hf.artifacts.profile import Profile
     from adacc_hf.artifacts.step_peak import BlockOutcome
     from adacc_hf.solve.minimum_peak import Outcomes
@@ -88,7 +89,7 @@ class PolicySearch:
         least = self._uniform.least_bytes()
         if self._stored(least) > budget.nbytes:
             plain_bytes = self.kinds.plain_stored_bytes
-            raise infeasible_stored(self.profile, self.config, budget, self._stored(least), plain_bytes)
+            raise _infeasible_stored(self.profile, self.config, budget, self._stored(least), plain_bytes)
         columns = self.kinds.frontiers
 
         def fits(policy: list[PricedPlan]) -> bool:
@@ -130,7 +131,7 @@ class PolicySearch:
                 least = self._least_peak(columns, trail[-1])
                 if not fits(least):
                     bound = least_bound(self.profile, columns)
-                    raise infeasible_peak(self.profile, self.config, budget, least, bound)
+                    raise _infeasible_peak(self.profile, self.config, budget, least, bound)
                 found = [least]
         return found
 
@@ -333,3 +334,39 @@ class PolicySearch:
     def _least_rank(self, policies: Sequence[Sequence[PricedPlan]], incumbent_ms: float = math.inf) -> float:
         """The least time of any of `policies`, or `incumbent_ms`."""
         return min([incumbent_ms, *(self.rank(policy)[0] for policy in policies)])
+
+
+# What is said where nothing fits.
+
+
+def _infeasible_stored(
+    profile: Profile, config: AdaccConfig, budget: Budget, floor: int, plain: int
+) -> InfeasibleBudgetError:
+    fraction = math.ceil(floor / plain * 1e4) / 1e4
+    outside = fixed_bytes(profile)
+    return InfeasibleBudgetError(
+        f"memory_budget={budget.given!r} allows {format_bytes(budget.nbytes)} of the {format_bytes(plain)} that plain "
+        f"training stores for backward, and the least possible is {floor} bytes ({format_bytes(floor)}), a fraction of "
+        f"{fraction:.4f}: {format_bytes(outside)} are stored outside the blocks ({profile.head} head) and "
+        f"{format_bytes(floor - outside)} by the blocks with actions={config.actions!r}. Raise memory_budget, allow "
+        f"more actions or codecs, or use a smaller batch",
+        floor,
+    )
+
+
+def _infeasible_peak(
+    profile: Profile, config: AdaccConfig, budget: Budget, floor: Sequence[PricedPlan], bound: int
+) -> InfeasibleBudgetError:
+    outcome = simulate(profile, [column.plan for column in floor])
+    needed = outcome.peak_bytes
+    meant = f"{said}," if (said := what_was_meant(budget.nbytes)) else ""
+    origin = f" ({budget.nbytes} bytes)" if isinstance(budget.given, str) else ""
+    return InfeasibleBudgetError(
+        f"memory_budget={budget.given!r}{origin}{meant} is below the least possible peak of {needed} bytes "
+        f"({format_bytes(needed)}), reached in {outcome.peak_label!r} with actions={config.actions!r} and a "
+        f"{profile.head} head: {format_bytes(profile.static_bytes)} are live before a forward (parameters, optimizer "
+        f"state, batches), and at least {format_bytes(outcome.stored_bytes)} are stored for backward. Raise "
+        f"memory_budget, allow more actions or codecs, or use a smaller batch or shorter sequences",
+        needed,
+        min(bound, needed),
+    )

@@ -14,11 +14,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.solve.budget import Budget
 from adacc_hf.solve.milp import PricedPlan
 from adacc_hf.solve.search import Kinds, PolicySearch
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.solve.baselines import greedy_policies
-from adacc_hf.solve.budget import Budget
 from adacc_hf.solve.frontier import stored_bytes
 from adacc_hf.solve.milp import build_block_model
 from adacc_hf.solve.minimum_peak import PeakOracle

@@ -24,7 +24,7 @@ BREAKS: list[tuple[str, str, str]] = [
     ("adacc_hf/artifacts/step_peak.py", "get(root, -1), released.get(slot, math.inf))", "get(root, -1), 0)"),
     ("adacc_hf/artifacts/step_peak.py", "sorted(operators - done)", "sorted(operators)"),
     ("adacc_hf/artifacts/profile_sizes.py", "STEP ** math.ceil(math.log", "STEP ** math.floor(math.log"),
-    ("adacc_hf/solve/budget.py", "* (1 - config.memory_margin)", "* (1 + config.memory_margin)"),
+    ("adacc_hf/artifacts/config.py", "* (1 - config.memory_margin)", "* (1 + config.memory_margin)"),
     ("adacc_hf/solve/search.py", "self._stored(policy) <= budget.nbytes", "self._stored(policy) < budget.nbytes"),
     ("adacc_hf/solve/solver.py", "least = min(errors", "least = max(errors"),
     # What is measured.

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Policy
-from adacc_hf.solve.budget import Budget
 from adacc_hf.solve.minimum_peak import least_bound
 from adacc_hf.solve.search import Kinds, PolicySearch
 
