@@ -23,10 +23,9 @@ from adacc_hf.adapt.checkpoint_files import (
     save_in_checkpoint,
 )
 from adacc_hf.adapt.evolution import Evolution
-from adacc_hf.adapt.left_plans import LEFT_AS
 from adacc_hf.adapt.shape_policies import metrics, predictions
 from adacc_hf.adapt.steps import run_with_retry
-from adacc_hf.adapt.what_ran import STEPS, UNCOMPILED
+from adacc_hf.adapt.what_ran import LEFT_AS, STEPS, UNCOMPILED
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.callbacks.one_run import MicroBatches, Phase, Run

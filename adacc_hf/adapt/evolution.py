@@ -20,7 +20,6 @@ from torch import nn
 
 from adacc_hf.adapt.checkpoint_files import Saved
 from adacc_hf.adapt.judging import NOTHING_FITS, current_policy
-from adacc_hf.adapt.left_plans import MORE_BLOCKS, OTHER_OPERATORS, FreshStart, LeftPlans
 from adacc_hf.adapt.loss_guard import LossGuard
 from adacc_hf.adapt.rectifier import Rectifier, Tracking
 from adacc_hf.adapt.shape_policies import (
@@ -38,7 +37,7 @@ from adacc_hf.adapt.shape_policies import (
 from adacc_hf.adapt.steps import CountingTurns, StepMeter, advice, tighter_budget
 from adacc_hf.adapt.told_policies import ToldPolicies
 from adacc_hf.adapt.tracking import Observation
-from adacc_hf.adapt.what_ran import NO_POLICY, ratio
+from adacc_hf.adapt.what_ran import MORE_BLOCKS, NO_POLICY, OTHER_OPERATORS, FreshStart, LeftPlans, ratio
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.files import note_latest

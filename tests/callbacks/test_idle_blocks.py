@@ -8,7 +8,7 @@ from torch.nn.functional import mse_loss
 from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback
-from adacc_hf.adapt import evolution, left_plans
+from adacc_hf.adapt import evolution, what_ran
 
 PARTS = ("student", "teacher")
 TEACHER = {f"teacher.transformer.h.{index}" for index in range(2)}
@@ -77,7 +77,7 @@ def test_blocks_that_train_later_get_plans(assert_equal_to_plain, monkeypatch):
 
 def test_blocks_that_never_train_together_stay_under_torchs_checkpoint(assert_equal_to_plain, monkeypatch, caplog):
     monkeypatch.setattr(evolution, "LOOK_STEPS", 3)
-    monkeypatch.setattr(left_plans, "MOST_TRIES", 2)
+    monkeypatch.setattr(what_ran, "MOST_TRIES", 2)
     callback = assert_equal_to_plain(lambda step: {PARTS[step % 2]}, 12)
     assert policy_steps(callback) == [2]
     assert callback.policy.idle_blocks == TEACHER

@@ -12,8 +12,8 @@ import adacc_hf.adapt.evolution as evolution_module
 import adacc_hf.callbacks.policy_maker as maker_module
 from adacc_hf import AdaccCallback, AdaccConfig, Policy
 from adacc_hf.adapt.evolution import Evolution
-from adacc_hf.adapt.left_plans import OTHER_OPERATORS
 from adacc_hf.adapt.steps import StepMeter
+from adacc_hf.adapt.what_ran import OTHER_OPERATORS
 from adacc_hf.artifacts.files import HISTORY_FILE
 from adacc_hf.cli import main
 from adacc_hf.solve.solver import least_policy
