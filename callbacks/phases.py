@@ -266,7 +266,7 @@ class Evolving(Following):
         self._run.watch_optimizer(self._maker.optimizer, args, model)  # a run that resumes has not seen it yet
 
     def optimizer_ends(self) -> None:
-        if self._maker.optimizer.is_counting:
+        if self._maker.optimizer.meter is not None:
             self._maker.optimizer.end()
 
     def step_ends(self, step: int, model: Any, optimizer: Any) -> None:

@@ -320,12 +320,8 @@ class OptimizerWatch:
         """Most bytes that clipping or the step took beside parameters, gradients and state; 0 until it was seen."""
         self.has_seen = False
         """Whether a step was seen, or it was found that none can be."""
-        self._meter: OptimizerMeter | None = None
-
-    @property
-    def is_counting(self) -> bool:
-        """Whether a step is looked at."""
-        return self._meter is not None
+        self.meter: OptimizerMeter | None = None
+        """While a step is looked at."""
 
     def begin(self, args: TrainingArguments, model: nn.Module) -> None:
         """The optimizer is about to step. Gradients were clipped already, so that is done again, without effect."""
@@ -338,14 +334,14 @@ class OptimizerWatch:
             self.nbytes = max(self.nbytes, measure_clipping(model.parameters()))
         meter = OptimizerMeter(device)
         meter.__enter__()
-        self._meter = meter
+        self.meter = meter
 
     def end(self) -> None:
         """The optimizer has stepped. Harmless when nothing is counted."""
-        if self._meter is not None:
-            self._meter.__exit__(None, None, None)
-            self.nbytes = max(self.nbytes, self._meter.nbytes)
-        self._meter = None
+        if self.meter is not None:
+            self.meter.__exit__(None, None, None)
+            self.nbytes = max(self.nbytes, self.meter.nbytes)
+        self.meter = None
 
 
 # The batch that a profile is made of: what a model was trained on last, and who made the loss of it.
