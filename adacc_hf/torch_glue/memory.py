@@ -45,8 +45,8 @@ _ALLOCATIONS_THAT_FAILED = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
 )
-"""What torch's allocator on the CPU says, and libraries that allocate by themselves: cuBLAS, cuDNN, Triton and the loader
-of kernels. torch raises a plain RuntimeError then."""
+"""What torch's allocator on the CPU says, and libraries that allocate by themselves: cuBLAS, cuDNN, Triton and the
+loader of kernels. torch raises a plain RuntimeError then."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
