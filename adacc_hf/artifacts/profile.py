@@ -115,7 +115,7 @@ class Operator:
     """Median time of one run (T_comp_i of the paper's equation 4)."""
     replayable: bool
     extra_bytes: int = 0
-    """What a run of it takes besides its results."""
+    """What a run of it takes besides its results; below 0 where these lie in what it reads."""
 
 
 @dataclass(frozen=True, kw_only=True)

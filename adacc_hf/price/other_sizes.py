@@ -62,35 +62,46 @@ class RecordSize:
         return result
 
 
-def small_parts(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+def small_parts(batch: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
     """Parts of a batch of six samples or more, from which its profile can be told: few samples, of half the tokens
-    where they can be cut; as many whole ones; and one more."""
+    where they can be cut; as many whole ones; and one more.
+
+    In their place, for where there is no memory for these, few samples and one more of a quarter, three eighths and
+    half of the tokens. They tell less well of peaks that are the larger of two sums.
+    """
     shapes = batch_shapes(batch)
     samples = next((shape.size[0] for shape in shapes if len(shape.size) > 1), 1)
     few = max(2, samples // 4)  # one alone often runs other operators
     if samples < 3 * few:
         return []
     lengths = [shape.size[1] for shape in shapes if len(shape.size) == 2]
-    is_text = bool(lengths) and all(n >= 2 * LEAST_TOKENS and _half(n) < n for n in lengths)
+    is_text = bool(lengths) and all(n >= 2 * LEAST_TOKENS and _shortened(n, 4) < n for n in lengths)
 
-    def cut(shape: TensorShape, fewer: int, is_half: bool) -> TensorShape:
+    def cut(shape: TensorShape, fewer: int, eighths: int) -> TensorShape:
         size = [fewer, *shape.size[1:]] if shape.size[:1] == (samples,) else list(shape.size)
-        if is_half and len(size) == 2:
-            size[1] = _half(size[1])
+        if len(size) == 2:
+            size[1] = _shortened(size[1], eighths)
         return TensorShape(shape.name, tuple(size))
 
-    wanted = [(few, True)] * is_text + [(few, False), (few + 1, False)]
-    after = [tuple(cut(shape, *part) for shape in shapes) for part in wanted]
-    return [_still_padded(batch, resized(batch, shapes, one), shapes) for one in after]
+    wanted = [[(few, 4)] * is_text + [(few, 8), (few + 1, 8)]]
+    if is_text and all(LEAST_TOKENS <= _shortened(n, 2) < _shortened(n, 3) < _shortened(n, 4) for n in lengths):
+        wanted.append([(number, eighths) for number in (few, few + 1) for eighths in (2, 3, 4)])
+    return [
+        [
+            _still_padded(batch, resized(batch, shapes, tuple(cut(shape, *part) for shape in shapes)), shapes)
+            for part in one
+        ]
+        for one in wanted
+    ]
 
 
-def _half(length: int) -> int:
-    """Half of `length`, about, that is aligned where that is: then tapes of both are of one family. Which codecs suit,
-    as for multiples of eight, so stays as it is most often."""
-    half = length // 2
+def _shortened(length: int, eighths: int) -> int:
+    """That part of `length`, about, aligned where that is: then tapes of both are of one family. Which codecs suit, as
+    for multiples of eight, so stays as it is most often."""
+    part = length * eighths // 8
     if length % ALIGNED == 0:
-        return max(ALIGNED, half // ALIGNED * ALIGNED)
-    return half if half % ALIGNED else half + ALIGNED // 2
+        return max(ALIGNED, part // ALIGNED * ALIGNED)
+    return part if part % ALIGNED else part + ALIGNED // 2
 
 
 def record_other_sizes(

@@ -186,21 +186,27 @@ def estimate_profile(
 
     Prices are those of the smallest part, where recording and pricing together take most memory, times go with the
     bytes that are touched, and what codecs do to gradients is what they do there. Bytes are extrapolated as
-    `profile_sizes` does.
+    `profile_sizes` does. Where there is no memory for the parts, smaller ones take their place.
 
     Raises NoEstimateError where nothing can be told from so few samples, and what `profile_model` raises, of which
     `settings` are arguments.
     """
     shapes = batch_shapes(batch)
-    parts = small_parts(batch)
-    if not parts:
+    choices = small_parts(batch)
+    if not choices:
         raise NoEstimateError("it has less than six samples")
     measurement = measurement or StoringMeasurement(ProfileStore())
-    readings = [measurement, *(MemoryAlone(measurement) for _ in parts[1:])]
-    profiles = [
-        _profile_of(model, part, config, optimizer, reading, **settings)
-        for part, reading in zip(parts, readings, strict=True)
-    ]
+    for parts in choices:
+        readings = [measurement, *(MemoryAlone(measurement) for _ in parts[1:])]
+        try:
+            profiles = [
+                _profile_of(model, part, config, optimizer, reading, **settings)
+                for part, reading in zip(parts, readings, strict=True)
+            ]
+            break
+        except Exception as error:
+            if parts is choices[-1] or not is_out_of_memory(error):
+                raise
     if any(profile_outline(profile) != profile_outline(profiles[0]) for profile in profiles):
         raise NoEstimateError("the model runs other operators on other numbers of samples")
     sizes = [to_plain(batch_shapes(part)) for part in parts]

@@ -31,7 +31,7 @@ from adacc_hf.tape.call_key import CallKey, KnownShape, KnownShapes
 from adacc_hf.tape.compiled_plan import encode_view
 from adacc_hf.tape.library import TapeLibrary
 from adacc_hf.tape.recorder import HIDDEN, Recorder
-from adacc_hf.tape.tape import Source, Tape
+from adacc_hf.tape.tape import Source, Tape, TapeOperator
 from adacc_hf.tape.verification import obtainable
 from adacc_hf.torch_glue.memory import forward_loss
 from adacc_hf.torch_glue.private import storage_key, tree_leaves
@@ -421,5 +421,15 @@ class KindBuilder:
             outputs=tuple(operator.made()),
             ms=self.prices.operator_ms[index],
             replayable=not self.recomputable.isdisjoint(operator.made()),
-            extra_bytes=self.prices.operator_bytes[index],
+            extra_bytes=self.prices.operator_bytes[index] - self._reused_bytes(operator),
+        )
+
+    def _reused_bytes(self, operator: TapeOperator) -> int:
+        """What it writes into in place, as replay does where nobody else reads it: its results are there already."""
+        return sum(
+            self.tape.values[old].nbytes
+            for old, _ in operator.mutations
+            if old not in self.activations
+            and self.tape.values[old].source is None
+            and not any(old in other.inputs() for other in self.tape.operators if other is not operator)
         )

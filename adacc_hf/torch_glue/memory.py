@@ -42,9 +42,11 @@ _ALLOCATIONS_THAT_FAILED = (
     "NVRTC_ERROR_OUT_OF_MEMORY",
     "HIP out of memory",
     "HIPBLAS_STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
 )
-"""What libraries say that allocate by themselves: cuBLAS, cuDNN, Triton and the loader of kernels. torch raises a plain
-RuntimeError then."""
+"""What torch's allocator on the CPU says, and libraries that allocate by themselves: cuBLAS, cuDNN, Triton and the
+loader of kernels. torch raises a plain RuntimeError then."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

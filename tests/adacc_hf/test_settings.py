@@ -774,6 +774,6 @@ def census():
     """(bytes of live tensors, number of Python objects)"""
     gc.collect()
     objects = gc.get_objects()
-    tensors = [item for item in objects if type(item) in (torch.Tensor, torch.nn.Parameter)]
+    tensors = [item for item in objects if type(item) in (torch.Tensor, torch.nn.Parameter) and not item.is_meta]
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values()), len(objects)

@@ -50,6 +50,10 @@ def test_the_second_try_draws_what_the_first_drew(device):
     ("message", "is_tried_again"),
     [
         ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        (
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried ...",
+            True,
+        ),
         ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", True),
         ("Triton Error [CUDA]: out of memory", True),
         ("CUDA error: out of memory", True),

@@ -50,10 +50,10 @@ def main() -> None:
             given = ["--codecs"] if actions == "codecs" else []
             for budget in budgets_of(model, given, options.budgets):
                 found = train(model, "--budget", str(budget), *given, limit=budget)
-                ended = "error" not in found and "floor" not in found and not found["refusals"]
+                ended = "error" not in found and "floor" not in found
                 num_failed += not ended
                 peaks = {phase: round(peak / 2**20, 2) for phase, peak in found.get("peaks", {}).items()}
-                outcome = "trained" if ended else f"FAILED ({found['refusals']} refusals)"
+                outcome = f"{'trained' if ended else 'FAILED'} ({found['refusals']} refusals)"
                 print(f"{model:6} {actions:9} {budget / 2**20:8.2f} MiB  {outcome}  {peaks}", flush=True)
     sys.exit(num_failed > 0)
 

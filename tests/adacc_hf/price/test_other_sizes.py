@@ -1,6 +1,7 @@
 """Parts of the profiled batch, on which the model's blocks are recorded."""
 
 import logging
+from math import prod
 
 import pytest
 import torch
@@ -65,10 +66,14 @@ def test_parts_have_fewer_samples_and_tokens(tiny_gpt2, token_batch, parts_of):
 @pytest.mark.parametrize("samples", [6, 8, 16, 64])
 def test_few_samples_are_aligned_as_the_batch_is(samples, tokens):
     """Else their tapes are of another family than the batch on a GPU, which would be recorded as a whole."""
-    parts = small_parts({"input_ids": torch.zeros(samples, tokens, dtype=torch.long)})
+    parts, *smaller = small_parts({"input_ids": torch.zeros(samples, tokens, dtype=torch.long)})
     assert len(parts) == (2 if tokens == ALIGNED else 3)  # which are not cut
-    assert all((size[1] % ALIGNED == 0) == (tokens % ALIGNED == 0) for size in sizes(parts))
-    assert len(set(sizes(parts))) == len(parts)
+    assert [len(others) for others in smaller] == ([6] if tokens in (33, 40, 100, 1040) else [])  # of three lengths
+    for one in (parts, *smaller):
+        assert all((size[1] % ALIGNED == 0) == (tokens % ALIGNED == 0) for size in sizes(one))
+        assert len(set(sizes(one))) == len(one)
+        assert max(map(prod, sizes(one))) < samples * tokens
+    assert all(max(map(prod, sizes(others))) < max(map(prod, sizes(parts))) for others in smaller)
 
 
 def test_sizes_between_the_parts_and_the_batch_are_served(tiny_gpt2, token_batch, recorded):

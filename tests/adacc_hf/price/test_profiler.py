@@ -122,23 +122,24 @@ def test_a_model_is_left_as_it_was_after_an_error(tiny_gpt2, token_batch):
     assert {name: dict(m.__dict__) for name, m in model.named_modules()} == modules
 
 
-def refuse_many(model, most):
-    """Have `model` run out of memory in its second block at more than `most` samples."""
+def refuse_many(model, samples, tokens=None):
+    """Have `model` run out of memory in its second block at more than `samples`, or more than `tokens` in each."""
 
     def check(block, args, kwargs):
-        if args[0].shape[0] > most:
+        if args[0].shape[0] > samples or (tokens is not None and args[0].shape[1] > tokens):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     return model.transformer.h[1].register_forward_pre_hook(check, with_kwargs=True)
 
 
+@pytest.mark.parametrize("most", [(3,), (3, 20)], ids=["few samples", "few samples that are cut"])
 def test_a_batch_that_there_is_no_memory_to_profile_is_told_from_few_of_its_samples(
-    tiny_gpt2, token_batch, run_steps, assert_same_steps, caplog
+    tiny_gpt2, token_batch, run_steps, assert_same_steps, caplog, most
 ):
-    model, batch = tiny_gpt2(), token_batch(8, 16)
+    model, batch = tiny_gpt2(), token_batch(8, 40)
     optimizer = torch.optim.AdamW(model.parameters())
     plain, before = run_steps(model, batch), everything_of(model)
-    refusal = refuse_many(model, 3)
+    refusal = refuse_many(model, *most)
     with caplog.at_level(logging.WARNING):
         profile = profile_model(model, batch, CONFIG, optimizer, all_sizes=True)
     refusal.remove()
