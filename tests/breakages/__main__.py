@@ -25,7 +25,7 @@ BREAKS: list[tuple[str, str, str]] = [
     ("adacc_hf/artifacts/step_peak.py", "sorted(operators - done)", "sorted(operators)"),
     ("adacc_hf/artifacts/profile_sizes.py", "STEP ** math.ceil(math.log", "STEP ** math.floor(math.log"),
     ("adacc_hf/artifacts/config.py", "* (1 - config.memory_margin)", "* (1 + config.memory_margin)"),
-    ("adacc_hf/solve/search.py", "self._stored(policy) <= budget.nbytes", "self._stored(policy) < budget.nbytes"),
+    ("adacc_hf/solve/search.py", "self._stored(least) > budget.nbytes", "self._stored(least) >= budget.nbytes"),
     ("adacc_hf/solve/solver.py", "least = min(errors", "least = max(errors"),
     # What is measured.
     ("adacc_hf/price/survey.py", "if error > DEGRADED_ERROR}", "if error > 1e9}"),
@@ -58,7 +58,7 @@ BREAKS: list[tuple[str, str, str]] = [
     # Annexes.
     ("adacc_hf/compiler/knapsack.py", "[(x, -ms) for x, ms", "[(x, ms) for x, ms"),
     ("adacc_hf/compiler/rewrite.py", ".permute(back),)", ",)"),
-    ("adacc_hf/estimate/planning.py", "fits=peak_bytes <= self.request.budget", "fits=True"),
+    ("adacc_hf/estimate/planning.py", "fits = peak_bytes <= self.request.budget", "fits = True"),
 ]
 """File, what stands there once, and what is put in its place."""
 
