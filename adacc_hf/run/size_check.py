@@ -141,7 +141,7 @@ class SizeCheck(TorchDispatchMode):
         Of those that replay makes: what cuDNN's attention leaves unwritten, its seed without dropout, never comes out
         as it was.
         """
-        state = None if operator.generator is None else self._states[operator.generator]
+        state = None if operator.generator is None else self._states.pop(operator.generator)
         device = self._values[operator.made()[0]].device
         with nullcontext() if state is None else drawing_from(state, device):
             others = _as_leaves(func(*args, **kwargs))

@@ -110,6 +110,8 @@ class CheckingRecorder(Recorder):
 
     def _keep(self, tensor: torch.Tensor, value: int, source: Source | None) -> None:
         self._addresses.append(StorageWeakRef(tensor.untyped_storage()))
+        if source is not None and source.place == "generator":
+            return  # the call has taken that state where it was
         if source is not None or value in self._wanted:
             self._at_hand[value] = tensor.detach()
 

@@ -108,10 +108,12 @@ class Recorder(TorchDispatchMode):
             self._expect(tensor, source)
         devices = [tensor.device for tensor, _ in self._externals.values()]
         self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
-        self._first_state = generator_state(self._device)
-        self._generator_state = self._first_state
+        self._generator_state = generator_state(self._device)
         """What the generator's state was when a tensor was saved last, or when the call began; None once somebody has
         drawn since. A plan takes it at these moments too, when no mode shows it any operator."""
+        is_fake = self._generator_state is not None and _is_fake(self._generator_state)
+        self._fake_state = self._generator_state if is_fake else None
+        """That of tensors without memory, which never moves."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -141,8 +143,7 @@ class Recorder(TorchDispatchMode):
     def save(self, tensor: torch.Tensor) -> int:
         """Note that autograd saves `tensor`; return the slot's index."""
         self.slots.append(self.refer(local_of(tensor)))
-        is_fake = self._first_state is not None and _is_fake(self._first_state)
-        self._generator_state = self._first_state if is_fake else generator_state(self._device)
+        self._generator_state = generator_state(self._device) if self._fake_state is None else self._fake_state
         return len(self.slots) - 1
 
     def was_written_later(self, ref: TensorRef) -> bool:
