@@ -69,6 +69,7 @@ FORECAST = record(
         "fits": {"type": "boolean"},
         "peak_bytes": COUNT,
         "step_ms": nullable(POSITIVE),
+        "reserved_bytes": nullable(COUNT),
         "largest_batch": nullable(COUNT),
         "longest_seq_len": nullable(COUNT),
     }
