@@ -7,7 +7,14 @@ import pytest
 from adacc_hf.eval.plan_bench import CASES, main, run_plan
 from adacc_hf.eval.records.schemas import check_record
 
-FORECAST = {"fits": True, "peak_bytes": 1, "step_ms": 8.0, "largest_batch": 3, "longest_seq_len": 64}
+FORECAST = {
+    "fits": True,
+    "peak_bytes": 1,
+    "step_ms": 8.0,
+    "largest_batch": 3,
+    "longest_seq_len": 64,
+    "reserved_bytes": None,
+}
 FIGURES = {
     "status": "measured",
     "wall_seconds": 20.0,
