@@ -91,3 +91,18 @@ def test_advice_is_a_sentence_of_its_own(said, begins, num_fails, obstacle):
     with pytest.raises(torch.OutOfMemoryError) as caught:
         retry(Failing("cpu", num_fails, said), tighten=lambda: obstacle)
     assert str(caught.value).startswith(begins)
+
+
+def test_what_a_broken_backward_left_is_taken_away_before_the_next_try():
+    model = torch.nn.Linear(2, 1)
+    earlier = model.weight.grad = torch.ones(1, 2)
+    tries = []
+
+    def run():
+        tries.append((model.weight.grad is earlier, model.bias.grad))
+        if len(tries) == 1:
+            model.weight.grad, model.bias.grad = torch.zeros(1, 2), torch.zeros(1)
+            raise torch.OutOfMemoryError("no room")
+
+    run_with_retry(run, model, lambda: None, lambda: "")
+    assert tries == [(True, None), (True, None)]
