@@ -156,7 +156,10 @@ class FakeMeasurement(Measurement):
         with torch.autocast(loss.device.type, enabled=False):
             self._backward.run(loss)
 
-    def step_ms(self, model: nn.Module, batch: Mapping[str, Any]) -> float:
+    def seconds_at(self, device: torch.device) -> float:
+        return 0.0  # nothing runs
+
+    def step_ms(self, model: nn.Module, batch: Mapping[str, Any], measured_ms: float) -> float:
         with at_most_chunks(None), _SumOfTimes(self.device) as times:
             self.backward(forward_loss(model, batch))
         model.zero_grad(set_to_none=True)
@@ -178,7 +181,7 @@ class FakeMemoryMeasurement(FakeMeasurement):
     def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:
         return {"plain": 0.0, "chunked": 0.0}
 
-    def step_ms(self, model: nn.Module, batch: Mapping[str, Any]) -> float:
+    def step_ms(self, model: nn.Module, batch: Mapping[str, Any], measured_ms: float) -> float:
         return 0.0
 
 

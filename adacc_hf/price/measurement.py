@@ -18,7 +18,7 @@ from adacc_hf.head.lazy_logits import LossCall
 from adacc_hf.price.codec_options import outliers_in
 from adacc_hf.price.gradient_probe import GradientErrors
 from adacc_hf.price.pricing import Prices, errors_of, price_call, price_tape
-from adacc_hf.price.timing import median_ms, seconds_of
+from adacc_hf.price.timing import seconds_at, seconds_of
 from adacc_hf.tape.recorder import RngUse
 from adacc_hf.tape.tape import Tape
 from adacc_hf.tape.verification import verify
@@ -27,7 +27,6 @@ from adacc_hf.torch_glue.memory import (
     allocate_workspaces,
     available_bytes,
     backward,
-    forward_loss,
     static_bytes,
 )
 from adacc_hf.torch_glue.states import random_states_kept
@@ -91,12 +90,13 @@ class Measurement:
         """Run backward from `loss`."""
         backward(loss)
 
-    def step_ms(self, model: nn.Module, batch: Mapping[str, Any]) -> float:
-        """Milliseconds of one forward and backward as the model stands."""
-        device = next(model.parameters()).device
-        seconds = seconds_of(lambda: self.backward(forward_loss(model, batch)), device)
-        model.zero_grad(set_to_none=True)
-        return seconds * 1e3
+    def seconds_at(self, device: torch.device) -> float:
+        """The time once `device` has done all that it was given."""
+        return seconds_at(device)
+
+    def step_ms(self, model: nn.Module, batch: Mapping[str, Any], measured_ms: float) -> float:
+        """Milliseconds of one forward and backward as the model stands, by the step whose memory was measured."""
+        return measured_ms
 
     def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:
         """Milliseconds of the output layer and the loss, forward and backward, by the name of the head.
@@ -126,13 +126,14 @@ class Measurement:
 
 # What a model's output layer and loss cost with whole logits and chunked, measured on one batch.
 
-REPEATS = 1
-"""Timed runs of each, after one to warm up: a head is long beside the clock's noise, and as long as some blocks."""
-
 
 def head_ms(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> float:
-    """Milliseconds of forward and backward of one loss, made by `compute`."""
-    return median_ms(lambda: _gradients(loss, compute), loss.rows.device, REPEATS)
+    """Milliseconds of forward and backward of one loss, made by `compute`.
+
+    Of a single run: a head is long beside the clock's noise, and as long as some blocks. Nothing has to warm up, since
+    the steps whose memory is measured ran both heads.
+    """
+    return 1e3 * seconds_of(lambda: _gradients(loss, compute), loss.rows.device)
 
 
 def _gradients(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> tuple[Tensor, ...]:

@@ -177,7 +177,7 @@ class MemoryAlone(Measurement):
     def __init__(self, others: Measurement) -> None:
         self._others = others
         self.rng_use = others.rng_use
-        for name in ("verify", "meter", "on_gradient", "backward", "available_bytes", "keep_random"):
+        for name in ("verify", "meter", "on_gradient", "backward", "seconds_at", "available_bytes", "keep_random"):
             setattr(self, name, getattr(others, name))
 
     def outliers(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
@@ -203,9 +203,6 @@ class MemoryAlone(Measurement):
 
     def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:
         return dict.fromkeys(PRICED_HEADS, 0.0)
-
-    def step_ms(self, model: nn.Module, batch: Mapping[str, Any]) -> float:
-        return 0.0
 
 
 def _has_pairs(installation: Installation) -> bool:

@@ -63,6 +63,8 @@ class StepLayout:
     """The parameters that got one."""
     events: dict[str, tuple[BackwardEvent, ...]]
     """The backward of each watched block."""
+    ms: float
+    """Milliseconds that it took."""
     peaks: dict[str, int]
     """The most live in each block's backward, besides its and earlier blocks' stores; of blocks that have one."""
 
@@ -160,9 +162,11 @@ def measure_step_layout(
             function.strategy = MarkCalls(name, strategies[name], meter, measurement, is_first=index == 0)
         for watcher in watchers:
             watcher.meter = meter
+        begin = measurement.seconds_at(device)
         loss = forward_loss(model, batch)
         meter.mark(("loss",))
         measurement.backward(loss)
+        ms = 1e3 * (measurement.seconds_at(device) - begin)
         loss_bytes = loss.untyped_storage().nbytes()
         del loss
         trained = tuple(parameter for parameter in model.parameters() if parameter.grad is not None)
@@ -177,7 +181,7 @@ def measure_step_layout(
     stored |= {watcher.name: watcher.stored_bytes for watcher in watchers}
     held |= {watcher.name: watcher.stored_bytes - watcher.cached_bytes for watcher in watchers}
     reading = _Reading(meter.points, list(functions), watchers, stored, held)
-    return reading.layout(loss_bytes, gradient_bytes, earlier_bytes, trained)
+    return reading.layout(loss_bytes, gradient_bytes, earlier_bytes, trained, ms)
 
 
 @dataclass
@@ -192,7 +196,7 @@ class _Reading:
     """What of it forward does not hold anyway until the whole forward ends."""
 
     def layout(
-        self, loss_bytes: int, gradient_bytes: int, earlier_bytes: int, trained: tuple[nn.Parameter, ...]
+        self, loss_bytes: int, gradient_bytes: int, earlier_bytes: int, trained: tuple[nn.Parameter, ...], ms: float
     ) -> StepLayout:
         bases = dict.fromkeys(self.names, 0)  # a frozen block has no backward, and nothing of it is live in one
         backwards = {point.label[1]: point.live_bytes for point in self._all("backward")}
@@ -210,6 +214,7 @@ class _Reading:
             earlier_bytes=earlier_bytes,
             trained=trained,
             events={watcher.name: self._events(watcher, bases[watcher.name]) for watcher in self.watchers},
+            ms=ms,
             peaks={name: self._backward_peak(name) - bases[name] - self._stored_up_to(name) for name in backwards},
         )
 

@@ -45,11 +45,15 @@ def seconds_of(
     run: Callable[[], object], device: torch.device, clock: Callable[[], float] = time.perf_counter
 ) -> float:
     """Seconds by `clock` of one call of `run`, with all it starts on `device` and nothing started before."""
-    wait_for(device)
-    start = clock()
+    start = seconds_at(device, clock)
     run()
+    return seconds_at(device, clock) - start
+
+
+def seconds_at(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
+    """The time by `clock` once `device` has done all that it was given."""
     wait_for(device)
-    return clock() - start
+    return clock()
 
 
 def median_ms(run: Callable[[], object], device: torch.device, repeats: int = TIMING_REPEATS) -> float:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from adacc_hf import AdaccConfig
-from adacc_hf.callbacks.policy_maker import PolicyMaker
+from adacc_hf.artifacts.errors import UncalledBlocksError
+from adacc_hf.callbacks.policy_maker import MOST_STEPS, FullRecompute, PolicyMaker, is_ready
 
 
 class Unforeseeable(torch.optim.SGD):
@@ -39,3 +40,21 @@ def test_a_state_that_is_foreseen_is_left_to_the_profile(maker, caplog):
     maker.inner_steps.were_seen = True
     assert maker._coming_bytes(model, Unforeseeable(model.parameters())) == 0
     assert not caplog.records
+
+
+def test_a_profile_waits_for_a_batch_that_trains_every_block(make_model):
+    """And not for ever: what to set instead is said then."""
+    model, tokens = make_model(), torch.arange(8)[None]
+    waiting = FullRecompute(model, AdaccConfig())
+    blocks = model.transformer.h
+    model.transformer.h = blocks[:1]
+    waiting.begin_step()
+    model(tokens, labels=tokens).loss.backward()
+    assert not is_ready(waiting, MOST_STEPS - 1)
+    with pytest.raises(UncalledBlocksError, match=f"not called by the last of {MOST_STEPS} steps"):
+        is_ready(waiting, MOST_STEPS)
+    model.transformer.h = blocks
+    waiting.begin_step()
+    model(tokens, labels=tokens).loss.backward()
+    assert is_ready(waiting, 0)
+    waiting.remove()

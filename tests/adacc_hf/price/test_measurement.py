@@ -1,23 +1,40 @@
 """Readings from real runs."""
 
+import pytest
 import torch
 from torch import nn
 
-from adacc_hf.price import measurement as measurement
-from adacc_hf.price import timing
+from adacc_hf.price import measurement, timing
+from adacc_hf.price.profiler import profile_model
+from adacc_hf.price.survey import recompute_outcome
 
 
 def test_a_step_is_timed_from_an_idle_device_to_an_idle_device(monkeypatch):
     """On a GPU what was started before would otherwise count as part of it, and what it started would not."""
     events = []
-
-    def forward_loss(model, batch):
-        events.append("step")
-        return model(batch["x"]).sum()
-
     monkeypatch.setattr(timing, "wait_for", lambda device: events.append(f"wait for {device}"))
-    monkeypatch.setattr(measurement, "forward_loss", forward_loss)
-    model = nn.Linear(2, 2)
-    assert measurement.Measurement().step_ms(model, {"x": torch.ones(1, 2)}) > 0.0
+    times = [timing.seconds_of(lambda: events.append("step"), torch.device("cpu"), iter([1.0, 3.5]).__next__)]
+    assert times == [2.5]
     assert events == ["wait for cpu", "step", "wait for cpu"]
-    assert model.weight.grad is None
+
+
+def test_the_step_whose_memory_is_measured_is_timed(monkeypatch, toy_model, toy_batch):
+    """It retains what it watches, a block of each kind at a time: their replay comes on top."""
+    seconds = iter([1.0, 3.0, 10.0, 10.5])
+    monkeypatch.setattr(measurement, "seconds_at", lambda device: next(seconds))
+
+    def setup(block):
+        block.is_odd = len(blocks) % 2
+        blocks.append(block)
+
+    def forward(block, hidden):
+        x = block.up(hidden)
+        return hidden + block.down(x.tanh() if block.is_odd else x.sigmoid())
+
+    blocks: list[nn.Module] = []
+    profile = profile_model(toy_model(forward, num_blocks=4, setup=setup), toy_batch())
+    assert next(seconds, None) is None
+    assert len(profile.kinds) == 2
+    replay_ms = recompute_outcome(profile.kinds[0]).overhead_ms
+    assert profile.step_ms == pytest.approx(2000.0 + replay_ms)
+    assert replay_ms > 0.0
