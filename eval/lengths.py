@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None, scale: Scale = SCALE, trainer_scale:
     parser = argparse.ArgumentParser(prog="adacc eval lengths", description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=positive_int, help="sizes that every model trains on (default: 60; Trainer 40)")
     parser.add_argument("--layers", type=positive_int, help=f"of the models trained by hand (default: {SCALE.layers})")
+    parser.add_argument("--width", type=positive_int, help=f"of these models (default: {SCALE.width})")
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.5], help="of what plain training stores")
     names = [*LENGTH_CASES, TRAINER]
     parser.add_argument("--cases", choices=names, nargs="+", default=names, help="what to train")
@@ -65,8 +66,8 @@ def main(argv: Sequence[str] | None = None, scale: Scale = SCALE, trainer_scale:
         raise ValueError(f"--budgets={arguments.budgets} must be fractions in (0, 1], say 0.5 0.25")
     if arguments.steps:
         scale, trainer_scale = (replace(one, steps=arguments.steps) for one in (scale, trainer_scale))
-    if arguments.layers:
-        scale = replace(scale, layers=arguments.layers)
+    chosen = {name: getattr(arguments, name) for name in ("layers", "width")}
+    scale = replace(scale, **{name: number for name, number in chosen.items() if number})
     options = {name: getattr(arguments, name) for name in ("budgets", "cases", "clock")}
     run_info = {"scale": asdict(scale), "trainer_scale": asdict(trainer_scale), **options}
     with open_ledger(settings, run_info, arguments.resume) as ledger:

@@ -121,13 +121,15 @@ class Call:
         else:
             tensor = arrived(tensor)
             local = local_of(tensor)
+        ref = self.plan.tape.slots[slot]
+        size, stride, offset = ref.geometry
         if (
-            local.shape != expected.size
-            or local.dtype is not expected.dtype
-            or local.stride() != expected.stride
-            or (expected.checks_offset and local.storage_offset() != expected.offset)
+            local.shape != size
+            or local.dtype is not ref.dtype
+            or local.stride() != stride
+            or (expected.checks_offset and local.storage_offset() != offset)
         ):
-            raise SavedOtherwiseError(self._describe(slot, local, expected))
+            raise SavedOtherwiseError(self._describe(slot, local, f"{size} stride {stride} {ref.dtype}"))
         if expected.in_cell and not self.has(expected.value):
             self._store(expected.value, tensor, local)
         if expected.state_after is not None:
@@ -209,13 +211,13 @@ class Call:
             step.run(environment)
         for value in program.loads:
             self._fetch(value, slot, cells)
-        ref = self.plan.slots[slot].ref
-        base = environment[ref.value]
+        value, ref = self.plan.slots[slot].value, self.plan.tape.slots[slot]
+        base = environment[value]
         assert base is not None  # the program has put it there
         result = base.as_strided(*ref.geometry) if base.dtype is ref.dtype else view(base, ref)
-        for value in program.frees:
-            environment[value] = None
-        is_held = environment[ref.value] is not None or ref.value in self.plan.store.retained
+        for freed in program.frees:
+            environment[freed] = None
+        is_held = environment[value] is not None or value in self.plan.store.retained
         is_read_again = is_held and self.plan.slots[slot].is_read_by_replay
         return copy_with_storage(result) if is_read_again and _may_be_overwritten() else result
 

@@ -19,13 +19,13 @@ from adacc_hf.kernels.codecs import Codec, Coder, get_codec
 from adacc_hf.run.blocks import Checkpointed
 from adacc_hf.run.call import Call, CheckedCall, Recording
 from adacc_hf.run.size_check import SizeCheck
-from adacc_hf.tape.call_inputs import Given, argument_tensors, fetch
+from adacc_hf.tape.call_inputs import Given, argument_tensors, fetch, own_tensors
 from adacc_hf.tape.call_key import CallKey, KnownShape, KnownShapes
 from adacc_hf.tape.compiled_plan import CompiledPlan, choices_by_value, codec_of, unfit
 from adacc_hf.tape.family import MOST_SIZES, TapeFamily
 from adacc_hf.tape.library import TapeLibrary
 from adacc_hf.tape.tape import Tape
-from adacc_hf.torch_glue.private import version_of
+from adacc_hf.torch_glue.private import BUFFERS, version_of
 from adacc_hf.torch_glue.states import RandomStates
 
 log = logging.getLogger(__name__)
@@ -297,7 +297,7 @@ class FollowPlan:
             result = self._checked_call(entry, block, fn, args, kwargs)
             self._extend(key, entry, block)
             return result
-        states, versions = RandomStates({value.device for value in tape.values}), _versions(block, args, kwargs)
+        states, versions = RandomStates(entry.program.devices), _versions(block, args, kwargs)
         is_known = tape.is_checked and entry.is_within and not entry.compares
         check = None if is_known else SizeCheck(self.name, tape, entry.compares)
         try:
@@ -547,7 +547,7 @@ def _must_not_run_twice(tape: Tape) -> bool:
 def _versions(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
     """How often what a call of `block` might write into was written."""
     given = [tensor for _, tensor in argument_tensors(args, kwargs)]
-    return [version_of(tensor) for tensor in (*block.buffers(), *given)]
+    return [version_of(tensor) for tensor in (*own_tensors(block, BUFFERS), *given)]
 
 
 def _fitting(codec: Codec, value: int, base: CompiledPlan, sized: CompiledPlan) -> Codec | None:

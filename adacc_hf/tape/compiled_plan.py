@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
 import torch
@@ -20,61 +20,27 @@ from adacc_hf.tape.verification import merged, substituted
 from adacc_hf.torch_glue.private import storage_key
 
 
+@dataclass(slots=True)
 class Slot:
-    """What happens to one saved tensor under a plan."""
+    """What happens to one saved tensor under a plan, whatever its size: that is in `Tape.slots`."""
 
-    __slots__ = (
-        "checks_offset",
-        "dtype",
-        "in_cell",
-        "is_read_by_replay",
-        "needs",
-        "offset",
-        "position",
-        "ref",
-        "size",
-        "state_after",
-        "stride",
-        "value",
-    )
+    value: int
+    """The one whose storage it is taken from."""
+    in_cell: bool
+    """Whether the first slot of this value fills its cell."""
+    needs: tuple[int, ...] | None
+    """Stored values that recomputing the slot reads; None: autograd gets back the very tensor."""
+    checks_offset: bool
+    """Whether the offset in the storage is part of the tape; an argument may be a slice of anything."""
+    is_read_by_replay: bool
+    """Whether replay, or an equal value's slot, reads the value: a backward that may write into it gets a copy."""
+    state_after: tuple[int, torch.device] | None = None
+    """The value and the device of a generator's state that the call takes once it has packed this slot."""
+    position: dict[int, int] = field(init=False)
+    """Where each of what it needs is among them."""
 
-    def __init__(
-        self, ref: TensorRef, in_cell: bool, needs: tuple[int, ...] | None, block_made: bool, is_read_by_replay: bool
-    ) -> None:
-        size, self.stride, self.offset = ref.geometry
-        self.ref = ref
-        self.value = ref.value
-        self.size = torch.Size(size)
-        self.dtype = ref.dtype
-        self.in_cell = in_cell
-        """Whether the first slot of this value fills its cell."""
-        self.needs = needs
-        """Stored values that recomputing the slot reads; None: autograd gets back the very tensor."""
-        self.position = {value: index for index, value in enumerate(needs or ())}
-        self.checks_offset = block_made
-        """Whether the offset in the storage is part of the tape; an argument may be a slice of anything."""
-        self.is_read_by_replay = is_read_by_replay
-        """Whether replay, or an equal value's slot, reads the value: a backward that may write into it gets a copy."""
-        self.state_after: tuple[int, torch.device] | None = None
-        """The value and the device of a generator's state that the call takes once it has packed this slot."""
-
-    def resized(self, ref: TensorRef) -> Slot:
-        """The same slot where its tensor has the geometry of `ref`, and perhaps an equal value's storage."""
-        if ref.geometry == self.ref.geometry:  # a parameter's
-            return self
-        slot = object.__new__(Slot)
-        for name in _OF_ALL_SIZES:
-            setattr(slot, name, getattr(self, name))
-        slot.ref = ref if ref.value == self.value else replace(ref, value=self.value)
-        size, slot.stride, slot.offset = ref.geometry
-        slot.size = torch.Size(size)
-        return slot
-
-    def __str__(self) -> str:
-        return f"{tuple(self.size)} stride {self.stride} {self.dtype}"
-
-
-_OF_ALL_SIZES = tuple(name for name in Slot.__slots__ if name not in ("ref", "size", "stride", "offset"))
+    def __post_init__(self) -> None:
+        self.position = {value: index for index, value in enumerate(self.needs or ())}
 
 
 class Schedule:
@@ -109,6 +75,7 @@ class CompiledPlan:
         self.tape = tape
         self.num_values = len(tape.values)
         self.num_slots = len(tape.slots)
+        self.devices = frozenset(value.device for value in tape.values)
         self.device_type = next((value.device.type for value in tape.values), "cpu")
         self.is_plain = all(choice.action is Action.RETAIN for choice in choices.values())
         self.store = _store(tape, choices, frozenset(shared))
@@ -122,7 +89,7 @@ class CompiledPlan:
         self.roots = tuple(sorted(saved.union(*self.needs.values())))
         """Stored values that get a cell: payloads, and tensors that some replay reads."""
         read = {*self._read_by_replay(), *equal.values()}
-        self.slots = [self._slot(ref, read) for ref in self._merged.slots]
+        self.slots = [self._slot(ref.value, read) for ref in self._merged.slots]
         self.first_state: tuple[int, torch.device] | None = None
         """The same for the one that it takes before the block runs."""
         self.draws = False
@@ -141,12 +108,11 @@ class CompiledPlan:
         self.schedule = Schedule(self._with_equals, self.store, order, self._given_back)
 
     def resized(self, tape: Tape) -> CompiledPlan:
-        """The same plan on `tape`, which differs in numbers alone: those of slots, operators and payloads."""
+        """The same plan on `tape`, which differs in numbers alone: those of operators and payloads."""
         if tape.order and self.schedule.order != tape.order:
             self.follow(tape.order)
         plan = copy(self)
         plan.tape, plan._merged = tape, None
-        plan.slots = [slot.resized(ref) for slot, ref in zip(self.slots, tape.slots, strict=True)]
         plan.encode_views = {value: encode_view(tape, value) for value in self.store.compressed}
         equal = self._equal
 
@@ -198,10 +164,14 @@ class CompiledPlan:
         read = {value for run in runs for number in run for value in self._with_equals.operators[number].inputs()}
         return {value for value in read if not self.tape.is_held_elsewhere(value)}
 
-    def _slot(self, ref: TensorRef, read: set[int]) -> Slot:
-        needs = self.needs.get(ref.value)
-        in_cell = ref.value in self.roots
-        return Slot(ref, in_cell, needs, self.tape.values[ref.value].source is None, ref.value in read)
+    def _slot(self, value: int, read: set[int]) -> Slot:
+        return Slot(
+            value=value,
+            in_cell=value in self.roots,
+            needs=self.needs.get(value),
+            checks_offset=self.tape.values[value].source is None,
+            is_read_by_replay=value in read,
+        )
 
     def _place_states(self) -> None:
         """Find out when a call takes the generator's states that its replay draws from (rule R5)."""

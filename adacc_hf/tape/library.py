@@ -52,6 +52,8 @@ class TapeLibrary:
         self._refused: dict[str, set[int]] = {}
         """By structure, values that replay did not recompute at some size."""
         self._alignment = 1
+        self._latest: tuple[Hashable, CallSizes] | None = None
+        """What a call was given last, and its sizes: the blocks of a model are given the same, one after the other."""
         self._orders: dict[str, tuple[int, ...]] = {}
         """In which order backward asks for saved tensors, by structure: sizes do not change it."""
         self.fallbacks: Counter[str] = Counter()
@@ -91,27 +93,27 @@ class TapeLibrary:
         for name in (block, None):
             self._of_calls[_structure(tape.kind), given, name] = tape
         if any(value.device.type == "cuda" for value in tape.values):
-            self._alignment = CUDA_ALIGNMENT
+            self._alignment, self._latest = CUDA_ALIGNMENT, None
         if all(isinstance(data, tuple) for data in tape.reads.values()):  # of other data no rule is known
             shape, data, state = given
-            sizes = CallSizes.of((shape, data or tuple(tape.reads.values()), state), self._alignment)
+            sizes = self._sizes_of((shape, data or tuple(tape.reads.values()), state))
             self._seen_sizes(block, sizes).add(RecordedCall(sizes, tape), self._family)
 
     def family_at(self, given: Hashable, block: str) -> tuple[TapeFamily, CallSizes] | None:
         """The family that serves a call of `block` that is given that, at a size that may be new; and the sizes."""
-        sizes = CallSizes.of(given, self._alignment)
+        sizes = self._sizes_of(given)
         family = self._seen_sizes(block, sizes).family_at(sizes)
         return None if family is None else (family, sizes)
 
     def family_beyond(self, given: Hashable, block: str) -> tuple[TapeFamily, CallSizes] | None:
         """The family that a call of `block` at sizes beyond the recorded ones is to be compared with; and the sizes."""
-        sizes = CallSizes.of(given, self._alignment)
+        sizes = self._sizes_of(given)
         family = self._seen_sizes(block, sizes).family_beyond(sizes)
         return None if family is None else (family, sizes)
 
     def extend(self, family: TapeFamily, given: Hashable, block: str) -> None:
         """Note that `block`, given that, ran as `family` says: it serves the sizes between as well."""
-        sizes = CallSizes.of(given, self._alignment)
+        sizes = self._sizes_of(given)
         self._seen_sizes(block, sizes).extend(family, sizes)
 
     def tape_of(self, family: TapeFamily, sizes: CallSizes) -> Tape | None:
@@ -120,7 +122,7 @@ class TapeLibrary:
 
     def untrusted_at(self, given: Hashable, block: str) -> Tape | None:
         """A tape of `block` at another size, if at all sizes so far it had such as must not be used."""
-        return self._seen_sizes(block, CallSizes.of(given, self._alignment)).untrusted
+        return self._seen_sizes(block, self._sizes_of(given)).untrusted
 
     def refuse(self, family: TapeFamily, values: Collection[int], block: str) -> None:
         """Replay did not recompute `values` at a new size: retain them at all sizes."""
@@ -148,10 +150,18 @@ class TapeLibrary:
             for seen in outlines.values():
                 seen.distrust(family)
 
+    def _sizes_of(self, given: Hashable) -> CallSizes:
+        if self._latest is None or self._latest[0] != given:
+            self._latest = given, CallSizes.of(given, self._alignment)
+        return self._latest[1]
+
     def _seen_sizes(self, block: str, sizes: CallSizes) -> SeenSizes:
         outlines = self._seen.setdefault(block, OrderedDict())
-        seen = outlines.get(sizes.outline) or SeenSizes()
-        note_latest(outlines, sizes.outline, seen, MOST_OUTLINES)
+        seen = outlines.get(sizes.outline)
+        if seen is None:
+            note_latest(outlines, sizes.outline, seen := SeenSizes(), MOST_OUTLINES)
+        elif len(outlines) > 1:
+            outlines.move_to_end(sizes.outline)
         return seen
 
     def _family(self, records: Sequence[RecordedCall]) -> TapeFamily | None:
@@ -187,7 +197,7 @@ class TapeLibrary:
         self._orders.update(other._orders)
         for structure, values in other._refused.items():
             self._refused.setdefault(structure, set()).update(values)
-        self._alignment = max(self._alignment, other._alignment)
+        self._alignment, self._latest = max(self._alignment, other._alignment), None
         # Families are made anew: what is found out of one, as it is followed here, is no affair of others.
         for block, outlines in other._seen.items():
             mine = self._seen.setdefault(block, OrderedDict())

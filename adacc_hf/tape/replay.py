@@ -58,22 +58,6 @@ def stand_in(blank: Blank, device: torch.device | str) -> torch.Tensor:
 class ReplayStep:
     """One operator of the tape, prepared to run on an environment."""
 
-    __slots__ = (
-        "_args",
-        "_blanks",
-        "_device",
-        "_kwargs",
-        "_nested",
-        "_tensors",
-        "copies",
-        "frees",
-        "loads",
-        "mutations",
-        "operator",
-        "outputs",
-        "target",
-    )
-
     def __init__(self, operator: TapeOperator, tape: Tape) -> None:
         self.target: Callable[..., Any] = operator.target
         self.outputs = operator.outputs
