@@ -123,7 +123,7 @@ METHODS = {
 """By the name that a record has for them. n is the width of the model, and of a layer's inputs for CompAct."""
 
 
-RATES = (0.3, 1.0, 3.0)
+RATES = (0.1, 0.3, 1.0, 3.0)
 """Multiples of a method's learning rate that it is trained at."""
 
 
