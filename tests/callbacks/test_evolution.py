@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from itertools import chain
 from typing import ClassVar
@@ -113,7 +114,10 @@ def test_a_size_at_which_nothing_keeps_to_the_budget_is_said_before_it_runs(make
     said = [event for event in events(callback, "memory") if " bytes at least" in event.get("reason", "")]
     assert [event["step"] for event in said] == [4]
     assert said[0]["reason"].startswith("batches of input_ids 4x32, labels 4x32 need ")
-    assert ", those of input_ids 4x16, labels 4x16 would keep to the budget" in said[0]["reason"]
+    fitting = re.search(r", those of input_ids 4x(\d+), labels 4x\1 would keep to the budget", said[0]["reason"])
+    # Which policy the budget is taken from goes by measured times: it may have room for more than 16.
+    assert fitting is not None
+    assert 16 <= int(fitting[1]) < 32
     assert len([message for message in caplog.messages if "with the least memory" in message]) == 1
 
 

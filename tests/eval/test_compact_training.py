@@ -31,7 +31,7 @@ def run(path: Path, *argv: str, points=made_up) -> tuple[int, dict, str]:
 
 
 def test_the_table_by_hand(tmp_path: Path) -> None:
-    status, record, report = run(tmp_path, "--methods", "plain", "galore", "compact_4")
+    status, record, report = run(tmp_path, "--rates", "0.3", "1", "3", "--methods", "plain", "galore", "compact_4")
     assert status == 0
     check_record(record)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in report.splitlines() if "| " in line]

@@ -36,7 +36,7 @@ def run(path: Path, *argv: str, points=made_up) -> tuple[int, dict, str]:
 
 
 def test_the_table_by_hand(tmp_path: Path) -> None:
-    status, record, report = run(tmp_path, "--methods", "full", "galore")
+    status, record, report = run(tmp_path, "--rates", "0.3", "1", "3", "--methods", "full", "galore")
     assert status == 0
     check_record(record)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in report.splitlines() if "| " in line]
