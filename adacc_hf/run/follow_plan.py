@@ -19,13 +19,13 @@ from adacc_hf.kernels.codecs import Codec, Coder, get_codec
 from adacc_hf.run.blocks import Checkpointed
 from adacc_hf.run.call import Call, CheckedCall, Recording
 from adacc_hf.run.size_check import SizeCheck
-from adacc_hf.tape.call_inputs import Given, argument_tensors, fetch, own_tensors
+from adacc_hf.tape.call_inputs import Given, argument_tensors, fetch
 from adacc_hf.tape.call_key import CallKey, KnownShape, KnownShapes
 from adacc_hf.tape.compiled_plan import CompiledPlan, choices_by_value, codec_of, unfit
 from adacc_hf.tape.family import MOST_SIZES, TapeFamily
 from adacc_hf.tape.library import TapeLibrary
 from adacc_hf.tape.tape import Tape
-from adacc_hf.torch_glue.private import BUFFERS, version_of
+from adacc_hf.torch_glue.private import version_of
 from adacc_hf.torch_glue.states import RandomStates
 
 log = logging.getLogger(__name__)
@@ -547,7 +547,7 @@ def _must_not_run_twice(tape: Tape) -> bool:
 def _versions(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
     """How often what a call of `block` might write into was written."""
     given = [tensor for _, tensor in argument_tensors(args, kwargs)]
-    return [version_of(tensor) for tensor in (*own_tensors(block, BUFFERS), *given)]
+    return [version_of(tensor) for tensor in (*block.buffers(), *given)]
 
 
 def _fitting(codec: Codec, value: int, base: CompiledPlan, sized: CompiledPlan) -> Codec | None:

@@ -126,24 +126,18 @@ def _name_of(code: Any) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def own_tensors(block: nn.Module, *registers: str) -> list[torch.Tensor]:
-    """The tensors of a block's modules in `registers`, one that is in several places in each of them.
-
-    `named_parameters` takes three times as long, and is asked at every new size.
-    """
-    held = [vars(module)[register] for module in block.modules() for register in registers]
-    return [tensor for each in held for tensor in each.values() if tensor is not None]
-
-
 def state_layout(block: nn.Module) -> Hashable:
     """Where in which storages the block's parameters and buffers are, which a tape's views of them depend on.
 
     Most often each has its own; DeepSpeed puts those of all blocks into one.
     """
     storages: dict[int, int] = {}
+    # One walk over the modules, where `parameters` and `buffers` take one each: it is asked at every new size.
+    registers = [each for module in block.modules() for each in (parameters_of(module), buffers_of(module))]
+    tensors = [tensor for each in registers for tensor in each.values() if tensor is not None]
     return tuple(
         (storages.setdefault(storage_key(t.untyped_storage()), len(storages)), t.storage_offset(), t.stride())
-        for t in map(local_of, own_tensors(block, PARAMETERS, BUFFERS))
+        for t in map(local_of, tensors)
         if has_storage(t)
     )
 

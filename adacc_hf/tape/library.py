@@ -157,11 +157,8 @@ class TapeLibrary:
 
     def _seen_sizes(self, block: str, sizes: CallSizes) -> SeenSizes:
         outlines = self._seen.setdefault(block, OrderedDict())
-        seen = outlines.get(sizes.outline)
-        if seen is None:
-            note_latest(outlines, sizes.outline, seen := SeenSizes(), MOST_OUTLINES)
-        elif len(outlines) > 1:
-            outlines.move_to_end(sizes.outline)
+        seen = outlines.get(sizes.outline) or SeenSizes()
+        note_latest(outlines, sizes.outline, seen, MOST_OUTLINES)
         return seen
 
     def _family(self, records: Sequence[RecordedCall]) -> TapeFamily | None:

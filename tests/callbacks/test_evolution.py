@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from itertools import chain
 from typing import ClassVar
@@ -26,6 +25,7 @@ from adacc_hf.artifacts.index_values import DEGRADED_ERROR
 from adacc_hf.artifacts.profile_sizes import ProfileSizes
 from adacc_hf.callbacks.phases import Evolving
 from adacc_hf.run.follow_plan import FollowPlan
+from adacc_hf.solve.solver import least_policy
 from adacc_hf.tape import call_key as known_shapes
 
 COMPRESS = {"actions": ("retain", "compress"), "min_compress_bytes": 4096, "memory_budget": 0.45}
@@ -101,7 +101,8 @@ def test_lengths_that_differ_from_the_first_steps_on_are_never_without_a_policy(
 def test_a_size_at_which_nothing_keeps_to_the_budget_is_said_before_it_runs(make_trainer, make_model, caplog, reaction):
     probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.4)
     run_lengths(make_trainer, [15, 16, 16], [probe], model=make_model())
-    budget = int(probe.policy.predicted_peak_bytes)
+    # A little above the least, whatever the times say: a length of 16 keeps to it, the next class' 20 needs 8 % more.
+    budget = int(1.03 * least_policy(probe.profile, probe.config).predicted_peak_bytes)
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=budget, on_over_budget=reaction)
     lengths = [15, 16, 16, 32, 32, 16]
     if reaction == "error":
@@ -114,10 +115,7 @@ def test_a_size_at_which_nothing_keeps_to_the_budget_is_said_before_it_runs(make
     said = [event for event in events(callback, "memory") if " bytes at least" in event.get("reason", "")]
     assert [event["step"] for event in said] == [4]
     assert said[0]["reason"].startswith("batches of input_ids 4x32, labels 4x32 need ")
-    fitting = re.search(r", those of input_ids 4x(\d+), labels 4x\1 would keep to the budget", said[0]["reason"])
-    # Which policy the budget is taken from goes by measured times: it may have room for more than 16.
-    assert fitting is not None
-    assert 16 <= int(fitting[1]) < 32
+    assert ", those of input_ids 4x16, labels 4x16 would keep to the budget" in said[0]["reason"]
     assert len([message for message in caplog.messages if "with the least memory" in message]) == 1
 
 
