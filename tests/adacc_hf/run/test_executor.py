@@ -295,6 +295,31 @@ def test_a_saved_tensor_of_another_shape_is_refused(toy_model, toy_batch):
             model(**batch)
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(lambda both: both.transpose(0, 1).contiguous().transpose(0, 1)[..., :8], id="stride"),
+        pytest.param(lambda both: both[..., 8:], id="offset"),
+        pytest.param(lambda both: both.double()[..., :8], id="dtype"),
+    ],
+)
+def test_a_saved_tensor_of_the_same_shape_that_lies_otherwise_is_refused(toy_model, toy_batch, other):
+    """Replay would make one that lies as the tape says (rule R8)."""
+    parts = [lambda both: both[..., :8]]
+
+    def forward(block, hidden):
+        part = parts[-1](torch.cat([block.up(hidden)] * 2, -1))
+        return hidden + block.down((part * part).to(hidden.dtype))
+
+    model, batch = toy_model(forward), toy_batch()
+    with apply_policy(model, Policy.uniform(profile_model(model, batch, CONFIG), "recompute")):
+        for _ in range(2):
+            model(**batch)
+        parts.append(other)
+        with pytest.raises(TapeMismatchError, match=r"saved tensor 2 is \(2, 6, 8\) .*its tape says \(2, 6, 8\)"):
+            model(**batch)
+
+
 def test_data_read_into_python_falls_back_to_checkpoint(toy_model, toy_batch, assert_exact, caplog):
     def forward(block, hidden):
         x = block.up(hidden)
