@@ -57,11 +57,10 @@ class RecordBlock:
     def _recorded(self, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.num_calls += 1
         name = call_name(self.name, self.num_calls)
+        known = KnownShapes()
+        key = known.key(block, fn, args, kwargs)
         recording = Recording(name, block, args, kwargs, self.survey.measurement.rng_use)
         result = recording.run(fn)
-        # Nothing is recorded under full recomputation, which takes memory of its own: no other state, no second call.
-        known = KnownShapes(watches_state=False)
-        key = known.key(block, args, kwargs)
         given = {Source("argument", path): tensor for path, tensor in argument_tensors(args, kwargs)}
         self.survey.note_leaves(given.values())
         self.survey.add(name, known, key, recording, given, result, partial(fn, *args))
@@ -127,7 +126,7 @@ class Survey:
         if tape.digest not in self._prices:
             self._prices[tape.digest] = self._price(tape, recorder.bases, outliers, run_again)
         errors = self.measurement.gradient_errors(tape, recorder.bases, self._prices[tape.digest], self.config)
-        self.library.remember(tape, key.given_to(recording.block), recording.name)
+        self.library.remember(tape, known.given_to(key, recording.block), recording.name)
         known.add(key, KnownShape(tape, num_calls=2))
         inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
         outputs = {} if tape.untrusted else _saved_outputs(recorder, tape, result)

@@ -1,4 +1,4 @@
-"""One call of a block: under a plan, recorded, or recorded on the way to check a plan (rule R8).
+"""One call of a block: under a plan, or recorded (rule R8).
 
 NOTE [State of a call]
 1. Autograd's packed object is `(slot, held, version, spec)`. It owns what this slot needs: the tensor itself, or the
@@ -23,11 +23,10 @@ from torch.autograd.function import BackwardCFunction
 
 from adacc_hf.artifacts.errors import SavedOtherwiseError
 from adacc_hf.kernels.codecs import Coder
-from adacc_hf.tape.comparison import CheckingRecorder
 from adacc_hf.tape.compiled_plan import CompiledPlan
 from adacc_hf.tape.recorder import CHANGED_UNSEEN, COMPILED, Recorder, RngUse, runs_compiled_code
 from adacc_hf.tape.replay import ReplayProgram, view
-from adacc_hf.tape.tape import Source, Tape
+from adacc_hf.tape.tape import Source
 from adacc_hf.torch_glue.private import current_autograd_node, version_of
 from adacc_hf.torch_glue.states import generator_state
 from adacc_hf.torch_glue.tensors import (
@@ -386,75 +385,3 @@ class Recording:
         if version_of(tensor) != version:
             raise changed_in_place(self.name, f"saved tensor {slot}")
         return tensor
-
-
-# One call of a block under its plan, recorded on the way (rule R8).
-
-
-class Kept:
-    """What autograd holds for a tensor that no plan knows: the tensor as it was, and its version."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor.detach()
-        self.version = version_of(tensor)
-
-
-class CheckedCall:
-    """A call that takes what its plan says, and a record of it.
-
-    Where it leaves the plan's tape, by another operator or another saved tensor, everything from there on is kept, and
-    what was saved before is recomputed from what the tape says of it: the call is exact all the same.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        block: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        plan: CompiledPlan,
-        codecs: Mapping[int, Coder],
-        externals: list[tuple[int, torch.Tensor]],
-    ) -> None:
-        self.name = name
-        self._args = args
-        self._call = Call(plan, name, codecs, externals)
-        self._call.seen = []
-        self._has_left = False
-        self.recorder = CheckingRecorder(block, args, kwargs, plan.tape, plan.roots, self._call.leave_tape)
-
-    @property
-    def seen(self) -> list[int] | None:
-        """The list that the order of unpacks goes into; None if the call left the plan's tape."""
-        return None if self._has_left else self._call.seen
-
-    def run(self, fn: Callable[..., Any]) -> tuple[Any, Tape]:
-        """(what the block returned, the record of the call)."""
-        recorder = self.recorder
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        with recorder.naming_modules(), recorder.watching_reads(), hooks, recorder:
-            result = fn(*self._args)
-        tape = recorder.finish()
-        self._has_left = recorder.has_left
-        if not recorder.has_left:
-            self._call.finish()
-        del self.recorder, self._args  # autograd holds this object, for the sake of `_unpack`
-        return result, tape
-
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        slot = self.recorder.save(tensor)
-        if self.recorder.has_left:
-            return Kept(tensor)
-        with self.recorder.paused():
-            packed = self._call.pack(tensor)
-        self.recorder.let_go(self._call.plan.slots[slot].value)
-        return packed
-
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        if not isinstance(packed, Kept):
-            return self._call.unpack(packed)
-        if version_of(packed.tensor) != packed.version:
-            raise changed_in_place(self.name, "a saved tensor")
-        return packed.tensor

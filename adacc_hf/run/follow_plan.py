@@ -6,27 +6,26 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from adacc_hf.artifacts.errors import PolicyMismatchError, SavedOtherwiseError, TapeMismatchError
+from adacc_hf.artifacts.errors import PolicyMismatchError, TapeMismatchError
 from adacc_hf.artifacts.files import note_latest
 from adacc_hf.artifacts.policy import IDLE_KIND, RETAIN, Action, Choice, Plan
 from adacc_hf.kernels.codecs import Codec, Coder, get_codec
 from adacc_hf.run.blocks import Checkpointed
-from adacc_hf.run.call import Call, CheckedCall, Recording
-from adacc_hf.run.size_check import SizeCheck
-from adacc_hf.tape.call_inputs import Given, argument_tensors, fetch
+from adacc_hf.run.call import Call, Recording
+from adacc_hf.run.validation import ValidatedCall
+from adacc_hf.tape.call_inputs import Given, argument_tensors, data_at, fetch, find_external
 from adacc_hf.tape.call_key import CallKey, KnownShape, KnownShapes
 from adacc_hf.tape.compiled_plan import CompiledPlan, choices_by_value, codec_of, unfit
 from adacc_hf.tape.family import MOST_SIZES, TapeFamily
 from adacc_hf.tape.library import TapeLibrary
 from adacc_hf.tape.tape import Tape
-from adacc_hf.torch_glue.private import version_of
-from adacc_hf.torch_glue.states import RandomStates
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +37,10 @@ OUT_OF_PLACE = "what a plan reads was elsewhere, as with an adapter that was mer
 UNTRAINED = "blocks are trained that the profiled batch ran without gradients, under torch's checkpoint"
 OTHER_RANKS = "other ranks take part in operators of blocks that torch's checkpoint must run"
 """Why a call ran otherwise than its plan says."""
+
+
+LEAVES_ALLOWED = 3
+"""Times that a call may leave its recorded tape, and be recorded anew, before torch's checkpoint takes over."""
 
 
 @dataclass(slots=True)
@@ -53,9 +56,7 @@ class Entry:
     base: Tape | None = None
     """The family's, when that was done."""
     is_proven: bool = True
-    """Whether a call at this size has saved what its tape says."""
-    is_within: bool = True
-    """Whether the family was made of sizes around this one."""
+    """Whether a call at this size was seen to run as its tape says."""
     fallback: str | None = None
     """Why the block runs otherwise than its plan says; None if it does not."""
     compares: bool = False
@@ -136,7 +137,10 @@ class FollowPlan:
             return Checkpointed().run(block, fn, args, kwargs)
         if self._is_plain and (self.entries or self._bases):
             return fn(*args)
-        key = self.known.key(block, args, kwargs)
+        return self._run_as(self.known.key(block, fn, args, kwargs), block, fn, args, kwargs)
+
+    def _run_as(self, key: CallKey, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the call of `key`: under the plan, or recorded where no tape is known for it."""
         entry = self.entries.get(key) or self._known_entry(key) or self._sized_entry(key, block)
         if entry is None and self.known.is_unseen(key):
             self.library.fallbacks[NEW_DATA] += 1
@@ -144,31 +148,59 @@ class FollowPlan:
         if entry is None:
             return self._first_call(key, block, fn, args, kwargs)
         self._count_fallback(entry)
-        if entry.family is None and entry.compiled is not None:
-            self.known.move_to_end(key)
         if entry.compiled is None:
             return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)
-        is_checked = is_checked_call(entry.known.num_calls + 1) and not entry.compiled.is_plain
-        if is_checked and is_being_captured():
-            is_checked = False  # a CUDA graph cannot wait for a comparison: the next call is compared in its place
-        else:
-            entry.known.num_calls += 1
+        externals = fetch(entry.program.externals, block, args, kwargs)
+        if not entry.program.has_all(externals, partial(find_external, block=block, args=args, kwargs=kwargs)):
+            return self._run_elsewhere(key, entry, block, fn, args, kwargs)
+        if entry.family is None:
+            self.known.move_to_end(key)
+        entry.known.num_calls += 1
         self._learn_order(entry)
-        if is_checked:
-            return self._checked_call(entry, block, fn, args, kwargs)
-        if not entry.is_proven:
-            return self._unproven_call(key, entry, block, fn, args, kwargs)
-        return self._call(entry, block, fn, args, kwargs)
+        if not self._is_due(entry):
+            return self._call(entry, externals, block, fn, args)
+        call = self._validated(entry, externals)
+        result = call.run(block, fn, args, kwargs)
+        self._learn(key, entry, call, block)
+        return result
 
     def run_again(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that was run before, to look at it. It is not counted: calls are recorded by their number."""
-        key = self.known.key(block, args, kwargs)
+        key = self.known.key(block, fn, args, kwargs)
         entry = self.entries.get(key) or self._sized.get(key)
         if entry is None or entry.compiled is None or entry.compiled.is_plain:
             return self.run(block, fn, args, kwargs)
+        externals = fetch(entry.program.externals, block, args, kwargs)
+        if not entry.program.has_all(externals, partial(find_external, block=block, args=args, kwargs=kwargs)):
+            return self.run(block, fn, args, kwargs)
         self._learn_order(entry)
-        is_checked = entry.known.num_calls > 1
-        return (self._call if is_checked else self._checked_call)(entry, block, fn, args, kwargs)
+        if entry.known.num_calls > 1 and self.known.untraced is None:
+            return self._call(entry, externals, block, fn, args)
+        return self._validated(entry, externals).run(block, fn, args, kwargs)
+
+    def _is_due(self, entry: Entry) -> bool:
+        """Return True if the call that is under way is to be compared with its tape."""
+        if entry.program.is_plain:
+            return False
+        tape = entry.program.tape
+        is_known = entry.is_proven or (entry.family is not None and tape.is_checked and not entry.compares)
+        if is_known and self.known.untraced is None and not is_checked_call(entry.known.num_calls):
+            return False
+        if is_being_captured():  # a CUDA graph cannot wait for a comparison: the next call is compared in its place
+            entry.known.num_calls -= 1
+            return False
+        return True
+
+    def _run_elsewhere(
+        self, key: CallKey, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a call of which what hangs on the block is not where its tape has it: as another shape, if it lies
+        otherwise, and untaped if it is not there at all, as with an adapter that was merged for this call."""
+        moved = self.known.moved(key, block)
+        if moved != key and not self.known.is_restless:
+            return self._run_as(moved, block, fn, args, kwargs)
+        self.library.fallbacks[OUT_OF_PLACE] += 1
+        return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)
 
     def _count_fallback(self, entry: Entry) -> None:
         if entry.fallback is not None:
@@ -180,40 +212,48 @@ class FollowPlan:
         return fn(*args) if has_collectives else Checkpointed().run(block, fn, args, kwargs)
 
     def _call(
-        self,
-        entry: Entry,
-        block: nn.Module,
-        fn: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        check: SizeCheck | None = None,
+        self, entry: Entry, externals: list[tuple[int, torch.Tensor]], block: nn.Module, fn: Any, args: tuple[Any, ...]
     ) -> Any:
-        """Run one call under the plan, its operators compared with the tape if `check` is given."""
+        """Run one call under the plan."""
         compiled = entry.program
         if compiled.draws and is_being_captured():
             raise PolicyMismatchError(
                 f"block {self.name} draws its dropout masks again in backward, which a CUDA graph cannot: capture it "
                 f"under a policy of AdaccConfig(actions=('retain', 'compress')), or without dropout"
             )
-        externals = fetch(compiled.externals, block, args, kwargs)
-        # A layer that merged its adapter has its scales elsewhere for a call.
-        if not compiled.has_all(externals):
-            self.library.fallbacks[OUT_OF_PLACE] += 1
-            return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)
-        if check is not None:
-            check.begin(block, args, kwargs)
         call = Call(compiled, self.name, self._codecs(entry), externals)
         if len(compiled.tape.order or ()) < compiled.num_slots:
             entry.seen = call.seen = []
-        if check is None:
-            result = call.run(fn, args)
-        else:
-            with torch.autograd.graph.saved_tensors_hooks(check.unseen(call.pack), call.unpack), check:
-                result = fn(*args)
-            check.finish()
-            call.finish()
+        result = call.run(fn, args)
         self._refuse_replaced(compiled, externals, block)
         return result
+
+    def _validated(self, entry: Entry, externals: list[tuple[int, torch.Tensor]]) -> ValidatedCall:
+        return ValidatedCall(self.name, entry.program, self._codecs(entry), externals, entry.compares)
+
+    def _learn(self, key: CallKey, entry: Entry, call: ValidatedCall, block: nn.Module) -> None:
+        """Take in what a validated call has shown of its entry."""
+        tape, family = entry.program.tape, entry.family
+        if call.why_left is None:
+            self._refuse_replaced(entry.program, call.externals, block)
+            entry.seen = call.seen
+            entry.is_proven, entry.compares, tape.is_checked = True, False, True
+            if family is not None:
+                self.library.extend(family, self.known.given_to(key, block))
+            return
+        self.library.fallbacks[VARYING] += 1
+        if family is not None and call.unlike:
+            self.library.refuse(family, call.unlike, self.name)
+        elif family is not None:
+            self.library.distrust(family, self.name, call.why_left)
+        elif entry.known.num_left < LEAVES_ALLOWED:
+            entry.known.num_left += 1
+            self.known.outdate(key)
+            self.library.forget(self.plan.kind, self.known.given_to(key, block))
+        else:
+            self.library.warn_varying(self.name, tape, self.known.untraced or call.why_left)
+            entry.compiled, entry.known.varies, entry.fallback = None, True, VARYING
+        self._sized.clear()
 
     def _refuse_replaced(self, plan: CompiledPlan, externals: list[tuple[int, torch.Tensor]], block: nn.Module) -> None:
         """Raise TapeMismatchError if what the call read is not there any more where replay looks it up."""
@@ -243,23 +283,18 @@ class FollowPlan:
         entry = self._sized.get(key)
         if entry is not None and entry.is_current:
             return entry
-        given = key.given_to(block)
+        given = self.known.given_to(key, block)
         if not self.known.was_compared and self.library.expected(self.plan.kind, given, self.name) is not None:
             return None  # a profile has recorded this very size, perhaps long ago: it is compared with that
         untrusted = self.library.untrusted_at(given, self.name)
         if untrusted is not None:
             return self._entry(KnownShape(untrusted))
-        within = self.library.family_at(given, self.name)
-        found = within or self.library.family_beyond(given, self.name)
+        found = self.library.family_at(given, self.name)
         tape = None if found is None else self.library.tape_of(*found)
         if found is None or tape is None:
             return None
-        compares = found[0].takes_comparison(tape)
-        if compares and _must_not_run_twice(tape):
-            self.known.acquaint(key)  # to be recorded, if numbers that it reads are new as well
-            return None
         entry = self._entry_at(found[0], tape)
-        entry.is_within, entry.compares = within is not None, compares
+        entry.compares = found[0].takes_comparison(tape)
         note_latest(self._sized, key, entry, MOST_SIZES)
         return entry
 
@@ -286,45 +321,6 @@ class FollowPlan:
             fallback=base.fallback,
         )
 
-    def _unproven_call(
-        self, key: CallKey, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a call at a size that never ran. If it runs or saves other than its family says, it is run once more, and
-        recorded: nothing but random generators was changed. Where more may be, it is recorded on the way."""
-        tape, family, why = entry.program.tape, entry.family, None
-        assert family is not None  # what was recorded is proven
-        if _must_not_run_twice(tape):
-            result = self._checked_call(entry, block, fn, args, kwargs)
-            self._extend(key, entry, block)
-            return result
-        states, versions = RandomStates(entry.program.devices), _versions(block, args, kwargs)
-        is_known = tape.is_checked and entry.is_within and not entry.compares
-        check = None if is_known else SizeCheck(self.name, tape, entry.compares)
-        try:
-            result = self._call(entry, block, fn, args, kwargs, check)
-        except SavedOtherwiseError as error:
-            if _versions(block, args, kwargs) != versions:
-                raise
-            why = str(error)  # the error itself holds what the call has made
-        else:
-            if check is None or not check.unlike:
-                entry.is_proven, entry.compares, tape.is_checked = True, False, True
-                self._extend(key, entry, block)
-                return result
-            del result
-            self.library.refuse(family, check.unlike, self.name)
-        if why is not None and entry.is_within:  # beyond, other operators may run: they will have a family of their own
-            self.library.distrust(family, self.name, why)
-        states.restore()
-        self._sized.clear()
-        return self._first_call(key, block, fn, args, kwargs)
-
-    def _extend(self, key: CallKey, entry: Entry, block: nn.Module) -> None:
-        """Have the family of a size that ran as it says serve those in between too."""
-        if entry.family is not None and entry.is_proven and not entry.is_within:
-            entry.is_within = True
-            self.library.extend(entry.family, key.given_to(block), self.name)
-
     def _learn_order(self, entry: Entry) -> None:
         """Learn the order of unpacks from the backward that asked for most slots, whichever came first."""
         if entry.seen:
@@ -334,8 +330,9 @@ class FollowPlan:
     def _first_call(
         self, key: CallKey, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        given = key.given_to(block)
-        expected = self._expected(key, given)
+        key = self.known.moved(key, block)
+        given = self.known.given_to(key, block)
+        expected = self._expected(key, given, args, kwargs)
         if expected is None and self._is_too_large_to_record(given):
             self.library.warn_unrecorded(self.plan.kind, self.name, argument_tensors(args, kwargs))
             self.library.fallbacks[UNRECORDED] += 1
@@ -348,17 +345,20 @@ class FollowPlan:
             is_plain = self._is_plain and not self._is_checkpointed
             return fn(*args) if is_plain else Checkpointed().run(block, fn, args, kwargs)
         if expected is not None:
-            done = self._checked(expected, block, fn, args, kwargs)
-            if done is not None:
+            externals = fetch(expected.program.externals, block, args, kwargs)
+            if expected.program.has_all(externals, partial(find_external, block=block, args=args, kwargs=kwargs)):
                 self._count_fallback(expected)
-                return self._end_expected_call(key, given, expected, *done)
+                call = self._validated(expected, externals)
+                result = call.run(block, fn, args, kwargs)
+                self._end_expected_call(key, given, expected, call, block)
+                return result
         recording = Recording(self.name, block, args, kwargs)
         result = recording.run(fn)
         tape = self.library.verified(recording.recorder)
         self._is_checkpointed = _is_checkpointed_on_all_ranks(tape)
         self._compare_with_family(given, tape)
         self.library.remember(tape, given, self.name)
-        entry = self._entry(KnownShape(tape, varies=self._is_unstable(key, tape)))
+        entry = self._entry(KnownShape(tape, num_left=self.known.num_left(key)))
         self._remember(key, entry)
         self._count_fallback(entry)
         if entry.compiled is not None and not entry.compiled.is_plain:
@@ -390,25 +390,29 @@ class FollowPlan:
         elif not tape.recomputable >= family.base.recomputable:
             self.library.refuse(family, family.base.recomputable - tape.recomputable, self.name)
 
-    def _expected(self, key: CallKey, given: Hashable) -> Entry | None:
+    def _expected(self, key: CallKey, given: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
         """How the block probably runs at a shape where it never ran, if another one of its kind did."""
         if self._was_surprising or any(known.shape == key.shape for known in self.known):
             return None
         tape = self.library.expected(self.plan.kind, given, self.name)
-        return None if tape is None else self._entry(KnownShape(tape))
+        if tape is None:
+            return None
+        reads = {path: data_at(path, args, kwargs) for path in tape.reads}
+        known = {path: data for path, data in reads.items() if data is not None}
+        return self._entry(KnownShape(tape.with_reads(known))) if len(known) == len(reads) else None
 
     def _end_expected_call(
-        self, key: CallKey, given: Given, expected: Entry, result: Any, tape: Tape, seen: list[int] | None
-    ) -> Any:
-        if tape.digest == expected.known.tape.digest:
-            expected.known.tape, expected.seen = expected.known.tape.with_reads(tape.reads), seen
+        self, key: CallKey, given: Given, expected: Entry, call: ValidatedCall, block: nn.Module
+    ) -> None:
+        if call.why_left is None:
+            self._refuse_replaced(expected.program, call.externals, block)
+            expected.seen = call.seen
             self.library.remember(expected.known.tape, given, self.name)
             self._remember(key, expected)
         else:  # its next call is recorded as a first one, and so are those of other blocks: this one kept all it saved
             self._was_surprising = True
             self.library.fallbacks[OTHER_OPERATORS] += 1
             self.library.forget(self.plan.kind, given)
-        return result
 
     def _remember(self, key: CallKey, entry: Entry) -> None:
         self.entries[self.known.add(key, entry.known)] = entry
@@ -416,58 +420,6 @@ class FollowPlan:
     def forget(self, key: CallKey) -> None:
         """Let go of a shape that the block remembers no more."""
         self.entries.pop(key, None)
-
-    def _is_unstable(self, key: CallKey, tape: Tape) -> bool:
-        """Whether the block is given other Python values again and again, and runs other operators with each."""
-        state = self.known.state
-        if state is None:
-            return False
-        others = {known.tape.digest for other, known in self.known.items() if key == other._replace(state=key.state)}
-        if others:
-            state.learn(same_operators=tape.digest in others)
-        if state.is_unstable:
-            self.library.warn_unstable(self.name, tape, state.changed)
-        return state.is_unstable
-
-    def _checked_call(self, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Record the call once more; if it ran other operators, torch's checkpoint takes over at this shape."""
-        done = self._checked(entry, block, fn, args, kwargs)
-        if done is None:
-            self.library.fallbacks[OUT_OF_PLACE] += 1
-            return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)
-        result, tape, seen = done
-        planned = entry.program.tape
-        if seen is not None and (entry.family is not None or tape.digest == planned.digest):
-            entry.seen = seen
-            entry.is_proven = planned.is_checked = True
-        elif entry.family is not None:
-            why = "they vary from call to call" if entry.is_proven else "a call of a new one ran others"
-            self.library.distrust(entry.family, self.name, why)
-            self.library.fallbacks[VARYING] += 1
-            entry.known.varies = True
-            self._sized.clear()
-        else:
-            self.library.warn_varying(self.name, tape)
-            self.library.fallbacks[VARYING] += 1
-            entry.compiled, entry.known.varies, entry.fallback = None, True, VARYING
-        return result
-
-    def _checked(
-        self, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Tape, list[int] | None] | None:
-        """(result, record of the call, list that the order of unpacks goes into) of a call that is recorded on the way.
-
-        There is no such list if the call left the plan's tape. None if what the plan needs is not there, as with an
-        adapter that was merged for this call: nothing has run.
-        """
-        compiled = entry.program
-        externals = fetch(compiled.externals, block, args, kwargs)
-        if not compiled.has_all(externals):
-            return None
-        call = CheckedCall(self.name, block, args, kwargs, compiled, self._codecs(entry), externals)
-        result, tape = call.run(fn)
-        self._refuse_replaced(compiled, externals, block)
-        return result, tape, call.seen
 
     def _entry(self, known: KnownShape, tape: Tape | None = None) -> Entry:
         """How the block runs on the tape of `known`, or at another size."""
@@ -504,13 +456,16 @@ class FollowPlan:
         if structure != own_structure:
             fitted = (*self.tapes.values(), *(known.tape for known in self.known.of_families.values()))
             planned = next((known for known in fitted if known.structure.startswith(structure)), None)
-            if planned is None and (identity != own_identity or call == own_call):
+            recorded = self.library.tape_of_structure(structure)
+            # Weights that share storages, or share them no more, make another tape of the same operators.
+            has_moved = bool(tape.sharing) or (recorded is not None and bool(recorded.sharing))
+            if planned is None and (identity != own_identity or (call == own_call and not has_moved)):
                 raise PolicyMismatchError(
                     f"block {self.name} ({tape.block_class}: {len(tape.operators)} operators, {len(tape.slots)} saved "
                     f"tensors) has tape {tape.kind}, the policy was made for tape {self.plan.kind}: the model, its "
                     f"attention, dropout or precision differ; profile this model and solve a policy for it"
                 )
-            planned = planned or self.library.tape_of_structure(structure)
+            planned = planned or recorded
             same, is_whole = ({}, False) if planned is None else planned.values_in(tape)
             if self._is_plain and not is_whole:
                 return {}, False
@@ -537,17 +492,6 @@ def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:
 
 def _structure_of(kind: str) -> str:
     return kind.partition("-")[0]
-
-
-def _must_not_run_twice(tape: Tape) -> bool:
-    """Whether a call that ran otherwise than `tape` cannot be run again from its start."""
-    return tape.changes_state or tape.has_collectives
-
-
-def _versions(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    """How often what a call of `block` might write into was written."""
-    given = [tensor for _, tensor in argument_tensors(args, kwargs)]
-    return [version_of(tensor) for tensor in (*block.buffers(), *given)]
 
 
 def _fitting(codec: Codec, value: int, base: CompiledPlan, sized: CompiledPlan) -> Codec | None:

@@ -6,8 +6,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, reduce
-from itertools import chain
-from operator import methodcaller
 from threading import Lock, get_ident
 from typing import Any
 
@@ -16,16 +14,13 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from adacc_hf.tape.replay import closure
-from adacc_hf.tape.tape import Source, Tape, has_storage
+from adacc_hf.tape.tape import Source, Tape, geometry_of, has_storage
 from adacc_hf.torch_glue.private import (
     BUFFERS,
     MODULES,
-    OPERATES,
     PARAMETERS,
     TensorBase,
     buffers_of,
-    forward_hooks,
-    forward_pre_hooks,
     modules_of,
     parameters_of,
     schema_of,
@@ -36,10 +31,6 @@ from adacc_hf.torch_glue.tensors import PLAIN, local_of, runs_on_parts, storage_
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-
-_INERT = frozenset({"num_items_in_batch"})
-"""Arguments that Transformers passes through blocks to the loss; they differ at every step and change nothing here."""
-_KEYS, _VALUES = methodcaller("keys"), methodcaller("values")
 
 
 def argument_tensors(args: Args, kwargs: Kwargs) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
@@ -61,83 +52,36 @@ def _leaves(path: tuple[Any, ...], tree: Any) -> Iterator[tuple[tuple[Any, ...],
             yield from _leaves((*path, key), item)
 
 
-class StatePaths:
-    """The names of a block's parameters, for looking the tensors up anew at each call at the cost of dict accesses.
+def argument_layout(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
+    """Return how the tensor arguments of a call lie, containers searched.
 
-    They are those of its modules as they are now: adapters, pruning and parametrizations put others in their places.
-    """
-
-    def __init__(self, block: nn.Module) -> None:
-        modules = dict(block.named_modules())
-        registers = [parameters_of(module) for module in modules.values()]
-        self._parameters = [(each, name) for each in registers for name, given in each.items() if given is not None]
-        self._registers = [vars(module)[name] for module in modules.values() for name in OPERATES]
-        self._filled = [register for register in self._registers if register]  # most are empty, and counted only
-        self._children = [modules_of(module) for module in modules.values() if modules_of(module)]
-        self._before = self._content()
-        self.structure = hash(tuple((path, *_made_of(module)) for path, module in modules.items()))
-        """The same for blocks of the same modules, with the same names and hooks."""
-
-    def are_current(self) -> bool:
-        """Whether the block still has the modules that it had, and these their parameters, buffers and hooks."""
-        return self._content() == self._before
-
-    def _content(self) -> tuple[list[int], list[str | int], list[nn.Module | None]]:
-        names, modules = map(_KEYS, self._filled), map(_VALUES, self._children)
-        return list(map(len, self._registers)), list(chain.from_iterable(names)), list(chain.from_iterable(modules))
-
-    def want_gradients(self) -> tuple[bool, ...]:
-        """Which parameters want gradients, while these paths are current."""
-        return tuple([register[name].requires_grad for register, name in self._parameters])
-
-
-def call_key(paths: StatePaths, args: Args, kwargs: Kwargs) -> Any:
-    """What the operators of a call depend on, as far as it can be told without running it (rule R8).
-
-    Shapes, strides, dtypes, offsets and gradients of the tensor arguments, which of them share a storage, numbers and
-    names among the other arguments, containers searched, autocast, what the block is made of, and which of its
-    parameters want gradients.
+    For each: path, shape, strides and offset (the layout where it is not strided), dtype, whether it wants gradients,
+    and which of them share a storage.
     """
     storages: dict[int, int] = {}
     tensors = []
-    device_type = "cpu"
     for path, tensor in argument_tensors(args, kwargs):
         is_strided = tensor.layout is torch.strided
         storage = tensor.untyped_storage() if is_strided and type(tensor) in PLAIN else storage_of(tensor)
         alias = storages.setdefault(storage_key(storage), len(storages))
-        device_type = tensor.device.type
         place = (tensor.stride(), tensor.storage_offset()) if is_strided else tensor.layout
         tensors.append((path, tensor.shape, place, tensor.dtype, tensor.requires_grad, alias))
-    autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
-    plain = [_plain(value) for value in args]
-    plain += [_plain(value) for name, value in kwargs.items() if name not in _INERT]
-    return tuple(tensors), tuple(plain), autocast, paths.structure, paths.want_gradients()
+    return tuple(tensors)
 
 
-def _made_of(module: nn.Module) -> tuple[Any, ...]:
-    """A module's class, names and hooks, all by name: parametrize makes each module a class of its own."""
-    hooks = [*forward_pre_hooks(module).values(), *forward_hooks(module).values()]
-    names = [*parameters_of(module), None, *buffers_of(module), None, *map(_name_of, hooks)]
-    return _name_of(type(module)), tuple(names)
+def held_layout(block: nn.Module) -> Hashable:
+    """Return how the tensors lie that hang on a block, and which of them share a storage: a tape views them so.
 
-
-def _name_of(code: Any) -> str:
-    named = code if hasattr(code, "__qualname__") else type(code)
-    return f"{named.__module__}.{named.__qualname__}"
-
-
-def state_layout(block: nn.Module) -> Hashable:
-    """Where in which storages the block's parameters and buffers are, which a tape's views of them depend on.
-
-    Most often each has its own; DeepSpeed puts those of all blocks into one.
+    Parameters and buffers most often have a storage each; DeepSpeed puts those of all blocks into one. What else hangs
+    on the block (`held_tensors`) may be a table that grows.
     """
     storages: dict[int, int] = {}
-    # One walk over the modules, where `parameters` and `buffers` take one each: it is asked at every new size.
     registers = [each for module in block.modules() for each in (parameters_of(module), buffers_of(module))]
-    tensors = [tensor for each in registers for tensor in each.values() if tensor is not None]
+    tensors = [local_of(tensor) for each in registers for tensor in each.values() if tensor is not None]
+    tensors += [tensor for _, tensor in held_tensors(block)]
     return tuple(
-        (storages.setdefault(storage_key(t.untyped_storage()), len(storages)), t.storage_offset(), t.stride())
-        for t in map(local_of, tensors)
+        (storages.setdefault(storage_key(t.untyped_storage()), len(storages)), *geometry_of(t), t.dtype)
+        for t in tensors
         if has_storage(t)
     )
 
@@ -180,14 +124,6 @@ def _argument(path: Sequence[Any], args: Args, kwargs: Kwargs) -> Any:
     for step in rest:
         found = found[step]
     return found
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return tuple(_plain(item) for item in value)
-    if isinstance(value, dict):
-        return tuple((name, _plain(item)) for name, item in value.items())
-    return value if isinstance(value, (bool, int, float, str)) else None
 
 
 @cache
@@ -277,7 +213,7 @@ Path = tuple[Any, ...]
 Data = bytes | tuple[int, ...]
 """Of a tensor: its elements, one by one where they are few whole numbers."""
 Given = tuple[Hashable, tuple[Data | None, ...], Hashable]
-"""What tells calls of all blocks of one kind apart: what `call_key` says, data read into Python, `state_layout`."""
+"""What tells calls of all blocks of one kind apart: `CallKey.shape`, data read into Python, `held_layout`."""
 
 
 @dataclass(frozen=True, slots=True)

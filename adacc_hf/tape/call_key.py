@@ -1,25 +1,23 @@
-"""What tells the calls of a block apart, and what is known of each: shapes, data read, Python state (rule R8)."""
+"""The key of a block's call, and what is known of the calls of each key: their tape, how often they ran (rule R8)."""
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from itertools import count
-from operator import is_
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
 from adacc_hf.artifacts.files import note_latest
-from adacc_hf.tape.call_inputs import Args, Data, Given, Kwargs, StatePaths, call_key, data_at, state_layout
+from adacc_hf.tape.call_inputs import Args, Data, Given, Kwargs, argument_layout, data_at, held_layout
 from adacc_hf.tape.family import TapeFamily
+from adacc_hf.tape.guards import RESTLESS_AFTER, SHORT_LIFE, BlockPrograms
 from adacc_hf.tape.tape import Tape
-from adacc_hf.torch_glue.compat import PretrainedConfig
-from adacc_hf.torch_glue.private import MODULES
 
+MAX_LAYOUTS = 64
+"""Layouts of a block's own tensors that are told apart. The least recently seen one goes."""
 MAX_SHAPES = 512
 """Shapes a block remembers; the least recently used one goes. A tape and a plan on it are some 130 KiB of Python
 objects, and to record a shape anew takes as long as some ten steps: texts have hundreds of lengths."""
@@ -29,14 +27,11 @@ class CallKey(NamedTuple):
     """What the operators of a call depend on, as far as it is known."""
 
     shape: Hashable
+    """(layout of the tensor arguments, numbers that the program is given, the program)."""
     data: tuple[Data | None, ...]
-    """Of the arguments that the block reads into Python."""
-    state: int
-    """The number of the state that the block's modules are in."""
-
-    def given_to(self, block: nn.Module) -> Given:
-        """What of it blocks of one kind have in common, each of which counts its states by itself, and their layout."""
-        return self.shape, self.data, state_layout(block)
+    """Data of the arguments that the block reads into Python."""
+    layout: int = 0
+    """The number of the layout that the block's own tensors have (`KnownShapes.given_to`)."""
 
 
 @dataclass(slots=True)
@@ -46,7 +41,9 @@ class KnownShape:
     tape: Tape
     num_calls: int = 1
     varies: bool = False
-    """Whether a call was seen that ran other operators than the tape's."""
+    """Whether calls ran other operators than the tape's, again and again."""
+    num_left: int = 0
+    """Times that a call left the tape that it had then."""
 
 
 class Follower(Protocol):
@@ -59,14 +56,19 @@ class Follower(Protocol):
 class KnownShapes(OrderedDict[CallKey, KnownShape]):
     """What a block's calls have shown, the latest last. All plans of a block share it, and forget what it forgets."""
 
-    def __init__(self, watches_state: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._watches_state = watches_state
-        self.state: PythonState | None = None
+        self._programs: BlockPrograms | None = None
         """Of the block, from its first call on."""
+        self._layouts: OrderedDict[Hashable, int] = OrderedDict()
+        """Numbers of the layouts that the block's own tensors had, the latest last."""
+        self._layout: Hashable = None
+        """The latest of them."""
+        self._number = self._num_layouts = 0
+        self._num_calls = 0
+        self._left: OrderedDict[CallKey, int] = OrderedDict()
         self._reads: tuple[tuple[Any, ...], ...] = ()
         """Where the arguments are that any tape's Python reads."""
-        self._paths: StatePaths | None = None
         self._unseen: OrderedDict[CallKey, None] = OrderedDict()
         """Calls of known shapes that were given other data, once each."""
         self.followers: WeakSet[Follower] = WeakSet()
@@ -75,14 +77,52 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         self.of_families: WeakKeyDictionary[TapeFamily, KnownShape] = WeakKeyDictionary()
         """What calls at all sizes of a family have shown."""
 
-    def key(self, block: nn.Module, args: Args, kwargs: Kwargs) -> CallKey:
-        """The key of a call that is about to run; to be asked once per call."""
-        if self._paths is None or not self._paths.are_current():
-            self._paths = StatePaths(block)
-            if self.state is not None:
-                self.state.look_again()
-        data = tuple(data_at(path, args, kwargs) for path in self._reads)
-        return CallKey(call_key(self._paths, args, kwargs), data, self._state_of(block))
+    @property
+    def untraced(self) -> str | None:
+        """Why the latest call has to be compared with its tape operator by operator; None if guards vouch for it."""
+        return None if self._programs is None else self._programs.untraced
+
+    def key(self, block: nn.Module, fn: Callable[..., Any], args: Args, kwargs: Kwargs) -> CallKey:
+        """Return the key of a call that is about to run; to be asked once per call, before it runs."""
+        if self._programs is None:
+            self._programs = BlockPrograms(block)
+        self._num_calls += 1
+        program, numbers = self._programs.key(fn, args)
+        data = tuple([data_at(path, args, kwargs) for path in self._reads])
+        return CallKey((argument_layout(args, kwargs), numbers, program), data, self._number)
+
+    def given_to(self, key: CallKey, block: nn.Module) -> Given:
+        """Return what of `key` blocks of one kind have in common: each of them counts its layouts by itself."""
+        if self._layout is None:
+            self.moved(key, block)
+        return key.shape, key.data, self._layout
+
+    def moved(self, key: CallKey, block: nn.Module) -> CallKey:
+        """Return the key of the call with the layout that the block's own tensors have now.
+
+        Weights may have been put into one storage, and tables may have grown. `key` if they lie as they did.
+        """
+        self._layout = layout = held_layout(block)
+        number = self._layouts.get(layout)
+        if number is None:
+            number, self._num_layouts = self._num_layouts, self._num_layouts + 1
+        note_latest(self._layouts, layout, number, MAX_LAYOUTS)
+        self._number = number
+        return key._replace(layout=number)
+
+    @property
+    def is_restless(self) -> bool:
+        """Return True if what hangs on the block lies elsewhere at nearly every call."""
+        return self._num_layouts >= RESTLESS_AFTER and self._num_calls < SHORT_LIFE * self._num_layouts
+
+    def outdate(self, key: CallKey) -> None:
+        """Forget the tape of `key`, which a call has left, so that the next call is recorded anew."""
+        note_latest(self._left, key, self[key].num_left, MAX_SHAPES)
+        self._forget([key])
+
+    def num_left(self, key: CallKey) -> int:
+        """Return how often calls of `key` have left their tapes."""
+        return self._left.get(key, 0)
 
     def is_unseen(self, key: CallKey) -> bool:
         """Whether a call comes at a known shape with data that was never seen there.
@@ -122,173 +162,3 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
             del self[key]
             for follower in self.followers:
                 follower.forget(key)
-
-    def _state_of(self, block: nn.Module) -> int:
-        """The number of the state that `block` is in; always the first one where states are not watched."""
-        if not self._watches_state:
-            return FIRST_STATE
-        if self.state is None:
-            self.state = PythonState(block)
-        return self.state.number()
-
-
-# The plain Python values that a block's modules hold: rates, scales, names, flags (rule R8).
-#
-# Replay gives operators the numbers that they were given when they were recorded. Training code changes such numbers
-# now and then: a scale that grows, another active adapter, a dropout switched off. So each call asks here which state
-# its block is in, and each state has tapes of its own.
-
-FIRST_STATE = 0
-"""The number of the state in which a block was seen first."""
-INERT_AFTER = 3
-"""Changes after which a value is looked at no more, if the block ran the same operators after each: a counter, say. A
-scale that moves step by step has changed operators by then."""
-SHORT_TEXT = 16
-"""Calls in a state below which it was too short to be worth a tape: to record and verify takes as long as some ten."""
-RESTLESS_AFTER = 4
-"""Such states, one after the other, after which the block is left to torch's checkpoint, which needs no tape."""
-MAX_STATES = 512
-"""States a block remembers the numbers of; the least recently entered one goes, and is a new one when it comes again.
-Blocks remember as many shapes."""
-
-_SCALARS = frozenset({bool, int, float, str})
-_MUTABLE = frozenset({dict, list, set})
-_REGISTERS = frozenset(vars(nn.Module())) - {"training"}
-"""What torch itself holds on a module: its children, parameters and hooks are looked at elsewhere."""
-
-
-class PythonState:
-    """The states that the modules of a block and their configurations were seen in, each with a number."""
-
-    def __init__(self, block: nn.Module) -> None:
-        self._block = block
-        self._ignored: set[str] = set()
-        self._look()
-        self._unused = count(FIRST_STATE)
-        self._numbers: OrderedDict[bytes, int] = OrderedDict()
-        """Of the states that it was in last, by digest: of the oldest no tape is left."""
-        self._number = self._number_of(_digest(self._content))
-        self._num_calls = 0
-        self._is_new = self._follows_short_one = False
-        self._num_short = 0
-        self._num_inert: Counter[str] = Counter()
-        self._effective: set[str] = set()
-        self.changed: tuple[str, ...] = ()
-        """Which values made the last state another one than that before."""
-
-    @property
-    def is_unstable(self) -> bool:
-        """Whether one short state came after the other; what the block holds is looked at no more, then."""
-        return self._num_short >= RESTLESS_AFTER
-
-    def number(self) -> int:
-        """The number of the state that the block is in, to be asked once per call."""
-        self._num_calls += 1
-        if not self.is_unstable and not self._seen.is_unchanged():
-            self._enter()
-        return self._number
-
-    def look_again(self) -> None:
-        """Take in modules that were put in the place of others."""
-        if not self.is_unstable:
-            self._enter()
-
-    def learn(self, same_operators: bool) -> None:
-        """Take in whether a call in this state ran the operators of a call in another one, given the same."""
-        if not self._is_new:
-            return
-        self._is_new = False
-        if not same_operators:
-            self._num_short = self._num_short + 1 if self._follows_short_one else 0
-            self._effective |= set(self.changed if len(self.changed) == 1 else ())
-            return
-        self._num_inert.update(self.changed)
-        inert = {path for path in self.changed if self._num_inert[path] >= INERT_AFTER} - self._effective
-        if inert:
-            self._ignored |= inert
-            self._look()
-            self._numbers[_digest(self._content)] = self._number
-
-    def _enter(self) -> None:
-        before = self._content
-        self._look()
-        self.changed = tuple(path for path in before | self._content if before.get(path) != self._content.get(path))
-        digest = _digest(self._content)
-        if digest not in self._numbers:
-            self._is_new, self._follows_short_one = True, self._num_calls < SHORT_TEXT
-            self._num_calls = 0
-        self._number = self._number_of(digest)
-
-    def _number_of(self, digest: bytes) -> int:
-        """The number of a state, which is the latest now."""
-        number = self._numbers.get(digest)
-        number = next(self._unused) if number is None else number
-        note_latest(self._numbers, digest, number, MAX_STATES)
-        return number
-
-    def _look(self) -> None:
-        self._content: dict[str, str] = {}
-        self._seen = _Seen()
-        for path, values in _holders(self._block):
-            is_module = MODULES in values
-            names = [name for name in values if not is_module or name not in _REGISTERS]
-            names = [name for name in names if _is_plain(values[name]) and _join(path, name) not in self._ignored]
-            self._content |= {_join(path, name): repr(values[name]) for name in names}
-            # A configuration may name a thousand labels, which nobody changes one by one.
-            self._seen.add(values, names, with_elements=is_module)
-
-
-class _Seen:
-    """Attributes as they were, to be compared with what they are, at some 0.1 microseconds for each."""
-
-    def __init__(self) -> None:
-        self._holders: list[dict[Any, Any]] = []
-        self._names: list[Any] = []
-        self._values: list[Any] = []
-        self._containers: list[tuple[Any, tuple[Any, ...]]] = []
-
-    def add(self, values: dict[Any, Any], names: Iterable[Any], with_elements: bool = False) -> None:
-        for name in names:
-            value = values[name]
-            self._holders.append(values)
-            self._names.append(name)
-            self._values.append(value)
-            if with_elements and type(value) in _MUTABLE:
-                self._containers.append((value, tuple(value)))
-            if with_elements and type(value) is dict:
-                self.add(value, value)
-
-    def is_unchanged(self) -> bool:
-        """Whether they are the same objects: whoever changes one puts another in its place."""
-        return all(map(is_, map(dict.get, self._holders, self._names), self._values)) and all(
-            tuple(now) == before for now, before in self._containers
-        )
-
-
-def _holders(block: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where each module of `block`, and each configuration on one, stands in it, and the attributes it has."""
-    configurations: dict[int, tuple[str, dict[str, Any]]] = {}
-    for path, module in block.named_modules():
-        values = vars(module)
-        yield path, values
-        for name, value in values.items():
-            if isinstance(value, PretrainedConfig):
-                configurations.setdefault(id(value), (_join(path, name), vars(value)))
-    yield from configurations.values()
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether `value` is a scalar, or a container of nothing else."""
-    if type(value) not in _MUTABLE and type(value) is not tuple:
-        return type(value) in _SCALARS
-    elements = (*value, *value.values()) if type(value) is dict else value
-    return all(type(element) in _SCALARS for element in elements)
-
-
-def _digest(content: dict[str, str]) -> bytes:
-    """What tells contents apart: they are some 17 KiB, and a rate may move a thousand times in a run."""
-    return hashlib.sha256(repr(sorted(content.items())).encode()).digest()
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from adacc_hf.tape.replay import Environment, ReplayProgram, StorageMap, closure
 from adacc_hf.tape.tape import Source, Tape, TapeOperator, TensorRef, geometry_of
 from adacc_hf.tape.verification import merged, substituted
 from adacc_hf.torch_glue.private import storage_key
+from adacc_hf.torch_glue.tensors import PLAIN, local_of
 
 
 @dataclass(slots=True)
@@ -100,6 +101,9 @@ class CompiledPlan:
         """(value, source) of the inputs, parameters and buffers that a call must hold for replay."""
         self.held = [place for place, (_, source) in enumerate(self.externals) if source.place in PLACES]
         """The places among them of what hangs on parameters and modules; most blocks have none."""
+        self._expected = self._expected_of_held()
+        looked_up = {value for value, _ in self.externals}
+        self._sharing = [each for each in tape.sharing if each[0] in looked_up]
         self._given_back = frozenset(slot.value for slot in self.slots if slot.needs is None)
         self.follow(tape.order or tuple(reversed(range(self.num_slots))))
 
@@ -129,16 +133,49 @@ class CompiledPlan:
             self._merged = merged(self.tape, self._equal) if self._equal else self.tape
         return self._merged
 
-    def has_all(self, externals: list[tuple[int, torch.Tensor | None]]) -> TypeGuard[list[tuple[int, torch.Tensor]]]:
-        """Whether what hangs on parameters and modules is there in this call, and is as it was when recorded."""
-        if not self.held:
-            return True
-        found = [(self.tape.values[value], tensor) for value, tensor in map(externals.__getitem__, self.held)]
-        return all(
-            tensor is not None
-            and (geometry_of(tensor), tensor.dtype, tensor.device) == (was.ref.geometry, was.ref.dtype, was.device)
-            for was, tensor in found
-        )
+    def has_all(
+        self, externals: list[tuple[int, torch.Tensor | None]], find: Callable[[Source], torch.Tensor | None]
+    ) -> TypeGuard[list[tuple[int, torch.Tensor]]]:
+        """Return True if all that hangs on the block is there in this call and lies as it did when recorded.
+
+        That of the arguments is part of the call's key. `find` looks up what is at a source in this call.
+        """
+        for place, size, stride, offset, dtype, device in self._expected:
+            tensor = externals[place][1]
+            if tensor is None:
+                return False
+            if type(tensor) not in PLAIN:
+                tensor = local_of(tensor)
+            if (
+                tensor.storage_offset() != offset
+                or tensor.shape != size
+                or tensor.stride() != stride
+                or tensor.dtype is not dtype
+                or tensor.device != device
+            ):
+                return False
+        return not self._sharing or self._is_shared(find)
+
+    def _is_shared(self, find: Callable[[Source], torch.Tensor | None]) -> bool:
+        """Return True if tensors that shared a storage when recorded share one in this call, each in its place."""
+        for value, source, geometry in self._sharing:
+            first, other = find(self._source_of(value)), find(source)
+            if first is None or other is None:
+                return False
+            first, other = local_of(first), local_of(other)
+            is_same = storage_key(first.untyped_storage()) == storage_key(other.untyped_storage())
+            if not is_same or geometry_of(other) != geometry:
+                return False
+        return True
+
+    def _expected_of_held(self) -> list[tuple[int, Any, Any, int, torch.dtype, torch.device]]:
+        """(place among the externals, size, stride, offset, dtype, device) of each that is no argument."""
+        expected = []
+        for place, (value, source) in enumerate(self.externals):
+            if source.place != "argument":
+                was = self.tape.values[value]
+                expected.append((place, *was.ref.geometry, was.ref.dtype, was.device))
+        return expected
 
     def replaced(self, before: list[tuple[int, torch.Tensor]], block: nn.Module) -> Source | None:
         """What hung on the block when a call began and is not what hangs there now, if anything."""

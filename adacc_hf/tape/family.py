@@ -2,12 +2,12 @@
 
 NOTE [Which sizes a family serves]
 A block's Python decides which operators run by comparing sizes with numbers of its own (a window that starts to bind)
-or with 1, seldom in another way. So a family is trusted at sizes that lie between sizes at which the block was
-recorded, in each dimension, and which are told apart from 0 and 1, and on a GPU by whether they are aligned, as its
-kernels tell the last dimension of a mask: the number of samples is none such. There each block is compared with what
-the family says by what autograd saves (rule R8), and the first block that runs a size by its operators too
-(size_check.py), at AGREED sizes and few after them. Beyond, each block is compared by operators. Where records at sizes
-that lie within each other have other operators, no range tells which of them a new size runs: each size is recorded.
+or with 1. Dynamo's guards tell such sizes apart (`guards.py`): they belong to other programs, and so to other families.
+What an operator itself makes of a size no guard tells, such as attention's kernels of a mask's last dimension on a
+GPU: sizes that are multiples of 16 are told from others there. The numbers of a tape are polynomials of the sizes,
+fitted to records. The first call at each of AGREED new sizes, at few after them and at all beyond those seen so far is
+compared with its tape operator by operator, on one block of those that share it (run/validation.py). Each call is
+compared by what autograd saves (rule R8). Where records of one program have other operators, each size is recorded.
 Whether the same operators give the same bits again is compared at every so many new sizes (rule R7).
 """
 
@@ -112,6 +112,10 @@ class TapeFamily:
         self._identity = hashlib.sha256(repr(identity_of(records)).encode()).hexdigest()
         """Tells its tapes from those of a family that was made of fewer records."""
         self._recorded = frozenset(record.sizes.dimensions for record in records)
+        self._least = self._most = records[0].sizes.dimensions
+        """The least and the greatest sizes, in each dimension, at which calls were seen to run as the family says."""
+        for record in records:
+            self.extend(record.sizes)
         self._num_new = 0
         """Sizes that came so far and were not recorded."""
         self._to_compare: Tape | None = None
@@ -146,19 +150,27 @@ class TapeFamily:
             known = self._sized[sizes.dimensions] = self._filled(numbers, sizes)
             known.order = order
             if sizes.dimensions not in self._recorded:
-                self._note_new(known)
+                self._note_new(known, sizes)
             if len(self._sized) > MOST_SIZES:
                 self._sized.popitem(last=False)
         elif not self.covers(sizes):
             return None
         return known
 
-    def _note_new(self, tape: Tape) -> None:
+    def extend(self, sizes: CallSizes) -> None:
+        """Count these sizes among those at which a call was seen to run as the family says."""
+        self._least = tuple(map(min, self._least, sizes.dimensions))
+        self._most = tuple(map(max, self._most, sizes.dimensions))
+
+    def _spans(self, sizes: CallSizes) -> bool:
+        return all(low <= n <= high for low, n, high in zip(self._least, sizes.dimensions, self._most, strict=True))
+
+    def _note_new(self, tape: Tape, sizes: CallSizes) -> None:
         self._num_new += 1
         if self._num_new & (self._num_new - 1) == 0:
             self._to_compare = tape
         elif self._num_new > AGREED:
-            tape.is_checked = True
+            tape.is_checked = self._spans(sizes)
 
     def agrees(self, tape: Tape, sizes: CallSizes) -> bool:
         """Whether a recorded call of these sizes ran as the family says."""
@@ -446,22 +458,10 @@ class SeenSizes:
             self.untrusted, self._num_untrusted = other.untrusted, other._num_untrusted
 
     def family_at(self, sizes: CallSizes) -> TapeFamily | None:
-        """The family that serves a call of these sizes, if exactly one does (NOTE [Which sizes a family serves])."""
-        around = [group for group in self._groups.values() if group.spans(sizes)]
-        family = around[0].family if len(around) == 1 else None
+        """The family that serves a call of these sizes, if all calls that were recorded ran the same operators."""
+        groups = list(self._groups.values())
+        family = groups[0].family if len(groups) == 1 else None
         return family if family is not None and family.is_in_force else None
-
-    def family_beyond(self, sizes: CallSizes) -> TapeFamily | None:
-        """The family that a call of sizes beyond all recorded ones probably belongs to."""
-        groups = self._groups.values()
-        known = [group.family for group in groups if group.family is not None and group.family.is_in_force]
-        return known[0] if len(known) == 1 and not any(group.spans(sizes) for group in groups) else None
-
-    def extend(self, family: TapeFamily, sizes: CallSizes) -> None:
-        """Note that a call of these sizes ran as `family` says."""
-        for group in self._groups.values():
-            if group.family is family:
-                group.extend(sizes)
 
     def distrust(self, family: TapeFamily) -> None:
         """Have each size of `family` recorded from now on: it did not run as its expressions say."""
@@ -476,29 +476,18 @@ class _Group:
     def __init__(self, is_given_up: bool = False) -> None:
         self.family: TapeFamily | None = None
         self.records: list[RecordedCall] = []
-        self._least: tuple[int, ...] = ()
-        self._most: tuple[int, ...] = ()
         self._is_given_up = is_given_up
 
     def add(self, record: RecordedCall, make: Callable[[Sequence[RecordedCall]], TapeFamily | None]) -> None:
         sizes = record.sizes.dimensions
         if any(known.sizes.dimensions == sizes for known in self.records):
             return
-        self.extend(record.sizes)
         if self._is_given_up or self._has_foreseen(record):
             return
         self.records.append(record)
         self._follow(make(self.records) if len(self.records) >= ENOUGH_RECORDS else None)
         if self.family is None and len(self.records) >= MOST_RECORDS:
             self.give_up()
-
-    def spans(self, sizes: CallSizes) -> bool:
-        return all(low <= n <= high for low, n, high in zip(self._least, sizes.dimensions, self._most, strict=True))
-
-    def extend(self, sizes: CallSizes) -> None:
-        """Count these sizes among those at which calls were seen."""
-        self._least = tuple(map(min, self._least or sizes.dimensions, sizes.dimensions))
-        self._most = tuple(map(max, self._most or sizes.dimensions, sizes.dimensions))
 
     def _has_foreseen(self, record: RecordedCall) -> bool:
         family = self.family

@@ -105,16 +105,9 @@ class TapeLibrary:
         family = self._seen_sizes(block, sizes).family_at(sizes)
         return None if family is None else (family, sizes)
 
-    def family_beyond(self, given: Hashable, block: str) -> tuple[TapeFamily, CallSizes] | None:
-        """The family that a call of `block` at sizes beyond the recorded ones is to be compared with; and the sizes."""
-        sizes = self._sizes_of(given)
-        family = self._seen_sizes(block, sizes).family_beyond(sizes)
-        return None if family is None else (family, sizes)
-
-    def extend(self, family: TapeFamily, given: Hashable, block: str) -> None:
-        """Note that `block`, given that, ran as `family` says: it serves the sizes between as well."""
-        sizes = self._sizes_of(given)
-        self._seen_sizes(block, sizes).extend(family, sizes)
+    def extend(self, family: TapeFamily, given: Hashable) -> None:
+        """Note that a call that was given that ran as `family` says."""
+        family.extend(self._sizes_of(given))
 
     def tape_of(self, family: TapeFamily, sizes: CallSizes) -> Tape | None:
         """The tape of a call of these sizes; None if they do not hang together as the family's do."""
@@ -227,25 +220,15 @@ class TapeLibrary:
             tape, "Adacc: block %s and others like it are run under torch's checkpoint: %s", name, tape.untrusted
         )
 
-    def warn_varying(self, name: str, tape: Tape) -> None:
+    def warn_varying(self, name: str, tape: Tape, why: str) -> None:
         """Say once per kind that operators vary from call to call."""
         self._warn_once(
             tape,
             "Adacc: block %s and others like it %s: their operators, or the numbers given to them, vary from call to "
-            "call",
+            "call (%s)",
             name,
             _instead(tape),
-        )
-
-    def warn_unstable(self, name: str, tape: Tape, changed: tuple[str, ...]) -> None:
-        """Say once per kind that what the block's modules hold changes again and again."""
-        self._warn_once(
-            tape,
-            "Adacc: block %s and others like it %s: %s changes again and again, and their operators with it; change it "
-            "less often to have them run under their plans",
-            name,
-            _instead(tape),
-            ", ".join(changed),
+            why,
         )
 
     def warn_unplanned(self, name: str, tape: Tape) -> None:

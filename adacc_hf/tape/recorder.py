@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from adacc_hf.tape.replay import share_elements, view
 from adacc_hf.tape.tape import (
     COLLECTIVES,
     Blank,
+    Geometry,
     Source,
     Tape,
     TapeOperator,
@@ -62,7 +63,7 @@ class Recorder(TorchDispatchMode):
     """Notes every operator that makes or changes a storage, and every tensor that autograd saves.
 
     It keeps all storages alive while it records, so that one address means one storage, and so that the originals are
-    at hand for verification (rule R7). `CheckingRecorder` keeps addresses alone.
+    at hand for verification (rule R7).
     """
 
     def __init__(
@@ -93,12 +94,14 @@ class Recorder(TorchDispatchMode):
         """For tensors without a storage."""
         self._modules: list[str] = []
         self._externals: dict[int, tuple[torch.Tensor, Source]] = {}
+        self._sharing: dict[int, list[tuple[Source, Geometry]]] = {}
+        """By storage, where else a tensor on it stands than in `_externals`."""
         self._arguments: dict[int, list[tuple[tuple[Any, ...], torch.Tensor]]] = {}
         """By storage."""
         for path, tensor in argument_tensors(args, kwargs):
             self._expect(tensor, Source("argument", path))
             self._arguments.setdefault(storage_key(storage_of(tensor)), []).append((path, tensor))
-        self._is_fake = any(map(_is_fake, block.parameters()))
+        self._is_fake = any(map(is_fake, block.parameters()))
         self._parameters = {id(parameter): name for name, parameter in block.named_parameters()}
         for name, parameter in block.named_parameters(remove_duplicate=False):
             self._expect(parameter, Source("parameter", (name,)))
@@ -111,8 +114,8 @@ class Recorder(TorchDispatchMode):
         self._generator_state = generator_state(self._device)
         """What the generator's state was when a tensor was saved last, or when the call began; None once somebody has
         drawn since. A plan takes it at these moments too, when no mode shows it any operator."""
-        is_fake = self._generator_state is not None and _is_fake(self._generator_state)
-        self._fake_state = self._generator_state if is_fake else None
+        has_fake_state = self._generator_state is not None and is_fake(self._generator_state)
+        self._fake_state = self._generator_state if has_fake_state else None
         """That of tensors without memory, which never moves."""
 
     @classmethod
@@ -158,7 +161,7 @@ class Recorder(TorchDispatchMode):
     def tape(self) -> Tape:
         """The record of all that ran. Call it after the block has returned."""
         self._check_held()
-        if self.untrusted is None and any(is_freed(base, self.values[value]) for value, base in self.kept()):
+        if self.untrusted is None and any(map(is_freed, self.bases, self.values)):
             self.untrusted = "memory is taken away from tensors that backward reads (FSDP inside the block)"
         tape = self._unsealed()
         if tape.untrusted is None:
@@ -178,16 +181,24 @@ class Recorder(TorchDispatchMode):
             operators=self.operators,
             slots=self.slots,
             untrusted=self.untrusted,
+            sharing=tuple(self._shared()),
         )
+
+    def _shared(self) -> Iterator[tuple[int, Source, Geometry]]:
+        """Yield (value, source, geometry) of each tensor that stands elsewhere on the storage of a value.
+
+        Which arguments share a storage is part of a call's key, and is left out.
+        """
+        for value in self.values if self._sharing else ():
+            if value.source is not None:
+                for source, geometry in self._sharing.get(self._storages[value.index], ()):
+                    if source.place != "argument":
+                        yield value.index, source, geometry
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return self._dispatch(func, types, args, kwargs or {})
-
-    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operator and note it. Subclasses add to this: torch wraps each `__torch_dispatch__` in code of its
-        own, which takes time at every operator."""
+        kwargs = kwargs or {}
         if any(map(runs_on_parts, types)):
             return NotImplemented  # what it runs on the parts comes here next
         given = leaves(args, kwargs)
@@ -201,7 +212,6 @@ class Recorder(TorchDispatchMode):
         recorded_kwargs = map_tensors(kwargs, torch.Tensor, self.refer)
         if func.namespace in COLLECTIVES:  # the rest are groups of ranks, which no digest can tell apart
             recorded_args, recorded_kwargs = tuple(tensor_refs((recorded_args, recorded_kwargs))), {}
-        self._before_it_runs(func, recorded_args, recorded_kwargs)
         rng_use = self.rng_use(func, args, kwargs)
         self._in_operator = True
         try:
@@ -215,9 +225,6 @@ class Recorder(TorchDispatchMode):
             self._note(func, recorded_args, recorded_kwargs, written, result, drew)
         self._generator_state = None if drew else self._generator_state
         return result
-
-    def _before_it_runs(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What there is to do before an operator runs with these recorded arguments."""
 
     def _note(self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor], result: Any, drew: bool) -> None:
         index = len(self.operators)
@@ -261,7 +268,7 @@ class Recorder(TorchDispatchMode):
         nbytes = state.nbytes if device.type == "cpu" else 0  # a GPU's lies on the host
         self.values.append(TapeValue(index, nbytes, ref, state.device, source, None, f"{name} {source}"))
         self._storages.append(storage_key(state.untyped_storage()))
-        self._keep(state, index, source)
+        self.bases.append(state)
         return index
 
     def _is_new_number(self, tensor: torch.Tensor) -> bool:
@@ -332,11 +339,15 @@ class Recorder(TorchDispatchMode):
         """Name what the block may read. It gets a value when it is read: unused arguments are no part of the tape."""
         local = local_of(tensor)
         if has_storage(local):
-            self._externals.setdefault(storage_key(local.untyped_storage()), (local.detach(), source))
+            key = storage_key(local.untyped_storage())
+            if key in self._externals:
+                self._sharing.setdefault(key, []).append((source, geometry_of(local)))
+            else:
+                self._externals[key] = local.detach(), source
 
     def _has_memory(self, leaf: Any) -> bool:
         """Whether `leaf` is no tensor without memory, on which DTensors find out shapes, if the block's own have it."""
-        return not isinstance(leaf, torch.Tensor) or self._is_fake or not (leaf.is_meta or _is_fake(leaf))
+        return not isinstance(leaf, torch.Tensor) or self._is_fake or not (leaf.is_meta or is_fake(leaf))
 
     def _check_held(self) -> None:
         """Trust what else hangs on the block only where it is after the call what it was before."""
@@ -372,18 +383,10 @@ class Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         ref = TensorRef(index, geometry_of(tensor), tensor.dtype)
         self.values.append(TapeValue(index, storage.nbytes(), ref, tensor.device, source, producer, name))
-        self._keep(tensor, index, source)
+        self.bases.append(tensor.detach())
         self._storages.append(storage_key(storage))
         self._current[storage_key(storage)] = index
         return index
-
-    def _keep(self, tensor: torch.Tensor, value: int, source: Source | None) -> None:
-        """Keep what there is to keep of a new value while recording goes on."""
-        self.bases.append(tensor.detach())
-
-    def kept(self) -> Iterable[tuple[int, torch.Tensor]]:
-        """The base tensors that are kept, by value."""
-        return enumerate(self.bases)
 
     def _enter_module(self, name: str, *_: Any) -> None:
         self._modules.append(name)
@@ -434,7 +437,7 @@ def _local_leaves(result: Any) -> list[Any]:
     return [local_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves(result)]
 
 
-def _is_fake(tensor: torch.Tensor) -> bool:
+def is_fake(tensor: torch.Tensor) -> bool:
     """Whether `tensor` only imitates one (FakeTensor)."""
     return hasattr(tensor, "fake_mode")
 
@@ -449,7 +452,7 @@ def _dropout_scale(probability: float, dropped: TapeValue) -> float:
     return float(np.float32(1.0) / np.float32(1.0 - probability))
 
 
-def may_write(func: Any) -> bool:
+def _may_write(func: Any) -> bool:
     """Whether an operator may write its arguments, as its schema declares. Those of torch.distributed declare nothing:
     any of theirs may be written."""
     return schema_of(func).is_mutable or func.namespace == "c10d"
@@ -458,7 +461,7 @@ def may_write(func: Any) -> bool:
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Tensor arguments that the operator may write, one per storage."""
     written: dict[int, torch.Tensor] = {}
-    for position, argument in enumerate(schema_of(func).arguments if may_write(func) else ()):
+    for position, argument in enumerate(schema_of(func).arguments if _may_write(func) else ()):
         is_declared = argument.alias_info is not None and argument.alias_info.is_write
         if not is_declared and func.namespace != "c10d":
             continue

@@ -187,6 +187,8 @@ class Tape:
     """Why the tape must not be used (data read into Python), or None."""
     reads: dict[tuple[Any, ...], bytes | tuple[int, ...]] = field(default_factory=dict)
     """The data of the arguments that the block read into Python, by their paths: only calls with the same fit."""
+    sharing: tuple[tuple[int, Source, Geometry], ...] = ()
+    """(value, source, geometry) of further tensors on the storage of a value: flattened or tied weights."""
     identity: str = ""
     """Digest of the block's class, parameters and settings: equal for all calls of a block."""
     structure: str = ""
@@ -272,7 +274,9 @@ class Tape:
         self.structure = _digest([self.identity, self._wiring()])
         constants = [_constants((operator.args, operator.kwargs)) for operator in self.operators]
         slots, reads = [repr(slot) for slot in self.slots], sorted(map(repr, self.reads))
-        self.digest = _digest([self.structure, constants, slots, *reads])
+        outside = [repr(value.ref) for value in self.values if value.source is not None and value.source.path]
+        sharing = [(value, str(source), geometry) for value, source, geometry in self.sharing]
+        self.digest = _digest([self.structure, constants, slots, outside, sharing, *reads])
 
     def with_reads(self, reads: dict[tuple[Any, ...], bytes | tuple[int, ...]]) -> Tape:
         """The tape of a call of the same operators that read other data."""

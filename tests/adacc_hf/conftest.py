@@ -23,16 +23,17 @@ from adacc_hf.artifacts.profile import (
 )
 from adacc_hf.price.gradient_probe import GradientErrors
 from adacc_hf.price.measurement import Measurement
-from adacc_hf.run.call import CheckedCall, Recording
+from adacc_hf.run.call import Recording
+from adacc_hf.run.validation import ValidatedCall
 
 
 @pytest.fixture
 def recorded(monkeypatch):
     """The names of the blocks whose calls were recorded, whether alone or beside a tape."""
     names = []
-    for of in (Recording, CheckedCall):
+    for of in (Recording, ValidatedCall):
         run = of.run
-        monkeypatch.setattr(of, "run", lambda self, fn, run=run: names.append(self.name) or run(self, fn))
+        monkeypatch.setattr(of, "run", lambda self, *call, run=run: names.append(self.name) or run(self, *call))
     return names
 
 

@@ -18,7 +18,7 @@ from adacc_hf.artifacts.policy import RECOMPUTE, Action, Choice
 from adacc_hf.run import follow_plan
 from adacc_hf.tape import call_key as known_shapes
 from adacc_hf.tape import family
-from adacc_hf.tape.comparison import CheckingRecorder
+from adacc_hf.run.validation import Validator as CheckingRecorder
 from adacc_hf.tape.compiled_plan import CompiledPlan
 from adacc_hf.tape.recorder import Recorder
 

@@ -1,5 +1,7 @@
 """One tape for all sizes: which calls are of one family, and that its tapes are those that a record would have."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,13 +26,19 @@ from adacc_hf.tape.family import (
 from adacc_hf.tape.library import TapeLibrary
 
 
+def given_to(block, *args, **kwargs):
+    """What tells a call of `block` apart from others."""
+    known = KnownShapes()
+    return known.given_to(known.key(block, partial(block, **kwargs), args, kwargs), block)
+
+
 def recorded(block, *args, name="block", library=None, **kwargs):
     """(given, tape) of a call of `block`, noted in `library`."""
     library = library or TapeLibrary()
+    given = given_to(block, *args, **kwargs)
     recording = Recording(name, block, args, kwargs)
     recording.run(lambda *given: block(*given, **kwargs))
     tape = library.verified(recording.recorder)
-    given = KnownShapes(watches_state=False).key(block, args, kwargs).given_to(block)
     library.remember(tape, given, name)
     recording.close()
     return given, tape
@@ -60,7 +68,7 @@ class Block(nn.Module):
 
 def sizes_of(*args, alignment=1, block=None):
     block = block or Block()
-    return CallSizes.of(KnownShapes(watches_state=False).key(block, args, {}).given_to(block), alignment)
+    return CallSizes.of(given_to(block, *args), alignment)
 
 
 # What is told apart before any expression
@@ -211,8 +219,7 @@ def library():
 
 def served(library, tokens, samples=3, block=None):
     """Whether a family serves a call of these sizes."""
-    key = KnownShapes(watches_state=False).key(block or Block(), (text(samples, tokens),), {})
-    return library.family_at(key.given_to(block or Block()), "block") is not None
+    return library.family_at(given_to(block or Block(), text(samples, tokens)), "block") is not None
 
 
 def test_sizes_between_recorded_ones_are_served(library):
@@ -305,11 +312,11 @@ def test_blocks_that_are_not_trusted_are_not_recorded_at_each_size(library):
 
     block = Block(forward)
     for number, tokens in enumerate((4, 9, 14)):
-        key = KnownShapes(watches_state=False).key(block, (text(3, tokens),), {})
-        assert (library.untrusted_at(key.given_to(block), "block") is None) == (number < ENOUGH_RECORDS - 1)
+        given = given_to(block, text(3, tokens))
+        assert (library.untrusted_at(given, "block") is None) == (number < ENOUGH_RECORDS - 1)
         recorded(block, text(3, tokens), library=library)
     recorded(Block(), text(3, 5), library=library)  # now it was, once
-    assert library.untrusted_at(key.given_to(block), "block") is None
+    assert library.untrusted_at(given, "block") is None
 
 
 # Sizes that are equal by chance
@@ -328,7 +335,7 @@ class Pair(nn.Module):
 
 def given_pair(block, samples, tokens, others):
     args = text(samples, tokens), text(samples, others)
-    return KnownShapes(watches_state=False).key(block, args, {}).given_to(block)
+    return given_to(block, *args)
 
 
 def test_sizes_that_were_equal_by_chance_come_apart(library):
@@ -356,8 +363,7 @@ def test_sizes_that_were_equal_by_chance_come_apart(library):
 def family(library):
     for samples, tokens in ((2, 8), (4, 20), (4, 13)):
         recorded(Block(), text(samples, tokens), library=library)
-    key = KnownShapes(watches_state=False).key(Block(), (text(3, 10),), {})
-    found, _ = library.family_at(key.given_to(Block()), "block")
+    found, _ = library.family_at(given_to(Block(), text(3, 10)), "block")
     return found
 
 

@@ -1,0 +1,223 @@
+"""Tracing of Python code by Dynamo, torch.compile's front end, for the sake of its guards alone.
+
+All names of Dynamo's that are not public stand here. Dynamo is imported when a block is first traced: the import takes
+about a second.
+"""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from typing import Any
+
+import torch
+
+Scope = dict[str, Any]
+"""The local variables of a traced call: `call`, `args` and `kwargs`."""
+
+
+class NotTraceableError(Exception):
+    """Dynamo cannot trace the code whole; the message is the reason in one line."""
+
+
+class TracedGuards:
+    """Guards of one traced call, and the numbers that became inputs of its graph."""
+
+    def __init__(self, manager: Any, number_names: list[str], died: list[str]) -> None:
+        self.hold: Callable[[Scope], bool] = manager.check
+        """Returns True if a call with these local variables takes the traced path."""
+        self.number_names = tuple(number_names)
+        """Where the numbers stand, as expressions of Dynamo's over the local variables `L` and the globals `G`."""
+        names = "".join(f"{name}, " for name in number_names)
+        self._numbers = eval(f"lambda L: ({names})", manager.closure_vars) if number_names else None
+        self._died = died
+        self._manager = manager
+
+    @property
+    def is_alive(self) -> bool:
+        """False once an object died whose address a guard compares: another object may lie there since."""
+        return not self._died
+
+    def numbers(self, scope: Scope) -> tuple[Any, ...]:
+        """Return the values of the numbers that are inputs of the graph."""
+        return () if self._numbers is None else self._numbers(scope)
+
+    def first_failure(self, scope: Scope) -> str:
+        """Describe the first guard that a call with these local variables fails, in Dynamo's words; "" if none does."""
+        parts = self._manager.check_verbose(scope).verbose_code_parts
+        return str(parts[0]).partition("#")[0].strip() if parts else ""
+
+
+def trace(scope: Scope) -> TracedGuards:
+    """Trace `call(*args, **kwargs)` and return its guards; no operator of it runs.
+
+    Sizes of tensors are symbols, and equal ones are not taken for the same. Code that asks whether it is being compiled
+    is told that it is not, since the traced path has to be the one that runs. Raises NotTraceableError if Dynamo cannot
+    trace all of it.
+    """
+    dynamo = _dynamo()
+    numbers: list[str] = []
+
+    def backend(graph: Any, example_inputs: Any) -> Callable[..., Any]:
+        numbers.extend(_numbers_of(graph))
+        return _stop
+
+    # Code of its own for each trace: Dynamo keeps the traces of a function by its code, and a limited number of them.
+    probe = types.FunctionType(_probe.__code__.replace(), _probe_globals(dynamo.is_traced))
+    try:
+        with dynamo.tracing() as died:
+            torch.compile(probe, backend=backend, dynamic=True, fullgraph=True)(**scope)
+    except _StoppedError:
+        pass
+    except _NotTracedError as error:
+        raise NotTraceableError("Dynamo is switched off (TORCHDYNAMO_DISABLE, torch.compiler.set_stance)") from error
+    except Exception as error:  # Dynamo raises whatever its own code or the traced code runs into
+        raise NotTraceableError(_in_one_line(error)) from error
+    entries = dynamo.cache_entries(probe.__code__)
+    if len(entries) != 1:
+        raise NotTraceableError("Dynamo finds no tensor operator in it")
+    return TracedGuards(entries[0].guard_manager, numbers, died)
+
+
+def _probe_globals(is_traced: Callable[[], bool]) -> dict[str, Any]:
+    return {"__builtins__": builtins, "is_traced": is_traced, "NotTraced": _NotTracedError}
+
+
+class _StoppedError(Exception):
+    """Raised in place of running a traced graph."""
+
+
+class _NotTracedError(Exception):
+    """Raised where Python runs the probe itself."""
+
+
+def _stop(*_: Any) -> Any:
+    raise _StoppedError
+
+
+def _probe(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not is_traced():  # type: ignore[name-defined]  # noqa: F821  # a global that `trace` gives each copy
+        raise NotTraced  # type: ignore[name-defined]  # noqa: F821
+    return call(*args, **kwargs)
+
+
+class _Died(list[Any]):
+    """References to watched objects that died."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watched: dict[int, weakref.ref[Any]] = {}
+
+    def watch(self, obj: Any) -> None:
+        """Add `obj` to the watched objects. Raises TypeError for one that takes no weak reference."""
+        self._watched.setdefault(id(obj), weakref.ref(obj, self.append))
+
+
+def _numbers_of(graph: Any) -> Iterator[str]:
+    """Yield the places of a graph's inputs that are neither tensors nor sizes of tensors."""
+    from torch._dynamo import source as sources
+
+    for node in graph.graph.nodes:
+        argument = node.meta.get("grapharg") if node.op == "placeholder" else None
+        source = getattr(argument, "source", None)
+        if source is None or isinstance(source, sources.TensorPropertySource):
+            continue
+        if isinstance(source, sources.RandomValueSource):
+            raise NotTraceableError("a number is drawn from Python's random generator")
+        if isinstance(source, (sources.NumpyTensorSource, sources.FloatTensorSource)):
+            yield _name_of(source.base)
+        elif argument.pass_arg_as_tensor or isinstance(argument.example, torch.SymInt | int | float):
+            yield _name_of(source)
+
+
+def _name_of(source: Any) -> str:
+    """Return the expression of a source: a property in torch 2.13, a method before."""
+    return source.name if isinstance(source.name, str) else source.name()
+
+
+def _in_one_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}"[:200] if lines else type(error).__name__
+
+
+@cache
+def _dynamo() -> Any:
+    """Import Dynamo and return what is used of it."""
+    import torch._dynamo
+    from torch._dynamo import config
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._dynamo.guards import CheckFunctionManager
+    from torch._dynamo.variables.torch import tracing_state_functions
+    from torch._guards import TracingContext
+    from torch.fx.experimental import _config as shape_config
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    settings = {
+        # A float would be an input in place of a guard, and so would its effect on what is compared.
+        "specialize_float": True,
+        # Hooks run with the block; FSDP2's modules have attributes as others do.
+        "skip_nnmodule_hook_guards": False,
+        "skip_fsdp_guards": False,
+        # Guards of attributes are checked one by one: a dict's version, which stands for them, misses what is written
+        # to an object that stands in two places.
+        "use_recursive_dict_tags_for_guards": False,
+        # DDP's buckets would cut the graph.
+        "optimize_ddp": False,
+        "suppress_errors": False,
+    }
+    settings = {name: value for name, value in settings.items() if hasattr(config, name)}
+
+    @contextmanager
+    def tracing() -> Iterator[list[Any]]:
+        """While open, tracing is as `trace` wants; yields a list that is filled when an object dies whose address a
+        guard compares."""
+        died = _Died()
+        original = CheckFunctionManager.id_ref
+
+        def id_ref(self: Any, obj: Any, *args: Any) -> int:
+            with suppress(TypeError):  # numbers, strings and None are compared by value, or never die
+                died.watch(obj)
+            return original(self, obj, *args)
+
+        states = tracing_state_functions()
+        before = dict(states)
+        with ExitStack() as stack:
+            stack.enter_context(config.patch(settings))
+            stack.enter_context(shape_config.patch(use_duck_shape=False))
+            stack.enter_context(_disable_current_modes())
+            stack.enter_context(_quiet())
+            CheckFunctionManager.id_ref = id_ref  # type: ignore[method-assign]
+            states.update({question: False for question, answer in before.items() if answer is True})
+            try:
+                yield died
+            finally:
+                states.update(before)
+                CheckFunctionManager.id_ref = original  # type: ignore[method-assign]
+
+    @torch._dynamo.assume_constant_result
+    def is_traced() -> bool:
+        return TracingContext.try_get() is not None
+
+    return types.SimpleNamespace(tracing=tracing, is_traced=is_traced, cache_entries=_debug_get_cache_entry_list)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """While open, Dynamo logs errors alone, and warns of nothing: it looks at `.grad` of tensors that have none, say."""
+    logger, records = logging.getLogger("torch._dynamo"), logging.getLogger("torch.__trace")
+    before = logger.level, records.disabled
+    logger.setLevel(logging.ERROR)
+    records.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before[0])
+        records.disabled = before[1]
