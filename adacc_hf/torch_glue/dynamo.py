@@ -17,6 +17,8 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 Scope = dict[str, Any]
 """The local variables of a traced call: `call`, `args` and `kwargs`."""
@@ -30,8 +32,7 @@ class TracedGuards:
     """Guards of one traced call, and the numbers that became inputs of its graph."""
 
     def __init__(self, manager: Any, number_names: list[str], died: list[str]) -> None:
-        self.hold: Callable[[Scope], bool] = manager.check
-        """Returns True if a call with these local variables takes the traced path."""
+        self._check = manager.check
         self.number_names = tuple(number_names)
         """Where the numbers stand, as expressions of Dynamo's over the local variables `L` and the globals `G`."""
         names = "".join(f"{name}, " for name in number_names)
@@ -43,6 +44,16 @@ class TracedGuards:
     def is_alive(self) -> bool:
         """False once an object died whose address a guard compares: another object may lie there since."""
         return not self._died
+
+    def hold(self, scope: Scope) -> bool:
+        """Return True if a call with these local variables takes the traced path.
+
+        A dispatch mode that looks on, as a meter of memory does, is no part of the path.
+        """
+        if not num_dispatch_modes():
+            return self._check(scope)
+        with _disable_current_modes():
+            return self._check(scope)
 
     def numbers(self, scope: Scope) -> tuple[Any, ...]:
         """Return the values of the numbers that are inputs of the graph."""
@@ -156,7 +167,6 @@ def _dynamo() -> Any:
     from torch._dynamo.variables.torch import tracing_state_functions
     from torch._guards import TracingContext
     from torch.fx.experimental import _config as shape_config
-    from torch.utils._python_dispatch import _disable_current_modes
 
     settings = {
         # A float would be an input in place of a guard, and so would its effect on what is compared.
@@ -209,7 +219,7 @@ def _dynamo() -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """While open, Dynamo logs errors alone, and warns of nothing: it looks at `.grad` of tensors that have none, say."""
+    """While open, Dynamo logs errors alone and warns of nothing: it reads `.grad` of tensors without one, say."""
     logger, records = logging.getLogger("torch._dynamo"), logging.getLogger("torch.__trace")
     before = logger.level, records.disabled
     logger.setLevel(logging.ERROR)
