@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -34,11 +35,14 @@ class Finding:
 def add_parser(commands: Any) -> None:
     """Add `doctor` to the commands of `adacc`."""
     parser = commands.add_parser("doctor", help="print what this machine has, what is slow here, and what to change")
+    parser.add_argument(
+        "folder", type=Path, nargs="?", metavar="RUN", help="a run's folder: which of its blocks cost more, and why"
+    )
     parser.set_defaults(run=_doctor)
 
 
-def _doctor(_: argparse.Namespace) -> str:
-    findings = examine()
+def _doctor(arguments: argparse.Namespace) -> str:
+    findings = [*examine(), *(() if arguments.folder is None else examine_blocks(arguments.folder))]
     width = max(len(finding.what) for finding in findings)
     lines = []
     for finding in findings:
@@ -56,7 +60,46 @@ def examine() -> list[Finding]:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_device = _on_gpu(device) if device.type == "cuda" else _on_cpu()
-    return [*_packages(), *on_device, _launches(device), _prices(), _pictures()]
+    return [*_packages(), *on_device, _launches(device), _tracing(), _prices(), _pictures()]
+
+
+def examine_blocks(run: Path) -> list[Finding]:
+    """Return a finding for each kind of blocks in the profile of a run.
+
+    Raises FileNotFoundError if the folder has no profile.
+    """
+    from adacc_hf.artifacts.files import PROFILE_FILE
+    from adacc_hf.artifacts.profile import Profile
+    from adacc_hf.reports.explain import describe_execution
+
+    profile = Profile.load(run / PROFILE_FILE)
+    findings = []
+    for index, kind in enumerate(profile.kinds):
+        names = [block.name for block in profile.blocks if block.kind == index]
+        notes = describe_execution(kind)
+        found = f"{kind.block_class}, {names[0]} and {len(names) - 1} others: {'; '.join(notes) or 'guarded by Dynamo'}"
+        advice = "rewrite what is named there, or leave the class out with AdaccConfig(block_classes=...)"
+        findings.append(Finding("blocks", found, advice if notes else None))
+    return findings
+
+
+def _tracing() -> Finding:
+    """Whether Dynamo can trace, which the guards of a block come from."""
+    import torch
+
+    from adacc_hf.torch_glue.dynamo import NotTraceableError, trace
+
+    begin = time.perf_counter()
+    try:
+        trace({"call": torch.sin, "args": (torch.ones(2),), "kwargs": {}})
+    except NotTraceableError as error:
+        return Finding(
+            "guards",
+            f"no block can be traced: {error}",
+            "unset TORCHDYNAMO_DISABLE and set_stance: until then each call is compared with its tape, which takes some "
+            "10 us an operator",
+        )
+    return Finding("guards", f"traced by Dynamo; its import and first trace took {time.perf_counter() - begin:.1f} s")
 
 
 def _packages() -> Iterator[Finding]:

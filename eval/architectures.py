@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ class Verdict:
     stored: bool
     mixed: bool | None
     """None where nothing was compressed with loss."""
+    calls: str = "-"
+    """What tells whether a call of a block runs what was recorded (`describe_calls`)."""
     notes: tuple[str, ...] = ()
     """Why blocks fell back to torch's checkpoint, by how much stored bytes differ, or why the model was refused."""
 
@@ -86,6 +89,7 @@ class Verdict:
             "compressed": _word(self.compressed),
             "stored bytes": _word(self.stored),
             "mixed": _word(self.mixed),
+            "calls": self.calls,
             "notes": "; ".join([*self._settings(), *self.notes]),
         }
 
@@ -145,8 +149,29 @@ def _verdict(
         compressed=None if is_vacuous and trials[-1].fallbacks else same_bits(trials[-1].steps, expected) > is_vacuous,
         stored=all(trial.excess_bytes == 0 for trial in trials),
         mixed=_is_mixed_well(model, batches, profile, config, plain),
-        notes=_notes(trials),
+        calls=describe_calls(profile),
+        notes=(*_untraced(profile), *_notes(trials)),
     )
+
+
+def describe_calls(profile: Profile) -> str:
+    """Return what tells whether calls run what was recorded, for all kinds of blocks, the commonest first.
+
+    "traced" by Dynamo whole, so that guards tell; "witnessed", compared with the tape at each call; "checkpointed".
+    """
+    words: Counter[str] = Counter()
+    for block in profile.blocks:
+        kind = profile.kind_of(block)
+        words["checkpointed" if kind.fallback else "witnessed" if kind.untraced else "traced"] += 1
+    return ", ".join(word for word, _ in words.most_common())
+
+
+def _untraced(profile: Profile) -> Iterator[str]:
+    """Yield why blocks are witnessed, each reason once."""
+    found = {
+        f"{kind.block_class}: {kind.untraced}": None for kind in profile.kinds if not kind.fallback and kind.untraced
+    }
+    yield from found
 
 
 def _is_mixed_well(
@@ -355,6 +380,9 @@ some of the blocks (see notes). No architecture has code of its own.
 - **mixed**: under random policies that compress and recompute the gradient is off by at most {factor:g} times what it
   is with everything compressed, and {excess:.0%}; "-" where no lossy codec was used.
 - **blocks**: calls of blocks in one step, each with a plan of its own; albert calls one layer again and again.
+- **calls**: what tells whether a call of a block runs what was recorded. "traced": Dynamo traces the block whole, and
+  its guards tell in some 10 us. "witnessed": it cannot, and each call is compared with its tape, operator by operator.
+  "checkpointed": torch's checkpoint runs the block.
 - **notes**: blocks that cannot be replayed, and why: which operators they run depends on what they compute (how many
   tokens an expert gets). Such a block retains everything or runs under torch's checkpoint, as the policy says. What
   depends on small integers that a block is given, such as the sizes of images, is replayed. Predictions are off where

@@ -167,6 +167,9 @@ class KindProfile:
     recomputation's does, under which memory was measured."""
     fallback: str | None = None
     """Why torch's checkpoint runs such a block unless it retains everything: its operators cannot be replayed."""
+    untraced: str | None = None
+    """Why each call of such a block is compared with its tape, operator by operator: Dynamo cannot trace its Python
+    whole. None if guards tell whether a call runs what was recorded."""
 
     @cached_property
     def activations(self) -> tuple[Value, ...]:

@@ -225,7 +225,8 @@ class Survey:
         else:
             kind = KindBuilder(group, self.sharing, prices, self.config).build()
         read = recompute_outcome(kind).shared
-        return replace(kind, held=tuple(sorted(i for i in read if not self.sharing.records[i].saved)))
+        held = tuple(sorted(i for i in read if not self.sharing.records[i].saved))
+        return replace(kind, held=held, untraced=group[0].known.untraced)
 
     def add_forwards(self, forwards: list[tuple[ForwardEvent, ...]]) -> list[KindProfile]:
         """Give each kind its measured forward."""

@@ -126,7 +126,7 @@ def explain_policy(policy: Policy, profile: Profile) -> str:
         if plan.kind == IDLE_KIND:
             lines.append(f"  {NOTHING_TO_DECIDE}")
             continue
-        lines += [] if kind.fallback is None else [f"  fallback: {describe_fallback(kind)}"]
+        lines += [f"  {note}" for note in describe_execution(kind)]
         lines += [_aligned(line, widths) for line in cells]
     return "\n".join(lines)
 
@@ -142,9 +142,13 @@ def describe_head(policy: Policy, profile: Profile) -> str:
     return f"{policy.head} head; " + "; ".join(costs)
 
 
-def describe_fallback(kind: KindProfile) -> str:
-    """What runs a kind that cannot be replayed, and why."""
-    return f"torch's checkpoint runs these blocks unless they retain everything, since {kind.fallback}"
+def describe_execution(kind: KindProfile) -> list[str]:
+    """Return a line for each reason why blocks of a kind are not run under their plan alone."""
+    if kind.fallback is not None:
+        return [f"fallback: torch's checkpoint runs these blocks unless they retain everything, since {kind.fallback}"]
+    if kind.untraced is not None:
+        return [f"compared with its tape at each call (some 10 us an operator), since Dynamo stops at: {kind.untraced}"]
+    return []
 
 
 def format_shape(value: Value) -> str:

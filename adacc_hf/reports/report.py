@@ -17,7 +17,7 @@ from adacc_hf.reports.explain import (
     ActivationRow,
     activation_rows,
     check_belongs,
-    describe_fallback,
+    describe_execution,
     describe_head,
     format_shape,
     plan_groups,
@@ -204,7 +204,7 @@ def _actions(profile: Profile, policy: Policy) -> list[Part]:
             continue
         rows = [_action_cells(row) for row in activation_rows(kind, plan)]
         parts += [
-            *([] if kind.fallback is None else [Paragraph(f"Fallback: {describe_fallback(kind)}.")]),
+            *(Paragraph(f"{note.capitalize()}.") for note in describe_execution(kind)),
             Table(ACTION_HEADERS, rows, ACTION_NUMBERS),
         ]
     return parts

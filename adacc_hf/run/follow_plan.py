@@ -457,9 +457,8 @@ class FollowPlan:
             fitted = (*self.tapes.values(), *(known.tape for known in self.known.of_families.values()))
             planned = next((known for known in fitted if known.structure.startswith(structure)), None)
             recorded = self.library.tape_of_structure(structure)
-            # Weights that share storages, or share them no more, make another tape of the same operators.
-            has_moved = bool(tape.sharing) or (recorded is not None and bool(recorded.sharing))
-            if planned is None and (identity != own_identity or (call == own_call and not has_moved)):
+            # A profile of this process is of this very model, which may take another path since.
+            if planned is None and (identity != own_identity or (call == own_call and recorded is None)):
                 raise PolicyMismatchError(
                     f"block {self.name} ({tape.block_class}: {len(tape.operators)} operators, {len(tape.slots)} saved "
                     f"tensors) has tape {tape.kind}, the policy was made for tape {self.plan.kind}: the model, its "

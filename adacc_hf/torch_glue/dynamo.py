@@ -89,7 +89,8 @@ def trace(scope: Scope) -> TracedGuards:
     except _NotTracedError as error:
         raise NotTraceableError("Dynamo is switched off (TORCHDYNAMO_DISABLE, torch.compiler.set_stance)") from error
     except Exception as error:  # Dynamo raises whatever its own code or the traced code runs into
-        raise NotTraceableError(_in_one_line(error)) from error
+        inner = getattr(error, "inner_exception", None)  # of the backend
+        raise NotTraceableError(str(inner) if type(inner) is NotTraceableError else _in_one_line(error)) from error
     entries = dynamo.cache_entries(probe.__code__)
     if len(entries) != 1:
         raise NotTraceableError("Dynamo finds no tensor operator in it")
@@ -202,6 +203,7 @@ def _dynamo() -> Any:
             stack.enter_context(shape_config.patch(use_duck_shape=False))
             stack.enter_context(_disable_current_modes())
             stack.enter_context(_quiet())
+            stack.enter_context(_grouped_products_of_any_dtype())
             CheckFunctionManager.id_ref = id_ref  # type: ignore[method-assign]
             states.update({question: False for question, answer in before.items() if answer is True})
             try:
@@ -218,16 +220,41 @@ def _dynamo() -> Any:
 
 
 @contextmanager
+def _grouped_products_of_any_dtype() -> Iterator[None]:
+    """While open, the shape of a grouped product can be told for any dtype.
+
+    torch tells that of bfloat16 alone, though its kernels take others where they run operator by operator.
+    """
+    from torch import _meta_registrations
+
+    original = getattr(_meta_registrations, "_meta_grouped_mm_common", None)
+    if original is None:
+        yield
+        return
+
+    def common(left: Any, right: Any, *args: Any, **kwargs: Any) -> Any:
+        if left.dtype is not right.dtype or left.dtype not in (torch.float32, torch.float16):
+            return original(left, right, *args, **kwargs)
+        return original(left.bfloat16(), right.bfloat16(), *args, **kwargs).to(left.dtype)
+
+    _meta_registrations._meta_grouped_mm_common = common  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _meta_registrations._meta_grouped_mm_common = original
+
+
+@contextmanager
 def _quiet() -> Iterator[None]:
-    """While open, Dynamo logs errors alone and warns of nothing: it reads `.grad` of tensors without one, say."""
-    logger, records = logging.getLogger("torch._dynamo"), logging.getLogger("torch.__trace")
-    before = logger.level, records.disabled
-    logger.setLevel(logging.ERROR)
-    records.disabled = True
+    """While open, Dynamo logs nothing and warns of nothing: it reads `.grad` of tensors without one, say."""
+    loggers = [logging.getLogger(name) for name in ("torch._dynamo", "torch._subclasses", "torch.fx", "torch.__trace")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(before[0])
-        records.disabled = before[1]
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
