@@ -104,6 +104,8 @@ class BlockPrograms:
         self._latest: Program | None = None
         self._num_calls = 0
         self._num_short = 0
+        self._restless: str | None = None
+        """Why the block is traced no more; None while it is."""
         self._has_memory = not any(hasattr(parameter, "fake_mode") for parameter in block.parameters())
         self.untraced: str | None = None
         """Why the latest call has no program; None if it has one, or if the block's tensors have no memory."""
@@ -118,6 +120,7 @@ class BlockPrograms:
         latest = self._latest
         self._num_calls += 1
         if latest is not None and latest.fits(scope):
+            self.untraced = None
             return latest.number, latest.numbers(scope)
         program = self._find(scope) if self._has_memory else None
         if program is None:
@@ -132,12 +135,10 @@ class BlockPrograms:
                 programs.move_to_end(program.number)
                 self.untraced = None
                 return program
-        if self._is_restless():
+        if self._restless is not None:
+            self.untraced = self._restless
             return None
         return self._traced(scope)
-
-    def _is_restless(self) -> bool:
-        return self._num_short >= RESTLESS_AFTER
 
     def _traced(self, scope: Scope) -> Program | None:
         path = untraced_key(self._current_paths()), plain_arguments(scope)
@@ -148,9 +149,8 @@ class BlockPrograms:
         failed = self._latest
         self._num_short = self._num_short + 1 if failed is not None and self._num_calls <= SHORT_LIFE else 0
         self._num_calls = 0
-        if self._is_restless():
-            assert failed is not None  # a first program is not short-lived
-            self.untraced = f"{failed.first_failure(scope)} changes again and again"
+        if failed is not None and self._num_short >= RESTLESS_AFTER:
+            self.untraced = self._restless = f"{failed.first_failure(scope)} changes again and again"
             return None
         try:
             program = Program(trace(scope))

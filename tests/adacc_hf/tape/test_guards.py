@@ -1,0 +1,418 @@
+"""Programs: which calls of a block run the same operators, and which ones no guard vouches for."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from adacc_hf.tape import guards
+from adacc_hf.tape.guards import (
+    RESTLESS_AFTER,
+    SHORT_LIFE,
+    BlockPrograms,
+    StatePaths,
+    untraced_key,
+    untraced_reasons,
+)
+
+
+@pytest.fixture
+def block_class():
+    """`block_class(code)`: a class of blocks of its own that run `code(block, hidden, *args)`."""
+
+    def make(code):
+        class Block(nn.Module):
+            def __init__(self, **attributes):
+                super().__init__()
+                self.layer, self.dropout = nn.Linear(8, 8), nn.Dropout(0.1)
+                vars(self).update(attributes)
+
+            def forward(self, hidden, *args, **kwargs):
+                return code(self, hidden, *args, **kwargs)
+
+        return Block
+
+    return make
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """A list with the scope of each trace."""
+    scopes = []
+    trace = guards.trace
+    monkeypatch.setattr(guards, "trace", lambda scope: scopes.append(scope) or trace(scope))
+    return scopes
+
+
+def scaled(block, hidden):
+    return block.layer(hidden) * block.scale
+
+
+def text(samples=2, tokens=6):
+    return torch.ones(samples, tokens, 8)
+
+
+class Calls:
+    """Keys of calls of one block."""
+
+    def __init__(self, block):
+        self.block = block
+        self.programs = BlockPrograms(block)
+
+    def key(self, *args, **kwargs):
+        return self.programs.key(partial(self.block, **kwargs), args or (text(),))
+
+
+# Programs
+
+
+def test_calls_that_pass_the_guards_have_one_program(block_class, traces):
+    calls = Calls(block_class(scaled)(scale=1.0))
+    keys = {calls.key(text(*size)) for size in ((2, 6), (3, 7), (5, 2))}
+    assert len(keys) == len(traces) == 1
+    assert calls.programs.untraced is None
+
+
+def test_other_values_are_other_programs_and_are_known_again(block_class, traces):
+    calls = Calls(block_class(scaled)(scale=1.0))
+    keys = []
+    for calls.block.scale in (1.0, 2.0, 1.0, 2.0, 3.0, 1.0):
+        keys.append(calls.key())
+    assert len(traces) == 3
+    assert keys[0] == keys[2] == keys[5]
+    assert keys[1] == keys[3]
+    assert len(set(keys)) == 3
+
+
+def test_blocks_of_a_class_share_their_programs(block_class, traces):
+    """In one model or in several, as long as the guards hold."""
+    make = block_class(scaled)
+    blocks = [make(scale=scale) for scale in (1.0, 1.0, 2.0, 1.0)]
+    first, second, other, _ = keys = [Calls(block).key() for block in blocks]
+    assert first == second == keys[3] != other
+    assert len(traces) == 2
+
+
+def test_blocks_of_another_class_have_programs_of_their_own(block_class):
+    """A number is never given twice."""
+    one, other = (Calls(block_class(scaled)(scale=1.0)).key() for _ in range(2))
+    assert one != other
+
+
+def test_a_partial_is_looked_into(block_class):
+    """Transformers gives a block's keyword arguments so."""
+    calls = Calls(block_class(lambda block, hidden, by, more: block.layer(hidden) * by * more)())
+    fn = partial(partial(calls.block, more=2.0), by=1.0)
+    keys = [
+        calls.programs.key(fn, (text(),)),
+        calls.programs.key(partial(calls.block, by=1.0, more=2.0), (text(),)),
+        calls.programs.key(partial(calls.block, text(), by=1.0, more=2.0), ()),
+    ]
+    assert keys[0] == keys[1]
+    assert calls.programs.key(partial(calls.block, by=1.5, more=2.0), (text(),)) != keys[0]
+    assert keys[2] == keys[0]
+
+
+def test_modes_are_other_programs(block_class):
+    calls = Calls(block_class(lambda block, hidden: block.dropout(block.layer(hidden)))())
+    keys = [calls.key()]
+    with torch.no_grad():
+        keys.append(calls.key())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        keys.append(calls.key())
+    with torch.autocast("cpu", dtype=torch.float16):
+        keys.append(calls.key())
+    calls.block.eval()
+    keys.append(calls.key())
+    calls.block.layer.bias.requires_grad_(False)
+    keys.append(calls.key())
+    assert len(set(keys)) == len(keys)
+
+
+def test_the_least_recently_used_program_goes(block_class, traces, monkeypatch):
+    monkeypatch.setattr(guards, "MAX_PROGRAMS", 3)
+    calls = Calls(block_class(scaled)(scale=0.0))
+    keys = {}
+    for calls.block.scale in (0.0, 1.0, 2.0):
+        keys[calls.block.scale] = calls.key()
+    calls.block.scale = 0.0
+    assert calls.key() == keys[0.0]
+    calls.block.scale = 3.0
+    calls.key()  # takes the place of 1.0
+    assert len(traces) == 4
+    for calls.block.scale in (0.0, 2.0):
+        assert calls.key() == keys[calls.block.scale]
+    assert len(traces) == 4
+    calls.block.scale = 1.0
+    assert calls.key() != keys[1.0]  # nobody may take it for the old one's
+    assert len(traces) == 5
+
+
+def test_a_program_that_compares_an_address_of_what_died_fits_no_more(block_class, traces):
+    code = lambda block, hidden: block.layer(hidden) * (2.0 if isinstance(block.scale, block.kind) else 3.0)  # noqa: E731
+    calls = Calls(block_class(code)(scale=1.0, kind=type("Kind", (), {})))
+    before = calls.key()
+    del calls.block.kind
+    calls.block.kind = float
+    assert calls.key() != before
+    assert len(traces) == 2
+
+
+# Numbers that no guard compares
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        pytest.param(np.float64(1.0), np.float64(2.0), id="value"),
+        pytest.param(np.float64(1.0), np.float64(1.0 + 2**-52), id="last bit"),
+        pytest.param(np.float64(0.0), np.float64(-0.0), id="sign of zero"),
+        pytest.param(np.float32(1.0), np.float64(1.0), id="type"),
+        pytest.param(np.int64(1), np.int64(2), id="whole number"),
+        pytest.param(np.float64(2.0), 2.0, id="a float"),
+        pytest.param(np.full(8, 2.0), np.arange(8.0), id="array"),
+        pytest.param(np.ones((1, 8)), np.ones(8), id="shape"),
+    ],
+)
+def test_numbers_of_numpy_are_part_of_the_key(block_class, one, other):
+    calls = Calls(block_class(scaled)(scale=one))
+    before = calls.key()
+    assert calls.key() == before
+    hash(before)
+    calls.block.scale = other
+    assert calls.key() != before
+    calls.block.scale = one.copy()
+    assert calls.key() == before
+    assert calls.programs.untraced is None
+
+
+def test_not_a_number_is_equal_to_itself(block_class):
+    """Else each call would be another one."""
+    calls = Calls(block_class(scaled)(scale=np.float64("nan")))
+    assert calls.key() == calls.key()
+
+
+def test_whole_numbers_among_arguments_are_part_of_the_key(block_class, traces):
+    calls = Calls(block_class(lambda block, hidden, count: block.layer(hidden).narrow(1, 0, count))())
+    (program, numbers), other = calls.key(text(), 3), calls.key(text(), 4)
+    assert (program, numbers, other) == (other[0], (3,), (program, (4,)))
+    assert all(type(number) is int for number in numbers)  # families take them for sizes
+    assert len(traces) == 1
+    assert calls.key(text(), True)[0] != program
+
+
+def test_what_transformers_only_passes_through_is_no_part(block_class, traces):
+    """The number of items in a batch differs at every step."""
+    calls = Calls(block_class(lambda block, hidden, **kwargs: block.layer(hidden))())
+    keys = {calls.key(text(), num_items_in_batch=torch.tensor(number)) for number in range(3)}
+    keys |= {calls.key(text(), num_items_in_batch=number) for number in range(5, 5 + 3)}
+    assert len(keys) <= 2
+    assert len(traces) <= 2
+
+
+# Blocks that cannot be traced whole
+
+
+@torch.compiler.disable
+def hidden_tanh(hidden):
+    return hidden.tanh()
+
+
+UNTRACED = {
+    "a helper that forbids it": (lambda block, hidden: hidden_tanh(block.layer(hidden)), "torch.compiler.disable"),
+    "a branch on data": (lambda block, hidden: block.layer(hidden) if hidden.sum() > 0 else hidden, "branching"),
+    "a list of data": (lambda block, hidden: block.layer(hidden) * sum(hidden.flatten().tolist()), "tolist"),
+    "numpy's dice": (lambda block, hidden: block.layer(hidden) * np.random.rand(), "data-dependent"),
+}
+
+
+@pytest.mark.parametrize("why", UNTRACED)
+def test_a_block_that_cannot_be_traced_has_a_reason(block_class, traces, why):
+    code, reason = UNTRACED[why]
+    block = block_class(code)()
+    calls = Calls(block)
+    assert calls.key() == calls.key(text(3, 7))
+    assert reason in calls.programs.untraced
+    assert list(untraced_reasons(block)) == [calls.programs.untraced]
+    assert len(traces) == 1  # and is not tried again, nor for others of its class
+    other = Calls(type(block)())
+    assert other.key() == calls.key()
+    assert other.programs.untraced == calls.programs.untraced
+    assert len(traces) == 1
+
+
+def test_a_traced_block_has_no_reason(block_class):
+    block = block_class(scaled)(scale=1.0)
+    assert list(untraced_reasons(block)) == []
+    Calls(block).key()
+    assert list(untraced_reasons(block)) == []
+
+
+def test_what_can_be_told_without_running_tells_untraced_calls_apart(block_class, traces):
+    code = lambda block, hidden, *args, **kwargs: hidden_tanh(block.dropout(block.layer(hidden)))  # noqa: E731
+    calls = Calls(block_class(code)())
+    keys = [calls.key()]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        keys.append(calls.key())
+    for args in ((1,), (2,), (True,), (1.5,), ("a",), ((1, 2),), ({"a": 1},)):
+        keys.append(calls.key(text(), *args))
+    calls.block.dropout.eval()
+    keys.append(calls.key())
+    calls.block.layer.bias.requires_grad_(False)
+    keys.append(calls.key())
+    calls.block.dropout = nn.Identity()
+    keys.append(calls.key())
+    hook = calls.block.layer.register_forward_hook(lambda *_: None)
+    keys.append(calls.key())
+    hook.remove()
+    assert len(set(map(repr, keys))) == len(keys)
+    assert calls.key() == keys[-2]
+    assert len(traces) <= len(keys)
+
+
+def test_a_path_that_can_be_traced_ends_the_reason(block_class, traces):
+    """Whichever way its program is found."""
+
+    def code(block, hidden):
+        return hidden_tanh(block.layer(hidden)) if block.is_hidden else block.layer(hidden)
+
+    calls = Calls(block_class(code)(is_hidden=False))
+    other = type(calls.block)(is_hidden=False)
+    calls.key()
+    for _ in range(2):
+        calls.block.is_hidden = True
+        calls.key()
+        assert calls.programs.untraced is not None
+        calls.block.is_hidden = False
+        calls.key()
+        assert calls.programs.untraced is None
+    again = Calls(other)
+    again.block.is_hidden = True
+    again.key()
+    assert again.programs.untraced is not None
+    again.block.is_hidden = False
+    again.key()
+    assert again.programs.untraced is None
+    assert len(traces) == 2
+
+
+def test_a_block_that_is_another_one_at_every_call_is_traced_no_more(block_class, traces):
+    calls = Calls(block_class(scaled)(scale=0))
+    for calls.block.scale in range(2 * RESTLESS_AFTER):
+        calls.key()
+    assert len(traces) == RESTLESS_AFTER
+    assert "scale" in calls.programs.untraced
+    assert "changes again and again" in calls.programs.untraced
+
+
+def test_a_restless_block_is_vouched_for_where_a_program_is_known_alone(block_class, traces):
+    calls = Calls(block_class(scaled)(scale=0))
+    for calls.block.scale in range(2 * RESTLESS_AFTER):
+        calls.key()
+    for calls.block.scale in (0, 77, 1, 78, 78, 0, 1):
+        calls.key()
+        assert (calls.programs.untraced is None) == (calls.block.scale < RESTLESS_AFTER)
+    assert len(traces) == RESTLESS_AFTER
+
+
+def test_a_block_that_changes_now_and_then_is_traced_each_time(block_class, traces):
+    """As a rate does that moves every few hundred steps."""
+    calls = Calls(block_class(scaled)(scale=0))
+    for calls.block.scale in range(RESTLESS_AFTER + 4):
+        for _ in range(SHORT_LIFE + 1):
+            calls.key()
+        assert calls.programs.untraced is None
+    assert len(traces) == RESTLESS_AFTER + 4
+
+
+def test_blocks_of_a_class_are_restless_by_themselves(block_class):
+    make = block_class(scaled)
+    restless, calm = Calls(make(scale=0)), Calls(make(scale=1000))
+    for restless.block.scale in range(2 * RESTLESS_AFTER):
+        restless.key()
+        calm.key()
+    assert restless.programs.untraced is not None
+    assert calm.programs.untraced is None
+
+
+def test_tensors_without_memory_are_not_traced(block_class, traces):
+    """Shapes are all that an estimate has."""
+    with FakeTensorMode():
+        block = block_class(scaled)(scale=1.0)
+        calls = Calls(block)
+        assert calls.key() == calls.key()
+    assert traces == []
+    assert calls.programs.untraced is None
+
+
+# The paths of a block's modules
+
+
+def made(*layers):
+    return nn.Sequential(nn.Linear(2, 2), *layers)
+
+
+def test_what_a_block_is_made_of_tells_untraced_calls_apart():
+    """The same at other blocks that are made alike; hooks of one function are alike."""
+
+    def hook(*_):
+        return None
+
+    def structure(block):
+        return StatePaths(block).structure
+
+    block = made(nn.Tanh())
+    before = structure(block)
+    assert structure(made(nn.Tanh())) == before
+    block[1] = nn.GELU()
+    other = structure(block)
+    handle = block[0].register_forward_hook(hook)
+    hooked = structure(block)
+    block.append(nn.Dropout())
+    assert len({before, other, hooked, structure(block)}) == 4
+    del block[2]
+    handle.remove()
+    assert structure(block) == other
+    block[1] = nn.Tanh()
+    assert structure(block) == before
+
+
+CHANGES = {
+    "module": lambda block: block.append(nn.Dropout()),
+    "module in its place": lambda block: block.__setitem__(1, nn.Tanh()),
+    "parameter": lambda block: block[0].register_parameter("more", nn.Parameter(torch.ones(1))),
+    "parameter gone": lambda block: delattr(block[0], "bias"),
+    "buffer": lambda block: block[0].register_buffer("more", torch.ones(1)),
+    "hook": lambda block: block[0].register_forward_hook(lambda *_: None),
+    "hook before": lambda block: block[1].register_forward_pre_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_of_what_it_is_made_of_are_noticed(change):
+    block = made(nn.Tanh())
+    paths = StatePaths(block)
+    assert paths.are_current()
+    CHANGES[change](block)
+    assert not paths.are_current()
+    assert StatePaths(block).are_current()
+
+
+def test_modes_are_those_of_the_moment():
+    block = made(nn.Dropout())
+    paths = StatePaths(block)
+    keys = [untraced_key(paths)]
+    block[1].eval()
+    keys.append(untraced_key(paths))
+    block[0].bias.requires_grad_(False)
+    keys.append(untraced_key(paths))
+    block[0].bias.requires_grad_(True)
+    block[1].train()
+    assert untraced_key(paths) == keys[0]
+    assert all(one != other for one, other in itertools.combinations(keys, 2))

@@ -1,0 +1,571 @@
+"""Tracing by Dynamo: what its guards notice, what they leave out, and that a trace leaves nothing behind."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import functools
+import gc
+import logging
+import math
+import random
+import types
+import warnings
+import weakref
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.utils import is_torchdynamo_compiling
+
+from adacc_hf.run.call import Recording
+from adacc_hf.tape.call_inputs import fetch, find_external
+from adacc_hf.tape.compiled_plan import CompiledPlan, least_memory_choices
+from adacc_hf.tape.library import TapeLibrary
+from adacc_hf.torch_glue.dynamo import NotTraceableError, trace
+
+
+class Block(nn.Module):
+    """Runs `code(block, hidden, *args)`."""
+
+    def __init__(self, code):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.code = code
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, hidden, *args, **kwargs):
+        return self.code(self, hidden, *args, **kwargs)
+
+
+def text(samples=2, tokens=6):
+    return torch.ones(samples, tokens, 8)
+
+
+def scope_of(block, *args, **kwargs):
+    return {"call": block, "args": args or (text(),), "kwargs": kwargs}
+
+
+def traced(block, *args, **kwargs):
+    return trace(scope_of(block, *args, **kwargs))
+
+
+# What guards notice
+
+
+@dataclasses.dataclass
+class Settings:
+    scale: float = 1.0
+
+
+class Mode(enum.Enum):
+    FIRST = 1
+    SECOND = 2
+
+
+class Plain:
+    scale = 1.0
+
+
+def scaling(hidden):
+    return hidden * scaling.scale
+
+
+def by_closure(number):
+    return lambda hidden: hidden * number
+
+
+SCALE = 1.0
+
+
+def set_global(number):
+    globals()["SCALE"] = number
+
+
+def attribute(value):
+    """Change an attribute of a block to `value`."""
+    return lambda block: setattr(block, "value", value)
+
+
+def multiply(read):
+    return lambda block, hidden: block.layer(hidden) * read(block.value)
+
+
+CHANGES = {
+    "attribute": (multiply(lambda value: value), attribute(1.0), attribute(2.0)),
+    "type": (multiply(lambda value: value), attribute(1), attribute(1.0)),
+    "truth": (multiply(lambda value: value), attribute(1), attribute(True)),
+    "element": (multiply(lambda value: value[0]), attribute([1.0]), lambda block: block.value.__setitem__(0, 2.0)),
+    "entry": (multiply(lambda value: value["a"]), attribute({"a": 1.0}), lambda block: block.value.update(a=2.0)),
+    "counter": (
+        multiply(lambda value: value["a"]),
+        attribute(collections.Counter(a=1)),
+        lambda block: block.value.update("a"),
+    ),
+    "tuple": (multiply(lambda value: value[1]), attribute((1, 2.0)), attribute((1, 3.0))),
+    "range": (multiply(len), attribute(range(3)), attribute(range(4))),
+    "dataclass": (multiply(lambda value: value.scale), attribute(Settings()), attribute(Settings(2.0))),
+    "namespace": (
+        multiply(lambda value: value.scale),
+        attribute(types.SimpleNamespace(scale=1.0)),
+        lambda block: setattr(block.value, "scale", 2.0),
+    ),
+    "configuration": (
+        multiply(lambda value: value.scale),
+        attribute(PretrainedConfig(scale=1.0)),
+        lambda block: setattr(block.value, "scale", 2.0),
+    ),
+    "enumeration": (multiply(lambda value: value.value), attribute(Mode.FIRST), attribute(Mode.SECOND)),
+    "member": (
+        multiply(lambda value: 2.0 if value is Mode.FIRST else 3.0),
+        attribute(Mode.FIRST),
+        attribute(Mode.SECOND),
+    ),
+    "complex": (multiply(lambda value: value.real), attribute(1 + 2j), attribute(2 + 2j)),
+    "function of a number": (multiply(math.sqrt), attribute(4.0), attribute(9.0)),
+    "slice": (lambda block, hidden: block.layer(hidden)[:, block.value], attribute(slice(2)), attribute(slice(3))),
+    "dtype": (
+        lambda block, hidden: block.layer(hidden).to(block.value),
+        attribute(torch.float64),
+        attribute(torch.half),
+    ),
+    "device": (
+        lambda block, hidden: block.layer(hidden) * torch.ones(8, device=block.value),
+        attribute(torch.device("cpu")),
+        attribute(torch.device("meta")),
+    ),
+    "function": (
+        lambda block, hidden: block.value(block.layer(hidden)),
+        attribute(lambda hidden: hidden.tanh()),
+        attribute(lambda hidden: hidden.sigmoid()),
+    ),
+    "default": (
+        lambda block, hidden: block.value(block.layer(hidden)),
+        attribute(lambda hidden, by=2.0: hidden * by),
+        attribute(lambda hidden, by=3.0: hidden * by),
+    ),
+    "closure": (
+        lambda block, hidden: block.value(block.layer(hidden)),
+        attribute(by_closure(1.0)),
+        attribute(by_closure(2.0)),
+    ),
+    "partial": (
+        lambda block, hidden: block.value(block.layer(hidden)),
+        attribute(functools.partial(torch.mul, other=2.0)),
+        attribute(functools.partial(torch.mul, other=3.0)),
+    ),
+    "function attribute": (
+        lambda block, hidden: scaling(block.layer(hidden)),
+        lambda _: setattr(scaling, "scale", 1.0),
+        lambda _: setattr(scaling, "scale", 2.0),
+    ),
+    "class attribute": (
+        multiply(lambda value: value.scale),
+        attribute(Plain()),
+        lambda block: setattr(block.value, "scale", 2.0),
+    ),
+    "global": (
+        lambda block, hidden: block.layer(hidden) * SCALE,
+        lambda _: set_global(1.0),
+        lambda _: set_global(2.0),
+    ),
+    "absent attribute": (
+        lambda block, hidden: block.layer(hidden) * getattr(block, "value", 1.0),
+        lambda _: None,
+        attribute(2.0),
+    ),
+    "mode": (lambda block, hidden: nn.functional.dropout(hidden, 0.5, block.training), nn.Module.train, nn.Module.eval),
+    "frozen parameter": (
+        lambda block, hidden: block.layer(hidden),
+        lambda _: None,
+        lambda block: block.layer.weight.requires_grad_(False),
+    ),
+    "hook": (
+        lambda block, hidden: block.layer(hidden),
+        lambda _: None,
+        lambda block: block.layer.register_forward_hook(lambda module, args, output: output * 2),
+    ),
+    "patched forward": (
+        lambda block, hidden: block.layer(hidden),
+        lambda _: None,
+        lambda block: setattr(block.layer, "forward", lambda hidden: hidden),
+    ),
+    "another module": (
+        lambda block, hidden: block.layer(hidden),
+        lambda _: None,
+        lambda block: setattr(block, "layer", nn.Bilinear(8, 8, 8)),
+    ),
+    "transposed parameter": (
+        lambda block, hidden: block.layer(hidden),
+        lambda _: None,
+        lambda block: setattr(block.layer.weight, "data", block.layer.weight.data.t()),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_a_block_reads_is_guarded(what):
+    code, before, after = CHANGES[what]
+    block = Block(code)
+    before(block)
+    guards = traced(block)
+    assert guards.hold(scope_of(block))
+    assert guards.first_failure(scope_of(block)) == ""
+    after(block)
+    assert not guards.hold(scope_of(block))
+    assert guards.first_failure(scope_of(block))
+
+
+@contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [torch.no_grad, lambda: torch.autocast("cpu", dtype=torch.bfloat16), lambda: default_dtype(torch.float64)],
+    ids=["no_grad", "autocast", "default dtype"],
+)
+def test_modes_are_guarded(mode):
+    block = Block(lambda block, hidden: block.layer(hidden))
+    guards = traced(block)
+    with mode():
+        assert not guards.hold(scope_of(block))
+        assert traced(block).hold(scope_of(block))
+    assert guards.hold(scope_of(block))
+
+
+def test_what_is_not_read_is_not_guarded():
+    block = Block(lambda block, hidden: block.layer(hidden))
+    block.unread, block.layer.unread = 1, 1
+    guards = traced(block)
+    block.unread, block.layer.unread, block.more = 2, 2, 3
+    assert guards.hold(scope_of(block))
+
+
+def test_sizes_are_symbols():
+    """Where no branch depends on them: 0 and 1 are told apart from all others by torch's operators."""
+    block = Block(lambda block, hidden: block.layer(hidden) if hidden.shape[1] < 20 else hidden)
+    guards = traced(block)
+    held = [guards.hold(scope_of(block, text(*size))) for size in ((3, 7), (6, 6), (2, 19), (2, 20), (1, 6), (2, 1))]
+    assert held == [True, True, True, False, False, False]
+
+
+def test_sizes_that_are_equal_by_chance_are_different_symbols():
+    block = Block(lambda block, hidden, other: hidden + other.sum(1, keepdim=True))
+    guards = traced(block, text(4, 4), text(4, 4))
+    assert guards.hold(scope_of(block, text(4, 4), text(4, 9)))
+
+
+def test_arguments_are_guarded():
+    block = Block(lambda block, hidden, scale=1.0, names=(): block.layer(hidden) * scale * len(names))
+    guards = traced(block, text(), scale=2.0, names=["a"])
+    assert guards.hold(scope_of(block, text(), scale=2.0, names=["a"]))
+    for scale, names in ((3.0, ["a"]), (2.0, ["a", "b"]), (2.0, ("a",)), (torch.tensor(2.0), ["a"])):
+        assert not guards.hold(scope_of(block, text(), scale=scale, names=names))
+    assert not guards.hold(scope_of(block, text()))
+    assert not guards.hold(scope_of(block, text().double(), scale=2.0, names=["a"]))
+
+
+def test_a_block_that_is_called_by_another_name_is_guarded():
+    """Blocks are called by `__call__` or by a partial of it: the guards are those of whatever was traced."""
+    block, other = Block(lambda block, hidden: block.layer(hidden)), Block(lambda block, hidden: block.layer(hidden))
+    guards = traced(block.forward)
+    assert guards.hold(scope_of(block.forward))
+    assert not guards.hold(scope_of(other.forward))  # of other code: each `lambda` here has its own
+    assert not guards.hold(scope_of(block))
+
+
+# What they leave out, and what is done about it
+
+
+NUMBERS = {
+    "float64": (np.float64(2.0), np.float64(3.0)),
+    "float32": (np.float32(2.0), np.float32(3.0)),
+    "int64": (np.int64(2), np.int64(3)),
+    "array": (np.array([2.0]), np.array([3.0])),
+}
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_numbers_of_numpy_are_inputs(kind):
+    """No guard tells their values."""
+    before, after = NUMBERS[kind]
+    block = Block(lambda block, hidden: block.layer(hidden) * block.value)
+    block.value = before
+    guards = traced(block)
+    assert guards.number_names == ("L['call'].value",)
+    assert guards.numbers(scope_of(block)) == (before,)
+    block.value = after
+    assert guards.hold(scope_of(block))
+    assert guards.numbers(scope_of(block)) == (after,)
+
+
+def test_whole_numbers_among_the_arguments_are_inputs():
+    block = Block(lambda block, hidden, count, by=1: block.layer(hidden).narrow(1, 0, count) * by)
+    guards = traced(block, text(), 3, by=2)
+    assert sorted(guards.number_names) == ["L['args'][1]", "L['kwargs']['by']"]
+    for count, by in ((3, 2), (4, 2), (3, 5)):
+        scope = scope_of(block, text(), count, by=by)
+        assert guards.hold(scope)
+        assert sorted(guards.numbers(scope)) == sorted((count, by))
+
+
+def test_sizes_and_floats_are_no_inputs():
+    """Sizes are part of a call's key by themselves, and floats are guarded."""
+    block = Block(lambda block, hidden, scale: block.layer(hidden).view(-1, hidden.shape[1]) * scale)
+    guards = traced(block, text(), 2.0)
+    assert guards.number_names == ()
+    assert guards.numbers(scope_of(block, text(), 2.0)) == ()
+    assert not guards.hold(scope_of(block, text(), 3.0))
+
+
+class Shared(nn.Module):
+    """Its weight is a part of a storage."""
+
+    def __init__(self, offset):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.put_at(offset)
+
+    def put_at(self, offset):
+        rows = torch.linspace(-1, 1, 128).view(16, 8)
+        self.layer.weight.data = rows[offset : offset + 8]
+
+    def forward(self, hidden):
+        return self.layer(hidden).tanh().exp()
+
+
+@pytest.mark.parametrize("offset", [1, 8])
+def test_a_storage_offset_is_noticed_by_the_plan_alone(offset):
+    block, hidden = Shared(0), text().requires_grad_()
+    guards = traced(block, hidden)
+    recording = Recording("block", block, (hidden,), {})
+    recording.run(block)
+    tape = TapeLibrary().verified(recording.recorder)
+    recording.close()
+    plan = CompiledPlan(tape, least_memory_choices(tape))
+
+    def has_all():
+        externals = fetch(plan.externals, block, (hidden,), {})
+        return plan.has_all(externals, lambda source: find_external(source, block, (hidden,), {}))
+
+    assert has_all()
+    block.put_at(offset)
+    assert guards.hold(scope_of(block, hidden))
+    assert not has_all()
+
+
+QUESTIONS = {
+    "compiler": torch.compiler.is_compiling,
+    "dynamo": torch.compiler.is_dynamo_compiling,
+    "by module": lambda: torch._dynamo.is_compiling(),
+    "transformers": is_torchdynamo_compiling,
+    "negated": lambda: torch.compiler.is_compiling() is not False,
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_code_that_asks_whether_it_is_compiled_takes_its_eager_branch(question):
+    """That is the one that runs: guards of the other branch would say nothing of it."""
+    is_compiling = QUESTIONS[question]
+
+    def code(block, hidden):
+        scale = block.compiled if is_compiling() else block.eager
+        return block.layer(hidden) * scale
+
+    block = Block(code)
+    block.eager, block.compiled = 1.0, 2.0
+    guards = traced(block)
+    block.compiled = 3.0
+    assert guards.hold(scope_of(block))
+    block.eager = 4.0
+    assert not guards.hold(scope_of(block))
+
+
+def test_the_answer_is_put_back():
+    block = Block(lambda block, hidden: block.layer(hidden) * (2.0 if torch.compiler.is_compiling() else 3.0))
+    guards = traced(block)
+    assert guards.hold(scope_of(block))
+    compiled = torch.compile(block, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(text()), block.layer(text()) * 2.0)  # a user's own torch.compile is told the truth
+    assert torch.equal(block(text()), block.layer(text()) * 3.0)
+
+
+# What cannot be traced
+
+
+@torch.compiler.disable
+def opaque(hidden):
+    return hidden.tanh()
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        pytest.param(lambda block, hidden: opaque(block.layer(hidden)), "torch.compiler.disable", id="disabled"),
+        pytest.param(lambda block, hidden: hidden * 2 if hidden.sum() > 0 else hidden, "branching", id="branch"),
+        pytest.param(lambda block, hidden: print("a") or block.layer(hidden), "builtin", id="print"),
+        pytest.param(lambda block, hidden: hidden * np.random.rand(), "data-dependent", id="numpy's dice"),
+        pytest.param(lambda block, hidden: block.nothing(hidden), "observed exception", id="error"),
+        pytest.param(lambda block, hidden: hidden.tolist(), "tolist", id="data"),
+    ],
+)
+def test_what_cannot_be_traced_has_a_reason_in_one_line(code, reason):
+    block = Block(code)
+    with pytest.raises(NotTraceableError) as caught:
+        traced(block)
+    message = str(caught.value)
+    assert reason.lower() in message.lower()
+    assert 0 < len(message) <= 200
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda: random.randint(1, 3), lambda: random.uniform(1.0, 2.0), lambda: random.randrange(2, 5)]
+)
+def test_numbers_from_pythons_dice_cannot_be_traced(draw):
+    """Each call has others: they would be inputs of the graph."""
+    state = random.getstate()
+    with pytest.raises(NotTraceableError, match="a number is drawn from Python's random generator"):
+        traced(Block(lambda block, hidden: block.layer(hidden) * draw()))
+    assert random.getstate() == state
+
+
+@pytest.mark.parametrize("stance", ["force_eager", "default"])
+def test_a_stance_that_forbids_compiling_runs_nothing(stance):
+    ran = []
+
+    def code(block, hidden):
+        if not torch.compiler.is_dynamo_compiling():
+            ran.append(block)
+        return block.layer(hidden)
+
+    block = Block(code)
+    with torch.compiler.set_stance(stance):
+        if stance == "default":
+            traced(block)
+        else:
+            with pytest.raises(NotTraceableError, match="set_stance"):
+                traced(block)
+    assert ran == []
+
+
+def test_dynamo_that_is_switched_off_runs_nothing():
+    from torch._dynamo import config
+
+    ran = []
+    with config.patch(disable=True), pytest.raises(NotTraceableError, match="switched off"):
+        traced(Block(lambda block, hidden: ran.append(1) or block.layer(hidden)))
+    assert ran == []
+
+
+# What a trace leaves behind
+
+
+def test_no_operator_runs_and_no_state_changes():
+    def code(block, hidden):
+        block.number += 1
+        block.names.append("a")
+        block.calls.add_(1)
+        block.last = nn.functional.dropout(block.layer(hidden), 0.5)
+        return block.last
+
+    block = Block(code)
+    block.number, block.names, block.last = 0, [], None
+    state = torch.get_rng_state()
+    traced(block)
+    assert (block.number, block.names, block.last, block.calls.item()) == (0, [], None, 0.0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert block.layer.weight.grad is None
+
+
+@pytest.mark.parametrize("can_be_traced", [True, False])
+def test_a_traced_model_is_collected(can_be_traced):
+    block = Block(lambda block, hidden: block.layer(hidden) if can_be_traced else hidden.tolist())
+    block.config = PretrainedConfig(scale=1.0)
+    hidden = text()
+    kept = None
+    try:
+        kept = traced(block, hidden)
+    except NotTraceableError:
+        assert not can_be_traced
+    references = [weakref.ref(each) for each in (block, block.layer, block.layer.weight, block.config, hidden)]
+    del block, hidden
+    gc.collect()
+    assert [reference() for reference in references] == [None] * len(references)
+    assert (kept is not None) == can_be_traced
+
+
+def test_guards_die_with_an_object_that_they_compare_by_address():
+    """Another one may be made where that was."""
+    block = Block(lambda block, hidden: block.layer(hidden) * (2.0 if isinstance(block.value, block.kind) else 3.0))
+    block.kind = type("Kind", (), {})
+    block.value = 1.0
+    guards = traced(block)
+    assert guards.is_alive
+    assert guards.hold(scope_of(block))
+    del block.kind
+    gc.collect()
+    assert not guards.is_alive
+
+
+def test_guards_outlive_a_reset_of_dynamo():
+    """Whoever tests or evaluates with torch.compile calls it between two models."""
+    block = Block(lambda block, hidden: block.layer(hidden) * block.value * block.number)
+    block.value, block.number = 1.0, np.float64(2.0)
+    guards = traced(block)
+    torch._dynamo.reset()
+    assert guards.hold(scope_of(block))
+    assert guards.numbers(scope_of(block)) == (2.0,)
+    block.value = 2.0
+    assert not guards.hold(scope_of(block))
+    assert traced(block).hold(scope_of(block))
+
+
+def test_any_number_of_blocks_is_traced():
+    """Dynamo keeps few traces of one function, and gives up beyond them."""
+    from torch._dynamo import config
+
+    block = Block(lambda block, hidden: hidden * block.value)
+    for block.value in range(config.recompile_limit + 4):
+        guards = traced(block)
+    assert guards.hold(scope_of(block))
+
+
+def test_warnings_of_dynamo_are_no_errors(caplog):
+    """It looks at `.grad` of tensors that are no leaves, of which torch warns."""
+    block, hidden = Block(lambda block, hidden: block.layer(hidden)), text().requires_grad_() * 1
+    with warnings.catch_warnings(), caplog.at_level(logging.INFO):
+        warnings.simplefilter("error")
+        assert traced(block, hidden).hold(scope_of(block, hidden))
+        with pytest.raises(NotTraceableError):
+            traced(Block(lambda block, hidden: hidden.tolist()))
+    assert not caplog.records
+
+
+def test_a_mode_of_the_user_sees_nothing_of_it():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    block = Block(lambda block, hidden: block.layer(hidden).tanh())
+    hidden = text()
+    with Mode():
+        guards = traced(block, hidden)
+    assert seen == []
+    assert guards.hold(scope_of(block, hidden))
