@@ -15,6 +15,7 @@ from adacc_hf.run.call import Recording
 from adacc_hf.tape import family as families
 from adacc_hf.tape.call_key import KnownShapes
 from adacc_hf.tape.family import (
+    AGREED,
     ENOUGH_RECORDS,
     MOST_GROUPS,
     MOST_RECORDS,
@@ -56,14 +57,14 @@ def text(samples, tokens):
 class Block(nn.Module):
     """Runs `forward(layer, hidden)`."""
 
-    def __init__(self, forward=lambda layer, hidden: layer(hidden).tanh().exp()):
+    def __init__(self, forward=lambda layer, hidden, *_: layer(hidden).tanh().exp()):
         super().__init__()
         torch.manual_seed(0)
         self.layer = nn.Linear(8, 8)
         self.run = forward
 
-    def forward(self, hidden):
-        return self.run(self.layer, hidden)
+    def forward(self, hidden, *numbers):
+        return self.run(self.layer, hidden, *numbers)
 
 
 def sizes_of(*args, alignment=1, block=None):
@@ -90,20 +91,27 @@ def test_sizes_that_are_aligned_are_told_from_others_where_kernels_do():
 
 
 def test_numbers_among_arguments_are_sizes_too():
-    """As Swin passes the height and width of an image."""
-    few, many = (sizes_of(text(2, 6), grid, "same") for grid in ((2, 3), (4, 9)))
+    """As Swin passes the height and width of an image. Those that nothing reads are none."""
+
+    def forward(layer, hidden, grid, name, unread=0):
+        hidden = layer(hidden).unflatten(1, grid)
+        return hidden.tanh() if name == "same" else hidden
+
+    block = Block(forward)
+    few, many = (sizes_of(text(2, n), grid, "same", block=block) for n, grid in ((6, (2, 3)), (36, (4, 9))))
     assert few.outline == many.outline
     assert few.dimensions == (2, 6, 8, 2, 3)
-    assert few.outline != sizes_of(text(2, 6), (1, 6), "same").outline
-    assert few.outline != sizes_of(text(2, 6), (2, 3), "other").outline
-    assert few.outline != sizes_of(text(2, 6), (2, 3), True).outline
+    assert many.dimensions == (2, 36, 8, 4, 9)
+    assert sizes_of(text(2, 6), (2, 3), "same", 7, block=block).dimensions == few.dimensions
+    others = [((1, 6), "same"), ((2, 3), "other"), ((2, 3), True)]
+    assert few.outline not in [sizes_of(text(2, 6), *args, block=block).outline for args in others]
 
 
 def test_strides_and_offsets_are_no_sizes():
-    plain, cut = sizes_of(text(2, 6)), sizes_of(torch.ones(3, 6, 9, requires_grad=True)[1:, :, 1:])
-    assert plain.outline == cut.outline
-    assert plain.dimensions == cut.dimensions
-    assert plain.layout != cut.layout
+    one, other = (sizes_of(torch.ones(3, 6, 8 + n, requires_grad=True)[1:, :, n:]) for n in (1, 2))
+    assert one.outline == other.outline
+    assert one.dimensions == other.dimensions == (2, 6, 8)
+    assert one.layout != other.layout
 
 
 def test_a_call_of_another_layout_is_of_no_family():
@@ -144,9 +152,10 @@ class Recorded:
                 self.name = name
 
             def run(self, block, fn, args, kwargs):
+                known = KnownShapes()
+                given = known.given_to(known.key(block, fn, args, kwargs), block)
                 recording = Recording(self.name, block, args, kwargs)
                 result = recording.run(fn)
-                given = KnownShapes(watches_state=False).key(block, args, kwargs).given_to(block)
                 found[self.name] = RecordedCall(CallSizes.of(given, 1), library.verified(recording.recorder))
                 recording.discard()
                 return result
@@ -217,29 +226,59 @@ def library():
     return TapeLibrary()
 
 
+def family_of(library, tokens, samples=3, block=None):
+    """The family that serves a call of these sizes, if there is one."""
+    found = library.family_at(given_to(block or Block(), text(samples, tokens)), "block")
+    return None if found is None else found[0]
+
+
 def served(library, tokens, samples=3, block=None):
-    """Whether a family serves a call of these sizes."""
-    return library.family_at(given_to(block or Block(), text(samples, tokens)), "block") is not None
+    return family_of(library, tokens, samples, block) is not None
 
 
-def test_sizes_between_recorded_ones_are_served(library):
+def test_all_sizes_of_a_program_are_served(library):
+    """Also beyond those that were recorded; a size of 1 is one of another program."""
     block = Block()
     for samples, tokens in ((2, 8), (4, 20)):
         recorded(block, text(samples, tokens), library=library)
         assert not served(library, 10)
     recorded(block, text(4, 13), library=library)
-    assert all(served(library, tokens, samples) for tokens in (8, 9, 20) for samples in (2, 3, 4))
-    assert not any(served(library, tokens, samples) for tokens, samples in ((7, 3), (21, 3), (10, 5), (10, 1)))
+    sizes = [(tokens, samples) for tokens in (2, 7, 8, 9, 20, 21, 500) for samples in (2, 3, 5)]
+    assert {family_of(library, *size) for size in sizes} == {family_of(library, 8, 2)} != {None}
+    assert not served(library, 10, samples=1)
+    assert not served(library, 1)
 
 
-def test_a_size_beyond_that_runs_alike_makes_the_range_wider(library):
+def test_a_size_beyond_that_runs_alike_is_no_record_of_the_family(library):
     block = Block()
     for samples, tokens in ((2, 8), (4, 20), (4, 13), (3, 50)):
         recorded(block, text(samples, tokens), library=library)
-    assert served(library, 40)
     (seen,) = library._seen["block"].values()
     (group,) = seen._groups.values()
     assert len(group.records) == ENOUGH_RECORDS  # the last one told nothing new
+
+
+def test_beyond_the_sizes_that_were_seen_each_block_is_checked(library):
+    """However many sizes have agreed; within them one block is, and none any more where enough have."""
+    for samples, tokens in ((2, 8), (4, 20), (4, 13)):
+        recorded(Block(), text(samples, tokens), library=library)
+    family = family_of(library, 10)
+
+    def is_checked(tokens, samples=3):
+        return family.tape_at(sizes_of(text(samples, tokens)), None).is_checked
+
+    assert not any(map(is_checked, (9, 10, 30)))
+    family._num_new = AGREED + 1
+    checked = [is_checked(*size) for size in ((11, 3), (12, 4), (7, 3), (21, 3), (12, 5), (14, 2))]
+    assert checked == [True, True, False, False, False, True]
+    library.extend(family, given_to(Block(), text(5, 30)))
+    family.forget_sizes()
+    checked = [is_checked(*size) for size in ((7, 3), (21, 3), (12, 5), (30, 5), (31, 5), (30, 6))]
+    assert checked == [False, True, True, True, False, False]
+    family.forget_sizes()
+    family._num_new = 31  # the 32nd
+    assert not is_checked(11)
+    assert is_checked(12)
 
 
 def branching(layer, hidden):
@@ -247,75 +286,109 @@ def branching(layer, hidden):
     return layer(hidden).tanh() if hidden.shape[1] < 16 else layer(hidden).exp().tanh()
 
 
-def test_a_family_ends_where_other_operators_begin(library):
+def test_sizes_with_other_operators_are_another_family(library):
+    """Guards tell where they begin."""
+    block = Block(branching)
     for tokens in (4, 9, 14, 20, 31, 40):
-        recorded(Block(branching), text(3, tokens), library=library)
-    assert served(library, 10)
-    assert served(library, 35)
-    assert not served(library, 15)  # nobody knows
-    assert not served(library, 18)
-    key = KnownShapes(watches_state=False).key(Block(branching), (text(3, 17),), {})
-    assert library.family_beyond(key.given_to(Block(branching)), "block") is None
+        recorded(block, text(3, tokens), library=library)
+    below, above = family_of(library, 10, block=block), family_of(library, 35, block=block)
+    assert None is not below is not above is not None
+    assert {family_of(library, tokens, block=block) for tokens in (3, 5, 15)} == {below}
+    assert {family_of(library, tokens, block=block) for tokens in (16, 17, 100)} == {above}
 
 
-def test_structures_whose_ranges_overlap_are_recorded_each(library):
+def test_families_may_lie_within_each_other(library):
     """As where the operators of a block hang on whether a length is even."""
 
     def forward(layer, hidden):
         return layer(hidden).tanh() if hidden.shape[1] % 2 else layer(hidden).exp()
 
+    block = Block(forward)
     for tokens in (4, 5, 10, 11, 20, 21):
-        recorded(Block(forward), text(3, tokens), library=library)
-    assert not any(served(library, tokens) for tokens in range(5, 21))
+        recorded(block, text(3, tokens), library=library)
+    odd, even = ({family_of(library, n, block=block) for n in numbers} for numbers in ((3, 7, 99), (2, 8, 100)))
+    assert len(odd) == len(even) == 1
+    assert odd.isdisjoint(even)
+    assert None not in odd | even
+
+
+class Untraced(Block):
+    """A block of which no guard tells anything."""
+
+
+@torch.compiler.disable
+def rounded_up(hidden):
+    return nn.functional.pad(hidden, (0, 0, 0, -hidden.shape[1] % 16))
+
+
+@torch.compiler.disable
+def even_or_odd(hidden):
+    return hidden.tanh() if hidden.shape[1] % 2 else hidden.exp()
+
+
+@torch.compiler.disable
+def token_by_token(hidden):
+    for _ in range(hidden.shape[1]):
+        hidden = hidden.tanh()
+    return hidden
+
+
+def test_where_other_operators_run_unseen_each_size_is_recorded(library):
+    block = Untraced(lambda layer, hidden: even_or_odd(layer(hidden)))
+    for tokens in (4, 10, 20):
+        recorded(block, text(3, tokens), library=library)
+    assert served(library, 6, block=block)
+    for tokens in (5, 11, 21):
+        recorded(block, text(3, tokens), library=library)
+        assert not any(served(library, n, block=block) for n in range(3, 30))
 
 
 def rounding(layer, hidden):
-    return layer(nn.functional.pad(hidden, (0, 0, 0, -hidden.shape[1] % 16))).tanh()
+    return layer(rounded_up(hidden)).tanh()
 
 
 def test_numbers_that_follow_no_rule_are_given_up(library):
     lengths = (3, 18, 30, 35, 49, 60, 66, 90)
     assert len(lengths) == MOST_RECORDS
+    block = Untraced(rounding)
     for tokens in lengths:
-        recorded(Block(rounding), text(3, tokens), library=library)
-        assert not served(library, 20)
+        recorded(block, text(3, tokens), library=library)
+        assert not served(library, 20, block=block)
     (seen,) = library._seen["block"].values()
     (group,) = seen._groups.values()
     assert group._is_given_up
     assert group.records == []
     for tokens in (16, 32, 48, 64):  # these do follow one
-        recorded(Block(rounding), text(3, tokens), library=library)
-    assert not served(library, 40)
+        recorded(block, text(3, tokens), library=library)
+    assert not served(library, 40, block=block)
 
 
 def test_of_many_structures_few_are_kept(library):
     """A loop that runs once for each token."""
-
-    def forward(layer, hidden):
-        for _ in range(hidden.shape[1]):
-            hidden = hidden.tanh()
-        return layer(hidden)
-
+    block = Untraced(lambda layer, hidden: layer(token_by_token(hidden)))
     for tokens in range(2, 2 + 2 * MOST_GROUPS):
-        recorded(Block(forward), text(3, tokens), library=library)
+        recorded(block, text(3, tokens), library=library)
     (seen,) = library._seen["block"].values()
     assert len(seen._groups) == MOST_GROUPS + 1
     assert sum(len(group.records) for group in seen._groups.values()) == MOST_GROUPS
-    assert not any(served(library, tokens) for tokens in range(2, 2 + 2 * MOST_GROUPS))
+    assert not any(served(library, tokens, block=block) for tokens in range(2, 2 + 2 * MOST_GROUPS))
 
 
 def test_blocks_that_are_not_trusted_are_not_recorded_at_each_size(library):
     """A number read from data decides what runs."""
+    reads = [True]
 
-    def forward(layer, hidden):
-        return layer(hidden) * hidden.detach().tanh().sum().item()
+    @torch.compiler.disable
+    def read(hidden):
+        return hidden.detach().tanh().sum().item() if reads else 1.0
 
-    block = Block(forward)
+    block = Untraced(lambda layer, hidden: layer(hidden) * read(hidden))
     for number, tokens in enumerate((4, 9, 14)):
         given = given_to(block, text(3, tokens))
         assert (library.untrusted_at(given, "block") is None) == (number < ENOUGH_RECORDS - 1)
         recorded(block, text(3, tokens), library=library)
-    recorded(Block(), text(3, 5), library=library)  # now it was, once
+    reads.clear()
+    recorded(block, text(3, 5), library=library)  # now it was, once
     assert library.untrusted_at(given, "block") is None
 
 
@@ -446,7 +519,7 @@ def test_a_replay_that_failed_at_one_recorded_size_is_done_at_none():
 
 def test_tapes_of_calls_with_gaps_are_of_no_family():
     """Records of other numbers than polynomials."""
-    assert TapeFamily.of([record_of(Block(rounding), text(3, tokens)) for tokens in (3, 18, 30, 35, 49)]) is None
+    assert TapeFamily.of([record_of(Untraced(rounding), text(3, tokens)) for tokens in (3, 18, 30, 35, 49)]) is None
 
 
 def test_what_was_seen_holds_no_family_of_too_few():
