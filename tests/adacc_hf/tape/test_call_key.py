@@ -1,18 +1,33 @@
 """What is known of a block's calls, by shape and by the data that they read."""
 
+from functools import partial
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
+from adacc_hf.tape import call_key
 from adacc_hf.tape.call_inputs import data_of
-from adacc_hf.tape.call_key import MAX_SHAPES, KnownShape, KnownShapes
-
-BLOCK = nn.Linear(2, 2)
+from adacc_hf.tape.call_key import MAX_LAYOUTS, MAX_SHAPES, KnownShape, KnownShapes
 
 
-def key_of(known, *args, **kwargs):
-    return known.key(BLOCK, args, kwargs)
+class Adding(nn.Module):
+    """Adds what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, *args, **kwargs):
+        return sum(args) + sum(kwargs.values())
+
+
+BLOCK = Adding()
+
+
+def key_of(known, *args, block=BLOCK, **kwargs):
+    return known.key(block, partial(block, **kwargs), args, kwargs)
 
 
 def shape(**reads):
@@ -43,29 +58,180 @@ def test_what_is_known_is_forgotten_when_more_is_read():
     assert key_of(known, a=one) != key
 
 
-def test_what_a_block_is_made_of_tells_calls_apart():
-    """The same at other blocks that are made alike; hooks of one function are alike."""
+def test_how_arguments_lie_tells_calls_apart():
+    known, rows = KnownShapes(), torch.ones(4, 6)
+    calls = [(rows,), (rows.t().contiguous().t(),), (torch.ones(5, 6)[1:],), (torch.ones(4, 6, requires_grad=True),)]
+    calls += [(rows, rows), (rows, torch.ones(4, 6))]
+    keys = [key_of(known, *args) for args in calls]
+    assert len(set(keys)) == len(keys)
+    assert key_of(known, torch.ones(4, 6)) == keys[0]
 
-    def made(*layers):
-        return nn.Sequential(nn.Linear(2, 2), *layers)
 
-    def key_of_call(known, block):
-        return known.key(block, (torch.ones(2),), {})
+def test_numbers_and_programs_tell_calls_apart():
+    known = KnownShapes()
+    keys = [key_of(known, torch.ones(2), by=by) for by in (1, 2, 3, 2.0, 3.0)]
+    assert len(set(keys)) == len(keys)
+    assert key_of(known, torch.ones(2), by=3) == keys[2]
+    assert known.untraced is None
 
-    known, block = KnownShapes(), made(nn.Tanh())
-    before = key_of_call(known, block)
-    block[1] = nn.GELU()
-    other = key_of_call(known, block)
-    hook = block[0].register_forward_hook(lambda *_: None)
-    hooked = key_of_call(known, block)
-    block.append(nn.Dropout())
-    assert len({before, other, hooked, key_of_call(known, block)}) == 4
-    del block[2]
-    hook.remove()
-    assert key_of_call(known, block) == other
-    block[1] = nn.Tanh()
-    assert key_of_call(known, block) == before
-    assert key_of_call(KnownShapes(), made(nn.Tanh())).given_to(block) == before.given_to(block)
+
+class Untraced(Adding):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs) * sum(args[0].tolist())
+
+
+def test_it_says_why_no_guard_vouches_for_a_call():
+    known = KnownShapes()
+    assert known.untraced is None
+    key_of(known, torch.ones(2), block=Untraced())
+    assert "tolist" in known.untraced
+
+
+# Where the tensors lie that hang on a block
+
+
+def flatten(block):
+    """Put the parameters into one storage, as DeepSpeed does."""
+    parameters = list(block.parameters())
+    flat = torch.cat([p.detach().reshape(-1) for p in parameters])
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.data = part.view_as(parameter)
+
+
+def shift(block):
+    block.layer.weight.data = torch.ones(5, 2)[3:]
+
+
+def transpose(block):
+    block.layer.weight.data = block.layer.weight.data.t()
+
+
+def tie(block):
+    block.layer.bias.data = block.layer.weight.data[0]
+
+
+def grow(block):
+    block.tables.append(torch.ones(3))
+
+
+def grow_in_place(block):
+    block.tables[0] = torch.ones(9)
+
+
+def grow_a_buffer(block):
+    block.table = torch.ones(9)
+
+
+def retype(block):
+    block.table = torch.ones(4, dtype=torch.float64)
+
+
+@pytest.fixture
+def block():
+    block = Adding()
+    block.tables = [torch.ones(4)]
+    block.register_buffer("table", torch.ones(4))
+    return block
+
+
+MOVES = [flatten, shift, transpose, tie, grow, grow_in_place, grow_a_buffer, retype]
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_tensors_that_lie_elsewhere_are_another_layout(block, move):
+    known = KnownShapes()
+    key = key_of(known, torch.ones(2), block=block)
+    first = known.moved(key, block)
+    given = known.given_to(first, block)
+    move(block)
+    second = known.moved(first, block)
+    assert second == first._replace(layout=second.layout) != first
+    assert known.given_to(second, block) != given
+    assert key_of(known, torch.ones(2), block=block).layout == second.layout  # from now on
+    assert known.moved(second, block) == second
+
+
+def test_other_tensors_that_lie_alike_are_no_other_layout(block):
+    known = KnownShapes()
+    key = known.moved(key_of(known, torch.ones(2), block=block), block)
+    block.layer.weight = nn.Parameter(torch.zeros(2, 2))
+    block.layer.bias.data = torch.zeros(2)
+    block.tables, block.table = [torch.zeros(4)], torch.zeros(4)
+    assert known.moved(key, block) == key
+
+
+def test_a_layout_is_known_again(block):
+    known = KnownShapes()
+    key = known.moved(key_of(known, torch.ones(2), block=block), block)
+    table = block.table
+    block.table = torch.ones(9)
+    moved = known.moved(key, block)
+    block.table = table
+    assert known.moved(moved, block) == key
+    assert key_of(known, torch.ones(2), block=block) == key
+    block.table = torch.ones(9)
+    assert known.moved(key, block) == moved
+
+
+def test_blocks_of_one_kind_have_layouts_in_common(block):
+    """Though each of them counts its layouts by itself."""
+    one, other, third = block, Adding(), Adding()
+    for each in (other, third):
+        each.tables, each.table = [torch.ones(9)], nn.Buffer(torch.ones(4))
+    known = [KnownShapes() for _ in range(3)]
+    keys = [key_of(k, torch.ones(2), block=b) for k, b in zip(known, (one, other, third), strict=True)]
+    given = [k.given_to(key, b) for k, key, b in zip(known, keys, (one, other, third), strict=True)]
+    assert given[0] != given[1] == given[2]
+    one.tables = [torch.ones(9)]
+    assert known[0].given_to(known[0].moved(keys[0], one), one) == given[1]
+
+
+def test_few_layouts_are_kept(block, monkeypatch):
+    monkeypatch.setattr(call_key, "MAX_LAYOUTS", 3)
+    assert MAX_LAYOUTS > 3
+    known = KnownShapes()
+    key, numbers = key_of(known, torch.ones(2), block=block), []
+    for size in (2, 3, 4, 5, 5, 4, 3, 2):
+        block.table = torch.ones(size)
+        key = known.moved(key, block)
+        numbers.append(key.layout)
+    assert numbers == [0, 1, 2, 3, 3, 2, 1, 4]  # a forgotten one is a new one, never another's
+
+
+def test_a_block_whose_tensors_lie_elsewhere_at_every_call_is_restless(block):
+    known = KnownShapes()
+    for size in range(2, 30):
+        block.table = torch.ones(size)
+        known.moved(key_of(known, torch.ones(2), block=block), block)
+        assert known.is_restless == (size >= 2 + call_key.RESTLESS_AFTER - 1)
+    for _ in range(30 * call_key.SHORT_LIFE):
+        key_of(known, torch.ones(2), block=block)
+    assert not known.is_restless  # they have been where they are for long
+
+
+# Tapes that calls left
+
+
+def test_a_tape_that_was_left_is_recorded_anew_and_counted():
+    known = KnownShapes()
+    follower = SimpleNamespace(forgotten=[])
+
+    class Follower:
+        def forget(self, key):
+            follower.forgotten.append(key)
+
+    followers = Follower()
+    known.followers.add(followers)
+    one, other = key_of(known, torch.ones(2)), key_of(known, torch.ones(3))
+    for key in (one, other):
+        known.add(key, shape())
+    for number in (1, 2):
+        known[one].num_left = number
+        known.outdate(one)
+        assert list(known) == [other]
+        assert (known.num_left(one), known.num_left(other)) == (number, 0)
+        known.add(one, shape())
+    assert follower.forgotten == [one, one]
 
 
 def test_new_data_at_a_known_shape_is_unseen_once():
