@@ -93,23 +93,47 @@ def test_what_went_elsewhere_during_the_recorded_call_is_not_replayed_from(toy_m
 
 
 def test_another_one_in_its_place_within_a_call_is_refused(toy_model, toy_batch):
-    tables = [scale_of(1)] * 9
+    table, states = [scale_of(1)], []
 
-    def forward(block, hidden):
-        block.state.scale = tables[0]
-        return scaled(block, hidden)
+    @torch.compiler.assume_constant_result  # no guard sees what it does
+    def put():
+        for state in states:
+            state.scale = table[0]
+        return 1.0
 
-    model, batch = toy_model(forward, setup=give_scales), toy_batch()
+    def setup(block):
+        give_scales(block)
+        states.append(block.state)
+
+    model, batch = toy_model(lambda block, hidden: scaled(block, hidden * put()), setup=setup), toy_batch()
     model(**batch)
     profile = profile_model(model, batch, CONFIG)
     with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG):
         for _ in range(3):
             model(**batch).loss.backward()
-        tables[0] = scale_of(2)
+        table[0] = scale_of(2)
         with pytest.raises(
             TapeMismatchError, match=r"another tensor in the place of module \.state\.scale within a call"
         ):
             model(**batch)
+
+
+def test_another_one_that_a_guard_sees_is_a_tape_of_its_own(toy_model, toy_batch, run_steps, assert_same_steps):
+    table = [scale_of(1)]
+
+    def forward(block, hidden):
+        block.state.scale = table[0]
+        return scaled(block, hidden)
+
+    model, batch = toy_model(forward, setup=give_scales), toy_batch()
+    plain = []
+    for table[0] in (scale_of(1), scale_of(2)):
+        plain.append(run_steps(model, batch))
+    profile = profile_model(model, batch, CONFIG)
+    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG):
+        for number in (0, 1, 0, 1):
+            table[0] = scale_of(number + 1)
+            assert_same_steps(run_steps(model, batch), plain[number])
 
 
 class KeepsItsInput(torch.autograd.Function):
