@@ -96,8 +96,8 @@ def _tracing() -> Finding:
         return Finding(
             "guards",
             f"no block can be traced: {error}",
-            "unset TORCHDYNAMO_DISABLE and set_stance: until then each call is compared with its tape, which takes some "
-            "10 us an operator",
+            "unset TORCHDYNAMO_DISABLE and set_stance: until then each call is compared with its tape, which takes "
+            "some 10 us an operator",
         )
     return Finding("guards", f"traced by Dynamo; its import and first trace took {time.perf_counter() - begin:.1f} s")
 

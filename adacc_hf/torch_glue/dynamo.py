@@ -11,7 +11,7 @@ import logging
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from typing import Any
@@ -83,7 +83,8 @@ def trace(scope: Scope) -> TracedGuards:
     probe = types.FunctionType(_probe.__code__.replace(), _probe_globals(dynamo.is_traced))
     try:
         with dynamo.tracing() as died:
-            torch.compile(probe, backend=backend, dynamic=True, fullgraph=True)(**scope)
+            options = {"guard_filter_fn": _which_matter}
+            torch.compile(probe, backend=backend, dynamic=True, fullgraph=True, options=options)(**scope)
     except _StoppedError:
         pass
     except _NotTracedError as error:
@@ -99,6 +100,16 @@ def trace(scope: Scope) -> TracedGuards:
 
 def _probe_globals(is_traced: Callable[[], bool]) -> dict[str, Any]:
     return {"__builtins__": builtins, "is_traced": is_traced, "NotTraced": _NotTracedError}
+
+
+_NO_MATTER = ("._backward_hooks", "._backward_pre_hooks", "_hooks_with_kwargs")
+"""Ends of the names of guards on attributes of modules that change no operator of forward: a module's hooks on backward
+add none, and how hooks on forward are called matters only with such hooks, whose own guards stay."""
+
+
+def _which_matter(guards: Sequence[Any]) -> list[bool]:
+    """Return for each guard whether it is kept: half of them are on hooks, which most modules have none of."""
+    return [not guard.name.endswith(_NO_MATTER) for guard in guards]
 
 
 class _StoppedError(Exception):

@@ -1,9 +1,8 @@
-"""Sizes that were never recorded: what is not as a family says is found out before it makes a wrong gradient.
+"""Validated calls: what is not as the tape says is found out before it makes a wrong gradient (rules R7 and R8).
 
-Rules R7 and R8 where a tape's numbers are expressions.
+At sizes that were never recorded, at the first calls of a recorded shape, and at all calls of an untraced block.
 """
 
-import gc
 import logging
 from contextlib import nullcontext
 
@@ -13,10 +12,15 @@ from torch import nn
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.artifacts.errors import SavedOtherwiseError
+from adacc_hf.artifacts.policy import Action, Choice
 from adacc_hf.artifacts.profile_sizes import Polynomial
-from adacc_hf.run.size_check import SizeCheck
+from adacc_hf.run.call import Recording
+from adacc_hf.run.follow_plan import VARYING
+from adacc_hf.run.validation import ValidatedCall, Validator
+from adacc_hf.tape.compiled_plan import CompiledPlan, least_memory_choices
 from adacc_hf.tape.family import AGREED, SeenSizes
-from adacc_hf.tape.library import library_of_profiles
+from adacc_hf.tape.library import TapeLibrary, library_of_profiles
+from adacc_hf.torch_glue.memory import MemoryMeter
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 ACTIONS = ("retain", "recompute", "compress")
@@ -129,19 +133,17 @@ def test_no_wrong_coefficient_makes_a_wrong_gradient(gpt2, token_batch, run_step
 def tape_at(family, strategy, model, batch):
     """What `family` says of the block's call in a step on `batch`."""
     found = []
-    library = strategy.library
-    family_at = library.family_at
-    library.family_at = lambda *args: found.append(family_at(*args)) or found[-1]
-    before = strategy._unproven_call
-    strategy._unproven_call = lambda key, entry, block, fn, args, kwargs: fn(*args)
+
+    def run_as(key, block, fn, args, kwargs):
+        found.append(strategy.library._sizes_of(strategy.known.given_to(key, block)))
+        return fn(*args)
+
+    strategy._run_as = run_as
     try:
         model(**batch)
     finally:
-        library.family_at = family_at
-        strategy._unproven_call = before
-        strategy._sized.clear()
-    (_, sizes) = found[-1]
-    return family.tape_at(sizes, None)
+        del strategy._run_as
+    return family.tape_at(found[-1], None)
 
 
 def test_a_right_family_is_not_doubted(gpt2, token_batch, run_steps, assert_same_steps, caplog):
@@ -157,36 +159,38 @@ def test_a_right_family_is_not_doubted(gpt2, token_batch, run_steps, assert_same
     assert not caplog.records
 
 
-def test_one_block_of_a_family_is_checked_for_all(tiny_gpt2, token_batch, run_steps, monkeypatch):
-    checked = []
-    finish = SizeCheck.finish
-    monkeypatch.setattr(SizeCheck, "finish", lambda check: checked.append(check._name) or finish(check))
+@pytest.fixture
+def validated(monkeypatch):
+    """The names of the blocks whose calls were validated."""
+    names = []
+    run = ValidatedCall.run
+    monkeypatch.setattr(ValidatedCall, "run", lambda call, *args: names.append(call.name) or run(call, *args))
+    return names
+
+
+def test_one_block_of_a_family_is_checked_for_all(tiny_gpt2, token_batch, run_steps, validated):
     begun = Begun(tiny_gpt2(layers=3), token_batch(4, 40))
     handle, _ = begun.apply()
+    validated.clear()
     with handle:
-        run_steps(begun.model, token_batch(3, 33))
-        assert checked == ["transformer.h.0"]
-        run_steps(begun.model, token_batch(3, 31))
-        assert checked == ["transformer.h.0"] * 2
-        run_steps(begun.model, token_batch(3, 60))  # beyond: each block may do otherwise there
-        assert checked[2:] == [f"transformer.h.{place}" for place in range(3)]
+        for number, tokens in enumerate((33, 31, 60), start=1):
+            run_steps(begun.model, token_batch(3, tokens))
+            assert validated == ["transformer.h.0"] * number
 
 
-def test_once_enough_sizes_have_agreed_few_more_are_checked(tiny_gpt2, token_batch, run_steps, monkeypatch):
-    """The last size before that, none, the 32nd, none, and each block at a size beyond the recorded ones."""
-    checked = []
-    finish = SizeCheck.finish
-    monkeypatch.setattr(SizeCheck, "finish", lambda check: checked.append(check._name) or finish(check))
+def test_once_enough_sizes_have_agreed_few_more_are_checked(tiny_gpt2, token_batch, run_steps, validated):
+    """The last size before that, none, the 32nd, none, one beyond those that were seen, and none within them now."""
     begun = Begun(tiny_gpt2(layers=3), token_batch(4, 40))
     handle, family = begun.apply(num_new=AGREED - 1)
+    validated.clear()
     with handle:
         for tokens, expected in ((33, 1), (31, 1), (29, 1)):
-            run_steps(begun.model, token_batch(3, tokens))
-            assert len(checked) == expected
+            run_steps(begun.model, token_batch(3, tokens), num_steps=2)
+            assert len(validated) == expected
         family._num_new = 31
-        for tokens, expected in ((27, 2), (25, 2), (60, 5)):
-            run_steps(begun.model, token_batch(3, tokens))
-            assert len(checked) == expected
+        for tokens, expected in ((27, 2), (25, 2), (60, 3), (50, 3)):
+            run_steps(begun.model, token_batch(3, tokens), num_steps=2)
+            assert len(validated) == expected
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
@@ -211,195 +215,287 @@ def test_casts_and_dropout_and_constants_are_no_other_operators(
     assert not caplog.records
 
 
-# Operators that differ at one size
+# Operators that differ, though no guard knows
 
 
-def at_thirteen(usually, then):
-    """A block's forward that runs `then` at 13 tokens. That is between sizes that a profile of 40 tokens records."""
-    return lambda block, hidden: (then if hidden.shape[1] == 13 else usually)(block, hidden)
+def down(block, hidden):
+    """What replay makes, if `hidden` is wrong, is wrong."""
+    return block.down((hidden * 1.5).tanh().exp())
 
 
-def roll(block, hidden, by):
-    return hidden + block.down(block.up(hidden).tanh().roll(by, 1).exp())
+class SavesOne(torch.autograd.Function):
+    """x + y; which of the two is saved is for `index` to say."""
+
+    @staticmethod
+    def forward(ctx, x, y, index):
+        ctx.save_for_backward((x, y)[index])
+        return x + y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (saved,) = ctx.saved_tensors
+        return gradient * saved, gradient, None
+
+
+def without_autocast(hidden):
+    with torch.autocast("cpu", enabled=False):
+        return hidden.float().matmul(torch.eye(8))
+
+
+def ab(block, hidden):
+    return block.up(hidden).tanh(), block.up(hidden).sigmoid()
 
 
 OTHERWISE = {
-    "another operator": (
-        lambda block, hidden: hidden + block.down(block.up(hidden).sin().exp()),
-        lambda block, hidden: hidden + block.down(block.up(hidden).cos().exp()),
+    "operator": (lambda b, h: down(b, b.up(h).sin()), lambda b, h: down(b, b.up(h).cos())),
+    "number": (lambda b, h: down(b, b.up(h).tanh().roll(2, 1)), lambda b, h: down(b, b.up(h).tanh().roll(3, 1))),
+    "factor": (lambda b, h: down(b, b.up(h) * 2.0), lambda b, h: down(b, b.up(h) * 3.0)),
+    "type of a number": (lambda b, h: down(b, b.up(h) * 2.0), lambda b, h: down(b, b.up(h) * 2)),
+    "one more": (lambda b, h: down(b, b.up(h).tanh()), lambda b, h: down(b, b.up(h).neg().tanh())),
+    "one less": (lambda b, h: down(b, b.up(h).neg().tanh()), lambda b, h: down(b, b.up(h).tanh())),
+    "none": (lambda b, h: down(b, b.up(h)), lambda b, h: b.up(h)),
+    "one at the end": (lambda b, h: down(b, b.up(h)), lambda b, h: down(b, b.up(h)).neg()),
+    "view": (lambda b, h: down(b, b.up(h).tanh().flip(1) * 2), lambda b, h: down(b, b.up(h).tanh().flip(2) * 2)),
+    "view of equal geometry": (
+        lambda b, h: down(b, b.square @ b.up(h).flatten(0, 1)[:8] * 2).sum(0),
+        lambda b, h: down(b, b.square.t() @ b.up(h).flatten(0, 1)[:8] * 2).sum(0),
     ),
-    "another number": (lambda block, hidden: roll(block, hidden, 2), lambda block, hidden: roll(block, hidden, 3)),
-    "one more": (
-        lambda block, hidden: hidden + block.down(block.up(hidden).tanh().exp()),
-        lambda block, hidden: hidden + block.down(block.up(hidden).neg().tanh().exp()),
+    "inputs swapped": (
+        lambda b, h: down(b, torch.sub(*ab(b, h))),
+        lambda b, h: down(b, torch.sub(*reversed(ab(b, h)))),
     ),
-    "one less": (
-        lambda block, hidden: hidden + block.down(block.up(hidden).neg().tanh().exp()),
-        lambda block, hidden: hidden + block.down(block.up(hidden).tanh().exp()),
+    "earlier value": (
+        lambda b, h: (lambda x: down(b, x.tanh() * x.sin()))(b.up(h)),
+        lambda b, h: (lambda x: down(b, x.tanh() * x.sin().mul(0).add(1)))(b.up(h)),
     ),
-    "another view": (
-        lambda block, hidden: hidden + block.down((block.up(hidden).tanh().flip(1) * 2).exp()),
-        lambda block, hidden: hidden + block.down((block.up(hidden).tanh().flip(2) * 2).exp()),
+    "result of another operator": (
+        lambda b, h: (lambda one, other: down(b, one.exp() + other))(*ab(b, h)),
+        lambda b, h: (lambda one, other: down(b, other.exp() + one))(*ab(b, h)),
     ),
-    "other slots": (
-        lambda block, hidden: hidden + block.down(nn.functional.dropout(hidden, 0.5).exp()),
-        lambda block, hidden: hidden + block.down(nn.functional.dropout(hidden, 0.5).exp().tanh()),
+    "parameter": (lambda b, h: down(b, b.up(h).tanh()), lambda b, h: down(b, b.over(h).tanh())),
+    "parameter that only replay reads": (
+        lambda b, h: down(b, (h.detach() + b.up.bias).tanh()),
+        lambda b, h: down(b, (h.detach() + b.over.bias).tanh()),
     ),
+    "buffer": (lambda b, h: down(b, b.up(h) * b.one), lambda b, h: down(b, b.up(h) * b.two)),
+    "argument": (
+        lambda b, h, first, second: down(b, b.up(h) * first),
+        lambda b, h, first, second: down(b, b.up(h) * second),
+    ),
+    "saved tensor": (
+        lambda b, h: down(b, SavesOne.apply(*ab(b, h), 0)),
+        lambda b, h: down(b, SavesOne.apply(*ab(b, h), 1)),
+    ),
+    "saved tensors": (lambda b, h: down(b, b.up(h).exp()), lambda b, h: down(b, b.up(h).exp()).exp().log()),
+    "mutation": (
+        lambda b, h: down(b, b.up(h).tanh().relu() * 1),
+        lambda b, h: down(b, b.up(h).tanh().relu_() * 1),
+    ),
+    "mutated tensor": (
+        lambda b, h: (lambda one, other: down(b, one.mul_(2) + other))(*(each * 1 for each in ab(b, h))),
+        lambda b, h: (lambda one, other: down(b, one + other.mul_(2)))(*(each * 1 for each in ab(b, h))),
+    ),
+    "mutated state": (lambda b, h: down(b, b.up(h) * b.one), lambda b, h: down(b, b.up(h) * b.one.add_(1))),
+    "dropout's rate": (
+        lambda b, h: down(b, nn.functional.dropout(b.up(h), 0.5)),
+        lambda b, h: down(b, nn.functional.dropout(b.up(h), 0.4)),
+    ),
+    "dropout's input": (
+        lambda b, h: (lambda one, other: down(b, nn.functional.dropout(one, 0.5) * other))(*ab(b, h)),
+        lambda b, h: (lambda one, other: down(b, nn.functional.dropout(other, 0.5) * one))(*ab(b, h)),
+    ),
+    "no dropout": (
+        lambda b, h: down(b, nn.functional.dropout(b.up(h), 0.5)),
+        lambda b, h: down(b, nn.functional.dropout(b.up(h), 0.5, training=False)),
+    ),
+    "noise": (lambda b, h: down(b, b.up(h) + torch.rand(8)), lambda b, h: down(b, b.up(h) + torch.randn(8))),
+    "constant": (
+        lambda b, h: down(b, b.up(h) * torch.tensor(2.0)),
+        lambda b, h: down(b, b.up(h) * torch.tensor(3.0)),
+    ),
+    "constants": (
+        lambda b, h: down(b, b.up(h) * torch.tensor([2.0] * 8)),
+        lambda b, h: down(b, b.up(h) * torch.tensor([3.0] * 8)),
+    ),
+    "tensor from elsewhere": (lambda b, h: down(b, b.up(h) * HALF), lambda b, h: down(b, b.up(h) * FLAT)),
 }
+"""What a block usually runs, and what it runs otherwise though no guard tells."""
+HALF, FLAT = torch.linspace(0.1, 1, 8), torch.linspace(1, 0.1, 8)
+AUTOCAST = {
+    "no cast": (lambda b, h: b.up(h).matmul(torch.eye(8)), lambda b, h: without_autocast(b.up(h))),
+    "another cast": (lambda b, h: b.up(h).to(torch.float32), lambda b, h: b.up(h).to(torch.float64)),
+    "cast of another parameter": (lambda b, h: b.up(h), lambda b, h: b.over(h)),
+}
+RESULTS_ARE_EQUAL = {"type of a number"}
 
 
-@pytest.mark.parametrize("how", OTHERWISE)
-def test_other_operators_in_the_midst_of_a_range_are_noticed(toy_model, run_steps, assert_same_steps, how, caplog):
-    """Though autograd saves what looks the same."""
-    model = toy_model(at_thirteen(*OTHERWISE[how]))
-    plain = [run_steps(model, text(tokens)) for tokens in (12, 13, 14)]
-    handle, _ = Begun(model, text(40)).apply()
+def setup(block):
+    block.over = nn.Linear(8, 8)
+    block.register_buffer("one", torch.linspace(0.5, 1.5, 8))
+    block.register_buffer("two", torch.linspace(1.5, 0.5, 8))
+    block.register_buffer("square", torch.linspace(-1, 1, 64).view(8, 8))
+
+
+class Switch:
+    """Blocks that run `usually`, or `then` while the switch is on; `then` in one block alone if it has a number."""
+
+    def __init__(self, usually, then, number=None, is_untraced=False):
+        self.is_on = False
+        self.programs = usually, then
+        self.number = number
+
+        @torch.compiler.assume_constant_result
+        def is_on():
+            return self.is_on
+
+        self.choice = is_on
+        self.opaque = torch.compiler.disable(lambda hidden: hidden * 1.0) if is_untraced else (lambda hidden: hidden)
+
+    def forward(self, block, hidden, **kwargs):
+        is_other = self.choice() and self.number in (None, block.number)
+        program = self.programs[1] if is_other else self.programs[0]
+        return hidden + program(block, self.opaque(hidden), **kwargs).float()
+
+    def model(self, toy_model, num_blocks=2):
+        numbers = iter(range(num_blocks))
+
+        def give(block):
+            setup(block)
+            block.number = next(numbers)
+
+        takes_arguments = self.programs[0].__code__.co_argcount > 2
+        arguments = {"first": torch.linspace(0.5, 1, 8), "second": torch.linspace(1, 0.5, 8)}
+        return toy_model(self.forward, num_blocks, setup=give, kwargs_of=lambda _: arguments if takes_arguments else {})
+
+
+CASES = [(how, None) for how in OTHERWISE] + [(how, torch.bfloat16) for how in AUTOCAST]
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case[0])
+def case(request):
+    how, autocast = request.param
+    return how, (AUTOCAST if autocast else OTHERWISE)[how], autocast
+
+
+def profiled(model, batch, autocast):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast is not None):
+        return Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+
+
+def test_other_operators_at_the_second_call_are_noticed(toy_model, run_steps, assert_same_steps, case):
+    """Before anything is replayed that they did not make; later calls have records of their own."""
+    how, programs, autocast = case
+    switch = Switch(*programs)
+    model, batch = switch.model(toy_model), text(12)
+    plain = {}
+    for switch.is_on in (False, True):
+        plain[switch.is_on] = run_steps(model, batch, autocast=autocast)
+    switch.is_on = False
+    policy = profiled(model, batch, autocast)
+    with apply_policy(model, policy) as handle:
+        # The second call leaves the tape; the next ones are recorded anew, and validated.
+        for switch.is_on in (False, True, True, True):
+            assert_same_steps(run_steps(model, batch, 1, autocast), plain[switch.is_on][:1])
+        assert handle.library.fallbacks[VARYING] == 2  # one call of each block
+        assert_same_steps(run_steps(model, batch, autocast=autocast), plain[True])
+        assert handle.library.fallbacks[VARYING] == 2
+
+
+def test_other_operators_of_an_untraced_block_are_noticed_at_any_call(toy_model, run_steps, assert_same_steps, case):
+    how, programs, autocast = case
+    switch = Switch(*programs, is_untraced=True)
+    model, batch = switch.model(toy_model), text(12)
+    plain = {}
+    for switch.is_on in (False, True):
+        plain[switch.is_on] = run_steps(model, batch, 1, autocast)
+    switch.is_on = False
+    policy = profiled(model, batch, autocast)
+    with apply_policy(model, policy) as handle:
+        for switch.is_on in [False] * 5 + [True, False, True, True, False, True] + [False] * 3:
+            assert_same_steps(run_steps(model, batch, 1, autocast), plain[switch.is_on])
+        strategies = handle.plans.strategies.values()
+        assert all("torch.compiler.disable" in strategy.known.untraced for strategy in strategies)
+        assert handle.library.fallbacks[VARYING] > 2
+
+
+def test_other_operators_at_a_new_size_are_noticed(toy_model, run_steps, assert_same_steps, case, caplog):
+    how, programs, autocast = case
+    switch = Switch(*programs)
+    model = switch.model(toy_model)
+    plain = []
+    for tokens, switch.is_on in ((12, False), (13, True), (14, False)):
+        plain.append(run_steps(model, text(tokens), 1, autocast))
+    switch.is_on = False
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast is not None):
+        begun = Begun(model, text(40))
+    handle, _ = begun.apply()
     with handle, caplog.at_level(logging.WARNING):
-        assert_same_steps(run_steps(model, text(12)), plain[0])
+        assert_same_steps(run_steps(model, text(12), 1, autocast), plain[0])
         assert not caplog.records
-        assert_same_steps(run_steps(model, text(13)), plain[1])
+        switch.is_on = True
+        assert_same_steps(run_steps(model, text(13), 1, autocast), plain[1])
         assert "block layers.0 runs other operators at some sizes" in caplog.records[0].message
-        assert_same_steps(run_steps(model, text(14)), plain[2])
+        switch.is_on = False
+        assert_same_steps(run_steps(model, text(14), 1, autocast), plain[2])
         assert not families_of(handle.library)
         strategies = handle.plans.strategies.values()
         assert not [entry for each in strategies for entry in each._sized.values() if entry.is_current]
 
 
-def test_a_mistake_that_a_block_forgives_is_noticed(toy_model, run_steps, assert_same_steps):
-    """It may catch the error that is raised inside it."""
-
-    def forward(block, hidden):
-        try:
-            return hidden + (block.up(hidden).tanh() if hidden.shape[1] != 13 else block.up(hidden).sin()).exp()
-        except RuntimeError:
-            return hidden
-
-    model = toy_model(forward)
-    plain = run_steps(model, text(13))
+def test_the_block_that_no_call_is_compared_of_is_refused(toy_model, run_steps):
+    """What no guard sees and nobody compares is noticed where autograd saves otherwise: in words, and not replayed."""
+    switch = Switch(*OTHERWISE["saved tensors"], number=1)
+    model = switch.model(toy_model)
     handle, _ = Begun(model, text(40)).apply()
     with handle:
-        assert_same_steps(run_steps(model, text(13)), plain)
+        switch.is_on = True
+        with pytest.raises(SavedOtherwiseError, match=r"block layers\.1: .*its operators vary at one shape"):
+            run_steps(model, text(13))
+        switch.is_on = False
+        run_steps(model, text(13))
 
 
-# A call that is run once more
-
-
-def setup_special(block):
-    """The second block of a model saves another tensor at 13 tokens; only the first one is checked by operators."""
-    block.register_buffer("calls", torch.zeros(()))
-    block.is_special = False
-
-
-def special(before):
-    def forward(block, hidden):
-        dropped = nn.functional.dropout(block.up(hidden), 0.5)
-        if block.is_special and hidden.shape[1] == 13:
-            before(block)
-            return hidden + block.down(dropped[:, :6].exp()).sum()
-        return hidden + block.down(dropped.exp())
-
-    return forward
-
-
-def test_a_call_that_saves_otherwise_is_run_once_more(toy_model, run_steps, assert_same_steps, caplog):
-    """With the same random numbers; of the first attempt nothing is left."""
-    model = toy_model(special(lambda _: None), setup=setup_special)
-    begun = Begun(model, text(40))
-    model.layers[1].is_special = True
-    plain = run_steps(model, text(13))
-    handle, _ = begun.apply()
-    with handle:
-        assert_same_steps(run_steps(model, text(13)), plain)
-        assert "block layers.1 runs other operators at some sizes" in caplog.records[0].message
-        assert handle.plans.strategies["layers.1"].tapes
-        assert_same_steps(run_steps(model, text(13)), plain)
-        assert_same_steps(run_steps(model, text(12)), run_plainly(handle, model, text(12), run_steps))
-
-
-def run_plainly(handle, model, batch, run_steps):
-    handle.follow(None)
-    try:
-        return run_steps(model, batch)
-    finally:
-        handle.follow(handle.plans)
-
-
-def test_what_the_first_attempt_made_is_gone_when_it_is_run_again(toy_model, monkeypatch):
-    model = toy_model(special(lambda _: None), setup=setup_special)
-    begun = Begun(model, text(40))
-    model.layers[1].is_special = True
-    handle, _ = begun.apply()
-    sizes = []
-
-    def count(strategy, *args):
-        gc.collect()
-        tensors = [o for o in gc.get_objects() if type(o) is torch.Tensor and not o.is_meta]
-        sizes.append(sum(o.shape[:2] == (4, 13) for o in tensors))
-        return type(strategy)._first_call(strategy, *args)
-
-    with handle:
-        model(**text(12)).loss.backward()
-        strategy = handle.plans.strategies["layers.1"]
-        monkeypatch.setattr(strategy, "_first_call", lambda *args: count(strategy, *args), raising=False)
-        model(**text(13)).loss.backward()
-    (alive,) = sizes
-    handle, _ = begun.apply()
-    with handle:
-        strategy = handle.plans.strategies["layers.1"]
-        monkeypatch.setattr(strategy, "_sized_entry", lambda *_: None, raising=False)
-        monkeypatch.setattr(strategy, "_first_call", lambda *args: count(strategy, *args), raising=False)
-        model(**text(12)).loss.backward()
-        sizes.clear()
-        model(**text(13)).loss.backward()
-    assert sizes == [alive]  # as many as where there was no first attempt
-
-
-def test_a_call_that_has_changed_state_is_not_run_again(toy_model):
-    model = toy_model(special(lambda block: block.calls.add_(1)), setup=setup_special)
-    begun = Begun(model, text(40))
-    model.layers[1].is_special = True
-    handle, _ = begun.apply()
-    with handle, pytest.raises(SavedOtherwiseError, match=r"block layers\.1"):
-        model(**text(13))
-
-
-def test_what_would_change_state_is_stopped_before(toy_model, run_steps, assert_same_steps):
-    """In the block whose operators are checked."""
+def test_what_a_guard_sees_is_another_program(toy_model, run_steps, assert_same_steps, caplog):
+    """Of the same sizes, whichever block it is: each is recorded, and nothing is doubted."""
 
     def forward(block, hidden):
-        if hidden.shape[1] == 13:
-            block.calls.add_(1)
-            hidden = hidden * block.calls
-        return hidden + block.down(block.up(hidden).exp())
+        is_special = block.is_special and hidden.shape[1] == 13
+        return hidden + OTHERWISE["saved tensors"][is_special](block, hidden)
 
-    model = toy_model(forward, setup=setup_special)
-    plain = run_steps(model, text(13))
-    handle, _ = Begun(model, text(40)).apply()
+    model = toy_model(forward, setup=lambda block: setattr(block, "is_special", False))
+    begun = Begun(model, text(40))
+    model.layers[1].is_special = True
+    plain = [run_steps(model, text(tokens)) for tokens in (12, 13, 14)]
+    handle, family = begun.apply()
     with handle:
-        assert_same_steps(run_steps(model, text(13)), plain)
+        for tokens, expected in [*zip((12, 13, 14), plain, strict=True)] * 2:
+            assert_same_steps(run_steps(model, text(tokens)), expected)
+        assert family in families_of(handle.library)
+        assert handle.library.fallbacks[VARYING] == 0
+    assert not [record for record in caplog.records if "at some sizes" in record.message]
 
 
 @pytest.mark.parametrize("then", [torch.exp, lambda hidden: hidden[:, :6].exp().sum()], ids=["alike", "otherwise"])
-def test_a_block_that_always_changes_state_is_recorded_on_the_way(
-    toy_model, run_steps, assert_same_steps, recorded, then
-):
-    """No call of it can be run twice."""
+def test_a_block_that_changes_state_runs_once(toy_model, run_steps, assert_same_steps, then):
+    """Whether its call leaves the tape or not."""
 
-    def forward(block, hidden):
-        block.calls.add_(1)
-        inner = block.up(hidden).tanh() * block.calls
-        return hidden + (then(inner) if hidden.shape[1] == 13 else inner.exp())
+    def usually(block, hidden, then=torch.exp):
+        block.one.add_(1)
+        inner = block.up(hidden).tanh() * block.one
+        return then(inner)
 
-    model = toy_model(forward, setup=setup_special)
+    switch = Switch(usually, lambda block, hidden: usually(block, hidden, then))
+    model = switch.model(toy_model)
     begun = Begun(model, text(40))
-    plain = [run_steps(model, text(tokens)) for tokens in (12, 13)]
+    plain = []
+    for tokens, switch.is_on in ((12, False), (13, True)):
+        plain.append(run_steps(model, text(tokens)))
     handle, family = begun.apply()
-    recorded.clear()
     with handle:
         for tokens, expected in zip((12, 13), plain, strict=True):
+            switch.is_on = tokens == 13
             assert_same_steps(run_steps(model, text(tokens)), expected)
         assert (families_of(handle.library) == {family}) == (then is torch.exp)
-    assert {"layers.0", "layers.1"} == set(recorded)
 
 
 # Results that differ from call to call
@@ -421,6 +517,7 @@ def unsteady():
         (factor,) = context.saved_tensors
         return gradient * factor
 
+    unsteady.register_fake(torch.empty_like)
     unsteady.register_autograd(
         backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output / inputs[0])
     )
@@ -464,6 +561,7 @@ def leaving_unwritten():
         NUM_CALLS[0] += 1
         return 2 * x, x.new_full((3,), NUM_CALLS[0])
 
+    leaving_unwritten.register_fake(lambda x: (torch.empty_like(x), x.new_empty(3)))
     leaving_unwritten.register_autograd(
         lambda ctx, gradient, _: 2 * gradient + 0 * ctx.saved_tensors[0].sum(),
         setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]),
@@ -497,8 +595,194 @@ def test_masks_are_drawn_again_at_a_new_size_and_compared(
     plain = run_steps(model, text(13))
     handle, _ = begun.apply(num_new=0)
     if draws_otherwise:
-        monkeypatch.setattr("adacc_hf.run.size_check.drawing_from", lambda state, device: nullcontext())
+        monkeypatch.setattr("adacc_hf.run.validation.drawing_from", lambda state, device: nullcontext())
     with handle:
         assert_same_steps(run_steps(model, text(13)), plain)
     told = [record.message for record in caplog.records if "did not recompute" in record.message]
     assert [("div" in message or "bernoulli" in message) for message in told] == [True] * draws_otherwise
+
+
+# The validator itself
+
+
+ROWS = 4096
+
+
+@pytest.fixture
+def linear():
+    torch.manual_seed(0)
+    return nn.Linear(8, 8)
+
+
+def rows():
+    return torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def usual(block, hidden):
+    for _ in range(6):
+        hidden = (block(hidden) * 2.0 + 1.0).tanh()
+    return hidden
+
+
+def plan_of(block, call, *args):
+    recording = Recording("block", block, args, {})
+    recording.run(lambda *given: call(block, *given))
+    tape = TapeLibrary().verified(recording.recorder)
+    recording.close()
+    return CompiledPlan(tape, least_memory_choices(tape))
+
+
+def validate(plan, block, call, *args, keeps=True, on_leaving=lambda values: None):
+    """The validator that saw the call; what autograd saves is let go at once unless `keeps`."""
+    validator = Validator(plan, False, on_leaving)
+
+    def pack(tensor):
+        validator.saves(tensor)
+        return tensor.detach() if keeps else None
+
+    validator.begin(block, args, {})
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed), validator:
+        call(block, *args)
+    validator.finish()
+    return validator
+
+
+def test_a_call_that_is_its_tape_does_not_leave(linear):
+    """Storages die on the way, and new ones are made in their places."""
+    plan = plan_of(linear, usual, rows())
+    assert validate(plan, linear, usual, rows(), keeps=False).why_left is None
+
+
+def test_validation_keeps_no_memory(linear):
+    hidden = rows()
+    plan = plan_of(linear, usual, hidden)
+    with MemoryMeter.for_device(torch.device("cpu")) as meter:
+        validate(plan, linear, usual, hidden, keeps=False)
+    nbytes = hidden.untyped_storage().nbytes()
+    assert meter.peak_bytes < 4 * nbytes  # an operator's input and result, and the product that the sum is made from
+    with MemoryMeter.for_device(torch.device("cpu")) as meter:
+        plan_of(linear, usual, hidden)
+    assert meter.peak_bytes > 20 * nbytes  # of 24 results: so that this test can fail
+
+
+def shorter(block, hidden):
+    return (block(hidden) * 2.0 + 1.0).tanh()
+
+
+def longer(block, hidden):
+    return usual(block, hidden).exp()
+
+
+def other_number(block, hidden):
+    hidden = (block(hidden) * 2.0 + 1.0).tanh()
+    return usual(block, hidden * 3.0)
+
+
+def other_tensor(block, hidden):
+    return (block(hidden) * 2.0 + 1.0).tanh() * block.weight[0, 0]
+
+
+@pytest.mark.parametrize("call", [shorter, longer, other_number, other_tensor])
+def test_it_tells_once_where_a_call_leaves_the_tape(linear, call):
+    """With what the plan would store of what was made before, as it was."""
+    found = []
+    plan = plan_of(linear, usual, rows())
+    validator = validate(plan, linear, call, rows(), on_leaving=found.append)
+    assert validator.has_left
+    assert validator.why_left
+    (values,) = found
+    assert values.keys() <= set(plan.roots)
+
+
+def test_what_the_plan_would_store_is_given_where_a_call_leaves(linear):
+    """A value that waits for its slot: it is made early and saved last."""
+
+    def call(block, hidden):
+        early = block(hidden).tanh()
+        return early.exp().exp() * early.detach()
+
+    def leaves(block, hidden):
+        early = block(hidden).tanh()
+        return early.sin()
+
+    found = []
+    hidden = rows()
+    tape = plan_of(linear, call, hidden).tape
+    (tanh,) = [value.index for value in tape.values if value.name == "block:tanh"]
+    choices = least_memory_choices(tape) | {tanh: Choice(action=Action.RETAIN)}
+    plan = CompiledPlan(tape, choices)
+    assert tanh in plan.roots
+    validate(plan, linear, leaves, hidden, on_leaving=found.append)
+    # tanh saves its result itself, after it was made: it is no more at hand once it was saved.
+    assert [tanh in values for values in found] == [False]
+    found.clear()
+
+    def leaves_before(block, hidden):
+        with torch.no_grad():
+            early = block(hidden).tanh()
+        return early.sin()
+
+    validate(plan, linear, leaves_before, hidden, on_leaving=found.append)
+    (values,) = found
+    assert torch.equal(values[tanh], linear(hidden).tanh())
+
+
+def test_what_runs_in_a_pause_is_not_the_blocks(linear):
+    hidden = rows()
+    plan = plan_of(linear, usual, hidden)
+    validator = Validator(plan, False, lambda values: None)
+    validator.begin(linear, (hidden,), {})
+
+    def pack(tensor):
+        validator.saves(tensor)
+        with validator.paused(tensor):
+            assert tensor.detach().exp().sum().tolist() > 0
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed), validator:
+        usual(linear, hidden)
+    validator.finish()
+    assert not validator.has_left
+
+
+def test_tensors_without_memory_are_no_affair_of_it(linear):
+    """DTensors find out shapes on them."""
+
+    def call(block, hidden):
+        shape = (torch.empty(3, 5, device="meta") @ torch.empty(5, 2, device="meta")).add_(1).shape
+        return block(hidden).tanh() * shape[0]
+
+    def other(block, hidden):
+        torch.ones(3, device="meta").mul_(2).add_(torch.ones(3, device="meta"))
+        return block(hidden).tanh() * 3
+
+    plan = plan_of(linear, call, rows())
+    for each in (call, other):
+        assert validate(plan, linear, each, rows()).why_left is None
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_collectives_are_compared_by_their_tensors(linear, one_rank):
+    from torch import distributed
+    from torch.distributed import _functional_collectives as functional
+
+    def call(block, hidden, which=0, group=None):
+        one, other = block(hidden), block(hidden) * 2
+        summed = functional.all_reduce((one, other)[which].detach(), "sum", group or distributed.group.WORLD)
+        return one * other * summed
+
+    plan = plan_of(linear, call, rows())
+    assert plan.tape.has_collectives
+    assert validate(plan, linear, call, rows()).why_left is None
+    another = distributed.new_group([0])
+    assert validate(plan, linear, lambda b, h: call(b, h, group=another), rows()).why_left is None
+    assert validate(plan, linear, lambda b, h: call(b, h, which=1), rows()).has_left

@@ -1,8 +1,6 @@
-"""Calls recorded under their plan: exact where they leave its tape, and no larger than any other call."""
+"""Calls validated under their plan: exact where they leave its tape, and no larger than any other call."""
 
 from __future__ import annotations
-
-from collections import Counter
 
 import pytest
 import torch
@@ -42,19 +40,41 @@ some_operators = st.lists(st.sampled_from(sorted(OPERATORS)), max_size=6)
 
 
 class Programs:
-    """What the blocks of a model run: `usual`, but for one block's call in one step. No module holds any of it."""
+    """What the blocks of a model run: `usual`, but for one block's call in one step. No guard sees any of it."""
 
     def __init__(self, usual, other, block, step):
         self.usual, self.other = usual, other
         self.where = (block, step)
-        self.calls = Counter()
+        self.step = 0
+        self._names = torch.compiler.assume_constant_result(lambda number: self._names_of(number))
+
+    def _names_of(self, number):
+        return ",".join(self.other if (number, self.step) == self.where else self.usual)
 
     def forward(self, block, hidden):
-        step, self.calls[block.number] = self.calls[block.number], self.calls[block.number] + 1
         x = held = block.up(hidden)
-        for name in self.other if (block.number, step) == self.where else self.usual:
-            x, held = OPERATORS[name](block, x, held)
+        for name in self._names(block.number).split(","):
+            if name:
+                x, held = OPERATORS[name](block, x, held)
         return hidden + x.tanh()
+
+    def model_of(self, toy_model, num_blocks):
+        """A model whose blocks run these programs."""
+        numbers = iter(range(num_blocks))
+        return toy_model(self.forward, num_blocks, setup=lambda block: setattr(block, "number", next(numbers)))
+
+    def run_steps(self, run_steps, model, batch, num_steps):
+        """`run_steps`, with the steps counted from 0."""
+
+        def count(*_):
+            self.step += 1
+
+        self.step = -1
+        hook = model.register_forward_pre_hook(count)
+        try:
+            return run_steps(model, batch, num_steps=num_steps)
+        finally:
+            hook.remove()
 
 
 def what_waits_is_changed(other, seed):
@@ -85,11 +105,9 @@ def test_a_call_that_leaves_its_tape_is_exact(
 ):
     """Compared with a record of the profile, of another block, or of the block's first call; from any operator on."""
     programs = Programs(usual, [*usual[:prefix], *other], block, step)
-    numbers = iter(range(3))
-    model = toy_model(programs.forward, 3, setup=lambda block: setattr(block, "number", next(numbers)))
-    batch = toy_batch()
+    model, batch = programs.model_of(toy_model, 3), toy_batch()
     try:
-        plain = run_steps(model, batch, num_steps=4)
+        plain = programs.run_steps(run_steps, model, batch, 4)
     except RuntimeError as error:
         assume("modified by an inplace operation" not in str(error))
         raise
@@ -98,9 +116,9 @@ def test_a_call_that_leaves_its_tape_is_exact(
     if not knows_profile:
         assume((block, step) != (0, 0))  # with nothing to compare it with, the first call is that of another model
         library_of_profiles(model).__init__()
-    programs.where, programs.calls = (block, step), Counter()
+    programs.where = (block, step)
     with apply_policy(model, policy):
-        assert_same_steps(run_steps(model, batch, num_steps=4), plain)
+        assert_same_steps(programs.run_steps(run_steps, model, batch, 4), plain)
 
 
 def peaks(model, batch, num_steps=4):
@@ -188,9 +206,7 @@ def test_one_surprise_is_enough(toy_model, toy_batch, run_steps, recorded):
     should."""
     names = ["tanh", "swish"]
     programs = Programs(names, names, 0, 0)
-    numbers = iter(range(4))
-    model = toy_model(programs.forward, 4, setup=lambda block: setattr(block, "number", next(numbers)))
-    batch = toy_batch()
+    model, batch = programs.model_of(toy_model, 4), toy_batch()
     policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
     programs.usual = ["tanh", "swish", "double"]  # for all of them: the profile is of another model now
     recorded.clear()
@@ -206,13 +222,13 @@ def test_what_is_captured_in_a_cuda_graph_is_compared_at_the_next_call(tiny_gpt2
     model, batch = tiny_gpt2(layers=2, resid_pdrop=0.0, attn_pdrop=0.0), token_batch()
     policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
     step, compared, is_captured = [0], [], [False]
-    checked = FollowPlan._checked_call
+    learn = FollowPlan._learn
 
     def noted(self, *args):
         compared.append(step[0])
-        return checked(self, *args)
+        return learn(self, *args)
 
-    monkeypatch.setattr(FollowPlan, "_checked_call", noted)
+    monkeypatch.setattr(FollowPlan, "_learn", noted)
     monkeypatch.setattr(follow_plan, "is_being_captured", lambda: is_captured[0])
     with apply_policy(model, policy, CONFIG):
         for step[0] in range(5):
