@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from adacc_hf.artifacts.files import note_latest
+from adacc_hf.torch_glue.compat import observing_hooks
 from adacc_hf.torch_glue.dynamo import NotTraceableError, Scope, TracedGuards, trace
 from adacc_hf.torch_glue.private import (
     OPERATES,
@@ -153,7 +154,7 @@ class BlockPrograms:
             self.untraced = self._restless = f"{failed.first_failure(scope)} changes again and again"
             return None
         try:
-            program = Program(trace(scope))
+            program = Program(trace(scope, observing_hooks(self._block)))
         except NotTraceableError as error:
             self.untraced = str(error)
             note_latest(self._known.refused, path, self.untraced, MAX_PROGRAMS)

@@ -20,7 +20,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.logging import warning_once
 
-from adacc_hf.torch_glue.private import CHECKPOINTED, eval_frame_callback, named, outer_hooks, sequence_number
+from adacc_hf.torch_glue.private import (
+    CHECKPOINTED,
+    eval_frame_callback,
+    forward_hooks,
+    named,
+    outer_hooks,
+    sequence_number,
+)
 from adacc_hf.torch_glue.states import ModuleStates, PythonStates, states_before
 
 FLAG = "gradient_checkpointing"
@@ -34,7 +41,7 @@ __all__ = [
     "CHECKPOINTING", "FLAG", "FUNCTION", "SETTER", "GradientCheckpointingLayer", "PreTrainedModel", "PretrainedConfig",
     "adds_into_wider", "attention_of", "block_of", "cast_from", "checkpointed", "class_name", "has_cache",
     "has_filled_cache", "is_compiled_around", "keyword_arguments", "layerdrop_rates", "no_packed_sequences",
-    "outer_hooks", "owner_of", "owns_its_node", "run_inside_hooks", "switch_checkpointing", "without_caches",
+    "observing_hooks", "outer_hooks", "owner_of", "owns_its_node", "run_inside_hooks", "switch_checkpointing", "without_caches",
     "without_layerdrop",
 ]  # fmt: skip
 
@@ -123,6 +130,12 @@ def has_filled_cache(block: nn.Module, fn: Any, args: tuple[Any, ...]) -> bool:
     layers = [getattr(getattr(cache, "self_attention_cache", cache), "layers", []) for cache in caches]
     keys = [getattr(each[place], "keys", None) for each in layers for place in places if place < len(each)]
     return any(tensor is not None and tensor.numel() > 0 for tensor in keys)
+
+
+def observing_hooks(block: nn.Module) -> list[Callable[..., Any]]:
+    """Return the hooks by which Transformers collects hidden states and attentions: they run no operator."""
+    hooks = [hook for module in block.modules() for hook in forward_hooks(module).values()]
+    return [hook for hook in hooks if getattr(hook, "__module__", None) == "transformers.utils.output_capturing"]
 
 
 def class_name(module: nn.Module) -> str:

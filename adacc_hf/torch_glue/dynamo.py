@@ -11,7 +11,7 @@ import logging
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from typing import Any
@@ -65,8 +65,10 @@ class TracedGuards:
         return str(parts[0]).partition("#")[0].strip() if parts else ""
 
 
-def trace(scope: Scope) -> TracedGuards:
+def trace(scope: Scope, ignored: Iterable[Callable[..., Any]] = ()) -> TracedGuards:
     """Trace `call(*args, **kwargs)` and return its guards; no operator of it runs.
+
+    Messages to loggers, warnings and what is `ignored`, functions that return nothing, are left out of the trace.
 
     Sizes of tensors are symbols, and equal ones are not taken for the same. Code that asks whether it is being compiled
     is told that it is not, since the traced path has to be the one that runs. Raises NotTraceableError if Dynamo cannot
@@ -82,7 +84,7 @@ def trace(scope: Scope) -> TracedGuards:
     # Code of its own for each trace: Dynamo keeps the traces of a function by its code, and a limited number of them.
     probe = types.FunctionType(_probe.__code__.replace(), _probe_globals(dynamo.is_traced))
     try:
-        with dynamo.tracing() as died:
+        with dynamo.tracing(ignored) as died:
             options = {"guard_filter_fn": _which_matter}
             torch.compile(probe, backend=backend, dynamic=True, fullgraph=True, options=options)(**scope)
     except _StoppedError:
@@ -102,6 +104,10 @@ def _probe_globals(is_traced: Callable[[], bool]) -> dict[str, Any]:
     return {"__builtins__": builtins, "is_traced": is_traced, "NotTraced": _NotTracedError}
 
 
+_IGNORED = "ignore_logging_functions"
+"""The setting of Dynamo's for functions that it leaves out."""
+_METHODS = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice", "info_once")
+"""Methods of loggers; those for once are Transformers'."""
 _NO_MATTER = ("._backward_hooks", "._backward_pre_hooks", "_hooks_with_kwargs")
 """Ends of the names of guards on attributes of modules that change no operator of forward: a module's hooks on backward
 add none, and how hooks on forward are called matters only with such hooks, whose own guards stay."""
@@ -110,6 +116,12 @@ add none, and how hooks on forward are called matters only with such hooks, whos
 def _which_matter(guards: Sequence[Any]) -> list[bool]:
     """Return for each guard whether it is kept: half of them are on hooks, which most modules have none of."""
     return [not guard.name.endswith(_NO_MATTER) for guard in guards]
+
+
+def _messages() -> Iterator[Callable[..., Any]]:
+    """Yield what writes messages; Transformers gives loggers methods of its own when it is imported."""
+    yield warnings.warn
+    yield from (getattr(logging.Logger, name) for name in _METHODS if hasattr(logging.Logger, name))
 
 
 class _StoppedError(Exception):
@@ -196,7 +208,7 @@ def _dynamo() -> Any:
     settings = {name: value for name, value in settings.items() if hasattr(config, name)}
 
     @contextmanager
-    def tracing() -> Iterator[list[Any]]:
+    def tracing(ignored: Iterable[Callable[..., Any]]) -> Iterator[list[Any]]:
         """While open, tracing is as `trace` wants; yields a list that is filled when an object dies whose address a
         guard compares."""
         died = _Died()
@@ -210,7 +222,7 @@ def _dynamo() -> Any:
         states = tracing_state_functions()
         before = dict(states)
         with ExitStack() as stack:
-            stack.enter_context(config.patch(settings))
+            stack.enter_context(config.patch(settings | {_IGNORED: {*_messages(), *ignored}}))
             stack.enter_context(shape_config.patch(use_duck_shape=False))
             stack.enter_context(_disable_current_modes())
             stack.enter_context(_quiet())
