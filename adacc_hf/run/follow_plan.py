@@ -161,6 +161,7 @@ class FollowPlan:
             return self._call(entry, externals, block, fn, args)
         call = self._validated(entry, externals)
         result = call.run(block, fn, args, kwargs)
+        self._refuse_replaced(entry.program, externals, block)
         self._learn(key, entry, call, block)
         return result
 
@@ -235,7 +236,6 @@ class FollowPlan:
         """Take in what a validated call has shown of its entry."""
         tape, family = entry.program.tape, entry.family
         if call.why_left is None:
-            self._refuse_replaced(entry.program, call.externals, block)
             entry.seen = call.seen
             entry.is_proven, entry.compares, tape.is_checked = True, False, True
             if family is not None:
@@ -350,7 +350,8 @@ class FollowPlan:
                 self._count_fallback(expected)
                 call = self._validated(expected, externals)
                 result = call.run(block, fn, args, kwargs)
-                self._end_expected_call(key, given, expected, call, block)
+                self._refuse_replaced(expected.program, externals, block)
+                self._end_expected_call(key, given, expected, call)
                 return result
         recording = Recording(self.name, block, args, kwargs)
         result = recording.run(fn)
@@ -401,11 +402,8 @@ class FollowPlan:
         known = {path: data for path, data in reads.items() if data is not None}
         return self._entry(KnownShape(tape.with_reads(known))) if len(known) == len(reads) else None
 
-    def _end_expected_call(
-        self, key: CallKey, given: Given, expected: Entry, call: ValidatedCall, block: nn.Module
-    ) -> None:
+    def _end_expected_call(self, key: CallKey, given: Given, expected: Entry, call: ValidatedCall) -> None:
         if call.why_left is None:
-            self._refuse_replaced(expected.program, call.externals, block)
             expected.seen = call.seen
             self.library.remember(expected.known.tape, given, self.name)
             self._remember(key, expected)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,50 +82,54 @@ class ValidatedCall:
     ) -> None:
         """`compares` says whether the bits of replay are compared too."""
         self.name = name
-        self.externals = externals
-        self._call = Call(plan, name, codecs, externals)
-        self._call.seen = []
-        self._validator = Validator(plan, compares, self._call.leave_tape)
-
-    @property
-    def why_left(self) -> str | None:
+        self.why_left: str | None = None
         """Where the call left the plan's tape; None if it did not."""
-        return self._validator.why_left
-
-    @property
-    def unlike(self) -> frozenset[int]:
+        self.unlike: frozenset[int] = frozenset()
         """Values that replay did not recompute bit for bit."""
-        return frozenset(self._validator.unlike)
+        self._begin = partial(Call, plan, name, codecs, externals)
+        self._call: Call | None = None
+        """None where the call is given what the plan's tape was not."""
+        self._validator = Validator(plan, compares, self._leave_tape)
 
     @property
     def seen(self) -> list[int] | None:
         """The list that the order of unpacks goes into; None if the call left the plan's tape."""
-        return None if self._validator.has_left else self._call.seen
+        return None if self._call is None or self.why_left is not None else self._call.seen
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return `fn(*args)`."""
         validator = self._validator
         validator.begin(block, args, kwargs)
+        if not validator.has_left:
+            self._call = self._begin()
+            self._call.seen = []
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), validator:
             result = fn(*args)
         validator.finish()
-        if not validator.has_left:
+        if self._call is not None and not validator.has_left:
             self._call.finish()
+        self.why_left, self.unlike = validator.why_left, frozenset(validator.unlike)
+        del self._validator  # autograd holds this object, for the sake of `_unpack`
         return result
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         validator = self._validator
-        if not validator.saves(tensor):
+        if not validator.saves(tensor) or self._call is None:
             return Kept(tensor)
         with validator.paused(tensor):
             return self._call.pack(tensor)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, Kept):
+            assert self._call is not None  # which has packed it
             return self._call.unpack(packed)
         if version_of(packed.tensor) != packed.version:
             raise changed_in_place(self.name, "a saved tensor")
         return packed.tensor
+
+    def _leave_tape(self, values: Mapping[int, torch.Tensor]) -> None:
+        if self._call is not None:
+            self._call.leave_tape(values)
 
 
 class Validator(TorchDispatchMode):
@@ -154,6 +159,8 @@ class Validator(TorchDispatchMode):
         self._drawing = {num_saved: (value, device) for num_saved, value, device in tape.drawing() if compares}
         self._states: dict[int, torch.Tensor | None] = {}
         """What replay of the random operators would draw from."""
+        self._casts: dict[tuple[int, torch.dtype], int] = {}
+        """Casts that autocast keeps, by the parameter and their type."""
         self._is_paused = False
 
     @classmethod
@@ -177,6 +184,11 @@ class Validator(TorchDispatchMode):
                 self._leave(f"{value.source} is not as {value.ref}")
                 return
             self._own(value.index, local)
+        for operator in filter(_is_kept_cast, self._operators):
+            source = self._values[operator.args[0].value].source
+            if source is not None and source.place == "parameter":
+                parameter = find_external(source, block, args, kwargs)
+                self._casts[id(parameter), self._values[operator.made()[0]].ref.dtype] = operator.made()[0]
 
     def saves(self, tensor: torch.Tensor) -> bool:
         """Compare the next tensor that autograd saves with the tape; return True if it is the tape's."""
@@ -218,6 +230,8 @@ class Validator(TorchDispatchMode):
         if func is _CONSTANT:
             self._check_constant(args[0])
         if func.is_view:  # half of all
+            if self._casts:
+                self._note_cast(args[0])
             return func(*args, **kwargs)
         expected = self._take(func, args, kwargs)
         if expected is None:
@@ -258,6 +272,8 @@ class Validator(TorchDispatchMode):
         if not _has_geometry(ref, tensor):
             return False
         key = storage_key(tensor.untyped_storage())
+        if self._casts and key not in self._owners:
+            self._note_cast(tensor)
         owner = self._owners.get(key)
         if owner is None and self._may_come_unseen(ref.value):
             owner = self._owners[key] = ref.value
@@ -265,12 +281,17 @@ class Validator(TorchDispatchMode):
                 self._at_hand[ref.value] = tensor.detach()
         return owner == ref.value
 
+    def _note_cast(self, tensor: torch.Tensor) -> None:
+        """Note which parameter's cast a tensor is, if autocast has kept it: no operator of the call may show it."""
+        if has_storage(tensor) and storage_key(tensor.untyped_storage()) not in self._owners:
+            value = self._casts.get((id(cast_from(tensor)), tensor.dtype))
+            if value is not None:
+                self._own(value, tensor)
+
     def _may_come_unseen(self, value: int) -> bool:
-        """Return True for a value that no operator of the call shows: from elsewhere, or a cast that autocast keeps."""
-        source, producer = self._values[value].source, self._values[value].producer
-        if source is not None:
-            return source.place == "unknown"
-        return producer is not None and self._may_be_missing(self._operators[producer])
+        """Return True for a value from elsewhere, which no operator of the call shows and nothing is replayed from."""
+        source = self._values[value].source
+        return source is not None and source.place == "unknown"
 
     def _take_state(self) -> None:
         """Take the generator's state where a plan does, so that the comparison draws from the same."""
@@ -354,7 +375,7 @@ class Validator(TorchDispatchMode):
     def _may_be_missing(self, operator: TapeOperator) -> bool:
         """Return True if no operator may run in its place: autocast keeps casts of parameters, which are noted as they
         are read."""
-        if operator.target is TO_COPY:
+        if _is_kept_cast(operator):
             source = self._values[operator.args[0].value].source
             return source is not None and source.place == "parameter"
         return operator.target in _NOT_RUN

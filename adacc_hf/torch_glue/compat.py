@@ -41,8 +41,8 @@ __all__ = [
     "CHECKPOINTING", "FLAG", "FUNCTION", "SETTER", "GradientCheckpointingLayer", "PreTrainedModel", "PretrainedConfig",
     "adds_into_wider", "attention_of", "block_of", "cast_from", "checkpointed", "class_name", "has_cache",
     "has_filled_cache", "is_compiled_around", "keyword_arguments", "layerdrop_rates", "no_packed_sequences",
-    "observing_hooks", "outer_hooks", "owner_of", "owns_its_node", "run_inside_hooks", "switch_checkpointing", "without_caches",
-    "without_layerdrop",
+    "observing_hooks", "outer_hooks", "owner_of", "owns_its_node", "run_inside_hooks", "switch_checkpointing",
+    "without_caches", "without_layerdrop",
 ]  # fmt: skip
 
 
