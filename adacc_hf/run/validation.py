@@ -40,6 +40,7 @@ from adacc_hf.tape.tape import (
     map_tensors,
 )
 from adacc_hf.tape.verification import same_bits
+from adacc_hf.torch_glue.compat import cast_from
 from adacc_hf.torch_glue.private import (
     TO_COPY,
     DisableTorchDispatch,
@@ -382,14 +383,19 @@ class Validator(TorchDispatchMode):
 
     def _check_constant(self, tensor: torch.Tensor) -> None:
         """Compare a number out of Python with the one that the tape makes next, if it makes any."""
-        operator = self._operators[self._next] if self._next < len(self._operators) else None
-        if operator is None or operator.target is not _FULL or tensor.numel() != 1 or tensor.is_meta:
+        place = self._next
+        while place < len(self._operators) and self._operators[place].target is not _FULL:
+            if not self._may_be_missing(self._operators[place]):
+                return
+            place += 1
+        if place == len(self._operators) or tensor.numel() != 1 or tensor.is_meta:
             return
+        operator = self._operators[place]
         is_at_hand = tensor.device.type == "cpu"  # a step waits for no device (rule R10)
         if is_at_hand and not self._same(operator.args, (list(tensor.shape), tensor.item())):
             self._leave(f"a number is not as in {operator.args}")
             return
-        self._next += 1
+        self._next = place + 1
         self._own(operator.made()[0], tensor)
 
     def _run_unexpected(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -442,6 +448,11 @@ def _copied(
     args = tuple([stand_in(blank, blank.device) if isinstance(blank, Blank) else each for each, blank in given])
     copies = {id(tensor): copy_with_storage(tensor) for tensor in written_tensors(func, args, kwargs)}
     return map_tensors((args, kwargs), torch.Tensor, lambda tensor: copies.get(id(tensor), tensor))
+
+
+def _is_kept_cast(operator: TapeOperator) -> bool:
+    """Return True for an operator that casts a tensor whole and to another type, as autocast does."""
+    return operator.target is TO_COPY and operator.kwargs.keys() == {"dtype"}
 
 
 def _is_cast_of_parameter(func: Any, args: tuple[Any, ...]) -> bool:

@@ -46,7 +46,7 @@ def traces(monkeypatch):
     """A list with the scope of each trace."""
     scopes = []
     trace = guards.trace
-    monkeypatch.setattr(guards, "trace", lambda scope: scopes.append(scope) or trace(scope))
+    monkeypatch.setattr(guards, "trace", lambda scope, *more: scopes.append(scope) or trace(scope, *more))
     return scopes
 
 
