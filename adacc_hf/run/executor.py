@@ -2,9 +2,7 @@
 
 A block whose plan retains everything is called plainly. Any other call runs inside one pair of saved-tensor hooks,
 which carries all actions. A block is recorded at a few sizes, most often by a profile. From then on calls of other
-sizes run on tapes whose numbers are evaluated from theirs (`tape/family.py`). The first call at each of some new sizes
-is compared with its tape operator by operator, on one block of those that share it. Otherwise there is no dispatch
-mode.
+sizes run on tapes whose numbers are evaluated from theirs (`tape/family.py`). A normal step has no dispatch mode.
 
 NOTE [Rules of the executor]. Code and tests say "rule R3".
 R1  Exact: without a lossy codec, loss and every gradient are bit-equal to plain training, dropout included.
@@ -22,19 +20,22 @@ R5  Random operators are replayed from the state that the default generator was 
 R6  An in-place operator makes a new version of a storage; replay never changes a version that something else needs.
     Nor does the backward of an autograd function written in Python: what replay reads again, it gets as a copy.
 R7  Nothing is replayed that was not compared with the original, bit for bit, at each of the sizes that a block was
-    recorded at: three or more, odd ones and multiples of 8 among them. A size that was not compared runs under the same
+    recorded at: three or more, odd ones and multiples of 8 among them. A size that was not compared runs the same
     operators, with inputs of the same layout, on the same device; what could differ is the kernel that a library picks
     for the size. So replay is compared again at the 1st, 2nd, 4th, 8th ... new size, on the first block that runs it,
-    each operator as soon as it has run, which takes the memory of one operator's results. What comes out otherwise is
-    told, and retained at all sizes; the call is run again, and recorded. Convolutions whose kernel cuDNN chooses by
-    time (`torch.backends.cudnn.benchmark`) are not replayed: in backward's thread it may choose another.
-R8  Each call checks what autograd saves against the tape. At the first 16 sizes that none has run, at the 32nd, 64th
-    ..., and at all beyond the recorded ones, one block compares every operator with it as well. What runs otherwise is
-    put back, and recorded, and so is each new size from then on. Few whole numbers in an argument that the
-    block reads into Python are sizes too. Other data in such an argument, every state of the Python values that a
-    block's modules hold, and other modules and hooks in the place of these have tapes of their own. Where operators
-    depend on any other data, torch's checkpoint takes over; and so it does at a call unlike any recorded one that the
-    budget has no room to record.
+    each operator as soon as it has run, which takes the memory of one operator's results. What differs is logged, and
+    retained at all sizes. Convolutions whose kernel cuDNN chooses by time (`torch.backends.cudnn.benchmark`) are not
+    replayed: in backward's thread it may choose another.
+R8  A call runs as a tape says only if something vouches for it. Dynamo's guards do (`tape/guards.py`): they hold if the
+    Python of the call takes the traced path, whatever that depends on. The call's key adds what guards leave out: the
+    numbers that are inputs of the traced graph, offsets and shared storages of the arguments. What hangs on the block
+    has to lie where the tape has it; otherwise the call is another shape, recorded by itself. A block that Dynamo
+    cannot trace whole is validated at each call: every operator is compared with the tape before it runs
+    (`run/validation.py`). So are the second call of each tape, few after it, and the first call at some new sizes. A
+    call that leaves its tape keeps everything from there on, and stays exact. Each call compares what autograd saves
+    with the tape. Few whole numbers in an argument that the block reads into Python are sizes, other data has tapes of
+    its own, and where operators depend on any other data torch's checkpoint takes over. So does it at a call unlike any
+    recorded one that the budget has no room to record.
 R9  Without gradients, in generate(), after an exception, with retain_graph or create_graph, and with several forwards
     before one backward: right, or refused, and nothing is left behind. Each call of a block has a plan of its own, and
     is right under that of any other call too.
