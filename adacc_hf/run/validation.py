@@ -465,8 +465,8 @@ def _have_memory(*trees: Any) -> bool:
 
 
 def _stored(*trees: Any) -> list[torch.Tensor]:
-    """Return the tensors that have memory."""
-    tensors = [leaf for leaf in leaves(*trees) if isinstance(leaf, torch.Tensor)]
+    """Return the tensors that have memory, of what ranks divide their parts."""
+    tensors = [local_of(leaf) for leaf in leaves(*trees) if isinstance(leaf, torch.Tensor)]
     return [tensor for tensor in tensors if not tensor.is_meta and not is_fake(tensor) and has_storage(tensor)]
 
 

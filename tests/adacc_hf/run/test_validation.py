@@ -4,7 +4,6 @@ At sizes that were never recorded, at the first calls of a recorded shape, and a
 """
 
 import logging
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.artifacts.errors import SavedOtherwiseError
 from adacc_hf.artifacts.policy import Action, Choice
 from adacc_hf.artifacts.profile_sizes import Polynomial
+from adacc_hf.run import validation
 from adacc_hf.run.call import Recording
 from adacc_hf.run.follow_plan import VARYING
 from adacc_hf.run.validation import ValidatedCall, Validator
@@ -21,6 +21,7 @@ from adacc_hf.tape.compiled_plan import CompiledPlan, least_memory_choices
 from adacc_hf.tape.family import AGREED, SeenSizes
 from adacc_hf.tape.library import TapeLibrary, library_of_profiles
 from adacc_hf.torch_glue.memory import MemoryMeter
+from adacc_hf.torch_glue.states import drawing_from
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 ACTIONS = ("retain", "recompute", "compress")
@@ -42,11 +43,11 @@ def text(tokens, samples=4):
 
 @pytest.fixture
 def toy_model(toy_model):
-    """As everywhere, but all blocks are given what is no view: guards tell views from other tensors."""
+    """As everywhere, but all blocks are given the same type, and what is no view: guards tell these apart."""
 
     def build(*args, **kwargs):
         model = toy_model(*args, **kwargs)
-        model.inlet.register_forward_hook(lambda module, args, output: output * 1.0)
+        model.inlet.register_forward_hook(lambda module, args, output: output.float() * 1.0)
         return model
 
     return build
@@ -55,8 +56,12 @@ def toy_model(toy_model):
 class Begun:
     """A model under a policy, at the point where a size may come that was never recorded."""
 
-    def __init__(self, model, batch, policy="recompute"):
+    def __init__(self, model, batch, policy="recompute", autocast=None):
         self.model = model
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast is not None):
+            self._start(model, batch, policy)
+
+    def _start(self, model, batch, policy):
         profile = profile_model(model, batch, CONFIG)
         self.policy = (
             Policy.uniform(profile, policy)
@@ -218,9 +223,7 @@ def test_casts_and_dropout_and_constants_are_no_other_operators(
 
     model = toy_model(forward)
     plain = run_steps(model, text(29), autocast=autocast)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast is not None):
-        begun = Begun(model, text(40))
-    handle, family = begun.apply()
+    handle, family = Begun(model, text(40), autocast=autocast).apply()
     with handle:
         assert_same_steps(run_steps(model, text(29), autocast=autocast), plain)
         assert families_of(handle.library) == {family}
@@ -440,9 +443,7 @@ def test_other_operators_at_a_new_size_are_noticed(toy_model, run_steps, assert_
     for tokens, switch.is_on in ((12, False), (13, True), (14, False)):
         plain.append(run_steps(model, text(tokens), 1, autocast))
     switch.is_on = False
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast is not None):
-        begun = Begun(model, text(40))
-    handle, _ = begun.apply()
+    handle, _ = Begun(model, text(40), autocast=autocast).apply()
     with handle, caplog.at_level(logging.WARNING):
         assert_same_steps(run_steps(model, text(12), 1, autocast), plain[0])
         assert not caplog.records
@@ -625,7 +626,8 @@ def test_masks_are_drawn_again_at_a_new_size_and_compared(
     plain = run_steps(model, text(13))
     handle, _ = begun.apply(num_new=0)
     if draws_otherwise:
-        monkeypatch.setattr("adacc_hf.run.validation.drawing_from", lambda state, device: nullcontext())
+        other = torch.Generator().manual_seed(99).get_state()
+        monkeypatch.setattr(validation, "drawing_from", lambda state, device: drawing_from(other, device))
     with handle:
         assert_same_steps(run_steps(model, text(13)), plain)
     told = [record.message for record in caplog.records if "did not recompute" in record.message]
