@@ -275,7 +275,8 @@ def operator_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict
     # Torch asks each fake tensor for its device by an operator, prim::device, more often than it computes.
     if target.is_view or target.namespace == "prim" or target.overloadpacket in _ALLOCATE:
         return 0.0
-    given, made = _tensors((args, kwargs)), _tensors(results)
+    read = {name: argument for name, argument in kwargs.items() if name != "out"}  # that is the result, written alone
+    given, made = _tensors((args, read)), _tensors(results)
     moved_ms = 1e3 * sum(map(_touched_bytes, [*given, *made])) / device.bandwidth_bytes
     return max(moved_ms, _product_ms(device, target, args, kwargs, results)) + device.launch_ms
 

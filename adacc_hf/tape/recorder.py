@@ -40,7 +40,7 @@ from adacc_hf.torch_glue.private import (
     tree_leaves,
 )
 from adacc_hf.torch_glue.states import PythonStates, generator_state
-from adacc_hf.torch_glue.tensors import local_of, runs_on_parts, storage_of, wraps_others
+from adacc_hf.torch_glue.tensors import is_fake, local_of, runs_on_parts, storage_of, wraps_others
 
 _NO_OPERATORS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.prim.device.default}
 """The last is how a tensor without memory is asked for its device."""
@@ -98,7 +98,7 @@ class Recorder(TorchDispatchMode):
         for path, tensor in argument_tensors(args, kwargs):
             self._expect(tensor, Source("argument", path))
             self._arguments.setdefault(storage_key(storage_of(tensor)), []).append((path, tensor))
-        self._is_fake = any(map(_is_fake, block.parameters()))
+        self._is_fake = any(map(is_fake, block.parameters()))
         self._parameters = {id(parameter): name for name, parameter in block.named_parameters()}
         for name, parameter in block.named_parameters(remove_duplicate=False):
             self._expect(parameter, Source("parameter", (name,)))
@@ -111,8 +111,8 @@ class Recorder(TorchDispatchMode):
         self._generator_state = generator_state(self._device)
         """What the generator's state was when a tensor was saved last, or when the call began; None once somebody has
         drawn since. A plan takes it at these moments too, when no mode shows it any operator."""
-        is_fake = self._generator_state is not None and _is_fake(self._generator_state)
-        self._fake_state = self._generator_state if is_fake else None
+        state = self._generator_state
+        self._fake_state = state if state is not None and is_fake(state) else None
         """That of tensors without memory, which never moves."""
 
     @classmethod
@@ -336,7 +336,7 @@ class Recorder(TorchDispatchMode):
 
     def _has_memory(self, leaf: Any) -> bool:
         """Whether `leaf` is no tensor without memory, on which DTensors find out shapes, if the block's own have it."""
-        return not isinstance(leaf, torch.Tensor) or self._is_fake or not (leaf.is_meta or _is_fake(leaf))
+        return not isinstance(leaf, torch.Tensor) or self._is_fake or not (leaf.is_meta or is_fake(leaf))
 
     def _check_held(self) -> None:
         """Trust what else hangs on the block only where it is after the call what it was before."""
@@ -432,11 +432,6 @@ def is_freed(base: torch.Tensor, value: TapeValue) -> bool:
 
 def _local_leaves(result: Any) -> list[Any]:
     return [local_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves(result)]
-
-
-def _is_fake(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` only imitates one (FakeTensor)."""
-    return hasattr(tensor, "fake_mode")
 
 
 def _dropout_scale(probability: float, dropped: TapeValue) -> float:

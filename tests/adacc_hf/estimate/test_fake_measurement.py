@@ -195,6 +195,9 @@ def test_a_question_to_a_tensor_takes_no_time() -> None:
         hidden = torch.empty(1024, 1024)
         assert operator_ms(device, torch.ops.prim.device.default, (hidden,), {}, hidden.device) == 0
         assert operator_ms(device, torch.ops.aten.exp.default, (hidden,), {}, hidden.exp()) > 0
+        out = torch.empty_like(hidden)
+        as_result = operator_ms(device, torch.ops.aten.exp.out, (hidden,), {"out": out}, out)
+        assert as_result == operator_ms(device, torch.ops.aten.exp.default, (hidden,), {}, out)  # written, not read
 
 
 def test_new_memory_takes_no_time() -> None:
