@@ -189,7 +189,7 @@ def _add_product(total: Tensor, outputs: Tensor, inputs: Tensor) -> None:
     """Add `outputs.T @ inputs` to `total`: on a GPU within the product, which reads and writes the sum once."""
     if total.dtype == outputs.dtype:
         total.addmm_(outputs.T, inputs)
-    elif is_plain(total) and adds_into_wider(total.device, outputs.dtype):
+    elif (is_plain(total) or is_fake(total)) and adds_into_wider(total.device, outputs.dtype, is_fake(total)):
         torch.addmm(total, outputs.T, inputs, out_dtype=total.dtype, out=total)
     else:
         total += outputs.T @ inputs
