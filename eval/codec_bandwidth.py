@@ -4,7 +4,7 @@
     adacc eval codec-bandwidth --device cuda --tokens 8192 --model llama-7b --compile
 
 Encoding must read the tensor and write the payload, decoding the reverse; a copy reads and writes the tensor. Caches
-are flushed before every sample. Beside the codecs stand what else one could use: the plain torch reference,
+are flushed before every sample, by reading: dirty lines would be written back while it runs. Beside the codecs stand what else one could use: the plain torch reference,
 torch.compile of it (--compile), and bitsandbytes where it is installed.
 """
 
@@ -27,13 +27,15 @@ from adacc_hf.eval.records.records import RedGateError, Settings, Spread, add_se
 from adacc_hf.eval.trials.isolation import run_here
 from adacc_hf.kernels import outlier_int4
 from adacc_hf.kernels.codecs import Codec, get_codec
-from adacc_hf.price.timing import on_cuda
+from adacc_hf.price.timing import flush_by_reading, on_cuda
 from adacc_hf.torch_glue.tensors import relative_error
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # More than any last-level cache so far: 256 MiB on a GPU, 64 MiB on a CPU.
 FLUSH_BYTES = {"cuda": 256 * 2**20, "cpu": 64 * 2**20}
 WARM_UPS = 2
+LONGEST_ATTENTION = 512
+"""Tokens of a sequence whose softmax and mask are encoded: they grow with its square."""
 # A codec off by more is broken, not lossy: per-token INT4 is off by 0.35 on such outliers, nonsense by 1 and more.
 GATE_ERROR = 0.5
 
@@ -178,15 +180,19 @@ def contenders(
     block: Block, dtype: torch.dtype, tokens: int, with_compile: bool, settings: Settings
 ) -> Iterator[tuple[Contender, Tensor]]:
     """Every codec with an activation of the block that it is made for, and its rivals."""
-    generator = torch.Generator().manual_seed(settings.seed)
-    inner = torch.randn(tokens, block.inner, generator=generator)
+    device = torch.device(settings.device)
+    generator = torch.Generator(device).manual_seed(settings.seed)
+    normal = partial(torch.randn, generator=generator, device=device)
+    inner = normal(tokens, block.inner)
     inner[:, :: block.inner // 8] *= 50  # eight outlier channels
-    inner = inner.to(dtype).to(settings.device)
-    qkv = torch.randn(tokens, 3 * block.width, generator=generator).to(dtype).to(settings.device)
-    sequence = min(tokens, 512)
-    scores = torch.randn(block.heads, sequence, sequence, generator=generator)
-    softmax = scores.softmax(-1).to(dtype).to(settings.device)
-    mask = (scores > -1.2).to(settings.device)
+    inner = inner.to(dtype)
+    qkv = normal(tokens, 3 * block.width).to(dtype)
+    # Attention of the whole micro-batch, as a layer saves it: of one sequence it may fit into a cache.
+    sequence = min(tokens, LONGEST_ATTENTION)
+    scores = normal(tokens // sequence, block.heads, sequence, sequence)
+    softmax = scores.softmax(-1).to(dtype)
+    mask = scores > -1.2
+    del scores
     activations = {
         "outlier_int4": inner,
         "token_int4": inner,
@@ -227,13 +233,13 @@ def time_contender(contender: Contender, tensor: Tensor, samples: int) -> Row:
 @torch.no_grad()
 def sample_ms(run: Callable[[], object], device: str, samples: int) -> list[float]:
     """Times of `run`, each with cold caches."""
-    flush = torch.empty(FLUSH_BYTES[device], dtype=torch.uint8, device=device)
+    flush = flush_by_reading(FLUSH_BYTES[device], torch.device(device))
     if device == "cuda":
-        timings = on_cuda(run, torch.device(device), WARM_UPS + samples, before=flush.zero_)
+        timings = on_cuda(run, torch.device(device), WARM_UPS + samples, before=flush)
         return [timing.device_ms for timing in timings[WARM_UPS:]]
     times = []
     for index in range(-WARM_UPS, samples):
-        flush.zero_()
+        flush()
         elapsed = _cpu_ms(run)
         if index >= 0:
             times.append(elapsed)

@@ -8,10 +8,11 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adacc_hf.eval import codec_bandwidth
 from adacc_hf.eval.codec_bandwidth import Contender, Row, main, time_contender
-from adacc_hf.eval.records.records import RedGateError, Spread
+from adacc_hf.eval.records.records import RedGateError, Settings, Spread
 
 
 def test_bytes_moved_are_tensor_and_payload() -> None:
@@ -61,6 +62,33 @@ def test_a_rival_that_cannot_run_here_is_left_out_in_words(
     del package.functional
     assert len(list(codec_bandwidth.rivals(torch.ones(8, 64), with_compile=False))) == 1
     assert "bitsandbytes is left out: ImportError" in capsys.readouterr().err
+
+
+def test_attention_is_that_of_the_whole_micro_batch() -> None:
+    """On a GPU one sequence's softmax and mask would fit into its cache."""
+    block = codec_bandwidth.Block(width=16, inner=64, heads=2)
+    settings = Settings(runner="codec_bandwidth", output=Path("unused"))
+    pairs = codec_bandwidth.contenders(block, torch.bfloat16, 1024, False, settings)
+    shapes = {contender.name: tuple(tensor.shape) for contender, tensor in pairs}
+    assert shapes["asymmetric_int4"] == shapes["bitmask"] == (2, 2, 512, 512)
+    assert shapes["outlier_int4"] == (1024, 64)
+
+
+def test_no_line_is_dirty_when_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read before each sample is more than a cache holds, and nothing is written."""
+    monkeypatch.setitem(codec_bandwidth.FLUSH_BYTES, "cpu", 2**20)
+    order: list[str] = []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            order.append(
+                f"{func.overloadpacket.__name__} {args[0].nbytes if args and hasattr(args[0], 'nbytes') else 0}"
+            )
+            return func(*args, **(kwargs or {}))
+
+    with Noted():
+        codec_bandwidth.sample_ms(lambda: order.append("run"), "cpu", samples=1)
+    assert [name for name in order if not name.startswith("zeros")] == [f"sum {2**20}", "run"] * 3
 
 
 def test_every_codec_and_rival_gets_a_row(
