@@ -66,7 +66,9 @@ def _record_text(path: Path) -> Iterator[str]:
 def _point_text(point: dict[str, Any]) -> str:
     if "tokens_per_second" in point or "peak_bytes" in point:
         cells = describe(point)
-        return f"{cells['tokens/s']} tokens/s, peak {cells['peak'] or 'not measured'}"
+        retries = point.get("num_alloc_retries")
+        text = f", {retries} allocator retries while timed" if retries else ""
+        return f"{cells['tokens/s']} tokens/s, peak {cells['peak'] or 'not measured'}{text}"
     if "reason" in point:
         return f"{point['status']}: {point['reason'][:MOST_CHARACTERS]}"
     return json.dumps(point)[:MOST_CHARACTERS]

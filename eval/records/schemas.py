@@ -110,7 +110,7 @@ BLOCK_BYTES = ended(
 TRIAL = ended(
     record(
         {"decided": mapping(ANY), "static_bytes": COUNT, "peak_bytes": COUNT},
-        {**TIMED, "gate": GATE, "reserved_bytes": COUNT},
+        {**TIMED, "gate": GATE, "reserved_bytes": COUNT, "num_alloc_retries": COUNT},
     )
 )
 CURVE = array({"type": "array", "prefixItems": [COUNT, NUMBER], "minItems": 2, "maxItems": 2})
