@@ -4,8 +4,9 @@
     adacc eval codec-bandwidth --device cuda --tokens 8192 --model llama-7b --compile
 
 Encoding must read the tensor and write the payload, decoding the reverse; a copy reads and writes the tensor. Caches
-are flushed before every sample, by reading: dirty lines would be written back while it runs. Beside the codecs stand what else one could use: the plain torch reference,
-torch.compile of it (--compile), and bitsandbytes where it is installed.
+are flushed before every sample, by reading: dirty lines would be written back while it runs. Beside the codecs stand
+what else one could use: the plain torch reference, torch.compile of it (--compile), and bitsandbytes where it is
+installed.
 """
 
 from __future__ import annotations

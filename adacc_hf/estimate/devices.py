@@ -48,9 +48,9 @@ where products are taken to reach 85 %, and 35 % of an H100's (arXiv 2407.08608)
 
 
 _UNALIGNED = 0.4
-"""An estimate. On an H100 the older instructions that take rows at any address reach 63 % of the peak (arXiv 2402.13499),
-and asynchronous copies take rows at multiples of 4 bytes at least. On an A100 a step of GPT-2 with 50257 classes was
-reported to take a quarter longer than with 50304, which is a share of about 0.4 for the three products of its head."""
+"""An estimate. On an H100 the older instructions, which take rows at any address, reach 63 % of the peak (arXiv
+2402.13499), and asynchronous copies take rows at multiples of 4 bytes at least. On an A100 a step of GPT-2 with 50257
+classes was reported to take a quarter longer than with 50304, which is a share of about 0.4 for the head's products."""
 
 
 def _gpu(

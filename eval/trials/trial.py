@@ -63,9 +63,9 @@ def run_trial(
 
 
 ALLOCATOR_ROOM = 0.1
-"""Part of the limit that the allocator may keep beyond it. It refuses a request by the bytes that it has from the device,
-free blocks included, and unmaps and maps these again first: at the brim in each step, which a limit that is ours should
-not cost. Whether a step keeps to the limit is judged by its live bytes."""
+"""Part of the limit that the allocator may keep beyond it. It refuses a request by the bytes that it has from the
+device, free blocks included, and unmaps and maps these again first: at the brim in each step, which a limit that is
+ours should not cost. Whether a step keeps to the limit is judged by its live bytes."""
 
 
 def _limit_device(device: str, limit_bytes: int | None) -> None:
