@@ -50,7 +50,7 @@ def run_trial(
     model, batch = what.model(), what.example()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     bench = Bench(subject=what, model=model, batch=batch, optimizer=optimizer)
-    _warm_up(bench)
+    warm_up(bench)
     reference = reference_gradients(what, model, batch) if gate else None
     installed = chosen.install(bench, budget)
     figures: Figures = {"decided": installed.facts}
@@ -80,7 +80,7 @@ def num_alloc_retries(device: torch.device) -> int:
     return torch.cuda.memory_stats(device)["num_alloc_retries"] if device.type == "cuda" else 0
 
 
-def _warm_up(bench: Bench) -> None:
+def warm_up(bench: Bench) -> None:
     """One step under checkpointing, on one sequence: it makes the optimizer's state, and fits where anything does."""
     switch_checkpointing(bench.model, on=True)
     try:
