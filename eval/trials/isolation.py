@@ -2,8 +2,8 @@
 
     python -m adacc_hf.eval.trials.isolation
 
-reads {"function": "module:name", "arguments": {...}, "result": "file"} from standard input, one a line; a `Worker` writes
-them.
+reads {"function": "module:name", "arguments": {...}, "result": "file"} from standard input, one a line, as a `Worker`
+writes them.
 """
 
 from __future__ import annotations
@@ -90,9 +90,7 @@ class Worker:
         self._end()
         self._folder.cleanup()
 
-    def __call__(
-        self, function: Callable[..., Figures], arguments: Figures, timeout_s: float | None = None
-    ) -> Figures:
+    def __call__(self, function: Callable[..., Figures], arguments: Figures, timeout_s: float | None = None) -> Figures:
         result = self._path("result.json")
         result.unlink(missing_ok=True)
         name = f"{function.__module__}:{function.__qualname__}"

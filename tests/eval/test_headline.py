@@ -139,8 +139,8 @@ def test_points_are_written_with_their_ratios(tmp_path: Path) -> None:
     meta = {"status": "running", "date": "today", "device": "GPU"}
     write_json(tmp_path / "headline.json", {"train_info": {"points": {"adacc": point}}, "meta_info": meta})
     assert points_text(tmp_path).splitlines()[-1] == (
-        "- adacc: 10 (9 to 11) tokens/s, peak 1.00 GiB, 1.250 x checkpointing where plain is 1.300 x, 87% of what can be "
-        "won, 3 allocator retries while timed"
+        "- adacc: 10 (9 to 11) tokens/s, peak 1.00 GiB, 1.250 x checkpointing where plain is 1.300 x, 87% of what "
+        "can be won, 3 allocator retries while timed"
     )
 
 
