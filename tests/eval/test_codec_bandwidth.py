@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adacc_hf.eval import codec_bandwidth
 from adacc_hf.eval.codec_bandwidth import Contender, Row, main, time_contender
+from adacc_hf.eval.records.ledger import Ledger
 from adacc_hf.eval.records.records import RedGateError, Settings, Spread
 
 
@@ -34,6 +35,38 @@ def test_bytes_moved_are_tensor_and_payload() -> None:
     assert cells["encode GB/s"] == "3.0"
     assert cells["encode / copy GB/s"] == "38%"  # 3.0 / 8.0
     assert cells["decode time / copy"] == "4.00"
+
+
+@pytest.mark.parametrize(
+    ("card", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", "Goal on NVIDIA H100 80GB HBM3: 85% of a copy. Missed by: int8 encode (80%)."),
+        ("NVIDIA H200", "Goal on NVIDIA H200: 70% of a copy. Missed by: none."),
+        ("NVIDIA A100-SXM4-80GB", None),
+        (None, None),
+    ],
+)
+def test_each_card_has_its_own_goal(tmp_path: Path, card: str | None, expected: str | None) -> None:
+    """What somebody else's code reaches is none of it."""
+    settings = Settings(runner="codec_bandwidth", output=tmp_path / "x.json")
+    spread = {"low": 1.0, "median": 1.0, "high": 1.0}
+    point = {
+        "status": "measured",
+        "what": "int8",
+        "shape": [10],
+        "dtype": "bfloat16",
+        "round_trip_error": 0.0,
+        "tensor_bytes": 1000,
+        "payload_bytes": 1000,
+        "copy_ms": spread,
+        "encode_ms": spread,
+        "decode_ms": spread,
+    }
+    slow = point | {"encode_ms": dict.fromkeys(spread, 1.25)}
+    points = {"bandwidth, int8": slow, "bandwidth, plain": slow | {"what": "plain torch reference"}}
+    info = {"samples": 1} | ({"card": card} if card else {})
+    text = codec_bandwidth.report_text(Ledger(settings, info, points))
+    assert [line for line in text.splitlines() if line.startswith("Goal")] == ([expected] if expected else [])
 
 
 def test_a_broken_codec_is_not_timed() -> None:
