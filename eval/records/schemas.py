@@ -415,7 +415,7 @@ POINTS["codecs"] = POINTS["gradient_error"] | POINTS["codec_bandwidth"]
 
 SUMMARIES: dict[str, dict[str, Schema]] = {
     "throughput": {"adacc_over": mapping(mapping(POSITIVE)), "paper": mapping(array(NUMBER))},
-    "headline": {"goal": nullable(NUMBER)},
+    "headline": {"goals": mapping(NUMBER)},
     "max_batch": {"max_batch": mapping(COUNT), "paper": mapping(COUNT)},
     "loss": {"gap_to_plain": mapping(GAP), "paper_gap_percent": array(NUMBER)},
     "peers": {

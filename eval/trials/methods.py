@@ -6,7 +6,7 @@ A method is installed once, on a model that has trained a step, so that the opti
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -193,8 +193,9 @@ HEADLINE_METHODS = {
         install=partial(install_policy, config=NAIVE, solve=quantize_within),
         takes_budget=True,
     ),
+    "adacc_in_floor": replace(ADACC, title="Adacc at checkpointing's peak"),
 }
-"""What can be won, how much of it is, and what else may win some: all within one budget."""
+"""What can be won, how much of it is, and what else may win some: all within one budget, but the last."""
 
 ABLATION_METHODS = {
     "none": PLAIN,

@@ -72,7 +72,9 @@ def test_a_tiny_model_from_end_to_end(tmp_path: Path, folder: str) -> None:
     record = json.loads(output.read_text())
     check_record(record)
     points = record["train_info"]["points"]
-    assert list(points) == ["none", "full", "adacc", "adacc_lossless", "quantization"]
+    assert list(points) == ["none", "full", "adacc", "adacc_lossless", "quantization", "adacc_in_floor"]
+    assert points["adacc_in_floor"]["peak_bytes"] <= points["full"]["peak_bytes"]
+    assert record["train_info"]["goals"] == {"adacc": 0.85, "adacc_in_floor": 0.65}
     assert {point["status"] for point in points.values()} == {"measured"}
     assert points["adacc_lossless"]["gate"] == points["full"]["gate"]
     for name in ("adacc", "adacc_lossless", "quantization"):
@@ -123,6 +125,23 @@ def test_what_fails_leaves_the_others_their_figures(subject: dict, monkeypatch: 
     assert "share_won" not in figures
     assert figures["over_checkpointing"]["median"] > 0
     assert run_here(interleaved.run_interleaved, {"subject": subject, "method": "none"})["status"] == "out_of_memory"
+
+
+def test_without_a_peak_of_checkpointing_adacc_has_no_budget_there(tmp_path: Path) -> None:
+    orders: list[dict[str, Any]] = []
+
+    def run(function, order, timeout_s):
+        orders.append(order)
+        return {"status": "out_of_memory", "reason": "too large"}
+
+    output = tmp_path / "headline.json"
+    argv = ["--methods", "full", "adacc", "adacc_in_floor", "--limit", "64MiB", "--output", str(output)]
+    assert headline.main(argv, run) == 0
+    assert [order["method"] for order in orders] == ["full", "adacc"]
+    assert {order["budget"] for order in orders} == {64 * 2**20}
+    record = json.loads(output.read_text())["train_info"]
+    assert record["goals"] == {"adacc_in_floor": 0.65}
+    assert "whose peak it is to keep to, was not measured" in record["points"]["adacc_in_floor"]["reason"]
 
 
 def test_points_are_written_with_their_ratios(tmp_path: Path) -> None:
