@@ -51,7 +51,7 @@ test-all: test ## Run the fast tests, and then all others
 slow-tests: $(INSTALLED) ## Run all tests, and write down which ones are slow (tests/slow_tests.txt)
 	@$(PYTEST) --write-slow
 
-test-breaks: $(INSTALLED) ## Break the product in 30 places: do the fast tests notice? (an hour)
+test-breaks: $(INSTALLED) ## Break the product in 32 places: do the fast tests notice? (an hour)
 	@$(BIN)/python tests/breakages
 
 test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device

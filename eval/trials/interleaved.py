@@ -120,6 +120,8 @@ class Arena:
         own = names[-1]
         seconds: dict[str, list[float]] = {name: [] for name in order}
         retries = 0
+        for name in order:  # not timed: after `_tidy` memory is taken from the device again
+            self._step(name)
         for _ in tqdm(range(rounds), desc=f"{own}, in turn", unit="round", leave=False):
             for name in order:
                 before = num_alloc_retries(self.device)
