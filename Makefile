@@ -51,7 +51,7 @@ test-all: test ## Run the fast tests, and then all others
 slow-tests: $(INSTALLED) ## Run all tests, and write down which ones are slow (tests/slow_tests.txt)
 	@$(PYTEST) --write-slow
 
-test-breaks: $(INSTALLED) ## Break the product in 30 places: do the fast tests notice? (an hour)
+test-breaks: $(INSTALLED) ## Break the product in 32 places: do the fast tests notice? (an hour)
 	@$(BIN)/python tests/breakages
 
 test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
@@ -73,6 +73,7 @@ gpu-bundle: ## Fetch the wheels that eval/first_gpu.py needs on a bare x86-64 ma
 		$(foreach tag,2_28 2_27 2_24 2_17 2_12 2_5,--platform manylinux_$(tag)_x86_64) \
 		--platform manylinux2014_x86_64 --platform manylinux2010_x86_64 --platform manylinux1_x86_64 \
 		--constraint constraints.txt --requirement eval/gpu_wheels.txt --dest $(BUNDLE)
+	@git rev-parse HEAD > $(BUNDLE)/COMMIT
 	@du -sm $(BUNDLE) | awk '{print $$1 " MiB in $(BUNDLE)"; exit $$1 > $(BUNDLE_MIB)}'
 
 # What is fetched stays out of .venv, in runs/, and so do the models and data that are made for it.

@@ -235,6 +235,7 @@ def _is_event(record: Any) -> bool:
 # `adacc eval RUNNER`: what measures, by name.
 
 RUNNERS = {
+    "headline": ("headline", "Adacc between plain training and checkpointing, timed in turn: the share that it wins"),
     "throughput": ("throughput", "tokens/s and peak against batch size, by method (Figure 5)"),
     "max-batch": ("max_batch", "largest batch within a memory limit, by method (Table 3)"),
     "loss": ("loss", "validation loss over training, by method (Figure 6)"),

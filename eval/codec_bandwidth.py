@@ -4,8 +4,9 @@
     adacc eval codec-bandwidth --device cuda --tokens 8192 --model llama-7b --compile
 
 Encoding must read the tensor and write the payload, decoding the reverse; a copy reads and writes the tensor. Caches
-are flushed before every sample. Beside the codecs stand what else one could use: the plain torch reference,
-torch.compile of it (--compile), and bitsandbytes where it is installed.
+are flushed before every sample, by reading: dirty lines would be written back while it runs. Beside the codecs stand
+what else one could use: the plain torch reference, torch.compile of it (--compile), and bitsandbytes where it is
+installed.
 """
 
 from __future__ import annotations
@@ -26,14 +27,19 @@ from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.records import RedGateError, Settings, Spread, add_settings, markdown_table, positive_int
 from adacc_hf.eval.trials.isolation import run_here
 from adacc_hf.kernels import outlier_int4
-from adacc_hf.kernels.codecs import Codec, get_codec
-from adacc_hf.price.timing import on_cuda
+from adacc_hf.kernels.codecs import Codec, get_codec, list_codecs
+from adacc_hf.price.timing import flush_by_reading, on_cuda
 from adacc_hf.torch_glue.tensors import relative_error
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # More than any last-level cache so far: 256 MiB on a GPU, 64 MiB on a CPU.
 FLUSH_BYTES = {"cuda": 256 * 2**20, "cpu": 64 * 2**20}
 WARM_UPS = 2
+GOALS = {"H100": 0.85, "H200": 0.7}
+"""The part of a copy's speed that encoding and decoding are to reach, by what a card's name contains. An H200 issues no
+more instructions than an H100 and moves 1.4 times the bytes: its copy leaves fewer instructions for each."""
+LONGEST_ATTENTION = 512
+"""Tokens of a sequence whose softmax and mask are encoded: they grow with its square."""
 # A codec off by more is broken, not lossy: per-token INT4 is off by 0.35 on such outliers, nonsense by 1 and more.
 GATE_ERROR = 0.5
 
@@ -83,6 +89,15 @@ class Row:
     def copy_gigabytes_per_s(self) -> float:
         return 2 * self.tensor_bytes / self.copy_ms.median / 1e6
 
+    def of_copy(self, spread: Spread) -> float:
+        """The speed of encoding or decoding over that of a copy."""
+        return self.gigabytes_per_s(spread) / self.copy_gigabytes_per_s()
+
+    def missed(self, goal: float) -> list[str]:
+        """What of it is slower than that part of a copy."""
+        speeds = {"encode": self.of_copy(self.encode_ms), "decode": self.of_copy(self.decode_ms)}
+        return [f"{self.what} {name} ({speed:.0%})" for name, speed in speeds.items() if speed < goal]
+
     def cells(self) -> dict[str, str]:
         """One line of the table."""
         cells = {
@@ -95,9 +110,8 @@ class Row:
             "copy GB/s": f"{self.copy_gigabytes_per_s():.1f}",
         }
         for name, spread in (("encode", self.encode_ms), ("decode", self.decode_ms)):
-            speed = self.gigabytes_per_s(spread)
-            cells[f"{name} GB/s"] = f"{speed:.1f}"
-            cells[f"{name} / copy GB/s"] = f"{speed / self.copy_gigabytes_per_s():.0%}"
+            cells[f"{name} GB/s"] = f"{self.gigabytes_per_s(spread):.1f}"
+            cells[f"{name} / copy GB/s"] = f"{self.of_copy(spread):.0%}"
             cells[f"{name} time / copy"] = f"{spread.median / self.copy_ms.median:.2f}"
         return cells
 
@@ -137,7 +151,9 @@ def add_tensors(parser: argparse.ArgumentParser) -> None:
 
 
 def tensors_info(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(arguments, name) for name in ("model", "tokens", "dtype", "samples", "compile")}
+    names = ("model", "tokens", "dtype", "samples", "compile")
+    card = torch.cuda.get_device_name() if arguments.device == "cuda" else None
+    return {name: getattr(arguments, name) for name in names} | ({"card": card} if card else {})
 
 
 def measure(ledger: Ledger) -> None:
@@ -171,22 +187,36 @@ def report_text(ledger: Ledger) -> str:
         f"{ledger.run_info['samples']}. The error is that of a round trip."
     )
     table = [markdown_table([row.cells() for row in rows])] if rows else []
+    table += _goal_text(rows, ledger.run_info.get("card", ""))
     return "\n\n".join([heading, *table, *(f"{key}: {failed[key]}" for key in points if key in failed)]) + "\n"
+
+
+def _goal_text(rows: Sequence[Row], card: str) -> list[str]:
+    """What of our codecs misses the card's goal; nothing for a card that has none."""
+    goal = next((goal for name, goal in GOALS.items() if name in card), None)
+    if goal is None:
+        return []
+    missed = [text for row in rows if row.what.split()[0] in list_codecs() for text in row.missed(goal)]
+    return [f"Goal on {card}: {goal:.0%} of a copy. Missed by: {', '.join(missed) or 'none'}."]
 
 
 def contenders(
     block: Block, dtype: torch.dtype, tokens: int, with_compile: bool, settings: Settings
 ) -> Iterator[tuple[Contender, Tensor]]:
     """Every codec with an activation of the block that it is made for, and its rivals."""
-    generator = torch.Generator().manual_seed(settings.seed)
-    inner = torch.randn(tokens, block.inner, generator=generator)
+    device = torch.device(settings.device)
+    generator = torch.Generator(device).manual_seed(settings.seed)
+    normal = partial(torch.randn, generator=generator, device=device)
+    inner = normal(tokens, block.inner)
     inner[:, :: block.inner // 8] *= 50  # eight outlier channels
-    inner = inner.to(dtype).to(settings.device)
-    qkv = torch.randn(tokens, 3 * block.width, generator=generator).to(dtype).to(settings.device)
-    sequence = min(tokens, 512)
-    scores = torch.randn(block.heads, sequence, sequence, generator=generator)
-    softmax = scores.softmax(-1).to(dtype).to(settings.device)
-    mask = (scores > -1.2).to(settings.device)
+    inner = inner.to(dtype)
+    qkv = normal(tokens, 3 * block.width).to(dtype)
+    # Attention of the whole micro-batch, as a layer saves it: of one sequence it may fit into a cache.
+    sequence = min(tokens, LONGEST_ATTENTION)
+    scores = normal(tokens // sequence, block.heads, sequence, sequence)
+    softmax = scores.softmax(-1).to(dtype)
+    mask = scores > -1.2
+    del scores
     activations = {
         "outlier_int4": inner,
         "token_int4": inner,
@@ -227,13 +257,13 @@ def time_contender(contender: Contender, tensor: Tensor, samples: int) -> Row:
 @torch.no_grad()
 def sample_ms(run: Callable[[], object], device: str, samples: int) -> list[float]:
     """Times of `run`, each with cold caches."""
-    flush = torch.empty(FLUSH_BYTES[device], dtype=torch.uint8, device=device)
+    flush = flush_by_reading(FLUSH_BYTES[device], torch.device(device))
     if device == "cuda":
-        timings = on_cuda(run, torch.device(device), WARM_UPS + samples, before=flush.zero_)
+        timings = on_cuda(run, torch.device(device), WARM_UPS + samples, before=flush)
         return [timing.device_ms for timing in timings[WARM_UPS:]]
     times = []
     for index in range(-WARM_UPS, samples):
-        flush.zero_()
+        flush()
         elapsed = _cpu_ms(run)
         if index >= 0:
             times.append(elapsed)

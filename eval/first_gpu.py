@@ -17,10 +17,12 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import subprocess
 import sys
 import time
 import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -28,6 +30,8 @@ STARTED = time.monotonic()
 """Torch is not imported yet, which takes its time too."""
 ROOT = Path(__file__).resolve().parents[1]
 BUNDLE = Path("build/gpu-bundle")
+COMMIT = "COMMIT"
+"""The file of a bundle that `make gpu-bundle` writes the commit to."""
 MINUTES = 9.0
 """Of a slice, where a command may take ten."""
 
@@ -41,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"of this slice (default: {MINUTES:g})")
     parser.add_argument("--work", type=Path, default=ROOT / "runs/first-gpu", help="where records grow")
     parser.add_argument("--toy", action="store_true", help="the smallest of models: to see that all of it runs")
-    parser.add_argument("--notes", default="", help="text to keep in the records: the commit, if git is not there")
+    parser.add_argument("--notes", help="text to keep in the records (default: the commit, by git or by the bundle)")
     arguments = parser.parse_args(argv)
     add_wheels(arguments.wheels, arguments.work / "site")
 
@@ -55,8 +59,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         restore(arguments.archive, records)
     minutes = max(0.0, arguments.minutes - (time.monotonic() - STARTED) / 60)
     command = ["eval", "all", "--device=cuda", "--resume", f"--minutes={minutes:.3f}"]
-    command += ["--output", str(records / "all.json"), "--report", str(arguments.out), f"--notes={arguments.notes}"]
+    notes = commit_note(ROOT, arguments.wheels) if arguments.notes is None else arguments.notes
+    command += ["--output", str(records / "all.json"), "--report", str(arguments.out), f"--notes={notes}"]
     return adacc([*command, *(["--toy"] if arguments.toy else [])])
+
+
+def commit_note(checkout: Path, wheels: Path) -> str:
+    """Return what tells which code is measured: the checkout's commit, or that of which the bundle was made.
+
+    A checkout that was copied has no git, and a bundle is one of the things that are copied with it.
+    """
+    if (checkout / ".git").exists():
+        with suppress(OSError, subprocess.CalledProcessError):
+            command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
+            return f"commit {subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()}"
+    bundled = wheels / COMMIT
+    if bundled.is_file():
+        return f"commit {bundled.read_text(encoding='utf-8').strip()} when the bundle was made"
+    print(f"no git and no {bundled}: give the commit as --notes, or the records tell of none", file=sys.stderr)
+    return ""
 
 
 def add_wheels(wheels: Path, site: Path) -> list[str]:

@@ -22,6 +22,15 @@ pytestmark = [
 ]
 
 
+@pytest.mark.timeout(600)
+def test_the_checkout_is_on_the_path_of_what_runs_on_it(tmp_path: Path) -> None:
+    """A machine with a GPU has torch, and nothing of ours installed. Children find it too, wherever they run."""
+    command = [sys.executable, ROOT / "tests/emulated_cuda", "-c", "import os; print(os.environ['PYTHONPATH'])"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": "own"})
+    paths = run.stdout.splitlines()[-1].split(os.pathsep)
+    assert paths == [str(ROOT / "tests/emulated_cuda"), str(ROOT), "own"], run.stderr[-4000:]
+
+
 @pytest.mark.timeout(600)  # it starts Python anew and may compile, which takes minutes on a busy machine
 def test_the_tests_for_gpus_pass_on_an_emulated_device() -> None:
     command = [sys.executable, ROOT / "tests/emulated_cuda", "-m", "pytest", "-q", "-m", "gpu"]

@@ -78,7 +78,9 @@ def judged(
         )
     if reason is None:
         assert current is not None
-        gain, now_ms = current.predicted_overhead_ms - candidate.predicted_overhead_ms, current.predicted_overhead_ms
+        gain = current.predicted_overhead_ms - candidate.predicted_overhead_ms
+        # What a faster head saves is no part of it: prices of the blocks are what varies.
+        now_ms = current.predicted_overhead_ms - min(0.0, profile.with_head(current.head).head_overhead_ms)
         if gain <= MIN_GAIN * now_ms:
             return _rectified(policy, current, SAME_ACTIONS, searched=True)
         reason = f"{gain:.2f} ms of {now_ms:.2f} ms overhead gained"

@@ -395,9 +395,10 @@ class Profile:
 
     @property
     def head_overhead_ms(self) -> float:
-        """Time that the head takes beyond the plain one; 0 if it is no slower, or the plain one was not profiled."""
+        """Time that the head takes beyond the plain one: below 0 if it is faster, 0 if the plain one was not
+        profiled."""
         plain_ms = next((head.ms for head in self.other_heads if head.name == "plain"), self.head_ms)
-        return max(0.0, self.head_ms - plain_ms)
+        return self.head_ms - plain_ms
 
     def kind_of(self, block: BlockProfile) -> KindProfile:
         return self.kinds[block.kind]

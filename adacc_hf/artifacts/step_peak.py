@@ -36,7 +36,8 @@ class Outcome:
     peak_bytes: int
     """Most bytes live at any moment of the step."""
     overhead_ms: float
-    """Time spent on replay, encoding and decoding, over all blocks (the paper's equation 4), and by a slower head."""
+    """Time spent on replay, encoding and decoding, over all blocks (the paper's equation 4), and by the head beyond the
+    plain one: below 0 where a faster head saves more than the blocks cost."""
     timeline: tuple[tuple[str, int], ...]
     """Moments of the step in order: what runs, and the bytes live then."""
 

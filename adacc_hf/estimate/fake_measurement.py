@@ -275,7 +275,8 @@ def operator_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict
     # Torch asks each fake tensor for its device by an operator, prim::device, more often than it computes.
     if target.is_view or target.namespace == "prim" or target.overloadpacket in _ALLOCATE:
         return 0.0
-    given, made = _tensors((args, kwargs)), _tensors(results)
+    read = {name: argument for name, argument in kwargs.items() if name != "out"}  # that is the result, written alone
+    given, made = _tensors((args, read)), _tensors(results)
     moved_ms = 1e3 * sum(map(_touched_bytes, [*given, *made])) / device.bandwidth_bytes
     return max(moved_ms, _product_ms(device, target, args, kwargs, results)) + device.launch_ms
 
@@ -289,14 +290,33 @@ def _product_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict
     formula = flop_registry.get(_counted_as(target))
     if formula is None:
         return 0.0
-    dtype = str(_tensors((args, kwargs))[0].dtype).removeprefix("torch.")
-    rate = device.flops.get(dtype, device.flops["float32"])
-    operations = formula(*_with_all_heads(target, args), **kwargs, out_val=results)
+    factors = _tensors((args, kwargs))[1 if target.overloadpacket in _ADDING else 0 :]
+    rate = device.flops.get(str(factors[0].dtype).removeprefix("torch."), device.flops["float32"])
+    counted = [argument for argument in _with_all_heads(target, args) if not isinstance(argument, torch.dtype)]
+    operations = formula(*counted, **kwargs, out_val=results)
     if "scaled_dot_product" in op_name(target):
         # Fused kernels leave out what lies above the diagonal, but for a strip that shrinks with the length.
         operations *= 0.5 if _argument(target, args, kwargs, ("is_causal",)) else 1.0
         rate *= device.attention_share
+    elif any(map(_is_unaligned, [*factors, *_tensors(results)])):
+        rate *= device.unaligned_share
     return 1e3 * operations / rate
+
+
+_ADDING = {torch.ops.aten.addmm, torch.ops.aten.baddbmm}
+"""Products whose first argument is what they are added to, perhaps in a wider dtype."""
+
+_ROW_BYTES = 16
+"""Tensor cores of 16-bit numbers are fed by kernels that load as many bytes at once."""
+
+
+def _is_unaligned(matrix: torch.Tensor) -> bool:
+    """Return True if some rows of the 16-bit matrix start between multiples of _ROW_BYTES."""
+    if matrix.dim() < 2 or matrix.dtype.itemsize != 2:
+        return False
+    # Of the last two dimensions one has a stride of 1, and the stride of the other is the length of a row.
+    rows = zip(matrix.shape[-2:], matrix.stride()[-2:], strict=True)
+    return any(size > 1 and stride != 1 and stride * matrix.dtype.itemsize % _ROW_BYTES for size, stride in rows)
 
 
 def _counted_as(target: Any) -> Any:

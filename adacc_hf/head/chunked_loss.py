@@ -30,8 +30,11 @@ from torch.nn import functional as F
 
 from adacc_hf.artifacts.errors import ChunkedHeadError
 from adacc_hf.torch_glue.compat import adds_into_wider
-from adacc_hf.torch_glue.tensors import is_plain
+from adacc_hf.torch_glue.tensors import is_fake, is_plain
 
+COLUMNS = 64
+"""Rows of logits are padded to a multiple of as many columns, which holds nothing: 128 bytes of halves. cuBLAS' kernels
+for Hopper load rows that begin at a multiple of 16 bytes, and those of 50257 halves begin at any even one."""
 MIN_CHUNK_ROWS = 64
 """Fewer rows make the products slow: the weight's gradient is read and written once per chunk."""
 
@@ -143,7 +146,7 @@ def _forward(
         inputs, labels = rows[chunk].to(dtype), target[chunk]
         counts = (labels != ignore_index).unsqueeze(-1)
         labels = labels.unsqueeze(-1).where(counts, 0)
-        outputs = F.log_softmax(F.linear(inputs, cast_weight, cast_bias), -1, dtype=wide)
+        outputs = F.log_softmax(_logits(inputs, cast_weight, cast_bias), -1, dtype=wide)
         total -= outputs.gather(-1, labels).where(counts, 0).sum()
         if not any(needed):
             continue
@@ -151,8 +154,8 @@ def _forward(
         # the narrow factors of the products below say as well, in a fraction of the time.
         outputs.exp_().scatter_add_(-1, labels, counts.to(wide).neg_())
         if bias_gradient is not None:
-            bias_gradient += outputs.mul_(counts).sum(0)
-        outputs = outputs.to(dtype)
+            bias_gradient += outputs.mul_(counts)[:, : len(bias_gradient)].sum(0)
+        outputs = outputs.to(dtype)[:, : len(cast_weight)]
         if row_gradient is not None:
             row_gradient[chunk] = (outputs @ cast_weight).mul_(counts)
         if weight_gradient is not None:
@@ -164,11 +167,29 @@ def _forward(
     return gradients, total
 
 
+def _logits(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the linear layer's outputs, with columns of -inf after them where rows would not be aligned.
+
+    Softmax is 0 there and no sum changes. Fewer classes than COLUMNS stay as they are: most of a row would be padding.
+    """
+    classes = weight.shape[0]
+    missing = -classes % COLUMNS
+    if not missing or classes < COLUMNS or not all(is_plain(tensor) or is_fake(tensor) for tensor in (inputs, weight)):
+        return F.linear(inputs, weight, bias)
+    padded = inputs.new_empty(inputs.shape[0], classes + missing)
+    padded[:, classes:] = -torch.inf
+    if bias is None:
+        torch.mm(inputs, weight.T, out=padded[:, :classes])
+    else:
+        torch.addmm(bias, inputs, weight.T, out=padded[:, :classes])
+    return padded
+
+
 def _add_product(total: Tensor, outputs: Tensor, inputs: Tensor) -> None:
     """Add `outputs.T @ inputs` to `total`: on a GPU within the product, which reads and writes the sum once."""
     if total.dtype == outputs.dtype:
         total.addmm_(outputs.T, inputs)
-    elif is_plain(total) and adds_into_wider(total.device, outputs.dtype):
+    elif (is_plain(total) or is_fake(total)) and adds_into_wider(total.device, outputs.dtype, is_fake(total)):
         torch.addmm(total, outputs.T, inputs, out_dtype=total.dtype, out=total)
     else:
         total += outputs.T @ inputs

@@ -18,7 +18,7 @@ from adacc_hf.head.lazy_logits import LossCall
 from adacc_hf.price.codec_options import outliers_in
 from adacc_hf.price.gradient_probe import GradientErrors
 from adacc_hf.price.pricing import Prices, errors_of, price_call, price_tape
-from adacc_hf.price.timing import seconds_at, seconds_of
+from adacc_hf.price.timing import median_ms, seconds_at
 from adacc_hf.tape.recorder import RngUse
 from adacc_hf.tape.tape import Tape
 from adacc_hf.tape.verification import verify
@@ -124,16 +124,18 @@ class Measurement:
         return random_states_kept(devices)
 
 
+HEAD_REPEATS = 3
+"""A head is long beside the clock's noise, and the faster one is chosen: one interruption must not decide."""
+
 # What a model's output layer and loss cost with whole logits and chunked, measured on one batch.
 
 
 def head_ms(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> float:
-    """Milliseconds of forward and backward of one loss, made by `compute`.
+    """Milliseconds of forward and backward of one loss, made by `compute`: the median of HEAD_REPEATS.
 
-    Of a single run: a head is long beside the clock's noise, and as long as some blocks. Nothing has to warm up, since
-    the steps whose memory is measured ran both heads.
+    After one to warm up: a GPU loads a kernel when it is run first, and may choose among some.
     """
-    return 1e3 * seconds_of(lambda: _gradients(loss, compute), loss.rows.device)
+    return median_ms(lambda: _gradients(loss, compute), loss.rows.device, HEAD_REPEATS)
 
 
 def _gradients(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> tuple[Tensor, ...]:

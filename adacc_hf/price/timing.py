@@ -73,10 +73,22 @@ def time_of(run: Callable[[], object], device: torch.device, repeats: int = TIMI
     return Timing(*(statistics.median(times) for times in zip(*timings, strict=True)))
 
 
+CACHES_READ = 2
+"""How many times a cache's bytes are read to flush it: it need not replace what is oldest first."""
+
+
 def cache_flush(device: torch.device) -> Callable[[], object]:
-    """What leaves nothing of earlier tensors in a GPU's cache: it writes as many bytes as that has."""
-    nbytes = torch.cuda.get_device_properties(device).L2_cache_size
-    return torch.empty(nbytes, dtype=torch.uint8, device=device).zero_
+    """Return a function that leaves nothing of earlier tensors in a GPU's cache.
+
+    By reading: lines that were written are written back when others take their place, and those of a flush that writes
+    would be within the run that is timed.
+    """
+    return flush_by_reading(CACHES_READ * torch.cuda.get_device_properties(device).L2_cache_size, device)
+
+
+def flush_by_reading(nbytes: int, device: torch.device) -> Callable[[], object]:
+    """Return a function that reads `nbytes` of `device`'s memory."""
+    return torch.zeros(max(1, nbytes // 4), device=device).sum
 
 
 def bottleneck(timings: Iterable[Timing], block_host_ms: float | None = None) -> Bottleneck:

@@ -262,7 +262,8 @@ def draw_frontier(profile: Profile, policy: Policy, budget_bytes: int | None = N
             axis.axvline(budget_bytes / scale, color="#CC79A7", lw=1.4, ls="-.", zorder=0, label=label)
         axis.set_xlabel(f"peak of the step [{unit}]")
         axis.set_ylabel("overhead per step [ms]")
-        axis.set_ylim(bottom=-0.03 * axis.get_ylim()[1])
+        least_ms = min(ms for _, ms in [*curve, *(mark.point for mark in methods)])  # below 0 with a faster head
+        axis.set_ylim(bottom=min(0.0, least_ms) - 0.03 * axis.get_ylim()[1])
         if profile.step_ms:
             share = axis.secondary_yaxis(
                 "right",

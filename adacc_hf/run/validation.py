@@ -27,7 +27,7 @@ from adacc_hf.kernels.codecs import Coder
 from adacc_hf.run.call import Call, changed_in_place
 from adacc_hf.tape.call_inputs import find_external
 from adacc_hf.tape.compiled_plan import CompiledPlan
-from adacc_hf.tape.recorder import is_fake, written_tensors
+from adacc_hf.tape.recorder import written_tensors
 from adacc_hf.tape.replay import stand_in
 from adacc_hf.tape.tape import (
     COLLECTIVES,
@@ -50,7 +50,7 @@ from adacc_hf.torch_glue.private import (
     version_of,
 )
 from adacc_hf.torch_glue.states import drawing_from, generator_state
-from adacc_hf.torch_glue.tensors import copy_with_storage, is_plain, local_of, runs_on_parts
+from adacc_hf.torch_glue.tensors import copy_with_storage, is_fake, is_plain, local_of, runs_on_parts
 
 _CONSTANT = torch.ops.aten.lift_fresh.default
 _DROPOUT = torch.ops.aten.native_dropout.default

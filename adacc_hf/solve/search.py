@@ -71,6 +71,8 @@ class PolicySearch:
         blocks = Counter(block.kind for block in profile.blocks)
         self.num_blocks = [blocks[kind] for kind in range(len(self.models))]
         """Of each kind."""
+        self.head_ms = profile.head_overhead_ms
+        """Time that the profile's head takes beyond the plain one."""
         self._proven_ms: float | None = None
 
     def within(self, budget: Budget, incumbent_ms: float = math.inf) -> list[PricedPlan] | None:
@@ -104,7 +106,9 @@ class PolicySearch:
         # One plan per kind may be no mixture of the frontiers, and faster where kinds have few blocks.
         found += self._fastest(self._uniform, budget.nbytes, self._least_rank(found, incumbent_ms))
         if len(self.plain) == 1 and not self.log.num_unproven:
-            self._proven_ms = (1 - self.log.worst_gap) * self._least_rank(found, incumbent_ms)
+            # The program's gap is a part of what the blocks cost.
+            blocks_ms = self._least_rank(found, incumbent_ms) - self.head_ms
+            self._proven_ms = (1 - self.log.worst_gap) * blocks_ms + self.head_ms
         found += self._greedy(fits, self._least_rank(found, incumbent_ms))
         return [self.oracle.arranged(policy) for policy in found]
 
@@ -182,7 +186,7 @@ class PolicySearch:
                 limit = nbytes - base - least.working_bytes
                 most_ms = max(most_ms, least_ms(before, self.kinds.frontiers, limit))
             before[block.kind] += 1
-        return most_ms + self.profile.head_overhead_ms
+        return most_ms + self.head_ms
 
     @cached_property
     def _least_outcomes(self) -> list[BlockOutcome]:
@@ -190,7 +194,7 @@ class PolicySearch:
 
     def _least_ms(self, limit_bytes: int) -> float:
         """What no policy can beat whose blocks store at most `limit_bytes`."""
-        return least_ms(self.num_blocks, self.kinds.frontiers, limit_bytes) + self.profile.head_overhead_ms
+        return least_ms(self.num_blocks, self.kinds.frontiers, limit_bytes) + self.head_ms
 
     def _limit_bytes(self, budget: Budget) -> int:
         """The most that blocks may store within the budget; more may be too much already."""
@@ -297,7 +301,7 @@ class PolicySearch:
     def _fastest(self, program: MixtureProgram, cap_bytes: int, incumbent_ms: float) -> list[list[PricedPlan]]:
         """The fastest policy of `program` for what it stores, if it is no slower than `incumbent_ms` and one was
         found."""
-        policy = program.least_ms(cap_bytes, incumbent_ms - self.profile.head_overhead_ms)
+        policy = program.least_ms(cap_bytes, incumbent_ms - self.head_ms)
         return [] if policy is None else [policy]
 
     def _near(
@@ -329,7 +333,7 @@ class PolicySearch:
 
     def rank(self, policy: Sequence[PricedPlan]) -> tuple[float, int]:
         """What decides between policies that fit: the time they cost, then what they store."""
-        return (overhead_ms(policy) + self.profile.head_overhead_ms, self._stored(policy))
+        return (overhead_ms(policy) + self.head_ms, self._stored(policy))
 
     def _least_rank(self, policies: Sequence[Sequence[PricedPlan]], incumbent_ms: float = math.inf) -> float:
         """The least time of any of `policies`, or `incumbent_ms`."""

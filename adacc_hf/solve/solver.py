@@ -30,15 +30,15 @@ def solve_policy(
 ) -> Policy:
     """The fastest policy whose memory keeps to `memory_budget` (default: the config's).
 
-    All RETAIN if that fits. Raises InfeasibleBudgetError, with the smallest budget that would do, if nothing fits, and
-    ValueError for a budget in no known form, or if the profile has no head that the config allows.
+    All RETAIN with the fastest head if that fits. Raises InfeasibleBudgetError, with the smallest budget that would do,
+    if nothing fits, and ValueError for a budget in no known form, or if the profile has no head that the config allows.
     """
     started = time.perf_counter()
     config = config or AdaccConfig()
     budget = Budget.resolve(config.memory_budget if memory_budget is None else memory_budget, profile, config)
     searches = _searches(profile, config)
     search, columns = _fastest(searches, budget)
-    gap = 0.0 if columns is searches[0].plain else _gap(searches, search.rank(columns)[0], budget)
+    gap = _gap(searches, search.rank(columns)[0], budget)
     facts = {
         "memory_budget": budget.given,
         "budget_bytes": budget.nbytes,
@@ -73,9 +73,10 @@ def _fastest(searches: Sequence[PolicySearch], budget: Budget) -> tuple[PolicySe
     """The fastest policy within the budget, with the search that found it. Raises InfeasibleBudgetError."""
     found: list[tuple[PolicySearch, list[PricedPlan]]] = []
     errors: list[InfeasibleBudgetError] = []
-    for search in searches:
+    for search in sorted(searches, key=lambda search: search.head_ms):
         incumbent_ms = min((other.rank(columns)[0] for other, columns in found), default=math.inf)
-        if found and search.bound_ms(budget) >= incumbent_ms:
+        # The head alone first: the bound takes the blocks' frontiers, which nothing else may need.
+        if found and (search.head_ms >= incumbent_ms or search.bound_ms(budget) >= incumbent_ms):
             continue
         try:
             columns = search.within(budget, incumbent_ms)
@@ -83,8 +84,6 @@ def _fastest(searches: Sequence[PolicySearch], budget: Budget) -> tuple[PolicySe
             # Without its frames: they hold this list, and through their callers a whole step's tensors.
             errors.append(error.with_traceback(None))
             continue
-        if columns is search.plain and search is searches[0]:
-            return search, columns
         if columns is not None:
             found.append((search, columns))
     if not found:
@@ -108,6 +107,12 @@ def _with_bound(errors: Sequence[InfeasibleBudgetError]) -> InfeasibleBudgetErro
 
 
 def _gap(searches: Sequence[PolicySearch], ms: float, budget: Budget) -> float:
-    """Part of a policy's overhead by which the best policy within the budget, with any head, may be faster."""
+    """Part of a policy's overhead by which the best policy within the budget, with any head, may be faster.
+
+    Overhead counts from the fastest head, which may be faster than the plain one.
+    """
+    fastest_ms = min(0.0, *(search.head_ms for search in searches))
+    if ms <= fastest_ms:
+        return 0.0
     bound_ms = min(search.bound_ms(budget) for search in searches)
-    return max(0.0, 1 - bound_ms / ms) if ms else 0.0
+    return max(0.0, (ms - bound_ms) / (ms - fastest_ms))

@@ -41,7 +41,7 @@ from adacc_hf.torch_glue.private import (
     tree_leaves,
 )
 from adacc_hf.torch_glue.states import PythonStates, generator_state
-from adacc_hf.torch_glue.tensors import local_of, runs_on_parts, storage_of, wraps_others
+from adacc_hf.torch_glue.tensors import is_fake, local_of, runs_on_parts, storage_of, wraps_others
 
 _NO_OPERATORS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.prim.device.default}
 """The last is how a tensor without memory is asked for its device."""
@@ -114,8 +114,8 @@ class Recorder(TorchDispatchMode):
         self._generator_state = generator_state(self._device)
         """What the generator's state was when a tensor was saved last, or when the call began; None once somebody has
         drawn since. A plan takes it at these moments too, when no mode shows it any operator."""
-        has_fake_state = self._generator_state is not None and is_fake(self._generator_state)
-        self._fake_state = self._generator_state if has_fake_state else None
+        state = self._generator_state
+        self._fake_state = state if state is not None and is_fake(state) else None
         """That of tensors without memory, which never moves."""
 
     @classmethod
@@ -435,11 +435,6 @@ def is_freed(base: torch.Tensor, value: TapeValue) -> bool:
 
 def _local_leaves(result: Any) -> list[Any]:
     return [local_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves(result)]
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` only imitates one (FakeTensor)."""
-    return hasattr(tensor, "fake_mode")
 
 
 def _dropout_scale(probability: float, dropped: TapeValue) -> float:

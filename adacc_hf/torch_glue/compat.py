@@ -47,10 +47,11 @@ __all__ = [
 
 
 @cache
-def adds_into_wider(device: torch.device, dtype: torch.dtype) -> bool:
+def adds_into_wider(device: torch.device, dtype: torch.dtype, is_fake: bool = False) -> bool:
     """Whether products of that type are added to a float32 sum while they are made (`torch.addmm(out_dtype=...)`).
 
-    A small one tells: CUDA can, with some releases of torch, of halves; CPUs and ROCm cannot.
+    A small one tells: CUDA can, with some releases of torch, of halves; CPUs and ROCm cannot. `is_fake` is for tensors
+    without memory, whose device need not be here.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False

@@ -108,6 +108,11 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in PLAIN
 
 
+def is_fake(tensor: Tensor) -> bool:
+    """Return True if the tensor has no data and only imitates one (FakeTensor)."""
+    return hasattr(tensor, "fake_mode")
+
+
 # Which node of autograd's graph runs now.
 #
 # torch's engine knows that of its own backward only. A backward that calls the nodes itself, as that over tensors

@@ -63,10 +63,24 @@ def _record_text(path: Path) -> Iterator[str]:
     yield "\n".join(f"- {key}: {_point_text(point)}" for key, point in points.items()) or "nothing yet"
 
 
+def _compared(point: dict[str, Any]) -> str:
+    """How the point compares with plain training and checkpointing in the same rounds."""
+    text = ""
+    if "over_checkpointing" in point:
+        text += f", {point['over_checkpointing']['median']:.3f} x checkpointing"
+    if "plain_over_checkpointing" in point:
+        text += f" where plain is {point['plain_over_checkpointing']['median']:.3f} x"
+    if point.get("share_won") is not None:
+        text += f", {point['share_won']:.0%} of what can be won"
+    return text
+
+
 def _point_text(point: dict[str, Any]) -> str:
     if "tokens_per_second" in point or "peak_bytes" in point:
         cells = describe(point)
-        return f"{cells['tokens/s']} tokens/s, peak {cells['peak'] or 'not measured'}"
+        retries = point.get("num_alloc_retries")
+        text = f", {retries} allocator retries while timed" if retries else ""
+        return f"{cells['tokens/s']} tokens/s, peak {cells['peak'] or 'not measured'}{_compared(point)}{text}"
     if "reason" in point:
         return f"{point['status']}: {point['reason'][:MOST_CHARACTERS]}"
     return json.dumps(point)[:MOST_CHARACTERS]

@@ -218,6 +218,14 @@ def _processor() -> str:
     return f"{names[0] if names else platform.machine()}, {len(names) or 1} cores"
 
 
+def share_of_what_can_be_won(checkpointing: float, plain: float, ours: float) -> float | None:
+    """Return the part of the time between checkpointing and plain training that a method saves; None if there is none.
+
+    1 is plain training's speed, 0 checkpointing's.
+    """
+    return (checkpointing - ours) / (checkpointing - plain) if checkpointing > plain else None
+
+
 def describe(figures: Figures) -> dict[str, Any]:
     """The cells that every table shows of a point: tokens per second and peak, or why there are none."""
     speed = figures.get("tokens_per_second")

@@ -110,7 +110,20 @@ BLOCK_BYTES = ended(
 TRIAL = ended(
     record(
         {"decided": mapping(ANY), "static_bytes": COUNT, "peak_bytes": COUNT},
-        {**TIMED, "gate": GATE, "reserved_bytes": COUNT},
+        {**TIMED, "gate": GATE, "reserved_bytes": COUNT, "num_alloc_retries": COUNT},
+    )
+)
+HEADLINE = ended(
+    record(
+        {"decided": mapping(ANY), "static_bytes": COUNT, "peak_bytes": COUNT, "gate": GATE},
+        {
+            **TIMED,
+            **{f"{name}_step_ms": SPREAD for name in ("plain", "checkpointing")},
+            **{f"{name}over_checkpointing": SPREAD for name in ("", "plain_")},
+            "share_won": nullable(NUMBER),
+            "reserved_bytes": COUNT,
+            "num_alloc_retries": COUNT,
+        },
     )
 )
 CURVE = array({"type": "array", "prefixItems": [COUNT, NUMBER], "minItems": 2, "maxItems": 2})
@@ -365,6 +378,7 @@ GPU_TESTS = ended(record(TESTED), record({"status": TEXT, "reason": TEXT, **TEST
 POINTS: dict[str, dict[str, Schema]] = {
     # By patterns of the points' keys.
     "throughput": {", batch \\d+$": TRIAL},
+    "headline": {"": HEADLINE},
     "max_batch": {", batch \\d+$": TRIAL},
     "loss": {"": TRAINING},
     "ablation": {", steps$": TRIAL, ", loss$": TRAINING},
@@ -401,6 +415,7 @@ POINTS["codecs"] = POINTS["gradient_error"] | POINTS["codec_bandwidth"]
 
 SUMMARIES: dict[str, dict[str, Schema]] = {
     "throughput": {"adacc_over": mapping(mapping(POSITIVE)), "paper": mapping(array(NUMBER))},
+    "headline": {"goals": mapping(NUMBER)},
     "max_batch": {"max_batch": mapping(COUNT), "paper": mapping(COUNT)},
     "loss": {"gap_to_plain": mapping(GAP), "paper_gap_percent": array(NUMBER)},
     "peers": {

@@ -2,13 +2,15 @@
 
     python -m adacc_hf.eval.trials.isolation
 
-reads {"function": "module:name", "arguments": {...}, "result": "file"} from standard input; `run_isolated` writes it.
+reads {"function": "module:name", "arguments": {...}, "result": "file"} from standard input, one a line, as a `Worker`
+writes them.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -67,27 +69,70 @@ def failure(status: Status, error: Exception | str) -> Figures:
 
 def run_isolated(function: Callable[..., Figures], arguments: Figures, timeout_s: float | None = None) -> Figures:
     """As `run_here`, in a new process that is ended, with all it started, after `timeout_s` seconds."""
-    with tempfile.TemporaryDirectory(prefix="adacc-eval-") as folder:
-        result = Path(folder, "result.json")
+    with Worker() as worker:
+        return worker(function, arguments, timeout_s)
+
+
+class Worker:
+    """Runs orders as `run_isolated` does, in one process as long as none fails: each finds what those before built.
+
+    After an error or a timeout the next order gets a new process: the old one's device may be of no use any more.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="adacc-eval-")
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._end()
+        self._folder.cleanup()
+
+    def __call__(self, function: Callable[..., Figures], arguments: Figures, timeout_s: float | None = None) -> Figures:
+        result = self._path("result.json")
+        result.unlink(missing_ok=True)
         name = f"{function.__module__}:{function.__qualname__}"
-        order = json.dumps({"function": name, "arguments": arguments, "result": str(result)})
-        with subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        ) as process:
-            try:
-                _, errors = process.communicate(order, timeout=timeout_s)
-            except subprocess.TimeoutExpired:
+        process = self._process = self._process or self._start()
+        figures: Figures | None = None
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            with suppress(BrokenPipeError):  # its last words tell more
+                process.stdin.write(json.dumps({"function": name, "arguments": arguments, "result": str(result)}))
+                process.stdin.write("\n")
+                process.stdin.flush()
+            if not select.select([process.stdout], [], [], timeout_s)[0]:
                 return failure(Status.TIMEOUT, f"no result after {timeout_s:g} s: raise --timeout")
-            finally:
-                end_process(process)
-        if result.is_file():
-            return json.loads(result.read_text(encoding="utf-8"))
-    return failure(Status.ERROR, _last_words(process.returncode, errors))
+            if not process.stdout.readline():
+                return failure(Status.ERROR, _last_words(process.wait(), self._path("errors").read_text()))
+            figures = json.loads(result.read_text(encoding="utf-8"))
+            return figures
+        finally:
+            if figures is None or figures["status"] == Status.ERROR.value:
+                self._end()
+
+    def _start(self) -> subprocess.Popen[str]:
+        with self._path("errors").open("w", encoding="utf-8") as errors:
+            return subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
+
+    def _end(self) -> None:
+        if self._process is not None:
+            end_process(self._process)
+            with suppress(BrokenPipeError):  # of an order that nobody read
+                self._process.__exit__(None, None, None)
+            self._process = None
+
+    def _path(self, name: str) -> Path:
+        return Path(self._folder.name, name)
 
 
 def end_process(process: subprocess.Popen[Any]) -> None:
@@ -104,12 +149,17 @@ def _last_words(code: int, errors: str) -> str:
 
 
 def main() -> int:
-    """Run the order on standard input and write its figures."""
-    order = json.loads(sys.stdin.read())
+    """Run the orders on standard input, one a line, write their figures, and say so after each."""
+    # What an order prints is none of the parent's concern.
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     _follow(os.getppid())
-    module, _, name = order["function"].partition(":")
-    figures = run_here(getattr(import_module(module), name), order["arguments"])
-    Path(order["result"]).write_text(json.dumps(figures), encoding="utf-8")
+    for line in sys.stdin:
+        order = json.loads(line)
+        module, _, name = order["function"].partition(":")
+        figures = run_here(getattr(import_module(module), name), order["arguments"])
+        Path(order["result"]).write_text(json.dumps(figures), encoding="utf-8")
+        print("done", file=replies, flush=True)
     return 0
 
 

@@ -6,7 +6,7 @@ A method is installed once, on a model that has trained a step, so that the opti
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model, solve_policy
+from adacc_hf.artifacts.config import Budget as ResolvedBudget
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.eval.trials.contenders import uses_lossy_codec
 from adacc_hf.eval.trials.one_policy import solve_one_policy
@@ -124,6 +125,7 @@ def install_policy(
         facts={
             "head": policy.head,
             "predicted_stored_bytes": policy.predicted_stored_bytes,
+            "plain_stored_bytes": profile.plain_stored_bytes,
             "predicted_peak_bytes": policy.predicted_peak_bytes,
             "predicted_overhead_ms": policy.predicted_overhead_ms,
             "actions": dict(policy.action_counts()),
@@ -140,16 +142,33 @@ def adacc(title: str, solve: Callable[[Profile, Budget, AdaccConfig], Policy] = 
 
 PLAIN = Method(title="plain", install=install_plain)
 CHECKPOINTING = Method(title="HF gradient checkpointing", install=install_checkpointing)
+NAIVE = AdaccConfig(actions=("retain", "compress"), codecs=(baseline_codec(),))
 QUANTIZATION = Method(
     title="naive quantization",
     install=partial(
         install_policy,
-        config=AdaccConfig(actions=("retain", "compress"), codecs=(baseline_codec(),)),
+        config=NAIVE,
         solve=lambda profile, budget, config: quantize_everything(profile),
     ),
 )
 ADACC = adacc("Adacc")
 LOSSLESS = adacc("Adacc, lossless", actions=("retain", "recompute"))
+
+
+def quantize_within(profile: Profile, budget: Budget, config: AdaccConfig) -> Policy:
+    """The naive policy for as many blocks, the first ones first, as it takes to keep to `budget`; for all at most."""
+    limit = ResolvedBudget.resolve(budget, profile, config)
+    plain, coded = Policy.uniform(profile, "retain"), quantize_everything(profile)
+    names = [block.name for block in profile.blocks]
+    policy = plain
+    for number in range(len(names) + 1):
+        plans = [(coded if i < number else plain).plan_of(name) for i, name in enumerate(names)]
+        policy = Policy.build(profile, plans)
+        if (policy.predicted_peak_bytes if limit.of_peak else policy.predicted_stored_bytes) <= limit.nbytes:
+            break
+    return policy
+
+
 NO_OUTLIER = adacc("Adacc w/o outlier", outliers=False)
 
 PAPER_METHODS = {
@@ -163,6 +182,20 @@ PAPER_METHODS = {
 
 METHODS = {**PAPER_METHODS, "adacc_lossless": LOSSLESS}
 """Those, and Adacc where no bit may change."""
+
+HEADLINE_METHODS = {
+    "none": PLAIN,
+    "full": CHECKPOINTING,
+    "adacc": ADACC,
+    "adacc_lossless": LOSSLESS,
+    "quantization": Method(
+        title="naive quantization of as many blocks as it takes",
+        install=partial(install_policy, config=NAIVE, solve=quantize_within),
+        takes_budget=True,
+    ),
+    "adacc_in_floor": replace(ADACC, title="Adacc at checkpointing's peak"),
+}
+"""What can be won, how much of it is, and what else may win some: all within one budget, but the last."""
 
 ABLATION_METHODS = {
     "none": PLAIN,

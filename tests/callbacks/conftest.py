@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
+from adacc_hf.price import measurement
 from adacc_hf.torch_glue.memory import CpuMemoryMeter, count_static_bytes
 
 LOSSLESS = {"memory_budget": 0.6, "actions": ("retain", "recompute")}
@@ -273,3 +274,14 @@ def _attributes(module: torch.nn.Module) -> dict[str, Any]:
         for name, value in vars(module).items()
         if name not in ("_parameters", "_buffers", "_modules", "config", "generation_config")
     }
+
+
+@pytest.fixture
+def heads_take(monkeypatch):
+    """`heads_take(plain=..., chunked=...)`: what a profile finds for the two heads, in milliseconds."""
+
+    def take(**ms: float) -> None:
+        times = {compute: ms[name] for name, compute in measurement.PRICED_HEADS.items()}
+        monkeypatch.setattr(measurement, "head_ms", lambda loss, compute: times[compute])
+
+    return take

@@ -76,11 +76,27 @@ def test_generate_and_evaluate_in_mid_run_are_as_without(train, lossless):
     assert len(tokens.tokens) == 5
 
 
-def test_a_budget_that_fits_everything_leaves_the_model_plain(train):
+def test_a_budget_that_fits_everything_leaves_the_model_plain(train, heads_take):
+    heads_take(plain=1.0, chunked=1.0)
     callback = AdaccCallback(memory_budget=1.0)
     run = train([callback])
     assert callback.policy.is_plain
     run.assert_equals(train())
+
+
+def test_a_faster_head_is_all_that_changes_where_everything_fits(train, heads_take):
+    """Where "compress" is allowed. Without it training is plain, whatever the heads take."""
+    heads_take(plain=1.0, chunked=0.5)
+    callback = AdaccCallback(memory_budget=1.0)
+    run, plain = train([callback]), train()
+    assert callback.policy.head == "chunked"
+    assert callback.policy.action_counts().keys() == {"retain"}
+    assert callback.policy.predicted_overhead_ms == -0.5
+    # Sums in another order, in the loss and, over the steps, in the weights that it is of: some units of float32.
+    assert run.losses == pytest.approx(plain.losses, rel=1e-4)
+    lossless = AdaccCallback(memory_budget=1.0, actions=("retain", "recompute"))
+    train([lossless]).assert_equals(plain)
+    assert lossless.policy.is_plain
 
 
 def test_compression_changes_the_run_and_keeps_it_close(train):

@@ -41,8 +41,9 @@ def device_with(monkeypatch):
     return have
 
 
-def test_what_fits_the_device_is_trained_as_it_is(train, device_with):
+def test_what_fits_the_device_is_trained_as_it_is(train, device_with, heads_take):
     device_with(1 << 40)
+    heads_take(plain=1.0, chunked=1.0)
     callback = AdaccCallback(memory_budget="auto", **QUIET)
     run = train([callback])
     assert callback.policy.is_plain

@@ -1,4 +1,4 @@
-"""Runs Python with an emulated CUDA device, in the processes that it starts too.
+"""Runs Python with an emulated CUDA device and this checkout on its path, in the processes that it starts too.
 
 python tests/emulated_cuda -m pytest -m gpu
 python tests/emulated_cuda -m adacc_hf.cli eval throughput --device cuda
@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-folder = str(Path(__file__).resolve().parent)
-os.environ["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+folder = Path(__file__).resolve().parent
+paths = [str(folder), str(folder.parents[1]), os.environ.get("PYTHONPATH")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])

@@ -8,10 +8,12 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adacc_hf.eval import codec_bandwidth
 from adacc_hf.eval.codec_bandwidth import Contender, Row, main, time_contender
-from adacc_hf.eval.records.records import RedGateError, Spread
+from adacc_hf.eval.records.ledger import Ledger
+from adacc_hf.eval.records.records import RedGateError, Settings, Spread
 
 
 def test_bytes_moved_are_tensor_and_payload() -> None:
@@ -33,6 +35,38 @@ def test_bytes_moved_are_tensor_and_payload() -> None:
     assert cells["encode GB/s"] == "3.0"
     assert cells["encode / copy GB/s"] == "38%"  # 3.0 / 8.0
     assert cells["decode time / copy"] == "4.00"
+
+
+@pytest.mark.parametrize(
+    ("card", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", "Goal on NVIDIA H100 80GB HBM3: 85% of a copy. Missed by: int8 encode (80%)."),
+        ("NVIDIA H200", "Goal on NVIDIA H200: 70% of a copy. Missed by: none."),
+        ("NVIDIA A100-SXM4-80GB", None),
+        (None, None),
+    ],
+)
+def test_each_card_has_its_own_goal(tmp_path: Path, card: str | None, expected: str | None) -> None:
+    """What somebody else's code reaches is none of it."""
+    settings = Settings(runner="codec_bandwidth", output=tmp_path / "x.json")
+    spread = {"low": 1.0, "median": 1.0, "high": 1.0}
+    point = {
+        "status": "measured",
+        "what": "int8",
+        "shape": [10],
+        "dtype": "bfloat16",
+        "round_trip_error": 0.0,
+        "tensor_bytes": 1000,
+        "payload_bytes": 1000,
+        "copy_ms": spread,
+        "encode_ms": spread,
+        "decode_ms": spread,
+    }
+    slow = point | {"encode_ms": dict.fromkeys(spread, 1.25)}
+    points = {"bandwidth, int8": slow, "bandwidth, plain": slow | {"what": "plain torch reference"}}
+    info = {"samples": 1} | ({"card": card} if card else {})
+    text = codec_bandwidth.report_text(Ledger(settings, info, points))
+    assert [line for line in text.splitlines() if line.startswith("Goal")] == ([expected] if expected else [])
 
 
 def test_a_broken_codec_is_not_timed() -> None:
@@ -61,6 +95,33 @@ def test_a_rival_that_cannot_run_here_is_left_out_in_words(
     del package.functional
     assert len(list(codec_bandwidth.rivals(torch.ones(8, 64), with_compile=False))) == 1
     assert "bitsandbytes is left out: ImportError" in capsys.readouterr().err
+
+
+def test_attention_is_that_of_the_whole_micro_batch() -> None:
+    """On a GPU one sequence's softmax and mask would fit into its cache."""
+    block = codec_bandwidth.Block(width=16, inner=64, heads=2)
+    settings = Settings(runner="codec_bandwidth", output=Path("unused"))
+    pairs = codec_bandwidth.contenders(block, torch.bfloat16, 1024, False, settings)
+    shapes = {contender.name: tuple(tensor.shape) for contender, tensor in pairs}
+    assert shapes["asymmetric_int4"] == shapes["bitmask"] == (2, 2, 512, 512)
+    assert shapes["outlier_int4"] == (1024, 64)
+
+
+def test_no_line_is_dirty_when_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read before each sample is more than a cache holds, and nothing is written."""
+    monkeypatch.setitem(codec_bandwidth.FLUSH_BYTES, "cpu", 2**20)
+    order: list[str] = []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            order.append(
+                f"{func.overloadpacket.__name__} {args[0].nbytes if args and hasattr(args[0], 'nbytes') else 0}"
+            )
+            return func(*args, **(kwargs or {}))
+
+    with Noted():
+        codec_bandwidth.sample_ms(lambda: order.append("run"), "cpu", samples=1)
+    assert [name for name in order if not name.startswith("zeros")] == [f"sum {2**20}", "run"] * 3
 
 
 def test_every_codec_and_rival_gets_a_row(

@@ -81,11 +81,54 @@ def test_a_gpu_gets_work_for_a_gpu_and_the_wanted_first(tmp_path: Path, monkeypa
     runners = Runners()
     assert run(tmp_path, runners, "--device", "cuda") == 0
     names = list(runners.commands)
-    assert names[:4] == ["gpu-tests", "codec-bandwidth", "throughput", "peers"]
+    assert names[:4] == ["codec-bandwidth", "headline", "throughput", "peers"]
+    assert names.index("gpu-tests") > names.index("peak-accuracy") > names.index("peers")
     assert names.index("solver") > names.index("max-batch")
     for name in ("throughput", "max-batch"):
         assert {"--preset=gpt2-345m", "--precision=bf16", "--device=cuda"} <= set(runners.commands[name])
     assert "--preset=gpt2-345m" not in runners.commands["table4"]
+
+
+def test_the_first_slice_shows_the_headline() -> None:
+    """Bandwidths in a share of the slice, then one run between plain training and checkpointing, then what trains with
+    Adacc alone, then a larger model: each at limits that it can keep to."""
+    stages = stages_of("cuda")[:6]
+    assert [stage.key for stage in stages] == [
+        *("codec-bandwidth", "headline", "throughput-24GiB", "throughput-32GiB", "headline-llama", "peers"),
+    ]
+    codecs, headline, small, large, llama, _ = (" ".join(stage.options) for stage in stages)
+    assert stages[0].most_s == 60
+    assert "--tokens=65536" in codecs
+    assert "--batch=16" in headline
+    assert "--limit" not in headline
+    assert "--limit=24GiB --batches 32 --methods adacc full" in small
+    assert "--limit=32GiB --batches 64 --methods adacc full" in large
+    assert "--preset=llama-1b" in llama
+    assert "--limit=30GiB" in llama
+
+
+def test_a_stage_takes_no_more_than_its_share_of_a_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of it is measured in the next slice, before the others."""
+    share = [Stage(runner="loss", most_s=30.0), Stage(runner="solver")]
+    monkeypatch.setattr(everything, "stages_of", lambda *_: share)
+    first = Runners(out_of_time="loss")
+    assert run(tmp_path, first, "--resume", "--minutes", "9") == OUT_OF_TIME
+    assert list(first.commands) == ["loss", "solver"]
+    minutes = {name: float(options[-1].removeprefix("--minutes=")) for name, options in first.commands.items()}
+    assert 0.4 < minutes["loss"] <= 0.5
+    assert 8.9 < minutes["solver"] <= 9.0
+    second = Runners()
+    assert run(tmp_path, second, "--resume", "--minutes", "9") == 0
+    assert list(second.commands) == ["loss"]
+
+
+def test_a_point_of_a_compiled_peer_has_time_to_compile() -> None:
+    """Adacc's at a fixed share, compiled once. Its end is told before the runner counts as hanging."""
+    for stage in (stage for stage in ON_GPU if stage.part.startswith("compiled")):
+        (timeout,) = (option for option in stage.options if option.startswith("--timeout="))
+        assert 240 < int(timeout.removeprefix("--timeout=")) < everything.MOST_SECONDS_WITHOUT_A_POINT
+        peers = set(stage.options) & {"compile_1", "compile_0.5", "adacc_compiled"}
+        assert "adacc_compiled" not in peers or peers == {"adacc_compiled"}
 
 
 @pytest.mark.parametrize("stage", ON_GPU, ids=lambda stage: stage.key)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import adacc_hf.adapt.judging as judging_module
-from adacc_hf import AdaccConfig, Policy, profile_model
+from adacc_hf import AdaccConfig, Policy, profile_model, solve_policy
 from adacc_hf.adapt.judging import MIN_FREED, current_policy, freed_bytes, judged
 from adacc_hf.adapt.repricing import with_errors, with_outlier_counts
 
@@ -84,3 +85,20 @@ def test_a_codec_that_keeps_to_the_bound_again_is_memory_freed(profile):
     assert freed_bytes(degraded, profile, CONFIG) == 0
     assert freed_bytes(degraded, profile, bounded) > 0
     assert freed_bytes(profile, degraded, bounded) == 0
+
+
+@pytest.mark.parametrize(("gain", "is_taken"), [(0.0, False), (0.01, False), (0.03, True)])
+def test_what_a_faster_head_saves_is_no_part_of_what_a_gain_is_compared_with(
+    gpt2_like_profile, add_chunked_head, monkeypatch, gain, is_taken
+):
+    """The overhead is below 0, and no gain at all would be more than a share of it."""
+    profile = add_chunked_head(gpt2_like_profile(num_blocks=2), 100, ms=-15.0)
+    policy, other = (solve_policy(profile, fraction) for fraction in (0.6, 0.7))
+    assert (policy.head, policy.predicted_overhead_ms < 0) == ("chunked", True)
+    blocks_ms = policy.predicted_overhead_ms + 15.0
+    offered = replace(other, predicted_overhead_ms=policy.predicted_overhead_ms - gain * blocks_ms)
+    monkeypatch.setattr(judging_module, "freed_bytes", lambda *_: policy.predicted_stored_bytes)
+    monkeypatch.setattr(judging_module, "solve_policy", lambda *_: offered)
+    found = judged(profile, policy, 0.6, AdaccConfig(), searched=profile)
+    assert found.searched
+    assert (found.policy is not None) == is_taken

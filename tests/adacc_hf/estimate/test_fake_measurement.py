@@ -195,6 +195,9 @@ def test_a_question_to_a_tensor_takes_no_time() -> None:
         hidden = torch.empty(1024, 1024)
         assert operator_ms(device, torch.ops.prim.device.default, (hidden,), {}, hidden.device) == 0
         assert operator_ms(device, torch.ops.aten.exp.default, (hidden,), {}, hidden.exp()) > 0
+        out = torch.empty_like(hidden)
+        as_result = operator_ms(device, torch.ops.aten.exp.out, (hidden,), {"out": out}, out)
+        assert as_result == operator_ms(device, torch.ops.aten.exp.default, (hidden,), {}, out)  # written, not read
 
 
 def test_new_memory_takes_no_time() -> None:
@@ -224,3 +227,47 @@ def test_causal_attention_takes_half_the_operations() -> None:
             times.append([forward.total_ms, backward.total_ms])
     for causal_ms, full_ms in zip(*times, strict=True):
         assert causal_ms / full_ms == pytest.approx(0.5, abs=0.05)  # launches and the sum are besides
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns", "is_slower"),
+    [
+        (torch.bfloat16, 4096, False),
+        (torch.bfloat16, 4104, False),
+        (torch.bfloat16, 4097, True),
+        (torch.float32, 4097, False),
+    ],
+)
+def test_products_of_halves_take_longer_where_rows_start_anywhere(
+    dtype: torch.dtype, columns: int, is_slower: bool
+) -> None:
+    """In what is read and in what is written, whichever way the matrix lies."""
+    device = find_device("h100")
+    with fake_tensors("cuda"):
+        rows, weight = torch.empty(8192, 8192, dtype=dtype), torch.empty(columns, 8192, dtype=dtype)
+        logits = torch.empty(8192, columns, dtype=dtype)
+        buffer = torch.empty(8192, 4160, dtype=dtype)[:, :columns]  # rows apart by a multiple of 16 bytes
+
+        def tera_flops(*factors: torch.Tensor, out: torch.Tensor | None = None) -> float:
+            with _SumOfTimes(device) as times:
+                torch.mm(*factors, out=out)
+            return 2 * 8192 * 8192 * columns / times.total_ms / 1e9
+
+        peak = device.flops[str(dtype).removeprefix("torch.")] / 1e12
+        expected = pytest.approx(peak * (device.unaligned_share if is_slower else 1.0), rel=0.02)  # and the launch
+        assert tera_flops(rows, weight.T) == expected
+        assert tera_flops(logits, weight) == expected
+        assert tera_flops(logits.T, rows) == expected
+        aligned = pytest.approx(peak, rel=0.02)
+        assert tera_flops(rows, weight.T, out=buffer) == aligned
+        assert tera_flops(buffer, weight) == aligned
+        assert tera_flops(buffer.T, rows) == aligned
+
+
+def test_a_product_added_to_a_wider_sum_has_the_rate_of_its_factors() -> None:
+    """As the chunked head adds to its gradient."""
+    device = find_device("h100")
+    with fake_tensors("cuda"), _SumOfTimes(device) as times:
+        factor, total = torch.empty(8192, 8192, dtype=torch.bfloat16), torch.empty(8192, 8192)
+        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
+    assert times.total_ms == pytest.approx(2 * 8192**3 / device.flops["bfloat16"] * 1e3, rel=0.02)  # and the launch

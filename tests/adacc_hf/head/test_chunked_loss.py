@@ -5,8 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adacc_hf.artifacts.errors import ChunkedHeadError
+from adacc_hf.head import chunked_loss
 from adacc_hf.head.chunked_loss import chunk_rows, chunked_cross_entropy
 from adacc_hf.torch_glue.memory import CpuMemoryMeter
 
@@ -51,6 +53,57 @@ def test_any_chunking_gives_the_loss_and_gradients_of_whole_logits(num_rows, chu
     torch.testing.assert_close(loss, expected, rtol=3e-6, atol=3e-6)
     for mine, theirs in zip(ours, gradients, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@given(
+    num_rows=st.integers(1, 40),
+    chunk=st.integers(1, 50),
+    width=st.integers(2, 40),  # of one column, products are of a vector, for which libraries have other code
+    classes=st.one_of(st.integers(64, 400), st.sampled_from([1000, 4097, 5026])),
+    has_bias=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    is_cast=st.booleans(),
+    data=st.data(),
+)
+@settings(deadline=None, max_examples=60)
+def test_padded_rows_of_logits_change_no_bit(num_rows, chunk, width, classes, has_bias, dtype, is_cast, data):
+    """Odd and even vocabularies, weights of the product's type and of a wider one, as autocast has them."""
+    ignored = data.draw(st.lists(st.integers(0, num_rows - 1), max_size=num_rows - 1, unique=True))
+    *tensors, target = make_case(num_rows, width, classes, has_bias, ignored)
+    tensors = [tensor if tensor is None or is_cast else tensor.to(dtype) for tensor in tensors]
+    options = {"dtype": dtype, "num_rows": chunk}
+    padded = loss_and_gradients(chunked_cross_entropy, tensors, target, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunked_loss, "COLUMNS", 1)
+        unpadded = loss_and_gradients(chunked_cross_entropy, tensors, target, **options)
+    assert torch.equal(padded[0], unpadded[0])
+    for mine, theirs in zip(padded[1], unpadded[1], strict=True):
+        assert torch.equal(mine, theirs)
+        assert mine.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("classes", "columns"), [(13, 13), (63, 63), (64, 64), (65, 128), (128, 128), (1000, 1024), (50257, 50304)]
+)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
+def test_rows_of_logits_start_at_whole_cache_lines_where_that_takes_little(classes, columns, has_bias):
+    """In all three products, and in the softmax between them, whose padding is 0."""
+    operators = []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            tensors = [leaf for leaf in [*args, *(kwargs or {}).values()] if isinstance(leaf, torch.Tensor)]
+            operators.append((func.overloadpacket.__name__, [t for t in tensors if classes in t.shape]))
+            return func(*args, **(kwargs or {}))
+
+    *tensors, target = make_case(2, 8, classes, has_bias)
+    with Noted():
+        loss_and_gradients(chunked_cross_entropy, tensors, target, dtype=torch.bfloat16)
+    products = [tensors for name, tensors in operators if name in ("mm", "addmm", "linear")]
+    assert len(products) == 3
+    steps = {max(t.stride()) for tensors in products for t in tensors if t.dim() == 2 and set(t.shape) == {2, classes}}
+    assert steps <= {columns}
+    assert columns == classes or steps  # where it is not padded the first product's output is no argument
 
 
 def test_all_rows_ignored_gives_nan_as_the_mean_over_nothing_does():

@@ -4,13 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from adacc_hf import AdaccConfig, InfeasibleBudgetError, Policy, apply_policy, profile_model, solve_policy
 from adacc_hf.adapt.repricing import with_more_memory
 from adacc_hf.artifacts.errors import ChunkedHeadError, PolicyMismatchError
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.artifacts.step_peak import simulate
+from adacc_hf.artifacts.step_peak import simulate, simulate_policy
 from adacc_hf.reports.explain import explain_policy
+from adacc_hf.reports.plots import draw_frontier
 from adacc_hf.reports.report import write_report
 from adacc_hf.torch_glue.memory import forward_loss, measure_step
 
@@ -23,6 +26,11 @@ CHUNKED = AdaccConfig(min_compress_bytes=0, head="chunked")
 def wide(tiny_gpt2, token_batch):
     """A model whose logits are larger than all blocks, as GPT-2's are at 12 layers, and a batch."""
     return tiny_gpt2(layers=2, vocab_size=VOCABULARY), token_batch(8, 32, VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def head_profile(gpt2_like_profile):
+    return gpt2_like_profile(num_blocks=3)
 
 
 @pytest.fixture(scope="module", params=[None, torch.bfloat16], ids=["fp32", "bf16"])
@@ -54,7 +62,7 @@ def test_both_heads_are_profiled(profile):
     assert chunked.head_ms > 0
     assert profile.head_ms > 0
     assert profile.head_overhead_ms == 0
-    assert chunked.head_overhead_ms == max(0, chunked.head_ms - profile.head_ms)
+    assert chunked.head_overhead_ms == chunked.head_ms - profile.head_ms
 
 
 @pytest.mark.parametrize("head", ["plain", "chunked"])
@@ -108,6 +116,67 @@ def test_more_memory_never_costs_time_whatever_the_head(gpt2_like_profile, add_c
     assert heads[0] == "chunked"
     assert heads[-1] == "plain"
     assert policy.is_plain
+
+
+FRACTIONS = (1.0, 0.9, 0.6, 0.3)
+
+
+@given(ms=st.integers(-30, 30), saved=st.integers(-(2**28), 2**28), of_peak=st.booleans())
+@settings(deadline=None, max_examples=8)
+def test_the_fastest_policy_with_any_head_is_found(head_profile, add_chunked_head, ms, saved, of_peak):
+    """A chunked head that is faster is chosen for it where the plain one would do, and one that is slower is not. The
+    simulator agrees, and more memory never costs time."""
+    both = add_chunked_head(head_profile, saved, ms)
+    plain = Policy.uniform(head_profile, "retain")
+    previous_ms = -float("inf")
+    for fraction in FRACTIONS:
+        budget = int(fraction * plain.predicted_peak_bytes) if of_peak else fraction
+        found = {}
+        for head in ("plain", "chunked", "auto"):
+            try:
+                found[head] = solve_policy(both, budget, AdaccConfig(head=head))
+            except InfeasibleBudgetError:
+                assert head != "auto" or not found
+        if not found:
+            break
+        auto = found.pop("auto")
+        best = min(found.values(), key=lambda policy: policy.predicted_overhead_ms)
+        assert auto.predicted_overhead_ms <= best.predicted_overhead_ms + 1e-9  # sums of floats
+        assert auto.predicted_overhead_ms >= previous_ms - 1e-9
+        previous_ms = auto.predicted_overhead_ms
+        outcome = simulate_policy(both, auto)
+        blocks_ms = outcome.overhead_ms - (ms if auto.head == "chunked" else 0.0)
+        assert outcome.overhead_ms == auto.predicted_overhead_ms
+        assert blocks_ms >= -1e-9
+        assert outcome.peak_bytes == auto.predicted_peak_bytes
+        gap = dict(auto.facts)["gap"]
+        assert 0.0 <= gap <= 1.0
+        if auto.is_plain:
+            assert (dict(auto.facts)["status"], ms >= 0.0) == ("plain", True)
+
+
+def test_a_faster_head_costs_no_search_where_everything_fits(gpt2_like_profile, add_chunked_head):
+    profile = gpt2_like_profile(num_blocks=2)
+    for ms, head in ((-5.0, "chunked"), (0.0, "plain"), (5.0, "plain")):
+        policy = solve_policy(add_chunked_head(profile, 100, ms), 1.0)
+        assert (policy.head, policy.predicted_overhead_ms) == (head, min(0.0, ms))
+        facts = dict(policy.facts)
+        assert (facts["solves"], facts["gap"]) == (0, 0.0)
+        assert facts["status"] == ("plain" if head == "plain" else "optimal")
+
+
+def test_an_overhead_below_zero_is_shown(gpt2_like_profile, add_chunked_head, tmp_path):
+    profile = add_chunked_head(gpt2_like_profile(num_blocks=2), 3 << 30, ms=-15.0)
+    policy = solve_policy(profile, 0.95)
+    assert policy.predicted_overhead_ms < 0
+    text = explain_policy(policy, profile)
+    assert f"overhead {policy.predicted_overhead_ms:.2f} ms" in text
+    assert "chunked head; plain: 20.00 ms, " in text
+    assert "; chunked: 5.00 ms, " in text
+    report = write_report(tmp_path, profile=profile, policy=policy).read_text()
+    assert f"| {policy.predicted_overhead_ms:.2f} |" in report
+    assert f"{100 * policy.predicted_overhead_ms / profile.step_ms:.1f} %" in report
+    assert draw_frontier(profile, policy).startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -38,3 +38,26 @@ def test_the_step_whose_memory_is_measured_is_timed(monkeypatch, toy_model, toy_
     replay_ms = recompute_outcome(profile.kinds[0]).overhead_ms
     assert profile.step_ms == pytest.approx(2000.0 + replay_ms)
     assert replay_ms > 0.0
+
+
+def test_a_head_is_warmed_up_and_one_interruption_decides_nothing(monkeypatch, tiny_gpt2, token_batch):
+    """A kernel that is loaded in the first run would choose the other head."""
+    milliseconds = {"plain": [500.0, 4.0, 90.0, 4.0], "chunked": [9.0, 5.0, 5.0, 5.0]}
+    clock, runs = [0.0], {name: iter(times) for name, times in milliseconds.items()}
+
+    def priced(name, compute):
+        def run(loss):
+            clock[0] += next(runs[name]) / 1e3
+            return compute(loss)
+
+        return run
+
+    monkeypatch.setattr(timing.time, "thread_time", lambda: clock[0])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(
+        measurement, "PRICED_HEADS", {name: priced(name, head) for name, head in measurement.PRICED_HEADS.items()}
+    )
+    profile = profile_model(tiny_gpt2(), token_batch())
+    assert profile.with_head("plain").head_ms == pytest.approx(4.0)
+    assert profile.with_head("chunked").head_ms == pytest.approx(5.0)
+    assert [next(times, None) for times in runs.values()] == [None, None]

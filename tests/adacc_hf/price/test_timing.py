@@ -1,11 +1,22 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from adacc_hf.price.timing import Timing, bottleneck, median_ms, on_cuda, time_of, wait_for
+from adacc_hf.price.timing import (
+    CACHES_READ,
+    Timing,
+    bottleneck,
+    cache_flush,
+    median_ms,
+    on_cuda,
+    time_of,
+    wait_for,
+)
 
 CPU = torch.device("cpu")
 
@@ -118,6 +129,26 @@ def test_repeats_on_a_gpu_find_nothing_in_its_cache(monkeypatch):
 
     monkeypatch.setattr("adacc_hf.price.timing.cache_flush", lambda device: flush)
     assert time_of(run, torch.device("cuda", 0)).device_ms == pytest.approx(60e-3)
+
+
+def test_a_cache_is_flushed_by_reading_more_than_it_holds(monkeypatch):
+    """Lines that a flush leaves dirty are written back while the run is timed."""
+    cache_bytes, read = 3 * 2**20, []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert not func._schema.is_mutable
+            read.append(sum(argument.nbytes for argument in args if isinstance(argument, torch.Tensor)))
+            result = func(*args, **(kwargs or {}))
+            assert result.nbytes < 100
+            return result
+
+    properties = SimpleNamespace(L2_cache_size=cache_bytes)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    flush = cache_flush(CPU)
+    with Noted():
+        flush()
+    assert sum(read) >= CACHES_READ * cache_bytes > cache_bytes
 
 
 def test_on_the_cpu_host_and_device_are_one():

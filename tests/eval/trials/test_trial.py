@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import GPT2Config
 
 from adacc_hf.eval.records.records import RedGateError
-from adacc_hf.eval.trials import gate, peer_methods
+from adacc_hf.eval.trials import gate, peer_methods, trial
 from adacc_hf.eval.trials.isolation import CannotRunError, OverLimitError, run_here
 from adacc_hf.eval.trials.methods import ABLATION_METHODS, PAPER_METHODS, Installed, Promise
 from adacc_hf.eval.trials.subject import Subject
@@ -75,6 +77,24 @@ def test_over_the_limit_is_told_with_the_bytes(subject: dict, plain: dict) -> No
         run_trial(subject, "paper", "none", limit_bytes=limit, gate=False)
     assert caught.value.figures["peak_bytes"] == plain["peak_bytes"]
     assert run_trial(subject, "paper", "none", limit_bytes=limit + 1, gate=False)["peak_bytes"] == limit + 1
+
+
+def test_a_limit_is_judged_by_live_bytes_and_the_allocator_has_room_beyond_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    fractions: list[float] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
+    for device, limit in (("cuda", 24 * 2**30), ("cuda", 80 * 2**30), ("cuda", None), ("cpu", 2**30)):
+        trial._limit_device(device, limit)
+    assert fractions == [pytest.approx(0.3 * (1 + trial.ALLOCATOR_ROOM)), 1.0]
+
+
+def test_retries_of_the_allocator_are_counted_while_steps_are_timed(
+    subject: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those of the gate and the profile."""
+    counts = iter([7, 9])
+    monkeypatch.setattr(trial, "num_alloc_retries", lambda device: next(counts))
+    assert run_trial(subject, "paper", "none", rounds=1)["num_alloc_retries"] == 2
 
 
 def test_an_impossible_budget_is_out_of_memory(subject: dict) -> None:

@@ -1,0 +1,154 @@
+"""Adacc between plain training and checkpointing: what can be won, and how much of it is.
+
+    adacc eval headline --preset gpt2-345m --device cuda --precision bf16 --batch 16
+    adacc eval headline --preset llama-1b --device cuda --precision bf16 --batch 4 --tokens 2048 --limit 30GiB
+
+One model, one batch and one process for all: a method's steps are timed in turn with those of plain training and of
+checkpointing, so that each of its figures stands beside theirs from the same rounds. A method gets half of plain's
+bytes, or --limit for its whole step; plain training, the ceiling, may take what it needs. At last Adacc gets the peak
+that checkpointing was measured to have. The share of what can be won is (checkpointing - ours) / (checkpointing -
+plain) in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from tqdm import tqdm
+
+from adacc_hf.artifacts.units import format_bytes, parse_bytes
+from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records.records import (
+    Figures,
+    Settings,
+    Spread,
+    Status,
+    add_settings,
+    describe,
+    markdown_table,
+    positive_int,
+)
+from adacc_hf.eval.throughput import Run
+from adacc_hf.eval.trials.clock import add_clock, check_clock
+from adacc_hf.eval.trials.interleaved import FLOOR, run_interleaved
+from adacc_hf.eval.trials.isolation import Worker, failure
+from adacc_hf.eval.trials.limits import budget_bytes
+from adacc_hf.eval.trials.methods import HEADLINE_METHODS
+from adacc_hf.eval.trials.subject import add_subject, subject_options
+
+HALF = 0.5
+"""The budget where no limit is given: a part of what plain training stores."""
+
+IN_FLOOR = "adacc_in_floor"
+"""The method whose budget is the peak of FLOOR."""
+
+GOALS = {"adacc": 0.85, IN_FLOOR: 0.65}
+"""The share of what can be won that Adacc is to reach: at half of plain's bytes, and at checkpointing's peak."""
+
+
+def main(argv: Sequence[str] | None = None, run: Run | None = None) -> int:
+    """Measure every method, print the table, save record and table. Returns 1 if a gate was red."""
+    parser = argparse.ArgumentParser(prog="adacc eval headline", description=__doc__.partition("\n")[0])
+    add_subject(parser)
+    parser.add_argument("--batch", type=positive_int, default=4, help="sequences per step")
+    parser.add_argument("--methods", nargs="+", choices=tuple(HEADLINE_METHODS), default=list(HEADLINE_METHODS))
+    budgets = parser.add_mutually_exclusive_group()
+    budgets.add_argument("--fraction", type=float, default=HALF, help="of plain training's bytes, the budget")
+    budgets.add_argument("--limit", help="memory that a step may take, say 30GiB: the budget, but plain training's")
+    parser.add_argument("--rounds", type=positive_int, default=7, help="timed steps of each point")
+    parser.add_argument("--timeout", type=positive_int, default=1800, help="seconds that one point may take")
+    add_clock(parser)
+    add_resume(parser)
+    add_settings(parser, "headline")
+    arguments = parser.parse_args(argv)
+    settings = Settings.from_arguments(arguments)
+    check_clock(arguments.clock, settings)
+    if not 0.0 < arguments.fraction <= 1.0:
+        raise ValueError(f"--fraction={arguments.fraction} must be in (0, 1], say {HALF}")
+    run_info = {
+        "subject": subject_options(arguments) | {"batch": arguments.batch},
+        "methods": arguments.methods,
+        "fraction": None if arguments.limit else arguments.fraction,
+        "limit_bytes": parse_bytes(arguments.limit, "--limit") if arguments.limit else None,
+        "rounds": arguments.rounds,
+        "clock": arguments.clock,
+    }
+    with ExitStack() as stack:
+        ledger = stack.enter_context(open_ledger(settings, run_info, arguments.resume))
+        measure(ledger, arguments.timeout, run or stack.enter_context(Worker()))
+        ledger.finish(goals={name: goal for name, goal in GOALS.items() if name == IN_FLOOR or is_at_half(run_info)})
+        ledger.publish(report_text(ledger))
+    return 1 if any(point["status"] == Status.RED.value for point in ledger.points.values()) else 0
+
+
+def is_at_half(run_info: Mapping[str, Any]) -> bool:
+    """Return True if methods get half of plain's bytes, which the goal is for."""
+    return run_info["fraction"] == HALF
+
+
+def measure(ledger: Ledger, timeout_s: float, run: Run) -> None:
+    """Fill in the points that are missing."""
+    info, settings = ledger.run_info, ledger.settings
+    limit = info["limit_bytes"]
+    for method in tqdm(info["methods"], desc="headline", unit="point"):
+        budget = info["fraction"] if limit is None else budget_bytes(limit, settings.device)
+        if method == IN_FLOOR:
+            budget = ledger.points.get(FLOOR, {}).get("peak_bytes")
+            if budget is None:
+                reason = f"{HEADLINE_METHODS[FLOOR].title}, whose peak it is to keep to, was not measured"
+                ledger.measure(method, partial(failure, Status.ERROR, reason))
+                continue
+        order = {
+            "subject": info["subject"],
+            "method": method,
+            "budget": budget,
+            "limit_bytes": limit,
+            "rounds": info["rounds"],
+            "clock": info["clock"],
+            "threads": settings.threads,
+        }
+        ledger.measure(method, partial(run, run_interleaved, order, timeout_s))
+
+
+def report_text(ledger: Ledger) -> str:
+    """The table as Markdown, and why points are missing."""
+    info = ledger.run_info
+    subject, limit = info["subject"], info["limit_bytes"]
+    budget = f"{info['fraction']:.0%} of plain's bytes" if limit is None else f"a limit of {format_bytes(limit)}"
+    heading = (
+        f"{subject['preset']}, batch {subject['batch']} x {subject['tokens']} tokens, {subject['precision']}, budget "
+        f"{budget}; median (20th to 80th percentile) of {info['rounds']} whole training steps in turn with those of "
+        "plain training and checkpointing"
+    )
+    parts = [heading, markdown_table([_row(method, ledger.points[method]) for method in info["methods"]])]
+    goals = [f"{HEADLINE_METHODS[name].title}: {goal:.0%}" for name, goal in ledger.summary["goals"].items()]
+    parts.append(f"Goals, of what can be won: {', '.join(goals)}.")
+    parts += [f"{HEADLINE_METHODS[key].title}: {p['reason']}" for key, p in ledger.points.items() if "reason" in p]
+    return "\n\n".join(parts) + "\n"
+
+
+def _row(method: str, point: Figures) -> dict[str, str]:
+    decided: dict[str, Any] = point.get("decided", {})
+    stored, plain = (decided.get(name) for name in ("predicted_stored_bytes", "plain_stored_bytes"))
+    return {
+        "method": HEADLINE_METHODS[method].title,
+        **describe(point),
+        "stored, of plain's": f"{stored / plain:.0%}" if stored and plain else "",
+        "x checkpointing": _ratio(point, "over_checkpointing"),
+        "plain x checkpointing": _ratio(point, "plain_over_checkpointing"),
+        "of what can be won": f"{point['share_won']:.0%}" if point.get("share_won") is not None else "",
+        "allocator retries": str(point.get("num_alloc_retries", "")),
+    }
+
+
+def _ratio(point: Figures, name: str) -> str:
+    return Spread(**point[name]).text(3) if name in point else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
