@@ -401,6 +401,15 @@ class Kept:
         self.version = version_of(tensor)
 
 
+class Noted:
+    """What autograd holds for a tensor that a Function saved, until the Function has returned and is compared."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self) -> None:
+        self.packed: Any = None
+
+
 class CheckedCall:
     """A call that takes what its plan says, and a record of it.
 
@@ -444,6 +453,16 @@ class CheckedCall:
         return result, tape
 
     def _pack(self, tensor: torch.Tensor) -> Any:
+        noted = Noted()
+
+        def pack() -> None:
+            noted.packed = self._packed(tensor)
+
+        if self.recorder.when_noted(tensor, pack):
+            return noted
+        return self._packed(tensor)
+
+    def _packed(self, tensor: torch.Tensor) -> Any:
         slot = self.recorder.save(tensor)
         if self.recorder.has_left:
             return Kept(tensor)
@@ -453,6 +472,8 @@ class CheckedCall:
         return packed
 
     def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, Noted):
+            packed = packed.packed
         if not isinstance(packed, Kept):
             return self._call.unpack(packed)
         if version_of(packed.tensor) != packed.version:

@@ -10,18 +10,39 @@ results, not of all that the block makes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import Function
 
 from adacc_hf.artifacts.errors import SavedOtherwiseError
 from adacc_hf.tape.call_inputs import find_external
+from adacc_hf.tape.function_operators import (
+    FunctionTarget,
+    NotReplayableError,
+    begin_watching,
+    call_of,
+    end_watching,
+    flattened,
+    results_of,
+    taken_apart,
+)
 from adacc_hf.tape.recorder import written_tensors
 from adacc_hf.tape.replay import stand_in
-from adacc_hf.tape.tape import Blank, Tape, TapeOperator, TapeValue, TensorRef, has_storage, leaves, map_tensors
+from adacc_hf.tape.tape import (
+    Blank,
+    Tape,
+    TapeOperator,
+    TapeValue,
+    TensorRef,
+    geometry_of,
+    has_storage,
+    leaves,
+    map_tensors,
+)
 from adacc_hf.tape.verification import same_bits
 from adacc_hf.torch_glue.private import TO_COPY, DisableTorchDispatch, TorchDispatchMode, schema_of, storage_key
 from adacc_hf.torch_glue.states import drawing_from, generator_state
@@ -55,13 +76,23 @@ class SizeCheck(TorchDispatchMode):
         self._states: dict[int, torch.Tensor | None] = {}
         """What replay of the random operators would draw from."""
         self._num_saved = 0
-        self._is_paused = False
+        self._is_paused = self._is_in_function = False
+        self._saved_inside: list[torch.Tensor] = []
+        """The tensors that the Function which runs now has saved."""
         self._error: SavedOtherwiseError | None = None
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """As `Recorder`."""
         return True
+
+    def __enter__(self) -> Any:
+        begin_watching(self._run_function)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        end_watching()
+        super().__exit__(*exception)
 
     def begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare what the call is given and what hangs on its block with what the tape has for it."""
@@ -79,16 +110,24 @@ class SizeCheck(TorchDispatchMode):
         def run(tensor: torch.Tensor) -> Any:
             self._num_saved += 1
             self._take_state()
+            if self._is_in_function:
+                self._saved_inside.append(tensor)
             if is_plain(tensor):  # as nearly all are: no operator of these comes to this mode
                 with DisableTorchDispatch():
                     return pack(tensor)
-            self._is_paused = True
-            try:
+            with self._paused():
                 return pack(tensor)
-            finally:
-                self._is_paused = False
 
         return run
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """While open, operators run that are not the tape's."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     def _take_state(self) -> None:
         """Take the generator's state where a plan does, so that the comparison draws from the same."""
@@ -132,6 +171,83 @@ class SizeCheck(TorchDispatchMode):
         if self.compares and func is _DROPOUT:
             self._compare_dropout(args[0], made)
         return result
+
+    def _run_function(self, function: type[Function], args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+        """Run an `autograd.Function`, compared with the tape's next operator if that is one."""
+        if self._is_paused or self._is_in_function:
+            return run()
+        expected = self._next_function(function)
+        self._is_in_function, self._saved_inside = True, []
+        try:
+            return run() if expected is None else self._run_as(expected, function, args, run)
+        finally:
+            self._is_in_function, self._saved_inside = False, []
+
+    def _next_function(self, function: type[Function]) -> TapeOperator | None:
+        for place in range(self._next, len(self._operators)):
+            operator = self._operators[place]
+            if operator.target == FunctionTarget(function):
+                self._next = place + 1
+                return operator
+            if not self._may_be_missing(operator):
+                break
+        return None
+
+    def _run_as(
+        self, operator: TapeOperator, function: type[Function], args: tuple[Any, ...], run: Callable[[], Any]
+    ) -> Any:
+        try:
+            parts = taken_apart(args)
+        except NotReplayableError as reason:
+            self._refuse(f"{operator.name} {reason}")
+        call, expected = call_of(function, parts), operator.kwargs["call"]
+        if not _same(operator.args, parts) or not call.is_like(expected):
+            self._refuse(f"{operator.name} is given others than {operator.args}")
+        is_compared = self.compares and operator.may_run_again and not self._recomputable.isdisjoint(operator.made())
+        written = _written_by(operator, parts) if is_compared else {}
+        with self._paused():
+            copies = {key: copy_with_storage(tensor.detach()) for key, tensor in written.items()}
+            result = run()
+            made = flattened(result, self._saved_inside)
+        for position, value in operator.outputs:
+            made_one = made[position] if position < len(made) else None
+            if not isinstance(made_one, torch.Tensor) or not _is_as(self._values[value], local_of(made_one)):
+                self._refuse(f"{operator.name} makes another tensor than {self._values[value].ref}")
+        try:
+            if not _same(expected.results, results_of(result)):
+                self._refuse(f"{operator.name} returns others than {expected.results}")
+        except NotReplayableError as reason:
+            self._refuse(f"{operator.name} {reason}")
+        if is_compared:
+            self._compare_function(operator, parts, made, written, copies)
+        return result
+
+    def _compare_function(
+        self,
+        operator: TapeOperator,
+        parts: tuple[Any, ...],
+        made: tuple[Any, ...],
+        written: dict[int, torch.Tensor],
+        copies: dict[int, torch.Tensor],
+    ) -> None:
+        """Run a Function's forward once more, and note what of its results comes out otherwise."""
+
+        def given(tensor: torch.Tensor) -> torch.Tensor:
+            copy = copies.get(storage_key(tensor.untyped_storage()))
+            return tensor if copy is None else copy.as_strided(*geometry_of(tensor))
+
+        state = None if operator.generator is None else self._states.pop(operator.generator)
+        device = self._values[operator.made()[0]].device
+        drawing = nullcontext() if state is None else drawing_from(state, device)
+        with self._paused(), torch.no_grad(), drawing:
+            others = operator.target(*map_tensors(parts, torch.Tensor, given), call=operator.kwargs["call"])
+            pairs = [(value, made[position], others[position]) for position, value in operator.outputs]
+            changed = [(new, written[key], copies[key]) for (_, new), key in zip(operator.mutations, written, strict=True)]
+            self.unlike |= {
+                value
+                for value, one, other in [*pairs, *changed]
+                if value in self._recomputable and not same_bits(one.detach(), other)
+            }
 
     def _compare(
         self, operator: TapeOperator, made: Any, written: list[torch.Tensor], func: Any, args: Any, kwargs: Any
@@ -213,6 +329,13 @@ class SizeCheck(TorchDispatchMode):
     def _refuse(self, how: str) -> None:
         self._error = SavedOtherwiseError(f"block {self._name} does not run as its tape says: {how}")
         raise self._error
+
+
+def _written_by(operator: TapeOperator, parts: tuple[Any, ...]) -> dict[int, torch.Tensor]:
+    """The arguments of a Function that it writes into, by storage, in the order of the operator's mutations."""
+    pairs = zip(leaves(operator.args), leaves(parts), strict=True)
+    given = {ref.value: tensor for ref, tensor in pairs if isinstance(ref, TensorRef)}
+    return {storage_key(given[old].untyped_storage()): given[old] for old, _ in operator.mutations}
 
 
 def _as_leaves(result: Any) -> Any:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import Function
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from adacc_hf.tape.function_operators import (
+    FunctionTarget,
+    NotReplayableError,
+    call_of,
+    flattened,
+    results_of,
+    taken_apart,
+)
 from adacc_hf.tape.recorder import Recorder, may_write
-from adacc_hf.tape.tape import Source, Tape, TapeOperator, TapeValue
+from adacc_hf.tape.tape import Source, Tape, TapeOperator, TapeValue, leaves, map_tensors
+from adacc_hf.torch_glue.private import TO_COPY
 
 
 class CheckingRecorder(Recorder):
@@ -42,17 +51,19 @@ class CheckingRecorder(Recorder):
         """As long as these live, no other storage gets the address of one that died."""
         self._num_values = self._num_operators = 0
         """How many were compared so far, and are the tape's."""
-        self._is_paused = False
+        self._later: list[Callable[[], None]] | None = None
+        """If a list, the calls to make once a Function has returned that is one operator of the tape."""
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """While open, operators run without being recorded, and may read what they like: they are not the block's."""
-        before = self._is_paused, self._in_operator
-        self._is_paused = self._in_operator = True
-        try:
-            yield
-        finally:
-            self._is_paused, self._in_operator = before
+    def when_noted(self, saved: torch.Tensor, call: Callable[[], None]) -> bool:
+        """Make a call once the Function that has `saved` a tensor is noted, if it is one operator of the tape.
+
+        Return True then. Autograd saves a Function's tensors before the Function has returned.
+        """
+        if self._later is None:
+            return False
+        self._saved_inside.append(saved)
+        self._later.append(call)
+        return True
 
     def let_go(self, value: int) -> None:
         """Keep `value` no longer."""
@@ -71,6 +82,59 @@ class CheckingRecorder(Recorder):
         if (len(self.operators), len(self.slots)) != (len(self._tape.operators), len(self._tape.slots)):
             self._leave()
         return self.tape()
+
+    def _run_function(self, function: type[Function], args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+        """Run a Function; note it as one operator where the tape has one, else by the operators inside it."""
+        if self._is_in_function or self._is_paused:
+            return run()
+        expected = self._next_function(function)
+        with self._inside_function():
+            return run() if expected is None else self._run_as(expected, function, args, run)
+
+    def _next_function(self, function: type[Function]) -> TapeOperator | None:
+        """The tape's next operator, if it is a Function; casts that autocast keeps are noted where they are read."""
+        following = () if self.has_left else self._tape.operators[len(self.operators) :]
+        operator = next((operator for operator in following if operator.target is not TO_COPY), None)
+        return operator if operator is not None and operator.target == FunctionTarget(function) else None
+
+    def _run_as(
+        self, expected: TapeOperator, function: type[Function], args: tuple[Any, ...], run: Callable[[], Any]
+    ) -> Any:
+        try:
+            parts = taken_apart(args)
+        except NotReplayableError:
+            self._leave()
+            return run()
+        call = call_of(function, parts)
+        recorded = map_tensors(parts, torch.Tensor, self.refer)
+        self._compare()
+        said = expected.kwargs["call"]
+        if self.has_left or not call.is_like(said) or repr(recorded) != repr(expected.args):
+            self._leave()
+            return run()
+        changed = {old for old, _ in expected.mutations}
+        given = {self.refer(leaf).value: leaf for leaf in leaves(parts) if isinstance(leaf, torch.Tensor)}
+        written = [given[old] for old in changed]
+        states, saved = self._generator_states(), list[torch.Tensor]()
+        self._later, self._saved_inside = [], saved
+        try:
+            with self.paused():
+                result = run()
+        finally:
+            later, self._later = self._later, None
+        drew = self._have_moved(states)
+        try:
+            results = results_of(result)
+        except NotReplayableError:
+            self._leave()
+        else:
+            target = FunctionTarget(function)
+            call = call._replace(data=said.data, results=results)
+            self._note_function(target, recorded, call, flattened(result, saved), written, drew)
+            self._compare()
+        for note in later:
+            note()
+        return result
 
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_paused:
