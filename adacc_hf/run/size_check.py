@@ -242,7 +242,9 @@ class SizeCheck(TorchDispatchMode):
         with self._paused(), torch.no_grad(), drawing:
             others = operator.target(*map_tensors(parts, torch.Tensor, given), call=operator.kwargs["call"])
             pairs = [(value, made[position], others[position]) for position, value in operator.outputs]
-            changed = [(new, written[key], copies[key]) for (_, new), key in zip(operator.mutations, written, strict=True)]
+            changed = [
+                (new, written[key], copies[key]) for (_, new), key in zip(operator.mutations, written, strict=True)
+            ]
             self.unlike |= {
                 value
                 for value, one, other in [*pairs, *changed]

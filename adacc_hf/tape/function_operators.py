@@ -22,12 +22,10 @@ import torch
 from torch import nn
 from torch.autograd.function import Function, FunctionCtx
 
+from adacc_hf.artifacts.index_values import FUNCTIONS
 from adacc_hf.tape.tape import leaves, map_tensors
 from adacc_hf.torch_glue.private import SingleLevelFunction, outer_hooks
 from adacc_hf.torch_glue.tensors import is_plain
-
-NAMESPACE = "autograd_function"
-"""Namespace of the operators that are Functions."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, Enum, np.generic)
 _PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -73,7 +71,7 @@ class FunctionTarget:
     A call returns, flattened, the forward's results and then the tensors that it saved for backward.
     """
 
-    namespace = NAMESPACE
+    namespace = FUNCTIONS
 
     def __init__(self, function: type[Function]) -> None:
         self.function = function
@@ -86,7 +84,7 @@ class FunctionTarget:
         return hash(self.function)
 
     def __str__(self) -> str:
-        return f"{NAMESPACE}.{self.function.__module__}.{self.function.__qualname__}"
+        return f"{FUNCTIONS}.{self.function.__module__}.{self.function.__qualname__}"
 
     def __call__(self, *args: Any, call: FunctionCall) -> tuple[Any, ...]:
         """Run the Function's forward on `args`, in which objects are taken apart.
@@ -117,7 +115,9 @@ class FunctionTarget:
 
         with torch.autograd.graph.saved_tensors_hooks(note, unpack):
             result = self.function.apply(*args)
-        return flattened(result, saved)
+        returned = flattened(result, saved)
+        saved.clear()  # the graph holds `note`, and must not hold by it what holds the graph
+        return returned
 
 
 class _Context(FunctionCtx):
@@ -147,11 +147,6 @@ def results_of(result: Any) -> Any:
     Raises NotReplayableError otherwise.
     """
     return map_tensors(_taken_apart(result, _DEPTH), torch.Tensor, lambda _: None)
-
-
-def is_function(target: Any) -> bool:
-    """Return True if an operator's target is an `autograd.Function`."""
-    return isinstance(target, FunctionTarget)
 
 
 def _has_setup(function: type[Function]) -> bool:
@@ -215,7 +210,7 @@ def _put_together(value: Any) -> Any:
     if isinstance(value, Parts):
         if value.kind is torch.Size:
             return torch.Size(value.attributes)
-        made = object.__new__(value.kind)
+        made: Any = object.__new__(value.kind)
         vars(made).update({name: _put_together(item) for name, item in value.attributes.items()})
         return made
     if isinstance(value, tuple):
@@ -326,6 +321,10 @@ Watcher = Callable[[type[Function], tuple[Any, ...], RunFunction], Any]
 """A function that is given the class, the arguments and what runs the Function, and returns the Function's result."""
 
 
+_PATCHED: Any = SingleLevelFunction
+"""The class whose `apply` is set, and which `Function` derives from."""
+
+
 class _Watch:
     """One patch of `apply` for all threads that watch at the same time, each its own Functions.
 
@@ -340,7 +339,7 @@ class _Watch:
     def begin(self, watcher: Watcher) -> None:
         with self._lock:
             if not self._watchers:
-                SingleLevelFunction.apply = classmethod(self._patch())
+                _PATCHED.apply = classmethod(self._patch())
             self._watchers.setdefault(get_ident(), []).append(watcher)
 
     def end(self) -> None:
@@ -350,13 +349,13 @@ class _Watch:
             if not watchers:
                 del self._watchers[get_ident()]
             if not self._watchers:
-                del SingleLevelFunction.apply
+                del _PATCHED.apply
 
     def _patch(self) -> Callable[..., Any]:
         watchers_of = self._watchers
 
         def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
-            run = super(SingleLevelFunction, function).apply
+            run = super(_PATCHED, function).apply  # type: ignore[misc]
             watchers = watchers_of.get(get_ident())
             # Those of torch run operators that the dispatcher sees, or code that torch.compile made.
             is_own = function.__module__.partition(".")[0] == "torch"

@@ -352,7 +352,8 @@ class FunctionRecorder:
 
         args = map_tensors(ran.args, torch.Tensor, given)
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
-        self._read_inside = read = set()
+        read: set[int] = set()
+        self._read_inside = read
         try:
             drawing = _drawing_from(ran.state if ran.drew else None, self._device)
             with self.paused(), torch.no_grad(), hooks, random_states_kept([self._device]), drawing:

@@ -89,9 +89,10 @@ class TapeLibrary:
             if name not in self._warned:
                 self._warned.add(name)
                 log.warning(
-                    "Adacc: what the autograd.Function %s makes in a %s is stored, where a kernel writes it unseen: it %s",
-                    name,
+                    "Adacc: block %s: what kernels of the autograd.Function %s write is stored, not recomputed: the "
+                    "Function %s",
                     tape.block_class,
+                    name,
                     why,
                 )
 
