@@ -13,7 +13,7 @@ that are not among its arguments, changes Python values, or is given objects tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -344,26 +344,23 @@ class FunctionRecorder:
 
     def _again(self, target: FunctionTarget, ran: _Ran) -> tuple[tuple[Any, ...], set[int]]:
         """(what the Function's forward makes when it runs again, the storages that operators inside it read)."""
-        copies = {storage_key(t.untyped_storage()): copy_with_storage(t.detach()) for t in ran.written}
-
-        def given(tensor: torch.Tensor) -> torch.Tensor:
-            copy = copies.get(storage_key(tensor.untyped_storage()))
-            return tensor if copy is None else copy.as_strided(*geometry_of(tensor))
-
-        args = map_tensors(ran.args, torch.Tensor, given)
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
-        read: set[int] = set()
-        self._read_inside = read
-        try:
-            drawing = _drawing_from(ran.state if ran.drew else None, self._device)
-            with self.paused(), torch.no_grad(), hooks, random_states_kept([self._device]), drawing:
+        drawing = _drawing_from(ran.state if ran.drew else None, self._device)
+        with self.paused(), torch.no_grad(), hooks, random_states_kept([self._device]), drawing:
+            copies = {storage_key(t.untyped_storage()): copy_with_storage(t.detach()) for t in ran.written}
+            args = map_tensors(ran.args, torch.Tensor, lambda tensor: _copy_of(tensor, copies))
+            read: set[int] = set()
+            self._read_inside = read
+            try:
                 return target(*args, call=ran.call), read
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever the user's code raises
-            raise NotReplayableError(f"cannot be run again ({type(error).__name__}: {error})") from None
-        finally:
-            self._read_inside = None
+            except torch.OutOfMemoryError:
+                raise
+            except NotReplayableError:
+                raise
+            except Exception as error:  # whatever the user's code raises
+                raise NotReplayableError(f"cannot be run again ({type(error).__name__}: {error})") from None
+            finally:
+                self._read_inside = None
 
     def _note_paused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note what an operator reads that runs while the recorder is paused."""
@@ -435,6 +432,12 @@ def _parts_of(args: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, str]:
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves((tree,)) if isinstance(leaf, torch.Tensor)]
+
+
+def _copy_of(tensor: torch.Tensor, copies: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """`tensor` on the copy of its storage, if there is one among `copies`, by storage."""
+    copy = copies.get(storage_key(tensor.untyped_storage()))
+    return tensor if copy is None else copy.as_strided(*geometry_of(tensor))
 
 
 def _lies_like(one: torch.Tensor, other: torch.Tensor) -> bool:
