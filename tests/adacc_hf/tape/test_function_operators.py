@@ -10,8 +10,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.autograd.function import BackwardCFunction
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.run.size_check import SizeCheck
 from adacc_hf.tape.function_operators import FunctionTarget, call_of
 from adacc_hf.tape.library import TapeLibrary
 from adacc_hf.torch_glue.memory import measure_step
@@ -576,9 +578,8 @@ def padded(block, hidden):
 def test_batches_of_any_size(toy_model, toy_batch, sizes):
     """The numbers that a Function is given and returns follow the sizes, as those of operators do."""
     model = toy_model(padded)
-    policy = Policy.uniform(profile_model(model, toy_batch(24), CONFIG), "recompute")
     expected = {size: gradients_of(model, toy_batch(size)) for size in sizes}
-    with apply_policy(model, policy, CONFIG):
+    with begun(model, toy_batch):
         for size in sizes:
             assert all(map(torch.equal, gradients_of(model, toy_batch(size)), expected[size]))
 
@@ -587,19 +588,55 @@ def of_operators_alone(block, hidden):
     return hidden + block.down((block.up(hidden).exp() * 1.5).tanh())
 
 
-def test_new_sizes_are_recorded_no_more_often_than_those_of_operators(toy_model, toy_batch, recorded, caplog):
-    """They run on the family's tapes, each compared once by its operators, with Functions among them."""
-    records = {}
-    for forward in (padded, of_operators_alone):
-        model = toy_model(forward)
-        policy = Policy.uniform(profile_model(model, toy_batch(24), CONFIG), "recompute")
+RECORDED = (24, 8, 31)
+"""Sizes that make a family."""
+
+
+def begun(model, toy_batch):
+    """The model under a policy that recomputes everything, with a family of sizes."""
+    policy = Policy.uniform(profile_model(model, toy_batch(24), CONFIG), "recompute")
+    handle = apply_policy(model, policy, CONFIG)
+    for size in RECORDED:
+        for _ in range(2):
+            gradients_of(model, toy_batch(size))
+    return handle
+
+
+def test_new_sizes_are_compared_and_not_recorded(toy_model, toy_batch, recorded, caplog, monkeypatch):
+    """They run on the family's tapes, whose operators, Functions among them, are compared at each new size."""
+    compared = []
+    run_as = SizeCheck._run_as
+    monkeypatch.setattr(SizeCheck, "_run_as", lambda self, *args: compared.append(self.compares) or run_as(self, *args))
+    model = toy_model(padded)
+    sizes = (17, 9, 21, 18, 11, 23, 13, 19)
+    plain = [gradients_of(model, toy_batch(size)) for size in sizes]
+    with caplog.at_level(logging.WARNING), begun(model, toy_batch):
         recorded.clear()
-        with apply_policy(model, policy, CONFIG), caplog.at_level(logging.WARNING):
-            for size in (24, 24, 17, 9, 21, 18, 11, 23, 13, 19):
-                gradients_of(model, toy_batch(size))
-        records[forward] = list(recorded)
-    assert records[padded] == records[of_operators_alone]
-    assert not caplog.records
+        compared.clear()
+        for size, exact in zip(sizes, plain, strict=True):
+            assert all(map(torch.equal, gradients_of(model, toy_batch(size)), exact))
+    assert len(recorded) <= len(model.layers)  # one call of each block, of those that are counted
+    assert len(compared) == 2 * len(sizes)  # two Functions, by one of the blocks
+    assert 0 < sum(compared) < len(compared)  # replay is compared at every so many
+    assert not [record for record in caplog.records if "smaller last batch" not in record.getMessage()]
+
+
+class OtherwiseAt21(Scale):
+    """A Function that is not the same, at one size, when replay runs it: it looks at its context."""
+
+    @staticmethod
+    def forward(ctx, x, factor=3.0):
+        is_replayed = not isinstance(ctx, BackwardCFunction)
+        return Scale.forward(ctx, x, factor + (is_replayed and len(x) == 21))
+
+
+def test_a_size_at_which_it_comes_out_otherwise_is_found(toy_model, toy_batch, caplog):
+    """Rule R7: the first new size is compared, and what comes out otherwise is stored at all sizes."""
+    model = toy_model(through(OtherwiseAt21.apply))
+    exact = gradients_of(model, toy_batch(21))
+    with caplog.at_level(logging.WARNING), begun(model, toy_batch):
+        assert all(map(torch.equal, gradients_of(model, toy_batch(21)), exact))
+    assert "replay did not recompute block:OtherwiseAt21" in caplog.text
 
 
 class Varying(Scale):
@@ -610,10 +647,12 @@ class Varying(Scale):
 
 def test_another_number_is_noticed_where_operators_are_compared(toy_model, toy_batch, caplog):
     model = toy_model(lambda block, x: x + block.down(Varying.apply(block.up(x), Varying.factor).tanh()))
-    policy = Policy.uniform(profile_model(model, toy_batch(24), CONFIG), "recompute")
-    Varying.factor = 5.0
     try:
-        for size in (24, 15):  # compared with the tape, and with the family's at a new size
-            assert_same_gradients(model, toy_batch(size), policy)
+        with caplog.at_level(logging.WARNING), begun(model, toy_batch) as handle:
+            Varying.factor = 5.0
+            with_policy = gradients_of(model, toy_batch(21))
+            handle.remove()
+            assert all(map(torch.equal, with_policy, gradients_of(model, toy_batch(21))))
+        assert "is given others than" in caplog.text
     finally:
         Varying.factor = 3.0
