@@ -173,6 +173,9 @@ class KindProfile:
     held: tuple[int, ...] = ()
     """Indices into `Profile.shared` of what such a block holds for backward only where its replay reads it, as full
     recomputation's does, under which memory was measured."""
+    copied_slots: tuple[int, ...] = ()
+    """Slots of autograd Functions written in Python. Their backward may write into what they saved, so that it gets a
+    copy of what a replay reads (rule R6)."""
     fallback: str | None = None
     """Why torch's checkpoint runs such a block unless it retains everything: its operators cannot be replayed."""
 
@@ -494,6 +497,7 @@ def _kind_from_json(record: dict[str, Any]) -> KindProfile:
     fields["backward"] = tuple(BackwardEvent(**event) for event in fields["backward"])
     fields["slots"] = tuple(fields["slots"])
     fields["held"] = tuple(fields["held"])
+    fields["copied_slots"] = tuple(fields.get("copied_slots", ()))
     return KindProfile(**fields)
 
 

@@ -83,7 +83,7 @@ class CheckingRecorder(Recorder):
             self._leave()
         return self.tape()
 
-    def _run_function(self, function: type[Function], args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+    def _record_function(self, function: type[Function], args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
         """Run a Function; note it as one operator where the tape has one, else by the operators inside it."""
         if self._is_in_function or self._is_paused:
             return run()

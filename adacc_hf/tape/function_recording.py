@@ -112,6 +112,8 @@ class FunctionRecorder:
         super().__init__()
         self.refused: dict[str, str] = {}
         """For each Function by name that could not be made one operator where it had to: why."""
+        self.function_slots: set[int] = set()
+        """Slots that Functions have saved."""
         self._is_paused = False
         self._is_in_function = False
         self._saved_inside: list[torch.Tensor] = []
@@ -147,6 +149,13 @@ class FunctionRecorder:
             self._is_in_function = False
 
     def _run_function(self, function: type[Function], args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+        """Run a Function and note which slots it saves."""
+        num_slots = len(self.slots)
+        result = self._record_function(function, args, run)
+        self.function_slots.update(range(num_slots, len(self.slots)))
+        return result
+
+    def _record_function(self, function: type[Function], args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
         """Run a Function, record its operators, and put one in their place where they do not tell what it made."""
         if self._is_in_function or self._is_paused or self._in_operator or self._is_fake:
             return run()

@@ -184,6 +184,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
             values=self.values,
             operators=self.operators,
             slots=self.slots,
+            function_slots=frozenset(self.function_slots),
             untrusted=self.untrusted,
         )
 

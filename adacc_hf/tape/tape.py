@@ -195,6 +195,8 @@ class Tape:
     operators: list[TapeOperator]
     slots: list[TensorRef]
     """The tensors autograd saved, in order."""
+    function_slots: frozenset[int] = frozenset()
+    """Slots that autograd Functions written in Python have saved, whose backward may write into them (rule R6)."""
     untrusted: str | None = None
     """Why the tape must not be used (data read into Python), or None."""
     reads: dict[tuple[Any, ...], bytes | tuple[int, ...]] = field(default_factory=dict)
