@@ -11,6 +11,9 @@ A statistic is one number for each row, such as a norm's deviation. A row of whi
 deviation out of all proportion, and that one number scales all of its gradient. So where rows are stored with loss
 their statistics are stored too. Where rows are recomputed themselves, statistics of the same rows suit them better.
 
+What an `autograd.Function` of the user's own draws may depend on numbers too (an element is dropped by chance and by
+size), and no operator shows which. Its results count as indices.
+
 What else comes out far off is found by measuring, when a block is profiled (`price/gradient_probe.py`).
 """
 
@@ -46,6 +49,15 @@ def index_values(
             found.update(filter(is_index, made))
             inexact.update(value for value in made if not is_index(value))
     return frozenset(found)
+
+
+FUNCTIONS = "autograd_function"
+"""Namespace of the operators that are `autograd.Function`s."""
+
+
+def is_function(name: str) -> bool:
+    """Whether an operator of that name is an `autograd.Function`."""
+    return name.startswith(f"{FUNCTIONS}.")
 
 
 def is_index(dtype: str) -> bool:

@@ -14,7 +14,15 @@ from typing import Any
 
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.files import fields_of, read_json, write_json
-from adacc_hf.artifacts.index_values import DEGRADED_ERROR, index_values, is_index, is_statistic, made_from, upstream
+from adacc_hf.artifacts.index_values import (
+    DEGRADED_ERROR,
+    index_values,
+    is_function,
+    is_index,
+    is_statistic,
+    made_from,
+    upstream,
+)
 from adacc_hf.artifacts.policy import numbered
 from adacc_hf.artifacts.profile_sizes import ProfileSizes, Shapes, sizes_of
 
@@ -165,6 +173,9 @@ class KindProfile:
     held: tuple[int, ...] = ()
     """Indices into `Profile.shared` of what such a block holds for backward only where its replay reads it, as full
     recomputation's does, under which memory was measured."""
+    copied_slots: tuple[int, ...] = ()
+    """Slots of autograd Functions written in Python. Their backward may write into what they saved, so that it gets a
+    copy of what a replay reads (rule R6)."""
     fallback: str | None = None
     """Why torch's checkpoint runs such a block unless it retains everything: its operators cannot be replayed."""
     untraced: str | None = None
@@ -190,10 +201,17 @@ class KindProfile:
         """Values that no replay may make where those in `coded` are stored with loss (`index_values.py`)."""
         return index_values(
             ((operator.inputs, operator.outputs) for operator in self.operators),
-            lambda value: self.values[value].is_index,
+            self._counts_as_index,
             coded,
             {value.index for value in self.values if value.shared is not None or (value.activation and value.saved)},
         )
+
+    def _counts_as_index(self, value: int) -> bool:
+        producer = self.values[value].producer
+        if self.values[value].is_index or producer is None:
+            return self.values[value].is_index
+        maker = self.operators[producer]
+        return is_function(maker.name) and any(self.values[read].is_generator_state for read in maker.inputs)
 
     @cached_property
     def exactness_dependents(self) -> dict[int, frozenset[int]]:
@@ -483,6 +501,7 @@ def _kind_from_json(record: dict[str, Any]) -> KindProfile:
     fields["backward"] = tuple(BackwardEvent(**event) for event in fields["backward"])
     fields["slots"] = tuple(fields["slots"])
     fields["held"] = tuple(fields["held"])
+    fields["copied_slots"] = tuple(fields.get("copied_slots", ()))
     return KindProfile(**fields)
 
 

@@ -179,6 +179,8 @@ def run_block(kind: KindProfile, plan: Plan) -> BlockOutcome:
       one that is a root as well, or that nothing reads, dies at once.
     - A payload is decoded just before its use, and again if it is wanted much later.
     - A replayed or decoded value dies after its last use, and not before autograd released every slot it was handed to.
+    - What a replay reads is copied for an autograd Function written in Python, whose backward may write into it, unless
+      nothing holds it once it was handed over. The copy dies when autograd releases the slot.
     - A recomputed value that repeats an earlier activation is that activation.
     - A replayed operator that draws random numbers takes a generator's state that forward stored.
 
@@ -203,8 +205,12 @@ class _BlockWalk:
 
     def __init__(self, kind: KindProfile, plan: Plan) -> None:
         self.choices = dict(plan.choices)
+        self._twins: frozenset[int] = frozenset()
+        """Values that others are taken from."""
         if any(choice.action is Action.RECOMPUTE for choice in self.choices.values()):
-            kind = kind.merged({v: twin for v, twin in kind.equal.items() if not self._is_chosen_to_store(v)})
+            twins = {v: twin for v, twin in kind.equal.items() if not self._is_chosen_to_store(v)}
+            kind = kind.merged(twins)
+            self._twins = frozenset(twins.values())
         self.kind = kind
         # Whatever a policy wants kept; block inputs and generator's states that nobody turns out to need are dropped
         # below.
@@ -292,6 +298,7 @@ class _BlockWalk:
         for slot, (roots, _) in self.closures.items():
             for root in roots:
                 root_death[root] = max(root_death.get(root, -1), released.get(slot, math.inf))
+        copied = self._copied(steps)
         death: dict[int, float] = {}
         for number, step in enumerate(steps):
             if step.operator is not None:
@@ -299,7 +306,8 @@ class _BlockWalk:
         for number, step in enumerate(steps):
             if step.unpacked is not None:
                 value = self.kind.slots[step.unpacked]
-                death[value] = max(death.get(value, -1), number, released.get(step.unpacked, math.inf))
+                end = number if number in copied else released.get(step.unpacked, math.inf)
+                death[value] = max(death.get(value, -1), number, end)
         return root_death, death
 
     def outcome(self) -> BlockOutcome:
@@ -385,7 +393,7 @@ class _BlockWalk:
         return moments
 
     def _decoded_bytes(self, steps: Sequence[_Moment]) -> list[tuple[int, int]]:
-        """Bytes of decoded values (while a step runs, after it), for each step."""
+        """Bytes of decoded values and of copies (while a step runs, after it), for each step."""
         uses: dict[int, list[int]] = {}
         for number, step in enumerate(steps):
             for value in self._decoded_by(step):
@@ -393,6 +401,11 @@ class _BlockWalk:
         unpacks = [number for number, step in enumerate(steps) if step.unpacked is not None]
         released = {step.released: number for number, step in enumerate(steps) if step.released is not None}
         spans = [span for value in uses for span in self._decoded_spans(value, uses[value], steps, unpacks, released)]
+        for number in self._copied(steps):
+            slot = steps[number].unpacked
+            assert slot is not None  # that is where copies are made
+            nbytes = self.kind.values[self.kind.slots[slot]].nbytes
+            spans.append((number, released.get(slot, math.inf), nbytes))
         begins, ends = [0] * len(steps), [0] * len(steps)
         for first, last, nbytes in spans:
             begins[int(first)] += nbytes
@@ -426,6 +439,31 @@ class _BlockWalk:
             end = end if slot is None else max(end, released.get(slot, math.inf))
             spans[-1] = (spans[-1][0], max(spans[-1][1], end), nbytes)
         return spans
+
+    def _copied(self, steps: Sequence[_Moment]) -> frozenset[int]:
+        """The steps at which a value is copied for a Function's backward."""
+        if not self.kind.copied_slots:
+            return frozenset()
+        run = set().union(*(operators for _, operators in self.closures.values()))
+        read = self._twins.union(*(self.kind.operators[index].inputs for index in run))
+        unpacks = [number for number, step in enumerate(steps) if step.unpacked is not None]
+        uses: dict[int, list[int]] = {}
+        for number, step in enumerate(steps):
+            used = () if step.operator is None else step.operator.inputs
+            for value in used if step.unpacked is None else (self.kind.slots[step.unpacked],):
+                uses.setdefault(value, []).append(number)
+        copied = []
+        for ordinal, number in enumerate(unpacks):
+            slot = steps[number].unpacked
+            value = -1 if slot is None else self.kind.slots[slot]
+            if slot not in self.kind.copied_slots or value not in read:
+                continue
+            later = [use for use in uses[value] if use > number]
+            kept_until = unpacks[ordinal + DECODED_KEPT] if ordinal + DECODED_KEPT < len(unpacks) else math.inf
+            is_there = self._is_held(value) if not self._is_coded(value) else bool(later) and later[0] <= kept_until
+            if is_there or (later and not self._is_coded(value)):
+                copied.append(number)
+        return frozenset(copied)
 
     def _is_held(self, value: int) -> bool:
         """Whether readers take `value` from the store, so that replaying it makes a copy that nobody uses."""

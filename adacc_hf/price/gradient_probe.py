@@ -24,7 +24,7 @@ from adacc_hf.tape.compiled_plan import encode_view
 from adacc_hf.tape.recorder import is_freed
 from adacc_hf.tape.replay import Environment, ReplayStep, view
 from adacc_hf.tape.tape import Tape, TapeOperator, TensorRef, geometry_of, leaves, map_tensors
-from adacc_hf.torch_glue.tensors import relative_error
+from adacc_hf.torch_glue.tensors import copied, relative_error
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "grouped_mm", "convolution")
 
@@ -178,8 +178,10 @@ def _backward_of(operator: TapeOperator, tape: Tape, bases: Sequence[torch.Tenso
         return _Backward(operator, bases)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:  # it has no derivative
-        return None
+    except Exception as error:
+        if operator.is_function or isinstance(error, RuntimeError):  # it has no derivative, or one of its user's own
+            return None
+        raise
 
 
 class _Product:
@@ -198,6 +200,7 @@ class _Backward:
 
     def __init__(self, operator: TapeOperator, bases: Sequence[torch.Tensor]) -> None:
         self._inputs: list[torch.Tensor] = []
+        self._is_function = is_function = operator.is_function
         saved: set[int] = set()
         # The graph holds these two functions: with `self` in one of them nothing would ever free either.
         instead: dict[int, torch.Tensor] = {}
@@ -210,7 +213,8 @@ class _Backward:
 
         def unpack(tensor: torch.Tensor) -> torch.Tensor:
             base = instead.get(_address(tensor))
-            return tensor if base is None else view(base, TensorRef(0, geometry_of(tensor), tensor.dtype))
+            found = tensor if base is None else view(base, TensorRef(0, geometry_of(tensor), tensor.dtype))
+            return copied(found) if is_function else found  # whose backward may write into what it saved (rule R6)
 
         args, kwargs = map_tensors((operator.args, operator.kwargs), TensorRef, lambda ref: self._leaf(bases, ref))
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -244,7 +248,8 @@ class _Backward:
         return float(relative_error(self._exact, others))
 
     def _gradients(self) -> list[torch.Tensor]:
-        found = torch.autograd.grad(self._outputs, self._inputs, self._weights, retain_graph=True, allow_unused=True)
+        weights = [weight.clone() for weight in self._weights] if self._is_function else self._weights
+        found = torch.autograd.grad(self._outputs, self._inputs, weights, retain_graph=True, allow_unused=True)
         return [gradient for gradient in found if gradient is not None]
 
 

@@ -15,11 +15,10 @@ from adacc_hf.price.codec_options import codec_options, finer_options
 from adacc_hf.price.gradient_probe import GradientErrors, gradient_errors, is_near
 from adacc_hf.price.sharing import RecordedBlock, Sharing
 from adacc_hf.price.timing import Bottleneck, Timing, bottleneck, median_ms, time_of
-from adacc_hf.tape.recorder import MOVES_STORAGE, is_freed
+from adacc_hf.tape.recorder import is_freed, moves_storage
 from adacc_hf.tape.replay import Environment, ReplayStep
 from adacc_hf.tape.tape import Tape
 from adacc_hf.torch_glue.memory import MemoryMeter
-from adacc_hf.torch_glue.private import schema_of
 from adacc_hf.torch_glue.states import random_states_kept
 from adacc_hf.torch_glue.tensors import storage_of
 
@@ -166,7 +165,7 @@ def _runs(tape: Tape, bases: Sequence[torch.Tensor]) -> Iterator[tuple[int, Call
         else:
             # Collectives are left out: the other ranks may know the prices already, and would not take part.
             is_own = not operator.is_collective
-            ready = bool(operator.made()) and is_own and schema_of(operator.target).name not in MOVES_STORAGE
+            ready = bool(operator.made()) and is_own and not moves_storage(operator)
         if not ready or any(environment[value] is None for value in operator.inputs()):
             continue
         step = ReplayStep(operator, tape)

@@ -369,6 +369,7 @@ class KindBuilder:
                 -1 if slot in self.dead or tape.is_held_elsewhere(ref.value) else ref.value
                 for slot, ref in enumerate(tape.slots)
             ),
+            copied_slots=tuple(sorted(tape.function_slots)),
             forward=(),
             backward=(),
             forward_ms=sum(self.prices.operator_ms),

@@ -217,6 +217,8 @@ class FollowPlan:
     ) -> Any:
         """Run one call under the plan."""
         compiled = entry.program
+        if compiled.is_plain:  # whatever the call saves
+            return fn(*args)
         if compiled.draws and is_being_captured():
             raise PolicyMismatchError(
                 f"block {self.name} draws its dropout masks again in backward, which a CUDA graph cannot: capture it "

@@ -22,11 +22,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import Function
 
 from adacc_hf.kernels.codecs import Coder
 from adacc_hf.run.call import Call, changed_in_place
 from adacc_hf.tape.call_inputs import find_external
 from adacc_hf.tape.compiled_plan import CompiledPlan
+from adacc_hf.tape.function_operators import (
+    FunctionTarget,
+    NotReplayableError,
+    begin_watching,
+    call_of,
+    end_watching,
+    flattened,
+    results_of,
+    taken_apart,
+)
 from adacc_hf.tape.recorder import written_tensors
 from adacc_hf.tape.replay import stand_in
 from adacc_hf.tape.tape import (
@@ -35,6 +46,7 @@ from adacc_hf.tape.tape import (
     TapeOperator,
     TapeValue,
     TensorRef,
+    geometry_of,
     has_storage,
     leaves,
     map_tensors,
@@ -68,6 +80,15 @@ class Kept:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor.detach()
         self.version = version_of(tensor)
+
+
+class Deferred:
+    """What autograd holds for a tensor that a Function saved, until the Function has returned and is compared."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self) -> None:
+        self.packed: Any = None
 
 
 class ValidatedCall:
@@ -110,10 +131,20 @@ class ValidatedCall:
         if self._call is not None and not validator.has_left:
             self._call.finish()
         self.why_left, self.unlike = validator.why_left, frozenset(validator.unlike)
-        del self._validator  # autograd holds this object, for the sake of `_unpack`
+        del self._validator, self._begin  # autograd holds this object, for the sake of `_unpack`
         return result
 
     def _pack(self, tensor: torch.Tensor) -> Any:
+        if not self._validator.is_in_function:
+            return self._packed(tensor)
+        deferred = Deferred()
+        self._validator.saved_inside.append((tensor, partial(self._pack_deferred, deferred)))
+        return deferred
+
+    def _pack_deferred(self, deferred: Deferred, tensor: torch.Tensor) -> None:
+        deferred.packed = self._packed(tensor)
+
+    def _packed(self, tensor: torch.Tensor) -> Any:
         validator = self._validator
         if not validator.saves(tensor) or self._call is None:
             return Kept(tensor)
@@ -121,6 +152,8 @@ class ValidatedCall:
             return self._call.pack(tensor)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, Deferred):
+            packed = packed.packed
         if not isinstance(packed, Kept):
             assert self._call is not None  # which has packed it
             return self._call.unpack(packed)
@@ -163,6 +196,18 @@ class Validator(TorchDispatchMode):
         self._casts: dict[tuple[int, torch.dtype], int] = {}
         """Casts that autocast keeps, by the parameter and their type."""
         self._is_paused = False
+        self.is_in_function = False
+        """Whether a Function runs that is one operator of the tape."""
+        self.saved_inside: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]] = []
+        """The tensors that this Function has saved, each with what packs it once it was compared."""
+
+    def __enter__(self) -> Any:
+        begin_watching(self._run_function)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        end_watching()
+        super().__exit__(*exception)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -261,6 +306,105 @@ class Validator(TorchDispatchMode):
             if self.unlike:
                 self._leave(f"replay of {func} does not give the same bits")
         return result
+
+    def _run_function(self, function: type[Function], args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+        """Run an `autograd.Function`, compared with the tape's next operator if that is one."""
+        if self._is_paused or self.has_left or self.is_in_function:
+            return run()
+        expected = self._take_function(function)
+        parts = None if expected is None else self._parts_of(expected, function, args)
+        if expected is None or parts is None:  # its operators are compared, or everything is kept
+            return run()
+        is_compared = self._compares and expected.may_run_again and not self._recomputable.isdisjoint(expected.made())
+        written = _written_by(expected, parts)
+        with _Pause(self):
+            copies = {key: copy_with_storage(t.detach()) for key, t in written.items()} if is_compared else {}
+        self.is_in_function = True
+        try:
+            with _Pause(self):
+                result = run()
+        finally:
+            self.is_in_function = False
+            saved, self.saved_inside = self.saved_inside, []
+        made = flattened(result, [tensor for tensor, _ in saved])
+        self._own_made(expected, made, written, result)
+        if is_compared and not self.has_left:
+            self._compare_function(expected, parts, made, written, copies)
+            if self.unlike:
+                self._leave(f"replay of {expected.name} does not give the same bits")
+        for tensor, pack in saved:
+            pack(tensor)
+        return result
+
+    def _take_function(self, function: type[Function]) -> TapeOperator | None:
+        for place in range(self._next, len(self._operators)):
+            operator = self._operators[place]
+            if operator.target == FunctionTarget(function):
+                self._next = place + 1
+                return operator
+            if not self._may_be_missing(operator):
+                break
+        return None
+
+    def _parts_of(self, operator: TapeOperator, function: type[Function], args: tuple[Any, ...]) -> Any:
+        """Return a Function's arguments taken apart; None, and leave the tape, if they are others than it has."""
+        try:
+            parts = taken_apart(args)
+        except NotReplayableError as reason:
+            self._leave(f"{operator.name} {reason}")
+            return None
+        if not self._same(operator.args, parts) or not call_of(function, parts).is_like(operator.kwargs["call"]):
+            self._leave(f"{operator.name} is given others than {operator.args}")
+            return None
+        return parts
+
+    def _own_made(
+        self, operator: TapeOperator, made: tuple[Any, ...], written: dict[int, torch.Tensor], result: Any
+    ) -> None:
+        """Note what a Function has made, and leave the tape if that is not what it has."""
+        for position, value in operator.outputs:
+            tensor = made[position] if position < len(made) else None
+            if not isinstance(tensor, torch.Tensor) or not _is_as(self._values[value], local_of(tensor)):
+                self._leave(f"{operator.name} makes another tensor than {self._values[value].ref}")
+                return
+            self._own(value, local_of(tensor))
+        for (_, value), tensor in zip(operator.mutations, written.values(), strict=True):
+            self._own(value, tensor)
+        try:
+            is_same = self._same(operator.kwargs["call"].results, results_of(result))
+        except NotReplayableError:
+            is_same = False
+        if not is_same:
+            self._leave(f"{operator.name} returns others than {operator.kwargs['call'].results}")
+
+    def _compare_function(
+        self,
+        operator: TapeOperator,
+        parts: tuple[Any, ...],
+        made: tuple[Any, ...],
+        written: dict[int, torch.Tensor],
+        copies: dict[int, torch.Tensor],
+    ) -> None:
+        """Run a Function's forward once more, and note what of its results comes out otherwise."""
+
+        def given(tensor: torch.Tensor) -> torch.Tensor:
+            copy = copies.get(storage_key(tensor.untyped_storage()))
+            return tensor if copy is None else copy.as_strided(*geometry_of(tensor))
+
+        state = None if operator.generator is None else self._states.pop(operator.generator)
+        device = self._values[operator.made()[0]].device
+        drawing = nullcontext() if state is None else drawing_from(state, device)
+        with _Pause(self), torch.no_grad(), drawing:
+            others = operator.target(*map_tensors(parts, torch.Tensor, given), call=operator.kwargs["call"])
+            pairs = [(value, made[position], others[position]) for position, value in operator.outputs]
+            pairs += [
+                (new, written[key], copies[key]) for (_, new), key in zip(operator.mutations, written, strict=True)
+            ]
+            self.unlike |= {
+                value
+                for value, one, other in pairs
+                if value in self._recomputable and not same_bits(one.detach(), other)
+            }
 
     def _own(self, value: int, tensor: torch.Tensor) -> None:
         """Note that the storage of `tensor` holds `value` now."""
@@ -433,6 +577,13 @@ class _Pause:
 
     def __exit__(self, *exception: object) -> None:
         self._validator._is_paused = self._before
+
+
+def _written_by(operator: TapeOperator, parts: tuple[Any, ...]) -> dict[int, torch.Tensor]:
+    """Return the arguments of a Function that it writes into, by storage, in the order of the operator's mutations."""
+    pairs = zip(leaves(operator.args), leaves(parts), strict=True)
+    given = {ref.value: tensor for ref, tensor in pairs if isinstance(ref, TensorRef)}
+    return {storage_key(given[old].untyped_storage()): given[old] for old, _ in operator.mutations}
 
 
 def _as_leaves(result: Any) -> Any:

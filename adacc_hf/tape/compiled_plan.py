@@ -295,7 +295,7 @@ def unfit(choices: Mapping[int, Choice], tape: Tape) -> list[int]:
     coded = {v for v, c in choices.items() if c.action is Action.COMPRESS and not codec_of(c).lossless}
     kept = index_values(
         ((operator.inputs(), operator.made()) for operator in tape.operators),
-        lambda value: is_index(str(tape.values[value].ref.dtype).removeprefix("torch.")),
+        lambda value: _counts_as_index(tape, value),
         coded,
         set(tape.saved_values()),
     )
@@ -306,6 +306,14 @@ def unfit(choices: Mapping[int, Choice], tape: Tape) -> list[int]:
         return choice == RECOMPUTE and (value in kept or _is_statistic_of(coded, value, choices, tape))
 
     return [value for value, choice in choices.items() if is_unfit(value, choice)]
+
+
+def _counts_as_index(tape: Tape, value: int) -> bool:
+    """Whether a value holds indices, or what a Function has drawn, which may depend on numbers."""
+    record = tape.values[value]
+    maker = None if record.producer is None else tape.operators[record.producer]
+    is_drawn = maker is not None and maker.is_function and maker.random
+    return is_drawn or is_index(str(record.ref.dtype).removeprefix("torch."))
 
 
 def _is_statistic_of(coded: Collection[int], value: int, choices: Collection[int], tape: Tape) -> bool:

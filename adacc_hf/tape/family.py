@@ -370,6 +370,7 @@ class _Template:
             values=values,
             operators=operators,
             slots=[refs[ref] for ref in self._slots],
+            function_slots=base.function_slots,
             reads={path: _filled(data, at, refs) for path, data in self._reads},
             identity=base.identity,
             structure=base.structure,

@@ -74,9 +74,27 @@ class TapeLibrary:
                 found = self._verify(tape, recorder.bases)
                 tape.recomputable = without_values(tape, found, self._refused.get(tape.structure, ()))
                 tape.equal = equal_values(tape, tape.recomputable)
+            self._warn_stored(recorder, tape)
         tape.order = self._orders.get(_structure(tape.structure))
         self._tapes[tape.digest] = tape
         return tape
+
+    def _warn_stored(self, recorder: Recorder, tape: Tape) -> None:
+        """Say once per Function that what it makes is stored, and why."""
+        refused = dict(recorder.refused)
+        for operator in tape.operators:
+            if operator.is_function and not tape.recomputable.issuperset(operator.made()):
+                refused[operator.name.partition(".")[2]] = "does not make the same bits when it runs again"
+        for name, why in refused.items():
+            if name not in self._warned:
+                self._warned.add(name)
+                log.warning(
+                    "Adacc: block %s: what kernels of the autograd.Function %s write is stored, not recomputed: the "
+                    "Function %s",
+                    tape.block_class,
+                    name,
+                    why,
+                )
 
     def expect_orders(self, kinds: Iterable[KindProfile]) -> None:
         """Expect backward to ask for slots in the order that was seen when `kinds` were profiled."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from adacc_hf.tape.call_inputs import PLACES, Read, argument_tensors, deciding_tensors, held_tensors, judge, watched
+from adacc_hf.tape.function_recording import FunctionRecorder
 from adacc_hf.tape.replay import share_elements, view
 from adacc_hf.tape.tape import (
     COLLECTIVES,
@@ -47,7 +48,7 @@ _NO_OPERATORS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, to
 """The last is how a tensor without memory is asked for its device."""
 _CONSTANT = torch.ops.aten.lift_fresh.default
 """What torch.tensor() puts its new tensor through."""
-MOVES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_"}
+_MOVES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_"}
 """Operators that put another storage under a tensor."""
 _READ_NO_ELEMENT = {
     torch.ops.aten.empty_like.default,
@@ -59,11 +60,11 @@ _READ_NO_ELEMENT = {
 DICE = "it draws from Python's or numpy's random generators, on which any of its operators may depend"
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(FunctionRecorder, TorchDispatchMode):
     """Notes every operator that makes or changes a storage, and every tensor that autograd saves.
 
     It keeps all storages alive while it records, so that one address means one storage, and so that the originals are
-    at hand for verification (rule R7).
+    at hand for verification (rule R7). An `autograd.Function` may become one operator (function_recording.py).
     """
 
     def __init__(
@@ -145,9 +146,14 @@ class Recorder(TorchDispatchMode):
 
     def save(self, tensor: torch.Tensor) -> int:
         """Note that autograd saves `tensor`; return the slot's index."""
+        self._save(tensor)
+        if self._is_in_function:
+            self._saved_inside.append(tensor)
+        return len(self.slots) - 1
+
+    def _save(self, tensor: torch.Tensor) -> None:
         self.slots.append(self.refer(local_of(tensor)))
         self._generator_state = generator_state(self._device) if self._fake_state is None else self._fake_state
-        return len(self.slots) - 1
 
     def was_written_later(self, ref: TensorRef) -> bool:
         """Whether `ref`, of a storage that the block made, has elements that the block changed in place afterwards."""
@@ -180,6 +186,7 @@ class Recorder(TorchDispatchMode):
             values=self.values,
             operators=self.operators,
             slots=self.slots,
+            function_slots=frozenset(self.function_slots),
             untrusted=self.untrusted,
             sharing=tuple(self._shared()),
         )
@@ -199,6 +206,9 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._is_paused:
+            self._note_paused(args, kwargs)
+            return func(*args, **kwargs)
         if any(map(runs_on_parts, types)):
             return NotImplemented  # what it runs on the parts comes here next
         given = leaves(args, kwargs)
@@ -252,14 +262,14 @@ class Recorder(TorchDispatchMode):
         """A value for the state that the default generator was in before an operator drew from it.
 
         None if no plan could take it then, or if what was drawn may follow from data too, which may be stored with
-        loss: unless it is attention, all that it reads is what it fills. That it is the right one is verified: the
-        operator may have drawn from elsewhere.
+        loss: unless it is attention, or an `autograd.Function`, whose data no codec may change then, all that it reads
+        is what it fills. That it is the right one is verified: the operator may have drawn from elsewhere.
         """
         state, device = self._generator_state, self.values[drawn.made()[0]].device
         has_own_generator = any(isinstance(leaf, torch.Generator) for leaf in leaves(drawn.args, drawn.kwargs))
         reads = {ref.value for ref in tensor_refs((drawn.args, drawn.kwargs))} - {old for old, _ in drawn.mutations}
         is_filled = not reads and len(drawn.mutations) <= 1  # a random ReLU changes its noise and its input
-        may_run_again = is_filled or drawn.is_attention
+        may_run_again = is_filled or drawn.is_attention or drawn.is_function
         if state is None or device != self._device or has_own_generator or not may_run_again:
             return None
         index = len(self.values)
@@ -328,7 +338,7 @@ class Recorder(TorchDispatchMode):
     def _check_trust(self, func: Any, args: tuple[Any, ...]) -> None:
         for tensor in deciding_tensors(func, args):
             self._read(tensor, str(func))
-        if self.untrusted is None and schema_of(func).name in MOVES_STORAGE:
+        if self.untrusted is None and schema_of(func).name in _MOVES_STORAGE:
             self.untrusted = f"{func} puts another storage under a tensor"
 
     def _read(self, tensor: torch.Tensor, by: str) -> None:
@@ -426,6 +436,11 @@ class Recorder(TorchDispatchMode):
 def _is_compiled(name: str, module: nn.Module) -> bool:
     """Whether torch.compile was told to compile what the module at path `name` runs, as a wrapper or in place."""
     return name.rpartition(".")[2] == COMPILED_MODULE or compiled_call(module) is not None
+
+
+def moves_storage(operator: TapeOperator) -> bool:
+    """Whether an operator puts another storage under a tensor."""
+    return not operator.is_function and schema_of(operator.target).name in _MOVES_STORAGE
 
 
 def is_freed(base: torch.Tensor, value: TapeValue) -> bool:

@@ -90,6 +90,9 @@ class ReplayStep:
                 is_base = base.geometry == argument.geometry and base.dtype is argument.dtype
                 self._tensors.append((position, argument, None if is_base else argument.geometry))
         self._device = tape.values[operator.made()[0]].device
+        # A Function's forward is Python that may have changed since; torch's checkpoint compares as much.
+        made = operator.outputs if operator.is_function else ()
+        self._expected = tuple((position, tape.values[value].ref) for position, value in made)
         self._blanks: list[tuple[int, Blank]] = []
         for position, argument in enumerate(operator.args):
             if isinstance(argument, Blank) and takes_device(operator):
@@ -111,6 +114,12 @@ class ReplayStep:
                 result = self._call(at_hand)
         if self.outputs:
             made = (result,) if isinstance(result, torch.Tensor) else leaves(result)
+            if self._expected and not all(_is_like(made, position, ref) for position, ref in self._expected):
+                raise RuntimeError(
+                    f"{self.operator.name} makes or saves other tensors when its forward runs again in backward: have "
+                    f"it depend on its arguments alone, or train without replay (AdaccConfig(actions=('retain', "
+                    f"'compress')))"
+                )
             for position, value in self.outputs:
                 environment[value] = made[position]
         for old, new in self.mutations:
@@ -138,6 +147,15 @@ class ReplayStep:
         for position, blank in self._blanks:
             args[position] = stand_in(blank, blank.device)
         return self.target(*args, **self._kwargs)
+
+
+def _is_like(made: Sequence[Any], position: int, ref: TensorRef) -> bool:
+    tensor = made[position] if position < len(made) else None
+    if not isinstance(tensor, torch.Tensor):
+        return False
+    size, stride, offset = ref.geometry
+    lies_alike = tensor.shape == size and tensor.stride() == stride and tensor.storage_offset() == offset
+    return lies_alike and tensor.dtype is ref.dtype
 
 
 def _holds_tensor(tree: Any) -> bool:

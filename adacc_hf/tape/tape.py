@@ -107,7 +107,8 @@ class TapeOperator:
     """One ATen call that made or changed storages."""
 
     index: int
-    target: OpOverload
+    target: Any
+    """An `OpOverload`, or a `FunctionTarget` (function_operators.py)."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: tuple[tuple[int, int], ...]
@@ -129,12 +130,23 @@ class TapeOperator:
     @property
     def short_name(self) -> str:
         """What it does, whichever overload of it does so, in place or not: "softmax" of aten::_softmax.out."""
-        return op_name(self.target).strip("_")
+        name = op_name(self.target) if isinstance(self.target, OpOverload) else self.target.__name__
+        return name.strip("_")
 
     @property
     def is_attention(self) -> bool:
         """Whether it is fused attention: what that drops follows from its sizes alone, whatever it reads."""
         return self.short_name.startswith("scaled_dot_product")
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it is an `autograd.Function`, whose own operators are not on the tape."""
+        return not isinstance(self.target, OpOverload)
+
+    @property
+    def allocates(self) -> bool:
+        """Whether all that it does is to take memory, whose content nobody knows."""
+        return self.short_name.startswith(("empty", "new_empty"))
 
     @property
     def is_collective(self) -> bool:
@@ -183,6 +195,8 @@ class Tape:
     operators: list[TapeOperator]
     slots: list[TensorRef]
     """The tensors autograd saved, in order."""
+    function_slots: frozenset[int] = frozenset()
+    """Slots that autograd Functions written in Python have saved, whose backward may write into them (rule R6)."""
     untrusted: str | None = None
     """Why the tape must not be used (data read into Python), or None."""
     reads: dict[tuple[Any, ...], bytes | tuple[int, ...]] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,23 @@ def verify(tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
     return obtainable(tape, good, tape.saved_values())
 
 
+def replayed_alike(
+    tape: Tape, operators: Sequence[TapeOperator], num_outer: int, bases: list[torch.Tensor]
+) -> frozenset[int]:
+    """The values that a part of a tape's `operators` recompute bit for bit from the first `num_outer` values and from
+    what no operator makes."""
+    environment: Environment = [None] * len(tape.values)
+    for value in dict.fromkeys(value for operator in operators for value in operator.inputs()):
+        record = tape.values[value]
+        is_outer = value < num_outer or record.source is not None
+        if is_outer and not record.overwritten:
+            environment[value] = bases[value]
+    good: set[int] = set()
+    for operator in operators:
+        _verify_operator(tape, operator, bases, environment, good)
+    return obtainable(replace(tape, operators=list(operators)), good, range(num_outer))
+
+
 def _verify_operator(
     tape: Tape, operator: TapeOperator, bases: list[torch.Tensor], environment: Environment, good: set[int]
 ) -> None:
@@ -43,6 +60,8 @@ def _verify_operator(
     ready = ready and all(environment[value] is not None for value in operator.inputs())
     if ready:
         ready = _runs_without_hidden_writes(tape, operator, environment)
+    if operator.allocates:
+        _fill_with_others(operator, bases, environment)
     # With gradients off LSTM on a CPU leaves out what its backward reads, and runs another kernel.
     ready = ready and all(environment[made] is not None for made in operator.made())
     for made in operator.made():
@@ -53,6 +72,24 @@ def _verify_operator(
                 environment[made] = bases[made]
         else:
             environment[made] = None if tape.values[made].overwritten else bases[made]
+
+
+def _fill_with_others(operator: TapeOperator, bases: list[torch.Tensor], environment: Environment) -> None:
+    """Fill the memory that an operator has allocated with other bits than were recorded.
+
+    What no operator writes to it was written by something else, and must not come out alike by chance: where memory
+    is given out again with what it held.
+    """
+    for _, value in operator.outputs:
+        replayed = environment[value]
+        if replayed is None or replayed.untyped_storage().nbytes() != bases[value].untyped_storage().nbytes():
+            continue
+        torch.bitwise_not(_bytes_of(bases[value]), out=_bytes_of(replayed))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage of a tensor, as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _is_timed_by_thread(tape: Tape, operator: TapeOperator) -> bool:
@@ -94,11 +131,24 @@ def _runs_without_hidden_writes(tape: Tape, operator: TapeOperator, environment:
     copies = {value: copy_with_storage(original) for value, original in originals.items()}
     for value, copy in copies.items():
         environment[value] = copy
-    ReplayStep(operator, tape).run(environment)
-    honest = all(same_bits(copies[value], original) for value, original in originals.items())
+    honest = _runs(operator, tape, environment)
+    honest = honest and all(same_bits(copies[value], original) for value, original in originals.items())
     for value, original in originals.items():
         environment[value] = original
     return honest
+
+
+def _runs(operator: TapeOperator, tape: Tape, environment: Environment) -> bool:
+    """Replay one operator; return False if it is a Function whose forward does not run twice."""
+    try:
+        ReplayStep(operator, tape).run(environment)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # whatever the user's code raises
+        if not operator.is_function:
+            raise
+        return False
+    return True
 
 
 def _is_buffer(tape: Tape, value: int) -> bool:

@@ -19,6 +19,7 @@ from torch._C import DisableTorchFunctionSubclass, TensorBase
 from torch._C import _DisableTorchDispatch as DisableTorchDispatch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
+from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
@@ -26,7 +27,8 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 __all__ = [
     "ATTRIBUTES", "BUFFERS", "CHECKPOINTED", "COMPILED_MODULE", "GRADIENT_HOOKS", "LOCAL_TENSOR", "MODULES", "OPERATES",
     "PARAMETERS", "SHARDED_SIZE", "SOFTMAX", "SPEC", "TO_COPY", "DataDependentOutputException", "DisableTorchDispatch",
-    "DisableTorchFunctionSubclass", "FakeTensorMode", "OpOverload", "TensorBase", "TorchDispatchMode", "attention_name",
+    "DisableTorchFunctionSubclass", "FakeTensorMode", "OpOverload", "SingleLevelFunction", "TensorBase",
+    "TorchDispatchMode", "attention_name",
     "attention_operator", "buffers_of", "compiled_call", "coo_indices", "coo_values", "current_autograd_node",
     "eval_frame_callback", "forward_hooks", "forward_pre_hooks", "input_metadata", "is_profiling",
     "is_traceable_wrapper_subclass", "keeps_graph", "make_wrapper_subclass", "modules_of", "named", "no_dispatch",

@@ -67,19 +67,18 @@ def test_what_a_function_overwrites_is_read_by_nobody_else(toy_model, toy_batch,
 
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_the_copies_are_part_of_the_predicted_peak(toy_model, toy_batch, forward):
-    """Full recomputation, which is profiled, copies most; other policies may copy less than predicted."""
+    """Whichever values a policy stores."""
     model, batch = toy_model(forward), toy_batch(64)
     profile = profile_model(model, batch, CONFIG)
-    policies = [Policy.random(profile, seed, ("retain", "recompute")) for seed in range(3)]
-    for number, policy in enumerate([Policy.uniform(profile, "recompute"), *policies]):
+    policies = [Policy.random(profile, seed, ("retain", "recompute")) for seed in range(8)]
+    for policy in [Policy.uniform(profile, "recompute"), *policies]:
         with apply_policy(model, policy, CONFIG):
             for _ in range(3):
                 model(**batch).loss.backward()
             model.zero_grad(set_to_none=True)
             memory = measure_step(model, batch)
         assert memory.stored_bytes == policy.predicted_stored_bytes
-        assert memory.peak_bytes <= policy.predicted_peak_bytes
-        assert number or memory.peak_bytes == policy.predicted_peak_bytes
+        assert memory.peak_bytes == policy.predicted_peak_bytes
 
 
 def test_only_what_replay_reads_is_copied(toy_model, toy_batch, monkeypatch):

@@ -1,0 +1,370 @@
+"""An `autograd.Function` as one operator of a tape: its call, its arguments taken apart, and its forward run again.
+
+A kernel that a Function launches by address (Triton, ctypes) is seen by no dispatcher: what it fills looks like memory
+that nobody wrote. The Function itself is Python: its `forward`, given the same arguments and a context that only notes
+what is saved, fills the same memory again.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from enum import Enum
+from inspect import unwrap
+from threading import Lock, get_ident
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd.function import Function, FunctionCtx
+
+from adacc_hf.artifacts.index_values import FUNCTIONS
+from adacc_hf.tape.tape import leaves, map_tensors
+from adacc_hf.torch_glue.private import SingleLevelFunction, outer_hooks
+from adacc_hf.torch_glue.tensors import is_plain
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type, Enum, np.generic)
+_PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_CODE = (types.FunctionType, types.BuiltinFunctionType)
+_DEPTH = 4
+"""Containers and objects that may lie within each other among a Function's arguments."""
+
+
+class NotReplayableError(Exception):
+    """A Function cannot be an operator of a tape; the message says why, as the end of a sentence about it."""
+
+
+class Parts(NamedTuple):
+    """An object among a Function's arguments, taken apart so that replay can make one of this call's tensors."""
+
+    kind: type
+    attributes: Any
+    """The object's `__dict__`; the items of a `torch.Size`."""
+
+
+class FunctionCall(NamedTuple):
+    """The circumstances of a Function's call that its forward may depend on, apart from its arguments."""
+
+    identity: str
+    """Tells the class from others of the same name in this process."""
+    requires_grad: tuple[bool, ...]
+    """For each tensor among the arguments, in order."""
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    """Types of devices under autocast, each with its dtype."""
+    data: tuple[int, ...]
+    """Places, among the tensors of its arguments, of those whose data the forward reads into Python (rule R8)."""
+    results: Any
+    """The forward's result, with None in the place of each tensor."""
+
+    def is_like(self, other: FunctionCall) -> bool:
+        """Return True if two calls are of the same class in the same circumstances; what comes of them may differ."""
+        return self[:3] == other[:3]
+
+
+class FunctionTarget:
+    """A subclass of `autograd.Function` as the target of a tape's operator.
+
+    A call returns, flattened, the forward's results and then the tensors that it saved for backward.
+    """
+
+    namespace = FUNCTIONS
+
+    def __init__(self, function: type[Function]) -> None:
+        self.function = function
+        self.__name__ = function.__name__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FunctionTarget) and self.function is other.function
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+    def __str__(self) -> str:
+        return f"{FUNCTIONS}.{self.function.__module__}.{self.function.__qualname__}"
+
+    def __call__(self, *args: Any, call: FunctionCall) -> tuple[Any, ...]:
+        """Run the Function's forward on `args`, in which objects are taken apart.
+
+        With gradients on, run the Function itself, so that its results have its backward.
+        """
+        given = put_together(args, call.requires_grad)
+        with autocast_as(call.autocast):
+            if torch.is_grad_enabled():
+                return self._apply(given)
+            context = _Context(self.function, given)
+            if _has_setup(self.function):
+                result = self.function.forward(*given)
+                self.function.setup_context(context, given, result)
+            else:
+                result = self.function.forward(context, *given)
+        if context.is_dirty:
+            raise NotReplayableError("marks arguments as dirty")
+        return flattened(result, context.saved)
+
+    def _apply(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        saved: list[torch.Tensor] = []
+        pack, unpack = outer_hooks() or (torch.Tensor.detach, lambda tensor: tensor)
+
+        def note(tensor: torch.Tensor) -> Any:
+            saved.append(tensor)
+            return pack(tensor)
+
+        with torch.autograd.graph.saved_tensors_hooks(note, unpack):
+            result = self.function.apply(*args)
+        returned = flattened(result, saved)
+        saved.clear()  # the graph holds `note`, and must not hold by it what holds the graph
+        return returned
+
+
+class _Context(FunctionCtx):
+    """The context that a replayed forward is given: it notes what is to be saved."""
+
+    def __init__(self, function: type[Function], args: tuple[Any, ...]) -> None:
+        self._forward_cls = function
+        self.needs_input_grad = tuple([isinstance(a, torch.Tensor) and a.requires_grad for a in args])
+
+    @property
+    def saved(self) -> list[torch.Tensor]:
+        return [tensor for tensor in getattr(self, "to_save", None) or () if tensor is not None]
+
+    @property
+    def is_dirty(self) -> bool:
+        return bool(getattr(self, "dirty_tensors", ()))
+
+
+def flattened(result: Any, saved: list[torch.Tensor]) -> tuple[Any, ...]:
+    """A Function's results and the tensors that it saved, in one sequence."""
+    return (*leaves((result,)), *saved)
+
+
+def results_of(result: Any) -> Any:
+    """A Function's result without its tensors; what it holds besides must be plain.
+
+    Raises NotReplayableError otherwise.
+    """
+    return map_tensors(_taken_apart(result, _DEPTH), torch.Tensor, lambda _: None)
+
+
+def _has_setup(function: type[Function]) -> bool:
+    return function.setup_context is not Function.setup_context
+
+
+# Arguments.
+
+
+def taken_apart(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A Function's arguments, with objects replaced by their `Parts`.
+
+    Raises NotReplayableError for what cannot be made again from numbers, names and tensors.
+    """
+    return tuple([_taken_apart(argument, _DEPTH) for argument in args])
+
+
+def _taken_apart(value: Any, depth: int) -> Any:
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        if not is_plain(value) or value.layout is not torch.strided:
+            raise NotReplayableError(f"is given a {kind.__name__}, which is no plain tensor")
+        return value
+    if isinstance(value, (*_PLAIN, *_PLAIN_OF_TORCH)):
+        return value
+    if isinstance(value, _CODE) and not getattr(value, "__closure__", None):
+        return value
+    if depth == 0:
+        raise NotReplayableError("is given objects in too many containers")
+    if kind in (tuple, list) or hasattr(value, "_fields"):
+        items = [_taken_apart(item, depth - 1) for item in value]
+        return kind(*items) if hasattr(value, "_fields") else kind(items)
+    if kind is dict and all(isinstance(key, (str, int)) for key in value):
+        return {key: _taken_apart(item, depth - 1) for key, item in value.items()}
+    if kind is torch.Size:
+        return Parts(kind, tuple(value))
+    if _is_made_of_attributes(value):
+        return Parts(kind, {name: _taken_apart(item, depth - 1) for name, item in vars(value).items()})
+    raise NotReplayableError(f"is given a {kind.__module__}.{kind.__qualname__}")
+
+
+def _is_made_of_attributes(value: Any) -> bool:
+    """Return True if an object is what its `__dict__` says: no module, no container, nothing made in C++."""
+    kind = type(value)
+    is_simple = kind.__new__ is object.__new__ and hasattr(value, "__dict__") and not isinstance(value, nn.Module)
+    return is_simple and not any(vars(base).get("__slots__") for base in kind.__mro__)
+
+
+def put_together(args: tuple[Any, ...], requires_grad: tuple[bool, ...]) -> tuple[Any, ...]:
+    """The arguments that `taken_apart` took apart, of tensors that require gradients as those did."""
+    flags = iter(requires_grad)
+
+    def tensor_of(tensor: torch.Tensor) -> torch.Tensor:
+        flag = next(flags)
+        return tensor if torch.is_grad_enabled() else tensor.detach().requires_grad_(flag)
+
+    return tuple([_put_together(argument) for argument in map_tensors(args, torch.Tensor, tensor_of)])
+
+
+def _put_together(value: Any) -> Any:
+    if isinstance(value, Parts):
+        if value.kind is torch.Size:
+            return torch.Size(value.attributes)
+        made: Any = object.__new__(value.kind)
+        vars(made).update({name: _put_together(item) for name, item in value.attributes.items()})
+        return made
+    if isinstance(value, tuple):
+        items = [_put_together(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [_put_together(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _put_together(item) for name, item in value.items()}
+    return value
+
+
+# Circumstances.
+
+_DEVICE_TYPES = ("cpu", "cuda")
+
+_numbers: WeakKeyDictionary[type[Function], int] = WeakKeyDictionary()
+"""For each class that was seen, how many others of its name were seen before."""
+_num_alike: Counter[str] = Counter()
+
+
+def call_of(function: type[Function], args: tuple[Any, ...]) -> FunctionCall:
+    """The circumstances of a call that is about to run; its results are not known yet."""
+    autocast = [(d, torch.get_autocast_dtype(d)) for d in _DEVICE_TYPES if torch.is_autocast_enabled(d)]
+    flags = [leaf.requires_grad for leaf in leaves(args) if isinstance(leaf, torch.Tensor)]
+    return FunctionCall(_identity(function), tuple(flags), tuple(autocast), (), None)
+
+
+def _identity(function: type[Function]) -> str:
+    name = str(FunctionTarget(function))
+    if function not in _numbers:
+        _numbers[function] = _num_alike[name]
+        _num_alike[name] += 1
+    return f"{name}#{_numbers[function]}"
+
+
+@contextmanager
+def autocast_as(recorded: tuple[tuple[str, torch.dtype], ...]) -> Iterator[None]:
+    """While open, autocast is as it was recorded. Its cache is off: no replay leaves casts in it."""
+    wanted = dict(recorded)
+    with ExitStack() as stack:
+        for device_type in _DEVICE_TYPES:
+            if device_type in wanted:
+                context = torch.autocast(device_type, dtype=wanted[device_type], cache_enabled=False)
+                stack.enter_context(context)
+            elif torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
+
+
+# What a forward reads besides its arguments: globals, closures, attributes of its class.
+
+_MOST_CODE = 64
+"""Functions of Python's that are looked through for what a forward reads."""
+
+
+class Surroundings:
+    """The Python values and tensors that a Function's forward can reach by name, as they are now."""
+
+    def __init__(self, function: type[Function]) -> None:
+        self.has_tensors = False
+        self._values: list[tuple[str, Any]] = []
+        self._seen: set[int] = set()
+        for base in function.__mro__:
+            if base.__module__.partition(".")[0] != "torch":
+                for name, value in vars(base).items():
+                    self._note(name, value)
+        for code in (function.forward, function.setup_context):
+            self._look_through(code)
+
+    def changed(self, later: Surroundings) -> str | None:
+        """The name of a value that is another one in `later`, if any is."""
+        pairs = zip(self._values, later._values, strict=False)
+        return next((one[0] for one, other in pairs if one != other), None)
+
+    def _look_through(self, code: Any) -> None:
+        code = unwrap(code) if callable(code) else code
+        if not isinstance(code, types.FunctionType) or id(code) in self._seen or len(self._seen) >= _MOST_CODE:
+            return
+        if code.__module__ and code.__module__.partition(".")[0] in ("torch", "triton", "numpy"):
+            return
+        self._seen.add(id(code))
+        for cell, name in zip(code.__closure__ or (), code.__code__.co_freevars, strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not filled yet
+                continue
+            self._note(name, value)
+        for name in code.__code__.co_names:
+            if name in code.__globals__:
+                self._note(name, code.__globals__[name])
+
+    def _note(self, name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self.has_tensors = True
+        elif isinstance(value, (bool, int, float, str, type(None))):
+            self._values.append((name, value))
+        elif isinstance(value, (list, dict, set)):  # a cache, or a log: what it holds is not looked at
+            self._values.append((name, len(value)))
+        elif isinstance(value, types.FunctionType):
+            self._look_through(value)
+
+
+# Watching the calls of Functions.
+
+RunFunction = Callable[[], Any]
+Watcher = Callable[[type[Function], tuple[Any, ...], RunFunction], Any]
+"""A function that is given the class, the arguments and what runs the Function, and returns the Function's result."""
+
+
+_PATCHED: Any = SingleLevelFunction
+"""The class whose `apply` is set, and which `Function` derives from."""
+
+
+class _Watch:
+    """One patch of `apply` for all threads that watch at the same time, each its own Functions.
+
+    It is set on the class below `Function`, so that an `apply` that somebody took from a class earlier is seen too.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._watchers: dict[int, list[Watcher]] = {}
+        """By thread; the innermost comes last."""
+
+    def begin(self, watcher: Watcher) -> None:
+        with self._lock:
+            if not self._watchers:
+                _PATCHED.apply = classmethod(self._patch())
+            self._watchers.setdefault(get_ident(), []).append(watcher)
+
+    def end(self) -> None:
+        with self._lock:
+            watchers = self._watchers[get_ident()]
+            watchers.pop()
+            if not watchers:
+                del self._watchers[get_ident()]
+            if not self._watchers:
+                del _PATCHED.apply
+
+    def _patch(self) -> Callable[..., Any]:
+        watchers_of = self._watchers
+
+        def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+            run = super(_PATCHED, function).apply  # type: ignore[misc]
+            watchers = watchers_of.get(get_ident())
+            # Those of torch run operators that the dispatcher sees, or code that torch.compile made.
+            is_own = function.__module__.partition(".")[0] == "torch"
+            if not watchers or kwargs or is_own:
+                return run(*args, **kwargs)
+            return watchers[-1](function, args, lambda: run(*args))
+
+        return apply
+
+
+_WATCH = _Watch()
+begin_watching, end_watching = _WATCH.begin, _WATCH.end

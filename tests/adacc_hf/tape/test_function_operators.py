@@ -1,0 +1,663 @@
+"""An `autograd.Function` whose kernels write by address is one operator of a tape (rules R5, R6, R7)."""
+
+import ctypes
+import logging
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.autograd.function import BackwardCFunction
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.run.call import Recording
+from adacc_hf.run.validation import Validator
+from adacc_hf.tape.function_operators import FunctionTarget, call_of
+from adacc_hf.tape.library import TapeLibrary
+from adacc_hf.torch_glue.memory import measure_step
+from adacc_hf.torch_glue.private import SingleLevelFunction
+
+CONFIG = AdaccConfig(min_compress_bytes=0)
+_WORDS = {torch.float32: np.float32, torch.float64: np.float64, torch.bfloat16: np.uint16, torch.float16: np.float16}
+
+
+def memory_of(tensor):
+    """The elements of a dense tensor as an array at its address: no dispatcher and no version counter sees it."""
+    word = np.dtype(_WORDS[tensor.dtype])
+    content = (ctypes.c_char * (tensor.numel() * word.itemsize)).from_address(tensor.data_ptr())
+    return np.frombuffer(content, word).reshape(tuple(tensor.shape))
+
+
+def read_unseen(tensor):
+    words = memory_of(tensor)
+    if tensor.dtype is torch.bfloat16:
+        return (words.astype(np.uint32) << 16).view(np.float32)
+    return words.astype(np.float64 if tensor.dtype is torch.float64 else np.float32)
+
+
+def write_unseen(tensor, values):
+    words = np.ascontiguousarray(values)
+    if tensor.dtype is torch.bfloat16:
+        words = (words.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    memory_of(tensor)[...] = words
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The ways in which the Functions of the property test differ."""
+
+    has_setup: bool
+    dtype: torch.dtype
+    saved: tuple[str, ...]
+    result: str
+    draws: bool
+    uses_operators: bool
+    weights: str
+    materializes: bool
+    autocast: bool
+    samples: int
+    attributes: dict = field(default_factory=dict, hash=False)
+
+
+def make_function(shape):
+    """A Function of that shape. Its backward is no derivative; it depends on every bit that was saved."""
+
+    def compute(x, weights, scale):
+        weight = (
+            weights if isinstance(weights, torch.Tensor) else weights.w if shape.weights == "object" else weights[0]
+        )
+        inner, out = torch.empty_like(x), torch.empty(x.shape, dtype=x.dtype)
+        write_unseen(inner, read_unseen(x) * scale)
+        if shape.draws:
+            noise = torch.rand(x.shape)
+            write_unseen(inner, read_unseen(inner) * (read_unseen(noise) > 0.5))
+        write_unseen(out, np.tanh(read_unseen(inner)) * read_unseen(weight.contiguous()))
+        if shape.uses_operators:
+            inner = (inner * 2).sigmoid()
+        return {"x": x, "weight": weight, "inner": inner, "out": out}
+
+    def result_of(made):
+        out = made["out"]
+        return {
+            "tensor": out,
+            "pair": (out, made["inner"] if "inner" in shape.saved else out.clone()),
+            "with number": (out, out.shape[0]),
+            "with none": (None, out, "text"),
+        }[shape.result]
+
+    def save(ctx, made):
+        ctx.save_for_backward(*[None if name == "none" else made[name] for name in shape.saved])
+        ctx.set_materialize_grads(shape.materializes)
+        ctx.scale = 0.5
+        if shape.result == "pair":
+            ctx.mark_non_differentiable(result_of(made)[1])
+
+    def backward(ctx, *gradients):
+        gradient = next(g for g in gradients if g is not None and g.dtype is shape.dtype)
+        for tensor in ctx.saved_tensors:
+            if tensor is not None:
+                gradient = gradient * (ctx.scale + tensor.to(gradient.dtype).mean())
+        is_weight = shape.weights == "tensor" and ctx.needs_input_grad[1]
+        return gradient if ctx.needs_input_grad[0] else None, gradient.sum((0, 1)) if is_weight else None, None
+
+    class Old(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weights, scale):
+            made = compute(x, weights, scale)
+            save(ctx, made)
+            return result_of(made)
+
+    class New(torch.autograd.Function):
+        @staticmethod
+        def forward(x, weights, scale=1.5):
+            return result_of(compute(x, weights, scale))
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            out = output if isinstance(output, torch.Tensor) else next(t for t in output if isinstance(t, torch.Tensor))
+            save(ctx, {"x": inputs[0], "weight": inputs[1], "inner": out, "out": out, "none": None})
+
+    made = New if shape.has_setup else Old
+    made.backward = staticmethod(backward)
+    return made
+
+
+@st.composite
+def shapes(draw):
+    has_setup = draw(st.booleans())
+    names = ["x", "out", "none"] if has_setup else ["x", "inner", "out", "none"]
+    weights = draw(st.sampled_from(["tensor"] if has_setup else ["tensor", "list", "object"]))
+    return Shape(
+        has_setup=has_setup,
+        dtype=draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16])),
+        saved=tuple(draw(st.lists(st.sampled_from(names), max_size=4))),
+        result=draw(st.sampled_from(["tensor", "with number", "with none"] if has_setup else RESULTS)),
+        draws=draw(st.booleans()),
+        uses_operators=draw(st.booleans()),
+        weights=weights,
+        materializes=draw(st.booleans()),
+        autocast=draw(st.booleans()),
+        samples=draw(st.integers(2, 4)),
+    )
+
+
+RESULTS = ["tensor", "pair", "with number", "with none"]
+
+
+class Weights:
+    def __init__(self, w):
+        self.w, self.name = w, "weights"
+
+
+def first_tensor(result):
+    return result if isinstance(result, torch.Tensor) else next(t for t in result if isinstance(t, torch.Tensor))
+
+
+def forward_with(function, shape):
+    def forward(block, hidden):
+        x = block.up(hidden).to(shape.dtype).contiguous()
+        weight = block.down.weight[0].to(shape.dtype)
+        weights = {"tensor": weight, "list": [weight.detach()], "object": Weights(weight.detach())}[shape.weights]
+        out = first_tensor(function.apply(x, weights, 1.5))
+        return hidden + block.down(out.to(hidden.dtype)).tanh()
+
+    return forward
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(shape=shapes())
+def test_any_function_is_replayed_bit_for_bit(toy_model, toy_batch, assert_exact, shape):
+    function = make_function(shape)
+    model = toy_model(forward_with(function, shape))
+    profile = assert_exact(
+        model, toy_batch(shape.samples), num_policies=2, autocast=torch.bfloat16 if shape.autocast else None
+    )
+    kind = profile.kinds[0]
+    assert kind.fallback is None
+    assert [operator.name for operator in kind.operators].count(str(FunctionTarget(function))) == 1
+    assert all(value.recomputable for value in kind.activations if value.producer is not None and not value.is_index)
+
+
+# Functions of one purpose each.
+
+
+class Scale(torch.autograd.Function):
+    """x * factor, written by address."""
+
+    @staticmethod
+    def forward(ctx, x, factor=3.0):
+        out = torch.empty_like(x)
+        write_unseen(out, read_unseen(x) * factor)
+        ctx.factor = factor
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor, None
+
+
+class ScaleInPlace(Scale):
+    """The same, written into x where autograd does not see it, as Liger's and Unsloth's rotations are."""
+
+    @staticmethod
+    def forward(ctx, x, factor=3.0):
+        write_unseen(x, read_unseen(x) * factor)
+        ctx.factor = factor
+        return x.view(x.shape)
+
+
+class ScaleMarked(Scale):
+    """The same, and autograd is told."""
+
+    @staticmethod
+    def forward(ctx, x, factor=3.0):
+        write_unseen(x, read_unseen(x) * factor)
+        ctx.factor = factor
+        ctx.mark_dirty(x)
+        return x
+
+
+class Drop(torch.autograd.Function):
+    """Dropout with a mask that is written by address, and saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        mask, out = torch.empty_like(x), torch.empty_like(x)
+        write_unseen(mask, read_unseen(torch.rand(x.shape)) > 0.5)
+        write_unseen(out, read_unseen(x) * read_unseen(mask))
+        ctx.save_for_backward(mask)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0]
+
+
+class Outer(torch.autograd.Function):
+    """A Function that calls another one."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return Scale.apply(Scale.apply(x, 2.0), 2.0)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 4
+
+
+class OfOperators(torch.autograd.Function):
+    """tanh, by torch's operators alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        half = x * 0.5
+        out = half.tanh()
+        ctx.save_for_backward(half, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        half, out = ctx.saved_tensors
+        return gradient * (1 - out * out) * 0.5 + half * 0
+
+
+class Counting(Scale):
+    """A Function that counts its calls, of which nothing depends."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x, factor=3.0):
+        Counting.calls += 1
+        return Scale.forward(ctx, x, factor)
+
+
+TABLE = torch.full((8,), 3.0)
+
+
+class Looking(Scale):
+    """A Function whose factors lie in a global tensor."""
+
+    @staticmethod
+    def forward(ctx, x, factor=3.0):
+        out = torch.empty_like(x)
+        write_unseen(out, read_unseen(x) * read_unseen(TABLE))
+        ctx.factor = factor
+        return out
+
+
+KEPT = {}
+
+
+class Keeping(Scale):
+    """A Function that returns the same tensor each time, filled anew."""
+
+    @staticmethod
+    def forward(ctx, x, factor=3.0):
+        out = KEPT.setdefault(tuple(x.shape), torch.empty_like(x))
+        write_unseen(out, read_unseen(x) * factor)
+        ctx.factor = factor
+        return out
+
+
+class Opaque:
+    """An object that no replay can make again."""
+
+    __slots__ = ("factor",)
+
+
+class GivenObject(Scale):
+    @staticmethod
+    def forward(ctx, x, thing):
+        return Scale.forward(ctx, x, thing.factor)
+
+
+class NeverAlike(Scale):
+    """A Function that draws from a generator of its own."""
+
+    noise = np.random.default_rng(0)
+
+    @staticmethod
+    def forward(ctx, x, factor=3.0):
+        out = torch.empty_like(x)
+        write_unseen(out, read_unseen(x) + NeverAlike.noise.random(x.shape))
+        ctx.factor = factor
+        return out
+
+
+class Raising(Scale):
+    """A Function that cannot run twice: it takes its factor out of a list."""
+
+    factors: ClassVar[list[float]] = []
+
+    @staticmethod
+    def forward(ctx, x, factor=3.0):
+        if not Raising.factors:
+            raise LookupError("no factor is left")
+        return Scale.forward(ctx, x, Raising.factors.pop())
+
+
+scale_taken_early = Scale.apply
+
+
+def through(function, *args):
+    """A block whose hidden states go through the Function, and are saved after it."""
+
+    def forward(block, hidden):
+        return hidden + block.down(function(block.up(hidden), *args).tanh())
+
+    return forward
+
+
+def tanh_of(profile):
+    return next(value for value in profile.kinds[0].activations if value.name.endswith("tanh"))
+
+
+def names_of(profile):
+    return [operator.name for operator in profile.kinds[0].operators]
+
+
+REPLAYED = {
+    "kernel": (Scale.apply, Scale),
+    "taken early": (scale_taken_early, Scale),
+    "in place, unseen": (ScaleInPlace.apply, ScaleInPlace),
+    "drawn": (Drop.apply, Drop),
+    "nested": (Outer.apply, Outer),
+}
+
+
+@pytest.mark.parametrize(("function", "cls"), REPLAYED.values(), ids=REPLAYED)
+def test_what_a_function_makes_is_recomputed(toy_model, toy_batch, assert_exact, function, cls):
+    profile = assert_exact(toy_model(through(function)), toy_batch())
+    assert tanh_of(profile).recomputable
+    assert names_of(profile).count(str(FunctionTarget(cls))) == 1
+    assert not any("Scale" in name for name in names_of(profile)) or cls is not Outer
+
+
+@pytest.mark.parametrize(("function", "cls"), REPLAYED.values(), ids=REPLAYED)
+def test_the_peak_of_a_replay_is_predicted(toy_model, toy_batch, peak_of, function, cls):
+    model, batch = toy_model(through(function)), toy_batch(64)
+    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    with apply_policy(model, policy, CONFIG):
+        for _ in range(3):
+            model(**batch).loss.backward()
+        model.zero_grad(set_to_none=True)
+        memory = measure_step(model, batch)
+    assert memory.stored_bytes == policy.predicted_stored_bytes
+    assert memory.peak_bytes == peak_of(policy)
+
+
+def test_a_function_of_operators_keeps_them(toy_model, toy_batch, assert_exact):
+    """Replay runs those alone that a saved tensor needs."""
+    profile = assert_exact(toy_model(through(OfOperators.apply)), toy_batch())
+    assert not any("OfOperators" in name for name in names_of(profile))
+    assert all(value.recomputable for value in profile.kinds[0].activations if value.producer is not None)
+
+
+def without_gradients(function):
+    def apply(x):
+        with torch.no_grad():
+            return function(x)
+
+    return apply
+
+
+def test_a_function_without_gradients_is_an_operator_too(toy_model, toy_batch, assert_exact):
+    profile = assert_exact(toy_model(through(without_gradients(Scale.apply))), toy_batch())
+    assert tanh_of(profile).recomputable
+
+
+def of_the_blocks_input(block, hidden):
+    x = (hidden * 0.5).tanh()  # replay would read what hidden is after the write
+    return x + block.down(ScaleInPlace.apply(hidden).sigmoid())
+
+
+def saved_before(block, hidden):
+    x = block.up(hidden).tanh()  # which saves x
+    return hidden + block.down(ScaleInPlace.apply(x.detach()).sigmoid()) + x
+
+
+def in_a_closure(function):
+    table = torch.full((8,), 3.0)
+
+    class Closure(function):
+        @staticmethod
+        def forward(ctx, x, factor=3.0):
+            out = torch.empty_like(x)
+            write_unseen(out, read_unseen(x) * read_unseen(table))
+            ctx.factor = factor
+            return out
+
+    return Closure
+
+
+def opaque(factor):
+    thing = Opaque()
+    thing.factor = factor
+    return thing
+
+
+IN_PLACE = "writes into its arguments"
+REFUSED = {
+    "in place, of the block's input": (of_the_blocks_input, "ScaleInPlace", IN_PLACE),
+    "in place, told": (through(ScaleMarked.apply), "ScaleMarked", "marks arguments as dirty"),
+    "in place, of what was saved": (saved_before, "ScaleInPlace", IN_PLACE),
+    "counting": (through(Counting.apply), "Counting", "changes calls"),
+    "a global table": (through(Looking.apply), "Looking", "can reach tensors"),
+    "a table in a closure": (through(in_a_closure(Scale).apply), "Closure", "can reach tensors"),
+    "a tensor that stays": (through(Keeping.apply), "Keeping", "returns a tensor that it keeps"),
+    "an object": (through(GivenObject.apply, opaque(3.0)), "GivenObject", "is given a"),
+    "other bits": (through(NeverAlike.apply), "NeverAlike", "does not make the same bits"),
+}
+
+
+@pytest.mark.parametrize(("forward", "name", "why"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_run_again_is_stored_and_named(toy_model, toy_batch, caplog, forward, name, why):
+    with caplog.at_level(logging.WARNING):
+        profile = profile_model(toy_model(forward), toy_batch(), CONFIG)
+    assert not tanh_of(profile).recomputable
+    (message,) = [record.getMessage() for record in caplog.records if "autograd.Function" in record.getMessage()]
+    assert f".{name} " in message
+    assert f"the Function {why}" in message
+
+
+EXACT = [name for name in REFUSED if name != "other bits"]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_training_with_a_refused_function_is_exact(toy_model, toy_batch, assert_exact, name):
+    assert_exact(toy_model(REFUSED[name][0]), toy_batch(), num_policies=3)
+
+
+def test_a_function_that_does_not_run_twice_is_stored(record_call, caplog):
+    Raising.factors[:] = [3.0]
+    library = TapeLibrary()
+    x = torch.randn(2, 8, requires_grad=True)
+    _, recorder = record_call(lambda block, x: Raising.apply(block(x)).tanh(), torch.nn.Linear(8, 8), x)
+    with caplog.at_level(logging.WARNING):
+        tape = library.verified(recorder)
+    assert "cannot be run again (LookupError: no factor is left)" in caplog.text
+    assert not any(tape.values[value].name.endswith("tanh") for value in tape.recomputable)
+
+
+def test_torch_is_left_as_it_was(toy_model, toy_batch):
+    before = dict(vars(SingleLevelFunction))
+    profile_model(toy_model(through(Scale.apply)), toy_batch(), CONFIG)
+    assert dict(vars(SingleLevelFunction)) == before
+
+
+def test_classes_of_one_name_are_told_apart(record_call):
+    """Two blocks whose Functions have one name share no plan."""
+    x = torch.randn(2, 8, requires_grad=True)
+    factories = [in_a_closure(Scale) for _ in range(2)]
+    names = {str(FunctionTarget(cls)) for cls in factories}
+    identities = {call_of(cls, (x,)).identity for cls in factories}
+    assert (len(names), len(identities)) == (1, 2)
+
+
+# What a Function reads into Python.
+
+
+class Reading(Scale):
+    """A Function that is given a tensor of lengths, and reads the largest into Python."""
+
+    @staticmethod
+    def forward(ctx, x, lengths):
+        return Scale.forward(ctx, x, float(lengths.max().item()))
+
+
+def read_of_an_argument(block, hidden, lengths):
+    return hidden + block.down(Reading.apply(block.up(hidden), lengths).tanh())
+
+
+def read_of_what_it_made(block, hidden):
+    x = block.up(hidden)
+    return hidden + block.down(Reading.apply(x, x.detach().abs()).tanh())
+
+
+def test_data_of_an_argument_tells_calls_apart(toy_model, toy_batch, assert_exact):
+    """Rule R8: calls that are given the same data run alike, and others have tapes of their own."""
+    model = toy_model(read_of_an_argument, kwargs_of=lambda x: {"lengths": torch.tensor([2, 3])})
+    profile = assert_exact(model, toy_batch())
+    assert tanh_of(profile).recomputable
+    policy = Policy.uniform(profile, "recompute")
+    for most in (3, 5, 3):
+        model.kwargs_of = lambda x, most=most: {"lengths": torch.tensor([2, most])}
+        assert_same_gradients(model, toy_batch(), policy)
+
+
+def test_data_that_the_block_made_leaves_it_to_torch(toy_model, toy_batch, assert_exact):
+    profile = assert_exact(toy_model(read_of_what_it_made), toy_batch())
+    assert "reads data into Python" in profile.kinds[0].fallback
+
+
+# Sizes.
+
+
+def gradients_of(model, batch):
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(0)
+    loss = model(**batch).loss
+    loss.backward()
+    return [loss.detach(), *[parameter.grad.clone() for parameter in model.parameters()]]
+
+
+def assert_same_gradients(model, batch, policy):
+    plain = gradients_of(model, batch)
+    with apply_policy(model, policy, CONFIG):
+        for _ in range(3):
+            assert all(map(torch.equal, gradients_of(model, batch), plain))
+
+
+class Padding(torch.autograd.Function):
+    """A Function that is given a size, and a mask that it draws; it saves what is larger than its input."""
+
+    @staticmethod
+    def forward(ctx, x, samples, parts):
+        wide, out = x.new_empty(samples, 2, *x.shape[1:]), torch.empty_like(x)
+        write_unseen(wide, np.stack([read_unseen(x), 2 * read_unseen(torch.rand(x.shape))], axis=1))
+        write_unseen(out, read_unseen(wide)[:, 0] * read_unseen(wide)[:, 1] + len(parts))
+        ctx.save_for_backward(wide)
+        return out, {"samples": samples, "sum": out.sum((1, 2))}
+
+    @staticmethod
+    def backward(ctx, gradient, *_):
+        (wide,) = ctx.saved_tensors
+        return gradient * wide[:, 1], None, None
+
+
+def padded(block, hidden):
+    out, _ = Padding.apply(block.up(hidden), hidden.shape[0], [hidden.shape[0], "parts"])
+    return hidden + block.down(ScaleInPlace.apply(out * 1.5).tanh())
+
+
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sizes=st.lists(st.integers(2, 40), min_size=6, max_size=12))
+def test_batches_of_any_size(toy_model, toy_batch, sizes):
+    """The numbers that a Function is given and returns follow the sizes, as those of operators do."""
+    model = toy_model(padded)
+    expected = {size: gradients_of(model, toy_batch(size)) for size in sizes}
+    with begun(model, toy_batch):
+        for size in sizes:
+            assert all(map(torch.equal, gradients_of(model, toy_batch(size)), expected[size]))
+
+
+def of_operators_alone(block, hidden):
+    return hidden + block.down((block.up(hidden).exp() * 1.5).tanh())
+
+
+RECORDED = (24, 8, 31)
+"""Sizes that make a family."""
+
+
+def begun(model, toy_batch):
+    """The model under a policy that recomputes everything, with a family of sizes."""
+    policy = Policy.uniform(profile_model(model, toy_batch(24), CONFIG), "recompute")
+    handle = apply_policy(model, policy, CONFIG)
+    for size in RECORDED:
+        for _ in range(2):
+            gradients_of(model, toy_batch(size))
+    return handle
+
+
+def test_new_sizes_are_compared_and_not_recorded(toy_model, toy_batch, caplog, monkeypatch):
+    """They run on the family's tapes, whose operators, Functions among them, are compared at each call: Dynamo cannot
+    trace what writes by address."""
+    compared, recorded = [], []
+    parts_of, run = Validator._parts_of, Recording.run
+    monkeypatch.setattr(
+        Validator, "_parts_of", lambda self, *args: compared.append(self._compares) or parts_of(self, *args)
+    )
+    monkeypatch.setattr(Recording, "run", lambda self, fn: recorded.append(self.name) or run(self, fn))
+    model = toy_model(padded)
+    sizes = (17, 9, 21, 18, 11, 23, 13, 19)
+    plain = [gradients_of(model, toy_batch(size)) for size in sizes]
+    with caplog.at_level(logging.WARNING), begun(model, toy_batch):
+        recorded.clear()
+        compared.clear()
+        for size, exact in zip(sizes, plain, strict=True):
+            assert all(map(torch.equal, gradients_of(model, toy_batch(size)), exact))
+    assert not recorded
+    assert len(compared) == 2 * len(model.layers) * len(sizes)  # two Functions in each block
+    assert 0 < sum(compared) < len(compared)  # replay is compared at every so many
+    assert not [record for record in caplog.records if "smaller last batch" not in record.getMessage()]
+
+
+class OtherwiseAt21(Scale):
+    """A Function that is not the same, at one size, when replay runs it: it looks at its context."""
+
+    @staticmethod
+    def forward(ctx, x, factor=3.0):
+        is_replayed = not isinstance(ctx, BackwardCFunction)
+        return Scale.forward(ctx, x, factor + (is_replayed and len(x) == 21))
+
+
+def test_a_size_at_which_it_comes_out_otherwise_is_found(toy_model, toy_batch, caplog):
+    """Rule R7: the first new size is compared, and what comes out otherwise is stored at all sizes."""
+    model = toy_model(through(OtherwiseAt21.apply))
+    exact = gradients_of(model, toy_batch(21))
+    with caplog.at_level(logging.WARNING), begun(model, toy_batch):
+        assert all(map(torch.equal, gradients_of(model, toy_batch(21)), exact))
+    assert "replay did not recompute block:OtherwiseAt21" in caplog.text
+
+
+class Varying(Scale):
+    """A Function whose number comes from elsewhere."""
+
+    factor = 3.0
+
+
+def test_another_number_is_noticed_where_operators_are_compared(toy_model, toy_batch, caplog):
+    model = toy_model(lambda block, x: x + block.down(Varying.apply(block.up(x), Varying.factor).tanh()))
+    try:
+        with caplog.at_level(logging.WARNING), begun(model, toy_batch) as handle:
+            Varying.factor = 5.0
+            with_policy = gradients_of(model, toy_batch(21))
+            handle.remove()
+            assert all(map(torch.equal, with_policy, gradients_of(model, toy_batch(21))))
+        assert "is given others than" in caplog.text
+    finally:
+        Varying.factor = 3.0
