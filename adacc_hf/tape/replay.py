@@ -55,86 +55,55 @@ def stand_in(blank: Blank, device: torch.device | str) -> torch.Tensor:
     return storage.as_strided(size, stride, offset)
 
 
-class ReplayStep:
-    """One operator of the tape, prepared to run on an environment."""
+class PreparedOperator:
+    """An operator of a tape with its arguments laid out, so that a replay puts tensors in their places and calls it."""
 
     def __init__(self, operator: TapeOperator, tape: Tape) -> None:
-        self.target: Callable[..., Any] = operator.target
-        self.outputs = operator.outputs
-        self.mutations = operator.mutations
-        self.copies: tuple[int, ...] = tuple(old for old, _ in operator.mutations)
-        """Values that must be copied before this operator overwrites them (rule R6)."""
-        self.loads: tuple[int, ...] = ()
-        """Values to fetch from the store just before: decoded any earlier they would add to other operators' peak."""
-        self.frees: tuple[int, ...] = ()
-        """Values nobody needs once this operator has run."""
-        self._prepare(operator, tape)
-
-    def resized(self, operator: TapeOperator, tape: Tape) -> ReplayStep:
-        """The same step on `tape`, whose `operator` differs from this one's in numbers alone."""
-        step = copy(self)
-        step._prepare(operator, tape)
-        return step
-
-    def _prepare(self, operator: TapeOperator, tape: Tape) -> None:
-        """Take the arguments of `operator`, which is run with what is made in their places."""
         self.operator = operator
+        self._target: Callable[..., Any] = operator.target
         self._args = list(operator.args)
         self._kwargs = operator.kwargs
         self._tensors: list[tuple[int, TensorRef, Geometry | None]] = []
+        """(position, reference, geometry) of each tensor among the arguments; no geometry for a whole base."""
         nested = any(_holds_tensor(arg) for arg in operator.args if not isinstance(arg, TensorRef))
         self._nested = nested or _holds_tensor(operator.kwargs)
+        self._blanks: list[tuple[int, Blank]] = []
         for position, argument in enumerate(operator.args):
             if isinstance(argument, TensorRef):
                 base = tape.values[argument.value].ref
                 is_base = base.geometry == argument.geometry and base.dtype is argument.dtype
                 self._tensors.append((position, argument, None if is_base else argument.geometry))
-        self._device = tape.values[operator.made()[0]].device
-        # A Function's forward is Python that may have changed since; torch's checkpoint compares as much.
-        made = operator.outputs if operator.is_function else ()
-        self._expected = tuple((position, tape.values[value].ref) for position, value in made)
-        self._blanks: list[tuple[int, Blank]] = []
-        for position, argument in enumerate(operator.args):
-            if isinstance(argument, Blank) and takes_device(operator):
+            elif isinstance(argument, Blank) and takes_device(operator):
                 self._args[position] = stand_in(argument, "meta")
                 self._kwargs = operator.kwargs | {"device": operator.kwargs.get("device") or argument.device}
             elif isinstance(argument, Blank):
                 self._blanks.append((position, argument))
+        self._device = tape.values[operator.made()[0]].device
+        # A Function's forward is Python that may have changed since; torch's checkpoint compares as much.
+        made = operator.outputs if operator.is_function else ()
+        self._expected = tuple((position, tape.values[value].ref) for position, value in made)
 
-    def run(self, environment: Environment) -> None:
-        """Run the operator on the values in `environment` and put what it makes there."""
-        at_hand: list[torch.Tensor] = environment  # type: ignore[assignment]  # what it reads was put there before
-        untouched = [at_hand[old] for old in self.copies]
-        for old in self.copies:
-            environment[old] = copy_with_storage(at_hand[old])
+    def run(self, at_hand: list[torch.Tensor]) -> Sequence[Any]:
+        """Run the operator on the tensors `at_hand`, by value, and return its results, flattened."""
         if self.operator.generator is None:
             result = self._call(at_hand)
         else:
             with drawing_from(at_hand[self.operator.generator], self._device):
                 result = self._call(at_hand)
-        if self.outputs:
-            made = (result,) if isinstance(result, torch.Tensor) else leaves(result)
-            if self._expected and not all(_is_like(made, position, ref) for position, ref in self._expected):
-                raise RuntimeError(
-                    f"{self.operator.name} makes or saves other tensors when its forward runs again in backward: have "
-                    f"it depend on its arguments alone, or train without replay (AdaccConfig(actions=('retain', "
-                    f"'compress')))"
-                )
-            for position, value in self.outputs:
-                environment[value] = made[position]
-        for old, new in self.mutations:
-            environment[new] = environment[old]
-        for old, tensor in zip(self.copies, untouched, strict=True):
-            environment[old] = tensor
-        for value in self.frees:
-            environment[value] = None
+        made = (result,) if isinstance(result, torch.Tensor) else leaves(result)
+        if self._expected and not all(_is_like(made, position, ref) for position, ref in self._expected):
+            raise RuntimeError(
+                f"{self.operator.name} makes or saves other tensors when its forward runs again in backward: have it "
+                f"depend on its arguments alone, or train without replay (AdaccConfig(actions=('retain', 'compress')))"
+            )
+        return made
 
     def _call(self, at_hand: list[torch.Tensor]) -> Any:
         if self._nested:
             args, kwargs = map_tensors(
                 (self.operator.args, self._kwargs), TensorRef, lambda ref: view(at_hand[ref.value], ref)
             )
-            return self.target(*args, **kwargs)
+            return self._target(*args, **kwargs)
         args = self._args.copy()
         for position, ref, geometry in self._tensors:
             base = at_hand[ref.value]
@@ -146,7 +115,47 @@ class ReplayStep:
                 args[position] = view(base, ref)
         for position, blank in self._blanks:
             args[position] = stand_in(blank, blank.device)
-        return self.target(*args, **self._kwargs)
+        return self._target(*args, **self._kwargs)
+
+
+class ReplayStep:
+    """One operator of a tape as a plan runs it: what is fetched before, copied, taken from its results and freed."""
+
+    def __init__(self, operator: TapeOperator, tape: Tape) -> None:
+        self.operator, self._tape = operator, tape
+        self.outputs = operator.outputs
+        self.mutations = operator.mutations
+        self.copies: tuple[int, ...] = tuple(old for old, _ in operator.mutations)
+        """Values that must be copied before this operator overwrites them (rule R6)."""
+        self.loads: tuple[int, ...] = ()
+        """Values to fetch from the store just before: decoded any earlier they would add to other operators' peak."""
+        self.frees: tuple[int, ...] = ()
+        """Values nobody needs once this operator has run."""
+
+    def resized(self, operator: TapeOperator, tape: Tape) -> ReplayStep:
+        """The same step on `tape`, whose `operator` differs from this one's in numbers alone."""
+        step = copy(self)
+        step.operator, step._tape = operator, tape
+        return step
+
+    def run(self, environment: Environment) -> None:
+        """Run the operator on the values in `environment` and put what it makes there."""
+        at_hand: list[torch.Tensor] = environment  # type: ignore[assignment]  # what it reads was put there before
+        untouched = [at_hand[old] for old in self.copies]
+        for old in self.copies:
+            environment[old] = copy_with_storage(at_hand[old])
+        operator = self.operator
+        if operator.prepared is None:  # once for all plans of a tape
+            operator.prepared = PreparedOperator(operator, self._tape)
+        made = operator.prepared.run(at_hand)
+        for position, value in self.outputs:
+            environment[value] = made[position]
+        for old, new in self.mutations:
+            environment[new] = environment[old]
+        for old, tensor in zip(self.copies, untouched, strict=True):
+            environment[old] = tensor
+        for value in self.frees:
+            environment[value] = None
 
 
 def _is_like(made: Sequence[Any], position: int, ref: TensorRef) -> bool:

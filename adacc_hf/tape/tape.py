@@ -122,6 +122,8 @@ class TapeOperator:
     """The value that holds the state of the generator that it drew from, if replay may draw again (rule R5)."""
     _inputs: tuple[int, ...] | None = field(default=None, repr=False, compare=False)
     _arguments: str | None = field(default=None, init=False, repr=False, compare=False)
+    prepared: Any = field(default=None, init=False, repr=False, compare=False)
+    """The `PreparedOperator` of its first replay (tape/replay.py)."""
 
     @property
     def name(self) -> str:
