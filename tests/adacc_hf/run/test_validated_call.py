@@ -11,8 +11,10 @@ from torch.nn import functional as F
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.run import follow_plan
+from adacc_hf.run.call import Recording
 from adacc_hf.run.executor import PolicyHandle
 from adacc_hf.run.follow_plan import FollowPlan
+from adacc_hf.run.validation import ValidatedCall
 from adacc_hf.solve.solver import least_policy
 from adacc_hf.tape.library import library_of_profiles
 from adacc_hf.torch_glue.memory import MemoryMeter, collecting_no_garbage
@@ -84,6 +86,7 @@ def what_waits_is_changed(other, seed):
     return example(usual=usual, other=other, prefix=2, block=0, step=1, seed=seed, knows_profile=True)
 
 
+@pytest.mark.timeout(900)  # each example is traced, profiled and trained
 @settings(max_examples=120)
 @what_waits_is_changed(["relu_"], 0)
 @what_waits_is_changed(["relu_"], 1)
@@ -201,20 +204,31 @@ def test_layers_with_numbers_of_their_own_run_as_when_profiled(toy_model, toy_ba
     assert max(first) <= steady + RECORDERS_OWN
 
 
-def test_one_surprise_is_enough(toy_model, toy_batch, run_steps, recorded):
+def test_one_surprise_is_enough(toy_model, toy_batch, run_steps, assert_same_steps, monkeypatch):
     """A block that runs otherwise than expected keeps all that it saves; others are recorded, and keep what they
     should."""
     names = ["tanh", "swish"]
-    programs = Programs(names, names, 0, 0)
+    programs = Programs(names, names, None, None)
     model, batch = programs.model_of(toy_model, 4), toy_batch()
+    model.inlet.register_forward_hook(lambda module, args, output: output * 1.0)
+    for block in model.layers:
+        block.number = 0  # one program for all of them, which are given no views
     policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
-    programs.usual = ["tanh", "swish", "double"]  # for all of them: the profile is of another model now
-    recorded.clear()
-    with apply_policy(model, policy) as handle, pytest.raises(PolicyMismatchError):
-        run_steps(model, batch, num_steps=1)
+    programs.usual = ["tanh", "swish", "double"]  # for all of them: the model takes another path since
+    plain = run_steps(model, batch, num_steps=1)
+    calls = []
+    for of in (Recording, ValidatedCall):
+        run = of.run
+        noted = lambda self, *args, run=run: (run(self, *args), calls.append((self.name, self)))[0]  # noqa: E731
+        monkeypatch.setattr(of, "run", noted)
+    with apply_policy(model, policy) as handle:
+        assert_same_steps(run_steps(model, batch, num_steps=1), plain)
     surprised = [name for name, strategy in handle.plans.strategies.items() if strategy._was_surprising]
     assert surprised == ["layers.0"]
-    assert recorded == ["layers.0", "layers.1"]  # the second is recorded as a first call, which tells what is wrong
+    (first, validated), *others = calls
+    assert first == "layers.0"
+    assert validated.why_left is not None
+    assert [(name, type(call)) for name, call in others] == [(f"layers.{place}", Recording) for place in (1, 2, 3)]
 
 
 def test_what_is_captured_in_a_cuda_graph_is_compared_at_the_next_call(tiny_gpt2, token_batch, monkeypatch):

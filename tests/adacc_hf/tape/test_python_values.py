@@ -1,0 +1,310 @@
+"""Python values that blocks read, changed in the middle of training: each has tapes of its own (rules R1 and R8)."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import logging
+import types
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import PretrainedConfig
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.run.follow_plan import VARYING
+from adacc_hf.tape.guards import RESTLESS_AFTER
+
+CONFIG = AdaccConfig(min_compress_bytes=0)
+
+
+@dataclasses.dataclass
+class Settings:
+    scale: float = 1.0
+
+
+class Shared:
+    scale = 1.0
+
+
+class Mode(enum.Enum):
+    HALF = 0.5
+    ONE = 1.0
+    TWO = 2.0
+    THREE = 3.0
+
+
+class Adapter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, hidden):
+        return self.layer(hidden).sigmoid()
+
+
+SCALE = 1.0
+
+
+def scaled_by_attribute(hidden):
+    return hidden * scaled_by_attribute.scale
+
+
+def by(number):
+    """A function with a number in its closure."""
+    return lambda hidden: hidden * number
+
+
+def default(number):
+    """A function with a number for its default."""
+    return lambda hidden, scale=number: hidden * scale
+
+
+class Values:
+    """What a block reads: a number, in each of the places of Python's that a block may read one from."""
+
+    def __init__(self):
+        self.attribute, self.whole, self.truth = 1.0, 1, False
+        self.numpy = np.float64(1.0)
+        self.elements, self.entries, self.pair = [1.0], {"first": [1.0]}, (1.0, 2)
+        self.settings, self.shared, self.mode = Settings(), Shared(), Mode.ONE
+        self.namespace = types.SimpleNamespace(inner=types.SimpleNamespace(scale=1.0))
+        self.config = PretrainedConfig(scale=1.0)
+        self.cut, self.dtype, self.kept = slice(0, 6), torch.float32, torch.Size([2])
+        self.closure, self.default = by(1.0), default(1.0)
+        self.active = ["first"]
+
+    def put(self, place, value):
+        """Change the number at `place`."""
+        if place == "attribute":
+            self.attribute = value
+        elif place == "whole number":
+            self.whole = int(2 * value)
+        elif place == "truth":
+            self.truth = value > 1
+        elif place == "numpy":
+            self.numpy = np.float64(value)
+        elif place == "type of numpy":
+            self.numpy = np.float32(value)
+        elif place == "element":
+            self.elements[0] = value
+        elif place == "entry":
+            self.entries["first"][0] = value
+        elif place == "tuple":
+            self.pair = (value, 2)
+        elif place == "dataclass":
+            self.settings.scale = value
+        elif place == "class attribute":
+            Shared.scale = value
+        elif place == "enumeration":
+            self.mode = Mode(value)
+        elif place == "namespace":
+            self.namespace.inner.scale = value
+        elif place == "configuration":
+            self.config.scale = value
+        elif place == "slice":
+            self.cut = slice(0, 3 + int(value))
+        elif place == "dtype":
+            self.dtype = torch.float64 if value > 1 else torch.float32
+        elif place == "function attribute":
+            scaled_by_attribute.scale = value
+        elif place == "closure":
+            self.closure = by(value)
+        elif place == "default":
+            self.default = default(value)
+        elif place == "global":
+            globals()["SCALE"] = value
+        else:
+            assert place == "adapter"
+            self.active[0] = "second" if value > 1 else "first"
+
+
+PLACES = (
+    "attribute", "whole number", "truth", "numpy", "type of numpy", "element", "entry", "tuple", "dataclass",
+    "class attribute", "enumeration", "namespace", "configuration", "slice", "dtype", "function attribute", "closure",
+    "default", "global", "adapter", "dropout", "mode", "frozen",
+)  # fmt: skip
+VALUES = (0.5, 1.0, 2.0, 3.0)
+
+
+def forward(block, hidden):
+    values = block.values
+    scale = values.attribute * values.whole * values.elements[0] * values.entries["first"][0] * values.pair[0]
+    scale = scale * values.settings.scale * values.shared.scale * values.mode.value * SCALE
+    scale = scale * values.namespace.inner.scale * values.config.scale * (2.0 if values.truth else 1.0)
+    x = (block.up(hidden) * scale).tanh() * values.numpy
+    x = values.closure(values.default(scaled_by_attribute(x)))
+    x = (x * 0.1).to(values.dtype).exp().float()
+    part = block.adapters[values.active[0]](x)[:, values.cut]
+    return hidden + block.dropout(block.down(x)) + part.sum(1, keepdim=True)
+
+
+def setup(block):
+    block.values, block.dropout = Values(), nn.Dropout(0.1)
+    block.adapters = nn.ModuleDict({"first": Adapter(), "second": Adapter()})
+
+
+def put(model, place, value):
+    """Change one number of the second block, or of both where they share it."""
+    block = model.layers[1]
+    if place == "dropout":
+        block.dropout.p = value / 10
+    elif place == "mode":
+        block.dropout.train(value <= 2)
+    elif place == "frozen":
+        block.up.bias.requires_grad_(value <= 2)
+    else:
+        block.values.put(place, value)
+
+
+def start(model):
+    for place in PLACES:
+        put(model, place, 1.0)
+
+
+def train(model, batch, changes):
+    """Per step what `run_steps` notes; step i begins with `changes[i]`."""
+    start(model)
+    results = []
+    for seed, change in enumerate(changes):
+        if change is not None:
+            put(model, *change)
+        torch.manual_seed(seed)
+        loss = model(**batch).loss
+        loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        results.append({"loss": loss.detach()} | gradients)
+        model.zero_grad(set_to_none=True)
+    return results
+
+
+@pytest.fixture(scope="module")
+def toy(toy_model):
+    """One model for all examples: it is traced once for each path."""
+    return toy_model(forward, setup=setup)
+
+
+@pytest.fixture(scope="module")
+def profile(toy, toy_batch):
+    start(toy)
+    return profile_model(toy, toy_batch(), CONFIG)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_changed_number_is_never_replayed_with_the_old_one(toy, toy_batch, profile, assert_same_steps, place):
+    """There and back again, at calls that nobody would compare otherwise."""
+    batch = toy_batch()
+    changes = [None, None, None, (place, 3.0), (place, 1.0), None, (place, 3.0), None, (place, 0.5), (place, 3.0)]
+    plain = train(toy, batch, changes)
+    start(toy)
+    with apply_policy(toy, Policy.uniform(profile, "recompute")) as handle:
+        assert_same_steps(train(toy, batch, changes), plain)
+        assert handle.library.fallbacks[VARYING] == 0
+
+
+def test_an_array_that_changes_in_place_is_never_replayed_as_it_was(toy_model, toy_batch, run_steps, assert_same_steps):
+    """Dynamo guards no elements of it."""
+    array = np.linspace(0.5, 1.5, 8, dtype=np.float32)
+
+    def forward(block, hidden):
+        scaled = block.up(hidden) * torch.from_numpy(array).clone()
+        return hidden + block.down((scaled * float(array[3])).tanh().exp())
+
+    model, batch = toy_model(forward), toy_batch()
+    plain = {}
+    for array[3] in (1.0, 2.0, 3.0):
+        plain[float(array[3])] = run_steps(model, batch, num_steps=1)
+    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    with apply_policy(model, policy):
+        for array[3] in (3.0, 3.0, 3.0, 2.0, 3.0, 1.0, 1.0, 2.0, 1.0, 3.0):
+            assert_same_steps(run_steps(model, batch, num_steps=1), plain[float(array[3])])
+
+
+some_changes = st.lists(st.none() | st.tuples(st.sampled_from(PLACES), st.sampled_from(VALUES)), min_size=2, max_size=8)
+
+
+@settings(max_examples=12)
+@given(changes=some_changes, actions=st.sampled_from([("recompute",), ("retain", "recompute")]), seed=st.integers(0, 9))
+def test_changed_numbers_are_never_replayed_with_the_old_ones(
+    toy, toy_batch, profile, assert_same_steps, changes, actions, seed
+):
+    batch = toy_batch()
+    changes = [None, None, None, *changes]  # the second call of a shape is validated in any case
+    plain = train(toy, batch, changes)
+    start(toy)
+    policy = Policy.random(profile, seed=seed, actions=actions)
+    with apply_policy(toy, policy) as handle:
+        assert_same_steps(train(toy, batch, changes), plain)
+        handle.replace(policy)  # what is known of the values goes on to another policy
+        assert_same_steps(train(toy, batch, changes), plain)
+
+
+def test_a_value_is_recorded_once_for_all_policies(toy, toy_batch, profile, recorded):
+    batch = toy_batch()
+    policy = Policy.uniform(profile, "recompute")
+    start(toy)
+    there_and_back = [None, None, ("attribute", 2.0), None, ("attribute", 1.0), None, ("attribute", 2.0)]
+    recorded.clear()
+    with apply_policy(toy, policy) as handle:
+        train(toy, batch, there_and_back)
+        first = recorded.count("layers.1")
+        handle.replace(policy)
+        train(toy, batch, there_and_back)
+    # Two of each value, as of each shape: its first call, and its second one.
+    assert first == 2 * 2
+    assert recorded.count("layers.1") == first
+
+
+def counting(block, hidden):
+    block.num_calls += 1
+    return hidden + block.down((block.up(hidden) * 1.5).tanh().exp())
+
+
+def test_a_count_of_calls_that_nothing_follows_from_costs_nothing(
+    toy_model, toy_batch, run_steps, assert_same_steps, recorded
+):
+    """To add to it is to read it: the block is traced no more, and each call is compared with the one tape it has."""
+    toy, batch = toy_model(counting, setup=lambda block: setattr(block, "num_calls", 0)), toy_batch()
+    plain = run_steps(toy, batch, num_steps=RESTLESS_AFTER + 12)
+    policy = Policy.uniform(profile_model(toy, batch, CONFIG), "recompute")
+    with apply_policy(toy, policy) as handle:
+        assert_same_steps(run_steps(toy, batch, num_steps=RESTLESS_AFTER + 12), plain)
+        strategy = handle.plans.strategies["layers.0"]
+        assert "num_calls" in strategy.known.untraced
+        assert handle.library.fallbacks[VARYING] == 0
+        assert strategy.entries[next(reversed(strategy.known))].known.num_calls > 2
+
+
+def count_as_factor(block, hidden):
+    block.num_calls += 1
+    return hidden + block.down((block.up(hidden) * block.num_calls).tanh().exp())
+
+
+def test_a_count_that_the_operators_follow_from_leaves_the_block_to_torchs_checkpoint(
+    toy_model, toy_batch, assert_same_steps, run_steps, caplog
+):
+    model, batch = toy_model(count_as_factor, setup=lambda block: setattr(block, "num_calls", 0)), toy_batch()
+    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+
+    def steps():
+        for block in model.layers:
+            block.num_calls = 0
+        return run_steps(model, batch, num_steps=RESTLESS_AFTER + 12)
+
+    plain = steps()
+    with apply_policy(model, policy) as handle, caplog.at_level(logging.WARNING):
+        ours = steps()
+        assert handle.library.fallbacks[VARYING] > 0
+    first = [step for step, (one, other) in enumerate(zip(ours, plain, strict=True)) if not same(one, other)]
+    # torch's checkpoint runs the block again in backward, and so counts twice: as plain checkpointing does.
+    assert not first or first[0] > RESTLESS_AFTER
+    assert "num_calls" in caplog.text
+    assert "changes again and again" in caplog.text
+
+
+def same(one, other):
+    return all(torch.equal(one[name], other[name]) for name in other)
