@@ -102,7 +102,8 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
 
         Weights may have been put into one storage, and tables may have grown. `key` if they lie as they did.
         """
-        self._layout = layout = held_layout(block)
+        # Its hash is enough: a plan compares each tensor that it reads (`CompiledPlan.has_all`).
+        self._layout = layout = hash(held_layout(block))
         number = self._layouts.get(layout)
         if number is None:
             number, self._num_layouts = self._num_layouts, self._num_layouts + 1
