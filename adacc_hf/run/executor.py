@@ -15,7 +15,8 @@ R4  Parameters and casts of parameters are never compressed. A cast may be recom
 R5  Random operators are replayed from the state that the default generator was in, and the generator is put back as it
     was, so that training draws what plain training draws. A plan shows no operator to Python, so a call takes the state
     where autograd saves the last tensor before the operator, or where the call begins; that nothing was drawn in
-    between is compared (rule R7). What may follow from data too (`bernoulli` of probabilities), what is drawn from
+    between is compared (rule R7). What an autograd Function draws may follow from its data: it is replayed from exact
+    data alone (rule R14). What else may follow from data (`bernoulli` of probabilities), what is drawn from
     another generator, and what follows a draw with nothing saved between, is never replayed: its result is retained or
     stored losslessly. Of dropout only the mask is random, and of its input the mask needs no element. Fused attention
     drops by its sizes alone.
@@ -27,7 +28,8 @@ R7  Nothing is replayed that was not compared with the original, bit for bit, at
     for the size. So replay is compared again at the 1st, 2nd, 4th, 8th ... new size, on the first block that runs it,
     each operator as soon as it has run, which takes the memory of one operator's results. What comes out otherwise is
     told, and retained at all sizes; the call is run again, and recorded. Convolutions whose kernel cuDNN chooses by
-    time (`torch.backends.cudnn.benchmark`) are not replayed: in backward's thread it may choose another.
+    time (`torch.backends.cudnn.benchmark`) are not replayed: in backward's thread it may choose another. An autograd
+    Function whose kernels write unseen is one operator, and its forward runs again (tape/function_recording.py).
 R8  Each call checks what autograd saves against the tape. At the first 16 sizes that none has run, at the 32nd, 64th
     ..., and at all beyond the recorded ones, one block compares every operator with it as well. What runs otherwise is
     put back, and recorded, and so is each new size from then on. Few whole numbers in an argument that the
