@@ -363,7 +363,7 @@ def support_table(verdicts: Iterable[Verdict]) -> str:
         f"## {family[0].upper()}{family[1:]}\n\n{markdown_table([verdict.row() for verdict in group])}\n"
         for family, group in families.items()
     ]
-    return "\n".join([head, *parts])
+    return "\n".join([head, *parts, _KERNELS])
 
 
 _HEAD = """# Supported architectures
@@ -391,6 +391,26 @@ some of the blocks (see notes). No architecture has code of its own.
   `AdaccConfig(...)` is what names the blocks where Transformers has no checkpointing for them.
 
 Written by `python -m adacc_hf.eval.architectures --output docs/SUPPORT.md`.
+"""
+
+
+_KERNELS = """## Kernels that write by address
+
+No dispatcher sees what a kernel fills that is launched by address (Triton, ctypes, cuda-python). Where an
+`autograd.Function` launches it, the whole Function is one operator of the tape: replay runs its forward again, compared
+bit for bit with what it made the first time. Functions that run torch's operators alone keep these as operators.
+"Least peak" is the lowest peak of a step without lossy codecs, divided by that under torch's checkpoint, both without
+what the model itself takes. Losses and gradients were bit-equal to plain training in all that was run.
+
+- **Liger 0.8.5** (RMSNorm, RoPE, SwiGLU): the package itself in LLaMAs of 4 layers, under Triton's interpreter
+  (`tests/adacc_hf/test_liger.py`, which runs where liger-kernel is installed). Least peak 0.88 to 0.96.
+- **FLA** (gated linear attention by chunks, fused norms and gates): stand-ins that write by address
+  (`tests/adacc_hf/test_opaque_kernels.py`). Least peak 0.82. FLA itself was not run.
+- **Fused LoRA** (Unsloth's: quantized weights, rotations in place, backward that overwrites what was saved):
+  stand-ins in the same file. Least peak 0.92. Unsloth itself was not run. Functions that unpack 4-bit weights into one
+  buffer for all layers would be refused ([LIMITS.md](LIMITS.md)).
+- **flash-attn and hub kernels**: not run, they need a GPU. Those registered with `torch.library` are operators as all
+  others are; those inside a Function are as the Functions above.
 """
 
 

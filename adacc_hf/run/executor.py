@@ -13,7 +13,8 @@ R4  Parameters and casts of parameters are never compressed. A cast may be recom
 R5  Random operators are replayed from the state that the default generator was in, and the generator is put back as it
     was, so that training draws what plain training draws. A plan shows no operator to Python, so a call takes the state
     where autograd saves the last tensor before the operator, or where the call begins; that nothing was drawn in
-    between is compared (rule R7). What may follow from data too (`bernoulli` of probabilities), what is drawn from
+    between is compared (rule R7). What an autograd Function draws may follow from its data: it is replayed from exact
+    data alone (rule R14). What else may follow from data (`bernoulli` of probabilities), what is drawn from
     another generator, and what follows a draw with nothing saved between, is never replayed: its result is retained or
     stored losslessly. Of dropout only the mask is random, and of its input the mask needs no element. Fused attention
     drops by its sizes alone.
@@ -25,7 +26,8 @@ R7  Nothing is replayed that was not compared with the original, bit for bit, at
     for the size. So replay is compared again at the 1st, 2nd, 4th, 8th ... new size, on the first block that runs it,
     each operator as soon as it has run, which takes the memory of one operator's results. What differs is logged, and
     retained at all sizes. Convolutions whose kernel cuDNN chooses by time (`torch.backends.cudnn.benchmark`) are not
-    replayed: in backward's thread it may choose another.
+    replayed: in backward's thread it may choose another. An autograd Function whose kernels write unseen is one
+    operator, and its forward runs again (tape/function_recording.py).
 R8  A call runs as a tape says only if something vouches for it. Dynamo's guards do (`tape/guards.py`): they hold if the
     Python of the call takes the traced path, whatever that depends on. The call's key adds what guards leave out: the
     numbers that are inputs of the traced graph, offsets and shared storages of the arguments. What hangs on the block
