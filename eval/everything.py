@@ -49,6 +49,7 @@ CLOCKED = (
     "ablation",
     "solver",
     "executor-bench",
+    "fused-chains",
     "budget-bench",
     "evolution",
     "tracking-cost",
