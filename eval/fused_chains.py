@@ -30,8 +30,8 @@ from adacc_hf.eval.trials.families import FAMILIES, PRECISIONS, in_precision
 from adacc_hf.eval.trials.workload import Workload
 
 CASES = {
-    Workload(family=family, width=width, layers=layers, batch=4, tokens=256, heads=width // 64): rounds
-    for width, layers, rounds in ((256, 4, 24), (1024, 2, 9))
+    Workload(family=family, width=256, layers=layers, batch=batch, tokens=256): rounds
+    for layers, batch, rounds in ((4, 4, 24), (2, 16, 10))
     for family in FAMILIES
 }
 """Timed rounds of each workload."""
@@ -47,7 +47,9 @@ def main(
 ) -> int:
     """Measure every case, print the tables and save the record."""
     parser = argparse.ArgumentParser(prog="adacc eval fused-chains", description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=positive_int, help="timed rounds of every case (default: 24, or 9 if wide)")
+    parser.add_argument(
+        "--rounds", type=positive_int, help="timed rounds of every case (default: 24, or 10 of large batches)"
+    )
     add_clock(parser)
     add_resume(parser)
     add_settings(parser, "fused_chains")
@@ -88,7 +90,7 @@ def measure(
             return {
                 "chains": {variant: replay.chain_figures(variant, num_rounds) for variant in (ALL, EXACT)},
                 "operators": exact.shares,
-                "step": replay.step_figures(num_rounds),
+                "step": replay.step_figures(num_rounds // 2 + 1),
             }
 
 
@@ -136,10 +138,14 @@ def report_text(ledger: Ledger) -> str:
         medians = {variant: statistics.median(row[variant] for row in faster.values()) for variant in _VARIANTS}
         rows = [_case_cells(name, cases[name], ratios) for name, ratios in faster.items()]
         last = {"case": "median", **{_VARIANTS[v]: f"{ratio:.2f}" for v, ratio in medians.items()}}
-        parts += [markdown_table([*rows, dict.fromkeys(rows[0], "") | last]), _NOTE, _operators_table(cases)]
+        parts += [
+            markdown_table([*rows, dict.fromkeys(rows[0], "") | last]),
+            " ".join(_NOTE.split()),
+            _operators_table(cases),
+        ]
     parts += [_bytes_table(ledger)]
     for name, figures in cases.items():
-        parts += [f"{name}:", markdown_table([_chain_cells(row) for row in figures["chains"][ALL]])]
+        parts += [f"{name}:", markdown_table([_chain_cells(rows) for rows in _equal_chains(figures)])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -151,12 +157,12 @@ _VARIANTS = {
 }
 """By variant: the head of its column."""
 
-_NOTE = f"""How many times faster the replay of all chains of a step is with kernels than as operators: sums of medians
-over the chains and blocks of a case; needed: {NEEDED}. Exact chains: kernels for exact operators alone, all else runs as
+_NOTE = f"""
+How many times faster the replay of all chains of a step is with kernels than as operators: sums of medians over the
+chains and blocks of a case. Needed: {NEEDED}. Exact chains: kernels for exact operators alone, and all else runs as
 operators. Where faster: a chain that its kernel makes slower stays as it is. Step: forward and backward with everything
-recomputed, as operators over with kernels, in turn; median, and 20th to 80th percentile of rounds.""".replace(
-    "\n", " "
-)
+recomputed, as operators over with kernels, in turn; median, and 20th to 80th percentile of the rounds.
+"""
 
 
 def _case_cells(name: str, figures: Figures, ratios: Mapping[str, float]) -> dict[str, str]:
@@ -182,19 +188,38 @@ def _operators_table(cases: Mapping[str, Figures]) -> str:
     return f"{text}\n\n{markdown_table(rows)}" if rows else f"All {len(tried)} operators are exact."
 
 
-def _chain_cells(row: Mapping[str, Any]) -> dict[str, str]:
-    old, new = (Spread(**row[way]) for way in ("operators_ms", "kernel_ms"))
+def _equal_chains(figures: Figures) -> list[list[dict[str, Any]]]:
+    """The chains of a case, those of equal operators and sizes together."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in figures["chains"][ALL]:
+        groups.setdefault((row["names"], *row["size"]), []).append(row)
+    return list(groups.values())
+
+
+def _chain_cells(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    row = rows[0]
+    old, new = (_pooled([Spread(**row[way]) for row in rows]) for way in ("operators_ms", "kernel_ms"))
+    differing, greatest = (max(row[figure] for row in rows) for figure in ("differing", "greatest"))
     return {
         "chain": row["names"],
-        "blocks": str(row["blocks"]),
+        "in blocks": str(sum(row["blocks"] for row in rows)),
         "size": " x ".join(map(str, row["size"])),
-        "other bits": f"{row['differing']:.1e}" if row["differing"] else "none",
-        "greatest difference": f"{row['greatest']:.1e}" if row["greatest"] else "0",
+        "other bits": f"{differing:.1e}" if differing else "none",
+        "greatest difference": f"{greatest:.1e}" if greatest else "0",
         "moved": f"{format_bytes(row['bytes_before'])} to {format_bytes(row['bytes_after'])}",
         "operators, ms": old.text(3),
         "kernel, ms": new.text(3),
         "x": f"{old.median / new.median:.2f}",
     }
+
+
+def _pooled(spreads: Sequence[Spread]) -> Spread:
+    """The median of the medians, between the least and the greatest."""
+    return Spread(
+        low=min(spread.low for spread in spreads),
+        median=statistics.median(spread.median for spread in spreads),
+        high=max(spread.high for spread in spreads),
+    )
 
 
 def _bytes_table(ledger: Ledger) -> str:

@@ -7,13 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._guards import TracingContext, tracing
-from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from adacc_hf.eval.trials.pointwise_chains import Chain
 from adacc_hf.tape.tape import TapeOperator, TensorRef, map_tensors
@@ -54,8 +47,21 @@ def compile_chain(chain: Chain, examples: Sequence[torch.Tensor]) -> Kernel:
 
     The kernel takes a list, which it empties, of the chain's inputs, and returns its outputs.
     """
+    # Imported here: Inductor takes seconds to import, and warns.
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import config as inductor_config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    def all_sizes(example: torch.Tensor) -> StatelessSymbolicContext[Any, Any]:
+        sizes = [DimDynamic.STATIC if size in (0, 1) else DimDynamic.DUCK for size in example.shape]
+        return StatelessSymbolicContext(dynamic_sizes=sizes)
+
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    fakes = [mode.from_tensor(example, symbolic_context=_all_sizes(example)) for example in examples]
+    fakes = [mode.from_tensor(example, symbolic_context=all_sizes(example)) for example in examples]
     # Eager's rounding is noted while the chain is traced.
     with inductor_config.patch(EAGER_ROUNDING), torch.no_grad():
         with mode:
@@ -96,11 +102,6 @@ def _call_functional(operator: TapeOperator, args: Any, kwargs: dict[str, Any]) 
         return made if made.dtype is copied.dtype else made.to(copied.dtype)
     result: torch.Tensor = operator.target(*args, **kwargs)
     return result
-
-
-def _all_sizes(example: torch.Tensor) -> StatelessSymbolicContext[Any, Any]:
-    sizes = [DimDynamic.STATIC if size in (0, 1) else DimDynamic.DUCK for size in example.shape]
-    return StatelessSymbolicContext(dynamic_sizes=sizes)
 
 
 def _signature(chain: Chain) -> str:
