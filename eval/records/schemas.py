@@ -196,6 +196,7 @@ REPLAY_BYTES = mapping(
     record(
         {
             **dict.fromkeys(("pointwise", "others", "before", "after", "operators", "chained"), NUMBER),
+            **dict.fromkeys(("step_ms", "overhead_ms", "faster_overhead_ms"), NUMBER),
             "chains": array(record({"names": TEXT, **dict.fromkeys(("blocks", "before", "after"), COUNT)})),
         }
     )

@@ -118,6 +118,7 @@ def test_bytes_add_up() -> None:
     for policy, row in found.items():
         assert 0 <= row["after"] <= row["before"] <= row["pointwise"], policy
         assert row["chained"] <= row["operators"]
+        assert 0 < row["faster_overhead_ms"] <= row["overhead_ms"] < row["step_ms"]
         num_blocks = 6
         for part in ("before", "after"):
             total = sum(chain["blocks"] * chain[part] for chain in row["chains"])
