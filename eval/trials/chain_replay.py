@@ -19,6 +19,7 @@ from adacc_hf.eval.trials.exact_kernels import ExactOperators, compare
 from adacc_hf.eval.trials.gradients import Gradients, compute_gradients, first_difference, relative_error
 from adacc_hf.eval.trials.pointwise_chains import Chain, ChainStep, chain_bytes, find_chains, is_pointwise, with_chains
 from adacc_hf.eval.trials.workload import Workload
+from adacc_hf.price.timing import seconds_of
 from adacc_hf.tape.compiled_plan import CompiledPlan, Schedule
 from adacc_hf.tape.replay import Environment, ReplayProgram, ReplayStep
 from adacc_hf.tape.tape import TapeOperator
@@ -127,10 +128,8 @@ class ChainReplay:
         samples: list[list[float]] = [[], []]
         for number in range(num_rounds):
             for place in (0, 1) if number % 2 else (1, 0):
-                environment = replay.environment(chain)
-                started = self._clock()
-                ways[place](environment)
-                samples[place].append(1e3 * (self._clock() - started))
+                run = partial(ways[place], replay.environment(chain))
+                samples[place].append(1e3 * seconds_of(run, self.model.device, self._clock))
         made = []
         for way in ways:
             environment = replay.environment(chain)
@@ -161,9 +160,8 @@ class ChainReplay:
         for number in range(num_rounds):
             for variant in variants[number % 3 :] + variants[: number % 3]:
                 self.run_by(variant)
-                started = self._clock()
-                self.gradients(seed=number)
-                samples[variant].append(1e3 * (self._clock() - started))
+                run = partial(self.gradients, seed=number)
+                samples[variant].append(1e3 * seconds_of(run, self.model.device, self._clock))
         self.run_by(OPERATORS)
         expected = gradients[OPERATORS]
         return {

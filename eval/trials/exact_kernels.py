@@ -75,7 +75,9 @@ class ExactOperators:
         with_all_bits = tape.values[operator.made()[0]].ref.dtype.is_floating_point
         num_differing = num_tried = 0
         for stride in STRIDES:
-            numbers = [self._numbers(ref, stride * NUM_TRIED, with_all_bits) for ref in refs]
+            numbers = [
+                self._numbers(ref, stride * NUM_TRIED, with_all_bits).to(tape.values[ref.value].device) for ref in refs
+            ]
             kernel = compile_chain(chain, [_first(tensor, NUM_TRIED, stride) for tensor in numbers])
             for length in LENGTHS:
                 tensors = [_first(tensor, length, stride) for tensor in numbers]
