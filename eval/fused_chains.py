@@ -181,6 +181,20 @@ def _case_cells(name: str, figures: Figures, ratios: Mapping[str, float]) -> dic
     }
 
 
+def _by_chain(cases: Mapping[str, Figures]) -> str:
+    """Say what comes out if each chain counts the same, however long it takes, and what is in no chain does not."""
+    texts = []
+    for variant in (ALL, EXACT):
+        rows = [row for figures in cases.values() for row in figures["chains"][variant]]
+        ratios = [row["operators_ms"]["median"] / row["kernel_ms"]["median"] for row in rows]
+        slower = sum(ratio < 1 for ratio in ratios)
+        texts.append(
+            f"{variant} {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}; {slower} of "
+            f"{len(ratios)} are slower as kernels)"
+        )
+    return f"Median of single chains, each counted alike: {', '.join(texts)}."
+
+
 def _operators_table(cases: Mapping[str, Figures]) -> str:
     tried = {name: share for figures in cases.values() for name, share in figures["operators"].items()}
     rows = [{"operator": name, "share of numbers": f"{share:.1e}"} for name, share in tried.items() if share]
