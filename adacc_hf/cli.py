@@ -263,6 +263,7 @@ RUNNERS = {
     "compact-training": ("compact_training", "validation loss by CompAct, beside AdamW, GaLore and APOLLO"),
     "compact-tuning": ("compact_tuning", "fine-tuning by CompAct, beside AdamW, LoRA and GaLore"),
     "executor-bench": ("executor_bench", "what recompute-everything and retain-everything cost"),
+    "fused-chains": ("fused_chains", "what replay gains if chains of pointwise operators run as one kernel"),
     "budget-bench": ("budget_bench", "what a memory budget costs in time"),
     "gradient-error": ("gradient_error", "the first half of codecs: how far they move the gradient"),
     "codec-bandwidth": ("codec_bandwidth", "the second half of codecs: bytes per second"),

@@ -50,6 +50,7 @@ CLOCKED = (
     "ablation",
     "solver",
     "executor-bench",
+    "fused-chains",
     "budget-bench",
     "evolution",
     "tracking-cost",
