@@ -59,7 +59,7 @@ class Checkpointed:
     """The strategy of full recomputation with torch's own checkpoint, for the steps before there is a policy."""
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return checkpointed(fn, *args)
+        return checkpointed(fn, *args, block=block)
 
 
 class WhileTraining:
@@ -166,6 +166,8 @@ class Installation:
         self.functions: dict[str, BlockFunction | LaterCall] = {**self.blocks}
         """What carries the strategy of each call in a step, by its name; at first of one call of each block."""
         self._calls_before = dict.fromkeys(self.blocks, 0)
+        self.on_step: Callable[[], object] | None = None
+        """If set, what is called when a step begins."""
         self._undo: list[tuple[nn.Module, str, Any]] = []
         self._wraps_forward = block_classes is not None
         for name, block in blocks:
@@ -205,6 +207,8 @@ class Installation:
 
     def begin_step(self) -> None:
         """Let the next call of each block be its first in a step."""
+        if self.on_step is not None:
+            self.on_step()
         for name, function in self.blocks.items():
             self._calls_before[name] = function.num_calls
             if function.later:
