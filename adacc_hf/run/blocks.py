@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from adacc_hf.artifacts.errors import CompiledBlockError, NestedHooksError, NoBlocksError
+from adacc_hf.artifacts.errors import CompiledBlockError, NestedHooksError, NoBlocksError, SeveralThreadsError
 from adacc_hf.artifacts.policy import call_name, num_calls
 from adacc_hf.torch_glue.compat import (
     FLAG,
@@ -81,11 +82,38 @@ class LaterCall:
         self.strategy = strategy
 
 
+class OneThread:
+    """The thread that is within a call of a model's blocks."""
+
+    def __init__(self) -> None:
+        self._ident: int | None = None
+
+    def enter(self, block: str) -> int | None:
+        """Note that this thread calls `block`; return what to `leave` with.
+
+        Raises SeveralThreadsError while another thread is within a call.
+        """
+        before, own = self._ident, get_ident()
+        if before not in (None, own):
+            raise SeveralThreadsError(
+                f"block {block} is called in one thread while another is within a block of the same model, and its "
+                f"calls in a step could not be told apart: train one model in one thread (a copy of it in another), or "
+                f"without adacc_hf"
+            )
+        self._ident = own
+        return before
+
+    def leave(self, before: int | None) -> None:
+        """Note that the call has returned."""
+        self._ident = before
+
+
 class BlockFunction:
     """The function of one block. Picklable and copyable: a copy calls its block plainly."""
 
-    def __init__(self, name: str, block: nn.Module, strategy: Strategy) -> None:
+    def __init__(self, name: str, block: nn.Module, strategy: Strategy, thread: OneThread | None = None) -> None:
         self.name = name
+        self._thread = thread or OneThread()
         self.block: nn.Module | None = block
         self.strategy = strategy
         """Of all its calls, but for those that have one of their own."""
@@ -119,7 +147,11 @@ class BlockFunction:
                     f"one; train without adacc_hf, or without the cache (prompt tuning and LoRA need none)"
                 )
             fn, args = without_caches(fn, args)
-        return run_inside_hooks(fn, args, self._run)
+        before = self._thread.enter(self.name)
+        try:
+            return run_inside_hooks(fn, args, self._run)
+        finally:
+            self._thread.leave(before)
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         block = self.block
@@ -162,7 +194,8 @@ class Installation:
         blocks = find_blocks(model, block_classes)
         _refuse_wrappers(model)
         _refuse_prefix_tuning(model)
-        self.blocks = {name: BlockFunction(name, block, Plainly()) for name, block in blocks}
+        thread = OneThread()
+        self.blocks = {name: BlockFunction(name, block, Plainly(), thread) for name, block in blocks}
         self.functions: dict[str, BlockFunction | LaterCall] = {**self.blocks}
         """What carries the strategy of each call in a step, by its name; at first of one call of each block."""
         self._calls_before = dict.fromkeys(self.blocks, 0)
