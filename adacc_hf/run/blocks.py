@@ -7,6 +7,7 @@ in `AdaccConfig.block_classes` get the function around their `forward` instead, 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from threading import get_ident
@@ -31,6 +32,7 @@ from adacc_hf.torch_glue.compat import (
     has_filled_cache,
     is_checkpoint_wrapper,
     is_compiled_around,
+    keeps_cache,
     keyword_arguments,
     layerdrop_rates,
     outer_hooks,
@@ -40,6 +42,8 @@ from adacc_hf.torch_glue.compat import (
 from adacc_hf.torch_glue.private import tree_leaves
 
 _ABSENT = object()
+_CALLS = ("forward", "__call__")
+"""How the functions begin in which Transformers' layers and those of others ask for their flag."""
 
 
 class Strategy(Protocol):
@@ -64,14 +68,21 @@ class Checkpointed:
 
 
 class WhileTraining:
-    """A flag that is true while gradients are on, so that generate() in train mode keeps its cache."""
+    """A flag that is true within a block's call while gradients are on: generate() in train mode keeps its cache.
+
+    To all who ask from elsewhere it says what the flag was: TRL asks whether a model is checkpointed before it
+    generates, switches that off, and on again afterwards.
+    """
 
     def __init__(self, was_on: bool = False) -> None:
         self.was_on = was_on
         """Whether others had switched checkpointing on."""
 
     def __bool__(self) -> bool:
-        return torch.is_grad_enabled()
+        # Compiled code sees no frames; what asks there is a block.
+        if torch.compiler.is_compiling() or sys._getframe(1).f_code.co_name.startswith(_CALLS):
+            return torch.is_grad_enabled()
+        return self.was_on
 
 
 class LaterCall:
@@ -139,7 +150,7 @@ class BlockFunction:
                 f"checkpoint, or selective checkpointing): only one pair sees a tensor; switch the other one off "
                 f"(activation_offloading=False, FSDP activation_checkpointing=False) or remove adacc_hf"
             )
-        if has_cache(fn, args):
+        if has_cache(fn, args) and not keeps_cache(self.block):
             if has_filled_cache(self.block, fn, args):
                 raise ValueError(
                     f"block {self.name} is given past_key_values that hold keys already (prefix tuning, or a text "
