@@ -7,6 +7,7 @@ in `AdaccConfig.block_classes` get the function around their `forward` instead, 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -39,7 +40,9 @@ from adacc_hf.torch_glue.compat import (
     run_inside_hooks,
     without_caches,
 )
-from adacc_hf.torch_glue.private import tree_leaves
+from adacc_hf.torch_glue.private import transform_level, tree_leaves
+
+log = logging.getLogger(__name__)
 
 _ABSENT = object()
 _CALLS = ("forward", "__call__")
@@ -131,10 +134,11 @@ class BlockFunction:
         self.later: list[LaterCall] = []
         """Its second call in a step, and those after it."""
         self.num_calls = 0
+        self._has_said_transformed = False
         self.step = StepCount()
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
-        if self.block is None or not torch.is_grad_enabled():
+        if self.block is None or not torch.is_grad_enabled() or self._has_no_storage(args):
             return fn(*args)
         if is_compiled_around():
             raise CompiledBlockError(
@@ -145,11 +149,7 @@ class BlockFunction:
             )
         self.num_calls += 1
         if outer_hooks() is not None and not getattr(self.strategy, "expects_outer_hooks", False):
-            raise NestedHooksError(
-                f"block {self.name} runs inside another pair of saved-tensor hooks (activation offloading, an outer "
-                f"checkpoint, or selective checkpointing): only one pair sees a tensor; switch the other one off "
-                f"(activation_offloading=False, FSDP activation_checkpointing=False) or remove adacc_hf"
-            )
+            raise NestedHooksError(_describe_hooks(self.name, outer_hooks()))
         if has_cache(fn, args) and not keeps_cache(self.block):
             if has_filled_cache(self.block, fn, args):
                 raise ValueError(
@@ -174,6 +174,20 @@ class BlockFunction:
         self.step.returned(result)
         return result
 
+    def _has_no_storage(self, args: tuple[Any, ...]) -> bool:
+        """Return True if tensors have nothing that a policy could store: on device "meta", and within torch.func."""
+        if args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+            return True
+        is_transformed = transform_level() is not None
+        if is_transformed and not self._has_said_transformed:
+            self._has_said_transformed = True
+            log.warning(
+                "Adacc: block %s runs within a transform of torch.func (grad, vmap, jvp), whose tensors cannot be "
+                "recorded: there it runs plainly, and saves no memory",
+                self.name,
+            )
+        return is_transformed
+
     def calls(self) -> list[BlockFunction | LaterCall]:
         """What carries the strategy of each of its calls in a step."""
         return [self, *self.later]
@@ -186,6 +200,22 @@ class BlockFunction:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _inert, (self.name,)
+
+
+def _describe_hooks(block: str, hooks: Any) -> str:
+    """The message on a block that runs inside another pair of saved-tensor hooks."""
+    owner = getattr(hooks[0], "__self__", None)
+    if type(owner).__module__.startswith("adacc_hf."):
+        return (
+            f"block {block} runs inside a block that another policy of adacc_hf stores: a second one was applied to "
+            f"the model, or to a part of it; call remove() of the first one's handle before, or handle.replace(policy)"
+        )
+    return (
+        f"block {block} runs inside another pair of saved-tensor hooks (the model's own gradient checkpointing, an "
+        f"outer checkpoint, selective checkpointing, or activation offloading): only one pair sees a tensor; switch "
+        f"the other one off (gradient_checkpointing=False, activation_offloading=False, FSDP "
+        f"activation_checkpointing=False) or train without adacc_hf"
+    )
 
 
 def _inert(name: str) -> BlockFunction:
@@ -296,7 +326,10 @@ class Installation:
             return
         if isinstance(block, GradientCheckpointingLayer):
             self._set(block, FLAG, False)
-        self._set(block, "forward", WrappedForward(function, block.forward))
+        forward = block.forward
+        while isinstance(forward, WrappedForward):  # of a policy that was applied before: the last one runs the block
+            forward = forward.forward
+        self._set(block, "forward", WrappedForward(function, forward))
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         self._undo.append((module, name, module.__dict__.get(name, _ABSENT)))
@@ -357,9 +390,11 @@ def find_blocks(model: nn.Module, block_classes: tuple[str, ...] | None = None) 
             found.append((name, module))
     if not found:
         looked_for = f"block_classes={block_classes!r}" if wanted else "a GradientCheckpointingLayer of Transformers"
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        likely = tuple(dict.fromkeys(class_name(layer) for layers in lists for layer in layers)) or ("MyLayer",)
         raise NoBlocksError(
             f"{type(model).__name__} has no repeated blocks: no module is {looked_for}; name the class of its layers "
-            f"with AdaccConfig(block_classes=('MyLayer',))"
+            f"with AdaccConfig(block_classes={likely!r})"
         )
     return found
 

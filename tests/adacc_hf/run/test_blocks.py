@@ -451,3 +451,94 @@ def test_caches_that_are_only_read_stay(run_steps, assert_same_steps, one_thread
         vars(model).update(vars(build()) | {"_modules": model._modules, "_parameters": {}})
         with apply_policy(model, policy):
             assert_same_steps(steps(model), plain)
+
+
+# Messages.
+
+
+def checkpointing_model(model, batch):
+    model.layers = nn.ModuleList(Wrapper(layer) for layer in model.layers)
+    return model
+
+
+class Wrapper(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args, **kwargs):
+        return torch.utils.checkpoint.checkpoint(self.layer, *args, use_reentrant=False, **kwargs)
+
+
+def test_the_models_own_checkpointing_is_named(plain_model):
+    config = AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
+    model = checkpointing_model(plain_model, None)
+    with pytest.raises(NestedHooksError, match=r"own gradient checkpointing.*gradient_checkpointing=False"):
+        profile_model(model, {"x": torch.randn(2, 8)}, config)
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_a_second_policy_runs_in_place_of_the_first(plain_model, run_steps, assert_same_steps, order):
+    batch, config = {"x": torch.randn(2, 8)}, AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
+    plain = run_steps(plain_model, batch)
+    profile = profile_model(plain_model, batch, config)
+    with apply_policy(plain_model, Policy.uniform(profile, "recompute"), config):
+        assert_same_steps(run_steps(plain_model, batch), plain)
+        with apply_policy(plain_model, Policy.uniform(profile, "retain"), config):
+            assert_same_steps(run_steps(plain_model, batch), plain)
+            assert profile_model(plain_model, batch, config).blocks == profile.blocks
+        assert_same_steps(run_steps(plain_model, batch), plain)
+    assert all("forward" not in vars(layer) for layer in plain_model.layers)
+
+
+def test_a_policy_within_another_is_named(plain_model):
+    batch, config = {"x": torch.randn(2, 8)}, AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
+    inner = AdaccConfig(min_compress_bytes=0, block_classes=("Linear",))
+    profile = profile_model(plain_model, batch, config)
+    profile_inner = profile_model(plain_model, batch, inner)
+    with (
+        apply_policy(plain_model, Policy.uniform(profile, "recompute"), config),
+        apply_policy(plain_model, Policy.uniform(profile_inner, "recompute"), inner),
+        pytest.raises(NestedHooksError, match=r"another policy of adacc_hf.*handle\.replace"),
+    ):
+        plain_model(**batch)
+
+
+def test_the_classes_of_lists_of_modules_are_proposed(plain_model):
+    with pytest.raises(NoBlocksError, match=r"block_classes=\('Layer',\)\)$"):
+        find_blocks(plain_model)
+    with pytest.raises(NoBlocksError, match=r"'Leyer'.*block_classes=\('Layer',\)\)$"):
+        find_blocks(plain_model, ("Leyer",))
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "jacrev", "vjp"])
+def test_within_torch_func_blocks_run_plainly(plain_model, caplog, transform):
+    batch, config = {"x": torch.randn(2, 8)}, AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
+
+    def loss(x):
+        return plain_model(x).loss
+
+    def run():
+        if transform == "vmap":
+            return torch.func.vmap(loss)(torch.stack([batch["x"], batch["x"] + 1]))
+        if transform in ("jvp", "vjp"):
+            made = getattr(torch.func, transform)(
+                loss, *([(batch["x"],), (batch["x"],)] if transform == "jvp" else [batch["x"]])
+            )
+            return made[0] if transform == "vjp" else made[1]
+        return getattr(torch.func, transform)(loss)(batch["x"])
+
+    plain = run()
+    profile = profile_model(plain_model, batch, config)
+    with apply_policy(plain_model, Policy.uniform(profile, "recompute"), config):
+        assert torch.equal(run(), plain)
+    assert caplog.text.count("runs plainly, and saves no memory") == 3  # once for each block
+
+
+def test_on_device_meta_blocks_run_plainly(plain_model):
+    batch, config = {"x": torch.randn(2, 8)}, AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
+    policy = Policy.uniform(profile_model(plain_model, batch, config), "recompute")
+    with apply_policy(plain_model, policy, config):
+        plain_model.to("meta")(x=torch.ones(2, 8, device="meta")).loss.backward()
+    with pytest.raises(ValueError, match="device='meta', where nothing runs: load it"):
+        profile_model(plain_model, {"x": torch.ones(2, 8, device="meta")}, config)
