@@ -247,12 +247,12 @@ def keep_figures(trainer: Trainer | None) -> Iterator[None]:
         yield
         return
     models = [value for value in vars(trainer).values() if isinstance(value, nn.Module)]
-    state = ModelState([vars(trainer), type(trainer)], besides=models)
+    before = ModelState([vars(trainer), type(trainer)], besides=models)
     vars(trainer)["log"] = _log_nothing
     try:
         yield
     finally:
-        state.restore()
+        before.restore()
 
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:

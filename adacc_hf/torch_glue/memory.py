@@ -316,8 +316,8 @@ def forward_loss(model: Callable[..., Any], batch: Mapping[str, Any]) -> torch.T
     torch.clear_autocast_cache()
     if isinstance(loss, torch.Tensor) and not loss.requires_grad and _is_frozen(model):
         raise ValueError(
-            f"{type(model).__name__} has no parameter that wants a gradient: there is nothing to train, set "
-            f"requires_grad_(True) for what should be"
+            "no parameter of the model wants a gradient, so that there is nothing to train: call requires_grad_(True) "
+            "on those that should be trained"
         )
     if loss is None or not loss.requires_grad:
         raise ValueError(

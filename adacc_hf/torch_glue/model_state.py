@@ -277,6 +277,9 @@ class _Search:
                 self._add(_LOCAL_ENTRIES if self.is_sharded else _ENTRIES, value)
                 parameters = [parameter for parameter in value.values() if parameter is not None]
                 self.leaves |= {id(parameter): parameter for parameter in parameters}
+                if not self.is_sharded:  # attributes of parameters: 8-bit layers take their scales off them
+                    attributes = [vars(parameter) for parameter in parameters if vars(parameter)]
+                    self.found += [(_NAMES, _Globals(each, each)) for each in attributes]
                 if getattr(module, "max_norm", None) is not None:  # an embedding that scales its rows in forward
                     self.found += [(_CONTENT, parameter) for parameter in parameters]
             elif name == BUFFERS:

@@ -187,7 +187,7 @@ def test_one_surprise_is_enough(toy_model, toy_batch, run_steps, recorded):
     """A block that runs otherwise than expected keeps all that it saves; others are recorded, and keep what they
     should."""
     names = ["tanh", "swish"]
-    programs = Programs(names, names, 0, 0)
+    programs = Programs(names, names, None, None)
     numbers = iter(range(4))
     model = toy_model(programs.forward, 4, setup=lambda block: setattr(block, "number", next(numbers)))
     batch = toy_batch()
