@@ -87,7 +87,7 @@ class Recomputing(Phase):
         """Train within the budget from the first step on, if the first steps and the profile might take more."""
         run, trainer, model = self._run, self._trainer, self._waiting.model
         assert trainer is not None  # whose `compute_loss` this is
-        if not isinstance(inputs, Mapping):
+        if not isinstance(inputs, Mapping) or self._maker.must_wait(model):
             return
 
         def compute_loss(model: Any, batch: dict[str, Any]) -> Any:
@@ -118,7 +118,7 @@ class Recomputing(Phase):
         if self._run.num_steps == 1:
             check_called(self._waiting)
         num_more = self._run.num_steps - self._run.config.profile_steps
-        if num_more >= 0 and is_ready(self._waiting, num_more):
+        if num_more >= 0 and not self._maker.must_wait(model) and is_ready(self._waiting, num_more):
             self._set_policy(step, model, optimizer)
 
     def _set_policy(self, step: int, model: Any, optimizer: Any) -> None:
@@ -285,6 +285,8 @@ class Evolving(Following):
 
     def _profile_again(self, step: int, model: Any, optimizer: Any) -> bool:
         """Make a policy with the step's batch where one is wanted; returns whether there is one."""
+        if self._maker.must_wait(model):
+            return False
         wanted, self.evolution.wanted = self.evolution.wanted, None
         if wanted is not None:
             return self._add_size(wanted, step, model, optimizer)

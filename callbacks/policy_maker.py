@@ -44,6 +44,7 @@ from adacc_hf.torch_glue.batch_shapes import (
     resized,
 )
 from adacc_hf.torch_glue.memory import FRAGMENTS_HINT, segments_expand
+from adacc_hf.torch_glue.private import is_profiling
 from adacc_hf.torch_glue.ranks import (
     all_or_none,
     check_same_policy,
@@ -76,12 +77,27 @@ class PolicyMaker:
         self.optimizer = OptimizerWatch()
         self.inner_steps = InnerSteps()
         self._config, self._given, self._num_micro, self._trainer = config, given, num_micro, trainer
+        self._has_said_busy = False
         self.all_sizes = False
         """Whether batches differ in size, so that profiles tell of all sizes."""
 
     def remove(self) -> None:
         """Take everything off the optimizer. Harmless when called again."""
         self.optimizer.end()
+
+    def must_wait(self, model: nn.Module) -> bool:
+        """Return True if a profile has to wait until a profiler of torch's has ended, and say so once."""
+        if next(model.parameters()).device.type != "cpu" or not is_profiling():
+            return False
+        if not self._has_said_busy:
+            self._has_said_busy = True
+            log.warning(
+                "Adacc: a profiler of torch's is at work, which a profile of memory on a CPU would end: the profile "
+                "waits until a step ends without one, and the model trains as it did before. Let the profiler end, or "
+                "begin some steps after profile_steps=%d",
+                self._config.profile_steps,
+            )
+        return True
 
     def first(
         self, model: nn.Module, optimizer: Any, batch: dict[str, Any] | None, compute_loss: ComputeLoss | None

@@ -13,9 +13,8 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from types import FrameType
 from typing import Any, TypeGuard
@@ -27,9 +26,11 @@ from torch.autograd.graph import Node
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
+from adacc_hf.artifacts.errors import ProfilerAtWorkError
 from adacc_hf.price.optimizer_memory import OptimizerMeter, measure_clipping
 from adacc_hf.price.step_memory import NoSync
 from adacc_hf.price.whole_model import ComputeLoss
+from adacc_hf.torch_glue.model_state import ModelState
 from adacc_hf.torch_glue.private import is_profiling
 
 GUARDED_METHODS = ("_run_epoch", "_evaluate", "_finalize_training")
@@ -238,52 +239,24 @@ class OwnLogs:
 
 @contextmanager
 def keep_figures(trainer: Trainer | None) -> Iterator[None]:
-    """While open the attributes of `trainer` may change; then they are as before, and what dicts and lists held too.
+    """While open the attributes of `trainer` may change; then they are as before, and so is what they hold.
 
-    Until then nothing is logged either.
+    Until then nothing is logged either. Its models are left alone: a profile sees to them.
     """
     if trainer is None:
         yield
         return
-    put_back = _keeping_dict(vars(trainer))
+    models = [value for value in vars(trainer).values() if isinstance(value, nn.Module)]
+    before = ModelState([vars(trainer), type(trainer)], besides=models)
     vars(trainer)["log"] = _log_nothing
     try:
         yield
     finally:
-        put_back()
+        before.restore()
 
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:
     """Stands for `Trainer.log`."""
-
-
-def _keeping(found: Any) -> Callable[[], None] | None:
-    """What puts the content of a dict back, dicts in it included, or of a list; None for anything else."""
-    if isinstance(found, dict):
-        return _keeping_dict(found)
-    if isinstance(found, (list, deque)):
-        items = list(found)
-
-        def put_back() -> None:
-            found.clear()
-            found.extend(items)
-
-        return put_back
-    return None
-
-
-def _keeping_dict(found: dict[Any, Any]) -> Callable[[], None]:
-    items = dict(found)
-    inner = [keeping for keeping in map(_keeping, items.values()) if keeping is not None]
-
-    def put_back() -> None:
-        for name in [name for name in found if name not in items]:
-            del found[name]
-        found.update(items)
-        for again in inner:
-            again()
-
-    return put_back
 
 
 # Whether an optimizer steps inside the Trainer's `training_step`, where no callback sees it.
@@ -339,7 +312,8 @@ class OptimizerWatch:
     def end(self) -> None:
         """The optimizer has stepped. Harmless when nothing is counted."""
         if self.meter is not None:
-            self.meter.__exit__(None, None, None)
+            with suppress(ProfilerAtWorkError):
+                self.meter.__exit__(None, None, None)
             self.nbytes = max(self.nbytes, self.meter.nbytes)
         self.meter = None
 

@@ -10,18 +10,22 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from adacc_hf.artifacts.errors import UnrestorableError
 from adacc_hf.artifacts.policy import RETAIN, Action, Plan
 from adacc_hf.artifacts.step_peak import run_block, simulate
 from adacc_hf.kernels.codecs import Payload
+from adacc_hf.torch_glue.model_state import SMALL_COPY, ModelState
+from adacc_hf.torch_glue.no_trace import NoTrace
 from adacc_hf.torch_glue.private import tree_leaves, tree_map
 from adacc_hf.torch_glue.ranks import is_sharded
-from adacc_hf.torch_glue.states import RandomStates, random_states_kept
-from adacc_hf.torch_glue.tensors import difference_norm, l2_norm, without_gradient_hooks
+from adacc_hf.torch_glue.states import RandomStates
+from adacc_hf.torch_glue.tensors import difference_norm, l2_norm
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.policy import Policy
@@ -84,6 +88,10 @@ class _SeenCall:
     random_states: RandomStates
     autocast_dtype: torch.dtype | None
     gradients: dict[int, Tensor]
+    state: ModelState | None = None
+    """The state before the call of what the call changed."""
+    obstacle: str | None = None
+    """Why the call cannot be run again."""
 
 
 class BlockSample:
@@ -101,7 +109,12 @@ class BlockSample:
     ) -> Any:
         plan.observer = None
         seen = self._seen = _seen_call(block, fn, args, kwargs)
+        state = ModelState((block, fn, args, kwargs), SMALL_COPY)
         result = plan.run(block, fn, args, kwargs)
+        try:
+            seen.state = state.changed()
+        except UnrestorableError as error:
+            seen.obstacle = str(error)
         for place, leaf in enumerate(tree_leaves(result)):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(lambda gradient, place=place: seen.gradients.__setitem__(place, gradient.detach()))
@@ -114,17 +127,23 @@ class BlockSample:
     def compare(self, bypassed: frozenset[int] = frozenset()) -> GradientError | None:
         """The gradient's error with the activations `bypassed` kept uncompressed.
 
-        None if the block was not called, got no gradient, or holds parameters that are sharded outside its forward, and
-        if there is no memory to run it in.
+        None if the block was not called, got no gradient, or holds parameters that are sharded outside its forward, if
+        there is no memory to run it in, and if it cannot be run again without a trace, of which a warning tells.
         """
         seen = self._seen
         if seen is None or not seen.gradients or is_sharded(seen.block):
             return None
+        if seen.obstacle is not None:
+            self._warn_uncompared(seen.obstacle)
+            return None
         self.plan.wrap_codec = lambda value, codec: Uncompressed() if value in bypassed else codec
         try:
             if self._exact is None:
-                self._exact = _gradient(seen, lambda args: seen.fn(*args))
-            other = _gradient(seen, lambda args: self.plan.run_again(seen.block, seen.fn, args, seen.kwargs))
+                self._exact = _gradient(seen, lambda fn, args, kwargs: fn(*args))
+            other = _gradient(seen, lambda *call: self.plan.run_again(seen.block, *call))
+        except _FreedGraphError as error:
+            self._warn_uncompared(str(error))
+            return None
         except torch.OutOfMemoryError:
             log.warning(
                 "Adacc: no memory to compare the gradient of %s with an exact one: set guard_blocks=0, or a "
@@ -136,6 +155,20 @@ class BlockSample:
             self.plan.wrap_codec = None
         return GradientError.between(self._exact, other)
 
+    def _warn_uncompared(self, obstacle: str) -> None:
+        """Say that the block's gradient is not compared, in this process once for each reason."""
+        if obstacle not in _refused:
+            _refused.add(obstacle)
+            log.warning("Adacc: the gradient of %s is not compared with an exact one: %s", self.plan.name, obstacle)
+
+
+_refused: set[str] = set()
+"""Reasons for which no gradient was compared, as far as a warning has told of them."""
+
+
+class _FreedGraphError(Exception):
+    """A block's backward leads to what ran before the block, other than by its arguments."""
+
 
 def _seen_call(block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _SeenCall:
     tensors = [leaf for leaf in [*tree_leaves((args, kwargs)), *block.parameters()] if isinstance(leaf, Tensor)]
@@ -144,8 +177,8 @@ def _seen_call(block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], 
     return _SeenCall(
         block=block,
         fn=fn,
-        args=tree_map(lambda leaf: _detached(leaf) if isinstance(leaf, Tensor) else leaf, args),
-        kwargs=kwargs,
+        args=_detached(args),
+        kwargs=_detached(kwargs),
         device=device,
         random_states=RandomStates([device]),
         autocast_dtype=torch.get_autocast_dtype(device.type) if enabled else None,
@@ -153,23 +186,45 @@ def _seen_call(block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], 
     )
 
 
-def _detached(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+def _detached(tree: Any) -> Any:
+    """The same arguments, whose tensors lead to nothing that ran before."""
+
+    def cut(leaf: Any) -> Any:
+        return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(cut, tree)
 
 
-def _gradient(seen: _SeenCall, call: Callable[[tuple[Any, ...]], Any]) -> list[Tensor | None]:
-    """The gradients of the call's inputs and of the block's parameters."""
-    args = tree_map(lambda leaf: _detached(leaf) if isinstance(leaf, Tensor) else leaf, seen.args)
-    wanted = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.requires_grad]
+def _gradient(seen: _SeenCall, call: Callable[..., Any]) -> list[Tensor | None]:
+    """The gradients of the call's inputs and of the block's parameters, from a run that leaves no trace.
+
+    `call` is given the block's function and its arguments, the keyword arguments in the function too. A whole backward
+    runs, as in training: autograd functions that run one of their own (tiled layers, reentrant checkpoints) put
+    gradients of parameters where no `torch.autograd.grad` looks.
+    """
+    args, kwargs = _detached(seen.args), _detached(seen.kwargs)
+    fn = partial(seen.fn.func, *seen.fn.args, **kwargs) if isinstance(seen.fn, partial) else seen.fn
+    wanted = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
     wanted += [parameter for parameter in seen.block.parameters() if parameter.requires_grad]
     autocast = torch.autocast(seen.device.type, dtype=seen.autocast_dtype, enabled=seen.autocast_dtype is not None)
-    with random_states_kept([seen.device]), torch.enable_grad():
+    with NoTrace((seen.block, fn, args), lambda: RandomStates([seen.device]), SMALL_COPY) as run:
+        if seen.state is not None:
+            seen.state.restore()
         seen.random_states.restore()
         with autocast:
-            leaves = tree_leaves(call(args))
+            leaves = tree_leaves(call(fn, args, kwargs))
         outputs = [leaves[place] for place in seen.gradients]
-        with without_gradient_hooks(seen.block.parameters()):
-            return list(torch.autograd.grad(outputs, wanted, list(seen.gradients.values()), allow_unused=True))
+        run.keep_gradients_of(outputs)
+        try:
+            torch.autograd.backward(outputs, list(seen.gradients.values()))
+        except RuntimeError as error:
+            if "backward through the graph a second time" not in str(error):
+                raise
+            raise _FreedGraphError(
+                "it reads tensors with a gradient that are no arguments of it, whose graph is gone after the step; "
+                "set guard=False, or pass them as arguments"
+            ) from None
+        return [leaf.grad for leaf in wanted]
 
 
 # What comparing a block's gradient takes: its input is held from its forward, and the gradient of its output from its

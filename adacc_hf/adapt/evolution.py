@@ -36,7 +36,7 @@ from adacc_hf.adapt.shape_policies import (
 )
 from adacc_hf.adapt.steps import CountingTurns, StepMeter, advice, tighter_budget
 from adacc_hf.adapt.told_policies import ToldPolicies
-from adacc_hf.adapt.tracking import Observation
+from adacc_hf.adapt.tracking import NamedObservation
 from adacc_hf.adapt.what_ran import MORE_BLOCKS, NO_POLICY, OTHER_OPERATORS, FreshStart, LeftPlans, ratio
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
@@ -399,7 +399,7 @@ class Evolution:
         suspicion = self.guard.taken_suspicion()
         must_solve, is_degraded = {}, False
         tracked = [shape_policy for shape_policy in self.shape_policies.all if shape_policy.rectifier.is_tracking]
-        observed = Observation.merged([shape_policy.rectifier.observed() for shape_policy in tracked])
+        observed = NamedObservation.merged([shape_policy.rectifier.observed() for shape_policy in tracked])
         for shape_policy in self.shape_policies.all:
             found = shape_policy.rectifier.reprice(observed)
             if shape_policy not in tracked:

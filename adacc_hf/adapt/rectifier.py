@@ -35,7 +35,15 @@ from adacc_hf.adapt.repricing import (
     with_outlier_counts,
     without_codecs,
 )
-from adacc_hf.adapt.tracking import Findings, MeasuringCodec, Observation, OptionKey, full_name, is_tracked
+from adacc_hf.adapt.tracking import (
+    Findings,
+    MeasuringCodec,
+    NamedObservation,
+    Observation,
+    OptionKey,
+    full_name,
+    is_tracked,
+)
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Action, Plan, Policy
 from adacc_hf.kernels.codecs import Codec, get_codec
@@ -132,7 +140,7 @@ class Rectifier:
         """Stop measuring, and put what was found on any rank into the prices."""
         return self.reprice(self.observed())
 
-    def observed(self) -> Observation:
+    def observed(self) -> NamedObservation:
         """Stop measuring; returns what was found on any rank."""
         self._stop_measuring()
         gradients, degrading = self._compare()
@@ -141,7 +149,7 @@ class Rectifier:
         degraded = [block.name for block in self.profile.blocks if block.name in self._samples and block.kind in kinds]
         self._degraded = degraded or self._degraded
         self.cancel_tracking()
-        return observation
+        return observation.by_name(self.profile)
 
     def cancel_tracking(self) -> None:
         """Stop measuring and forget what was found. Harmless when nothing is measured."""
@@ -291,9 +299,10 @@ class Rectifier:
             return lossy_options(self.profile, [name])
         return frozenset((kind, value, lossy[value]) for value in known | values)
 
-    def reprice(self, found: Observation) -> Tracking:
+    def reprice(self, observed: NamedObservation) -> Tracking:
         """Put what was found into the prices: under this policy, or under that of the same blocks at another size."""
         before = self.profile
+        found = observed.within(before)
         repriced = with_outlier_counts(before, found.num_outliers)
         channels_moved = repriced != before
         self.profile = with_errors(repriced, found.option_errors)

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from adacc_hf.adapt.rectifier import Rectifier
 from adacc_hf.artifacts.config import Budget
-from adacc_hf.artifacts.errors import as_sentence
+from adacc_hf.artifacts.errors import ProfilerAtWorkError, as_sentence
 from adacc_hf.price.step_memory import CountedStep, peaks_of
 from adacc_hf.run.blocks import BlockFunction, LaterCall
 from adacc_hf.torch_glue.memory import MemoryMeter, is_out_of_memory, static_bytes
@@ -76,14 +77,12 @@ class StepMeter:
     def backward_is_over(self) -> None:
         """The optimizer's turn: a policy has no part in its memory."""
         if self._memory is not None:
-            started = time.perf_counter()
-            self._memory.__exit__(None, None, None)
-            self.peak_bytes = self.static_bytes + self._memory.peak_bytes
-            if self._marks is not None:
-                self._marks.remove()
-                self.moments = {m: self.static_bytes + peak for m, peak in peaks_of(self._memory.points).items()}
-                self._marks = None
-            self._memory = None
+            started, memory, marks = time.perf_counter(), self._memory, self._marks
+            self.close()
+            if memory.points:
+                self.peak_bytes = self.static_bytes + memory.peak_bytes
+                if marks is not None:
+                    self.moments = {m: self.static_bytes + peak for m, peak in peaks_of(memory.points).items()}
             self.counting_ms += (time.perf_counter() - started) * 1e3
 
     def end(self) -> None:
@@ -93,7 +92,8 @@ class StepMeter:
     def close(self) -> None:
         """Stop counting. Harmless when nothing is counted."""
         if self._memory is not None:
-            self._memory.__exit__(None, None, None)
+            with suppress(ProfilerAtWorkError):  # started within the step, which was not counted then
+                self._memory.__exit__(None, None, None)
         if self._marks is not None:
             self._marks.remove()
         self._memory = self._marks = None

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -27,8 +27,52 @@ TrackedKey = tuple[int, int]
 OptionKey = tuple[int, int, str]
 """An activation and the name of a codec."""
 
-K = TypeVar("K", TrackedKey, OptionKey)
+K = TypeVar("K", bound=tuple[Any, ...])
 F = TypeVar("F", bound=float)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedObservation:
+    """What a tracking step found, by names that the profiles of all sizes of batch have in common.
+
+    Kinds and values are numbered by each profile for itself: where a step calls a block twice, say, it has more kinds.
+    A key begins with the name of a block's call and of an activation of it ("attn:clone#2"), or is the block alone.
+    """
+
+    num_outliers: dict[tuple[str, str], int]
+    errors: dict[tuple[str, str], float]
+    option_errors: dict[tuple[str, str, str], float]
+    gradients: dict[str, GradientError]
+    degrading: frozenset[tuple[str, str, str]]
+
+    @classmethod
+    def merged(cls, observations: Sequence[NamedObservation]) -> NamedObservation:
+        """The worst of several sizes of batch."""
+        return cls(**_worst(observations))
+
+    def within(self, profile: Profile) -> Observation:
+        """The observation of the kinds of `profile`, as far as it has the blocks and activations."""
+        keys = {
+            (block.name, name): (block.kind, value.index)
+            for block in profile.blocks
+            for value, name in zip(profile.kinds[block.kind].values, profile.kinds[block.kind].names, strict=True)
+        }
+        kinds = {block.name: block.kind for block in profile.blocks}
+
+        def own(found: dict[Any, F]) -> dict[Any, F]:
+            return _most({(*keys[key[:2]], *key[2:]): figure} for key, figure in found.items() if key[:2] in keys)
+
+        gradients: dict[int, list[GradientError]] = {}
+        for block, error in self.gradients.items():
+            if block in kinds:
+                gradients.setdefault(kinds[block], []).append(error)
+        return Observation(
+            num_outliers=own(self.num_outliers),
+            errors=own(self.errors),
+            option_errors=own(self.option_errors),
+            gradients={kind: GradientError.worst(errors) for kind, errors in sorted(gradients.items())},
+            degrading=frozenset((*keys[key[:2]], key[2]) for key in self.degrading if key[:2] in keys),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,17 +93,43 @@ class Observation:
     @classmethod
     def merged(cls, observations: Sequence[Observation]) -> Observation:
         """The worst of several ranks."""
-        gradients: dict[int, list[GradientError]] = {}
-        for observation in observations:
-            for kind, error in observation.gradients.items():
-                gradients.setdefault(kind, []).append(error)
-        return cls(
-            num_outliers=_most(observation.num_outliers for observation in observations),
-            errors=_most(observation.errors for observation in observations),
-            option_errors=_most(observation.option_errors for observation in observations),
-            gradients={kind: GradientError.worst(errors) for kind, errors in sorted(gradients.items())},
-            degrading=frozenset().union(*(observation.degrading for observation in observations)),
+        return cls(**_worst(observations))
+
+    def by_name(self, profile: Profile) -> NamedObservation:
+        """The same by the names of all blocks and their activations, of the `profile` that numbers them."""
+        blocks: dict[int, list[str]] = {}
+        for block in profile.blocks:
+            blocks.setdefault(block.kind, []).append(block.name)
+
+        def named(key: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+            kind, value, *codec = key
+            return [(block, profile.kinds[kind].names[value], *codec) for block in blocks[kind]]
+
+        def all_named(found: dict[Any, F]) -> dict[Any, F]:
+            return {name: figure for key, figure in found.items() for name in named(key)}
+
+        return NamedObservation(
+            num_outliers=all_named(self.num_outliers),
+            errors=all_named(self.errors),
+            option_errors=all_named(self.option_errors),
+            gradients={block: error for kind, error in self.gradients.items() for block in blocks[kind]},
+            degrading=frozenset(name for key in self.degrading for name in named(key)),
         )
+
+
+def _worst(observations: Sequence[Any]) -> dict[str, Any]:
+    """The fields of several observations that number or name alike, the worst of each."""
+    gradients: dict[Any, list[GradientError]] = {}
+    for observation in observations:
+        for block, error in observation.gradients.items():
+            gradients.setdefault(block, []).append(error)
+    return {
+        "num_outliers": _most(observation.num_outliers for observation in observations),
+        "errors": _most(observation.errors for observation in observations),
+        "option_errors": _most(observation.option_errors for observation in observations),
+        "gradients": {block: GradientError.worst(errors) for block, errors in sorted(gradients.items())},
+        "degrading": frozenset().union(*(observation.degrading for observation in observations)),
+    }
 
 
 def _most(findings: Iterable[dict[K, F]]) -> dict[K, F]:

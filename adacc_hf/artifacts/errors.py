@@ -7,6 +7,13 @@ def as_sentence(text: object) -> str:
     return stripped if stripped.endswith((".", "!", "?")) else f"{stripped}."
 
 
+OTHER_CLASSES = (
+    "where the model has blocks of other classes, name these alone with AdaccConfig(block_classes=...), else train "
+    "without adacc_hf (gradient_checkpointing=True saves memory too)"
+)
+"""What to do about blocks of a class that cannot run under a policy."""
+
+
 class AdaccError(Exception):
     """Base of every error of this package that is not a plain ValueError or FileNotFoundError."""
 
@@ -50,6 +57,18 @@ class TapeMismatchError(AdaccError, RuntimeError):
 
 class SavedOtherwiseError(TapeMismatchError):
     """What autograd saved in a call is not what the block's tape says of it."""
+
+
+class ProfilerAtWorkError(AdaccError, RuntimeError):
+    """Memory of the CPU cannot be counted while another profiler of torch's is at work: it would lose its trace."""
+
+
+class SeveralThreadsError(AdaccError, RuntimeError):
+    """Several threads call the blocks of one model at a time."""
+
+
+class UnrestorableError(AdaccError, RuntimeError):
+    """Forward changed state that cannot be put back after a run that is no part of training."""
 
 
 class ChunkedHeadError(AdaccError, RuntimeError):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -50,7 +49,7 @@ from adacc_hf.torch_glue.private import (
     tree_leaves,
     unset_fake_temporarily,
 )
-from adacc_hf.torch_glue.states import random_states_kept
+from adacc_hf.torch_glue.states import RandomStates
 from adacc_hf.torch_glue.tensors import relative_error
 
 NUMBER_BYTES = 16
@@ -171,8 +170,8 @@ class FakeMeasurement(Measurement):
     def available_bytes(self, device: torch.device, static_bytes: int) -> int:
         return self.device.memory_bytes
 
-    def keep_random(self, devices: Iterable[torch.device]) -> AbstractContextManager[None]:
-        return random_states_kept([])
+    def random_states(self, devices: Iterable[torch.device]) -> RandomStates:
+        return RandomStates([])
 
 
 class FakeMemoryMeasurement(FakeMeasurement):

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from adacc_hf.torch_glue.memory import (
     backward,
     static_bytes,
 )
-from adacc_hf.torch_glue.states import random_states_kept
+from adacc_hf.torch_glue.states import RandomStates
 
 
 class Measurement:
@@ -119,9 +118,9 @@ class Measurement:
         """Bytes that this process can have on `device`."""
         return available_bytes(device, static_bytes)
 
-    def keep_random(self, devices: Iterable[torch.device]) -> AbstractContextManager[None]:
-        """A context that leaves the random generators of `devices`, and those of the CPU, as they were."""
-        return random_states_kept(devices)
+    def random_states(self, devices: Iterable[torch.device]) -> RandomStates:
+        """The states of the random generators of `devices` and of the CPU."""
+        return RandomStates(devices)
 
 
 HEAD_REPEATS = 3

@@ -178,7 +178,7 @@ class MemoryAlone(Measurement):
     def __init__(self, others: Measurement) -> None:
         self._others = others
         self.rng_use = others.rng_use
-        for name in ("verify", "meter", "on_gradient", "backward", "seconds_at", "available_bytes", "keep_random"):
+        for name in ("verify", "meter", "on_gradient", "backward", "seconds_at", "available_bytes", "random_states"):
             setattr(self, name, getattr(others, name))
 
     def outliers(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig) -> dict[int, int]:

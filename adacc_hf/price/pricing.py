@@ -19,7 +19,6 @@ from adacc_hf.tape.recorder import is_freed, moves_storage
 from adacc_hf.tape.replay import Environment, ReplayStep
 from adacc_hf.tape.tape import Tape
 from adacc_hf.torch_glue.memory import MemoryMeter
-from adacc_hf.torch_glue.states import random_states_kept
 from adacc_hf.torch_glue.tensors import storage_of
 
 log = logging.getLogger(__name__)
@@ -110,9 +109,9 @@ def _block_host_ms(run: Callable[[], object] | None, device: torch.device) -> fl
 
 
 def _host_ms_of(run: Callable[[], object], device: torch.device) -> float:
-    """How long the host takes for `run` with gradients on. Nothing of it is kept, and no random number is used up."""
+    """How long the host takes for `run` with gradients on. Nothing that is saved for backward is kept."""
     keep_nothing = torch.autograd.graph.saved_tensors_hooks(_keep_nothing, _refuse_backward)
-    with random_states_kept([device]), torch.enable_grad(), keep_nothing:
+    with torch.enable_grad(), keep_nothing:
         return time_of(run, device).host_ms
 
 

@@ -8,8 +8,8 @@ the first of these is timed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,11 +40,13 @@ from adacc_hf.tape.library import library_of_profiles
 from adacc_hf.torch_glue.batch_shapes import batch_shapes, to_plain
 from adacc_hf.torch_glue.compat import class_name, without_layerdrop
 from adacc_hf.torch_glue.memory import batch_bytes, distinct_bytes, is_out_of_memory
+from adacc_hf.torch_glue.no_trace import NoTrace
 from adacc_hf.torch_glue.ranks import num_ranks
-from adacc_hf.torch_glue.states import ModuleStates
-from adacc_hf.torch_glue.tensors import without_gradient_hooks
 
 log = logging.getLogger(__name__)
+
+_one_at_a_time = threading.RLock()
+"""Held while a thread profiles: others would be in its times, and draw from the same generators."""
 
 
 def profile_model(
@@ -88,8 +90,10 @@ def profile_model(
     Raises NoBlocksError for a model without repeated blocks, NestedHooksError if other saved-tensor hooks are active,
     CompiledBlockError if torch.compile compiles the blocks, ChunkedHeadError if the config wants a chunked head that
     the model cannot have, UncalledBlocksError for a batch that leaves blocks out, OptimizerStateError for an optimizer
-    whose coming state cannot be known, ValueError for a batch without a loss, and torch.OutOfMemoryError, or what a
-    library says in its place, where there is no memory for few samples either, or the model takes no part of a batch.
+    whose coming state cannot be known, ProfilerAtWorkError on a CPU while a profiler of torch's is at work,
+    UnrestorableError for a model whose forward changes what cannot be put back, ValueError for a batch without a loss,
+    and torch.OutOfMemoryError, or what a library says in its place, where there is no memory for few samples either, or
+    the model takes no part of a batch.
     """
     config = config or AdaccConfig()
     measurement = measurement or StoringMeasurement(ProfileStore())
@@ -150,19 +154,33 @@ def _profile_of(
         accumulates=gradient_accumulation_steps > 1,
         no_sync=no_sync,
     )
-    with _left_as_it_was(model, measurement), without_layerdrop(model):
+    devices = {parameter.device for parameter in model.parameters()}
+    with _one_at_a_time, without_layerdrop(model):
         installation = Installation(model, config.block_classes)
         try:
-            with HeadSurvey(model, config) as heads:
+            roots = (model, compute_loss, batch)
+            with (
+                HeadSurvey(model, config) as heads,
+                NoTrace(roots, lambda: measurement.random_states(devices)) as run,
+            ):
+                installation.on_step = run.start_over
                 called = model if compute_loss is None else WithLoss(model, compute_loss)
-                survey = Survey(config, measurement)
-                survey.library.expect_same_orders(library_of_profiles(model))
+
+                def empty_survey() -> Survey:
+                    empty = Survey(config, measurement)
+                    empty.library.expect_same_orders(library_of_profiles(model))
+                    return empty
+
+                survey = _recorded(called, batch, empty_survey, installation, run)
                 profile = _profile(called, batch, survey, installation, step, heads)
                 if all_sizes:
 
+                    def unpriced_survey() -> Survey:
+                        return Survey(config, MemoryAlone(measurement), survey.library)
+
                     def measure(part: Mapping[str, Any]) -> Profile:
-                        unpriced = Survey(config, MemoryAlone(measurement), survey.library)
                         other = replace(step, static_bytes=step.static_bytes - batch_bytes(batch) + batch_bytes(part))
+                        unpriced = _recorded(called, part, unpriced_survey, installation, run)
                         return _profile(called, part, unpriced, installation, other, heads)
 
                     profile = with_other_sizes(profile, batch, installation, measure)
@@ -252,6 +270,54 @@ class _MeasuredStep:
         return self.static_bytes + self.other_batches_bytes + (self.coming_bytes or 0)
 
 
+MOST_DRAWS = 8
+"""Forwards without gradients that look for random numbers with which all blocks run, where chance leaves some out."""
+
+
+def _recorded(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    empty_survey: Callable[[], Survey],
+    installation: Installation,
+    run: NoTrace,
+) -> Survey:
+    """Record the forward that all passes of the profile will run: with all blocks, where some depend on chance.
+
+    Raises UncalledBlocksError if there is no such forward.
+    """
+    tables: frozenset[Any] = frozenset()
+    while True:
+        survey = empty_survey()
+        survey.record(model, batch, installation)
+        called = {block.name for block in survey.blocks}
+        if not called:
+            raise UncalledBlocksError(describe_uncalled(installation, list(installation.modules), "with this batch"))
+        # Tables that the first forward makes are there from the second one on, which is what training runs.
+        tables, tables_before = run.start_over(), tables
+        has_left_out = bool(installation.modules.keys() - called)
+        drew_others = has_left_out and _draw_all_blocks(model, batch, installation, run)
+        if tables == tables_before and not drew_others:
+            return survey
+
+
+def _draw_all_blocks(model: nn.Module, batch: Mapping[str, Any], installation: Installation, run: NoTrace) -> bool:
+    """Check that blocks which the batch does not train run without gradients: a teacher's, say.
+
+    Where random numbers were drawn, try others, and return True if later passes will start from these. Raises
+    UncalledBlocksError if some blocks run with none.
+    """
+    for num_draws in range(1 + MOST_DRAWS):
+        with RanBlocks(installation.modules) as ran, torch.no_grad():
+            model(**batch)
+        left_out = [name for name in installation.modules if name not in ran.names]
+        if not left_out:
+            return num_draws > 0
+        if not run.has_drawn():
+            break
+        run.draw_on()
+    raise UncalledBlocksError(describe_uncalled(installation, left_out, "with this batch"))
+
+
 def _profile(
     model: nn.Module,
     batch: Mapping[str, Any],
@@ -261,13 +327,10 @@ def _profile(
     heads: HeadSurvey,
 ) -> Profile:
     measurement = survey.measurement
-    survey.record(model, batch, installation)
     heads.check_own()
     blocks = survey.blocks
     called = {block.name for block in blocks}
-    uncalled = {name: block for name, block in installation.modules.items() if name not in called}
-    if not blocks:
-        raise UncalledBlocksError(describe_uncalled(installation, list(uncalled), "with this batch"))
+    idle = [name for name in installation.modules if name not in called]
     installation.expect(block.name for block in blocks)
     kinds = survey.kinds()
     watched = {block.kind: block.name for block in blocks}
@@ -275,20 +338,16 @@ def _profile(
     shared = tuple(survey.sharing.records)
     sources = survey.replay_sources()
     survey.let_go()
-    with RanBlocks(uncalled) as ran:
-        forward = measure_forward(
-            model,
-            batch,
-            installation,
-            by_name,
-            sources,
-            shared,
-            {name: name in survey.before_rest for name in watched.values()},
-            measurement,
-        )
-    left_out = [name for name in uncalled if name not in ran.names]
-    if left_out:
-        raise UncalledBlocksError(describe_uncalled(installation, left_out, "with this batch"))
+    forward = measure_forward(
+        model,
+        batch,
+        installation,
+        by_name,
+        sources,
+        shared,
+        {name: name in survey.before_rest for name in watched.values()},
+        measurement,
+    )
     kinds = survey.add_forwards([forward.events[watched[index]] for index in range(len(kinds))])
     recomputed = {block.name: recompute_outcome(kinds[block.kind]) for block in blocks}
 
@@ -309,6 +368,7 @@ def _profile(
     # What was watched in the step that was timed was retained: under full recomputation its replay comes on top.
     retained = [kinds[index] for index, name in watched.items() if name in groups[0] and not kinds[index].fallback]
     replay_ms = sum(recompute_outcome(kind).overhead_ms for kind in retained)
+    installation.begin_step()
     step_ms = measurement.step_ms(model, batch, layout.ms + replay_ms)
     step = step.training(layout.trained)
     static_bytes = step.live_bytes(layout)
@@ -345,7 +405,7 @@ def _profile(
             (_chunked(other, [block.name for block in blocks], forward, static_bytes, live_bytes),) if other else ()
         ),
     )
-    return with_idle(profile, list(uncalled), installation)
+    return with_idle(profile, idle, installation)
 
 
 def _chunked(other: HeadLayout, blocks: list[str], forward: ForwardLayout, static_bytes: int, live_bytes: int) -> Head:
@@ -369,6 +429,12 @@ def _with_backward(kind: KindProfile, watched: str, layout: StepLayout) -> KindP
 
 
 def _check_trainable(model: nn.Module, batch: Mapping[str, Any]) -> None:
+    device = next(model.parameters()).device
+    if device.type == "meta":
+        raise ValueError(
+            f"{type(model).__name__} is on device='meta', where nothing runs: load it to cpu or cuda first "
+            f"(from_pretrained, to_empty), or plan without memory with `adacc plan`"
+        )
     if not model.training:
         raise ValueError(f"{type(model).__name__} is in eval mode: call model.train() before profiling")
     if not isinstance(batch, Mapping) or not batch:
@@ -391,26 +457,3 @@ def describe_uncalled(installation: Installation, uncalled: list[str], when: str
         f"every block (one with an image, for a model that sees), or, if a patch replaced their class's forward or "
         f"some are never used, name the classes to work on with AdaccConfig(block_classes={tuple(used) or '...'})"
     )
-
-
-@contextmanager
-def _left_as_it_was(model: nn.Module, measurement: Measurement) -> Iterator[None]:
-    """Put gradients, generators and what modules hold back as they were; no gradient reaches who waits for it."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    states = ModuleStates(model.modules())
-    others = states.without(buffer for buffer in model.buffers() if not buffer.is_inference())
-    buffers = [(buffer, buffer.detach().clone()) for buffer in others]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        devices = {parameter.device for parameter, _ in gradients}
-        with measurement.keep_random(devices), torch.enable_grad(), without_gradient_hooks(model.parameters()):
-            yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-            if states.keep_changed():
-                states.restore()

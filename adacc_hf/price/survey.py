@@ -22,7 +22,7 @@ from adacc_hf.price.codec_options import is_parameter_cast, role_of, storable, w
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.pricing import Prices, fallback_kind, with_fallback_forward
 from adacc_hf.price.sharing import RecordedBlock, Sharing, address_of
-from adacc_hf.price.watching import WatchSlots
+from adacc_hf.price.watching import WatchSlots, refuse_backward
 from adacc_hf.run.blocks import Installation
 from adacc_hf.run.call import Recording
 from adacc_hf.run.follow_plan import FollowPlan
@@ -34,6 +34,8 @@ from adacc_hf.tape.recorder import HIDDEN, Recorder
 from adacc_hf.tape.tape import Source, Tape, TapeOperator
 from adacc_hf.tape.verification import obtainable
 from adacc_hf.torch_glue.memory import forward_loss
+from adacc_hf.torch_glue.model_state import SMALL_COPY
+from adacc_hf.torch_glue.no_trace import NoTrace
 from adacc_hf.torch_glue.private import storage_key, tree_leaves
 from adacc_hf.torch_glue.ranks import all_or_none, is_sharded
 from adacc_hf.torch_glue.tensors import storage_of
@@ -58,12 +60,16 @@ class RecordBlock:
         self.num_calls += 1
         name = call_name(self.name, self.num_calls)
         known = KnownShapes()
+        # Before the call, as in training: a block may put its auxiliary loss into a list that it is given.
         key = known.key(block, fn, args, kwargs)
+        given = {Source("argument", path): tensor for path, tensor in argument_tensors(args, kwargs)}
         recording = Recording(name, block, args, kwargs, self.survey.measurement.rng_use)
         result = recording.run(fn)
-        given = {Source("argument", path): tensor for path, tensor in argument_tensors(args, kwargs)}
         self.survey.note_leaves(given.values())
+        tensors = [*given.values(), *block.parameters()]
+        states = self.survey.measurement.random_states({tensor.device for tensor in tensors})
         self.survey.add(name, known, key, recording, given, result, partial(fn, *args))
+        states.restore()  # whoever measured has drawn too, and the rest of the forward must draw as in later passes
         return result
 
 
@@ -92,12 +98,13 @@ class Survey:
     def record(self, model: nn.Module, batch: Mapping[str, Any], installation: Installation) -> None:
         """Run one forward, recording every block and what the rest of the model saves."""
         self.is_sharded = is_sharded(model)
+        installation.begin_step()
         for name, function in installation.blocks.items():
             function.strategy = RecordBlock(name, self)
         state = {address_of(tensor) for tensor in [*model.parameters(), *model.buffers()]}
         given = {address_of(tensor) for _, tensor in argument_tensors((), dict(batch))}
         torch.clear_autocast_cache()
-        with torch.autograd.graph.saved_tensors_hooks(self._save_outside, _refuse_backward):
+        with torch.autograd.graph.saved_tensors_hooks(self._save_outside, refuse_backward):
             loss = forward_loss(model, batch)
         self._returned = []
         for block in self.blocks:
@@ -124,7 +131,7 @@ class Survey:
         tape = self.library.verified(recorder)
         outliers = self.measurement.outliers(tape, recorder.bases, self.config)
         if tape.digest not in self._prices:
-            self._prices[tape.digest] = self._price(tape, recorder.bases, outliers, run_again)
+            self._prices[tape.digest] = self._price(tape, recorder, outliers, run_again)
         errors = self.measurement.gradient_errors(tape, recorder.bases, self._prices[tape.digest], self.config)
         self.library.remember(tape, known.given_to(key, recording.block), recording.name)
         known.add(key, KnownShape(tape, num_calls=2))
@@ -149,15 +156,16 @@ class Survey:
         )
         self._returned = [leaf.detach() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
-    def _price(
-        self, tape: Tape, bases: list[torch.Tensor], outliers: dict[int, int], run_again: Callable[[], Any]
-    ) -> Prices:
+    def _price(self, tape: Tape, recorder: Recorder, outliers: dict[int, int], run_again: Callable[[], Any]) -> Prices:
+        bases = recorder.bases
         if not tape.values:  # a block that passes on what it is given
             return Prices([], [])
-        if tape.untrusted in HIDDEN and not tape.has_collectives:
-            return self.measurement.price_call(run_again, bases[0].device)
-        is_alone = tape.untrusted is None and not tape.has_collectives
-        return self.measurement.price(tape, bases, self.config, outliers, run_again if is_alone else None)
+        device = bases[0].device
+        with NoTrace((recorder.block, run_again), lambda: self.measurement.random_states([device]), SMALL_COPY):
+            if tape.untrusted in HIDDEN and not tape.has_collectives:
+                return self.measurement.price_call(run_again, device)
+            is_alone = tape.untrusted is None and not tape.has_collectives
+            return self.measurement.price(tape, bases, self.config, outliers, run_again if is_alone else None)
 
     def note_leaves(self, given: Iterable[torch.Tensor]) -> None:
         """Note inputs that autograd holds to give them a gradient: `enable_input_require_grads` makes some."""
@@ -318,14 +326,6 @@ def _with_forward(kind: KindProfile, forward: tuple[ForwardEvent, ...]) -> KindP
     dead = {event.value for event in forward if event.death}
     values = tuple(replace(v, cached=v.cached or (v.role == "parameter" and v.index not in dead)) for v in kind.values)
     return replace(kind, values=values, forward=forward)
-
-
-def _refuse_backward(_: Any) -> torch.Tensor:
-    raise ValueError(
-        "the loss runs a backward of its own before it is returned (a gradient penalty; a loss that embeds small "
-        "batches one by one, as CachedMultipleNegativesRankingLoss, which saves the memory already): train without "
-        "adacc_hf, or with another loss"
-    )
 
 
 # From recorded blocks to the profile of their kind: which values are activations, and what may be done with each.

@@ -124,7 +124,7 @@ class WatchForward:
                 weakref.finalize(storage, self._mark, ("death", value), storage.nbytes()).atexit = False
             return None
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, _no_backward):
+        with torch.autograd.graph.saved_tensors_hooks(pack, refuse_backward):
             self._mark(("enter", -1))
             self.held += [find_external(source, block, args, kwargs) for source in self.sources]
             result = fn(*args)
@@ -138,8 +138,14 @@ class WatchForward:
             self.meter.mark((*event, self.name), dying_bytes)
 
 
-def _no_backward(_: Any) -> torch.Tensor:
-    raise AssertionError("a forward that stores nothing has no backward")
+def refuse_backward(_: Any) -> torch.Tensor:
+    """Raise ValueError: in a pass of a profile that has no backward of its own, something runs one."""
+    raise ValueError(
+        "the loss runs a backward of its own before it is returned, within a block or around it (a gradient penalty, "
+        "forces as gradients of an energy; a loss that embeds small batches one by one, as "
+        "CachedMultipleNegativesRankingLoss, which saves the memory already): train without adacc_hf, or with another "
+        "loss"
+    )
 
 
 class MarkCalls:

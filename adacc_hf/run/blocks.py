@@ -7,15 +7,18 @@ in `AdaccConfig.block_classes` get the function around their `forward` instead, 
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from adacc_hf.artifacts.errors import CompiledBlockError, NestedHooksError, NoBlocksError
+from adacc_hf.artifacts.errors import CompiledBlockError, NestedHooksError, NoBlocksError, SeveralThreadsError
 from adacc_hf.artifacts.policy import call_name, num_calls
 from adacc_hf.torch_glue.compat import (
     FLAG,
@@ -30,15 +33,20 @@ from adacc_hf.torch_glue.compat import (
     has_filled_cache,
     is_checkpoint_wrapper,
     is_compiled_around,
+    keeps_cache,
     keyword_arguments,
     layerdrop_rates,
     outer_hooks,
     run_inside_hooks,
     without_caches,
 )
-from adacc_hf.torch_glue.private import tree_leaves
+from adacc_hf.torch_glue.private import transform_level, tree_leaves
+
+log = logging.getLogger(__name__)
 
 _ABSENT = object()
+_CALLS = ("forward", "__call__")
+"""How the functions begin in which Transformers' layers and those of others ask for their flag."""
 
 
 class Strategy(Protocol):
@@ -59,18 +67,25 @@ class Checkpointed:
     """The strategy of full recomputation with torch's own checkpoint, for the steps before there is a policy."""
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return checkpointed(fn, *args)
+        return checkpointed(fn, *args, block=block)
 
 
 class WhileTraining:
-    """A flag that is true while gradients are on, so that generate() in train mode keeps its cache."""
+    """A flag that is true within a block's call while gradients are on: generate() in train mode keeps its cache.
+
+    To all who ask from elsewhere it says what the flag was: TRL asks whether a model is checkpointed before it
+    generates, switches that off, and on again afterwards.
+    """
 
     def __init__(self, was_on: bool = False) -> None:
         self.was_on = was_on
         """Whether others had switched checkpointing on."""
 
     def __bool__(self) -> bool:
-        return torch.is_grad_enabled()
+        # Compiled code sees no frames; what asks there is a block.
+        if torch.compiler.is_compiling() or sys._getframe(1).f_code.co_name.startswith(_CALLS):
+            return torch.is_grad_enabled()
+        return self.was_on
 
 
 class LaterCall:
@@ -81,21 +96,49 @@ class LaterCall:
         self.strategy = strategy
 
 
+class OneThread:
+    """The thread that is within a call of a model's blocks."""
+
+    def __init__(self) -> None:
+        self._ident: int | None = None
+
+    def enter(self, block: str) -> int | None:
+        """Note that this thread calls `block`; return what to `leave` with.
+
+        Raises SeveralThreadsError while another thread is within a call.
+        """
+        before, own = self._ident, get_ident()
+        if before not in (None, own):
+            raise SeveralThreadsError(
+                f"block {block} is called in one thread while another is within a block of the same model, and its "
+                f"calls in a step could not be told apart: train one model in one thread (a copy of it in another), or "
+                f"without adacc_hf"
+            )
+        self._ident = own
+        return before
+
+    def leave(self, before: int | None) -> None:
+        """Note that the call has returned."""
+        self._ident = before
+
+
 class BlockFunction:
     """The function of one block. Picklable and copyable: a copy calls its block plainly."""
 
-    def __init__(self, name: str, block: nn.Module, strategy: Strategy) -> None:
+    def __init__(self, name: str, block: nn.Module, strategy: Strategy, thread: OneThread | None = None) -> None:
         self.name = name
+        self._thread = thread or OneThread()
         self.block: nn.Module | None = block
         self.strategy = strategy
         """Of all its calls, but for those that have one of their own."""
         self.later: list[LaterCall] = []
         """Its second call in a step, and those after it."""
         self.num_calls = 0
+        self._has_said_transformed = False
         self.step = StepCount()
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
-        if self.block is None or not torch.is_grad_enabled():
+        if self.block is None or not torch.is_grad_enabled() or self._has_no_storage(args):
             return fn(*args)
         if is_compiled_around():
             raise CompiledBlockError(
@@ -106,12 +149,8 @@ class BlockFunction:
             )
         self.num_calls += 1
         if outer_hooks() is not None and not getattr(self.strategy, "expects_outer_hooks", False):
-            raise NestedHooksError(
-                f"block {self.name} runs inside another pair of saved-tensor hooks (activation offloading, an outer "
-                f"checkpoint, or selective checkpointing): only one pair sees a tensor; switch the other one off "
-                f"(activation_offloading=False, FSDP activation_checkpointing=False) or remove adacc_hf"
-            )
-        if has_cache(fn, args):
+            raise NestedHooksError(_describe_hooks(self.name, outer_hooks()))
+        if has_cache(fn, args) and not keeps_cache(self.block):
             if has_filled_cache(self.block, fn, args):
                 raise ValueError(
                     f"block {self.name} is given past_key_values that hold keys already (prefix tuning, or a text "
@@ -119,7 +158,11 @@ class BlockFunction:
                     f"one; train without adacc_hf, or without the cache (prompt tuning and LoRA need none)"
                 )
             fn, args = without_caches(fn, args)
-        return run_inside_hooks(fn, args, self._run)
+        before = self._thread.enter(self.name)
+        try:
+            return run_inside_hooks(fn, args, self._run)
+        finally:
+            self._thread.leave(before)
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         block = self.block
@@ -130,6 +173,20 @@ class BlockFunction:
         result = call.strategy.run(block, fn, args, keyword_arguments(fn))
         self.step.returned(result)
         return result
+
+    def _has_no_storage(self, args: tuple[Any, ...]) -> bool:
+        """Return True if tensors have nothing that a policy could store: on device "meta", and within torch.func."""
+        if args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+            return True
+        is_transformed = transform_level() is not None
+        if is_transformed and not self._has_said_transformed:
+            self._has_said_transformed = True
+            log.warning(
+                "Adacc: block %s runs within a transform of torch.func (grad, vmap, jvp), whose tensors cannot be "
+                "recorded: there it runs plainly, and saves no memory",
+                self.name,
+            )
+        return is_transformed
 
     def calls(self) -> list[BlockFunction | LaterCall]:
         """What carries the strategy of each of its calls in a step."""
@@ -143,6 +200,22 @@ class BlockFunction:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _inert, (self.name,)
+
+
+def _describe_hooks(block: str, hooks: Any) -> str:
+    """The message on a block that runs inside another pair of saved-tensor hooks."""
+    owner = getattr(hooks[0], "__self__", None)
+    if type(owner).__module__.startswith("adacc_hf."):
+        return (
+            f"block {block} runs inside a block that another policy of adacc_hf stores: a second one was applied to "
+            f"the model, or to a part of it; call remove() of the first one's handle before, or handle.replace(policy)"
+        )
+    return (
+        f"block {block} runs inside another pair of saved-tensor hooks (the model's own gradient checkpointing, an "
+        f"outer checkpoint, selective checkpointing, or activation offloading): only one pair sees a tensor; switch "
+        f"the other one off (gradient_checkpointing=False, activation_offloading=False, FSDP "
+        f"activation_checkpointing=False) or train without adacc_hf"
+    )
 
 
 def _inert(name: str) -> BlockFunction:
@@ -162,10 +235,13 @@ class Installation:
         blocks = find_blocks(model, block_classes)
         _refuse_wrappers(model)
         _refuse_prefix_tuning(model)
-        self.blocks = {name: BlockFunction(name, block, Plainly()) for name, block in blocks}
+        thread = OneThread()
+        self.blocks = {name: BlockFunction(name, block, Plainly(), thread) for name, block in blocks}
         self.functions: dict[str, BlockFunction | LaterCall] = {**self.blocks}
         """What carries the strategy of each call in a step, by its name; at first of one call of each block."""
         self._calls_before = dict.fromkeys(self.blocks, 0)
+        self.on_step: Callable[[], object] | None = None
+        """If set, what is called when a step begins."""
         self._undo: list[tuple[nn.Module, str, Any]] = []
         self._wraps_forward = block_classes is not None
         for name, block in blocks:
@@ -205,6 +281,8 @@ class Installation:
 
     def begin_step(self) -> None:
         """Let the next call of each block be its first in a step."""
+        if self.on_step is not None:
+            self.on_step()
         for name, function in self.blocks.items():
             self._calls_before[name] = function.num_calls
             if function.later:
@@ -248,7 +326,10 @@ class Installation:
             return
         if isinstance(block, GradientCheckpointingLayer):
             self._set(block, FLAG, False)
-        self._set(block, "forward", WrappedForward(function, block.forward))
+        forward = block.forward
+        while isinstance(forward, WrappedForward):  # of a policy that was applied before: the last one runs the block
+            forward = forward.forward
+        self._set(block, "forward", WrappedForward(function, forward))
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         self._undo.append((module, name, module.__dict__.get(name, _ABSENT)))
@@ -309,9 +390,11 @@ def find_blocks(model: nn.Module, block_classes: tuple[str, ...] | None = None) 
             found.append((name, module))
     if not found:
         looked_for = f"block_classes={block_classes!r}" if wanted else "a GradientCheckpointingLayer of Transformers"
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        likely = tuple(dict.fromkeys(class_name(layer) for layers in lists for layer in layers)) or ("MyLayer",)
         raise NoBlocksError(
             f"{type(model).__name__} has no repeated blocks: no module is {looked_for}; name the class of its layers "
-            f"with AdaccConfig(block_classes=('MyLayer',))"
+            f"with AdaccConfig(block_classes={likely!r})"
         )
     return found
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from adacc_hf.artifacts.errors import SavedOtherwiseError
+from adacc_hf.artifacts.errors import OTHER_CLASSES, SavedOtherwiseError
 from adacc_hf.kernels.codecs import Coder
 from adacc_hf.tape.compiled_plan import CompiledPlan
 from adacc_hf.tape.recorder import CHANGED_UNSEEN, COMPILED, Recorder, RngUse, runs_compiled_code
@@ -143,7 +143,7 @@ class Call:
         if self._slot != self.plan.num_slots:
             raise SavedOtherwiseError(
                 f"block {self.block}: autograd saved {self._slot} tensors, its tape has {self.plan.num_slots}; its "
-                f"operators vary at one shape: leave its class out with AdaccConfig(block_classes=...)"
+                f"operators vary at one shape: {OTHER_CLASSES}"
             )
         self._cells = {}
 
@@ -264,8 +264,7 @@ class Call:
     def _describe(self, slot: int, tensor: torch.Tensor, expected: Any) -> str:
         return (
             f"block {self.block}: saved tensor {slot} is {tuple(tensor.shape)} stride {tensor.stride()} "
-            f"{tensor.dtype}, its tape says {expected}; its operators vary at one shape: leave its class out with "
-            f"AdaccConfig(block_classes=...)"
+            f"{tensor.dtype}, its tape says {expected}; its operators vary at one shape: {OTHER_CLASSES}"
         )
 
 

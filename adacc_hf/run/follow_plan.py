@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from adacc_hf.artifacts.errors import PolicyMismatchError, TapeMismatchError
+from adacc_hf.artifacts.errors import OTHER_CLASSES, PolicyMismatchError, TapeMismatchError
 from adacc_hf.artifacts.files import note_latest
 from adacc_hf.artifacts.policy import IDLE_KIND, RETAIN, Action, Choice, Plan
 from adacc_hf.kernels.codecs import Codec, Coder, get_codec
@@ -29,7 +29,7 @@ from adacc_hf.tape.tape import Tape
 
 log = logging.getLogger(__name__)
 
-OTHER_OPERATORS = "other operators than when profiled (a smaller last batch, no padding), with the least memory"
+OTHER_OPERATORS = "other operators than when profiled, with the least memory"
 VARYING = "operators, or numbers given to them, that vary from call to call"
 NEW_DATA = "other data in what a block reads into Python, under torch's checkpoint"
 UNRECORDED = "a path that no profile has recorded, under torch's checkpoint: to record it is above memory_budget"
@@ -263,7 +263,7 @@ class FollowPlan:
         if replaced is not None:
             raise TapeMismatchError(
                 f"block {self.name} put another tensor in the place of {replaced} within a call, so that replay would "
-                f"read an old one: make it a buffer, or leave its class out with AdaccConfig(block_classes=...)"
+                f"read an old one: make it a buffer; or, {OTHER_CLASSES}"
             )
 
     def _codecs(self, entry: Entry) -> Mapping[int, Coder]:

@@ -31,6 +31,19 @@ CUDA_ALIGNMENT = 16
 by operators of their own."""
 
 
+_OTHER_SIZE = (
+    "as a smaller last batch or one without padding does",
+    "set dataloader_drop_last=True, or pad to one length",
+)
+_OTHER_MODE = (
+    "though a batch of these sizes was recorded: autocast, frozen weights, a module in eval mode or another kernel of "
+    "attention do that",
+    "profile and train in the same mode",
+)
+"""What may make a block run other operators, and what to do about it: where its sizes are new, and where they are
+not."""
+
+
 class TapeLibrary:
     """The tapes of a model, shared by all blocks that recorded the same; one goes when no block remembers its shape.
 
@@ -251,11 +264,12 @@ class TapeLibrary:
 
     def warn_unplanned(self, name: str, tape: Tape) -> None:
         """Say once that a shape has no plan, and what to do; of further kinds and shapes it is information."""
-        sizes = [value.ref.geometry[0] for value in tape.values if tape.is_block_input(value.index)]
+        sizes = _input_sizes(tape)
+        others = (known for known in self._tapes.values() if known.block_class == tape.block_class)
+        is_known_size = any(known is not tape and _input_sizes(known) == sizes for known in others)
         what = "run other operators than when profiled (recorded once, which takes what one block makes)"
-        self._warn_other_path(
-            tape.structure, name, sizes, what, "with the least memory that is lossless for what differs"
-        )
+        how = "with the least memory that is lossless for what differs"
+        self._warn_other_path(tape.structure, name, sizes, what, how, _OTHER_MODE if is_known_size else _OTHER_SIZE)
 
     def warn_unrecorded(self, kind: str, name: str, given: Iterable[tuple[Any, torch.Tensor]]) -> None:
         """The same of a path that there is no memory to record."""
@@ -263,19 +277,28 @@ class TapeLibrary:
         what = "take a path that no profile has recorded (to record it would take more than memory_budget)"
         self._warn_other_path(f"unrecorded {kind}", name, sizes, what, "under torch's checkpoint")
 
-    def _warn_other_path(self, sort: str, name: str, sizes: Iterable[tuple[int, ...]], what: str, how: str) -> None:
+    def _warn_other_path(
+        self,
+        sort: str,
+        name: str,
+        sizes: Iterable[tuple[int, ...]],
+        what: str,
+        how: str,
+        cause: tuple[str, str] = _OTHER_SIZE,
+    ) -> None:
         if sort in self._warned:
             return
         self._warned.add(sort)
         level, self._has_unplanned = logging.INFO if self._has_unplanned else logging.WARNING, True
         log.log(
             level,
-            "Adacc: given %s, block %s and others like it %s, as a smaller last batch or one without padding does: "
-            "such batches are trained %s; to have none, set dataloader_drop_last=True, or pad to one length",
+            "Adacc: given %s, block %s and others like it %s, %s: such batches are trained %s; to have none, %s",
             ", ".join(map(str, sizes)),
             name,
             what,
+            cause[0],
             how,
+            cause[1],
         )
 
     def _warn_once(self, tape: Tape, message: str, *details: object) -> None:
@@ -299,6 +322,10 @@ class TapeLibrary:
         more."""
         structure = _structure(kind)
         self._orders[structure] = max(self._orders.get(structure, ()), order, key=len)
+
+
+def _input_sizes(tape: Tape) -> list[tuple[int, ...]]:
+    return [value.ref.geometry[0] for value in tape.values if tape.is_block_input(value.index)]
 
 
 def _structure(kind: str) -> str:

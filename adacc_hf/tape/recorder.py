@@ -29,7 +29,7 @@ from adacc_hf.tape.tape import (
     map_tensors,
     tensor_refs,
 )
-from adacc_hf.torch_glue.compat import attention_of, cast_from, class_name
+from adacc_hf.torch_glue.compat import attention_of, cast_from, class_name, has_cache, keeps_cache
 from adacc_hf.torch_glue.private import (
     COMPILED_MODULE,
     TO_COPY,
@@ -57,6 +57,7 @@ _READ_NO_ELEMENT = {
     torch.ops.aten.randn_like.default,
 }
 """Operators that read of their first argument how it lies, and no element."""
+CACHE = "it reads a key-value cache, in which no record shows where tensors are"
 DICE = "it draws from Python's or numpy's random generators, on which any of its operators may depend"
 
 
@@ -86,7 +87,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         self.slots: list[TensorRef] = []
         self._written: dict[int, TensorRef] = {}
         """For each version that an operator made of the one before, what of that it wrote to."""
-        self.untrusted: str | None = None
+        self.untrusted: str | None = CACHE if keeps_cache(block) and has_cache(partial(block, **kwargs), args) else None
         self.reads: list[Read] = []
         self._in_operator = False
         self._autocast = [str(torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]

@@ -20,6 +20,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.logging import warning_once
 
+from adacc_hf.torch_glue.model_state import ModelState
+from adacc_hf.torch_glue.no_trace import state_before
 from adacc_hf.torch_glue.private import (
     CHECKPOINTED,
     eval_frame_callback,
@@ -28,21 +30,25 @@ from adacc_hf.torch_glue.private import (
     outer_hooks,
     sequence_number,
 )
-from adacc_hf.torch_glue.states import ModuleStates, PythonStates, states_before
+from adacc_hf.torch_glue.states import PythonStates
 
 FLAG = "gradient_checkpointing"
 FUNCTION = named("GradientCheckpointingLayer", "_gradient_checkpointing_func")
 SETTER = named("PreTrainedModel", "_set_gradient_checkpointing")
 _ATTENTION = named("PretrainedConfig", "_attn_implementation")
+_READS_CACHE = "_can_checkpoint_with_cache"
+"""The attribute by which a layer says so; 5.17 has no such layers."""
+if hasattr(GradientCheckpointingLayer, _READS_CACHE):
+    named("GradientCheckpointingLayer", _READS_CACHE)
 CHECKPOINTING = "activation_checkpointing" if hasattr(PreTrainedModel, "is_activation_checkpointing") else FLAG
 """What TrainingArguments call torch's checkpointing, and models the methods that switch it; 5.17 has the older name."""
 
 __all__ = [
     "CHECKPOINTING", "FLAG", "FUNCTION", "SETTER", "GradientCheckpointingLayer", "PreTrainedModel", "PretrainedConfig",
     "adds_into_wider", "attention_of", "block_of", "cast_from", "checkpointed", "class_name", "has_cache",
-    "has_filled_cache", "is_compiled_around", "keyword_arguments", "layerdrop_rates", "no_packed_sequences",
-    "observing_hooks", "outer_hooks", "owner_of", "owns_its_node", "run_inside_hooks", "switch_checkpointing",
-    "without_caches", "without_layerdrop",
+    "has_filled_cache", "is_compiled_around", "keeps_cache", "keyword_arguments", "layerdrop_rates",
+    "no_packed_sequences", "observing_hooks", "outer_hooks", "owner_of", "owns_its_node", "run_inside_hooks",
+    "switch_checkpointing", "without_caches", "without_layerdrop",
 ]  # fmt: skip
 
 
@@ -120,6 +126,11 @@ def without_caches(fn: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]
 def has_cache(fn: Any, args: tuple[Any, ...]) -> bool:
     """Whether there is a key-value cache among the arguments."""
     return any(isinstance(value, Cache) for value in (*args, *keyword_arguments(fn).values()))
+
+
+def keeps_cache(block: nn.Module) -> bool:
+    """Return True if `block` only reads key-value caches, so that a second run of it changes none."""
+    return bool(getattr(block, _READS_CACHE, False))
 
 
 def has_filled_cache(block: nn.Module, fn: Any, args: tuple[Any, ...]) -> bool:
@@ -225,17 +236,17 @@ def no_packed_sequences() -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = before
 
 
-def checkpointed(fn: Callable[..., Any], *args: Any) -> Any:
-    """`fn(*args)` under torch's checkpoint, whose hooks are off again even if `fn` raises.
+def checkpointed(fn: Callable[..., Any], *args: Any, block: nn.Module | None = None) -> Any:
+    """Run `fn(*args)`, a call of `block`, under torch's checkpoint, whose hooks are off again even if `fn` raises.
 
-    Before torch 2.13 they stay on for as long as somebody holds the error. What `fn` draws from Python's and numpy's
-    generators it draws again in backward, where its block is in the states that it was in, so that buffers and counters
-    change once per call; torch sees to its own generators alone.
+    Before torch 2.13 the hooks stay on for as long as somebody holds the error. In backward, all state that the call
+    changed is what it was before the call, and afterwards what it was after it: buffers and counters change once per
+    call, lists get each item once, and generators give the same numbers. torch sees to its own default ones alone.
     """
     raised: list[BaseException] = []
     in_forward = True
     before = PythonStates()
-    moved: list[ModuleStates | PythonStates] = []
+    moved: list[ModelState | PythonStates] = []
 
     def run(*args: Any) -> Any:
         if not in_forward:
@@ -249,7 +260,7 @@ def checkpointed(fn: Callable[..., Any], *args: Any) -> Any:
             raised.append(error)
             return None
 
-    with states_before(block_of(fn)) as changed:
+    with state_before(block, fn, args) as changed:
         result = checkpoint(run, *args, use_reentrant=False)
     in_forward = False
     if before.have_moved():  # else they are let go: 23 KiB for every block

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ import torch
 from torch import nn
 from torch.autograd.profiler import profile, record_function
 
-from adacc_hf.torch_glue.private import storage_key, tree_leaves
+from adacc_hf.artifacts.errors import ProfilerAtWorkError
+from adacc_hf.torch_glue.private import before_profilers_start, is_profiling, storage_key, tree_leaves
 from adacc_hf.torch_glue.tensors import parts_with_memory, without_gradient_hooks
 
 _MARK = "adacc_hf.torch_glue.memory.mark"
@@ -98,10 +100,25 @@ class MemoryMeter(AbstractContextManager["MemoryMeter"]):
         raise ValueError(f"memory on device {device} cannot be measured: use cpu or cuda")
 
 
+_session = threading.RLock()
+"""Held while a meter's profiler is at work: a process has one session."""
+
+_BUSY = (
+    "another profiler of torch's {}, and a process can have one at a time: memory of the CPU is counted by one. "
+    "Let it end first (with torch.profiler.schedule: before its warm-up or after its last step), or profile elsewhere"
+)
+
+
 class CpuMemoryMeter(MemoryMeter):
-    """Reads the CPU allocator's events from torch's profiler."""
+    """Reads the CPU allocator's events from torch's profiler. Another thread's meter waits until this one is left.
+
+    Raises ProfilerAtWorkError if another profiler is at work, and, when it is left, if one was started meanwhile: the
+    session is left to that one.
+    """
 
     def __init__(self) -> None:
+        self._context = ExitStack()
+        self._was_interrupted = False
         self._labels: list[tuple[Any, ...]] = []
         self._dying: list[int] = []
         # What torch.profiler.profile is built on: that one warns in torch 2.11, or makes Python objects of all events.
@@ -109,9 +126,16 @@ class CpuMemoryMeter(MemoryMeter):
         self._threads = all_threads_counted()
 
     def __enter__(self) -> CpuMemoryMeter:
-        self._threads.__enter__()
-        with _quiet_stderr():
-            self._profile.__enter__()
+        with ExitStack() as context:
+            context.enter_context(_session)
+            if is_profiling():
+                raise ProfilerAtWorkError(_BUSY.format("is at work"))
+            context.enter_context(self._threads)
+            with _quiet_stderr():
+                self._profile.__enter__()
+            context.callback(self._end_session)
+            context.enter_context(before_profilers_start(self._interrupt))
+            self._context = context.pop_all()
         torch.empty(1, device="cpu")  # the account begins with its first event
         self.is_open = True
         self.mark(("start",))
@@ -123,12 +147,22 @@ class CpuMemoryMeter(MemoryMeter):
         with record_function(_MARK):
             pass
 
-    def __exit__(self, *exception: object) -> None:
-        self.is_open = False
+    def _end_session(self) -> None:
         with _quiet_stderr():
-            self._profile.__exit__(*exception)
-        self._threads.__exit__(None, None, None)
+            self._profile.__exit__(None, None, None)
+
+    def _interrupt(self) -> None:
+        self._was_interrupted, self.is_open = True, False
+        self._context.close()
+
+    def __exit__(self, error_type: object, *exception: object) -> None:
+        self.is_open = False
+        self._context.close()
         self.points = []
+        if self._was_interrupted:
+            if error_type is None:
+                raise ProfilerAtWorkError(_BUSY.format("was started while memory was counted"))
+            return
         live = at_mark = most = 0
         for reading in readings(self._profile, _MARK):
             if reading is None:
@@ -280,12 +314,21 @@ def forward_loss(model: Callable[..., Any], batch: Mapping[str, Any]) -> torch.T
     """
     loss = getattr(model(**batch), "loss", None)
     torch.clear_autocast_cache()
+    if isinstance(loss, torch.Tensor) and not loss.requires_grad and _is_frozen(model):
+        raise ValueError(
+            "no parameter of the model wants a gradient, so that there is nothing to train: call requires_grad_(True) "
+            "on those that should be trained"
+        )
     if loss is None or not loss.requires_grad:
         raise ValueError(
             "the batch gives no loss to train on: pass the labels with it, or, if the model makes no loss of its own, "
             "a function that does: profile_model(..., compute_loss=...)"
         )
     return loss
+
+
+def _is_frozen(model: Any) -> bool:
+    return isinstance(model, nn.Module) and not any(parameter.requires_grad for parameter in model.parameters())
 
 
 def backward(loss: torch.Tensor) -> None:

@@ -8,7 +8,9 @@ compiler/functorch.py, and what is Transformers' in `compat` and callbacks/train
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -28,12 +30,12 @@ __all__ = [
     "ATTRIBUTES", "BUFFERS", "CHECKPOINTED", "COMPILED_MODULE", "GRADIENT_HOOKS", "LOCAL_TENSOR", "MODULES", "OPERATES",
     "PARAMETERS", "SHARDED_SIZE", "SOFTMAX", "SPEC", "TO_COPY", "DataDependentOutputException", "DisableTorchDispatch",
     "DisableTorchFunctionSubclass", "FakeTensorMode", "OpOverload", "SingleLevelFunction", "TensorBase",
-    "TorchDispatchMode", "attention_name",
-    "attention_operator", "buffers_of", "compiled_call", "coo_indices", "coo_values", "current_autograd_node",
-    "eval_frame_callback", "forward_hooks", "forward_pre_hooks", "input_metadata", "is_profiling",
-    "is_traceable_wrapper_subclass", "keeps_graph", "make_wrapper_subclass", "modules_of", "named", "no_dispatch",
-    "op_name", "outer_hooks", "parameters_of", "schema_of", "sequence_number", "sleep_on_gpu", "storage_key",
-    "storage_owners", "tree_leaves", "tree_map", "tree_map_only", "unset_fake_temporarily", "version_of",
+    "TorchDispatchMode", "attention_name", "attention_operator", "before_profilers_start", "buffers_of",
+    "compiled_call", "coo_indices", "coo_values", "current_autograd_node", "eval_frame_callback", "forward_hooks",
+    "forward_pre_hooks", "input_metadata", "is_profiling", "is_traceable_wrapper_subclass", "keeps_graph",
+    "make_wrapper_subclass", "modules_of", "named", "no_dispatch", "op_name", "outer_hooks", "parameters_of",
+    "schema_of", "sequence_number", "sleep_on_gpu", "storage_key", "storage_owners", "transform_level", "tree_leaves",
+    "tree_map", "tree_map_only", "unset_fake_temporarily", "version_of",
 ]  # fmt: skip
 
 ATTRIBUTES: list[tuple[str, str]] = []
@@ -147,9 +149,48 @@ eval_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 """What Dynamo has Python call for each function: None or False where it looks at none."""
 
 
+_STARTS = tuple(named("torch.autograd.profiler", name) for name in ("_prepare_profiler", "_enable_profiler"))
+"""The functions by which any profiler of torch's prepares and starts its session, of which a process has one."""
+
+
+transform_level = torch._C._functorch.maybe_current_level
+"""How many transforms of torch.func (grad, vmap, jvp) are under way, whose tensors have no storage; None for none."""
+
+
 def is_profiling() -> bool:
-    """Whether a profiler of torch's is at work."""
-    return torch.autograd.profiler._is_profiler_enabled
+    """Return True if a profiler of torch's is at work, in any thread, or has warmed up to be at work soon."""
+    if torch.autograd.profiler._is_profiler_enabled:
+        return True
+    if torch.profiler.profiler.PROFILER_STEP_NAME not in torch.autograd.profiler.KinetoStepTracker._step_dict:
+        return False  # else one with a schedule was made, and not left yet
+    return any(type(thing) is torch.profiler.profile and _is_prepared(thing) for thing in gc.get_objects())
+
+
+def _is_prepared(profiler: torch.profiler.profile) -> bool:
+    session = profiler.profiler
+    if session is None or not session.entered:
+        return False
+    is_in_cycle = profiler.current_action is not torch.profiler.ProfilerAction.NONE
+    has_more_cycles = profiler.acc_events and profiler.step_rec_fn is not None  # with the same session
+    return session.kineto_results is None or (has_more_cycles and is_in_cycle)
+
+
+@contextmanager
+def before_profilers_start(call: Callable[[], None]) -> Iterator[None]:
+    """While open, `call` is called before any profiler of torch's prepares or starts its session."""
+    before = {name: getattr(torch.autograd.profiler, name) for name in _STARTS}
+
+    def start(name: str, *args: Any, **kwargs: Any) -> Any:
+        call()
+        return before[name](*args, **kwargs)
+
+    for name in _STARTS:
+        setattr(torch.autograd.profiler, name, partial(start, name))
+    try:
+        yield
+    finally:
+        for name in _STARTS:
+            setattr(torch.autograd.profiler, name, before[name])
 
 
 def sleep_on_gpu(cycles: int) -> None:

@@ -1,4 +1,4 @@
-"""State that a call draws from or changes: random generators, and what modules hold besides their weights.
+"""States of random generators: torch's, and those of Python and numpy, which models draw from too.
 
 Transformers draws SpecAugment's masks from numpy, and models of users' own ask Python's dice which layer to leave out.
 """
@@ -10,13 +10,9 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy
 import torch
-from torch import nn
-
-from adacc_hf.torch_glue.private import buffers_of
 
 
 class PythonStates:
@@ -63,6 +59,15 @@ class RandomStates:
         self._cpu = ctypes.string_at(state.data_ptr(), state.numel())
         self._cuda = {index: torch.cuda.get_rng_state(index) for index in sorted(indices)}
         self._python = PythonStates()
+
+    def have_moved(self) -> bool:
+        """Return True if somebody has drawn from one of them since."""
+        state = torch.get_rng_state()
+        return (
+            ctypes.string_at(state.data_ptr(), state.numel()) != self._cpu
+            or any(not torch.equal(torch.cuda.get_rng_state(index), state) for index, state in self._cuda.items())
+            or self._python.have_moved()
+        )
 
     def restore(self) -> None:
         """Put the generators into these states."""
@@ -139,96 +144,3 @@ def random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
 
 def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
-
-
-# What modules hold besides their weights and change as they are called: buffers, counters, generators of their own.
-
-LOOKS = 2
-"""Calls of a block that must change nothing before it is looked at no more: a look copies its buffers, and waits."""
-
-_SCALARS = (bool, int, float, str)
-
-
-class ModuleStates:
-    """The states of `modules` now: their buffers, and the plain values, tensors and generators in their attributes.
-
-    What is in containers and objects there is left alone, and so is a tensor that is made, or made anew in another
-    size, as tables are once they are needed.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        holders = [holder for module in modules for holder in (vars(module), buffers_of(module))]
-        held = [(holder, name, value) for holder in holders for name, value in holder.items()]
-        self._values = [each for each in held if type(each[2]) in _SCALARS or _is_plain(each[2])]
-        tensors = {id(value): value for _, _, value in held if _is_plain(value)}
-        self._contents = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
-        generators = {id(value): value for _, _, value in held if isinstance(value, torch.Generator)}
-        self._states = [(generator, generator.get_state()) for generator in generators.values()]
-
-    def without(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of `tensors` whose elements are no part of these states."""
-        held = {id(tensor) for tensor, _ in self._contents}
-        return [tensor for tensor in tensors if id(tensor) not in held]
-
-    def keep_changed(self) -> bool:
-        """Forget what is now as it was then; returns whether anything is left."""
-        self._values = [each for each in self._values if each[0].get(each[1]) is not each[2]]
-        self._contents = [each for each in self._contents if not torch.equal(*each)]
-        self._states = [each for each in self._states if not torch.equal(each[0].get_state(), each[1])]
-        return bool(self._values or self._contents or self._states)
-
-    def restore(self) -> None:
-        """Put the modules into these states."""
-        for holder, name, value in self._values:
-            if _stands_for(value, holder.get(name)):
-                holder[name] = value
-        for tensor, content in self._contents:
-            tensor.data.copy_(content)  # which autograd need not know: it comes between no forward and its backward
-        for generator, state in self._states:
-            generator.set_state(state)
-
-    @contextmanager
-    def back_for_a_while(self) -> Iterator[None]:
-        """While open, the modules are in these states; afterwards they are as before."""
-        now = ModuleStates(())
-        now._values = [(holder, name, holder.get(name)) for holder, name, _ in self._values]
-        now._contents = [(tensor, tensor.detach().clone()) for tensor, _ in self._contents]
-        now._states = [(generator, generator.get_state()) for generator, _ in self._states]
-        self.restore()
-        try:
-            yield
-        finally:
-            now.restore()
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether `value` is a tensor whose elements can be compared and copied here."""
-    return type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
-
-
-def _stands_for(before: Any, now: Any) -> bool:
-    """Whether `now` is what became of `before`, as a number or a tensor of one size does step by step."""
-    if isinstance(before, torch.Tensor):
-        return _is_plain(now) and (now.shape, now.dtype) == (before.shape, before.dtype)
-    return type(now) is type(before)
-
-
-_num_still: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""Calls in a row in which a block changed nothing, `LOOKS` at the most."""
-
-
-@contextmanager
-def states_before(block: nn.Module | None) -> Iterator[list[ModuleStates]]:
-    """A list that has, once this is left, the states before of what a call of `block` changed; empty if it is nothing.
-
-    Nothing is looked for in a block whose first calls changed nothing: what only later ones change is not noticed.
-    """
-    changed: list[ModuleStates] = []
-    if block is None or _num_still.get(block, 0) >= LOOKS:
-        yield changed
-        return
-    states = ModuleStates(block.modules())
-    yield changed
-    if states.keep_changed():
-        changed.append(states)
-    _num_still[block] = 0 if changed else _num_still.get(block, 0) + 1

@@ -163,6 +163,23 @@ def calling(node: Any) -> Iterator[None]:
 # Backward passes that nobody trains with.
 
 
+def leaves_below(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves that a backward from `outputs` brings gradients to, but for what functions in it run by themselves."""
+    waiting: list[Any] = [output.grad_fn for output in outputs]
+    seen, found = set(waiting), []
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found.append(leaf)
+        following = [child for child, _ in node.next_functions if child not in seen]
+        seen.update(following)
+        waiting += following
+    return found
+
+
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """Whether anything waits for the gradient of `parameter`."""
     return any(getattr(parameter, kind) for kind in GRADIENT_HOOKS)

@@ -20,7 +20,7 @@ from adacc_hf.solve.solver import least_policy
 
 BEFORE = "full recomputation, before there was a policy"
 NO_POLICY = "full recomputation, as no policy is for batches of their size"
-OTHER_OPERATORS_RAN = "other operators than when profiled (a smaller last batch, no padding), with the least memory"
+OTHER_OPERATORS_RAN = "other operators than when profiled, with the least memory"
 LOSSLESS = {"actions": ("retain", "recompute")}
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from adacc_hf.adapt.accuracy import GradientError
 from adacc_hf.adapt.evolution import is_tracking_step
-from adacc_hf.adapt.tracking import Findings, MeasuringCodec, Observation
+from adacc_hf.adapt.tracking import Findings, MeasuringCodec, NamedObservation, Observation
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.profile import CodecOption
 from adacc_hf.kernels.codecs import get_codec
@@ -109,3 +111,72 @@ def test_the_worst_of_all_ranks_counts():
     assert merged.errors == {(0, 1): 0.2, (0, 2): 0.4}
     assert merged.gradients[0] == GradientError(error=0.2, cosine=0.8)
     assert merged.degrading == {(0, 1, "int8"), (0, 2, "int8")}
+
+
+# Observations of one size of batch, put into the profile of another.
+
+
+def profile_of(blocks, kinds):
+    """A profile with blocks (name, kind), and kinds that are lists of the names of their values."""
+    return SimpleNamespace(
+        blocks=[SimpleNamespace(name=name, kind=kind) for name, kind in blocks],
+        kinds=[
+            SimpleNamespace(names=names, values=[SimpleNamespace(index=i) for i in range(len(names))])
+            for names in kinds
+        ],
+    )
+
+
+FOUND = Observation(
+    num_outliers={(0, 1): 3, (1, 0): 5},
+    errors={(0, 1): 0.25, (1, 0): 0.5},
+    option_errors={(0, 1, "int8"): 0.25, (1, 0, "int4"): 0.5},
+    gradients={0: GradientError(error=0.1, cosine=0.9), 1: GradientError(error=0.2, cosine=0.8)},
+    degrading=frozenset({(0, 1, "int8"), (1, 0, "int4")}),
+)
+PAIRS = profile_of([("a", 0), ("b", 0), ("a#2", 1), ("b#2", 1)], [["x", "y"], ["z", "y"]])
+
+
+def test_the_same_profile_gets_its_observation_back():
+    assert FOUND.by_name(PAIRS).within(PAIRS) == FOUND
+
+
+@pytest.mark.parametrize(
+    ("blocks", "kinds", "num_outliers", "gradients"),
+    [
+        ([("a#2", 0), ("b#2", 0), ("a", 1), ("b", 1)], [["z", "y"], ["x", "y"]], {(0, 0): 5, (1, 1): 3}, {0, 1}),
+        ([("a", 0), ("b", 0)], [["x", "y"]], {(0, 1): 3}, {0}),
+        ([("a", 0), ("b", 1)], [["x", "y"], ["x", "y"]], {(0, 1): 3, (1, 1): 3}, {0, 1}),
+        ([("a", 0), ("b", 0)], [["y", "x"]], {(0, 0): 3}, {0}),
+        ([("a", 0), ("b", 0)], [["x"]], {}, {0}),
+        ([("c", 0)], [["x", "y"]], {}, set()),
+        ([("a", 0), ("a#2", 0)], [["z", "x", "y"]], {(0, 2): 3, (0, 0): 5}, {0}),
+    ],
+    ids=["other order", "fewer calls", "more kinds", "other numbers", "no such value", "other blocks", "one kind"],
+)
+def test_another_profile_gets_what_is_of_its_activations(blocks, kinds, num_outliers, gradients):
+    other = profile_of(blocks, kinds)
+    found = FOUND.by_name(PAIRS).within(other)
+    assert found.num_outliers == num_outliers
+    assert found.errors == {key: {3: 0.25, 5: 0.5}[count] for key, count in num_outliers.items()}
+    codecs = {3: "int8", 5: "int4"}
+    assert found.option_errors.keys() == {(*key, codecs[count]) for key, count in num_outliers.items()}
+    assert found.degrading == found.option_errors.keys()
+    assert found.gradients.keys() == gradients
+
+
+def test_the_worst_of_two_sizes_counts():
+    single = profile_of([("a", 0)], [["y"]])
+    seen = Observation(
+        num_outliers={(0, 0): 9},
+        errors={(0, 0): 0.01},
+        option_errors={},
+        gradients={0: GradientError(error=0.9, cosine=0.1)},
+        degrading=frozenset(),
+    )
+    merged = NamedObservation.merged([FOUND.by_name(PAIRS), seen.by_name(single)])
+    found = merged.within(PAIRS)
+    assert found.num_outliers == {(0, 1): 9, (1, 0): 5}
+    assert found.errors == FOUND.errors
+    assert found.gradients[0] == GradientError(error=0.9, cosine=0.1)
+    assert merged.within(single).num_outliers == {(0, 0): 9}

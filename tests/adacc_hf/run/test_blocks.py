@@ -13,7 +13,7 @@ from transformers import DynamicCache, EncoderDecoderCache, SwinConfig, SwinForI
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.artifacts.errors import NestedHooksError, NoBlocksError
-from adacc_hf.run.blocks import Installation, find_blocks
+from adacc_hf.run.blocks import Installation, WhileTraining, find_blocks
 from adacc_hf.torch_glue.compat import FLAG, FUNCTION, GradientCheckpointingLayer, PreTrainedModel
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -90,7 +90,7 @@ def test_only_the_outermost_of_nested_blocks_counts(toy_model):
 
 
 def test_no_blocks_is_an_error_with_a_way_out(plain_model):
-    with pytest.raises(NoBlocksError, match=r"PlainModel has no repeated blocks.*block_classes=\('MyLayer',\)"):
+    with pytest.raises(NoBlocksError, match=r"PlainModel has no repeated blocks.*block_classes=\('Layer',\)"):
         find_blocks(plain_model)
     with pytest.raises(NoBlocksError, match=r"no module is block_classes=\('Lair',\)"):
         profile_model(plain_model, {"x": torch.ones(1, 8)}, AdaccConfig(block_classes=("Lair",)))
@@ -352,3 +352,193 @@ def test_a_replaced_forward_is_reported_and_can_be_wrapped(tiny_gpt2, token_batc
     with apply_policy(model, Policy.uniform(profile, "recompute"), config) as handle:
         model(**token_batch()).loss.backward()
         assert handle.uncalled() == []
+
+
+# Who asks for a block's flag, and what is done with the answer.
+
+ASKERS = {
+    "Transformers": lambda model: model.is_gradient_checkpointing,
+    "any module": lambda model: any(getattr(module, FLAG, False) for module in model.modules()),
+    "a list": lambda model: [bool(getattr(module, FLAG, False)) for module in model.modules()].count(True) > 0,
+    "a block": lambda model: bool(model.transformer.h[0].gradient_checkpointing),
+    "not": lambda model: bool(model.transformer.h[1].gradient_checkpointing),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.(is_)?gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("was_on", [False, True])
+@pytest.mark.parametrize("asker", ASKERS)
+def test_who_asks_from_outside_is_told_what_was(tiny_gpt2, token_batch, run_steps, assert_same_steps, asker, was_on):
+    """TRL asks before it generates, switches checkpointing off, and back to what it was told."""
+    model, batch = tiny_gpt2(), token_batch()
+    plain = run_steps(model, batch)
+    if was_on:
+        model.gradient_checkpointing_enable()
+    profile = profile_model(model, batch, CONFIG)
+    before = state_of(model)
+    with apply_policy(model, Policy.uniform(profile, "recompute")) as handle:
+        for _ in range(2):
+            told = ASKERS[asker](model)
+            assert told is was_on
+            if told:
+                model.gradient_checkpointing_disable()
+                with torch.no_grad():
+                    model(**batch)
+                model.gradient_checkpointing_enable()
+            assert_same_steps(run_steps(model, batch), plain)
+        assert handle.uncalled() == []
+    assert state_of(model).keys() == before.keys()
+    assert not any(isinstance(module.__dict__.get(FLAG), WhileTraining) for module in model.modules())
+    assert was_on or not model.get_input_embeddings()._forward_hooks
+
+
+# Caches that blocks only read.
+
+
+class Reader(GradientCheckpointingLayer):
+    _can_checkpoint_with_cache = True
+
+    def __init__(self, index):
+        super().__init__()
+        self.up, self.down, self.layer_idx = nn.Linear(8, 8), nn.Linear(8, 8), index
+
+    def forward(self, hidden, past_key_values=None, scale=1.0):
+        if past_key_values is not None:
+            keys, values = past_key_values.layers[0].keys[:, 0], past_key_values.layers[0].values[:, 0]
+            hidden = hidden + (self.up(hidden) @ keys.transpose(1, 2)).softmax(-1) @ values * scale
+        return hidden + self.down(self.up(hidden).tanh())
+
+
+class Reading(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.layers = nn.Linear(8, 16), nn.ModuleList(Reader(index) for index in range(2))
+        self.length, self.reads, self.by_position, self.trains_cache = 5, True, False, True
+
+    def forward(self, x):
+        cache = DynamicCache()
+        keys, values = self.encoder(x[:, : self.length]).chunk(2, -1)
+        keys = keys if self.trains_cache else keys.detach()
+        cache.update(keys[:, None], values[:, None], 0)
+        given = cache if self.reads else None
+        hidden = x
+        for layer in self.layers:
+            hidden = layer(hidden, given) if self.by_position else layer(hidden, past_key_values=given)
+        return SimpleNamespace(loss=hidden.square().mean())
+
+
+@pytest.mark.skipif(not hasattr(GradientCheckpointingLayer, "_can_checkpoint_with_cache"), reason="since 5.23")
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"length": 3}, {"by_position": True}, {"trains_cache": False}, {"reads": False}, {"length": 6}],
+    ids=str,
+)
+def test_caches_that_are_only_read_stay(run_steps, assert_same_steps, one_thread, change):
+    def build():
+        torch.manual_seed(0)
+        return Reading().train()
+
+    def steps(model):
+        found = run_steps(model, batch)
+        vars(model).update(change)
+        return [*found, *run_steps(model, batch), *run_steps(model, {"x": batch["x"][:1]})]
+
+    batch = {"x": torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(0))}
+    plain, model = steps(build()), build()
+    profile = profile_model(model, batch, CONFIG)
+    assert all("key-value cache" in kind.fallback for kind in profile.kinds)
+    for policy in (Policy.uniform(profile, "recompute"), Policy.uniform(profile, "retain")):
+        vars(model).update(vars(build()) | {"_modules": model._modules, "_parameters": {}})
+        with apply_policy(model, policy):
+            assert_same_steps(steps(model), plain)
+
+
+# Messages.
+
+
+def checkpointing_model(model, batch):
+    model.layers = nn.ModuleList(Wrapper(layer) for layer in model.layers)
+    return model
+
+
+class Wrapper(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args, **kwargs):
+        return torch.utils.checkpoint.checkpoint(self.layer, *args, use_reentrant=False, **kwargs)
+
+
+def test_the_models_own_checkpointing_is_named(plain_model):
+    config = AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
+    model = checkpointing_model(plain_model, None)
+    with pytest.raises(NestedHooksError, match=r"own gradient checkpointing.*gradient_checkpointing=False"):
+        profile_model(model, {"x": torch.randn(2, 8)}, config)
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_a_second_policy_runs_in_place_of_the_first(plain_model, run_steps, assert_same_steps, order):
+    batch, config = {"x": torch.randn(2, 8)}, AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
+    plain = run_steps(plain_model, batch)
+    profile = profile_model(plain_model, batch, config)
+    with apply_policy(plain_model, Policy.uniform(profile, "recompute"), config):
+        assert_same_steps(run_steps(plain_model, batch), plain)
+        with apply_policy(plain_model, Policy.uniform(profile, "retain"), config):
+            assert_same_steps(run_steps(plain_model, batch), plain)
+            assert profile_model(plain_model, batch, config).blocks == profile.blocks
+        assert_same_steps(run_steps(plain_model, batch), plain)
+    assert all("forward" not in vars(layer) for layer in plain_model.layers)
+
+
+def test_a_policy_within_another_is_named(plain_model):
+    batch, config = {"x": torch.randn(2, 8)}, AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
+    inner = AdaccConfig(min_compress_bytes=0, block_classes=("Linear",))
+    profile = profile_model(plain_model, batch, config)
+    profile_inner = profile_model(plain_model, batch, inner)
+    with (
+        apply_policy(plain_model, Policy.uniform(profile, "recompute"), config),
+        apply_policy(plain_model, Policy.uniform(profile_inner, "recompute"), inner),
+        pytest.raises(NestedHooksError, match=r"another policy of adacc_hf.*handle\.replace"),
+    ):
+        plain_model(**batch)
+
+
+def test_the_classes_of_lists_of_modules_are_proposed(plain_model):
+    with pytest.raises(NoBlocksError, match=r"block_classes=\('Layer',\)\)$"):
+        find_blocks(plain_model)
+    with pytest.raises(NoBlocksError, match=r"'Leyer'.*block_classes=\('Layer',\)\)$"):
+        find_blocks(plain_model, ("Leyer",))
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "jacrev", "vjp"])
+def test_within_torch_func_blocks_run_plainly(plain_model, caplog, transform):
+    batch, config = {"x": torch.randn(2, 8)}, AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
+
+    def loss(x):
+        return plain_model(x).loss
+
+    def run():
+        if transform == "vmap":
+            return torch.func.vmap(loss)(torch.stack([batch["x"], batch["x"] + 1]))
+        if transform in ("jvp", "vjp"):
+            made = getattr(torch.func, transform)(
+                loss, *([(batch["x"],), (batch["x"],)] if transform == "jvp" else [batch["x"]])
+            )
+            return made[0] if transform == "vjp" else made[1]
+        return getattr(torch.func, transform)(loss)(batch["x"])
+
+    plain = run()
+    profile = profile_model(plain_model, batch, config)
+    with apply_policy(plain_model, Policy.uniform(profile, "recompute"), config):
+        assert torch.equal(run(), plain)
+    assert caplog.text.count("runs plainly, and saves no memory") == 3  # once for each block
+
+
+def test_on_device_meta_blocks_run_plainly(plain_model):
+    batch, config = {"x": torch.randn(2, 8)}, AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
+    policy = Policy.uniform(profile_model(plain_model, batch, config), "recompute")
+    with apply_policy(plain_model, policy, config):
+        plain_model.to("meta")(x=torch.ones(2, 8, device="meta")).loss.backward()
+    with pytest.raises(ValueError, match="device='meta', where nothing runs: load it"):
+        profile_model(plain_model, {"x": torch.ones(2, 8, device="meta")}, config)

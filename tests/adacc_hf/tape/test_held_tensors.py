@@ -1,5 +1,6 @@
 """Tensors that hang on a block's modules and parameters: found, replayed from, and missed where they are gone."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -75,21 +76,25 @@ def test_others_in_their_place_are_those_of_the_call(model, toy_batch, run_steps
 
 
 def test_what_went_elsewhere_during_the_recorded_call_is_not_replayed_from(toy_model, toy_batch, assert_exact):
-    """8-bit layers take their scales off the weight when they are called first."""
+    """8-bit layers take their scales off the weight when they are called first, and others at each call."""
 
     def setup(block):
         block.up.weight.scale, block.state = scale_of(3), SimpleNamespace(scale=None)
 
-    def forward(block, hidden):
+    def forward(block, hidden, comes_back):
         if block.state.scale is None:
             block.state.scale, block.up.weight.scale = block.up.weight.scale, None
-        return hidden + block.down((block.up(hidden) * block.state.scale).tanh())
+        scale = block.state.scale
+        if comes_back:
+            block.state.scale, block.up.weight.scale = None, scale.clone()
+        return hidden + block.down((block.up(hidden) * scale).tanh())
 
-    model, batch = toy_model(forward, setup=setup), toy_batch()
-    for can_be in (False, True):
+    for comes_back in (False, True):
+        model = toy_model(partial(forward, comes_back=comes_back), setup=setup)
+        batch = toy_batch()
         tanh = {value.name: value for value in profile_model(model, batch, CONFIG).kinds[0].activations}["block:tanh"]
-        assert tanh.recomputable is can_be
-    assert_exact(model, batch, num_policies=2)
+        assert tanh.recomputable is not comes_back
+        assert_exact(model, batch, num_policies=2)
 
 
 def test_another_one_in_its_place_within_a_call_is_refused(toy_model, toy_batch):

@@ -46,6 +46,7 @@ def owners(tiny_gpt2) -> dict[str, Any]:
         "PretrainedConfig": model.config,
         "Tensor": leaf,
         "UntypedStorage": leaf.untyped_storage(),
+        "torch.autograd.profiler": torch.autograd.profiler,
         "torch.ops.aten": torch.ops.aten,
     }
 

@@ -1,0 +1,203 @@
+"""Comparing a block's gradient runs the block again, and leaves no trace: gradients, counts, generators, lists."""
+
+import itertools
+import logging
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.adapt.accuracy import BlockSample
+
+CONFIG = AdaccConfig(min_compress_bytes=0)
+SEEN = []
+
+
+class OwnBackward(torch.autograd.Function):
+    """Runs a function part by part in backward, where weights get their gradients by a backward of its own."""
+
+    @staticmethod
+    def forward(ctx, x, run):
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return torch.cat([run(part) for part in x.chunk(2, 1)], 1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,), parts = ctx.saved_tensors, []
+        for part, own in zip(x.chunk(2, 1), gradient.chunk(2, 1), strict=True):
+            part = part.detach().requires_grad_()
+            with torch.enable_grad():
+                result = ctx.run(part)
+            torch.autograd.backward(result, own)
+            parts.append(part.grad)
+        return torch.cat(parts, 1), None
+
+
+def tail(block, hidden, x):
+    return hidden + block.down(x.tanh())
+
+
+def tiled(block, hidden):
+    return tail(block, hidden, OwnBackward.apply(hidden, lambda part: block.up(part).sigmoid()))
+
+
+def reentrant(block, hidden):
+    return tail(block, hidden, checkpoint(lambda x: block.up(x).sigmoid(), hidden, use_reentrant=True))
+
+
+def normalizes(block, hidden):
+    return tail(block, hidden, block.norm(block.up(hidden)))
+
+
+def counts(block, hidden):
+    block.num_calls += 1
+    block.loads[0] += 1
+    block.load = hidden.detach().sum() if block.load is None else block.load + hidden.detach().sum()
+    SEEN.append(block.num_calls)
+    return tail(block, hidden, block.up(hidden) * (1 + 0.1 * block.num_calls))
+
+
+def draws(block, hidden):
+    mask = torch.rand(hidden.shape, generator=block.generators[0]) > 0.3
+    return tail(block, hidden, block.up(hidden) * mask * block.numpy_generator.random() * block.dice.random())
+
+
+def writes(block, hidden):
+    with torch.no_grad():
+        block.count += 1
+        block.mean.lerp_(hidden.detach().mean((0, 1)), 0.5)
+    return tail(block, hidden, block.up(hidden) + block.mean.clone())
+
+
+def setup(block):
+    block.norm = nn.BatchNorm1d(6)
+    block.num_calls, block.load, block.loads = 0, None, [0]
+    block.generators, block.numpy_generator = (torch.Generator().manual_seed(1),), numpy.random.default_rng(1)
+    block.dice = random.Random(1)
+    block.register_buffer("count", torch.zeros(()))
+    block.mean = torch.zeros(8)
+    block.up.register_forward_hook(lambda module, args, output: block.loads.append(1))
+
+
+def traces(model):
+    found = {name: buffer.tolist() for name, buffer in model.named_buffers()}
+    found |= {name: None if p.grad is None else p.grad.tolist() for name, p in model.named_parameters()}
+    for index, block in enumerate(model.layers):
+        found[index] = [
+            block.num_calls,
+            None if block.load is None else float(block.load),
+            list(block.loads),
+            block.generators[0].get_state().tolist(),
+            str(block.numpy_generator.bit_generator.state),
+            block.dice.getstate(),
+            block.mean.tolist(),
+        ]
+    return found, list(SEEN), torch.get_rng_state().tolist(), random.getstate()
+
+
+@pytest.mark.parametrize("is_zeroed", [False, True])
+@pytest.mark.parametrize("forward", [tiled, reentrant, normalizes, counts, draws, writes])
+def test_a_compared_gradient_leaves_no_trace(toy_model, toy_batch, forward, is_zeroed):
+    SEEN.clear()
+    model, batch = toy_model(forward, setup=setup), toy_batch()
+    profile = profile_model(model, batch, CONFIG)
+    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG) as handle:
+        for _ in range(3):
+            sample = BlockSample(handle.plans.strategies["layers.1"])
+            model(**batch).loss.backward()
+            if is_zeroed:
+                model.zero_grad(set_to_none=True)
+            before = traces(model)
+            error = sample.compare()
+            assert error is not None
+            assert error.error == 0
+            assert sample.compare().error == 0
+            sample.close()
+            assert traces(model) == before
+
+
+def test_gradients_made_by_an_inner_backward_are_compared_too(toy_model, toy_batch):
+    """Those of weights that the function is not given: `torch.autograd.grad` sees none of them."""
+    model, batch = toy_model(tiled), toy_batch()
+    profile = profile_model(model, batch, CONFIG)
+    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG) as handle:
+        sample = BlockSample(handle.plans.strategies["layers.1"])
+        model(**batch).loss.backward()
+        expected = model.layers[1].up.weight.grad
+        sample.compare()
+        assert any(gradient is not None and torch.equal(gradient, expected) for gradient in sample._exact)
+
+
+def cross(block, hidden, memory, table):
+    return tail(block, hidden, block.up(hidden) + memory * table["scale"])
+
+
+def test_keyword_arguments_with_a_gradient_lead_nowhere(toy_model, toy_batch):
+    """As the output of an encoder, whose graph is gone after the step, does in each layer of a decoder."""
+    outside, batch = nn.Linear(8, 8), toy_batch()
+
+    def kwargs_of(x):
+        return {"memory": outside(x).tanh(), "table": {"scale": outside.weight.sum().exp()}}
+
+    model = toy_model(cross, kwargs_of=kwargs_of)
+    model.outside = outside
+    profile = profile_model(model, batch, CONFIG)
+    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG) as handle:
+        sample = BlockSample(handle.plans.strategies["layers.1"])
+        model(**batch).loss.backward()
+        model.zero_grad(set_to_none=True)
+        assert sample.compare().error == 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("uses_saved", [False, True])
+def test_a_graph_from_before_the_block_is_left_alone(toy_model, toy_batch, caplog, uses_saved):
+    """Parameters outside keep their gradients; where that graph is gone, a warning says why nothing is compared."""
+    outside, batch = nn.Linear(8, 8), toy_batch()
+
+    def reads_context(block, hidden):
+        context = block.context[0]
+        return tail(block, hidden, block.up(hidden) * (context.exp() if uses_saved else 1.0) + context)
+
+    model = toy_model(reads_context)
+    model.outside, inner = outside, model.forward
+    contexts = [None]
+    for block in model.layers:
+        block.context = contexts
+
+    def forward(x):
+        contexts[0] = outside.bias.exp() if uses_saved else outside.bias + 1
+        return inner(x)
+
+    model.forward = forward
+    profile = profile_model(model, batch, CONFIG)
+    with apply_policy(model, Policy.uniform(profile, "retain"), CONFIG) as handle:
+        sample = BlockSample(handle.plans.strategies["layers.1"])
+        model(**batch).loss.backward()
+        before = outside.bias.grad.clone()
+        with caplog.at_level(logging.WARNING, "adacc_hf"):
+            error = sample.compare()
+    assert (error is None) is uses_saved
+    assert ("no arguments of it" in caplog.text) is uses_saved
+    assert torch.equal(outside.bias.grad, before)
+
+
+def test_what_cannot_be_put_back_is_not_run_again(toy_model, toy_batch, caplog):
+    model, batch = toy_model(lambda block, hidden: tail(block, hidden, block.up(hidden))), toy_batch()
+    profile = profile_model(model, batch, CONFIG)
+    counter = itertools.count()
+    model.layers[1].up.register_forward_hook(lambda *_: (next(counter), None)[1])
+    with apply_policy(model, Policy.uniform(profile, "retain"), CONFIG) as handle:
+        sample = BlockSample(handle.plans.strategies["layers.1"])
+        model(**batch).loss.backward()
+        with caplog.at_level(logging.WARNING, "adacc_hf"):
+            assert sample.compare() is None
+            assert sample.compare() is None
+    assert caplog.text.count("is not compared with an exact one") == 1
+    assert next(counter) == 1

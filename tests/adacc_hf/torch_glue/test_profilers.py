@@ -1,0 +1,178 @@
+"""A process has one session of torch's profiler: a user's goes first, and one thread's waits for another's."""
+
+import threading
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch
+from torch import profiler
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.artifacts.errors import ProfilerAtWorkError, SeveralThreadsError
+from adacc_hf.price.optimizer_memory import measure_clipping
+from adacc_hf.torch_glue.memory import CpuMemoryMeter
+from adacc_hf.torch_glue.private import is_profiling
+
+CPU = [profiler.ProfilerActivity.CPU]
+CONFIG = AdaccConfig(min_compress_bytes=0)
+
+
+@contextmanager
+def scheduled(steps, **schedule):
+    """A profiler after so many steps of a schedule."""
+    with profiler.profile(activities=CPU, schedule=profiler.schedule(**schedule)) as profiled:
+        for _ in range(steps):
+            profiled.step()
+        yield
+
+
+@contextmanager
+def started():
+    profiled = profiler.profile(activities=CPU)
+    profiled.start()
+    yield
+    profiled.stop()
+
+
+AT_WORK = {
+    "whole": lambda: profiler.profile(activities=CPU),
+    "started": started,
+    "with memory": lambda: profiler.profile(activities=CPU, profile_memory=True),
+    "autograd": torch.autograd.profiler.profile,
+    "warm-up": lambda: scheduled(1, wait=1, warmup=1, active=1),
+    "active": lambda: scheduled(2, wait=1, warmup=1, active=2),
+    "warm-up of the second cycle": lambda: second_cycle(),
+}
+
+
+@contextmanager
+def second_cycle():
+    schedule = profiler.schedule(wait=0, warmup=1, active=1, repeat=2)
+    with profiler.profile(activities=CPU, schedule=schedule, acc_events=True) as profiled:
+        profiled.step()
+        profiled.step()
+        yield
+
+
+IDLE = {
+    "none": ExitStack,
+    "waits": lambda: scheduled(0, wait=2, warmup=1, active=1),
+    "is over": lambda: scheduled(3, wait=1, warmup=1, active=1, repeat=1),
+}
+
+
+@pytest.mark.parametrize("kind", AT_WORK)
+def test_a_profile_leaves_the_session_to_the_user(tiny_gpt2, token_batch, kind):
+    model = tiny_gpt2()
+    with AT_WORK[kind]():
+        assert is_profiling()
+        with pytest.raises(ProfilerAtWorkError, match="is at work"):
+            profile_model(model, token_batch(), CONFIG)
+        torch.ones(2) + 1
+    assert not is_profiling()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", IDLE)
+def test_a_profiler_that_does_nothing_is_no_obstacle(tiny_gpt2, token_batch, kind):
+    with IDLE[kind]():
+        assert not is_profiling()
+        assert profile_model(tiny_gpt2(), token_batch(), CONFIG).blocks
+
+
+@pytest.mark.parametrize("ends_first", [False, True])
+@pytest.mark.parametrize("kind", [kind for kind in AT_WORK if kind != "warm-up of the second cycle"])
+def test_a_users_profiler_that_starts_meanwhile_takes_over(kind, ends_first):
+    meter = CpuMemoryMeter().__enter__()
+    with AT_WORK[kind]() as profiled:
+        if not ends_first:
+            with pytest.raises(ProfilerAtWorkError, match="was started"):
+                meter.__exit__(None, None, None)
+        torch.ones(5).sin()
+    if ends_first:
+        with pytest.raises(ProfilerAtWorkError, match="was started"):
+            meter.__exit__(None, None, None)
+    if isinstance(profiled, profiler.profile) and kind != "warm-up":
+        assert any("sin" in event.name for event in profiled.events())
+    with CpuMemoryMeter() as meter:
+        kept = torch.ones(1000)
+    assert meter.peak_bytes >= kept.nbytes
+
+
+def test_an_error_is_not_replaced_by_the_users_profiler():
+    with pytest.raises(KeyError, match="planned"), CpuMemoryMeter():  # noqa: PT012
+        with profiler.profile(activities=CPU):
+            pass
+        raise KeyError("planned")
+
+
+def in_threads(run, number):
+    """What `run(n)` returned or raised in threads that start together."""
+    results, barrier = [None] * number, threading.Barrier(number)
+
+    def call(n):
+        barrier.wait()
+        try:
+            results[n] = run(n)
+        except Exception as error:
+            results[n] = error
+
+    threads = [threading.Thread(target=call, args=(n,)) for n in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    return results
+
+
+def test_profiles_in_several_threads_are_right(tiny_gpt2, token_batch):
+    alone = profile_model(tiny_gpt2(), token_batch(), CONFIG)
+    models = [tiny_gpt2() for _ in range(3)]
+    profiles = in_threads(lambda n: profile_model(models[n], token_batch(), CONFIG), 3)
+    for profile in profiles:
+        assert [kind.digest for kind in profile.kinds] == [kind.digest for kind in alone.kinds]
+        assert profile.plain_stored_bytes == alone.plain_stored_bytes
+
+
+def test_a_meter_waits_for_that_of_another_thread():
+    def measure(_):
+        with CpuMemoryMeter() as meter:
+            kept = torch.ones(1 << 18)
+        return meter.peak_bytes, kept.nbytes
+
+    assert all(peak >= nbytes for peak, nbytes in in_threads(measure, 3))
+
+
+def test_one_profiles_while_another_measures(tiny_gpt2, token_batch):
+    model = tiny_gpt2()
+    model(**token_batch()).loss.backward()
+    results = in_threads(
+        lambda n: profile_model(tiny_gpt2(), token_batch(), CONFIG) if n else measure_clipping(model.parameters()), 2
+    )
+    assert results[0] > 0
+    assert results[1].blocks
+
+
+def test_one_model_in_two_threads_is_refused(tiny_gpt2, token_batch):
+    model = tiny_gpt2()
+    profile = profile_model(model, token_batch(), CONFIG)
+    inside, done = threading.Event(), threading.Event()
+    model.transformer.h[0].mlp.register_forward_pre_hook(lambda *_: (inside.set(), done.wait(60))[0])
+    with apply_policy(model, Policy.uniform(profile, "recompute")):
+        other = threading.Thread(target=lambda: model(**token_batch()).loss.backward())
+        other.start()
+        assert inside.wait(60)
+        with pytest.raises(SeveralThreadsError, match="in one thread"):
+            model(**token_batch())
+        done.set()
+        other.join(60)
+        model(**token_batch()).loss.backward()
+
+
+def test_a_model_may_move_from_thread_to_thread(tiny_gpt2, token_batch):
+    model = tiny_gpt2()
+    profile = profile_model(model, token_batch(), CONFIG)
+    with apply_policy(model, Policy.uniform(profile, "recompute")):
+        for _ in range(2):
+            (error,) = in_threads(lambda _: model(**token_batch()).loss.backward(), 1)
+            assert error is None
