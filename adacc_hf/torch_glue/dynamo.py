@@ -85,7 +85,7 @@ def trace(scope: Scope, ignored: Iterable[Callable[..., Any]] = ()) -> TracedGua
     probe = types.FunctionType(_probe.__code__.replace(), _probe_globals(dynamo.is_traced))
     try:
         with dynamo.tracing(ignored) as died:
-            options = {"guard_filter_fn": _which_matter}
+            options: dict[str, Any] = {"guard_filter_fn": _which_matter}
             torch.compile(probe, backend=backend, dynamic=True, fullgraph=True, options=options)(**scope)
     except _StoppedError:
         pass
@@ -159,7 +159,7 @@ def _numbers_of(graph: Any) -> Iterator[str]:
     from torch._dynamo import source as sources
 
     for node in graph.graph.nodes:
-        argument = node.meta.get("grapharg") if node.op == "placeholder" else None
+        argument: Any = node.meta.get("grapharg") if node.op == "placeholder" else None
         source = getattr(argument, "source", None)
         if source is None or isinstance(source, sources.TensorPropertySource):
             continue
@@ -223,11 +223,11 @@ def _dynamo() -> Any:
         before = dict(states)
         with ExitStack() as stack:
             stack.enter_context(config.patch(settings | {_IGNORED: {*_messages(), *ignored}}))
-            stack.enter_context(shape_config.patch(use_duck_shape=False))
+            stack.enter_context(shape_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
             stack.enter_context(_disable_current_modes())
             stack.enter_context(_quiet())
             stack.enter_context(_grouped_products_of_any_dtype())
-            CheckFunctionManager.id_ref = id_ref  # type: ignore[method-assign]
+            CheckFunctionManager.id_ref = id_ref  # type: ignore[method-assign,assignment]
             states.update({question: False for question, answer in before.items() if answer is True})
             try:
                 yield died
