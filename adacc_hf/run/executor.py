@@ -116,7 +116,7 @@ class PolicyHandle:
         known = {} if earlier is None else earlier.strategies
         strategies = {}
         for name, index in policy.blocks:
-            before = (known[name].known, known[name].programs()) if name in known else ()
+            before = (known[name].known, known[name].entries.programs()) if name in known else ()
             strategies[name] = FollowPlan(name, policy.plans[index], self.library, *before)
         return BlockPlans(policy, strategies)
 

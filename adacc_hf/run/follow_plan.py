@@ -3,74 +3,40 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from adacc_hf.artifacts.errors import OTHER_CLASSES, PolicyMismatchError, TapeMismatchError
-from adacc_hf.artifacts.files import note_latest
-from adacc_hf.artifacts.policy import IDLE_KIND, RETAIN, Action, Choice, Plan
-from adacc_hf.kernels.codecs import Codec, Coder, get_codec
+from adacc_hf.artifacts.policy import IDLE_KIND, Plan
+from adacc_hf.kernels.codecs import Codec, Coder
 from adacc_hf.run.blocks import Checkpointed
 from adacc_hf.run.call import Call, Recording
+from adacc_hf.run.entries import (
+    NEW_DATA,
+    OTHER_OPERATORS,
+    OTHER_RANKS,
+    OUT_OF_PLACE,
+    UNRECORDED,
+    UNTRAINED,
+    VARYING,
+    Entry,
+    PlanEntries,
+)
 from adacc_hf.run.validation import ValidatedCall
-from adacc_hf.tape.call_inputs import Given, argument_tensors, data_at, fetch, find_external
+from adacc_hf.tape.call_inputs import Given, argument_tensors, fetch, find_external
 from adacc_hf.tape.call_key import CallKey, KnownShape, KnownShapes
-from adacc_hf.tape.compiled_plan import CompiledPlan, choices_by_value, codec_of, unfit
-from adacc_hf.tape.family import MOST_SIZES, TapeFamily
+from adacc_hf.tape.compiled_plan import CompiledPlan
 from adacc_hf.tape.library import TapeLibrary
 from adacc_hf.tape.tape import Tape
 
 log = logging.getLogger(__name__)
 
-OTHER_OPERATORS = "other operators than when profiled, with the least memory"
-VARYING = "operators, or numbers given to them, that vary from call to call"
-NEW_DATA = "other data in what a block reads into Python, under torch's checkpoint"
-UNRECORDED = "a path that no profile has recorded, under torch's checkpoint: to record it is above memory_budget"
-OUT_OF_PLACE = "what a plan reads was elsewhere, as with an adapter that was merged for a call"
-UNTRAINED = "blocks are trained that the profiled batch ran without gradients, under torch's checkpoint"
-OTHER_RANKS = "other ranks take part in operators of blocks that torch's checkpoint must run"
-"""Why a call ran otherwise than its plan says."""
-
-
 LEAVES_ALLOWED = 3
 """Times that a call may leave its recorded tape, and be recorded anew, before torch's checkpoint takes over."""
-
-
-@dataclass(slots=True)
-class Entry:
-    """How a block runs at one shape: under a compiled plan, or by torch's checkpoint where its tape is not trusted."""
-
-    known: KnownShape
-    compiled: CompiledPlan | None
-    codecs: dict[int, Codec]
-    seen: list[int] | None = None
-    family: TapeFamily | None = None
-    """What its tape was evaluated from, if it was not recorded."""
-    base: Tape | None = None
-    """The family's, when that was done."""
-    is_proven: bool = True
-    """Whether a call at this size was seen to run as its tape says."""
-    fallback: str | None = None
-    """Why the block runs otherwise than its plan says; None if it does not."""
-    compares: bool = False
-    """Whether replay is to be compared once more at this size."""
-
-    @property
-    def program(self) -> CompiledPlan:
-        """What a block runs under that has a plan to run under."""
-        assert self.compiled is not None
-        return self.compiled
-
-    @property
-    def is_current(self) -> bool:
-        return self.family is None or (self.family.is_in_force and self.base is self.family.base)
 
 
 class Observer(Protocol):
@@ -102,17 +68,7 @@ class FollowPlan:
         self.library = library
         self.known = KnownShapes() if known is None else known
         """The block's shapes; all its plans share what is known of them."""
-        self._earlier = earlier
-        """What the block ran under before, kept until its first call so that a plan of the same actions shares it."""
-        self.known.followers.add(self)
-        self.entries: dict[CallKey, Entry] = {}
-        """By what was recorded."""
-        self._sized: OrderedDict[CallKey, Entry] = OrderedDict()
-        """By sizes that were not: the latest ones."""
-        self._bases: WeakKeyDictionary[TapeFamily, Entry] = WeakKeyDictionary()
-        """What the entries of all sizes of a family are made from."""
-        self._was_surprising = False
-        """Whether the block ran otherwise than another one of its kind."""
+        self.entries = PlanEntries(name, plan, library, self.known, earlier)
         self.wrap_codec: Callable[[int, Codec], Coder] | None = None
         """If set, what stands around each activation's codec for the time being."""
         self.observer: Observer | None = None
@@ -123,11 +79,6 @@ class FollowPlan:
         """The block's tapes by shape."""
         return {key: known.tape for key, known in self.known.items()}
 
-    def programs(self) -> tuple[CompiledPlan | None, ...]:
-        """What the block runs under, or ran under last if it was not called yet."""
-        entries = (*self.entries.values(), *self._bases.values())
-        return tuple(entry.compiled for entry in entries) or self._earlier
-
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.observer is not None:
             return self.observer.run(self, block, fn, args, kwargs)
@@ -135,13 +86,13 @@ class FollowPlan:
             if self.plan.kind == IDLE_KIND or self._is_plain:
                 self.library.fallbacks[UNTRAINED if self.plan.kind == IDLE_KIND else OTHER_RANKS] += 1
             return Checkpointed().run(block, fn, args, kwargs)
-        if self._is_plain and (self.entries or self._bases):
+        if self._is_plain and not self.entries.are_empty:
             return fn(*args)
         return self._run_as(self.known.key(block, fn, args, kwargs), block, fn, args, kwargs)
 
     def _run_as(self, key: CallKey, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call of `key`: under the plan, or recorded where no tape is known for it."""
-        entry = self.entries.get(key) or self._known_entry(key) or self._sized_entry(key, block)
+        entry = self.entries.find(key, block)
         if entry is None and self.known.is_unseen(key):
             self.library.fallbacks[NEW_DATA] += 1
             return self._run_untaped(any(t.has_collectives for t in self.tapes.values()), block, fn, args, kwargs)
@@ -168,7 +119,7 @@ class FollowPlan:
     def run_again(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that was run before, to look at it. It is not counted: calls are recorded by their number."""
         key = self.known.key(block, fn, args, kwargs)
-        entry = self.entries.get(key) or self._sized.get(key)
+        entry = self.entries.latest(key)
         if entry is None or entry.compiled is None or entry.compiled.is_plain:
             return self.run(block, fn, args, kwargs)
         externals = fetch(entry.program.externals, block, args, kwargs)
@@ -187,6 +138,11 @@ class FollowPlan:
         is_known = entry.is_proven or (entry.family is not None and tape.is_checked and not entry.compares)
         if is_known and self.known.untraced is None and not is_checked_call(entry.known.num_calls):
             return False
+        if is_being_captured() and self.known.untraced is not None:
+            raise PolicyMismatchError(
+                f"block {self.name} is compared with its tape at each call, for which a CUDA graph cannot wait, since "
+                f"Dynamo stops at: {self.known.untraced}; capture it under a policy that retains everything"
+            )
         if is_being_captured():  # a CUDA graph cannot wait for a comparison: the next call is compared in its place
             entry.known.num_calls -= 1
             return False
@@ -255,7 +211,7 @@ class FollowPlan:
         else:
             self.library.warn_varying(self.name, tape, self.known.untraced or call.why_left)
             entry.compiled, entry.known.varies, entry.fallback = None, True, VARYING
-        self._sized.clear()
+        self.entries.sized.clear()
 
     def _refuse_replaced(self, plan: CompiledPlan, externals: list[tuple[int, torch.Tensor]], block: nn.Module) -> None:
         """Raise TapeMismatchError if what the call read is not there any more where replay looks it up."""
@@ -271,58 +227,6 @@ class FollowPlan:
             return entry.codecs
         return {value: self.wrap_codec(value, codec) for value, codec in entry.codecs.items()}
 
-    def _known_entry(self, key: CallKey) -> Entry | None:
-        """The entry for a shape that was recorded under another plan."""
-        known = self.known.get(key)
-        if known is not None:
-            self.entries[key] = self._entry(known)
-            self._earlier = ()
-        return self.entries.get(key)
-
-    def _sized_entry(self, key: CallKey, block: nn.Module) -> Entry | None:
-        """The entry for a size that was never recorded, if there is a family that serves it. Where replay is compared
-        again (rule R7), what cannot be compared on the way has none."""
-        entry = self._sized.get(key)
-        if entry is not None and entry.is_current:
-            return entry
-        given = self.known.given_to(key, block)
-        if not self.known.was_compared and self.library.expected(self.plan.kind, given, self.name) is not None:
-            return None  # a profile has recorded this very size, perhaps long ago: it is compared with that
-        untrusted = self.library.untrusted_at(given, self.name)
-        if untrusted is not None:
-            return self._entry(KnownShape(untrusted))
-        found = self.library.family_at(given, self.name)
-        tape = None if found is None else self.library.tape_of(*found)
-        if found is None or tape is None:
-            return None
-        entry = self._entry_at(found[0], tape)
-        entry.compares = found[0].takes_comparison(tape)
-        note_latest(self._sized, key, entry, MOST_SIZES)
-        return entry
-
-    def _entry_at(self, family: TapeFamily, tape: Tape) -> Entry:
-        """How the block runs at the size that `tape` was evaluated for."""
-        base = self._bases.get(family)
-        if base is None or base.base is not family.base:
-            base = self._bases[family] = self._entry(self.known.of_family(family), family.base)
-            base.base = family.base
-        compiled = self.library.resized(base.program, tape)
-        fitting = {v: _fitting(codec, v, base.program, compiled) for v, codec in base.codecs.items()}
-        codecs = {v: codec for v, codec in fitting.items() if codec is not None}
-        if len(codecs) < len(fitting):  # this size is too small for one of them
-            entry = self._entry(base.known, tape)
-            entry.family, entry.base, entry.is_proven = family, family.base, False
-            return entry
-        return Entry(
-            base.known,
-            compiled,
-            codecs,
-            family=family,
-            base=family.base,
-            is_proven=compiled.is_plain,
-            fallback=base.fallback,
-        )
-
     def _learn_order(self, entry: Entry) -> None:
         """Learn the order of unpacks from the backward that asked for most slots, whichever came first."""
         if entry.seen:
@@ -334,7 +238,7 @@ class FollowPlan:
     ) -> Any:
         key = self.known.moved(key, block)
         given = self.known.given_to(key, block)
-        expected = self._expected(key, given, args, kwargs)
+        expected = self.entries.expected(key, given, args, kwargs)
         if expected is None and self._is_too_large_to_record(given):
             self.library.warn_unrecorded(self.plan.kind, self.name, argument_tensors(args, kwargs))
             self.library.fallbacks[UNRECORDED] += 1
@@ -342,7 +246,7 @@ class FollowPlan:
         self.known.was_compared = True
         if expected is not None and expected.compiled is None:  # torch's checkpoint is right whatever the call runs
             self._is_checkpointed = _is_checkpointed_on_all_ranks(expected.known.tape)
-            self._remember(key, expected)
+            self.entries.keep(key, expected)
             self._count_fallback(expected)
             is_plain = self._is_plain and not self._is_checkpointed
             return fn(*args) if is_plain else Checkpointed().run(block, fn, args, kwargs)
@@ -359,10 +263,9 @@ class FollowPlan:
         result = recording.run(fn)
         tape = self.library.verified(recording.recorder)
         self._is_checkpointed = _is_checkpointed_on_all_ranks(tape)
-        self._compare_with_family(given, tape)
+        self.library.compare_with_family(tape, given, self.name)
         self.library.remember(tape, given, self.name)
-        entry = self._entry(KnownShape(tape, num_left=self.known.num_left(key)))
-        self._remember(key, entry)
+        entry = self.entries.add(key, KnownShape(tape, num_left=self.known.num_left(key)))
         self._count_fallback(entry)
         if entry.compiled is not None and not entry.compiled.is_plain:
             entry.seen = recording.hand_over(entry.compiled, self._codecs(entry))
@@ -380,125 +283,20 @@ class FollowPlan:
             return False
         return not self.library.may_record()
 
-    def _compare_with_family(self, given: Hashable, tape: Tape) -> None:
-        """Hold what was recorded, and recomputed bit for bit, against what the family of its sizes says (rule R7)."""
-        found = self.library.family_at(given, self.name)
-        if found is None or tape.untrusted is not None:
-            return
-        family, sizes = found
-        if not family.covers(sizes):  # sizes that were equal by chance so far: it will be made anew
-            return
-        if not family.agrees(tape, sizes):
-            self.library.distrust(family, self.name, "a record of one has others")
-        elif not tape.recomputable >= family.base.recomputable:
-            self.library.refuse(family, family.base.recomputable - tape.recomputable, self.name)
-
-    def _expected(self, key: CallKey, given: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
-        """How the block probably runs at a shape where it never ran, if another one of its kind did."""
-        if self._was_surprising or any(known.shape == key.shape for known in self.known):
-            return None
-        tape = self.library.expected(self.plan.kind, given, self.name)
-        if tape is None:
-            return None
-        reads = {path: data_at(path, args, kwargs) for path in tape.reads}
-        known = {path: data for path, data in reads.items() if data is not None}
-        return self._entry(KnownShape(tape.with_reads(known))) if len(known) == len(reads) else None
-
     def _end_expected_call(self, key: CallKey, given: Given, expected: Entry, call: ValidatedCall) -> None:
         if call.why_left is None:
             expected.seen = call.seen
             self.library.remember(expected.known.tape, given, self.name)
-            self._remember(key, expected)
+            self.entries.keep(key, expected)
         else:  # its next call is recorded as a first one, and so are those of other blocks: this one kept all it saved
-            self._was_surprising = True
+            self.entries.was_surprised = True
             self.library.fallbacks[OTHER_OPERATORS] += 1
             self.library.forget(self.plan.kind, given)
-
-    def _remember(self, key: CallKey, entry: Entry) -> None:
-        self.entries[self.known.add(key, entry.known)] = entry
-
-    def forget(self, key: CallKey) -> None:
-        """Let go of a shape that the block remembers no more."""
-        self.entries.pop(key, None)
-
-    def _entry(self, known: KnownShape, tape: Tape | None = None) -> Entry:
-        """How the block runs on the tape of `known`, or at another size."""
-        tape = tape or known.tape
-        if tape.untrusted is not None:
-            self.library.warn_untrusted(self.name, tape)
-        if tape.untrusted is not None or known.varies:
-            return Entry(known, None, {}, fallback=self._fallback_of(known, tape))
-        choices, is_planned = self.choices(tape)
-        shared = frozenset(
-            value.index for value in tape.values if tape.is_block_input(value.index) and value.index not in choices
-        )
-        compiled = self.library.compiled(tape, choices, shared)
-        codecs = {value: codec_of(choice) for value, choice in choices.items() if choice.action is Action.COMPRESS}
-        return Entry(known, compiled, codecs, fallback=None if is_planned or self._is_plain else OTHER_OPERATORS)
-
-    def _fallback_of(self, known: KnownShape, tape: Tape) -> str | None:
-        """Why a call that no plan fits is run otherwise than planned; None if the profile found it to be such too, so
-        that the plan says how torch's checkpoint runs it."""
-        if tape.untrusted is None:
-            return VARYING
-        is_planned = self._is_plain or _structure_of(self.plan.kind) == _structure_of(tape.kind)
-        return None if is_planned else f"torch's checkpoint, since {tape.untrusted}"
-
-    def choices(self, tape: Tape) -> tuple[dict[int, Choice], bool]:
-        """The plan's choices as far as they can be followed on this tape, least memory for what it has besides, and
-        whether it runs what was planned.
-
-        Raises PolicyMismatchError if the same call ran other operators when it was profiled, or another block did. Once
-        the block has fitted its plan, other operators are a change in mid-training: weights frozen or set free, say.
-        """
-        structure, _, identity, call = (self.plan.kind.split("-") + [""] * 3)[:4]
-        own_structure, _, own_identity, own_call = tape.kind.split("-")
-        if structure != own_structure:
-            fitted = (*self.tapes.values(), *(known.tape for known in self.known.of_families.values()))
-            planned = next((known for known in fitted if known.structure.startswith(structure)), None)
-            recorded = self.library.tape_of_structure(structure)
-            # A profile of this process is of this very model, which may take another path since.
-            if planned is None and (identity != own_identity or (call == own_call and recorded is None)):
-                raise PolicyMismatchError(
-                    f"block {self.name} ({tape.block_class}: {len(tape.operators)} operators, {len(tape.slots)} saved "
-                    f"tensors) has tape {tape.kind}, the policy was made for tape {self.plan.kind}: the model, its "
-                    f"attention, dropout or precision differ; profile this model and solve a policy for it"
-                )
-            planned = planned or recorded
-            same, is_whole = ({}, False) if planned is None else planned.values_in(tape)
-            if self._is_plain and not is_whole:
-                return {}, False
-            if not is_whole:
-                self.library.warn_unplanned(self.name, tape)
-            return choices_by_value(dict(self.plan.choices), tape, same, with_loss=is_whole), is_whole
-        choices = dict(self.plan.choices)
-        retained = unfit(choices, tape)
-        if retained:
-            names = ", ".join(tape.values[value].name for value in retained)
-            log.warning(
-                "Adacc: block %s retains %s: no replay or codec can do what was planned, "
-                "or a replay would read what is stored with loss",
-                self.name,
-                names,
-            )
-        return choices | dict.fromkeys(retained, RETAIN), True
 
 
 def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:
     """Whether torch's checkpoint runs the block whatever its plan says: the ranks' plans may differ (rule R13)."""
     return tape.untrusted is not None and tape.has_collectives
-
-
-def _structure_of(kind: str) -> str:
-    return kind.partition("-")[0]
-
-
-def _fitting(codec: Codec, value: int, base: CompiledPlan, sized: CompiledPlan) -> Codec | None:
-    """The codec of `value` at another size: with the same channels that stay raw, where it has as many."""
-    size, dtype = sized.encode_views[value].geometry[0], sized.encode_views[value].dtype
-    if not codec.supports(size, dtype):
-        return None
-    return codec if size[-1:] == base.encode_views[value].geometry[0][-1:] else get_codec(codec.name, **codec.options)
 
 
 def is_being_captured() -> bool:

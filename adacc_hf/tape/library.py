@@ -162,6 +162,19 @@ class TapeLibrary:
             if known.base.structure == family.base.structure:
                 known.refuse(values)
 
+    def compare_with_family(self, tape: Tape, given: Hashable, block: str) -> None:
+        """Compare a record, and what replay recomputed of it, with what the family of its sizes says (rule R7)."""
+        found = self.family_at(given, block)
+        if found is None or tape.untrusted is not None:
+            return
+        family, sizes = found
+        if not family.covers(sizes):  # sizes that were equal by chance so far: it will be made anew
+            return
+        if not family.agrees(tape, sizes):
+            self.distrust(family, block, "a record of one has others")
+        elif not tape.recomputable >= family.base.recomputable:
+            self.refuse(family, family.base.recomputable - tape.recomputable, block)
+
     def distrust(self, family: TapeFamily, block: str, why: object) -> None:
         """A call at a new size did not run as `family` says: have each size recorded from now on."""
         log.warning(

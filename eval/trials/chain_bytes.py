@@ -86,7 +86,7 @@ class _Programs:
         """The tape that a plan is for, and what its replay runs."""
         tape = self._library.tape_of_structure(plan.kind.partition("-")[0])
         assert tape is not None  # the profile recorded it
-        choices, _ = FollowPlan("block", plan, self._library).choices(tape)
+        choices, _ = FollowPlan("block", plan, self._library).entries.choices(tape)
         shared = frozenset(v.index for v in tape.values if tape.is_block_input(v.index) and v.index not in choices)
         return tape, CompiledPlan(tape, choices, shared).schedule.programs
 

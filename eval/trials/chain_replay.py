@@ -68,7 +68,7 @@ class ChainReplay:
         for seed in range(WARM_UP):
             self.gradients(seed)
         strategies = self.handle.plans.strategies.values()
-        plans = Counter(plan for strategy in strategies for plan in strategy.programs() if plan is not None)
+        plans = Counter(plan for strategy in strategies for plan in strategy.entries.programs() if plan is not None)
         self.replays = [self._replay(plan, number) for plan, number in plans.items()]
         self._schedules = {
             variant: [self._with_kernels(replay, variant) for replay in self.replays] for variant in (ALL, EXACT)

@@ -13,7 +13,7 @@ import torch
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.run import follow_plan
+from adacc_hf.run import entries as entries_module
 from adacc_hf.tape import call_key as known_shapes
 from adacc_hf.tape import family
 from adacc_hf.torch_glue.memory import measure_step
@@ -298,7 +298,10 @@ def test_the_policy_is_followed_when_weights_are_frozen(tiny_gpt2, padded_batch,
         model.transformer.h[1].mlp.requires_grad_(False)
         model(**batch).loss.backward()
         strategy = handle.plans.strategies["transformer.h.1"]
-        before, after = (*strategy._sized.values(), *strategy.entries.values())  # the first is of the profile's family
+        before, after = (
+            *strategy.entries.sized.values(),
+            *strategy.entries.recorded.values(),
+        )  # the first is of the profile's family
     assert not caplog.records
     kept = set(after.compiled.tape.saved_values())
     assert kept < set(before.compiled.tape.saved_values())
@@ -705,7 +708,7 @@ def test_a_thousand_steps_of_changing_lengths_stay_flat(tiny_gpt2, monkeypatch):
     """Live tensor bytes, Python objects and tapes are the same after warm-up and at the end."""
     most = 16  # fewer than there are lengths, so that old tapes go
     monkeypatch.setattr(family, "MOST_SIZES", most)
-    monkeypatch.setattr(follow_plan, "MOST_SIZES", most)
+    monkeypatch.setattr(entries_module, "MOST_SIZES", most)
     monkeypatch.setattr(known_shapes, "MAX_SHAPES", most)
     model = tiny_gpt2(layers=1, width=8, n_positions=128)
 
@@ -718,8 +721,8 @@ def test_a_thousand_steps_of_changing_lengths_stay_flat(tiny_gpt2, monkeypatch):
     with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG) as handle:
         (strategy,) = (function.strategy for function in handle.installation.functions.values())
         counts = counts_of_steps(model, lengths, batch_of, (WARM_UP, NUM_STEPS - 1))
-        assert len(strategy._sized) == most
-        assert len(strategy.entries) <= most
+        assert len(strategy.entries.sized) == most
+        assert len(strategy.entries.recorded) <= most
         assert len(handle.library._tapes) <= most + family.ENOUGH_RECORDS
     assert_flat(counts)
 
@@ -746,7 +749,7 @@ def test_lengths_that_no_family_serves_stay_flat(toy_model, monkeypatch):
     with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG) as handle:
         (strategy,) = (function.strategy for function in handle.installation.functions.values())
         counts = counts_of_steps(model, lengths, batch_of, (200, 299))
-        assert len(strategy.entries) == len(strategy.tapes) == most
+        assert len(strategy.entries.recorded) == len(strategy.tapes) == most
         groups = [seen._groups for seen in handle.library._seen[strategy.name].values()]
         assert all(len(each) <= family.MOST_GROUPS + 1 for each in groups)
     assert_flat(counts)
@@ -765,8 +768,8 @@ def test_ever_new_sizes_stay_flat(toy_model, monkeypatch):
     with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG) as handle:
         (strategy,) = (function.strategy for function in handle.installation.functions.values())
         counts = counts_of_steps(model, sizes, batch_of, (200, len(sizes) - 1))
-        assert len(strategy._sized) <= family.MOST_SIZES
-        assert len(handle.library._compiled) <= family.MOST_SIZES + len(strategy.entries) + 1
+        assert len(strategy.entries.sized) <= family.MOST_SIZES
+        assert len(handle.library._compiled) <= family.MOST_SIZES + len(strategy.entries.recorded) + 1
     assert_flat(counts)
 
 

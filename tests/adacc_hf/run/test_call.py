@@ -139,7 +139,7 @@ def test_one_storage_is_encoded_once(toy_model, toy_batch):
     with apply_policy(model, Policy.uniform(profile, "compress")) as handle:
         model(**batch).loss.backward()
         strategy = handle.plans.strategies["layers.0"]
-        (entry,) = strategy.entries.values()
+        (entry,) = strategy.entries.recorded.values()
         strategy.wrap_codec = lambda value, codec: CountingCodec(codec, value, counts)
         model(**batch).loss.backward()
         strategy.wrap_codec = None

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.artifacts.errors import PolicyMismatchError, TapeMismatchError
 from adacc_hf.artifacts.policy import RECOMPUTE, Action, Choice
-from adacc_hf.run import follow_plan
-from adacc_hf.run.follow_plan import LEAVES_ALLOWED, VARYING
+from adacc_hf.run import entries as entries_module
+from adacc_hf.run.entries import VARYING
+from adacc_hf.run.follow_plan import LEAVES_ALLOWED
 from adacc_hf.run.validation import Validator
 from adacc_hf.tape import call_key as known_shapes
 from adacc_hf.tape import family
@@ -132,7 +133,7 @@ def text_of(tokens, samples=2):
 def remember_few(monkeypatch, most):
     monkeypatch.setattr(known_shapes, "MAX_SHAPES", most)
     monkeypatch.setattr(family, "MOST_SIZES", most)
-    monkeypatch.setattr(follow_plan, "MOST_SIZES", most)
+    monkeypatch.setattr(entries_module, "MOST_SIZES", most)
     monkeypatch.setattr(family, "MOST_RECORDS", 3)
 
 
@@ -140,7 +141,11 @@ def held_by(strategies):
     """(tapes that were recorded, plans) that the blocks hold: for each shape, and for what each family is made of."""
     tapes, plans = set(), set()
     for strategy in strategies:
-        entries = [*strategy.entries.values(), *strategy._sized.values(), *strategy._bases.values()]
+        entries = [
+            *strategy.entries.recorded.values(),
+            *strategy.entries.sized.values(),
+            *strategy.entries.bases.values(),
+        ]
         plans |= {id(entry.compiled) for entry in entries}
         tapes |= {tape.digest for tape in strategy.tapes.values()}
     outlines = [seen for strategy in strategies for seen in strategy.library._seen[strategy.name].values()]
@@ -159,8 +164,8 @@ def test_forgotten_shapes_leave_nothing(toy_model, run_steps, assert_same_steps,
         for each, expected in [*zip(batches, plain, strict=True)] * 2:
             assert_same_steps(run_steps(model, each, num_steps=1), expected)
         for function in handle.installation.functions.values():
-            assert len(function.strategy.entries) == len(function.strategy.tapes) == 3
-            assert not function.strategy._sized
+            assert len(function.strategy.entries.recorded) == len(function.strategy.tapes) == 3
+            assert not function.strategy.entries.sized
         assert len(handle.library._compiled) == 3
         assert len(handle.library._tapes) == 3 + len(handle.library._kept)
 
@@ -176,9 +181,9 @@ def test_forgotten_sizes_of_a_family_leave_nothing(
             assert_same_steps(run_steps(gpt2, each, num_steps=1), expected)
         strategies = [function.strategy for function in handle.installation.functions.values()]
         for strategy in strategies:
-            assert len(strategy._sized) == 3
-            assert len(strategy.entries) <= 3
-            assert len(strategy._bases) == len(strategy.known.of_families) == 1
+            assert len(strategy.entries.sized) == 3
+            assert len(strategy.entries.recorded) <= 3
+            assert len(strategy.entries.bases) == len(strategy.known.of_families) == 1
         gc.collect()
         tapes, plans = held_by(strategies)
         assert len(tapes) <= 3 + 3
@@ -201,8 +206,8 @@ def test_all_plans_forget_what_the_block_forgets(toy_model, run_steps, monkeypat
                 run_steps(model, text_of(tokens), num_steps=1)
         for name in handle.installation.functions:
             strategies = [plans.strategies[name] for plans in both]
-            assert [len(strategy.entries) for strategy in strategies] == [3, 3]
-            assert all(strategy.entries.keys() == strategy.known.keys() for strategy in strategies)
+            assert [len(strategy.entries.recorded) for strategy in strategies] == [3, 3]
+            assert all(strategy.entries.recorded.keys() == strategy.known.keys() for strategy in strategies)
         gc.collect()
         tapes, _ = held_by([plans.strategies[name] for plans in both for name in handle.installation.functions])
         assert len(tapes) <= 3 + 2  # records of few tokens that need no padding, which are too few for a family
@@ -219,8 +224,8 @@ def test_all_plans_forget_the_sizes_of_a_family(gpt2, token_batch, recomputing, 
                 handle.follow(plans)
                 run_steps(gpt2, token_batch(2, tokens), num_steps=1)
         strategies = [plans.strategies[name] for plans in both for name in handle.installation.functions]
-        assert {len(strategy._sized) for strategy in strategies} == {3}
-        assert all(strategy.entries.keys() <= strategy.known.keys() for strategy in strategies)
+        assert {len(strategy.entries.sized) for strategy in strategies} == {3}
+        assert all(strategy.entries.recorded.keys() <= strategy.known.keys() for strategy in strategies)
         gc.collect()
         tapes, plans = held_by(strategies)
         assert len(tapes) <= 3 + 3
@@ -494,7 +499,7 @@ def test_the_order_of_backward_is_learned_from_the_fullest(tiny_gpt2, batch, use
         for _ in range(3):
             accumulation(model, batch)
         strategy = handle.installation.functions["transformer.h.1"].strategy
-        (entry,) = [*strategy.entries.values(), *strategy._sized.values()]
+        (entry,) = [*strategy.entries.recorded.values(), *strategy.entries.sized.values()]
         order = entry.compiled.schedule.order
     assert sorted(order) == list(range(entry.compiled.num_slots))
 
@@ -705,7 +710,7 @@ def test_plans_with_other_numbers_of_channels_share_their_programs(gpt2, batch, 
         for num in (0, 1):
             handle.replace(compressing(num))
             gpt2(**batch).loss.backward()
-            entries = [entry for s in handle.plans.strategies.values() for entry in s.entries.values()]
+            entries = [entry for s in handle.plans.strategies.values() for entry in s.entries.recorded.values()]
             programs += [entry.compiled for entry in entries]
             codecs = [codec for entry in entries for codec in entry.codecs.values()]
             channels.append({codec.num_outliers for codec in codecs if codec.name == "outlier_int4"})

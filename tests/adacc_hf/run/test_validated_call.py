@@ -200,7 +200,7 @@ def test_layers_with_numbers_of_their_own_run_as_when_profiled(toy_model, toy_ba
     policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
     with apply_policy(model, policy) as handle:
         *first, steady = peaks(model, batch)
-    assert not any(strategy._was_surprising for strategy in handle.plans.strategies.values())
+    assert not any(strategy.entries.was_surprised for strategy in handle.plans.strategies.values())
     assert max(first) <= steady + RECORDERS_OWN
 
 
@@ -223,7 +223,7 @@ def test_one_surprise_is_enough(toy_model, toy_batch, run_steps, assert_same_ste
         monkeypatch.setattr(of, "run", noted)
     with apply_policy(model, policy) as handle:
         assert_same_steps(run_steps(model, batch, num_steps=1), plain)
-    surprised = [name for name, strategy in handle.plans.strategies.items() if strategy._was_surprising]
+    surprised = [name for name, strategy in handle.plans.strategies.items() if strategy.entries.was_surprised]
     assert surprised == ["layers.0"]
     (first, validated), *others = calls
     assert first == "layers.0"

@@ -15,7 +15,7 @@ from adacc_hf.artifacts.policy import Action, Choice
 from adacc_hf.artifacts.profile_sizes import Polynomial
 from adacc_hf.run import validation
 from adacc_hf.run.call import Recording
-from adacc_hf.run.follow_plan import VARYING
+from adacc_hf.run.entries import VARYING
 from adacc_hf.run.validation import ValidatedCall, Validator
 from adacc_hf.tape.compiled_plan import CompiledPlan, least_memory_choices
 from adacc_hf.tape.family import AGREED, SeenSizes
@@ -579,7 +579,7 @@ def test_a_kernel_that_differs_at_one_size_is_retained_at_all(
         NUM_CALLS[0] = 0
         assert_same_steps(run_steps(model, text(15)), plain)
         for strategy in handle.plans.strategies.values():
-            for entry in (*strategy.entries.values(), *strategy._sized.values()):
+            for entry in (*strategy.entries.recorded.values(), *strategy.entries.sized.values()):
                 assert value in entry.compiled.store.retained
 
 

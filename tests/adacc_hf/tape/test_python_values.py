@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.run.follow_plan import VARYING
+from adacc_hf.run.entries import VARYING
 from adacc_hf.tape.guards import RESTLESS_AFTER
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -276,7 +276,7 @@ def test_a_count_of_calls_that_nothing_follows_from_costs_nothing(
         strategy = handle.plans.strategies["layers.0"]
         assert "num_calls" in strategy.known.untraced
         assert handle.library.fallbacks[VARYING] == 0
-        assert strategy.entries[next(reversed(strategy.known))].known.num_calls > 2
+        assert strategy.entries.recorded[next(reversed(strategy.known))].known.num_calls > 2
 
 
 def count_as_factor(block, hidden):

@@ -1,0 +1,266 @@
+"""The entries of one block and one plan: under which compiled plan a call of a key runs, and what is known of it."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from adacc_hf.artifacts.errors import PolicyMismatchError
+from adacc_hf.artifacts.files import note_latest
+from adacc_hf.artifacts.policy import RETAIN, Action, Choice, Plan
+from adacc_hf.kernels.codecs import Codec, get_codec
+from adacc_hf.tape.call_inputs import data_at
+from adacc_hf.tape.call_key import CallKey, KnownShape, KnownShapes
+from adacc_hf.tape.compiled_plan import CompiledPlan, choices_by_value, codec_of, unfit
+from adacc_hf.tape.family import MOST_SIZES, TapeFamily
+from adacc_hf.tape.library import TapeLibrary
+from adacc_hf.tape.tape import Tape
+
+log = logging.getLogger(__name__)
+
+OTHER_OPERATORS = "other operators than when profiled, with the least memory"
+VARYING = "operators, or numbers given to them, that vary from call to call"
+NEW_DATA = "other data in what a block reads into Python, under torch's checkpoint"
+UNRECORDED = "a path that no profile has recorded, under torch's checkpoint: to record it is above memory_budget"
+OUT_OF_PLACE = "what a plan reads was elsewhere, as with an adapter that was merged for a call"
+UNTRAINED = "blocks are trained that the profiled batch ran without gradients, under torch's checkpoint"
+OTHER_RANKS = "other ranks take part in operators of blocks that torch's checkpoint must run"
+"""Why a call ran otherwise than its plan says."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """How a block runs at one shape: under a compiled plan, or by torch's checkpoint where its tape is not trusted."""
+
+    known: KnownShape
+    compiled: CompiledPlan | None
+    codecs: dict[int, Codec]
+    seen: list[int] | None = None
+    family: TapeFamily | None = None
+    """What its tape was evaluated from, if it was not recorded."""
+    base: Tape | None = None
+    """The family's, when that was done."""
+    is_proven: bool = True
+    """Whether a call at this size was seen to run as its tape says."""
+    fallback: str | None = None
+    """Why the block runs otherwise than its plan says; None if it does not."""
+    compares: bool = False
+    """Whether replay is to be compared once more at this size."""
+
+    @property
+    def program(self) -> CompiledPlan:
+        """What a block runs under that has a plan to run under."""
+        assert self.compiled is not None
+        return self.compiled
+
+    @property
+    def is_current(self) -> bool:
+        return self.family is None or (self.family.is_in_force and self.base is self.family.base)
+
+
+class PlanEntries:
+    """All entries of a block under one plan, each made when a call of its key comes first."""
+
+    def __init__(
+        self,
+        name: str,
+        plan: Plan,
+        library: TapeLibrary,
+        known: KnownShapes,
+        earlier: tuple[CompiledPlan | None, ...] = (),
+    ) -> None:
+        self.name = name
+        self.plan = plan
+        self.library = library
+        self.known = known
+        """The block's shapes; all its plans share what is known of them."""
+        self._earlier = earlier
+        """The programs of the plan before, kept until the block's first call so that a plan of the same actions shares
+        them."""
+        known.followers.add(self)
+        self.recorded: dict[CallKey, Entry] = {}
+        """Entries of recorded calls."""
+        self.sized: OrderedDict[CallKey, Entry] = OrderedDict()
+        """Entries of calls at sizes that were not recorded, the latest last."""
+        self.bases: WeakKeyDictionary[TapeFamily, Entry] = WeakKeyDictionary()
+        """Entries that those of all sizes of a family are made from."""
+        self.was_surprised = False
+        """Whether a call ran other operators than those that another block of the kind had recorded."""
+
+    @property
+    def are_empty(self) -> bool:
+        return not self.recorded and not self.bases
+
+    @property
+    def tapes(self) -> list[Tape]:
+        """The block's tapes."""
+        return [known.tape for known in self.known.values()]
+
+    def programs(self) -> tuple[CompiledPlan | None, ...]:
+        """Return what the block runs under, or ran under last if it was not called yet."""
+        entries = (*self.recorded.values(), *self.bases.values())
+        return tuple(entry.compiled for entry in entries) or self._earlier
+
+    def find(self, key: CallKey, block: nn.Module) -> Entry | None:
+        """Return the entry of a call; None if the call has to be recorded, or compared with another block's record."""
+        return self.recorded.get(key) or self._known_entry(key) or self._sized_entry(key, block)
+
+    def latest(self, key: CallKey) -> Entry | None:
+        """Return the entry that a call of `key` has had."""
+        return self.recorded.get(key) or self.sized.get(key)
+
+    def add(self, key: CallKey, known: KnownShape) -> Entry:
+        """Make and keep the entry of a recorded call."""
+        return self.keep(key, self._entry(known))
+
+    def keep(self, key: CallKey, entry: Entry) -> Entry:
+        """Keep an entry of a call that ran as it says."""
+        self.recorded[self.known.add(key, entry.known)] = entry
+        return entry
+
+    def _known_entry(self, key: CallKey) -> Entry | None:
+        """The entry for a shape that was recorded under another plan."""
+        known = self.known.get(key)
+        if known is not None:
+            self.recorded[key] = self._entry(known)
+            self._earlier = ()
+        return self.recorded.get(key)
+
+    def _sized_entry(self, key: CallKey, block: nn.Module) -> Entry | None:
+        """The entry for a size that was never recorded, if there is a family that serves it. Where replay is compared
+        again (rule R7), what cannot be compared on the way has none."""
+        entry = self.sized.get(key)
+        if entry is not None and entry.is_current:
+            return entry
+        given = self.known.given_to(key, block)
+        if not self.known.was_compared and self.library.expected(self.plan.kind, given, self.name) is not None:
+            return None  # a profile has recorded this very size, perhaps long ago: it is compared with that
+        untrusted = self.library.untrusted_at(given, self.name)
+        if untrusted is not None:
+            return self._entry(KnownShape(untrusted))
+        found = self.library.family_at(given, self.name)
+        tape = None if found is None else self.library.tape_of(*found)
+        if found is None or tape is None:
+            return None
+        entry = self._entry_at(found[0], tape)
+        entry.compares = found[0].takes_comparison(tape)
+        note_latest(self.sized, key, entry, MOST_SIZES)
+        return entry
+
+    def _entry_at(self, family: TapeFamily, tape: Tape) -> Entry:
+        """How the block runs at the size that `tape` was evaluated for."""
+        base = self.bases.get(family)
+        if base is None or base.base is not family.base:
+            base = self.bases[family] = self._entry(self.known.of_family(family), family.base)
+            base.base = family.base
+        compiled = self.library.resized(base.program, tape)
+        fitting = {v: _fitting(codec, v, base.program, compiled) for v, codec in base.codecs.items()}
+        codecs = {v: codec for v, codec in fitting.items() if codec is not None}
+        if len(codecs) < len(fitting):  # this size is too small for one of them
+            entry = self._entry(base.known, tape)
+            entry.family, entry.base, entry.is_proven = family, family.base, False
+            return entry
+        return Entry(
+            base.known,
+            compiled,
+            codecs,
+            family=family,
+            base=family.base,
+            is_proven=compiled.is_plain,
+            fallback=base.fallback,
+        )
+
+    def expected(self, key: CallKey, given: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
+        """How the block probably runs at a shape where it never ran, if another one of its kind did."""
+        if self.was_surprised or any(known.shape == key.shape for known in self.known):
+            return None
+        tape = self.library.expected(self.plan.kind, given, self.name)
+        if tape is None:
+            return None
+        reads = {path: data_at(path, args, kwargs) for path in tape.reads}
+        known = {path: data for path, data in reads.items() if data is not None}
+        return self._entry(KnownShape(tape.with_reads(known))) if len(known) == len(reads) else None
+
+    def forget(self, key: CallKey) -> None:
+        """Let go of a shape that the block remembers no more."""
+        self.recorded.pop(key, None)
+
+    def _entry(self, known: KnownShape, tape: Tape | None = None) -> Entry:
+        """How the block runs on the tape of `known`, or at another size."""
+        tape = tape or known.tape
+        if tape.untrusted is not None:
+            self.library.warn_untrusted(self.name, tape)
+        if tape.untrusted is not None or known.varies:
+            return Entry(known, None, {}, fallback=self._fallback_of(known, tape))
+        choices, is_planned = self.choices(tape)
+        shared = frozenset(
+            value.index for value in tape.values if tape.is_block_input(value.index) and value.index not in choices
+        )
+        compiled = self.library.compiled(tape, choices, shared)
+        codecs = {value: codec_of(choice) for value, choice in choices.items() if choice.action is Action.COMPRESS}
+        return Entry(known, compiled, codecs, fallback=None if is_planned or self.plan.is_plain else OTHER_OPERATORS)
+
+    def _fallback_of(self, known: KnownShape, tape: Tape) -> str | None:
+        """Why a call that no plan fits is run otherwise than planned; None if the profile found it to be such too, so
+        that the plan says how torch's checkpoint runs it."""
+        if tape.untrusted is None:
+            return VARYING
+        is_planned = self.plan.is_plain or _structure_of(self.plan.kind) == _structure_of(tape.kind)
+        return None if is_planned else f"torch's checkpoint, since {tape.untrusted}"
+
+    def choices(self, tape: Tape) -> tuple[dict[int, Choice], bool]:
+        """The plan's choices as far as they can be followed on this tape, least memory for what it has besides, and
+        whether it runs what was planned.
+
+        Raises PolicyMismatchError if the same call ran other operators when it was profiled, or another block did. Once
+        the block has fitted its plan, other operators are a change in mid-training: weights frozen or set free, say.
+        """
+        structure, _, identity, call = (self.plan.kind.split("-") + [""] * 3)[:4]
+        own_structure, _, own_identity, own_call = tape.kind.split("-")
+        if structure != own_structure:
+            fitted = (*self.tapes, *(known.tape for known in self.known.of_families.values()))
+            planned = next((known for known in fitted if known.structure.startswith(structure)), None)
+            recorded = self.library.tape_of_structure(structure)
+            # A profile of this process is of this very model, which may take another path since.
+            if planned is None and (identity != own_identity or (call == own_call and recorded is None)):
+                raise PolicyMismatchError(
+                    f"block {self.name} ({tape.block_class}: {len(tape.operators)} operators, {len(tape.slots)} saved "
+                    f"tensors) has tape {tape.kind}, the policy was made for tape {self.plan.kind}: the model, its "
+                    f"attention, dropout or precision differ; profile this model and solve a policy for it"
+                )
+            planned = planned or recorded
+            same, is_whole = ({}, False) if planned is None else planned.values_in(tape)
+            if self.plan.is_plain and not is_whole:
+                return {}, False
+            if not is_whole:
+                self.library.warn_unplanned(self.name, tape)
+            return choices_by_value(dict(self.plan.choices), tape, same, with_loss=is_whole), is_whole
+        choices = dict(self.plan.choices)
+        retained = unfit(choices, tape)
+        if retained:
+            names = ", ".join(tape.values[value].name for value in retained)
+            log.warning(
+                "Adacc: block %s retains %s: no replay or codec can do what was planned, "
+                "or a replay would read what is stored with loss",
+                self.name,
+                names,
+            )
+        return choices | dict.fromkeys(retained, RETAIN), True
+
+
+def _structure_of(kind: str) -> str:
+    return kind.partition("-")[0]
+
+
+def _fitting(codec: Codec, value: int, base: CompiledPlan, sized: CompiledPlan) -> Codec | None:
+    """The codec of `value` at another size: with the same channels that stay raw, where it has as many."""
+    size, dtype = sized.encode_views[value].geometry[0], sized.encode_views[value].dtype
+    if not codec.supports(size, dtype):
+        return None
+    return codec if size[-1:] == base.encode_views[value].geometry[0][-1:] else get_codec(codec.name, **codec.options)
