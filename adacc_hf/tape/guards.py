@@ -8,9 +8,12 @@ branches. Nothing is compiled, and no operator runs while a block is traced.
 NOTE [What Dynamo's guards leave out]
 1. Numbers that become inputs of the traced graph: whole numbers among the arguments, numpy's scalars. Their values are
    part of the key of a call (`Program.numbers`).
-2. Storage offsets, and which tensors share a storage. The key has those of the arguments; for what hangs on the block
+2. Which kernels attention may take (`attention_backends`), part of the key too.
+3. Tensors that the path reaches by a way of its own, and that have a name in the block: a list of layers, a bound
+   method. A program holds for the name that they had (`Program.fits`).
+4. Storage offsets, and which tensors share a storage. The key has those of the arguments; for what hangs on the block
    `CompiledPlan.has_all` compares them.
-3. Blocks that cannot be traced whole: data read into Python, code without source, a value that changes at every call.
+5. Blocks that cannot be traced whole: data read into Python, code without source, a value that changes at every call.
    Their calls are told apart by `untraced_key`, and each call is compared with its tape, operator by operator
    (run/validation.py).
 """
@@ -40,7 +43,9 @@ from adacc_hf.torch_glue.private import (
     forward_pre_hooks,
     modules_of,
     parameters_of,
+    storage_key,
 )
+from adacc_hf.torch_glue.tensors import storage_of
 
 log = logging.getLogger(__name__)
 
@@ -59,14 +64,21 @@ _KEYS, _VALUES = methodcaller("keys"), methodcaller("values")
 class Program:
     """One traced path through the Python of a class of blocks."""
 
-    def __init__(self, guards: TracedGuards) -> None:
+    def __init__(self, guards: TracedGuards, scope: Scope) -> None:
         self._guards = guards
+        self._aliases = [] if guards.tensors is None else _aliases(guards.tensors(scope), scope)
+        """(place, name) of tensors that the path reaches otherwise than by a name that they have in the block."""
         self.number = next(_UNUSED)
         """The program's number, unique in this process."""
 
     def fits(self, scope: Scope) -> bool:
         """Return True if a call with these local variables runs this program."""
-        return self._guards.is_alive and self._guards.hold(scope)
+        return self._guards.is_alive and self._guards.hold(scope) and not (self._aliases and self._have_moved(scope))
+
+    def _have_moved(self, scope: Scope) -> bool:
+        """Return True if a tensor that the path reaches in another way has another name in the block by now."""
+        assert self._guards.tensors is not None  # some of them have names
+        return _aliases(self._guards.tensors(scope), scope) != self._aliases
 
     def numbers(self, scope: Scope) -> tuple[Hashable, ...]:
         """Return the numbers that are inputs of the program: whole numbers as they are, others so that equal means
@@ -154,7 +166,7 @@ class BlockPrograms:
             self.untraced = self._restless = f"{failed.first_failure(scope)} changes again and again"
             return None
         try:
-            program = Program(trace(scope, observing_hooks(self._block)))
+            program = Program(trace(scope, observing_hooks(self._block)), scope)
         except NotTraceableError as error:
             self.untraced = str(error)
             note_latest(self._known.refused, path, self.untraced, MAX_PROGRAMS)
@@ -167,6 +179,29 @@ class BlockPrograms:
         if not self._paths.are_current():
             self._paths = StatePaths(self._block)
         return self._paths
+
+
+def _aliases(tensors: tuple[Any, ...], scope: Scope) -> list[tuple[int, str]]:
+    """Return (place, name in the block) of those of `tensors` that share a storage with a parameter or buffer."""
+    block = scope["args"][0] if scope["args"] else None
+    block = block if isinstance(block, nn.Module) else getattr(scope["call"], "__self__", None)
+    if not isinstance(block, nn.Module):
+        return []
+    named = [*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)]
+    names = {storage_key(storage_of(tensor)): name for name, tensor in reversed(named)}
+    keys = [storage_key(storage_of(tensor)) if isinstance(tensor, torch.Tensor) else None for tensor in tensors]
+    return [(place, names[key]) for place, key in enumerate(keys) if key in names]
+
+
+def attention_backends() -> tuple[bool, ...]:
+    """Return which kernels fused attention may take, which decides its operator, and which no guard compares."""
+    flags = torch.backends.cuda
+    return (
+        flags.flash_sdp_enabled(),
+        flags.mem_efficient_sdp_enabled(),
+        flags.math_sdp_enabled(),
+        flags.cudnn_sdp_enabled(),
+    )
 
 
 def scope_of(fn: Callable[..., Any], args: tuple[Any, ...]) -> Scope:

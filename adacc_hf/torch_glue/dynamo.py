@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import builtins
 import logging
+import os
+import re
 import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -31,12 +33,16 @@ class NotTraceableError(Exception):
 class TracedGuards:
     """Guards of one traced call, and the numbers that became inputs of its graph."""
 
-    def __init__(self, manager: Any, number_names: list[str], died: list[str]) -> None:
+    def __init__(self, manager: Any, found: _Found, died: _Died) -> None:
         self._check = manager.check
+        number_names = found.numbers
         self.number_names = tuple(number_names)
         """Where the numbers stand, as expressions of Dynamo's over the local variables `L` and the globals `G`."""
-        names = "".join(f"{name}, " for name in number_names)
-        self._numbers = eval(f"lambda L: ({names})", manager.closure_vars) if number_names else None
+        self._numbers = _reader(number_names, manager.closure_vars)
+        self.tensors = _reader(found.tensors, manager.closure_vars)
+        """Returns the tensors that the path reads from elsewhere than its arguments and, by their names, the modules of
+        the block, given the local variables; None if there are none."""
+        self._environment = dict(os.environ) if found.reads_environment else None
         self._died = died
         self._manager = manager
 
@@ -50,6 +56,8 @@ class TracedGuards:
 
         A dispatch mode that looks on, as a meter of memory does, is no part of the path.
         """
+        if self._environment is not None and self._environment != os.environ:
+            return False  # Dynamo guards a variable that was there, and none that was not
         if not num_dispatch_modes():
             return self._check(scope)
         with _disable_current_modes():
@@ -75,17 +83,17 @@ def trace(scope: Scope, ignored: Iterable[Callable[..., Any]] = ()) -> TracedGua
     trace all of it.
     """
     dynamo = _dynamo()
-    numbers: list[str] = []
+    found = _Found()
 
     def backend(graph: Any, example_inputs: Any) -> Callable[..., Any]:
-        numbers.extend(_numbers_of(graph))
+        found.note_inputs(graph)
         return _stop
 
     # Code of its own for each trace: Dynamo keeps the traces of a function by its code, and a limited number of them.
     probe = types.FunctionType(_probe.__code__.replace(), _probe_globals(dynamo.is_traced))
     try:
         with dynamo.tracing(ignored) as died:
-            options: dict[str, Any] = {"guard_filter_fn": _which_matter}
+            options: dict[str, Any] = {"guard_filter_fn": found.which_matter}
             torch.compile(probe, backend=backend, dynamic=True, fullgraph=True, options=options)(**scope)
     except _StoppedError:
         pass
@@ -97,7 +105,7 @@ def trace(scope: Scope, ignored: Iterable[Callable[..., Any]] = ()) -> TracedGua
     entries = dynamo.cache_entries(probe.__code__)
     if len(entries) != 1:
         raise NotTraceableError("Dynamo finds no tensor operator in it")
-    return TracedGuards(entries[0].guard_manager, numbers, died)
+    return TracedGuards(entries[0].guard_manager, found, died)
 
 
 def _probe_globals(is_traced: Callable[[], bool]) -> dict[str, Any]:
@@ -111,11 +119,6 @@ _METHODS = ("debug", "info", "warning", "error", "critical", "log", "warning_onc
 _NO_MATTER = ("._backward_hooks", "._backward_pre_hooks", "_hooks_with_kwargs")
 """Ends of the names of guards on attributes of modules that change no operator of forward: a module's hooks on backward
 add none, and how hooks on forward are called matters only with such hooks, whose own guards stay."""
-
-
-def _which_matter(guards: Sequence[Any]) -> list[bool]:
-    """Return for each guard whether it is kept: half of them are on hooks, which most modules have none of."""
-    return [not guard.name.endswith(_NO_MATTER) for guard in guards]
 
 
 def _messages() -> Iterator[Callable[..., Any]]:
@@ -147,28 +150,63 @@ class _Died(list[Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._watched: dict[int, weakref.ref[Any]] = {}
+        self._watched: dict[int, Callable[[], Any]] = {}
 
     def watch(self, obj: Any) -> None:
-        """Add `obj` to the watched objects. Raises TypeError for one that takes no weak reference."""
-        self._watched.setdefault(id(obj), weakref.ref(obj, self.append))
+        """Add `obj` to the watched objects; one that takes no weak reference is kept alive."""
+        try:
+            self._watched.setdefault(id(obj), weakref.ref(obj, self.append))
+        except TypeError:
+            self._watched.setdefault(id(obj), lambda: obj)
 
 
-def _numbers_of(graph: Any) -> Iterator[str]:
-    """Yield the places of a graph's inputs that are neither tensors nor sizes of tensors."""
-    from torch._dynamo import source as sources
+def _reader(names: Sequence[str], variables: dict[str, Any]) -> Callable[[Scope], tuple[Any, ...]] | None:
+    """Return a function of the local variables that evaluates Dynamo's expressions; None if there are none."""
+    items = "".join(f"{name}, " for name in dict.fromkeys(names))
+    return eval(f"lambda L: ({items})", variables) if names else None
 
-    for node in graph.graph.nodes:
-        argument: Any = node.meta.get("grapharg") if node.op == "placeholder" else None
-        source = getattr(argument, "source", None)
-        if source is None or isinstance(source, sources.TensorPropertySource):
-            continue
-        if isinstance(source, sources.RandomValueSource):
-            raise NotTraceableError("a number is drawn from Python's random generator")
-        if isinstance(source, (sources.NumpyTensorSource, sources.FloatTensorSource)):
-            yield _name_of(source.base)
-        elif argument.pass_arg_as_tensor or isinstance(argument.example, torch.SymInt | int | float):
-            yield _name_of(source)
+
+_NAMED = re.compile(r"L\['(args'\]\[0\]|call'\]\.__self__)(\._modules\['[^']*'\])*\._(parameters|buffers)\['[^']*'\]$")
+"""The expression of a parameter or buffer that is reached by the names of modules."""
+_ARGUMENT = re.compile(r"L\['(args|kwargs)'\](\[[^\]]*\])*$")
+
+
+class _Found:
+    """What a trace shows besides its guards."""
+
+    def __init__(self) -> None:
+        self.numbers: list[str] = []
+        """Places of inputs that are neither tensors nor their sizes, and of zeros, whose sign no guard compares."""
+        self.tensors: list[str] = []
+        """Places of tensors that are neither arguments nor reached by the names of modules."""
+        self.reads_environment = False
+
+    def which_matter(self, guards: Sequence[Any]) -> list[bool]:
+        """Return for each guard whether it is kept: half of them are on hooks, which most modules have none of."""
+        for guard in guards:
+            self.reads_environment |= ".environ" in guard.name
+            if isinstance(guard.value, float | complex) and 0 in (guard.value.real, guard.value.imag):
+                is_zero = guard.value == 0 or isinstance(guard.value, complex)
+                self.numbers += [guard.orig_guard.name] if is_zero and guard.name else []
+        return [not guard.name.endswith(_NO_MATTER) for guard in guards]
+
+    def note_inputs(self, graph: Any) -> None:
+        """Note the inputs of a traced graph."""
+        from torch._dynamo import source as sources
+
+        for node in graph.graph.nodes:
+            argument: Any = node.meta.get("grapharg") if node.op == "placeholder" else None
+            source = getattr(argument, "source", None)
+            if source is None or isinstance(source, sources.TensorPropertySource):
+                continue
+            if isinstance(source, sources.RandomValueSource):
+                raise NotTraceableError("a number is drawn from Python's random generator")
+            if isinstance(source, (sources.NumpyTensorSource, sources.FloatTensorSource)):
+                self.numbers.append(_name_of(source.base))
+            elif argument.pass_arg_as_tensor or isinstance(argument.example, torch.SymInt | int | float):
+                self.numbers.append(_name_of(source))
+            elif not (_NAMED.match(_name_of(source)) or _ARGUMENT.match(_name_of(source))):
+                self.tensors.append(_name_of(source))
 
 
 def _name_of(source: Any) -> str:
@@ -215,8 +253,7 @@ def _dynamo() -> Any:
         original = CheckFunctionManager.id_ref
 
         def id_ref(self: Any, obj: Any, *args: Any) -> int:
-            with suppress(TypeError):  # numbers, strings and None are compared by value, or never die
-                died.watch(obj)
+            died.watch(obj)
             return original(self, obj, *args)
 
         states = tracing_state_functions()
@@ -227,6 +264,7 @@ def _dynamo() -> Any:
             stack.enter_context(_disable_current_modes())
             stack.enter_context(_quiet())
             stack.enter_context(_grouped_products_of_any_dtype())
+            stack.enter_context(_identities_guarded())
             CheckFunctionManager.id_ref = id_ref  # type: ignore[method-assign,assignment]
             states.update({question: False for question, answer in before.items() if answer is True})
             try:
@@ -240,6 +278,63 @@ def _dynamo() -> Any:
         return TracingContext.try_get() is not None
 
     return types.SimpleNamespace(tracing=tracing, is_traced=is_traced, cache_entries=_debug_get_cache_entry_list)
+
+
+@contextmanager
+def _identities_guarded() -> Iterator[None]:
+    """While open, two objects that the traced code compares by `is`, or as keys, are guarded by their addresses.
+
+    Dynamo itself guards the types of such objects alone.
+    """
+    try:
+        from torch._dynamo.variables import builtin, object_protocol
+        from torch._dynamo.variables.lazy import LazyVariableTracker
+        from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+    except ImportError:  # before torch 2.13
+        yield
+        return
+
+    def guarded(original: Callable[..., Any], num_objects: int, by_value: bool = True) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for variable in args[:num_objects]:
+                _guard_address(variable, by_value)
+            return original(*args, **kwargs)
+
+        return call
+
+    compare = object_protocol.vt_identity_compare
+    replaced: list[tuple[Any, str, Any]] = [
+        (object_protocol, "vt_identity_compare", guarded(compare, 2, by_value=False)),
+        (builtin, "vt_identity_compare", guarded(compare, 2, by_value=False)),
+        (UserDefinedObjectVariable, "is_python_equal", guarded(UserDefinedObjectVariable.is_python_equal, 2)),
+        (UserDefinedObjectVariable, "hash_impl", guarded(UserDefinedObjectVariable.hash_impl, 1)),
+        # A key that was not looked at would be hashed without any guard.
+        (LazyVariableTracker, "is_hashable_lazy", lambda self: False),
+    ]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced if hasattr(owner, name)]
+    try:
+        for owner, name, replacement in replaced:
+            if hasattr(owner, name):
+                setattr(owner, name, replacement)
+        yield
+    finally:
+        for owner, name, original in before:
+            setattr(owner, name, original)
+
+
+def _guard_address(variable: Any, by_value: bool) -> None:
+    """Have the trace guard the address of the object behind a variable of Dynamo's.
+
+    Constants have guards of their value. Where objects are compared `by_value`, so have those with a hash of their own.
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+    if variable.source is None or variable.is_python_constant() or variable.is_tensor():
+        return
+    is_plain = isinstance(variable, UserDefinedObjectVariable) and type(variable.value).__hash__ is object.__hash__
+    if is_plain or not by_value:
+        install_guard(variable.source.make_guard(GuardBuilder.ID_MATCH))
 
 
 @contextmanager
