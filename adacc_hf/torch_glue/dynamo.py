@@ -33,13 +33,14 @@ class NotTraceableError(Exception):
 class TracedGuards:
     """Guards of one traced call, and the numbers that became inputs of its graph."""
 
-    def __init__(self, manager: Any, found: _Found, died: _Died) -> None:
+    def __init__(self, manager: Any, global_scope: dict[str, Any], found: _Found, died: _Died) -> None:
         self._check = manager.check
+        variables = {**manager.closure_vars, "G": global_scope}
         number_names = found.numbers
         self.number_names = tuple(number_names)
         """Where the numbers stand, as expressions of Dynamo's over the local variables `L` and the globals `G`."""
-        self._numbers = _reader(number_names, manager.closure_vars)
-        self.tensors = _reader(found.tensors, manager.closure_vars)
+        self._numbers = _reader(number_names, variables)
+        self.tensors = _reader(found.tensors, variables)
         """Returns the tensors that the path reads from elsewhere than its arguments and, by their names, the modules of
         the block, given the local variables; None if there are none."""
         self._environment = dict(os.environ) if found.reads_environment else None
@@ -105,7 +106,7 @@ def trace(scope: Scope, ignored: Iterable[Callable[..., Any]] = ()) -> TracedGua
     entries = dynamo.cache_entries(probe.__code__)
     if len(entries) != 1:
         raise NotTraceableError("Dynamo finds no tensor operator in it")
-    return TracedGuards(entries[0].guard_manager, found, died)
+    return TracedGuards(entries[0].guard_manager, probe.__globals__, found, died)
 
 
 def _probe_globals(is_traced: Callable[[], bool]) -> dict[str, Any]:

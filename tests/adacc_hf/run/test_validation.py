@@ -454,7 +454,7 @@ def test_other_operators_at_a_new_size_are_noticed(toy_model, run_steps, assert_
         assert_same_steps(run_steps(model, text(14), 1, autocast), plain[2])
         assert not families_of(handle.library)
         strategies = handle.plans.strategies.values()
-        assert not [entry for each in strategies for entry in each._sized.values() if entry.is_current]
+        assert not [entry for each in strategies for entry in each.entries.sized.values() if entry.is_current]
 
 
 @pytest.mark.parametrize("what", FROM_ELSEWHERE)
