@@ -43,7 +43,7 @@ class Tables:
         kept = {}
         for name, value in now.items():
             first_value = before.get(name)
-            if not self.is_closed and _is_another(value, first_value):
+            if not self.is_closed and first_value is not None and _is_another(value, first_value):
                 # A copy, which is freed where a run puts another one in its place, as in training.
                 kept[name] = first_value.clone()
                 self.has_copies |= first_value.device.type == "cpu"
