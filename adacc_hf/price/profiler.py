@@ -286,6 +286,7 @@ def _recorded(
     Raises UncalledBlocksError if there is no such forward.
     """
     tables: frozenset[Any] = frozenset()
+    earlier: set[str] = set()
     while True:
         survey = empty_survey()
         survey.record(model, batch, installation)
@@ -296,8 +297,11 @@ def _recorded(
         tables, tables_before = run.start_over(), tables
         has_left_out = bool(installation.modules.keys() - called)
         drew_others = has_left_out and _draw_all_blocks(model, batch, installation, run)
+        structures = {block.tape.structure for block in survey.blocks}
         if tables == tables_before and not drew_others:
+            survey.library.preliminary |= earlier - structures
             return survey
+        earlier |= structures
 
 
 def _draw_all_blocks(model: nn.Module, batch: Mapping[str, Any], installation: Installation, run: NoTrace) -> bool:

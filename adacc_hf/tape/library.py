@@ -69,6 +69,8 @@ class TapeLibrary:
         """What a call was given last, and its sizes: the blocks of a model are given the same, one after the other."""
         self._orders: dict[str, tuple[int, ...]] = {}
         """In which order backward asks for saved tensors, by structure: sizes do not change it."""
+        self.preliminary: set[str] = set()
+        """Structures of tapes that blocks run in their first call alone, in which they make tables to read later."""
         self.fallbacks: Counter[str] = Counter()
         """Calls of blocks that ran otherwise than their plans say, by why; who counts steps empties it."""
         self.may_record: Callable[[], bool] = lambda: True
@@ -229,6 +231,7 @@ class TapeLibrary:
         self._tapes.update(other._tapes)
         self._of_calls.update(other._of_calls)
         self._orders.update(other._orders)
+        self.preliminary |= other.preliminary
         for structure, values in other._refused.items():
             self._refused.setdefault(structure, set()).update(values)
         self._alignment, self._latest = max(self._alignment, other._alignment), None

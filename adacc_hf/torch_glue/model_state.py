@@ -301,8 +301,10 @@ class _Search:
         if tensor.is_meta or tensor.is_inference() or not (is_buffer or is_plain):
             return
         most = SMALL_COPY if tensor.requires_grad else self._largest_copy
-        is_copied = tensor.nbytes <= most or (is_buffer and self._largest_copy == LARGEST_COPY)
-        self._add(_CONTENT if is_copied else _VERSION, tensor)
+        is_small = tensor.nbytes <= most or (is_buffer and self._largest_copy == LARGEST_COPY)
+        once = _without_repeats(tensor) if is_plain else tensor
+        can_be_copied = is_small and (not is_plain or not _overlaps(once))
+        self._add(_CONTENT if can_be_copied else _VERSION, once)
 
     def _dict(self, entries: dict[Any, Any]) -> None:
         self._add(_ENTRIES, entries, entries.values() if len(entries) <= MANY else ())
@@ -362,6 +364,20 @@ class _Search:
         if slots := _own_attributes(thing):
             self._add(_ATTRIBUTES, thing, slots.values())
         self._waiting.append(type(thing))
+
+
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of an expanded tensor, each once."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Return True if elements surely share memory, as those of `unfold` do: they cannot be written one by one."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() > extent
 
 
 @cache

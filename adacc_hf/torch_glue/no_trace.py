@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from adacc_hf.artifacts.errors import UnrestorableError
+from adacc_hf.torch_glue.memory import CpuMemoryMeter
 from adacc_hf.torch_glue.model_state import LARGEST_COPY, SMALL_COPY, ModelState
 from adacc_hf.torch_glue.private import version_of
 from adacc_hf.torch_glue.states import RandomStates
@@ -21,37 +22,54 @@ from adacc_hf.torch_glue.tensors import leaves_below, without_gradient_hooks
 
 
 class Tables:
-    """Entries that runs make once and then only read: tensors without gradient where there was none, or a smaller one.
+    """Entries that runs make: tensors without gradient where there was none, or a smaller one, as rotary tables are.
 
-    Rotary tables are. What a later run changes is none: a count that begins with None.
+    They stay until the last run, since training makes them in its first step, and finds them in all others. Afterwards
+    tables alone stay, which are made once and then only read; a count that begins with None is put back.
     """
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, Any], tuple[Any, list[int]]] = {}
-        """The value and its versions, by dict and name; None for what has turned out to be no table."""
+        """The first value that was made, and its versions, by dict and name."""
         self._others: set[tuple[int, Any]] = set()
+        """What a later run has changed."""
+        self.has_copies = False
+        """Whether copies of tensors on the CPU stand in the places of those that runs replace."""
         self.is_closed = False
-        """Whether no run follows that could tell a table from what changes."""
+        """Whether the last run is over."""
 
     def of(self, now: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]:
-        """Entries of `now` that are tables as far as is known."""
+        """Entries of `now` that stay."""
         kept = {}
         for name, value in now.items():
-            tensors = _made_tensors(value, before.get(name))
-            key, found = (id(now), name), (value, [version_of(tensor) for tensor in tensors])
-            if not tensors or key in self._others or (self.is_closed and key not in self._found):
+            first_value = before.get(name)
+            if not self.is_closed and first_value is not None and _is_another(value, first_value):
+                # A copy, which is freed where a run puts another one in its place, as in training.
+                kept[name] = first_value.clone()
+                self.has_copies |= first_value.device.type == "cpu"
+            tensors = _made_tensors(value, first_value)
+            if not tensors:
                 continue
+            key, found = (id(now), name), (value, [version_of(tensor) for tensor in tensors])
+            is_new = key not in self._found
             first = self._found.setdefault(key, found)
-            if first[0] is value and first[1] == found[1]:
-                kept[name] = value
-            else:
+            if first[0] is not value or first[1] != found[1]:
                 self._others.add(key)
-                del self._found[key]
+            if not self.is_closed or not (is_new or key in self._others):
+                kept[name] = value
         return kept
 
     def names(self) -> frozenset[tuple[int, Any]]:
-        """Where the tables are."""
+        """Where runs have made something."""
         return frozenset(self._found)
+
+
+def _is_another(now: Any, before: Any) -> bool:
+    """Return True if a run has put another plain tensor of the same form in the place of `before`."""
+    if type(now) is not torch.Tensor or type(before) is not torch.Tensor or now is before:
+        return False
+    is_alike = (now.shape, now.dtype, now.device) == (before.shape, before.dtype, before.device)
+    return is_alike and not now.requires_grad and not before.requires_grad
 
 
 def _made_tensors(now: Any, before: Any) -> list[torch.Tensor]:
@@ -98,8 +116,8 @@ class NoTrace(AbstractContextManager["NoTrace"]):
 
     That is the state within reach of `roots`, the random generators, the gradients of all parameters found there, and
     which of them want one. What waits for gradients (hooks of DeepSpeed, of optimizers that step in backward) does not
-    hear of those made inside. Tables that a later run has read stay: to make them again would take other operators than
-    that run had. Raises UnrestorableError for what cannot be put back.
+    hear of those made inside. Tables stay: to make them again would take other operators than later runs had. Raises
+    UnrestorableError for what cannot be put back.
     """
 
     def __init__(
@@ -125,6 +143,9 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         """Put state and generators back now, so that each run does the same; return where tables stay."""
         self._first_states.restore()
         self._state.restore(self._tables)
+        if self._tables.has_copies:
+            with CpuMemoryMeter():  # which sees go only what one of them saw come
+                self._state.restore(self._tables)
         return self._tables.names()
 
     def has_drawn(self) -> bool:
