@@ -22,6 +22,7 @@ from transformers import modeling_utils
 
 from adacc_hf.artifacts.policy import Choice, Plan
 from adacc_hf.run.call import Call
+from adacc_hf.run.entries import PlanEntries
 from adacc_hf.run.follow_plan import FollowPlan
 from adacc_hf.tape.compiled_plan import least_memory_choices
 from adacc_hf.tape.library import TapeLibrary
@@ -29,15 +30,20 @@ from adacc_hf.tape.tape import Tape
 from adacc_hf.torch_glue.compat import block_of, keyword_arguments
 
 
+class LeastMemory(PlanEntries):
+    """Entries of a plan that recomputes all that can be, whatever the block runs."""
+
+    def choices(self, tape: Tape) -> tuple[dict[int, Choice], bool]:
+        return least_memory_choices(tape), True
+
+
 class RecomputeAll(FollowPlan):
     """The strategy that recomputes all it can, for a block that no policy knows."""
 
     def __init__(self, name: str, library: TapeLibrary) -> None:
         super().__init__(name, Plan(kind="", choices=()), library)
+        self.entries = LeastMemory(name, self.plan, library, self.known)
         self._is_plain = False
-
-    def choices(self, tape: Tape) -> tuple[dict[int, Choice], bool]:
-        return least_memory_choices(tape), True
 
 
 @dataclass
