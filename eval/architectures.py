@@ -353,7 +353,7 @@ def support_table(verdicts: Iterable[Verdict]) -> str:
     head = _HEAD.format(
         green=len(green),
         total=len(verdicts),
-        noted=sum(bool(verdict.notes) for verdict in green),
+        noted=sum("checkpointed" in verdict.calls for verdict in green),
         torch=torch.__version__,
         transformers=transformers.__version__,
         factor=MIXED_FACTOR,
