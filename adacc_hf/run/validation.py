@@ -55,14 +55,13 @@ from adacc_hf.tape.verification import same_bits
 from adacc_hf.torch_glue.compat import cast_from
 from adacc_hf.torch_glue.private import (
     TO_COPY,
-    DisableTorchDispatch,
     TorchDispatchMode,
     schema_of,
     storage_key,
     version_of,
 )
 from adacc_hf.torch_glue.states import drawing_from, generator_state
-from adacc_hf.torch_glue.tensors import copy_with_storage, is_fake, is_plain, local_of, runs_on_parts
+from adacc_hf.torch_glue.tensors import copy_with_storage, is_fake, local_of, runs_on_parts
 
 _CONSTANT = torch.ops.aten.lift_fresh.default
 _DROPOUT = torch.ops.aten.native_dropout.default
@@ -148,7 +147,7 @@ class ValidatedCall:
         validator = self._validator
         if not validator.saves(tensor) or self._call is None:
             return Kept(tensor)
-        with validator.paused(tensor):
+        with validator.paused():
             return self._call.pack(tensor)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
@@ -250,10 +249,9 @@ class Validator(TorchDispatchMode):
         self._at_hand.pop(self._slots[slot].value, None)
         return True
 
-    def paused(self, tensor: torch.Tensor) -> Any:
-        """Return a context in which operators on `tensor` are not the block's."""
-        # No operator of plain tensors comes to this mode with dispatch disabled; others need their own dispatch.
-        return DisableTorchDispatch() if is_plain(tensor) else _Pause(self)
+    def paused(self) -> _Pause:
+        """Return a context in which operators are not the block's."""
+        return _Pause(self)
 
     def finish(self) -> None:
         """Compare how much ran. Call it after the block."""

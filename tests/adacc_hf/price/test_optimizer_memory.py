@@ -1,5 +1,7 @@
 """Whole training steps: micro-batches, clipping and the optimizer keep to the peak that the policy predicts."""
 
+import gc
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -188,6 +190,7 @@ def of_transformers(name, model, folder):
 
 def kept_by(step):
     """Bytes that the allocator has given to `step` and not got back."""
+    gc.collect()  # what earlier tests left would be freed meanwhile
     with CpuMemoryMeter() as meter:
         step()
         meter.mark(("end",))
