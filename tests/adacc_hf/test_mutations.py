@@ -6,7 +6,6 @@ By default 40 runs are tried. `ADACC_MUTATIONS=2000 pytest tests/adacc_hf/test_m
 from __future__ import annotations
 
 import os
-import random
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -266,33 +265,29 @@ some_changes = st.none() | st.tuples(
 )
 
 
-@settings(max_examples=EXAMPLES, database=None)
-@given(
-    name=st.sampled_from(sorted(MODELS)),
-    has_adapter=st.booleans(),
-    sizes=st.lists(st.sampled_from(SIZES), min_size=STEPS, max_size=STEPS),
-    changes=st.lists(some_changes, min_size=STEPS, max_size=STEPS),
-    seed=st.integers(0, 5),
-)
-def test_lossless_training_is_plain_training_whatever_changes_between_steps(
-    assert_same_steps, name, has_adapter, sizes, changes, seed
-):
-    plain = train(build(name, has_adapter), sizes, changes)
-    policy = Policy.random(profile_of(name, has_adapter), seed, ACTIONS, lossless=True)
-    model = build(name, has_adapter)
-    with apply_policy(model, policy, CONFIG):
-        try:
-            ours = train(model, sizes, changes)
-        except AdaccError as error:
-            STOPPED.append(str(error))
-            return
-    assert_same_steps(ours, plain)
+def test_lossless_training_is_plain_training_whatever_changes_between_steps(assert_same_steps):
+    """A run may stop with words instead, and few do."""
+    stopped = []
 
+    @settings(max_examples=EXAMPLES, database=None)
+    @given(
+        name=st.sampled_from(sorted(MODELS)),
+        has_adapter=st.booleans(),
+        sizes=st.lists(st.sampled_from(SIZES), min_size=STEPS, max_size=STEPS),
+        changes=st.lists(some_changes, min_size=STEPS, max_size=STEPS),
+        seed=st.integers(0, 5),
+    )
+    def train_both(name, has_adapter, sizes, changes, seed):
+        plain = train(build(name, has_adapter), sizes, changes)
+        policy = Policy.random(profile_of(name, has_adapter), seed, ACTIONS, lossless=True)
+        model = build(name, has_adapter)
+        with apply_policy(model, policy, CONFIG):
+            try:
+                ours = train(model, sizes, changes)
+            except AdaccError as error:
+                stopped.append(str(error))
+                return
+        assert_same_steps(ours, plain)
 
-STOPPED: list[str] = []
-"""What stopped a run, in words."""
-
-
-def test_few_runs_are_stopped():
-    """A refusal is allowed, and no excuse: nine of ten runs train on."""
-    assert len(STOPPED) <= EXAMPLES / 10, random.sample(STOPPED, 3)
+    train_both()
+    assert len(stopped) <= EXAMPLES / 10, stopped[:3]
