@@ -133,12 +133,8 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         known_data = {known.data for known in self if known.shape == key.shape}
         if not known_data or key.data in known_data or key in self._unseen:
             return False
-        self.acquaint(key)
-        return True
-
-    def acquaint(self, key: CallKey) -> None:
-        """Take a call of `key` for no unseen one from now on."""
         note_latest(self._unseen, key, None, MAX_SHAPES)
+        return True
 
     def add(self, key: CallKey, known: KnownShape) -> CallKey:
         """Note what a call showed; returns its key, which has the data that its tape is the first to read."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from functools import partial
 from itertools import chain, count
 from operator import methodcaller
@@ -287,9 +287,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple((name, _plain(item)) for name, item in value.items())
     return value if isinstance(value, (bool, int, float, str)) else None
-
-
-def untraced_reasons(block: nn.Module) -> Iterator[str]:
-    """Yield why blocks of this class were not traced whole, each reason once."""
-    known = _KNOWN.get(type(block))
-    yield from dict.fromkeys(known.refused.values()) if known is not None else ()

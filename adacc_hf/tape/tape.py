@@ -238,11 +238,6 @@ class Tape:
     def has_collectives(self) -> bool:
         return any(operator.is_collective for operator in self.operators)
 
-    @property
-    def changes_state(self) -> bool:
-        """Whether the block writes into what it did not make: buffers, arguments."""
-        return any(self.values[old].source is not None for op in self.operators for old, _ in op.mutations)
-
     def is_block_input(self, value: int) -> bool:
         source = self.values[value].source
         return source is not None and source.place == "argument"

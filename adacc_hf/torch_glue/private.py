@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass, TensorBase
-from torch._C import _DisableTorchDispatch as DisableTorchDispatch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
@@ -28,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = [
     "ATTRIBUTES", "BUFFERS", "CHECKPOINTED", "COMPILED_MODULE", "GRADIENT_HOOKS", "LOCAL_TENSOR", "MODULES", "OPERATES",
-    "PARAMETERS", "SHARDED_SIZE", "SOFTMAX", "SPEC", "TO_COPY", "DataDependentOutputException", "DisableTorchDispatch",
+    "PARAMETERS", "SHARDED_SIZE", "SOFTMAX", "SPEC", "TO_COPY", "DataDependentOutputException",
     "DisableTorchFunctionSubclass", "FakeTensorMode", "OpOverload", "SingleLevelFunction", "TensorBase",
     "TorchDispatchMode", "attention_name", "attention_operator", "before_profilers_start", "buffers_of",
     "compiled_call", "coo_indices", "coo_values", "current_autograd_node", "eval_frame_callback", "forward_hooks",

@@ -18,8 +18,13 @@ from adacc_hf.tape.guards import (
     BlockPrograms,
     StatePaths,
     untraced_key,
-    untraced_reasons,
 )
+
+
+def untraced_reasons(block):
+    """Why blocks of this class were not traced whole, each reason once."""
+    known = guards._KNOWN.get(type(block))
+    return list(dict.fromkeys(known.refused.values())) if known is not None else []
 
 
 @pytest.fixture
@@ -237,7 +242,7 @@ def test_a_block_that_cannot_be_traced_has_a_reason(block_class, traces, why):
     calls = Calls(block)
     assert calls.key() == calls.key(text(3, 7))
     assert reason in calls.programs.untraced
-    assert list(untraced_reasons(block)) == [calls.programs.untraced]
+    assert untraced_reasons(block) == [calls.programs.untraced]
     assert len(traces) == 1  # and is not tried again, nor for others of its class
     other = Calls(type(block)())
     assert other.key() == calls.key()
@@ -247,9 +252,9 @@ def test_a_block_that_cannot_be_traced_has_a_reason(block_class, traces, why):
 
 def test_a_traced_block_has_no_reason(block_class):
     block = block_class(scaled)(scale=1.0)
-    assert list(untraced_reasons(block)) == []
+    assert untraced_reasons(block) == []
     Calls(block).key()
-    assert list(untraced_reasons(block)) == []
+    assert untraced_reasons(block) == []
 
 
 def test_what_can_be_told_without_running_tells_untraced_calls_apart(block_class, traces):
