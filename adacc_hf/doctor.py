@@ -70,13 +70,13 @@ def examine_blocks(run: Path) -> list[Finding]:
     """
     from adacc_hf.artifacts.files import PROFILE_FILE
     from adacc_hf.artifacts.profile import Profile
-    from adacc_hf.reports.explain import describe_execution
+    from adacc_hf.reports.explain import describe_calls
 
     profile = Profile.load(run / PROFILE_FILE)
     findings = []
     for index, kind in enumerate(profile.kinds):
         names = [block.name for block in profile.blocks if block.kind == index]
-        notes = describe_execution(kind)
+        notes = describe_calls(kind)
         found = f"{kind.block_class}, {names[0]} and {len(names) - 1} others: {'; '.join(notes) or 'guarded by Dynamo'}"
         advice = "rewrite what is named there, or leave the class out with AdaccConfig(block_classes=...)"
         findings.append(Finding("blocks", found, advice if notes else None))

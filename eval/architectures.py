@@ -162,14 +162,14 @@ def describe_calls(profile: Profile) -> str:
     words: Counter[str] = Counter()
     for block in profile.blocks:
         kind = profile.kind_of(block)
-        words["checkpointed" if kind.fallback else "witnessed" if kind.untraced else "traced"] += 1
+        words["checkpointed" if kind.untrusted else "witnessed" if kind.untraced else "traced"] += 1
     return ", ".join(word for word, _ in words.most_common())
 
 
 def _untraced(profile: Profile) -> Iterator[str]:
     """Yield why blocks are witnessed, each reason once."""
     found = {
-        f"{kind.block_class}: {kind.untraced}": None for kind in profile.kinds if not kind.fallback and kind.untraced
+        f"{kind.block_class}: {kind.untraced}": None for kind in profile.kinds if not kind.untrusted and kind.untraced
     }
     yield from found
 

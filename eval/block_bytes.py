@@ -20,14 +20,13 @@ from typing import Any
 
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
+from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.policy import Policy
-from adacc_hf.artifacts.step_peak import run_block
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_model import PRECISIONS, Workload, fake_model
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.records import Figures, Settings, Status, add_settings, markdown_table
-from adacc_hf.solve.baselines import checkpointed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,10 +159,10 @@ def stored(name: str, shape: Shape | None = None) -> Figures:
         profile = model.profile(shape.b, shape.s)
     block = profile.blocks[0]
     kind = profile.kind_of(block)
-    outcome = run_block(kind, Policy.uniform(profile, "retain").plan_of(block.name))
+    policy = Policy.checkpoint(profile) if variant.is_checkpointed else Policy.uniform(profile, "retain")
+    outcome = run_block(kind, policy.plan_of(block.name))
     kept = [value for value in kind.activations if value.saved or value.producer is None]
     if variant.is_checkpointed:
-        outcome = checkpointed(kind, outcome)
         kept = [value for value in kept if value.producer is None]
     return {
         "status": Status.MEASURED.value,

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.errors import UnrestorableError
 from adacc_hf.artifacts.policy import RETAIN, Action, Plan
-from adacc_hf.artifacts.step_peak import run_block, simulate
+from adacc_hf.artifacts.step_peak import simulate
 from adacc_hf.kernels.codecs import Payload
 from adacc_hf.torch_glue.model_state import SMALL_COPY, ModelState
 from adacc_hf.torch_glue.no_trace import NoTrace

@@ -10,7 +10,7 @@ import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -24,13 +24,29 @@ from adacc_hf.artifacts.units import format_bytes
 if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import CodecOption, KindProfile, Profile, Value
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 COMPILED_FORMAT = "adacc_hf.compiled_policy"
 """What the file of a policy for compiled graphs says it is; see `adacc_hf/compiler/region.py`."""
 HEADS = ("plain", "chunked")
+CHECKPOINTED_SHARE = 0.15
+"""How many blocks torch's checkpoint runs under a random policy, of those that can be replayed."""
 IDLE_KIND = "idle"
 """What stands for a tape's digest in the plan of a block that the profiled batch ran without gradients alone: there is
 nothing to decide. See `adacc_hf/price/whole_model.py`."""
+
+Place = tuple[int | str, ...]
+"""Where an argument is among those of a call: its position or name, then the steps into containers."""
+
+
+class BlockAction(str, Enum):
+    """What happens to a block as a whole."""
+
+    PLAIN = "plain"
+    """It runs untouched: autograd keeps what it saves."""
+    CHECKPOINT = "checkpoint"
+    """torch's checkpoint runs it: its inputs are kept, some as a codec's payload, and backward runs it once more."""
+    REPLAY = "replay"
+    """Each of its activations has an action of its own."""
 
 
 class Action(str, Enum):
@@ -90,11 +106,22 @@ class Plan:
 
     kind: str
     choices: tuple[tuple[int, Choice], ...]
+    is_checkpointed: bool = False
+    """Whether torch's checkpoint runs the whole block. Its inputs alone are retained or compressed then."""
+    places: tuple[tuple[int, Place], ...] = ()
+    """Where a call of a checkpointed block finds each input that is compressed, by value index."""
 
     @property
     def is_plain(self) -> bool:
         """Whether the block runs untouched: everything is retained."""
-        return all(choice.action is Action.RETAIN for _, choice in self.choices)
+        return not self.is_checkpointed and all(choice.action is Action.RETAIN for _, choice in self.choices)
+
+    @property
+    def block_action(self) -> BlockAction:
+        """What happens to the block as a whole."""
+        if self.is_checkpointed:
+            return BlockAction.CHECKPOINT
+        return BlockAction.PLAIN if self.is_plain else BlockAction.REPLAY
 
     def choice(self, value: int) -> Choice:
         return dict(self.choices)[value]
@@ -144,6 +171,11 @@ class Policy:
         """The blocks that the policy decides nothing about, since the profiled batch did not train them."""
         return {name for name, index in self.blocks if self.plans[index].kind == IDLE_KIND}
 
+    def block_counts(self) -> Counter[str]:
+        """How many calls of blocks get each action of a whole block; none of those with nothing to decide."""
+        plans = (self.plans[index] for _, index in self.blocks)
+        return Counter(plan.block_action.value for plan in plans if plan.kind != IDLE_KIND)
+
     def action_counts(self) -> Counter[str]:
         """How many activations of all blocks get each action."""
         counts: Counter[str] = Counter()
@@ -166,12 +198,14 @@ class Policy:
         counts, num_masks = self.action_counts(), self._num_masks()
         counts[Action.COMPRESS.value] -= num_masks
         actions = ", ".join(f"{counts[action.value]} {action.value}" for action in Action)
+        num_checkpointed = self.block_counts()[BlockAction.CHECKPOINT.value]
+        checkpointed = f" ({num_checkpointed} under torch's checkpoint)" if num_checkpointed else ""
         actions += f", {num_masks} mask{'' if num_masks == 1 else 's'} as bits" if num_masks else ""
         head = "" if self.head == "plain" else f", {self.head} head"
         num_blocks = len(num_calls(name for name, _ in self.blocks))
         again = "" if num_blocks == len(self.blocks) else f" called {len(self.blocks)} times"
         return (
-            f"{num_blocks} block{'' if num_blocks == 1 else 's'}{again}, {actions}{head}; "
+            f"{num_blocks} block{'' if num_blocks == 1 else 's'}{again}{checkpointed}, {actions}{head}; "
             f"stored {format_bytes(self.predicted_stored_bytes)}, "
             f"peak {format_bytes(self.predicted_peak_bytes)}, overhead {self.predicted_overhead_ms:.2f} ms per step"
         )
@@ -207,8 +241,8 @@ class Policy:
     def uniform(cls, profile: Profile, action: Action | str, codec: str | None = None) -> Policy:
         """Give every activation `action`, where it can take it; else RETAIN.
 
-        With RECOMPUTE, what cannot be recomputed (a mask drawn from a generator of the user's own) is stored by a
-        lossless codec where one was priced.
+        With RECOMPUTE, torch's checkpoint runs blocks that cannot be replayed, and what cannot be recomputed (a mask
+        drawn from a generator of the user's own) is stored by a lossless codec where one was priced.
         With COMPRESS, `codec` picks the codec; None takes each activation's first priced one. Raises ValueError for a
         codec that was not priced for any activation.
         """
@@ -216,6 +250,12 @@ class Policy:
         if action is Action.COMPRESS and codec is not None:
             _check_priced(profile, codec)
         return cls.build(profile, [_uniform_plan(profile.kind_of(block), action, codec) for block in profile.blocks])
+
+    @classmethod
+    def checkpoint(cls, profile: Profile) -> Policy:
+        """Have torch's checkpoint run every block that it may run; the others run plainly."""
+        plans = {kind.digest: checkpoint_plan(kind) or plain_plan(kind) for kind in profile.kinds}
+        return cls.build(profile, [plans[profile.kind_of(block).digest] for block in profile.blocks])
 
     @classmethod
     def random(
@@ -227,7 +267,8 @@ class Policy:
     ) -> Policy:
         """A random action out of `actions` for every activation of every block, each where it can take it.
 
-        With `lossless`, COMPRESS takes lossless codecs only.
+        With RECOMPUTE among them, torch's checkpoint runs some of the blocks, at random too. With `lossless`, COMPRESS
+        takes lossless codecs only.
         """
         generator = random.Random(seed)
         allowed = [Action.parse(action) for action in actions]
@@ -248,7 +289,12 @@ class Policy:
             "head": self.head,
             "facts": dict(self.facts),
             "plans": [
-                {"kind": plan.kind, "choices": {str(value): choice.to_json() for value, choice in plan.choices}}
+                {
+                    "kind": plan.kind,
+                    "choices": {str(value): choice.to_json() for value, choice in plan.choices},
+                    "is_checkpointed": plan.is_checkpointed,
+                    "places": {str(value): list(place) for value, place in plan.places},
+                }
                 for plan in self.plans
             ],
             "blocks": dict(self.blocks),
@@ -278,6 +324,8 @@ class Policy:
                     Plan(
                         kind=plan["kind"],
                         choices=tuple((int(v), Choice.from_json(c)) for v, c in plan["choices"].items()),
+                        is_checkpointed=bool(plan["is_checkpointed"]),
+                        places=tuple((int(v), tuple(place)) for v, place in plan["places"].items()),
                     )
                     for plan in record["plans"]
                 ),
@@ -324,7 +372,38 @@ def _check_priced(profile: Profile, codec: str) -> None:
     )
 
 
+def checkpoint_plan(kind: KindProfile, codecs: Mapping[int, Choice] | None = None) -> Plan | None:
+    """The plan by which torch's checkpoint runs a block of `kind`, inputs compressed as `codecs` says; None where it
+    must not run it (`KindProfile.block_actions`)."""
+    if BlockAction.CHECKPOINT not in kind.block_actions:
+        return None
+    codecs = codecs or {}
+    inputs = {value.index for value in kind.inputs}
+    return Plan(
+        kind=kind.digest,
+        choices=tuple(
+            (v.index, codecs.get(v.index, RETAIN) if v.index in inputs else RECOMPUTE) for v in kind.activations
+        ),
+        is_checkpointed=True,
+        places=tuple((value, kind.values[value].place) for value in codecs),
+    )
+
+
+def plain_plan(kind: KindProfile) -> Plan:
+    """The plan by which a block of `kind` runs untouched."""
+    return _uniform_plan(kind, Action.RETAIN, None)
+
+
+def recompute_plan(kind: KindProfile) -> Plan:
+    """The plan by which a block of `kind` stores least: torch's checkpoint where it cannot be replayed."""
+    return _uniform_plan(kind, Action.RECOMPUTE, None)
+
+
 def _uniform_plan(kind: KindProfile, action: Action, codec: str | None) -> Plan:
+    checkpointed = checkpoint_plan(kind) if kind.untrusted and action is Action.RECOMPUTE else None
+    if checkpointed is not None:
+        return checkpointed
+
     def choose(value: Value) -> Choice:
         if action is Action.RECOMPUTE:
             lossless = [Choice.compress(option) for option in value.codecs if option.lossless]
@@ -339,6 +418,9 @@ def _uniform_plan(kind: KindProfile, action: Action, codec: str | None) -> Plan:
 
 
 def _random_plan(kind: KindProfile, generator: random.Random, allowed: Sequence[Action], lossless: bool) -> Plan:
+    checkpointed = checkpoint_plan(kind) if Action.RECOMPUTE in allowed else None
+    if checkpointed is not None and generator.random() < (0.5 if kind.untrusted else CHECKPOINTED_SHARE):
+        return checkpointed
     choices, coded = {}, set()
     for value in kind.activations:
         options = [option for option in value.codecs if option.lossless or not lossless]

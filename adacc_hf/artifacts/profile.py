@@ -23,10 +23,12 @@ from adacc_hf.artifacts.index_values import (
     made_from,
     upstream,
 )
-from adacc_hf.artifacts.policy import numbered
+from adacc_hf.artifacts.policy import BlockAction, Choice, Place, numbered
 from adacc_hf.artifacts.profile_sizes import ProfileSizes, Shapes, sizes_of
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
+WHOLE = "whole"
+"""The role of the activation that stands for all that a block saves, where its operators cannot be replayed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +75,11 @@ class Value:
     """Whether replay was verified to recompute it bit for bit from what is stored (rule R7)."""
     role: str
     """Class of tensor for the choice of a codec (paper, section 3.2): linear, norm, activation, qkv, softmax, mask,
-    input, parameter (a cast of one), generator (its state), other."""
+    input, parameter (a cast of one), generator (its state), whole (WHOLE), other."""
     cached: bool = False
     """Whether it lives until the whole forward ends in any case: a parameter's cast in autocast's cache."""
+    is_kept: bool = False
+    """Whether others hold it too, whatever the block does: an output that the next block saves, a parameter's cast."""
     codecs: tuple[CodecOption, ...] = ()
     equal_to: int | None = None
     """An earlier activation with the same bits, made by the same operator from the same input. RECOMPUTE takes this
@@ -85,6 +89,8 @@ class Value:
     other activations; 0 where that was not measured."""
     taken_after: int = 0
     """Of a generator's state, how many slots autograd has filled when the block takes it."""
+    place: Place = ()
+    """Of a block input, where a call finds it among its arguments."""
     too_coarse: tuple[tuple[str, float], ...] = ()
     """Codecs that are left out, and the relative error that each would make in the gradient of an operator."""
 
@@ -176,8 +182,17 @@ class KindProfile:
     copied_slots: tuple[int, ...] = ()
     """Slots of autograd Functions written in Python. Their backward may write into what they saved, so that it gets a
     copy of what a replay reads (rule R6)."""
-    fallback: str | None = None
-    """Why torch's checkpoint runs such a block unless it retains everything: its operators cannot be replayed."""
+    untrusted: str | None = None
+    """Why such a block's operators cannot be replayed. All that it saves is one activation then, which is retained by a
+    block that runs plainly; else torch's checkpoint runs the block."""
+    block_actions: tuple[BlockAction, ...] = (BlockAction.PLAIN, BlockAction.CHECKPOINT)
+    """What may be done with the block as a whole. Other ranks take part in some operators: these must run again on all
+    ranks or on none. And what overwrites its own input cannot run again."""
+    elsewhere_bytes: int = 0
+    """Casts of parameters that the block saves and that count as another call's, since autocast's cache has them: a
+    second forward makes them once more."""
+    generator_bytes: int = 0
+    """What torch's checkpoint keeps of the random generators' states on the block's device."""
     untraced: str | None = None
     """Why each call of such a block is compared with its tape, operator by operator: Dynamo cannot trace its Python
     whole. None if guards tell whether a call runs what was recorded."""
@@ -186,6 +201,11 @@ class KindProfile:
     def activations(self) -> tuple[Value, ...]:
         """The values that a policy has an action for."""
         return tuple(value for value in self.values if value.activation)
+
+    @cached_property
+    def inputs(self) -> tuple[Value, ...]:
+        """What torch's checkpoint of the block has to keep: the tensors given to it that nothing else holds."""
+        return tuple(value for value in self.activations if value.producer is None and value.role != WHOLE)
 
     @cached_property
     def names(self) -> list[str]:
@@ -222,6 +242,24 @@ class KindProfile:
         # Where a statistic's rows are recomputed from further up, it is recomputed with them: it suits them better.
         rows = {v.index: made_from(v.index, self._reads, self._is_activation) for v in saved if v.is_statistic}
         return far | rows
+
+    @cached_property
+    def bears_coded_inputs(self) -> bool:
+        """Whether the block may run again on inputs that were stored with loss: not where its operators depend on data,
+        nor where indices would follow from them (`index_values.py`), or a value would come out too far off."""
+        inputs = {value.index for value in self.inputs}
+        is_far = any(value.saved and value.is_far_recomputed for value in self.values)
+        return self.untrusted is None and not is_far and not self.index_values(inputs)
+
+    def codec_option(self, value: int, choice: Choice) -> CodecOption:
+        """The price of the codec that `choice` compresses a value with. Raises ValueError if it was not priced."""
+        for option in self.values[value].codecs:
+            if (option.codec, option.options) == (choice.codec, choice.options):
+                return option
+        raise ValueError(
+            f"activation {value} ({self.values[value].name}) has no price for codec {choice.codec!r} with "
+            f"{dict(choice.options)}: profile again with that codec"
+        )
 
     def _reads(self, value: int) -> tuple[int, ...]:
         producer = self.values[value].producer
@@ -502,12 +540,13 @@ def _kind_from_json(record: dict[str, Any]) -> KindProfile:
     fields["slots"] = tuple(fields["slots"])
     fields["held"] = tuple(fields["held"])
     fields["copied_slots"] = tuple(fields.get("copied_slots", ()))
+    fields["block_actions"] = tuple(map(BlockAction, fields["block_actions"]))
     return KindProfile(**fields)
 
 
 def _value_from_json(record: dict[str, Any]) -> Value:
     codecs = tuple(codec_option_from_json(option) for option in record["codecs"])
-    shapes = {name: tuple(record[name]) for name in ("shape", "encoded_shape")}
+    shapes = {name: tuple(record[name]) for name in ("shape", "encoded_shape", "place")}
     return Value(**{**record, **shapes, "codecs": codecs, "too_coarse": _pairs(record.get("too_coarse", ()))})
 
 

@@ -56,7 +56,7 @@ def profile_outline(profile: Profile) -> Any:
             [(event.value, event.death) for event in kind.forward],
             [(event.slot, event.release) for event in kind.backward],
             kind.held,
-            kind.fallback,
+            kind.untrusted,
         )
         for kind in profile.kinds
     ]

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.profile import BackwardEvent, CodecOption, ForwardEvent, KindProfile, Operator, Value
+from adacc_hf.artifacts.policy import BlockAction
+from adacc_hf.artifacts.profile import WHOLE, BackwardEvent, CodecOption, ForwardEvent, KindProfile, Value
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.price.codec_options import codec_options, finer_options
 from adacc_hf.price.gradient_probe import GradientErrors, gradient_errors, is_near
@@ -182,54 +183,46 @@ def _runs(tape: Tape, bases: Sequence[torch.Tensor]) -> Iterator[tuple[int, Call
             environment[value] = environment[value] if overwritten else tensor
 
 
-# The profile of a kind that torch's checkpoint runs, since its operators depend on data (rule R8).
+# The profile of a kind whose operators cannot be replayed, since they depend on data (rule R8), or are not seen.
 #
-# All that such a block saves is one activation: retained, the block runs plainly; recomputed, torch's checkpoint runs
-# it, holds all of the block's arguments and the state of the random generator, and runs the whole forward once more. So
-# the solver and the simulator need not know about it.
+# All that such a block saves is one activation, which a block that runs plainly retains. Under torch's checkpoint it
+# keeps all of the block's arguments and the state of the random generator, and runs the whole forward once more.
 
 SAVED = 0
 """The index of all that the block saves."""
 
 
-def fallback_kind(block: RecordedBlock, sharing: Sharing, forward_ms: float) -> KindProfile:
+def untrusted_kind(block: RecordedBlock, sharing: Sharing, forward_ms: float) -> KindProfile:
     """The kind of `block`, its memory still to be measured."""
     arguments = [
-        _value(index, "an argument of the block", storage_of(tensor).nbytes(), sharing.index_of(tensor))
+        _value(index, "an argument of the block", storage_of(tensor).nbytes(), "input", sharing.index_of(tensor))
         for index, tensor in enumerate(block.given.values(), start=SAVED + 1)
     ]
-    generator = [_value(len(arguments) + 1, "the random generator's state", _generator_bytes(block), None)]
-    values = [_saved_value(block, sharing), *arguments, *generator]
-    checkpoint = Operator(
-        index=0,
-        name="torch.utils.checkpoint",
-        module="",
-        inputs=tuple(value.index for value in values[1:]),
-        outputs=(SAVED,),
-        ms=forward_ms,
-        replayable=True,
-    )
+    is_alone = not block.tape.has_collectives
     return KindProfile(
         digest=block.tape.kind,
         block_class=block.tape.block_class,
-        values=tuple(values),
-        operators=(checkpoint,),
+        values=(_saved_value(block, sharing), *arguments),
+        operators=(),
         slots=(SAVED,) if block.tape.slots else (),
         forward=(),
         backward=(),
         forward_ms=forward_ms,
-        fallback=block.tape.untrusted,
+        held=tuple(sorted(i for v in arguments if (i := v.shared) is not None and not sharing.records[i].saved)),
+        untrusted=block.tape.untrusted,
+        block_actions=(BlockAction.PLAIN, BlockAction.CHECKPOINT) if is_alone else (BlockAction.CHECKPOINT,),
+        generator_bytes=generator_bytes(block),
     )
 
 
-def with_fallback_forward(kind: KindProfile, forward: Sequence[ForwardEvent]) -> KindProfile:
+def with_untrusted_forward(kind: KindProfile, forward: Sequence[ForwardEvent]) -> KindProfile:
     """`kind` with its measured forward, in which it counts as storing everything from the start, if it does."""
     most = max(event.extra_bytes for event in forward)
     stored = ForwardEvent(value=SAVED, death=True, extra_bytes=most)
     return replace(kind, forward=(ForwardEvent(value=-1, death=False, extra_bytes=most), stored))
 
 
-def fallback_backward(kind: KindProfile, extra_bytes: int | None) -> tuple[BackwardEvent, ...]:
+def untrusted_backward(kind: KindProfile, extra_bytes: int | None) -> tuple[BackwardEvent, ...]:
     """The backward of `kind`, in which at most `extra_bytes` were live besides what it stored; None if it has none.
 
     A block that had nothing to save when it was recorded has none either, whatever it did when it was measured.
@@ -250,11 +243,11 @@ def _saved_value(block: RecordedBlock, sharing: Sharing) -> Value:
     own = [v for v in block.saved() if v in own_inputs or v in hidden or tape.values[v].source is None]
     nbytes = sum(tape.values[v].nbytes for v in own)
     saved = bool(tape.slots)
-    whole = _value(SAVED, "all that the block saves", nbytes, None)
-    return replace(whole, producer=0, saved=saved, activation=saved, recomputable=True, role="other")
+    whole = _value(SAVED, "all that the block saves", nbytes, WHOLE, None)
+    return replace(whole, saved=saved, activation=saved)
 
 
-def _value(index: int, name: str, nbytes: int, shared: int | None) -> Value:
+def _value(index: int, name: str, nbytes: int, role: str, shared: int | None) -> Value:
     return Value(
         index=index,
         name=name,
@@ -267,11 +260,11 @@ def _value(index: int, name: str, nbytes: int, shared: int | None) -> Value:
         activation=shared is None,
         shared=shared,
         recomputable=False,
-        role="input",
+        role=role,
     )
 
 
-def _generator_bytes(block: RecordedBlock) -> int:
+def generator_bytes(block: RecordedBlock) -> int:
     """What torch's checkpoint keeps on the block's device; a GPU's state is kept on the CPU."""
     on_cpu = all(tensor.device.type == "cpu" for tensor in block.given.values())
     return torch.get_rng_state().nbytes if on_cpu else 0

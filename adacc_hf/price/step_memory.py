@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from adacc_hf.artifacts.block_walk import BlockOutcome
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import BackwardEvent, ForwardEvent, KindProfile, Profile, Shared
-from adacc_hf.artifacts.step_peak import BlockOutcome, simulate_policy
+from adacc_hf.artifacts.step_peak import simulate_policy
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.watching import MarkCalls, WatchForward, WatchSlots
 from adacc_hf.run.blocks import BlockFunction, Installation, LaterCall

@@ -13,14 +13,15 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from adacc_hf.artifacts.block_outcome import run_block
+from adacc_hf.artifacts.block_walk import BlockOutcome
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.index_values import DEGRADED_ERROR
-from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Plan, call_name, num_calls, split_call
+from adacc_hf.artifacts.policy import BlockAction, Place, call_name, num_calls, recompute_plan, split_call
 from adacc_hf.artifacts.profile import BackwardEvent, ForwardEvent, KindProfile, Operator, Value, unpack_order
-from adacc_hf.artifacts.step_peak import BlockOutcome, run_block
 from adacc_hf.price.codec_options import is_parameter_cast, role_of, storable, with_outliers
 from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.pricing import Prices, fallback_kind, with_fallback_forward
+from adacc_hf.price.pricing import Prices, generator_bytes, untrusted_kind, with_untrusted_forward
 from adacc_hf.price.sharing import RecordedBlock, Sharing, address_of
 from adacc_hf.price.watching import WatchSlots, refuse_backward
 from adacc_hf.run.blocks import Installation
@@ -229,7 +230,7 @@ class Survey:
         tape = group[0].tape
         prices = self._prices[tape.digest]
         if tape.untrusted is not None:
-            kind = fallback_kind(group[0], self.sharing, sum(prices.operator_ms))
+            kind = untrusted_kind(group[0], self.sharing, sum(prices.operator_ms))
         else:
             kind = KindBuilder(group, self.sharing, prices, self.config).build()
         read = recompute_outcome(kind).shared
@@ -251,11 +252,11 @@ class Survey:
         watchers = []
         for block in self.blocks:
             function, kind = installation.functions[block.name], self._kinds[block.kind]
-            if block.name in watched and kind.fallback is None:
+            if block.name in watched and kind.untrusted is None:
                 function.strategy = WatchSlots(block.name, kind, sources[block.name])
                 watchers.append(function.strategy)
             else:
-                function.strategy = FollowPlan(block.name, _recompute_plan(kind), self.library, block.known)
+                function.strategy = FollowPlan(block.name, recompute_plan(kind), self.library, block.known)
         return watchers
 
     def let_go(self) -> None:
@@ -309,20 +310,21 @@ def _made_references(recorder: Recorder, tape: Tape, besides: Set[int]) -> dict[
     return {value: StorageWeakRef(recorder.bases[value].untyped_storage()) for value in made if value not in besides}
 
 
+def _block_actions(tape: Tape) -> tuple[BlockAction, ...]:
+    """What may be done with a block as a whole that runs as `tape` says."""
+    overwrites = any(value.overwritten and tape.is_block_input(value.index) for value in tape.values)
+    return (BlockAction.PLAIN,) if tape.has_collectives or overwrites else (BlockAction.PLAIN, BlockAction.CHECKPOINT)
+
+
 def recompute_outcome(kind: KindProfile) -> BlockOutcome:
     """What a block of `kind` keeps and needs when all that can be is recomputed."""
-    return run_block(kind, _recompute_plan(kind))
-
-
-def _recompute_plan(kind: KindProfile) -> Plan:
-    choices = tuple((v.index, RECOMPUTE if v.recomputable else RETAIN) for v in kind.activations)
-    return Plan(kind=kind.digest, choices=choices)
+    return run_block(kind, recompute_plan(kind))
 
 
 def _with_forward(kind: KindProfile, forward: tuple[ForwardEvent, ...]) -> KindProfile:
     """`kind` with its measured forward; casts of parameters that forward did not let go of are cached too."""
-    if kind.fallback is not None:
-        return with_fallback_forward(kind, forward)
+    if kind.untrusted is not None:
+        return with_untrusted_forward(kind, forward)
     dead = {event.value for event in forward if event.death}
     values = tuple(replace(v, cached=v.cached or (v.role == "parameter" and v.index not in dead)) for v in kind.values)
     return replace(kind, values=values, forward=forward)
@@ -351,9 +353,12 @@ class KindBuilder:
         own = {value for value in storable(self.tape) if self.shared.get(value) is None}
         self.activations = own & (self.saved | inputs)
         """What the block may store: dead slots store nothing."""
+        self.kept = kept
         self.optional = self.activations - kept
         """What it may also not store; an output, a cast or anything else that others hold costs nothing more."""
         self.recomputable = obtainable(self.tape, self.tape.recomputable, self.saved) - kept
+        self.block_actions = _block_actions(self.tape)
+        self.generator_bytes = generator_bytes(block)
         self.outliers = {value: max(block.outliers.get(value, 0) for block in group) for value in prices.codecs}
         self.errors = [block.errors for block in group]
 
@@ -373,6 +378,9 @@ class KindBuilder:
             forward=(),
             backward=(),
             forward_ms=sum(self.prices.operator_ms),
+            block_actions=self.block_actions,
+            elsewhere_bytes=sum(tape.values[value].nbytes for value in self.counted_elsewhere),
+            generator_bytes=self.generator_bytes,
         )
 
     def _value(self, index: int) -> Value:
@@ -392,6 +400,7 @@ class KindBuilder:
             saved=index in self.saved,
             cached=index in self.held_besides,
             activation=index in self.activations,
+            is_kept=index in self.kept,
             shared=self.shared.get(index),
             recomputable=index in self.recomputable,
             role=role_of(tape, index),
@@ -400,7 +409,17 @@ class KindBuilder:
             replay_error=max(errors.replay.get(index, 0.0) for errors in self.errors),
             taken_after=record.source.path[0] if record.source and tape.is_generator_state(index) else 0,
             too_coarse=tuple(too_coarse.items()),
+            place=self._place(index),
         )
+
+    def _place(self, index: int) -> Place:
+        """Where a call finds a block input that a codec can encode as it is given."""
+        record = self.tape.values[index]
+        if not self.tape.is_block_input(index) or not record.is_encodable or record.source is None:
+            return ()
+        size = record.ref.geometry[0]
+        is_in_order = encode_view(self.tape, index).geometry[0] == size
+        return record.source.path if is_in_order and len(record.source.path) == 1 else ()
 
     def _gradient_error(self, index: int, codec: str) -> float:
         """The largest that it makes in any block of the kind."""

@@ -108,7 +108,7 @@ class WatchForward:
         self.meter = meter
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        values = iter(self.kind.slots if self.kind.fallback is None else ())
+        values = iter(self.kind.slots if self.kind.untrusted is None else ())
         seen: set[int] = set()
 
         @torch.compiler.disable  # as in WatchSlots

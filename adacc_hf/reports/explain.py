@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.index_values import walk_back
-from adacc_hf.artifacts.policy import IDLE_KIND, Action, Choice, Plan, Policy
+from adacc_hf.artifacts.policy import IDLE_KIND, Action, BlockAction, Choice, Plan, Policy, checkpoint_plan, plain_plan
 from adacc_hf.artifacts.profile import CodecOption, KindProfile, Profile, Value
 from adacc_hf.artifacts.units import format_bytes
 
@@ -33,12 +34,16 @@ class ActivationRow:
     """The label of the activation that it repeats, and is taken from where it is recomputed."""
     is_decided: bool = False
     """Whether it follows from what the plan stores with loss, and no replay may make it of that."""
+    is_checkpointed: bool = False
+    """Whether torch's checkpoint runs the whole block."""
 
     @property
     def reason(self) -> str:
         """The chosen action with its cost and the bytes that it frees, then the other possible ones."""
         others = [self._codec_price(option) for option in self.value.codecs if option != self.option]
         others += [f"{codec}: no, a gradient would be {error:.0%} off" for codec, error in self.value.too_coarse]
+        if self.is_checkpointed and self.choice.action is Action.RECOMPUTE:
+            return "recompute: with the whole block"
         if self.choice.action is Action.RETAIN:
             return "; ".join(["retain: frees nothing", self._replay_price(), *others])
         if self.option is None:
@@ -73,6 +78,7 @@ def activation_rows(kind: KindProfile, plan: Plan) -> list[ActivationRow]:
             replay_ms=_replay_ms(kind, choices, value),
             twin=None if value.equal_to is None else kind.names[value.equal_to],
             is_decided=value.index in index_values,
+            is_checkpointed=plan.is_checkpointed,
         )
         for value in kind.activations
     ]
@@ -126,7 +132,7 @@ def explain_policy(policy: Policy, profile: Profile) -> str:
         if plan.kind == IDLE_KIND:
             lines.append(f"  {NOTHING_TO_DECIDE}")
             continue
-        lines += [f"  {note}" for note in describe_execution(kind)]
+        lines += [f"  {note}" for note in describe_block(kind, plan)]
         lines += [_aligned(line, widths) for line in cells]
     return "\n".join(lines)
 
@@ -142,13 +148,29 @@ def describe_head(policy: Policy, profile: Profile) -> str:
     return f"{policy.head} head; " + "; ".join(costs)
 
 
-def describe_execution(kind: KindProfile) -> list[str]:
-    """Return a line for each reason why blocks of a kind are not run under their plan alone."""
-    if kind.fallback is not None:
-        return [f"fallback: torch's checkpoint runs these blocks unless they retain everything, since {kind.fallback}"]
+def describe_block(kind: KindProfile, plan: Plan) -> list[str]:
+    """Return what a block of a kind does as a whole under `plan`, what else it could do, and what its calls cost."""
+    plans = {BlockAction.PLAIN: plain_plan(kind), BlockAction.CHECKPOINT: checkpoint_plan(kind)}
+    others = {
+        action: other for action in kind.block_actions if (other := plans[action]) and action != plan.block_action
+    }
+    costs = [_block_price(kind, action, each) for action, each in [(plan.block_action, plan), *others.items()]]
+    return ["; ".join(costs), *describe_calls(kind)]
+
+
+def describe_calls(kind: KindProfile) -> list[str]:
+    """Return a line for each reason why blocks of a kind are not replayed, or at a price for each call."""
+    if kind.untrusted is not None:
+        return [f"no replay: such a block runs plainly or under torch's checkpoint, since {kind.untrusted}"]
     if kind.untraced is not None:
         return [f"compared with its tape at each call (some 10 us an operator), since Dynamo stops at: {kind.untraced}"]
     return []
+
+
+def _block_price(kind: KindProfile, action: BlockAction, plan: Plan) -> str:
+    """ "checkpoint: 3.20 ms, stores 1.2 MiB"."""
+    outcome = run_block(kind, plan)
+    return f"{action.value}: {outcome.overhead_ms:.2f} ms, stores {format_bytes(outcome.stored_bytes)}"
 
 
 def format_shape(value: Value) -> str:

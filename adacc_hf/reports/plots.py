@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from adacc_hf.artifacts.block_outcome import rerun_ms
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Action, Plan, Policy
 from adacc_hf.artifacts.profile import KindProfile, Profile
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.reports.document import ACTION_COLORS
-from adacc_hf.solve.baselines import recomputed_ms
 from adacc_hf.solve.frontier import chain, frontiers, overhead_ms
 from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.solve.milp import build_block_model
@@ -228,7 +228,7 @@ def marks(profile: Profile, policy: Policy) -> list[Mark]:
 
     plain, full = Policy.uniform(profile, Action.RETAIN), Policy.uniform(profile, Action.RECOMPUTE)
     # Torch's checkpoint runs a block's forward again up to the last tensor saved, replay only what backward needs.
-    checkpoint_ms = sum(recomputed_ms(profile.kind_of(block)) for block in profile.blocks)
+    checkpoint_ms = sum(rerun_ms(profile.kind_of(block)) for block in profile.blocks)
     codecs = {option.codec for kind in profile.kinds for value in kind.values for option in value.codecs}
     baseline = baseline_codec() if baseline_codec() in codecs else None
     quantized = Policy.uniform(profile, Action.COMPRESS, baseline)

@@ -17,7 +17,7 @@ from adacc_hf.reports.explain import (
     ActivationRow,
     activation_rows,
     check_belongs,
-    describe_execution,
+    describe_block,
     describe_head,
     format_shape,
     plan_groups,
@@ -204,7 +204,7 @@ def _actions(profile: Profile, policy: Policy) -> list[Part]:
             continue
         rows = [_action_cells(row) for row in activation_rows(kind, plan)]
         parts += [
-            *(Paragraph(f"{note.capitalize()}.") for note in describe_execution(kind)),
+            *(Paragraph(f"{note.capitalize()}.") for note in describe_block(kind, plan)),
             Table(ACTION_HEADERS, rows, ACTION_NUMBERS),
         ]
     return parts

@@ -197,7 +197,7 @@ class PlanEntries:
         if tape.untrusted is not None:
             self.library.warn_untrusted(self.name, tape)
         if tape.untrusted is not None or known.varies:
-            return Entry(known, None, {}, fallback=self._fallback_of(known, tape))
+            return Entry(known, None, {}, fallback=self._fallback_of(tape))
         choices, is_planned = self.choices(tape)
         shared = frozenset(
             value.index for value in tape.values if tape.is_block_input(value.index) and value.index not in choices
@@ -206,12 +206,11 @@ class PlanEntries:
         codecs = {value: codec_of(choice) for value, choice in choices.items() if choice.action is Action.COMPRESS}
         return Entry(known, compiled, codecs, fallback=None if is_planned or self.plan.is_plain else OTHER_OPERATORS)
 
-    def _fallback_of(self, known: KnownShape, tape: Tape) -> str | None:
-        """Why a call that no plan fits is run otherwise than planned; None if the profile found it to be such too, so
-        that the plan says how torch's checkpoint runs it."""
+    def _fallback_of(self, tape: Tape) -> str | None:
+        """Why torch's checkpoint runs a call that no plan fits; None if the plan says so itself, or runs it plainly."""
         if tape.untrusted is None:
             return VARYING
-        is_planned = self.plan.is_plain or _structure_of(self.plan.kind) == _structure_of(tape.kind)
+        is_planned = self.plan.is_plain or self.plan.is_checkpointed
         return None if is_planned else f"torch's checkpoint, since {tape.untrusted}"
 
     def choices(self, tape: Tape) -> tuple[dict[int, Choice], bool]:
@@ -252,10 +251,6 @@ class PlanEntries:
                 names,
             )
         return choices | dict.fromkeys(retained, RETAIN), True
-
-
-def _structure_of(kind: str) -> str:
-    return kind.partition("-")[0]
 
 
 def _fitting(codec: Codec, value: int, base: CompiledPlan, sized: CompiledPlan) -> Codec | None:

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from adacc_hf.artifacts.errors import OTHER_CLASSES, PolicyMismatchError, TapeMismatchError
-from adacc_hf.artifacts.policy import IDLE_KIND, Plan
+from adacc_hf.artifacts.policy import IDLE_KIND, Place, Plan
 from adacc_hf.kernels.codecs import Codec, Coder
 from adacc_hf.run.blocks import Checkpointed
 from adacc_hf.run.call import Call, Recording
+from adacc_hf.run.checkpointed_call import run_checkpointed
 from adacc_hf.run.entries import (
     NEW_DATA,
     OTHER_OPERATORS,
@@ -29,7 +30,7 @@ from adacc_hf.run.entries import (
 from adacc_hf.run.validation import ValidatedCall
 from adacc_hf.tape.call_inputs import Given, argument_tensors, fetch, find_external
 from adacc_hf.tape.call_key import CallKey, KnownShape, KnownShapes
-from adacc_hf.tape.compiled_plan import CompiledPlan
+from adacc_hf.tape.compiled_plan import CompiledPlan, codec_of
 from adacc_hf.tape.library import TapeLibrary
 from adacc_hf.tape.tape import Tape
 
@@ -62,7 +63,9 @@ class FollowPlan:
         self.name = name
         self.plan = plan
         self._is_plain = plan.is_plain
-        self._is_checkpointed = plan.kind == IDLE_KIND or any(
+        self._input_codecs = {place: (value, codec_of(plan.choice(value))) for value, place in plan.places}
+        """Of a checkpointed block, the codec of each input that it compresses, by its place."""
+        self._must_be_checkpointed = plan.kind == IDLE_KIND or any(
             _is_checkpointed_on_all_ranks(shape.tape) for shape in (known or {}).values()
         )
         self.library = library
@@ -82,9 +85,10 @@ class FollowPlan:
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.observer is not None:
             return self.observer.run(self, block, fn, args, kwargs)
-        if self._is_checkpointed:
-            if self.plan.kind == IDLE_KIND or self._is_plain:
-                self.library.fallbacks[UNTRAINED if self.plan.kind == IDLE_KIND else OTHER_RANKS] += 1
+        if self.plan.is_checkpointed:
+            return run_checkpointed(block, fn, args, kwargs, self._input_coders())
+        if self._must_be_checkpointed:
+            self.library.fallbacks[UNTRAINED if self.plan.kind == IDLE_KIND else OTHER_RANKS] += 1
             return Checkpointed().run(block, fn, args, kwargs)
         if self._is_plain and not self.entries.are_empty:
             return fn(*args)
@@ -118,6 +122,8 @@ class FollowPlan:
 
     def run_again(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that was run before, to look at it. It is not counted: calls are recorded by their number."""
+        if self.plan.is_checkpointed:
+            return self.run(block, fn, args, kwargs)
         key = self.known.key(block, fn, args, kwargs)
         entry = self.entries.latest(key)
         if entry is None or entry.compiled is None or entry.compiled.is_plain:
@@ -227,6 +233,13 @@ class FollowPlan:
             return entry.codecs
         return {value: self.wrap_codec(value, codec) for value, codec in entry.codecs.items()}
 
+    def _input_coders(self) -> dict[Place, tuple[Codec, Coder]]:
+        wrap = self.wrap_codec
+        return {
+            place: (codec, codec if wrap is None else wrap(value, codec))
+            for place, (value, codec) in self._input_codecs.items()
+        }
+
     def _learn_order(self, entry: Entry) -> None:
         """Learn the order of unpacks from the backward that asked for most slots, whichever came first."""
         if entry.seen:
@@ -245,10 +258,10 @@ class FollowPlan:
             return Checkpointed().run(block, fn, args, kwargs)
         self.known.was_compared = True
         if expected is not None and expected.compiled is None:  # torch's checkpoint is right whatever the call runs
-            self._is_checkpointed = _is_checkpointed_on_all_ranks(expected.known.tape)
+            self._must_be_checkpointed = _is_checkpointed_on_all_ranks(expected.known.tape)
             self.entries.keep(key, expected)
             self._count_fallback(expected)
-            is_plain = self._is_plain and not self._is_checkpointed
+            is_plain = self._is_plain and not self._must_be_checkpointed
             return fn(*args) if is_plain else Checkpointed().run(block, fn, args, kwargs)
         if expected is not None:
             externals = fetch(expected.program.externals, block, args, kwargs)
@@ -266,7 +279,7 @@ class FollowPlan:
             self.library.fallbacks[OTHER_OPERATORS] += 1
             recording.close()
             return result
-        self._is_checkpointed = _is_checkpointed_on_all_ranks(tape)
+        self._must_be_checkpointed = _is_checkpointed_on_all_ranks(tape)
         self.library.compare_with_family(tape, given, self.name)
         self.library.remember(tape, given, self.name)
         entry = self.entries.add(key, KnownShape(tape, num_left=self.known.num_left(key)))

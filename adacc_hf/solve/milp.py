@@ -3,17 +3,20 @@
 For a block of one kind, all variables binary:
   store[v, o]  activation v is stored as option o of its menu: as it is, or as one codec's payload
   run[j]       operator j is replayed in backward
+  again[c]     torch's checkpoint runs the whole block, its inputs stored in the c-th way
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.index_values import walk_back
-from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice, Plan
+from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, BlockAction, Choice, Plan, checkpoint_plan
 from adacc_hf.solve.linear_program import LinearProgram
 
 if TYPE_CHECKING:
@@ -46,12 +49,15 @@ class KindModel:
     """Operators that can be replayed: their inputs can all be stored or recomputed."""
     index_values: frozenset[int] = frozenset()
     """Indices that a codec's error could make others, which are stored if they are needed."""
+    checkpoints: tuple[PricedPlan, ...] = ()
+    """What torch's checkpoint of the whole block costs, with its inputs stored in each way."""
 
     @cached_property
     def total_ms(self) -> float:
         """Sum of all operators' and codecs' times: a scale for the objective."""
         runs = sum(operator.ms for operator in self.kind.operators)
-        return runs + sum(store.ms for menu in self.menus.values() for store in menu)
+        codecs = sum(store.ms for menu in self.menus.values() for store in menu)
+        return runs + codecs + sum(plan.ms for plan in self.checkpoints)
 
     def recompute(self, value: int) -> int | None:
         """The operator whose replay makes `value`, or None if none may."""
@@ -83,8 +89,9 @@ def build_block_model(kind: KindProfile, config: AdaccConfig) -> KindModel:
     whole = kind
     if Action.RECOMPUTE in config.parsed_actions:
         kind = whole.merged(whole.equal)
+    retained = [StoredForm(RETAIN, 0, 0.0)] if BlockAction.PLAIN in kind.block_actions else []
     menus = {
-        value.index: (StoredForm(RETAIN, value.nbytes, 0.0), *_codec_stores(value, config))
+        value.index: (*(replace(form, nbytes=value.nbytes) for form in retained), *_codec_stores(value, config))
         for value in kind.activations
     }
     kept = kind.index_values(lossy_values(menus))
@@ -94,7 +101,35 @@ def build_block_model(kind: KindProfile, config: AdaccConfig) -> KindModel:
             available = (_is_available(kind.values[value], menus, runnable, kept) for value in operator.inputs)
             if operator.replayable and all(available):
                 runnable.add(operator.index)
-    return KindModel(whole, kind, menus, frozenset(runnable), kept)
+    return KindModel(whole, kind, menus, frozenset(runnable), kept, tuple(_checkpoints(whole, config)))
+
+
+MOST_CODED_INPUTS = 3
+"""Inputs of a block whose codecs are all combined, where torch's checkpoint runs it; the smaller ones are retained."""
+
+
+def _checkpoints(kind: KindProfile, config: AdaccConfig) -> list[PricedPlan]:
+    """The ways to have torch's checkpoint run a block of `kind`: none if nothing may be recomputed."""
+    plan = checkpoint_plan(kind)
+    if (
+        plan is None
+        or not kind.slots
+        or (Action.RECOMPUTE not in config.parsed_actions and BlockAction.PLAIN in kind.block_actions)
+    ):
+        return []
+    coded = [value for value in sorted(kind.inputs, key=lambda v: -v.nbytes) if value.place][:MOST_CODED_INPUTS]
+    menus = [
+        [None, *(form for form in _codec_stores(value, config) if form.is_lossless or kind.bears_coded_inputs)]
+        for value in coded
+    ]
+    found = []
+    for forms in product(*menus):
+        chosen = zip(coded, forms, strict=True)
+        plan = checkpoint_plan(kind, {value.index: form.choice for value, form in chosen if form is not None})
+        assert plan is not None  # there was one without codecs
+        outcome = run_block(kind, plan)
+        found.append(PricedPlan(plan, outcome.stored_bytes, outcome.shared, outcome.overhead_ms))
+    return found
 
 
 def lossy_values(menus: Mapping[int, Sequence[StoredForm]]) -> set[int]:
@@ -168,6 +203,7 @@ class BlockVariables:
             (value, option): program.variable() for value, menu in model.menus.items() for option in range(len(menu))
         }
         self.run = {j: program.variable() for j in sorted(model.runnable)}
+        self.again = [program.variable() for _ in model.checkpoints]
         self._constrain(program)
 
     def _constrain(self, program: LinearProgram) -> None:
@@ -175,10 +211,12 @@ class BlockVariables:
         for value, menu in self.model.menus.items():
             if len(menu) > 1:
                 program.constrain(self._stored(value), high=1.0)
-        # [Available] what autograd saved is stored, or its producer is replayed (equations 5 and 6).
+        # [Available] what autograd saved is stored, or its producer runs again (equations 5 and 6), or the whole block.
+        again = [(variable, 1.0) for variable in self.again]
         for activation in self.model.kind.activations:
             if activation.saved:
-                program.constrain([*self._stored(activation.index), *self._recomputed(activation.index)], low=1.0)
+                made = [*self._stored(activation.index), *self._recomputed(activation.index)]
+                program.constrain([*made, *again], low=1.0)
         # [Dependency] a replayed operator has its inputs; for what autograd saved, [Available] says so already.
         for j, run in self.run.items():
             for value in self._unsaved_inputs(j):
@@ -205,14 +243,17 @@ class BlockVariables:
         return [v for v in inputs if not _is_at_hand(values[v]) and not (values[v].activation and values[v].saved)]
 
     def shared_readers(self) -> list[tuple[int, int]]:
-        """Pairs of a shared tensor and the run variable of an operator that reads it."""
+        """Pairs of a shared tensor and the variable of what reads it: an operator, or the whole block."""
         values = self.model.kind.values
         inputs = [(v, run) for j, run in self.run.items() for v in dict.fromkeys(self.model.kind.operators[j].inputs)]
-        return [(shared, run) for v, run in inputs if (shared := values[v].shared) is not None]
+        read = [(shared, run) for v, run in inputs if (shared := values[v].shared) is not None]
+        plans = zip(self.model.checkpoints, self.again, strict=True)
+        return read + [(shared, variable) for plan, variable in plans for shared in plan.shared]
 
     def terms_ms(self, weight: float = 1.0) -> list[tuple[int, float]]:
         """Replay, encoding and decoding, in ms (equation 4), times `weight`."""
         runs = [(run, weight * self.model.kind.operators[j].ms) for j, run in self.run.items()]
+        runs += [(x, weight * plan.ms) for plan, x in zip(self.model.checkpoints, self.again, strict=True)]
         return runs + [(x, weight * self.model.menus[v][o].ms) for (v, o), x in self.store.items()]
 
     def terms_bytes(self, weight: float = 1) -> list[tuple[int, float]]:
@@ -220,10 +261,14 @@ class BlockVariables:
         values, operators = self.model.kind.values, self.model.kind.operators
         states = [(values[v], run) for j, run in self.run.items() for v in operators[j].inputs]
         drawn = [(run, weight * value.nbytes) for value, run in states if value.is_generator_state]
+        drawn += [(x, weight * plan.nbytes) for plan, x in zip(self.model.checkpoints, self.again, strict=True)]
         return drawn + [(x, weight * self.model.menus[v][o].nbytes) for (v, o), x in self.store.items()]
 
     def column(self, solution: Sequence[float]) -> PricedPlan:
         """The plan that the solved variables mean, rounded to integers and priced anew."""
+        for plan, variable in zip(self.model.checkpoints, self.again, strict=True):
+            if solution[variable] > 0.5:
+                return plan
         choices = {}
         for value, menu in self.model.menus.items():
             taken = [store.choice for o, store in enumerate(menu) if solution[self.store[value, o]] > 0.5]
@@ -236,7 +281,12 @@ class BlockVariables:
 
 
 def retain_all(model: KindModel) -> PricedPlan:
-    """The plan that leaves the block untouched, values that repeat others included."""
+    """The plan that leaves the block untouched, values that repeat others included.
+
+    Where a block must not run plainly, it is torch's checkpoint.
+    """
+    if BlockAction.PLAIN not in model.whole.block_actions:
+        return model.checkpoints[0]
     activations = model.whole.activations
     return PricedPlan(
         plan=Plan(kind=model.whole.digest, choices=tuple((value.index, RETAIN) for value in activations)),

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from adacc_hf.artifacts.block_outcome import run_block
+from adacc_hf.artifacts.block_walk import BlockOutcome
 from adacc_hf.artifacts.policy import RECOMPUTE
-from adacc_hf.artifacts.step_peak import BlockOutcome, EarlierBlocks, run_block, step_peak_bytes
+from adacc_hf.artifacts.step_peak import EarlierBlocks, step_peak_bytes
 from adacc_hf.solve.milp import KindModel, PricedPlan, price
 
 if TYPE_CHECKING:
@@ -171,7 +173,9 @@ def _to_vary(
 
 
 def _changed(model: KindModel, column: PricedPlan) -> Iterator[PricedPlan]:
-    """The plans that differ from `column` in one activation."""
+    """The plans that differ from `column` in one activation; none if torch's checkpoint runs the whole block."""
+    if column.plan.is_checkpointed:
+        return
     choices = dict(column.plan.choices)
     for value, menu in model.menus.items():
         can_go = model.kind.values[value].saved and model.recompute(value) is not None

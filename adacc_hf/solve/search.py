@@ -24,8 +24,8 @@ from adacc_hf.solve.milp import KindModel, PricedPlan, build_block_model, retain
 from adacc_hf.solve.minimum_peak import PeakOracle, least_bound, least_outcome, local_search
 
 if TYPE_CHECKING:
+    from adacc_hf.artifacts.block_walk import BlockOutcome
     from adacc_hf.artifacts.profile import Profile
-    from adacc_hf.artifacts.step_peak import BlockOutcome
     from adacc_hf.solve.minimum_peak import Outcomes
 
     Fits = Callable[[list[PricedPlan]], bool]
@@ -122,14 +122,16 @@ class PolicySearch:
             found += self._greedy(fits, self._least_rank(found, incumbent_ms))
         if self._least_rank(found, incumbent_ms) <= self.bound_ms(self._reachable(columns)):
             return found
-        start = self.oracle.least_peak(columns)
+        # Checkpointed blocks store more than the least, and need less than all replays while backward runs, perhaps.
+        wider = [[*frontier, *model.checkpoints] for frontier, model in zip(columns, self.models, strict=True)]
+        start = self.oracle.least_peak(wider)
         start_bytes = self.oracle.peak_bytes(start)
         if start_bytes <= budget.nbytes:
             found = [start, *(found or self._greedy(fits, incumbent_ms))]
         # Policies below the frontiers' least peak are looked for where one could be the best: at larger budgets too,
         # or more memory could cost time.
         if self._least_rank(found, incumbent_ms) > self.bound_ms(Budget(start_bytes, start_bytes, of_peak=True)):
-            trail = local_search(self.oracle, self.models, columns, start)
+            trail = local_search(self.oracle, self.models, wider, start)
             found += filter(fits, trail)
             if not found:
                 least = self._least_peak(columns, trail[-1])

@@ -114,7 +114,7 @@ class TapeLibrary:
     def expect_orders(self, kinds: Iterable[KindProfile]) -> None:
         """Expect backward to ask for slots in the order that was seen when `kinds` were profiled."""
         for kind in kinds:
-            if kind.fallback is None:
+            if kind.untrusted is None:
                 self._expect_order(kind.digest, unpack_order(kind.backward))
 
     def expect_same_orders(self, other: TapeLibrary) -> None:

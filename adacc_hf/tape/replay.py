@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from adacc_hf.artifacts.step_peak import DECODED_KEPT
+from adacc_hf.artifacts.block_walk import DECODED_KEPT
 from adacc_hf.tape.tape import Blank, Geometry, Tape, TapeOperator, TensorRef, leaves, map_tensors, tensor_refs
 from adacc_hf.torch_glue.private import schema_of
 from adacc_hf.torch_glue.states import drawing_from

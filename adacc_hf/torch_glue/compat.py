@@ -29,6 +29,7 @@ from adacc_hf.torch_glue.private import (
     named,
     outer_hooks,
     sequence_number,
+    tree_leaves,
 )
 from adacc_hf.torch_glue.states import PythonStates
 
@@ -236,39 +237,66 @@ def no_packed_sequences() -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = before
 
 
-def checkpointed(fn: Callable[..., Any], *args: Any, block: nn.Module | None = None) -> Any:
+CallAgain = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
+"""What gives a function to run and its arguments."""
+
+
+def checkpointed(
+    fn: Callable[..., Any], *args: Any, block: nn.Module | None = None, hold: Callable[[], CallAgain] | None = None
+) -> Any:
     """Run `fn(*args)`, a call of `block`, under torch's checkpoint, whose hooks are off again even if `fn` raises.
 
     Before torch 2.13 the hooks stay on for as long as somebody holds the error. In backward, all state that the call
     changed is what it was before the call, and afterwards what it was after it: buffers and counters change once per
     call, lists get each item once, and generators give the same numbers. torch sees to its own default ones alone.
+
+    `hold`, if given, is called when the forward is over. What it returns is held until backward in place of `fn` and
+    `args`, and gives the function and arguments to run again.
     """
     raised: list[BaseException] = []
     in_forward = True
     before = PythonStates()
     moved: list[ModelState | PythonStates] = []
+    # Whatever it closes over, torch holds for backward: the call is in a list, so that something else can be.
+    held: list[CallAgain] = [partial(_pair, fn, args)]
 
-    def run(*args: Any) -> Any:
+    def run(*_: torch.Tensor) -> Any:
         if not in_forward:
             with ExitStack() as stack:
                 for states in moved:
                     stack.enter_context(states.back_for_a_while())
-                return fn(*args)
+                again, given = held[0]()
+                return again(*given)
         try:
-            return fn(*args)
+            called, given = held[0]()
+            return called(*given)
         except BaseException as error:
             raised.append(error)
             return None
 
     with state_before(block, fn, args) as changed:
-        result = checkpoint(run, *args, use_reentrant=False)
+        result = checkpoint(run, *_on_devices(fn, args), use_reentrant=False)
     in_forward = False
     if before.have_moved():  # else they are let go: 23 KiB for every block
         moved.append(before)
     moved += changed
     if raised:
         raise raised.pop()
+    if hold is not None:
+        held[0] = hold()
     return result
+
+
+def _pair(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    return fn, args
+
+
+def _on_devices(fn: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """An empty tensor on each device that a call has tensors on, but the CPU: torch's checkpoint finds out by its
+    arguments whose generators' states to keep."""
+    leaves = tree_leaves((args, keyword_arguments(fn)))
+    devices = dict.fromkeys(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return [torch.empty(0, device=device) for device in devices if device.type not in ("cpu", "meta")]
 
 
 def switch_checkpointing(

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import lru_cache
 
+from adacc_hf.artifacts.block_outcome import rerun_ms
 from adacc_hf.artifacts.profile import KindProfile, Operator, Profile
 from adacc_hf.estimate.planning import plain_ms, training_profile
 from adacc_hf.eval.published.measurements import Pair, Setting
 from adacc_hf.eval.published.older_versions import as_in
 from adacc_hf.eval.published.prediction import request_of
 from adacc_hf.eval.records.records import Figures, Status
-from adacc_hf.solve.baselines import recomputed_ms
 
 _PRODUCTS = ("mm", "addmm")
 
@@ -51,7 +51,7 @@ def _every_block(of_kind: Callable[[KindProfile], float]) -> Callable[[Profile],
 
 
 def _second_blocks(profile: Profile) -> float:
-    return sum(recomputed_ms(profile.kind_of(block)) for block in profile.blocks[::2])
+    return sum(rerun_ms(profile.kind_of(block)) for block in profile.blocks[::2])
 
 
 def _cheap_operators(kind: KindProfile) -> float:
@@ -75,7 +75,7 @@ def _name(operator: Operator) -> str:
 
 MODES: dict[str, Callable[[Profile], float]] = {
     "none": lambda profile: 0.0,
-    "full": _every_block(recomputed_ms),
+    "full": _every_block(rerun_ms),
     "full, whole block": _every_block(lambda kind: kind.forward_ms),
     "every second block": _second_blocks,
     "by operator": _every_block(_cheap_operators),

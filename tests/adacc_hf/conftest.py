@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import strategies as st
 
-from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Choice, Plan
+from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, BlockAction, Choice, Plan, checkpoint_plan
 from adacc_hf.artifacts.profile import (
     BackwardEvent,
     BlockProfile,
@@ -123,6 +123,7 @@ class TapeBuilder:
                 "shared": None,
                 "recomputable": False,
                 "role": "other",
+                "place": (index,) if fields["producer"] is None and fields.get("role") != "generator" else (),
                 **fields,
             }
         )
@@ -358,7 +359,10 @@ def random_profiles(draw, num_kinds=1, max_blocks=1):
     """Profiles with up to `max_blocks` blocks of each of `num_kinds` kinds; only the first shared tensor is saved, and
     some kinds hold the second for replay."""
     held = st.sampled_from([(), (1,)])
-    kinds = [replace(draw(random_kinds(f"tape{i}")), held=draw(held)) for i in range(num_kinds)]
+    actions = st.sampled_from([(BlockAction.PLAIN,), tuple(BlockAction)[:2]])
+    kinds = [
+        replace(draw(random_kinds(f"tape{i}")), held=draw(held), block_actions=draw(actions)) for i in range(num_kinds)
+    ]
     layout = [i for i in range(num_kinds) for _ in range(draw(st.integers(1, max_blocks)))]
     shared = [Shared(name="rotary", nbytes=12, saved=True), Shared(name="mask", nbytes=20, saved=False)]
     return make_profile(
@@ -377,6 +381,12 @@ def every_plan_of(kind):
         lossy = [v.index for v in kind.activations for o in v.codecs if o.error and choices[v.index].codec == o.codec]
         if not any(choices[value] == RECOMPUTE for value in kind.exactness_dependents_of(lossy)):
             yield Plan(kind=kind.digest, choices=tuple(choices.items()))
+    if BlockAction.CHECKPOINT not in kind.block_actions or not kind.slots:
+        return
+    menus = [[None, *(o for o in v.codecs if o.lossless or kind.bears_coded_inputs)] for v in kind.inputs]
+    for menu in itertools.product(*menus):
+        options = zip(kind.inputs, menu, strict=True)
+        yield checkpoint_plan(kind, {v.index: Choice.compress(o) for v, o in options if o is not None})
 
 
 @pytest.fixture(scope="session")
@@ -631,7 +641,8 @@ def wide_profile():
     start = tape.value("input", 4)
     hidden, _ = tape.operator("first", [start], [("hidden", 84), ("left", 80)], 7 / 8, save=[-1])
     tape.operator("second", [hidden], [("wide", 64), ("right", 12)], 1 / 8, save=[-1])
-    return make_profile([tape.kind(extra_bytes=4, forward_extra_bytes=4)], [0, 0], gradient_bytes=45)
+    kind = replace(tape.kind(extra_bytes=4, forward_extra_bytes=4), block_actions=(BlockAction.PLAIN,))
+    return make_profile([kind], [0, 0], gradient_bytes=45)
 
 
 class Untried(Measurement):

@@ -51,7 +51,7 @@ def with_compiled_mlp(toy_model, backend, wrapped=True):
 def test_a_compiled_module_inside_a_block(toy_model, toy_batch, assert_exact):
     """Its one autograd function saves what the compiler chose, and runs what no operator shows."""
     profile = assert_exact(with_compiled_mlp(toy_model, "aot_eager"), toy_batch())
-    assert all(kind.fallback == COMPILED for kind in profile.kinds)
+    assert all(kind.untrusted == COMPILED for kind in profile.kinds)
     assert all(kind.forward_ms > 0 for kind in profile.kinds)
 
 
@@ -62,7 +62,7 @@ def test_a_module_inside_a_block_that_compiles_itself(toy_model, toy_batch, asse
 
 def test_what_dynamo_alone_has_traced_is_seen_operator_by_operator(toy_model, toy_batch, assert_exact):
     profile = assert_exact(with_compiled_mlp(toy_model, "eager"), toy_batch())
-    assert all(kind.fallback is None for kind in profile.kinds)
+    assert all(kind.untrusted is None for kind in profile.kinds)
 
 
 def hidden_code(runs, graphs):

@@ -326,7 +326,7 @@ def test_the_least_peak_is_no_higher_than_checkpointings(one_thread, block):
     model.is_checkpointed = False
     profile = profile_model(model, batch, CONFIG)
     (kind,) = profile.kinds
-    assert kind.fallback is None
+    assert kind.untrusted is None
     assert all(value.recomputable for value in kind.activations if value.producer is not None)
     policy = least_policy(profile, LOSSLESS)
     with apply_policy(model, policy, CONFIG):

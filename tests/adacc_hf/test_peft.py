@@ -68,7 +68,7 @@ def test_methods(tiny_llama, batch, assert_promises_kept, method):
     if method in GIVES_INPUTS_GRADIENTS:
         model.enable_input_require_grads()
     profile = assert_promises_kept(model.train(), batch)
-    assert all(kind.fallback is None for kind in profile.kinds)
+    assert all(kind.untrusted is None for kind in profile.kinds)
     assert any(value.recomputable for kind in profile.kinds for value in kind.activations)
 
 

@@ -389,7 +389,7 @@ def test_float8_training_of_torchao(tiny_llama, padded_batch, assert_same_traini
         return model
 
     profile = assert_same_training(build, padded_batch(16), training([padded_batch(16, seed) for seed in range(2)]), 1)
-    assert all("consist of others" in kind.fallback for kind in profile.kinds)
+    assert all("consist of others" in kind.untrusted for kind in profile.kinds)
 
 
 def test_accelerator_accumulate(tiny_gpt2, padded_batch, assert_same_training):

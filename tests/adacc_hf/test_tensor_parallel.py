@@ -117,14 +117,14 @@ def let_go_of_buffers() -> None:
 def run_rank(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    assert all(kind.fallback is None for kind in compare(by_torch).kinds)
+    assert all(kind.untrusted is None for kind in compare(by_torch).kinds)
     tensors = loaded(folder / "llama", tp_size=2)
     let_go_of_buffers()
     check_memory(tensors, compare(tensors))
-    assert all(kind.fallback is None for kind in compare(loaded(folder / "mixtral", tp_size=2)).kinds)
+    assert all(kind.untrusted is None for kind in compare(loaded(folder / "mixtral", tp_size=2)).kinds)
     if hasattr(DistributedConfig(), "ep_size"):  # since Transformers 5.21
         experts = compare(loaded(folder / "mixtral", tp_size=2, ep_size=2))
-        assert all("reads data" in kind.fallback for kind in experts.kinds)
+        assert all("reads data" in kind.untrusted for kind in experts.kinds)
     print(f"rank {dist.get_rank()} is done", flush=True)
     dist.destroy_process_group()
 

@@ -109,8 +109,8 @@ def test_a_missing_file_is_named(tmp_path):
         ("{", "is not JSON"),
         ("[]", "is not an adacc_hf policy file"),
         ('{"format": "adacc_hf.profile"}', "is not an adacc_hf policy file"),
-        ('{"format": "adacc_hf.policy", "version": 99}', "policy format version 99, this release reads 2"),
-        ('{"format": "adacc_hf.policy", "version": 2}', "is a damaged policy file"),
+        ('{"format": "adacc_hf.policy", "version": 99}', "policy format version 99, this release reads 3"),
+        ('{"format": "adacc_hf.policy", "version": 3}', "is a damaged policy file"),
     ],
     ids=["cut", "list", "profile", "future", "empty"],
 )

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice, Plan, Policy
-from adacc_hf.artifacts.step_peak import run_block, simulate
+from adacc_hf.artifacts.step_peak import simulate
 
 
 def plan_of(kind, **choices):

@@ -446,7 +446,7 @@ def test_caches_that_are_only_read_stay(run_steps, assert_same_steps, one_thread
     batch = {"x": torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(0))}
     plain, model = steps(build()), build()
     profile = profile_model(model, batch, CONFIG)
-    assert all("key-value cache" in kind.fallback for kind in profile.kinds)
+    assert all("key-value cache" in kind.untrusted for kind in profile.kinds)
     for policy in (Policy.uniform(profile, "recompute"), Policy.uniform(profile, "retain")):
         vars(model).update(vars(build()) | {"_modules": model._modules, "_parameters": {}})
         with apply_policy(model, policy):

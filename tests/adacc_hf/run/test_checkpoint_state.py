@@ -99,7 +99,7 @@ def test_state_changes_as_in_plain_training(toy_model, toy_batch, run_steps, ass
     SEEN.clear()
     model = toy_model(forward, setup=setup)
     profile = profile_model(model, batch, CONFIG)
-    assert profile.kinds[0].fallback
+    assert profile.kinds[0].untrusted
     with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG):
         assert_same_steps(run_steps(model, batch, num_steps=6), plain)
 

@@ -9,8 +9,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from adacc_hf import AdaccConfig, Policy, profile_model
-from adacc_hf.artifacts.step_peak import run_block, simulate_policy
-from adacc_hf.solve.baselines import recomputed_ms, simulate_checkpointed
+from adacc_hf.artifacts.block_outcome import rerun_ms, run_block
+from adacc_hf.artifacts.step_peak import simulate_policy
+from adacc_hf.solve.baselines import simulate_checkpointed
 from adacc_hf.torch_glue.memory import measure_step
 from adacc_hf.torch_glue.private import TorchDispatchMode
 
@@ -101,6 +102,6 @@ def test_the_second_forward_ends_with_the_last_tensor_saved(name, one_thread):
 
     plain = products()
     put_under_checkpoint(model, name)
-    assert products() - plain == len(profile.blocks) * recomputed_ms(counted)
+    assert products() - plain == len(profile.blocks) * rerun_ms(counted)
     # Dropout at the end of a block keeps its mask, which takes all of the forward; Llama ends with a product.
-    assert (recomputed_ms(counted) < sum(is_product)) == (name == "llama")
+    assert (rerun_ms(counted) < sum(is_product)) == (name == "llama")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.step_peak import run_block
 from adacc_hf.solve.frontier import chain, frontiers
 from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.solve.milp import build_block_model

@@ -7,10 +7,11 @@ import itertools
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Policy
-from adacc_hf.artifacts.step_peak import run_block, step_peak_bytes
+from adacc_hf.artifacts.step_peak import step_peak_bytes
 from adacc_hf.eval.trials.greedy import solve_greedy
 from adacc_hf.eval.trials.one_policy import one_plan_policies
 from adacc_hf.solve.solver import solve_policy

@@ -194,7 +194,7 @@ def batch(toy_batch):
 def test_other_data_at_one_shape_is_exact(splitting, batch, run_steps, assert_same_steps, recorded, action):
     model, set_lengths = splitting
     profile = profile_model(model, batch, CONFIG)
-    assert all(kind.fallback is None for kind in profile.kinds)
+    assert all(kind.untrusted is None for kind in profile.kinds)
     policy = Policy.random(profile, 3, lossless=True) if action == "random" else Policy.uniform(profile, action)
     plain = {}
     for lengths in LENGTHS:

@@ -176,7 +176,7 @@ def test_any_function_is_replayed_bit_for_bit(toy_model, toy_batch, assert_exact
         model, toy_batch(shape.samples), num_policies=2, autocast=torch.bfloat16 if shape.autocast else None
     )
     kind = profile.kinds[0]
-    assert kind.fallback is None
+    assert kind.untrusted is None
     assert [operator.name for operator in kind.operators].count(str(FunctionTarget(function))) == 1
     assert all(value.recomputable for value in kind.activations if value.producer is not None and not value.is_index)
 
@@ -531,7 +531,7 @@ def test_data_of_an_argument_tells_calls_apart(toy_model, toy_batch, assert_exac
 
 def test_data_that_the_block_made_leaves_it_to_torch(toy_model, toy_batch, assert_exact):
     profile = assert_exact(toy_model(read_of_what_it_made), toy_batch())
-    assert "reads data into Python" in profile.kinds[0].fallback
+    assert "reads data into Python" in profile.kinds[0].untrusted
 
 
 # Sizes.

@@ -205,7 +205,7 @@ def test_sparse_arguments_are_left_to_torchs_checkpoint(toy_model, toy_batch, as
 
     model = toy_model(forward, kwargs_of=lambda x: {"adjacency": adjacency})
     profile = assert_exact(model, toy_batch(), num_policies=1)
-    assert all("sparse" in kind.fallback for kind in profile.kinds)
+    assert all("sparse" in kind.untrusted for kind in profile.kinds)
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # deprecated, and still there
@@ -216,7 +216,7 @@ def test_quantized_tensors_are_left_to_torchs_checkpoint(toy_model, toy_batch, a
         return hidden + block.down((x + (rounded - x).detach()).tanh())
 
     profile = assert_exact(toy_model(forward), toy_batch(), num_policies=1)
-    assert all("quantized" in kind.fallback for kind in profile.kinds)
+    assert all("quantized" in kind.untrusted for kind in profile.kinds)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")  # torch says that its sparse tensors may change yet
@@ -231,6 +231,6 @@ def test_sparse_tensors_are_left_to_torchs_checkpoint(toy_model, toy_batch, run_
     model, batch = toy_model(forward, setup=setup), toy_batch()
     plain = run_steps(model, batch)
     profile = profile_model(model, batch, CONFIG)
-    assert all("sparse" in kind.fallback for kind in profile.kinds)
+    assert all("sparse" in kind.untrusted for kind in profile.kinds)
     with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG):
         assert_same_steps(run_steps(model, batch), plain)

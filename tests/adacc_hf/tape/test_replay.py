@@ -170,7 +170,7 @@ def writes_unseen(block, hidden):
 def test_what_autograd_does_not_see_changed_is_left_to_torch(toy_model, toy_batch, assert_exact):
     """Backward reads the tanh as it is then. A replay would make it as it was, without which the product is another."""
     profile = assert_exact(toy_model(writes_unseen), toy_batch())
-    assert "behind autograd's back" in profile.kinds[0].fallback
+    assert "behind autograd's back" in profile.kinds[0].untrusted
 
 
 def test_backward_leaves_the_generator_alone(tiny_gpt2, token_batch):

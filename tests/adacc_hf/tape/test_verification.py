@@ -92,7 +92,7 @@ def test_what_replay_cannot_recompute_is_not_recomputable(toy_model, toy_batch, 
 
 def test_an_autograd_function_that_fills_memory_unseen_is_one_operator(toy_model, toy_batch, assert_exact):
     profile = assert_exact(toy_model(fills_empty), toy_batch())
-    assert profile.kinds[0].fallback is None
+    assert profile.kinds[0].untrusted is None
     tanh = next(value for value in profile.kinds[0].activations if value.name.endswith("tanh"))
     assert tanh.recomputable
 

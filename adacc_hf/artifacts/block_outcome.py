@@ -1,0 +1,78 @@
+"""What one block keeps and needs under any plan: by activation, or as a whole under torch's checkpoint."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from adacc_hf.artifacts.block_walk import BlockOutcome, BlockWalk
+from adacc_hf.artifacts.policy import RETAIN, Plan
+
+if TYPE_CHECKING:
+    from adacc_hf.artifacts.profile import KindProfile
+
+
+def run_block(kind: KindProfile, plan: Plan) -> BlockOutcome:
+    """Return what one block of `kind` keeps, needs and costs under `plan`.
+
+    Raises ValueError for a plan that cannot be carried out.
+    """
+    return _checkpointed(kind, plan) if plan.is_checkpointed else BlockWalk(kind, plan).outcome()
+
+
+def _checkpointed(kind: KindProfile, plan: Plan) -> BlockOutcome:
+    """One block that torch's checkpoint runs: it keeps its inputs, and in backward all that the block saves.
+
+    - An input is held until the block's backward ends. What is compressed is encoded when the forward ends, and decoded
+      when it runs again; the payload is held until the end then.
+    - What others hold too (`Value.is_kept`) stays, and is made once more by the second forward.
+    - The second forward ends with the last tensor that autograd saves, which an operator does before it runs: the
+      product that ends a block is not computed again (`torch.utils.checkpoint`, early stop).
+    - Of a block that cannot be replayed the whole backward was measured under torch's checkpoint.
+    """
+    plain = Plan(kind=kind.digest, choices=tuple((value.index, RETAIN) for value in kind.activations))
+    if not kind.slots:  # it has nothing to run again
+        return BlockWalk(kind, plain).outcome()
+    choices = dict(plan.choices)
+    coded = {v.index: kind.codec_option(v.index, choices[v.index]) for v in kind.inputs if choices[v.index] != RETAIN}
+    kept = {value.index: value.nbytes for value in kind.inputs if value.index not in coded}
+    payload_bytes = sum(option.nbytes for option in coded.values())
+    decoded_bytes = sum(kind.values[value].nbytes for value in coded)
+    walk = BlockWalk(kind, plain, held=kept).outcome()
+    gradient_bytes = kind.backward[0].entry_bytes if kind.backward else 0
+    others = [value for value in kind.activations if value.saved and value.is_kept]
+    besides = payload_bytes + kind.generator_bytes + sum(value.nbytes for value in others)
+    # The inputs are there from the start of the second forward, and the generator's state at that time is put back.
+    inputs_bytes = sum(kept.values()) + decoded_bytes + kind.generator_bytes
+    remade_bytes = besides + kind.elsewhere_bytes
+    again = [max(walk.forward_moments, default=0) + inputs_bytes + gradient_bytes + remade_bytes]
+    stored_bytes = sum(kept.values()) + besides
+    return BlockOutcome(
+        stored_bytes=stored_bytes,
+        shared=frozenset(kind.held),
+        overhead_ms=rerun_ms(kind) + sum(option.encode_ms + option.decode_ms for option in coded.values()),
+        forward_moments=_forward_moments(kind, payload_bytes),
+        moments=(*([] if kind.untrusted else again), *(live + remade_bytes for live in walk.moments)),
+        live_bytes=stored_bytes - sum(value.nbytes for value in others if value.cached),
+    )
+
+
+def rerun_ms(kind: KindProfile) -> float:
+    """Return the time that torch's checkpoint spends on a block's second forward."""
+    if kind.untrusted:
+        return kind.forward_ms
+    producers = [kind.values[value].producer for value in kind.slots if value >= 0]
+    last = max((producer for producer in producers if producer is not None), default=-1)
+    return sum(operator.ms for operator in kind.operators[: last + 1])
+
+
+def _forward_moments(kind: KindProfile, payload_bytes: int) -> tuple[int, ...]:
+    """Live bytes at each moment of a forward that keeps its inputs, and makes payloads of some at its end."""
+    others = [value for value in kind.activations if value.saved and value.is_kept and not value.cached]
+    staying = {value.index: value.nbytes for value in [*kind.inputs, *others]}
+    dying = (staying.get(event.value, 0) if event.death else 0 for event in kind.forward)
+    live = [
+        kind.generator_bytes + kept + event.extra_bytes
+        for kept, event in zip(accumulate(dying), kind.forward, strict=True)
+    ]
+    return (*live, live[-1] + payload_bytes) if live and payload_bytes else tuple(live)
