@@ -35,11 +35,11 @@ from adacc_hf.eval.zoo.architecture import Architecture, Batch
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.run.blocks import Installation
-from adacc_hf.run.executor import PolicyHandle
-from adacc_hf.run.follow_plan import FollowPlan
+from adacc_hf.solve.solver import least_policy
 from adacc_hf.torch_glue.memory import measure_step
 
 CONFIG = AdaccConfig(min_compress_bytes=64)
+LOSSLESS = ("retain", "recompute")
 """Tiny models have tiny activations; the smallest that is worth a payload here has 16 floats."""
 PROFILED, TRAINED = 0, (1, 2, 1)
 """Seeds of the batch that is profiled, and of those that are trained on, step by step.
@@ -64,14 +64,17 @@ class Verdict:
     num_kinds: int
     lossless: bool
     compressed: bool | None
-    """None where nothing was compressed, because every block fell back."""
+    """None where nothing was compressed, because no block can be replayed."""
     stored: bool
     mixed: bool | None
     """None where nothing was compressed with loss."""
+    least_peak: float | None = None
+    """Peak of a step under the lossless policy that needs least, over that with torch's checkpoint around every block;
+    None where the model was refused."""
     calls: str = "-"
     """What tells whether a call of a block runs what was recorded (`describe_calls`)."""
     notes: tuple[str, ...] = ()
-    """Why blocks fell back to torch's checkpoint, by how much stored bytes differ, or why the model was refused."""
+    """Why blocks cannot be replayed, by how much stored bytes differ, or why the model was refused."""
 
     @property
     def is_green(self) -> bool:
@@ -89,6 +92,7 @@ class Verdict:
             "compressed": _word(self.compressed),
             "stored bytes": _word(self.stored),
             "mixed": _word(self.mixed),
+            "least peak": "-" if self.least_peak is None else f"{math.ceil(100 * self.least_peak) / 100:.2f}",
             "calls": self.calls,
             "notes": "; ".join([*self._settings(), *self.notes]),
         }
@@ -137,41 +141,45 @@ def _verdict(
     policies += [Policy.random(profile, seed, actions, lossless=True) for seed in range(2)]
     lossy = Policy.random(profile, 2, (Action.RETAIN, Action.COMPRESS))
     config = config_of(architecture)
-    trials = [_try(model, batches, policy, config) for policy in [*policies, lossy]]
-    expected = train_through_codecs(model, batches, profile, lossy, config, skipped=set(trials[-1].fallbacks))
+    least, checkpointed = least_policy(profile, replace(config, actions=LOSSLESS)), Policy.checkpoint(profile)
+    *trials, by_checkpoint, lossy_trial = [
+        _try(model, batches, policy, config) for policy in [*policies, least, checkpointed, lossy]
+    ]
+    skipped = {block.name for block in profile.blocks if profile.kind_of(block).untrusted}
+    expected = train_through_codecs(model, batches, profile, lossy, config, skipped)
     is_vacuous = same_bits(expected, plain)
     return Verdict(
         architecture=architecture,
         attention=_attention(model),
         num_blocks=len(profile.blocks),
         num_kinds=len(profile.kinds),
-        lossless=all(same_bits(trial.steps, plain) for trial in trials[:-1]),
-        compressed=None if is_vacuous and trials[-1].fallbacks else same_bits(trials[-1].steps, expected) > is_vacuous,
-        stored=all(trial.excess_bytes == 0 for trial in trials),
+        lossless=all(same_bits(trial.steps, plain) for trial in [*trials, by_checkpoint]),
+        compressed=None if is_vacuous and skipped else same_bits(lossy_trial.steps, expected) > is_vacuous,
+        stored=all(trial.excess_bytes == 0 for trial in [*trials, lossy_trial]),
         mixed=_is_mixed_well(model, batches, profile, config, plain),
+        least_peak=trials[-1].peak_bytes / by_checkpoint.peak_bytes,
         calls=describe_calls(profile),
-        notes=(*_untraced(profile), *_notes(trials)),
+        notes=(*_unreplayed(profile), *_notes([*trials, lossy_trial])),
     )
 
 
 def describe_calls(profile: Profile) -> str:
     """Return what tells whether calls run what was recorded, for all kinds of blocks, the commonest first.
 
-    "traced" by Dynamo whole, so that guards tell; "witnessed", compared with the tape at each call; "checkpointed".
+    "traced" by Dynamo whole, so that guards tell; "witnessed", compared with the tape at each call; "not replayed", so
+    that blocks run plainly or under torch's checkpoint.
     """
     words: Counter[str] = Counter()
     for block in profile.blocks:
         kind = profile.kind_of(block)
-        words["checkpointed" if kind.untrusted else "witnessed" if kind.untraced else "traced"] += 1
+        words["not replayed" if kind.untrusted else "witnessed" if kind.untraced else "traced"] += 1
     return ", ".join(word for word, _ in words.most_common())
 
 
-def _untraced(profile: Profile) -> Iterator[str]:
-    """Yield why blocks are witnessed, each reason once."""
-    found = {
-        f"{kind.block_class}: {kind.untraced}": None for kind in profile.kinds if not kind.untrusted and kind.untraced
-    }
-    yield from found
+def _unreplayed(profile: Profile) -> Iterator[str]:
+    """Yield why blocks are not replayed, or witnessed, each reason once."""
+    reasons = ((kind.block_class, kind.untrusted or kind.untraced) for kind in profile.kinds)
+    yield from dict.fromkeys(f"{name}: {reason}" for name, reason in reasons if reason)
 
 
 def _is_mixed_well(
@@ -209,38 +217,26 @@ class Trial:
     stored_bytes: int
     excess_bytes: int
     """Stored bytes beyond the policy's prediction."""
-    fallbacks: dict[str, str]
-    """Why blocks run under torch's checkpoint, by block."""
+    peak_bytes: int
 
 
 def _notes(trials: Sequence[Trial]) -> tuple[str, ...]:
-    reasons = dict.fromkeys(reason for trial in trials for reason in trial.fallbacks.values())
     worst = max(trials, key=lambda trial: abs(trial.excess_bytes))
     if worst.excess_bytes == 0:
-        return tuple(reasons)
+        return ()
     more = "more" if worst.excess_bytes > 0 else "fewer"
     excess = f"{worst.stored_bytes} bytes stored, {abs(worst.excess_bytes)} {more} than predicted"
-    return (*reasons, excess)
+    return (excess,)
 
 
 def _try(model: nn.Module, batches: Sequence[Batch], policy: Policy, config: AdaccConfig) -> Trial:
-    with apply_policy(model, policy, config) as handle:
+    with apply_policy(model, policy, config):
         steps = train(model, batches)
         # Of what a model keeps on its modules the meter sees the next one come, but the last one go only if it saw it.
         measure_step(model, batches[0])
-        stored_bytes = measure_step(model, batches[0]).stored_bytes
-        return Trial(steps, stored_bytes, stored_bytes - policy.predicted_stored_bytes, fallbacks(handle))
-
-
-def fallbacks(handle: PolicyHandle) -> dict[str, str]:
-    """Why blocks run under torch's checkpoint, by block."""
-    return {
-        name: f"{tape.block_class}: {tape.untrusted}"
-        for name, function in handle.installation.functions.items()
-        if isinstance(function.strategy, FollowPlan)
-        for tape in function.strategy.tapes.values()
-        if tape.untrusted
-    }
+        memory = measure_step(model, batches[0])
+        excess_bytes = memory.stored_bytes - policy.predicted_stored_bytes
+        return Trial(steps, memory.stored_bytes, excess_bytes, memory.peak_bytes)
 
 
 def train(model: nn.Module, batches: Sequence[Batch]) -> list[Gradients]:
@@ -353,7 +349,7 @@ def support_table(verdicts: Iterable[Verdict]) -> str:
     head = _HEAD.format(
         green=len(green),
         total=len(verdicts),
-        noted=sum("checkpointed" in verdict.calls for verdict in green),
+        noted=sum("not replayed" in verdict.calls for verdict in green),
         torch=torch.__version__,
         transformers=transformers.__version__,
         factor=MIXED_FACTOR,
@@ -369,22 +365,25 @@ def support_table(verdicts: Iterable[Verdict]) -> str:
 _HEAD = """# Supported architectures
 
 {green} of {total} architectures keep all four promises, checked with torch {torch} and Transformers {transformers} on
-tiny random models: fp32, dropout on, sdpa attention where the model has it. In {noted} of them torch's checkpoint runs
-some of the blocks (see notes). No architecture has code of its own.
+tiny random models: fp32, dropout on, sdpa attention where the model has it. In {noted} of them some of
+the blocks cannot be replayed (see notes). No architecture has code of its own.
 
 - **lossless**: loss and gradients under RECOMPUTE-everything and random lossless policies are those of plain training,
   bit for bit.
 - **compressed**: a policy that retains and compresses gives bit for bit the gradients of plain training whose saved
-  tensors go through the same codecs; "-" where every block fell back.
+  tensors go through the same codecs; "-" where no block can be replayed.
 - **stored bytes**: what forward leaves behind is what the policy predicted, byte for byte.
 - **mixed**: under random policies that compress and recompute the gradient is off by at most {factor:g} times what it
   is with everything compressed, and {excess:.0%}; "-" where no lossy codec was used.
+- **least peak**: the peak of a step under the lossless policy that needs least, over that of the same step with torch's
+  checkpoint around each block, both measured in bytes of live tensors and rounded up; parameters and gradients count in
+  both.
 - **blocks**: calls of blocks in one step, each with a plan of its own; albert calls one layer again and again.
 - **calls**: what tells whether a call of a block runs what was recorded. "traced": Dynamo traces the block whole, and
   its guards tell in some 10 us. "witnessed": it cannot, and each call is compared with its tape, operator by operator.
-  "checkpointed": torch's checkpoint runs the block.
+  "not replayed": a block runs plainly or under torch's checkpoint, as the policy says.
 - **notes**: blocks that cannot be replayed, and why: which operators they run depends on what they compute (how many
-  tokens an expert gets). Such a block retains everything or runs under torch's checkpoint, as the policy says. What
+  tokens an expert gets). What
   depends on small integers that a block is given, such as the sizes of images, is replayed. Predictions are off where
   a model keeps tensors on its modules from step to step (recurrent_gemma), and where a block retains tensors whose
   number depends on random routing (switch_transformers).

@@ -13,8 +13,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from adacc_hf import InfeasibleBudgetError, Policy, profile_model, solve_policy
-from adacc_hf.eval.architectures import fallbacks
+from adacc_hf import InfeasibleBudgetError, Policy, Profile, profile_model, solve_policy
 from adacc_hf.eval.budget_bench import MODES
 from adacc_hf.eval.records.records import RedGateError, Settings, Spread
 from adacc_hf.eval.trials.contenders import (
@@ -121,7 +120,11 @@ def measure_case(
     fixed = middle(sizes)
     example = case.make_batch(scale, fixed, settings.device, settings.seed)
     model = case.model(scale, settings.device, settings.seed)
-    policies, skipped = policies_of(model, example, budgets)
+    profile = profile_model(model, example)
+    policies, skipped = policies_of(profile, budgets)
+    reasons = Counter(
+        f"{kind.block_class}: {kind.untrusted}" for kind in map(profile.kind_of, profile.blocks) if kind.untrusted
+    )
     changing = [Trainee(name, model, example, policy) for name, policy in policies.items()]
     still = [Trainee(name, model, example, policy) for name, policy in policies.items()]
     errors = check_gradients(changing)
@@ -144,15 +147,12 @@ def measure_case(
         }
         if trainee.policy is not None:
             figures[name]["actions"] = dict(trainee.policy.action_counts())
-            figures[name]["fallbacks"] = dict(Counter(fallbacks(trainee.handle).values()))
+            figures[name]["fallbacks"] = dict(reasons)
     return {"sizes": sizes, "fixed_size": fixed, "left_out": GATE_STEPS, "methods": figures, "skipped": skipped}
 
 
-def policies_of(
-    model: PreTrainedModel, batch: Batch, budgets: Sequence[float]
-) -> tuple[dict[str, Policy | None], dict[str, str]]:
+def policies_of(profile: Profile, budgets: Sequence[float]) -> tuple[dict[str, Policy | None], dict[str, str]]:
     """The methods by name, with the policy of those that have one, and the budgets that nothing fits."""
-    profile = profile_model(model, batch)
     policies: dict[str, Policy | None] = {PLAIN: None, CHECKPOINTING: None}
     skipped = {}
     for budget in budgets:

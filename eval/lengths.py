@@ -185,14 +185,14 @@ def _spread(figure: dict[str, float]) -> str:
 
 
 def _notes(points: dict[str, Figures]) -> Iterator[str]:
-    """Which blocks run under torch's checkpoint and why, and which budgets nothing fits."""
+    """Which blocks cannot be replayed and why, and which budgets nothing fits."""
     for name, point in points.items():
         reasons: dict[str, int] = {}
         for row in point["methods"].values():
             reasons |= row.get("fallbacks", {})
         for reason, count in reasons.items():
-            blocks = "1 block runs" if count == 1 else f"{count} blocks run"
-            yield f"{LENGTH_CASES[name].title}: {blocks} under torch's checkpoint: {reason}."
+            blocks = "1 block cannot" if count == 1 else f"{count} blocks cannot"
+            yield f"{LENGTH_CASES[name].title}: {blocks} be replayed: {reason}."
         for method, reason in point["skipped"].items():
             yield f"{LENGTH_CASES[name].title}, {method}: {reason}"
 

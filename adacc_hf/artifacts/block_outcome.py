@@ -49,7 +49,7 @@ def _checkpointed(kind: KindProfile, plan: Plan) -> BlockOutcome:
     stored_bytes = sum(kept.values()) + besides
     return BlockOutcome(
         stored_bytes=stored_bytes,
-        shared=frozenset(kind.held),
+        shared=frozenset(kind.given),
         overhead_ms=rerun_ms(kind) + sum(option.encode_ms + option.decode_ms for option in coded.values()),
         forward_moments=_forward_moments(kind, payload_bytes),
         moments=(*([] if kind.untrusted else again), *(live + remade_bytes for live in walk.moments)),

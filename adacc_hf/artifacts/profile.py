@@ -179,6 +179,8 @@ class KindProfile:
     held: tuple[int, ...] = ()
     """Indices into `Profile.shared` of what such a block holds for backward only where its replay reads it, as full
     recomputation's does, under which memory was measured."""
+    given: tuple[int, ...] = ()
+    """Indices into `Profile.shared` of what such a block is given, read or not: torch's checkpoint holds it."""
     copied_slots: tuple[int, ...] = ()
     """Slots of autograd Functions written in Python. Their backward may write into what they saved, so that it gets a
     copy of what a replay reads (rule R6)."""
@@ -470,12 +472,18 @@ class Profile:
         unread = self.held[block] - read
         return sum(self.shared[index].nbytes for index in unread) if unread else 0
 
+    def further_bytes(self, block: int, read: Set[int]) -> int:
+        """What blocks up to the `block`-th hold for backward on top of its base, if the shared tensors are `read`."""
+        further = read - self.held[block]
+        return sum(shared.nbytes for index in further if not (shared := self.shared[index]).saved) if further else 0
+
     def head_peaks(self, read: Set[int]) -> tuple[int, int]:
         """`outside_peak_bytes` and `loss_peak_bytes` if the replays of all blocks read only `read`."""
         held, unread = self.unread_bytes(-1, frozenset()), self.unread_bytes(-1, read)
+        further = self.further_bytes(-1, read)
         # What is read is there on top of the peak without any of them, at most.
         lower = max(0, self.outside_live_bytes - (held - unread))
-        return self.outside_peak_bytes - lower, self.loss_peak_bytes - unread
+        return self.outside_peak_bytes - lower + further, self.loss_peak_bytes - unread + further
 
     @cached_property
     def plain_stored_bytes(self) -> int:
@@ -539,6 +547,7 @@ def _kind_from_json(record: dict[str, Any]) -> KindProfile:
     fields["backward"] = tuple(BackwardEvent(**event) for event in fields["backward"])
     fields["slots"] = tuple(fields["slots"])
     fields["held"] = tuple(fields["held"])
+    fields["given"] = tuple(fields["given"])
     fields["copied_slots"] = tuple(fields.get("copied_slots", ()))
     fields["block_actions"] = tuple(map(BlockAction, fields["block_actions"]))
     return KindProfile(**fields)

@@ -88,8 +88,9 @@ class EarlierBlocks(NamedTuple):
     def bases(self, profile: Profile, index: int, outcome: BlockOutcome) -> tuple[int, int]:
         """Bytes live besides the block's own in the forward and in the backward of the `index`-th, the next one."""
         block = profile.blocks[index]
-        unread = profile.unread_bytes(index, self.shared | outcome.shared)
-        return block.forward_base_bytes + self.live_bytes, block.backward_base_bytes - unread + self.stored_bytes
+        read = self.shared | outcome.shared
+        shared = profile.further_bytes(index, read) - profile.unread_bytes(index, read)
+        return block.forward_base_bytes + self.live_bytes, block.backward_base_bytes + shared + self.stored_bytes
 
     def block_peak(self, profile: Profile, index: int, outcome: BlockOutcome) -> int:
         """Peak in the forward and the backward of the `index`-th block."""

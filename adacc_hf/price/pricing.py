@@ -192,8 +192,12 @@ SAVED = 0
 """The index of all that the block saves."""
 
 
-def untrusted_kind(block: RecordedBlock, sharing: Sharing, forward_ms: float) -> KindProfile:
-    """The kind of `block`, its memory still to be measured."""
+def untrusted_kind(group: Sequence[RecordedBlock], sharing: Sharing, forward_ms: float) -> KindProfile:
+    """The kind of the blocks of `group`, its memory still to be measured.
+
+    How many tokens an expert gets differs from block to block and from step to step: it has the most that any saved.
+    """
+    block = group[0]
     arguments = [
         _value(index, "an argument of the block", storage_of(tensor).nbytes(), "input", sharing.index_of(tensor))
         for index, tensor in enumerate(block.given.values(), start=SAVED + 1)
@@ -202,13 +206,13 @@ def untrusted_kind(block: RecordedBlock, sharing: Sharing, forward_ms: float) ->
     return KindProfile(
         digest=block.tape.kind,
         block_class=block.tape.block_class,
-        values=(_saved_value(block, sharing), *arguments),
+        values=(_saved_value(block, max(saved_bytes(each, sharing) for each in group)), *arguments),
         operators=(),
         slots=(SAVED,) if block.tape.slots else (),
         forward=(),
         backward=(),
         forward_ms=forward_ms,
-        held=tuple(sorted(i for v in arguments if (i := v.shared) is not None and not sharing.records[i].saved)),
+        given=given_records(block, sharing),
         untrusted=block.tape.untrusted,
         block_actions=(BlockAction.PLAIN, BlockAction.CHECKPOINT) if is_alone else (BlockAction.CHECKPOINT,),
         generator_bytes=generator_bytes(block),
@@ -222,29 +226,38 @@ def with_untrusted_forward(kind: KindProfile, forward: Sequence[ForwardEvent]) -
     return replace(kind, forward=(ForwardEvent(value=-1, death=False, extra_bytes=most), stored))
 
 
-def untrusted_backward(kind: KindProfile, extra_bytes: int | None) -> tuple[BackwardEvent, ...]:
-    """The backward of `kind`, in which at most `extra_bytes` were live besides what it stored; None if it has none.
+def with_untrusted_backward(kind: KindProfile, besides: int | None) -> KindProfile:
+    """`kind` with its backward, in which at most `besides` bytes were live on top of all that it saved.
 
-    A block that had nothing to save when it was recorded has none either, whatever it did when it was measured.
+    That was measured under torch's checkpoint, so that it holds for a forward that saves everything too, but for the
+    block's result, which is as large as the largest input. A block that had nothing to save when it was recorded has no
+    backward, whatever it did when it was measured; `besides` may be None then.
     """
-    if extra_bytes is None or not kind.slots:
-        return ()
-    besides = extra_bytes - kind.values[SAVED].nbytes
-    return (
+    if besides is None or not kind.slots:
+        return kind
+    most = besides + max((value.nbytes for value in kind.values[SAVED + 1 :]), default=0)
+    events = (
         BackwardEvent(slot=0, release=False, entry_bytes=besides, extra_bytes=besides),
         BackwardEvent(slot=0, release=True, entry_bytes=0, extra_bytes=0),
     )
+    *begin, stored = kind.forward
+    stored = replace(stored, extra_bytes=min(stored.extra_bytes, most))
+    return replace(kind, forward=(*begin, stored), backward=events)
 
 
-def _saved_value(block: RecordedBlock, sharing: Sharing) -> Value:
+def saved_bytes(block: RecordedBlock, sharing: Sharing) -> int:
+    """Return the bytes of all that autograd saved of one call of a block, and that nothing else holds."""
     tape = block.tape
     own_inputs = {v for v, tensor in block.arguments.items() if sharing.index_of(tensor) is None}
     hidden = block.made.keys() - block.held_besides
     own = [v for v in block.saved() if v in own_inputs or v in hidden or tape.values[v].source is None]
-    nbytes = sum(tape.values[v].nbytes for v in own)
-    saved = bool(tape.slots)
+    return sum(tape.values[v].nbytes for v in own)
+
+
+def _saved_value(block: RecordedBlock, nbytes: int) -> Value:
     whole = _value(SAVED, "all that the block saves", nbytes, WHOLE, None)
-    return replace(whole, saved=saved, activation=saved)
+    is_saved = bool(block.tape.slots)
+    return replace(whole, saved=is_saved, activation=is_saved)
 
 
 def _value(index: int, name: str, nbytes: int, role: str, shared: int | None) -> Value:
@@ -262,6 +275,12 @@ def _value(index: int, name: str, nbytes: int, role: str, shared: int | None) ->
         recomputable=False,
         role=role,
     )
+
+
+def given_records(block: RecordedBlock, sharing: Sharing) -> tuple[int, ...]:
+    """Return the records of the shared tensors that a block is given."""
+    found = {sharing.index_of(tensor) for tensor in block.given.values()}
+    return tuple(sorted(index for index in found if index is not None))
 
 
 def generator_bytes(block: RecordedBlock) -> int:

@@ -31,7 +31,7 @@ from adacc_hf.price.other_sizes import (
     with_other_sizes,
 )
 from adacc_hf.price.price_store import ProfileStore, StoringMeasurement
-from adacc_hf.price.pricing import untrusted_backward
+from adacc_hf.price.pricing import with_untrusted_backward
 from adacc_hf.price.step_memory import ForwardLayout, NoSync, StepLayout, measure_forward, measure_step_layout
 from adacc_hf.price.survey import Survey, recompute_outcome
 from adacc_hf.price.whole_model import ComputeLoss, HeadLayout, HeadSurvey, RanBlocks, WithLoss, with_idle
@@ -368,7 +368,7 @@ def _profile(
     layout = StepLayout.merged({group: measure(group) for group in groups})
     survey.learn_orders(layout.events)
     survey.follow_full_recomputation(installation, (), sources)
-    kinds = [_with_backward(kind, watched[index], layout) for index, kind in enumerate(kinds)]
+    kinds = [_with_backward(kind, watched[index], layout, survey) for index, kind in enumerate(kinds)]
     # What was watched in the step that was timed was retained: under full recomputation its replay comes on top.
     retained = [kinds[index] for index, name in watched.items() if name in groups[0] and not kinds[index].untrusted]
     replay_ms = sum(recompute_outcome(kind).overhead_ms for kind in retained)
@@ -426,9 +426,11 @@ def _chunked(other: HeadLayout, blocks: list[str], forward: ForwardLayout, stati
     )
 
 
-def _with_backward(kind: KindProfile, watched: str, layout: StepLayout) -> KindProfile:
+def _with_backward(kind: KindProfile, watched: str, layout: StepLayout, survey: Survey) -> KindProfile:
     if kind.untrusted is not None:
-        return replace(kind, backward=untrusted_backward(kind, layout.peaks.get(watched)))
+        peak = layout.peaks.get(watched)
+        besides = None if peak is None else max(0, peak - survey.saved_bytes(watched))
+        return with_untrusted_backward(kind, besides)
     return replace(kind, backward=layout.events[watched])
 
 

@@ -103,6 +103,12 @@ class Sharing:
                 elif len(readers[address]) > 1 or address in outside or address in state or address in batch:
                     nbytes = 0 if address in state or address in batch else storage_of(tensor).nbytes()
                     self._add(address, Shared(name=f"{block.name} input", nbytes=nbytes, saved=address in saved))
+        for block in blocks:
+            for tensor in block.given.values():
+                address = address_of(tensor)
+                if address not in self._index and address not in readers:  # only torch's checkpoint holds it
+                    nbytes = 0 if address in state or address in batch else storage_of(tensor).nbytes()
+                    self._add(address, Shared(name=f"{block.name} unread", nbytes=nbytes, saved=address in outside))
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
         """The record of an input, or None for one that belongs to a single block."""

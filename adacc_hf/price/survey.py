@@ -21,7 +21,14 @@ from adacc_hf.artifacts.policy import BlockAction, Place, call_name, num_calls, 
 from adacc_hf.artifacts.profile import BackwardEvent, ForwardEvent, KindProfile, Operator, Value, unpack_order
 from adacc_hf.price.codec_options import is_parameter_cast, role_of, storable, with_outliers
 from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.pricing import Prices, generator_bytes, untrusted_kind, with_untrusted_forward
+from adacc_hf.price.pricing import (
+    Prices,
+    generator_bytes,
+    given_records,
+    saved_bytes,
+    untrusted_kind,
+    with_untrusted_forward,
+)
 from adacc_hf.price.sharing import RecordedBlock, Sharing, address_of
 from adacc_hf.price.watching import WatchSlots, refuse_backward
 from adacc_hf.run.blocks import Installation
@@ -90,6 +97,8 @@ class Survey:
         self._returned: list[torch.Tensor] = []
         """By the block that was recorded last."""
         self._kinds: list[KindProfile] = []
+        self._saved: dict[str, int] = {}
+        """Of each call whose operators cannot be replayed, the bytes that autograd saved."""
         self.sharing = Sharing([], set(), set(), set())
         self.before_rest: set[str] = set()
         """Calls after which the rest of the model works until the next one."""
@@ -188,11 +197,7 @@ class Survey:
         groups: dict[Any, list[RecordedBlock]] = {}
         places = self._places()
         for block in self.blocks:
-            tape = block.tape
-            alike = tape.digest if tape.untrusted is None else tape.kind  # its constants may be data
-            groups.setdefault(
-                (alike, block.dead, block.held_besides, places[block.name], *self._shared(block)), []
-            ).append(block)
+            groups.setdefault((self._alike(block), places[block.name]), []).append(block)
         for index, group in enumerate(groups.values()):
             for block in group:
                 block.kind = index
@@ -219,6 +224,19 @@ class Survey:
             for name, (block, number), begin, end in zip(names, numbers, begins, ends, strict=True)
         }
 
+    def _alike(self, block: RecordedBlock) -> tuple[Any, ...]:
+        """What blocks of a kind have in common: all that their tapes say, or, where operators may depend on data, just
+        their class and what they are given."""
+        if block.tape.untrusted is None:
+            return block.tape.digest, block.dead, block.held_besides, *self._shared(block)
+        inputs, _, _ = self._shared(block)
+        given = [(source, tensor.shape, tensor.dtype) for source, tensor in block.given.items()]
+        return block.tape.identity, bool(block.tape.slots), block.tape.has_collectives, tuple(given), inputs
+
+    def saved_bytes(self, name: str) -> int:
+        """Return the bytes of all that autograd saved of the call `name`, one whose operators cannot be replayed."""
+        return self._saved[name]
+
     def _shared(self, block: RecordedBlock) -> tuple[Any, ...]:
         """Which inputs of a block are shared, with which others, and which outputs and casts others keep."""
         inputs = tuple(self.sharing.index_of(tensor) for tensor in block.held())
@@ -230,7 +248,9 @@ class Survey:
         tape = group[0].tape
         prices = self._prices[tape.digest]
         if tape.untrusted is not None:
-            kind = untrusted_kind(group[0], self.sharing, sum(prices.operator_ms))
+            self._saved |= {block.name: saved_bytes(block, self.sharing) for block in group}
+            times = [sum(self._prices[block.tape.digest].operator_ms) for block in group]
+            kind = untrusted_kind(group, self.sharing, sum(times) / len(times))
         else:
             kind = KindBuilder(group, self.sharing, prices, self.config).build()
         read = recompute_outcome(kind).shared
@@ -358,6 +378,7 @@ class KindBuilder:
         """What it may also not store; an output, a cast or anything else that others hold costs nothing more."""
         self.recomputable = obtainable(self.tape, self.tape.recomputable, self.saved) - kept
         self.block_actions = _block_actions(self.tape)
+        self.given = given_records(block, sharing)
         self.generator_bytes = generator_bytes(block)
         self.outliers = {value: max(block.outliers.get(value, 0) for block in group) for value in prices.codecs}
         self.errors = [block.errors for block in group]
@@ -378,6 +399,7 @@ class KindBuilder:
             forward=(),
             backward=(),
             forward_ms=sum(self.prices.operator_ms),
+            given=self.given,
             block_actions=self.block_actions,
             elsewhere_bytes=sum(tape.values[value].nbytes for value in self.counted_elsewhere),
             generator_bytes=self.generator_bytes,

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
+from adacc_hf.artifacts.block_outcome import rerun_ms
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.reports.plots import draw_frontier, marks, trade_off
-from adacc_hf.solve.baselines import recomputed_ms
 from adacc_hf.solve.solver import solve_policy
 
 
@@ -31,7 +31,7 @@ def test_marks_are_plain_checkpointing_quantization_and_the_policy(profile) -> N
     plain, full, quantized, ours = marks(profile, policy)
     assert plain.point == (Policy.uniform(profile, "retain").predicted_peak_bytes, 0.0)
     assert full.point[0] == Policy.uniform(profile, "recompute").predicted_peak_bytes
-    assert full.point[1] == pytest.approx(3 * recomputed_ms(profile.kinds[0]))
+    assert full.point[1] == pytest.approx(3 * rerun_ms(profile.kinds[0]))
     assert quantized.name == "all compressed, codec by layer"
     assert ours.point == (policy.predicted_peak_bytes, policy.predicted_overhead_ms)
 
