@@ -263,6 +263,7 @@ RUNNERS = {
     "compact-training": ("compact_training", "validation loss by CompAct, beside AdamW, GaLore and APOLLO"),
     "compact-tuning": ("compact_tuning", "fine-tuning by CompAct, beside AdamW, LoRA and GaLore"),
     "executor-bench": ("executor_bench", "what recompute-everything and retain-everything cost"),
+    "whole-blocks": ("whole_blocks", "blocks that no replay serves well, in half of the room: plain, or checkpointed"),
     "fused-chains": ("fused_chains", "what replay gains if chains of pointwise operators run as one kernel"),
     "budget-bench": ("budget_bench", "what a memory budget costs in time"),
     "gradient-error": ("gradient_error", "the first half of codecs: how far they move the gradient"),

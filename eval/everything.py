@@ -50,6 +50,7 @@ CLOCKED = (
     "ablation",
     "solver",
     "executor-bench",
+    "whole-blocks",
     "fused-chains",
     "budget-bench",
     "evolution",

@@ -165,16 +165,17 @@ RIVAL = nullable(record({"peer": TEXT, "speed_ratio": POSITIVE}))
 COMPARISON = record(
     {"peer": TEXT, "compiled": {"type": "boolean"}, "speed_ratio": nullable(POSITIVE), "peak_ratio": nullable(POSITIVE)}
 )
+_STEP_OF_OTHERS = {
+    f"of_{base}{suffix}": schema
+    for base in ("plain", "checkpointing")
+    for suffix, schema in (("", POSITIVE), ("_by_round", SPREAD))
+}
 STEP_FIGURES = record(
     {
         "step_ms": SPREAD,
         "stored_bytes": COUNT,
         "peak_bytes": COUNT,
-        **{
-            f"of_{base}{suffix}": schema
-            for base in ("plain", "checkpointing")
-            for suffix, schema in (("", POSITIVE), ("_by_round", SPREAD))
-        },
+        **_STEP_OF_OTHERS,
     },
     {
         "overhead_per_block_ms": NUMBER,
@@ -186,6 +187,7 @@ STEP_FIGURES = record(
         "predicted_peak_bytes": COUNT,
         "predicted_overhead_ms": NUMBER,
         "actions": mapping(COUNT),
+        "blocks": mapping(COUNT),
         "solve_seconds": NUMBER,
     },
 )
@@ -425,6 +427,7 @@ POINTS: dict[str, dict[str, Schema]] = {
     "sizes": {"": record({"profiled": array(COUNT), "told": array(TOLD), "training": UNDER_BUDGET})},
     "lengths": {"^(?!trainer$)": CHANGING_LENGTHS, "^trainer$": LENGTH_TRAININGS},
     "executor_bench": {"": record({"methods": mapping(STEP_FIGURES), "new_length": NEW_LENGTH})},
+    "whole_blocks": {"": record({"budget": POSITIVE, "methods": mapping(STEP_FIGURES)})},
     "fused_chains": {"^bytes: ": REPLAY_BYTES, "^(?!bytes: )": FUSED_CHAINS},
     "budget_bench": {"": record({"methods": mapping(STEP_FIGURES), "skipped": mapping(TEXT)})},
     "compact": {"^time$": LOW_RANK_TIMES, "^(?!time$)": SHAPE},
