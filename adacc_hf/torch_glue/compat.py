@@ -266,6 +266,7 @@ def checkpointed(
                 for states in moved:
                     stack.enter_context(states.back_for_a_while())
                 again, given = held[0]()
+                stack.callback(torch.clear_autocast_cache)  # which stays while anything around backward is autocast
                 return again(*given)
         try:
             called, given = held[0]()

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -333,7 +333,9 @@ def _is_frozen(model: Any) -> bool:
 
 def backward(loss: torch.Tensor) -> None:
     """Run backward outside autocast, as training does."""
-    with torch.autocast(loss.device.type, enabled=False):
+    # A context of its own would keep the casts that a checkpoint makes in backward, which go with the outermost one.
+    is_under_autocast = torch.is_autocast_enabled(loss.device.type)
+    with torch.autocast(loss.device.type, enabled=False) if is_under_autocast else nullcontext():
         loss.backward()
 
 

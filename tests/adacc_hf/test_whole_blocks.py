@@ -1,0 +1,216 @@
+"""Actions of whole blocks: they run plainly, or under torch's checkpoint with inputs kept or compressed."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from adacc_hf import AdaccConfig, Policy, Profile, apply_policy, profile_model, solve_policy
+from adacc_hf.artifacts.policy import IDLE_KIND, BlockAction, Choice, checkpoint_plan
+from adacc_hf.reports.explain import explain_policy
+from adacc_hf.solve.milp import build_block_model
+from adacc_hf.solve.solver import least_policy
+from adacc_hf.torch_glue.memory import measure_step
+
+CONFIG = AdaccConfig(min_compress_bytes=64)
+LOSSLESS = AdaccConfig(actions=("retain", "recompute"))
+
+
+def under(dtype):
+    """Autocast for one pass: its cache of casts ends with it."""
+    return torch.autocast("cpu", dtype=dtype, enabled=dtype is not None)
+
+
+class Under(torch.nn.Module):
+    """A model under autocast, whose backward runs outside of it, as a Trainer's does."""
+
+    def __init__(self, dtype, model):
+        super().__init__()
+        self.dtype, self.model = dtype, model
+
+    def forward(self, **batch):
+        with under(self.dtype):
+            return self.model(**batch)
+
+
+def gradients(model, batch, seed=1, dtype=None):
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    with under(dtype):
+        loss = model(**batch).loss
+    loss.backward()
+    found = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def input_options(kind):
+    return [(value.index, option) for value in kind.inputs for option in value.codecs]
+
+
+@pytest.mark.parametrize("name", ["tiny_gpt2", "tiny_llama"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_what_a_checkpointed_block_keeps_and_needs_is_predicted(request, token_batch, name, dtype):
+    """To the byte, with its input as it is and as each codec leaves it."""
+    model, batch = request.getfixturevalue(name)(layers=3), token_batch(4, 32)
+    with under(dtype):
+        profile = profile_model(model, batch, CONFIG)
+    (kind,) = profile.kinds
+    plain = gradients(model, batch, dtype=dtype)
+    options = input_options(kind)
+    assert options
+    for coded in [{}, *({value: Choice.compress(option)} for value, option in options)]:
+        plan = checkpoint_plan(kind, coded)
+        policy = Policy.build(profile, [plan] * len(profile.blocks))
+        with apply_policy(model, policy, CONFIG):
+            ours = gradients(model, batch, dtype=dtype)
+            measured = measure_step(Under(dtype, model), batch)
+        assert measured.stored_bytes == policy.predicted_stored_bytes
+        assert measured.peak_bytes == policy.predicted_peak_bytes
+        assert torch.equal(ours[0], plain[0])
+        assert all(map(torch.equal, ours, plain)) == (not coded)
+
+
+def test_the_place_of_an_input_that_is_given_by_name_is_known(toy_model, toy_batch):
+    model = toy_model(
+        lambda block, hidden, scale: hidden + block.down(block.up(hidden).tanh() * scale),
+        num_blocks=3,
+        kwargs_of=lambda x: {"scale": x * 2},
+    )
+    batch = toy_batch(64)
+    profile = profile_model(model, batch, AdaccConfig(min_compress_bytes=0))
+    (kind,) = profile.kinds
+    assert {value.place for value in kind.inputs} <= {(0,), ("scale",)}
+    plan = checkpoint_plan(kind, {value: Choice.compress(option) for value, option in input_options(kind)})
+    assert {place for _, place in plan.places} == {value.place for value in kind.inputs}
+    policy = Policy.build(profile, [plan] * len(profile.blocks))
+    with apply_policy(model, policy, CONFIG):
+        gradients(model, batch)
+        measured = measure_step(model, batch)
+    assert measured.stored_bytes == policy.predicted_stored_bytes
+
+
+def test_a_policy_with_them_survives_the_disk(tiny_gpt2, token_batch, tmp_path):
+    profile = profile_model(tiny_gpt2(), token_batch(4, 32), CONFIG)
+    (kind,) = profile.kinds
+    ((value, option), *_) = input_options(kind)
+    policy = Policy.build(profile, [checkpoint_plan(kind), checkpoint_plan(kind, {value: Choice.compress(option)})])
+    policy.save(tmp_path / "policy.json")
+    loaded = Policy.load(tmp_path / "policy.json")
+    assert loaded == policy
+    assert loaded.plans[1].places == ((value, (0,)),)
+    assert policy.digest != Policy.build(profile, [checkpoint_plan(kind)] * 2).digest
+    assert policy.block_counts() == {"checkpoint": 2}
+    assert "2 blocks (2 under torch's checkpoint)" in policy.summary()
+
+
+def test_the_explanation_has_the_price_of_each(tiny_gpt2, token_batch):
+    profile = profile_model(tiny_gpt2(), token_batch(4, 32), LOSSLESS)
+    price = r"\d+\.\d\d ms, stores [\d.]+ \w+"
+    text = explain_policy(Policy.uniform(profile, "retain"), profile)
+    assert re.search(rf"plain: {price}; checkpoint: {price}\n", text)
+    text = explain_policy(Policy.uniform(profile, "recompute"), profile)
+    assert re.search(rf"replay: {price}; plain: {price}; checkpoint: {price}\n", text)
+    text = explain_policy(Policy.checkpoint(profile), profile)
+    assert re.search(rf"checkpoint: {price}; plain: {price}\n", text)
+    assert "recompute: with the whole block" in text
+
+
+# When they are chosen.
+
+
+def draws_by_itself(block, hidden):
+    """No replay makes the mask of a generator of its own: all of a block hangs on it."""
+    mask = torch.rand(hidden.shape, generator=block.dice.generator) < 0.5
+    return hidden + block.down(block.up(hidden * mask).tanh())
+
+
+def is_never_replayed(kind):
+    """`kind`, had it no operator that can run again by itself."""
+    values = tuple(replace(value, recomputable=False, codecs=()) for value in kind.values)
+    return replace(kind, values=values, operators=tuple(replace(o, replayable=False) for o in kind.operators))
+
+
+def test_a_block_that_no_replay_serves_is_checkpointed_where_the_room_ends(gpt2_like_profile):
+    profile = gpt2_like_profile(num_blocks=8)
+    profile = replace(profile, kinds=tuple(map(is_never_replayed, profile.kinds)))
+    plain, all_under_checkpoint = Policy.uniform(profile, "retain"), Policy.checkpoint(profile)
+    budget = (plain.predicted_peak_bytes + all_under_checkpoint.predicted_peak_bytes) // 2
+    policy = solve_policy(profile, budget, LOSSLESS)
+    counts = policy.block_counts()
+    assert counts.keys() == {"plain", "checkpoint"}
+    assert counts["plain"] >= 3
+    assert policy.predicted_peak_bytes <= budget
+    assert policy.predicted_overhead_ms < all_under_checkpoint.predicted_overhead_ms
+    assert least_policy(profile, LOSSLESS).predicted_peak_bytes <= all_under_checkpoint.predicted_peak_bytes
+
+
+def test_without_recompute_no_block_is_checkpointed(gpt2_like_profile):
+    (kind,) = gpt2_like_profile().kinds
+    assert build_block_model(kind, AdaccConfig(actions=("retain", "compress"))).checkpoints == ()
+    assert build_block_model(kind, LOSSLESS).checkpoints != ()
+
+
+def test_a_block_that_must_run_on_all_ranks_alike_is_checkpointed_under_any_budget(gpt2_like_profile):
+    profile = gpt2_like_profile(num_blocks=3)
+    kinds = tuple(replace(kind, block_actions=(BlockAction.CHECKPOINT,), untrusted="why") for kind in profile.kinds)
+    profile = replace(profile, kinds=kinds)
+    for config in (LOSSLESS, AdaccConfig(actions=("retain", "compress"))):
+        policy = solve_policy(profile, "80GiB", config)
+        assert policy.block_counts() == {"checkpoint": 3}
+
+
+def test_a_block_that_overwrites_its_input_is_never_checkpointed(toy_model, toy_batch):
+    def overwrites(block, hidden):
+        x = block.down(block.up(hidden.exp()).tanh())
+        return hidden.mul_(0.5) + x
+
+    model = toy_model(overwrites, num_blocks=3)
+    batch = toy_batch(64)
+    profile = profile_model(model, batch, LOSSLESS)
+    (*_, kind) = profile.kinds
+    assert kind.block_actions == (BlockAction.PLAIN,)
+    assert checkpoint_plan(kind) is None
+    plain = gradients(model, batch)
+    for policy in (Policy.checkpoint(profile), least_policy(profile, LOSSLESS)):
+        with apply_policy(model, policy, LOSSLESS):
+            for _ in range(3):
+                assert all(map(torch.equal, gradients(model, batch), plain))
+
+
+def test_inputs_of_a_block_whose_operators_depend_on_data_are_kept_exact(toy_model, toy_batch):
+    def reads_data(block, hidden):
+        x = block.up(hidden).tanh()
+        return hidden + block.down(x / (1 + abs(x.max().item())))
+
+    profile = profile_model(toy_model(reads_data, num_blocks=3), toy_batch(64), AdaccConfig(min_compress_bytes=0))
+    (kind,) = profile.kinds
+    assert kind.untrusted
+    assert not kind.bears_coded_inputs
+    assert all(not column.plan.places for column in build_block_model(kind, AdaccConfig()).checkpoints)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_of_all_actions_train_as_plain_ones(tiny_gpt2, token_batch, seed, tmp_path):
+    """Also after another policy took its place in mid-training, and from files."""
+    model, batch = tiny_gpt2(layers=6), token_batch(4, 32)
+    profile = profile_model(model, batch, LOSSLESS)
+    profile.save(tmp_path / "profile.json")
+    profile = Profile.load(tmp_path / "profile.json")
+    whole = [Policy.uniform(profile, "retain"), Policy.checkpoint(profile), Policy.uniform(profile, "recompute")]
+    generator = torch.Generator().manual_seed(seed)
+
+    def mixed():
+        order = torch.randint(3, (len(profile.blocks),), generator=generator).tolist()
+        plans = [whole[i].plan_of(block.name) for i, block in zip(order, profile.blocks, strict=True)]
+        return Policy.build(profile, plans)
+
+    plain = [gradients(model, batch, step) for step in range(6)]
+    with apply_policy(model, mixed(), LOSSLESS) as handle:
+        for step, expected in enumerate(plain):
+            if step in (2, 4):
+                handle.replace(mixed())
+            assert all(map(torch.equal, gradients(model, batch, step), expected))
+        assert not handle.library.fallbacks
+    assert IDLE_KIND not in {plan.kind for plan in mixed().plans}
