@@ -77,6 +77,7 @@ def _experts(scale: Scale) -> dict[str, Any]:
         "num_hidden_layers": scale.layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
+        "head_dim": scale.width // 4,
         "use_cache": False,
     }
 
@@ -86,8 +87,8 @@ def _mixtral(scale: Scale) -> PreTrainedModel:
 
 
 def _qwen3_moe(scale: Scale) -> PreTrainedModel:
-    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": scale.width}
-    return _loop(Qwen3MoeForCausalLM, Qwen3MoeConfig(**_experts(scale), **sizes, head_dim=scale.width // 4))
+    sizes: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": scale.width}
+    return _loop(Qwen3MoeForCausalLM, Qwen3MoeConfig(**_experts(scale), **sizes))
 
 
 def _loop(model_class: Any, config: Any) -> PreTrainedModel:

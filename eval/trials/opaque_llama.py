@@ -85,7 +85,7 @@ class GateByAddress(Function):
     """silu(a) * b."""
 
     @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(a)
         given = _numbers(a)
         np.divide(given, 1 + np.exp(-given), out=_numbers(out))
@@ -94,7 +94,7 @@ class GateByAddress(Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         a, b = ctx.saved_tensors
         sigmoid = torch.sigmoid(a)
         silu = a * sigmoid
