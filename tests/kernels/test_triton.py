@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adacc_hf.kernels import asymmetric_int4, bitmask, channel_int4, int8, outlier_int4, token_int4
+from adacc_hf.kernels import asymmetric_int4, bitmask, channel_int4, fp8, int8, outlier_int4, token_int4
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = [*(["cpu"] if INTERPRETED else []), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -84,6 +84,17 @@ def _int8(x: Tensor, group_size: int, *settings: Any) -> Pair:
     )
 
 
+def _fp8(x: Tensor, group_size: int, *settings: Any) -> Pair:
+    from adacc_hf.kernels import fp8_triton as kernels
+
+    return Pair(
+        lambda: fp8.encode_ref(x, group_size, *settings),
+        lambda: kernels.encode(x, group_size, *settings),
+        lambda *t: fp8.decode_ref(x.dtype, group_size, *t),
+        lambda out, *t: kernels.decode(out, *t, group_size),
+    )
+
+
 def _asymmetric(x: Tensor, group_size: int, scale: str, *settings: Any) -> Pair:
     from adacc_hf.kernels import asymmetric_int4_triton as kernels
 
@@ -107,6 +118,8 @@ CASES: dict[str, Callable[[Tensor], Pair]] = {
     "token-max7-stochastic": lambda x: _token(x, 1 / 7, "stochastic", 16),
     "int8": lambda x: _int8(x, 64, "nearest", 0),
     "int8-g1024-stochastic": lambda x: _int8(x, 1024, "stochastic", 3),
+    "fp8": lambda x: _fp8(x, 128, "nearest", 0),
+    "fp8-g16-stochastic": lambda x: _fp8(x, 16, "stochastic", 2**32 - 1),
     "asymmetric-range15": lambda x: _asymmetric(x, 64, "range15", "nearest", 0),
     "asymmetric-paper-stochastic": lambda x: _asymmetric(x, 32, "paper", "stochastic", 3),
 }
