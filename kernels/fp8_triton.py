@@ -21,13 +21,14 @@ from adacc_hf.kernels._triton import (
     rounded_to,
     rounding_offset,
     stored_peak,
+    widened,
 )
 from adacc_hf.kernels.fp8 import FACTOR
 
 
 @triton.jit
 def _places(groups, columns, RAGGED: tl.constexpr, T: tl.constexpr, G: tl.constexpr):
-    """The program's groups [T], and int64 [T, G] indices of their elements with whether the elements are there."""
+    """Return the program's groups [T], and the int64 indices of their elements [T, G] with a mask of what is there."""
     first_group = tl.program_id(0) * T
     group = first_group + tl.arange(0, T)
     if RAGGED:
@@ -46,7 +47,7 @@ def _places(groups, columns, RAGGED: tl.constexpr, T: tl.constexpr, G: tl.conste
 
 @triton.jit
 def _codes(scaled, index, seed, STOCHASTIC: tl.constexpr):
-    """uint8: as `fp8.codes_ref`, with the same names."""
+    """Return uint8 codes as `fp8.codes_ref` does, with the same names."""
     bits = scaled.to(tl.int32, bitcast=True)
     above = tl.maximum((bits & 0x7F800000) - (121 << 23), 0)
     steps = tl.abs(scaled) * ((136 << 23) - above).to(tl.float32, bitcast=True)
@@ -77,7 +78,7 @@ def _encode_kernel(
     x = tl.load(x_ptr + index, mask=there, other=0.0)
     peak = stored_peak(tl.max(peak_keys(x, False), axis=1), x.dtype)
     tl.store(peaks_ptr + group, in_16_bits(peak, peaks_ptr.dtype.element_ty), mask=group < groups)
-    scaled = x.to(tl.float32) * inverse_of(peak, factor)[:, None]
+    scaled = widened(x) * inverse_of(peak, factor)[:, None]
     tl.store(codes_ptr + index, _codes(scaled, index, seed, STOCHASTIC), mask=there)
 
 
@@ -95,7 +96,7 @@ def _decode_kernel(
 ):
     group, index, there = _places(groups, columns, RAGGED, T, G)
     codes = tl.load(codes_ptr + index, mask=there, other=0).to(tl.int32)
-    peak = tl.load(peaks_ptr + group, mask=group < groups, other=0.0).to(tl.float32)
+    peak = widened(tl.load(peaks_ptr + group, mask=group < groups, other=0.0))
     # A code, moved into a float16, stands for 2^-8 times its number.
     numbers = (((codes & 128) << 8) | ((codes & 127) << 7)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     x = numbers * (peak * factor * 256.0)[:, None]
@@ -103,14 +104,14 @@ def _decode_kernel(
 
 
 def _shape(x_RC: Tensor, group_size: int) -> tuple[int, int, bool]:
-    """Columns and groups as the kernels see them, and whether rows end in a group of fewer elements."""
+    """Return columns and groups as the kernels see them, and True if rows end in a group of fewer elements."""
     rows, columns = x_RC.shape
     is_ragged = columns % group_size != 0 and rows != 1
     return columns if is_ragged else rows * columns, rows * cdiv(columns, group_size), is_ragged
 
 
 def encode(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """As `fp8.encode_ref`."""
+    """Encode as `fp8.encode_ref` does."""
     columns, groups, is_ragged = _shape(x_RC, group_size)
     codes = x_RC.new_empty(x_RC.shape, dtype=torch.uint8)
     peaks = x_RC.new_empty(groups, dtype=peak_dtype(x_RC.dtype))
