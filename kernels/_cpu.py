@@ -202,7 +202,7 @@ def decode_columns(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) 
 
 
 def encode_fp8(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [R, C] and peaks [A] of a contiguous matrix, as `fp8.encode_ref`."""
+    """Return codes uint8 [R, C] and peaks [A] of a contiguous matrix, as `fp8.encode_ref` does."""
     rows, columns = x_RC.shape
     codes = torch.empty(rows, columns, dtype=torch.uint8, device="cpu")
     peaks = torch.empty(rows * -(-columns // group_size), dtype=peak_dtype(x_RC.dtype), device="cpu")
@@ -214,7 +214,7 @@ def encode_fp8(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed
 
 
 def decode_fp8(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int, factor: float) -> None:
-    """Fill a contiguous matrix from codes [R, C] and peaks [A]."""
+    """Fill a contiguous matrix from FP8 codes [R, C] and peaks [A]."""
     rows, columns = out_RC.shape
     _functions().adacc_decode_fp8(
         out_RC.data_ptr(), codes.data_ptr(), peaks.data_ptr(), rows, columns, group_size,

@@ -105,9 +105,9 @@ class Codec:
     stands_in: ClassVar[bool] = False
     """Whether it is the precise codec for what those that suit it are too coarse for. One codec is."""
     instead_of: ClassVar[str | None] = None
-    """Name of the codec that this one replaces on tensors where this one's round trip is more exact, unless the settings
-    name codecs. `adacc plan` and compiled graphs have no data to decide by, and leave this codec out. None for a codec
-    that is offered wherever it suits."""
+    """Name of the codec that this one replaces on tensors where this one's round trip is more exact, unless the
+    settings name codecs. `adacc plan` and compiled graphs have no data to decide by, and leave this codec out. None for
+    a codec that is offered wherever it suits."""
     is_baseline: ClassVar[bool] = False
     """Whether it is the codec of the paper's "Quantization" baseline. One codec is."""
 

@@ -1,17 +1,17 @@
 """FP8 (E4M3) with one scale for `group_size` elements of a row, for tensors with a few very large elements.
 
-An E4M3 code has a sign, 4 bits of exponent and 3 of mantissa: 448 is the largest, 2^-6 the least normal number and 2^-9
-the step below. A row is what the last dimension holds; its last group may be shorter, and no group reaches into another
-row. The group's peak, stored in 16 bits as by the other codecs, maps to 448. A peak of float32 is cut by up to 2^-7: its
+An E4M3 code has a sign, 4 bits of exponent and 3 of mantissa. 448 is the largest number, 2^-6 the least normal one, and
+2^-9 the step below that. A row is the last dimension. Its last group may be shorter; no group reaches into another row.
+The group's peak, stored in 16 bits as in the other codecs, maps to 448. A peak of float32 is cut by up to 2^-7: its
 element comes to at most 451.5, which rounds to 448 as well.
 
-Next to `int8`: the steps of integer codes are as coarse for the small elements of a group as for the peak, and those of
-FP8 are a part of each element, 2^-4 of it at most. That is the worse bargain for elements of one size and the better one
-below a large peak. Group size matters less here, since a code has an exponent of its own: it is no setting.
+The codes of `int8` have one step for all elements of a group. The step of FP8 is relative: it rounds by at most 2^-4.
+INT8 is better for elements of similar size, FP8 for small elements next to a large peak. The setting
+`group_size` does not apply: each code has an exponent of its own, so the group size matters less.
 
-Rounding is integer arithmetic, in the kernels as here, and tested against torch's `.to(torch.float8_e4m3fn)`. Triton has
-that cast only from sm_89 on, so that neither kernels nor compiled graphs could run on sm_80; its rounding on other
-devices and in the interpreter is not torch's; and it offers no stochastic rounding.
+Rounding is integer arithmetic, here and in the kernels, and tested against torch's `.to(torch.float8_e4m3fn)`. Triton's
+own cast does not compile for sm_80, goes by way of float16 on sm_89, and rounds some midpoints up in the interpreter.
+It would limit compiled graphs in the same way, and does not round stochastically.
 """
 
 import torch
@@ -52,7 +52,7 @@ def numbers_ref(codes: Tensor) -> Tensor:
 
 
 def encode_ref(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [R, C] and 16-bit peaks [A], A groups of G elements or fewer, row by row."""
+    """Return codes uint8 [R, C] and 16-bit peaks [A], A groups of G elements or fewer, row by row."""
     rows, columns = x_RC.shape
     x_AG = _groups(x_RC, group_size)
     peaks = _symmetric.peaks_ref(x_AG, signed=False)
@@ -65,19 +65,19 @@ def encode_ref(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple
 
 
 def decode_ref(dtype: torch.dtype, group_size: int, codes: Tensor, peaks: Tensor) -> Tensor:
-    """[R, C] from the tensors of `encode_ref`. Every element of a group with a non-finite peak is non-finite."""
+    """Return [R, C] from the tensors of `encode_ref`. Every element of a group with a non-finite peak is non-finite."""
     numbers_AG = numbers_ref(_groups(codes, group_size))
     scales_A = peaks.float() * FACTOR * HALF_SCALE
     return _rows((numbers_AG * scales_A[:, None]).to(dtype), *codes.shape)
 
 
 def _missing(columns: int, group_size: int) -> int:
-    """Elements that complete the last group of a row."""
+    """Return the number of elements that complete the last group of a row."""
     return -columns % group_size
 
 
 def _groups(x_RC: Tensor, group_size: int) -> Tensor:
-    """[A, G]: the groups of each row, the last one completed with zeros."""
+    """Return [A, G]: the groups of each row, the last one completed with zeros."""
     rows, columns = x_RC.shape
     missing = _missing(columns, group_size)
     padded_RW = x_RC if _is_zero(missing) else torch.nn.functional.pad(x_RC, (0, missing))
@@ -85,7 +85,7 @@ def _groups(x_RC: Tensor, group_size: int) -> Tensor:
 
 
 def _rows(x_AG: Tensor, rows: int, columns: int) -> Tensor:
-    """[R, C] in memory of its own: the groups of each row side by side, without what completed the last one."""
+    """Return [R, C] in memory of its own: the groups of each row side by side, without the padding of the last one."""
     missing = _missing(columns, x_AG.shape[1])
     x_RW = x_AG.reshape(rows, columns + missing)
     return x_RW if _is_zero(missing) else x_RW[:, :columns].clone()
@@ -110,8 +110,9 @@ class Fp8(Codec):
 
     name = "fp8"
     suits = frozenset({"input"})
-    # Without large elements INT8 is the better codec at the same bytes and speed: on normal numbers its error is a
-    # quarter of FP8's.
+    # INT8 is the better codec unless a few elements are very large. On the block inputs of small GPT-2 and LLaMA models
+    # its relative error is 0.005 to 0.006 and that of FP8 0.026, for 1.5 % more bytes (none with groups of 128 as here)
+    # and no more time. With two channels of 4096 300 times as large as the others it is 0.015 against 0.005.
     instead_of = Int8.name
     triton = "fp8_triton"
     cpu = Kernels(_encode_cpu, _decode_cpu)

@@ -1,4 +1,4 @@
-"""FP8: rounded as torch casts, on every path; a scale for each group of a row; more exact than INT8 below a large peak."""
+"""FP8: rounded as torch casts, on every path; a scale for each group of a row; better than INT8 below a large peak."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,7 +92,7 @@ def test_every_code_stands_for_torchs_number() -> None:
 def _tensors(draw: st.DrawFn) -> Tensor:
     """Tensors of any shape, dtype, stride and offset, with elements from denormal to the largest of the dtype."""
     dtype = draw(st.sampled_from(DTYPES))
-    shape = draw(st.lists(st.integers(1, 5), max_size=3)) + [draw(st.integers(1, 300))]
+    shape = [*draw(st.lists(st.integers(1, 5), max_size=3)), draw(st.integers(1, 300))]
     order = draw(st.permutations(range(len(shape))))
     step, offset = draw(st.integers(1, 3)), draw(st.integers(0, 9))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -169,8 +169,8 @@ def test_every_element_keeps_three_bits(dtype: torch.dtype) -> None:
     codec = get_codec("fp8")
     restored = codec.decode(codec.encode(x)).double()
     scale = (x.abs().double().view(64, 2, 128).amax(2) / 448).repeat_interleave(128, 1)
-    # Half a step: 2^-4 of a normal number, 2^-10 of the scale below. The cut of a float32 peak clips its element, and the
-    # result is rounded to the dtype, which has steps of tiny * eps next to zero.
+    # Half a step: 2^-4 of a normal number, 2^-10 of the scale below. The cut of a float32 peak clips its element, and
+    # the result is rounded to the dtype, which has steps of tiny * eps next to zero.
     finfo, cut = torch.finfo(dtype), 2**-7 if dtype == torch.float32 else 0.0
     bound = torch.maximum(x.double().abs() * (2**-4 + cut), scale * 2**-10)
     bound = bound + restored.abs() * finfo.eps + finfo.tiny * finfo.eps
