@@ -221,6 +221,7 @@ def contenders(
         "outlier_int4": inner,
         "token_int4": inner,
         "int8": inner,
+        "fp8": inner,
         "channel_int4": qkv,
         "asymmetric_int4": softmax,
         "bitmask": mask,

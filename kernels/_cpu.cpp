@@ -1,7 +1,7 @@
 // The codecs' arithmetic on the CPU: one pass over memory, vectorised by the compiler, bit-equal to the torch references.
 //
 // _cpu.py compiles this with -ffp-contract=off, because a fused multiply-add would round differently from the
-// reference. Shapes and formulas are those of _symmetric.py, asymmetric_int4.py and bitmask.py.
+// reference. Shapes and formulas are those of _symmetric.py, asymmetric_int4.py, fp8.py and bitmask.py.
 
 #include <algorithm>
 #include <cstdint>
@@ -113,11 +113,13 @@ inline float offset_of(u32 index, u32 seed, float zero) {
     return float((x ^ (x >> 16)) >> 8) * 0x1p-24f + zero;
 }
 
-// body(k) for k < count. The default group size gets loops of known length, without which 64 bfloat16 take twice as long.
+// body(k) for k < count. Default group sizes get loops of known length, without which 64 bfloat16 take twice as long.
 template <class Body>
 inline void repeat(const int64_t count, Body body) {
     if (count == 64)
         for (int64_t k = 0; k < 64; ++k) body(k);
+    else if (count == 128)
+        for (int64_t k = 0; k < 128; ++k) body(k);
     else
         for (int64_t k = 0; k < count; ++k) body(k);
 }
@@ -388,6 +390,72 @@ void decode_columns(typename T::Stored* out, const u8* codes, const u16* peaks, 
     }
 }
 
+// [FP8] x and the codes are [rows, columns]; a group is `size` elements of one row, or what is left of the row.
+struct RowGroups {
+    int64_t rows, columns, size;
+    float factor;
+    u32 seed;
+    int threads;
+};
+
+// Calls body(group, index of its first element, number of its elements) for all groups.
+template <class Body>
+void each_group(const RowGroups a, Body body) {
+    const int64_t per_row = (a.columns + a.size - 1) / a.size;
+#pragma omp parallel for num_threads(a.threads) schedule(static)
+    for (int64_t group = 0; group < a.rows * per_row; ++group) {
+        const int64_t row = group / per_row, column = (group - row * per_row) * a.size;
+        body(group, row * a.columns + column, std::min(a.size, a.columns - column));
+    }
+}
+
+// As fp8.codes_ref, with the same names.
+template <bool STOCHASTIC>
+inline u8 fp8_code(float scaled, u32 index, u32 seed) {
+    const u32 bits = bit_cast<u32>(scaled);
+    const int above = std::max(int(bits & 0x7F800000u) - (121 << 23), 0);
+    const float steps = bit_cast<float>(bits & 0x7FFFFFFFu) * bit_cast<float>((136 << 23) - above);
+    // Added to 2^23, whose last place is 1, a number is rounded to nearest even; cut off, it is rounded down.
+    const int whole = STOCHASTIC ? int(std::min(16.0f, steps + offset_of<true>(index, seed, 0.0f)))
+                                 : bit_cast<int>(steps + 0x1p23f) - bit_cast<int>(0x1p23f);
+    return u8(std::min((above >> 20) + whole, 126) | int((bits >> 24) & 128u));
+}
+
+template <class T, bool STOCHASTIC>
+void write_fp8(const typename T::Stored* __restrict x, u8* __restrict codes, const int64_t count, const float inverse,
+               const u32 index, const u32 seed) {
+    repeat(count, [=](int64_t k) { codes[k] = fp8_code<STOCHASTIC>(T::load(x[k]) * inverse, index + u32(k), seed); });
+}
+
+template <class T, bool STOCHASTIC>
+void encode_fp8(const typename T::Stored* x, u8* codes, u16* peaks, const RowGroups a) {
+    each_group(a, [=](int64_t group, int64_t first, int64_t count) {
+        peaks[group] = peak_in<T>(x + first, count, 0);
+        const float inverse = inverse_of(T::peak(peaks[group]), a.factor);
+        write_fp8<T, STOCHASTIC>(x + first, codes + first, count, inverse, u32(first), a.seed);
+    });
+}
+
+// Without a denormal float on the way, which takes a processor a hundred times as long as a normal one.
+inline float fp8_number(u8 code) {
+    const u32 magnitude = code & 127u;
+    const float normal = bit_cast<float>((magnitude << 20) + (120u << 23));
+    const float small = bit_cast<float>((magnitude << 20) + (121u << 23)) - 0x1p-6f;
+    return bit_cast<float>(bit_cast<u32>(magnitude < 8 ? small : normal) | u32(code & 128u) << 24);
+}
+
+template <class T>
+void read_fp8(typename T::Stored* __restrict out, const u8* __restrict codes, const int64_t count, const float scale) {
+    repeat(count, [=](int64_t k) { out[k] = T::save(fp8_number(codes[k]) * scale); });
+}
+
+template <class T>
+void decode_fp8(typename T::Stored* out, const u8* codes, const u16* peaks, const RowGroups a) {
+    each_group(a, [=](int64_t group, int64_t first, int64_t count) {
+        read_fp8<T>(out + first, codes + first, count, T::peak(peaks[group]) * a.factor);
+    });
+}
+
 // [Bitmask] Bit j of byte k is element k + j * num_bytes. All set elements have one pattern, so it is the OR of all.
 constexpr int64_t BLOCK = 4096;
 
@@ -499,6 +567,24 @@ void adacc_decode_columns(void* out, const u8* codes, const u16* peaks, int64_t 
     dispatch(dtype, 0, [&](auto type, auto) {
         using T = decltype(type);
         decode_columns<T>(static_cast<typename T::Stored*>(out), codes, peaks, a);
+    });
+}
+
+void adacc_encode_fp8(const void* x, u8* codes, u16* peaks, int64_t rows, int64_t columns, int64_t size, int dtype,
+                      float factor, int stochastic, u32 seed, int threads) {
+    const RowGroups a{rows, columns, size, factor, seed, threads};
+    dispatch(dtype, stochastic, [&](auto type, auto noisy) {
+        using T = decltype(type);
+        encode_fp8<T, noisy.value>(static_cast<const typename T::Stored*>(x), codes, peaks, a);
+    });
+}
+
+void adacc_decode_fp8(void* out, const u8* codes, const u16* peaks, int64_t rows, int64_t columns, int64_t size,
+                      int dtype, float factor, int threads) {
+    const RowGroups a{rows, columns, size, factor, 0, threads};
+    dispatch(dtype, 0, [&](auto type, auto) {
+        using T = decltype(type);
+        decode_fp8<T>(static_cast<typename T::Stored*>(out), codes, peaks, a);
     });
 }
 

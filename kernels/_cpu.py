@@ -40,6 +40,8 @@ _SIGNATURES = {
     "adacc_decode_asymmetric": [*[_POINTER] * 4, *[_SIZE] * 3, c_int, c_float, c_float, c_int],
     "adacc_encode_columns": [*[_POINTER] * 3, *[_SIZE] * 4, c_int, c_float, c_int, c_int, c_uint32, c_int],
     "adacc_decode_columns": [*[_POINTER] * 3, *[_SIZE] * 4, c_int, c_float, c_int],
+    "adacc_encode_fp8": [*[_POINTER] * 3, *[_SIZE] * 3, c_int, c_float, c_int, c_uint32, c_int],
+    "adacc_decode_fp8": [*[_POINTER] * 3, *[_SIZE] * 3, c_int, c_float, c_int],
     "adacc_pack_bits": [*[_POINTER] * 3, *[_SIZE] * 2, c_int, c_int],
     "adacc_unpack_bits": [*[_POINTER] * 3, *[_SIZE] * 2, c_int, c_int],
 }
@@ -195,6 +197,27 @@ def decode_columns(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) 
     pairs, group_size, _ = codes.shape
     _functions().adacc_decode_columns(
         out_RC.data_ptr(), codes.data_ptr(), peaks.data_ptr(), rows, columns, group_size, pairs,
+        DTYPES.index(out_RC.dtype), factor, _threads(out_RC.nbytes),
+    )  # fmt: skip
+
+
+def encode_fp8(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
+    """Return codes uint8 [R, C] and peaks [A] of a contiguous matrix, as `fp8.encode_ref` does."""
+    rows, columns = x_RC.shape
+    codes = torch.empty(rows, columns, dtype=torch.uint8, device="cpu")
+    peaks = torch.empty(rows * -(-columns // group_size), dtype=peak_dtype(x_RC.dtype), device="cpu")
+    _functions().adacc_encode_fp8(
+        x_RC.data_ptr(), codes.data_ptr(), peaks.data_ptr(), rows, columns, group_size, DTYPES.index(x_RC.dtype),
+        factor, rounding == "stochastic", seed, _threads(x_RC.nbytes),
+    )  # fmt: skip
+    return codes, peaks
+
+
+def decode_fp8(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int, factor: float) -> None:
+    """Fill a contiguous matrix from FP8 codes [R, C] and peaks [A]."""
+    rows, columns = out_RC.shape
+    _functions().adacc_decode_fp8(
+        out_RC.data_ptr(), codes.data_ptr(), peaks.data_ptr(), rows, columns, group_size,
         DTYPES.index(out_RC.dtype), factor, _threads(out_RC.nbytes),
     )  # fmt: skip
 

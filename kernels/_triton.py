@@ -17,7 +17,7 @@ from torch import Tensor
 TILE_ELEMENTS = 2048
 THREAD_ELEMENTS = 16
 WARP_THREADS = 64 if torch.version.hip else 32
-# Triton's interpreter cuts float32 to bfloat16, where GPUs round.
+# Triton's interpreter cuts float32 to bfloat16, where GPUs round, and takes denormal bfloat16 for zeros.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 ALIGNMENT = 16  # bytes
@@ -104,7 +104,7 @@ def next_power_of_2(number: int) -> int:
 @triton.jit
 def peak_keys(x, SIGNED: tl.constexpr):
     """uint32: float bits with the sign rotated to the bottom. Unsigned order is that of magnitudes, NaN the largest."""
-    bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
+    bits = widened(x).to(tl.uint32, bitcast=True)
     keys = bits << 1
     if SIGNED:
         keys = keys | (bits >> 31)
@@ -168,6 +168,16 @@ def codes_up_to(shifted, most):
 def clipped_codes(shifted, least, most):
     """int32 codes: the fraction cut off, NaN becoming the least code."""
     return tl.minimum(tl.maximum(shifted, least), most).to(tl.int32)
+
+
+@triton.jit
+def widened(x):
+    """Convert elements of any of the codecs' dtypes to float32: exact."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        wide = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = x.to(tl.float32)
+    return wide
 
 
 @triton.jit

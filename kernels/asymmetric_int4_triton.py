@@ -17,6 +17,7 @@ from adacc_hf.kernels._triton import (
     rounded_to,
     rounding_offset,
     upper_half,
+    widened,
 )
 
 
@@ -53,15 +54,15 @@ def _encode_half(
     group = tl.arange(0, T)
     local = group[:, None] * G + tl.arange(0, G)[None, :]
     last = tl.load(x_ptr + numel - 1)
-    x = tl.load(x_ptr + first + local, mask=local < numel - first, other=last).to(tl.float32)
+    x = widened(tl.load(x_ptr + first + local, mask=local < numel - first, other=last))
     low = tl.reduce(x, 1, _least)
     high = tl.reduce(x, 1, _greatest)
     stored_half_range = upper_half((high * 0.5 - low * 0.5).to(tl.uint32, bitcast=True))
-    half_range = stored_half_range.to(tl.float32)
-    offset = rounded_to(high * 0.5 + low * 0.5, x_ptr.dtype.element_ty) if MIDDLE else low.to(x_ptr.dtype.element_ty)
+    half_range = widened(stored_half_range)
+    offset = rounded_to(high * 0.5 + low * 0.5 if MIDDLE else low, x_ptr.dtype.element_ty)
     tl.store(half_ranges_ptr + first_group + group, stored_half_range, mask=group < groups_left)
     tl.store(offsets_ptr + first_group + group, offset, mask=group < groups_left)
-    steps = (x * 0.5 - (offset.to(tl.float32) * 0.5)[:, None]) * inverse_of(half_range, factor)[:, None]
+    steps = (x * 0.5 - (widened(offset) * 0.5)[:, None]) * inverse_of(half_range, factor)[:, None]
     shifted = steps + rounding_offset(first + local, seed, zero, STOCHASTIC)
     # The middle is rounded and may lie far off a narrow range. No element is below the minimum.
     return clipped_codes(shifted, 0.0, 15.0) if MIDDLE else codes_up_to(shifted, 15.0)
@@ -115,8 +116,8 @@ def _decode_half(
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
     local = group[:, None] * G + tl.arange(0, G)[None, :]
-    half_range = tl.load(half_ranges_ptr + first_group + group, mask=group < groups_left, other=0.0).to(tl.float32)
-    offset = tl.load(offsets_ptr + first_group + group, mask=group < groups_left, other=0.0).to(tl.float32)
+    half_range = widened(tl.load(half_ranges_ptr + first_group + group, mask=group < groups_left, other=0.0))
+    offset = widened(tl.load(offsets_ptr + first_group + group, mask=group < groups_left, other=0.0))
     x = ((codes.to(tl.float32) - zero) * (half_range * factor)[:, None] + (offset * 0.5)[:, None]) * 2.0
     there = (group[:, None] < groups_left) & (local < numel - first)
     tl.store(out_ptr + first + local, rounded_to(x, out_ptr.dtype.element_ty), mask=there)

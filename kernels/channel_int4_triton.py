@@ -22,6 +22,7 @@ from adacc_hf.kernels._triton import (
     rounded_to,
     rounding_offset,
     stored_peak,
+    widened,
 )
 
 # Columns of a program: a cache line of bfloat16 where it encodes, at least the codes of a 128-bit store elsewhere.
@@ -52,7 +53,7 @@ def _encode_half(
     peak_index = group.to(tl.int64) * columns + column
     tl.store(peaks_ptr + peak_index, in_16_bits(peak, peaks_ptr.dtype.element_ty), mask=column < columns)
     offset = rounding_offset(index, seed, 8.0, STOCHASTIC)
-    return codes_up_to(x.to(tl.float32) * inverse_of(peak, factor)[None, :] + offset, 15.0)
+    return codes_up_to(widened(x) * inverse_of(peak, factor)[None, :] + offset, 15.0)
 
 
 @jit
@@ -93,7 +94,7 @@ def _decode_half(
     row = group * G + tl.arange(0, G)[:, None]
     column = first_column + tl.arange(0, COLUMNS)
     peak = tl.load(peaks_ptr + group.to(tl.int64) * columns + column, mask=column < columns, other=0.0)
-    x = (codes.to(tl.float32) - 8.0) * (peak.to(tl.float32) * factor)[None, :]
+    x = (codes.to(tl.float32) - 8.0) * (widened(peak) * factor)[None, :]
     index = row.to(tl.int64) * columns + column[None, :]
     mask = (row < rows) & (column[None, :] < columns)
     tl.store(out_ptr + index, rounded_to(x, out_ptr.dtype.element_ty), mask=mask)

@@ -104,6 +104,10 @@ class Codec:
     """Whether its option `num_outliers` says how many channels are kept as they are: `count_outliers` finds as many."""
     stands_in: ClassVar[bool] = False
     """Whether it is the precise codec for what those that suit it are too coarse for. One codec is."""
+    instead_of: ClassVar[str | None] = None
+    """Name of the codec that this one replaces on tensors where this one's round trip is more exact, unless the
+    settings name codecs. `adacc plan` and compiled graphs have no data to decide by, and leave this codec out. None for
+    a codec that is offered wherever it suits."""
     is_baseline: ClassVar[bool] = False
     """Whether it is the codec of the paper's "Quantization" baseline. One codec is."""
 
@@ -228,6 +232,12 @@ def register(codec_class: C) -> C:
         others = [other.name for other in _registry.values() if getattr(other, claim) and other.name != name]
         if getattr(codec_class, claim) and others:
             raise ValueError(f"codec {name!r}: {claim}=True is said by {others[0]!r} already; leave it False")
+    other = codec_class.instead_of
+    if other is not None and (other not in _registry or not codec_class.suits <= _registry[other].suits):
+        raise ValueError(
+            f"codec {name!r}: instead_of={other!r} must name a registered codec that suits all of "
+            f"{sorted(codec_class.suits)}; import its file first, or set instead_of=None"
+        )
     _registry[name] = codec_class
     return codec_class
 
@@ -274,6 +284,11 @@ def codec_type(name: str) -> type[Codec]:
 def codecs_suiting(role: str) -> list[str]:
     """The names of the codecs that suit tensors of `role`, one of ROLES."""
     return [name for name in list_codecs() if role in _registry[name].suits]
+
+
+def replacements(name: str, role: str) -> list[str]:
+    """Return the names of the codecs that replace the codec `name` on tensors of `role` where they are more exact."""
+    return [other for other in codecs_suiting(role) if _registry[other].instead_of == name]
 
 
 @cache

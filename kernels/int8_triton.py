@@ -17,6 +17,7 @@ from adacc_hf.kernels._triton import (
     rounded_to,
     rounding_offset,
     stored_peak,
+    widened,
 )
 
 
@@ -41,9 +42,7 @@ def _encode_kernel(
     left = groups - first_group
     peak = stored_peak(tl.max(peak_keys(x, False), axis=1), x.dtype)
     tl.store(peaks_ptr + first_group + group, in_16_bits(peak, peaks_ptr.dtype.element_ty), mask=group < left)
-    shifted = x.to(tl.float32) * inverse_of(peak, factor)[:, None] + rounding_offset(
-        first + local, seed, 128.0, STOCHASTIC
-    )
+    shifted = widened(x) * inverse_of(peak, factor)[:, None] + rounding_offset(first + local, seed, 128.0, STOCHASTIC)
     codes = clipped_codes(shifted, 1.0, 255.0).to(tl.uint8)
     tl.store(codes_ptr + first + local, codes, mask=group[:, None] < left)
 
@@ -65,7 +64,7 @@ def _decode_kernel(
     local = group[:, None] * G + tl.arange(0, G)[None, :]
     left = groups - first_group
     codes = tl.load(codes_ptr + first + local, mask=group[:, None] < left, other=0)
-    peak = tl.load(peaks_ptr + first_group + group, mask=group < left, other=0.0).to(tl.float32)
+    peak = widened(tl.load(peaks_ptr + first_group + group, mask=group < left, other=0.0))
     x = (codes.to(tl.float32) - 128.0) * (peak * factor)[:, None]
     tl.store(out_ptr + first + local, rounded_to(x, out_ptr.dtype.element_ty), mask=local < numel - first)
 

@@ -24,6 +24,7 @@ from adacc_hf.kernels._triton import (
     rounded_to,
     rounding_offset,
     stored_peak,
+    widened,
 )
 
 SUM_ROWS = 64  # rows that one program sums: 32 KiB of float32, enough programs for any GPU from 2 MiB up
@@ -112,7 +113,7 @@ def _encode_half(
     peak = stored_peak(tl.max(peak_keys(x, SIGNED), axis=1), x.dtype)
     tl.store(peaks_ptr + first_group + group, in_16_bits(peak, peaks_ptr.dtype.element_ty), mask=group < groups_left)
     offset = rounding_offset(first + local, seed, 8.0, STOCHASTIC)
-    return codes_up_to(x.to(tl.float32) * inverse_of(peak, factor)[:, None] + offset, 15.0)
+    return codes_up_to(widened(x) * inverse_of(peak, factor)[:, None] + offset, 15.0)
 
 
 @jit
@@ -176,7 +177,7 @@ def _decode_half(
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
     local = group[:, None] * G + tl.arange(0, G)[None, :]
-    peak = tl.load(peaks_ptr + first_group + group, mask=group < groups_left, other=0.0).to(tl.float32)
+    peak = widened(tl.load(peaks_ptr + first_group + group, mask=group < groups_left, other=0.0))
     x = rounded_to((codes.to(tl.float32) - 8.0) * (peak * factor)[:, None], out_ptr.dtype.element_ty)
     tl.store(out_ptr + first + local, x, mask=(group[:, None] < groups_left) & (local < numel - first))
 
@@ -232,7 +233,7 @@ def _sums_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     x = tl.load(x_ptr + row * columns + column, mask=(row < rows) & (column < columns), other=0.0)
-    sums = tl.sum(tl.abs(x.to(tl.float32)), axis=0)
+    sums = tl.sum(tl.abs(widened(x)), axis=0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     tl.store(partial_ptr + tl.program_id(0) * columns + column, sums, mask=column < columns)
 

@@ -23,6 +23,7 @@ from adacc_hf.kernels._triton import (
     rounded_to,
     rounding_offset,
     stored_peak,
+    widened,
 )
 
 LEAST_BLOCK = 64  # one kernel for all shorter rows
@@ -51,7 +52,7 @@ def _finish_rows(keys, peaks_ptr, first, last, factor, dtype: tl.constexpr, T: t
 def _codes(x, index, inverse, seed, STOCHASTIC: tl.constexpr):
     """int32 codes of x [T, BLOCK]."""
     offset = rounding_offset(index, seed, 8.0, STOCHASTIC)
-    return codes_up_to(x.to(tl.float32) * inverse[:, None] + offset, 15.0)
+    return codes_up_to(widened(x) * inverse[:, None] + offset, 15.0)
 
 
 @triton.jit
@@ -137,7 +138,7 @@ def _decode_half(out_ptr, codes, peaks_ptr, first, last, columns, start, factor,
     """Store elements of rows `first` to `last` - 1 from their int32 codes [T, BLOCK]."""
     row = first + tl.arange(0, T)
     column = start + tl.arange(0, BLOCK)[None, :]
-    peak = tl.load(peaks_ptr + row, mask=row < last, other=0.0).to(tl.float32)
+    peak = widened(tl.load(peaks_ptr + row, mask=row < last, other=0.0))
     x = rounded_to((codes.to(tl.float32) - 8.0) * (peak * factor)[:, None], out_ptr.dtype.element_ty)
     index = row[:, None].to(tl.int64) * columns + column
     tl.store(out_ptr + index, x, mask=(row[:, None] < last) & (column < columns))

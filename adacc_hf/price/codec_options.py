@@ -13,7 +13,7 @@ import torch
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.index_values import is_statistic
 from adacc_hf.artifacts.profile import CodecOption
-from adacc_hf.kernels.codecs import MASK, Codec, codec_type, codecs_suiting, get_codec, precise_codec
+from adacc_hf.kernels.codecs import MASK, Codec, codec_type, codecs_suiting, get_codec, precise_codec, replacements
 from adacc_hf.price.timing import Bottleneck, time_of
 from adacc_hf.tape.compiled_plan import encode_view
 from adacc_hf.tape.replay import view
@@ -91,8 +91,19 @@ def codec_options(
         tensor = view(bases[value], encode_view(tape, value))
         codecs = [make_codec(name, config, outliers.get(value, 0)) for name in names]
         suited = [c for c in codecs if c.supports(tuple(tensor.shape), tensor.dtype) and c.accepts(tensor)]
+        if config.codecs is None:
+            suited = [_more_exact(codec, role_of(tape, value), tensor, config) for codec in suited]
         found[value] = tuple(_price(codec, tensor, scarce) for codec in suited)
     return found
+
+
+def _more_exact(codec: Codec, role: str, tensor: torch.Tensor, config: AdaccConfig) -> Codec:
+    """Return `codec`, or the codec that replaces it on tensors of `role` if that one is more exact on `tensor`."""
+    others = [make_codec(name, config, 0) for name in replacements(codec.name, role)]
+    others = [other for other in others if other.supports(tuple(tensor.shape), tensor.dtype)]
+    if not others:
+        return codec
+    return min([codec, *others], key=lambda candidate: _round_trip_error(candidate, tensor))
 
 
 def finer_options(
@@ -131,6 +142,10 @@ def _price(codec: Codec, tensor: torch.Tensor, scarce: Bottleneck) -> CodecOptio
         error=0.0 if codec.lossless else float(relative_error([tensor], [codec.decode(payload)])),
         lossless=codec.lossless,
     )
+
+
+def _round_trip_error(codec: Codec, tensor: torch.Tensor) -> float:
+    return float(relative_error([tensor], [codec.decode(codec.encode(tensor))]))
 
 
 # Roles: the class of tensor that a value is, which decides which codec suits it (paper, section 3.2).
@@ -198,12 +213,13 @@ def _is_attention(tape: Tape, operator: TapeOperator) -> bool:
 
 
 def codecs_of_role(role: str, config: AdaccConfig) -> list[str]:
-    """Names of the codecs for values of `role`: those that the settings name, else those that suit it."""
+    """Names of the codecs for values of `role`: those that the settings name, else those that suit it on any data."""
     if config.codecs is not None:
         return [name for name in config.codecs if _may_take(codec_type(name), role)]
+    suited = [name for name in codecs_suiting(role) if codec_type(name).instead_of is None]
     # With a bound on errors, what INT4 is too coarse for may still do with the precise codec.
     finer = [precise_codec()] if config.max_error is not None and role != MASK else []
-    return list(dict.fromkeys([*codecs_suiting(role), *finer]))
+    return list(dict.fromkeys([*suited, *finer]))
 
 
 def _may_take(codec: type[Codec], role: str) -> bool:

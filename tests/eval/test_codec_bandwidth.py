@@ -136,7 +136,7 @@ def test_every_codec_and_rival_gets_a_row(
         torch.set_num_threads(threads)
     rows = json.loads(output.read_text())["train_info"]["points"].values()
     names = {row["what"] for row in rows}
-    codecs = {"outlier_int4", "token_int4", "int8", "channel_int4", "asymmetric_int4", "bitmask"}
+    codecs = {"outlier_int4", "token_int4", "int8", "fp8", "channel_int4", "asymmetric_int4", "bitmask"}
     assert names >= codecs | {"plain torch reference", "outlier_int4 num_outliers=8"}
     assert {row["dtype"] for row in rows if row["what"] == "int8"} == {"bfloat16", "float32"}
     assert all(row["encode_ms"]["median"] > 0 for row in rows)

@@ -26,13 +26,13 @@ def _mask(dtype: torch.dtype, value: float = 1.125) -> Tensor:
     return (_noise(torch.float32) > 0).to(dtype) * value
 
 
-def test_listing_the_codecs_names_all_six_and_loads_no_triton() -> None:
+def test_listing_the_codecs_names_all_seven_and_loads_no_triton() -> None:
     script = (
         "import sys; from adacc_hf.kernels.codecs import list_codecs; print(*list_codecs(), 'triton' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [
-        *("asymmetric_int4", "bitmask", "channel_int4", "int8", "outlier_int4", "token_int4"),
+        *("asymmetric_int4", "bitmask", "channel_int4", "fp8", "int8", "outlier_int4", "token_int4"),
         "False",
     ]
 
@@ -50,6 +50,7 @@ def test_an_unknown_codec_is_named_with_the_known_ones() -> None:
         ("outlier_int4", {"group_size": 48}, r"group_size=48 is not one of \(16, 32"),
         ("outlier_int4", {"scale": "max8"}, r"scale='max8' is not one of \('signed', 'paper', 'max7'\)"),
         ("asymmetric_int4", {"scale": "signed"}, r"scale='signed' is not one of \('range15', 'paper'\)"),
+        ("fp8", {"group_size": 100}, r"'fp8': group_size=100 is not one of \(16, 32"),
         ("token_int4", {"rounding": "up"}, r"rounding='up' is not one of \('nearest', 'stochastic'\)"),
         ("channel_int4", {"seed": -1}, r"seed=-1 is not in 0..2\*\*32-1"),
         ("outlier_int4", {"num_outliers": -1}, r"num_outliers=-1 must be 0 or more"),
@@ -273,6 +274,8 @@ def test_kernels_are_taken_where_they_are_built(is_built: bool, monkeypatch: pyt
         ({"suits": frozenset({"mask"})}, r"suits masks, which are stored without loss; set lossless=True"),
         ({"stands_in": True}, r"stands_in=True is said by 'int8' already"),
         ({"is_baseline": True}, r"is_baseline=True is said by 'token_int4' already"),
+        ({"instead_of": "int5"}, r"instead_of='int5' must name a registered codec that suits all of \[\]"),
+        ({"instead_of": "int8", "suits": frozenset({"qkv"})}, r"instead_of='int8' .* suits all of \['qkv'\]"),
     ],
     ids=lambda said: next(iter(said)) if isinstance(said, dict) else "",
 )

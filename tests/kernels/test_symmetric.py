@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from adacc_hf.kernels import _symmetric, asymmetric_int4, bitmask, channel_int4, int8, outlier_int4, token_int4
+from adacc_hf.kernels import _symmetric, asymmetric_int4, bitmask, channel_int4, fp8, int8, outlier_int4, token_int4
 
 FACTORS = {**_symmetric.SCALE_FACTORS, "int8": _symmetric.INT8_SCALE_FACTOR}
 GROUPS, SIZE = 6, 16
@@ -173,6 +173,10 @@ REFERENCES = {
     "int8": (
         lambda x: int8.encode_ref(x.view(-1), 16, "nearest", 0),
         lambda *t: int8.decode_ref(160, torch.float32, *t),
+    ),
+    "fp8": (
+        lambda x: fp8.encode_ref(x, 16, "stochastic", 3),
+        lambda *t: fp8.decode_ref(torch.float32, 16, *t),
     ),
     "asymmetric_int4": (
         lambda x: asymmetric_int4.encode_ref(x.view(-1), 16, "range15", "nearest", 0),

@@ -11,12 +11,17 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from adacc_hf.kernels import asymmetric_int4, bitmask, channel_int4, int8, outlier_int4, token_int4
+from adacc_hf.kernels import _symmetric, asymmetric_int4, bitmask, channel_int4, fp8, int8, outlier_int4, token_int4
+from adacc_hf.kernels._layout import as_matrix
+from adacc_hf.kernels.codecs import get_codec
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = [*(["cpu"] if INTERPRETED else []), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -84,6 +89,17 @@ def _int8(x: Tensor, group_size: int, *settings: Any) -> Pair:
     )
 
 
+def _fp8(x: Tensor, group_size: int, *settings: Any) -> Pair:
+    from adacc_hf.kernels import fp8_triton as kernels
+
+    return Pair(
+        lambda: fp8.encode_ref(x, group_size, *settings),
+        lambda: kernels.encode(x, group_size, *settings),
+        lambda *t: fp8.decode_ref(x.dtype, group_size, *t),
+        lambda out, *t: kernels.decode(out, *t, group_size),
+    )
+
+
 def _asymmetric(x: Tensor, group_size: int, scale: str, *settings: Any) -> Pair:
     from adacc_hf.kernels import asymmetric_int4_triton as kernels
 
@@ -107,6 +123,8 @@ CASES: dict[str, Callable[[Tensor], Pair]] = {
     "token-max7-stochastic": lambda x: _token(x, 1 / 7, "stochastic", 16),
     "int8": lambda x: _int8(x, 64, "nearest", 0),
     "int8-g1024-stochastic": lambda x: _int8(x, 1024, "stochastic", 3),
+    "fp8": lambda x: _fp8(x, 128, "nearest", 0),
+    "fp8-g16-stochastic": lambda x: _fp8(x, 16, "stochastic", 2**32 - 1),
     "asymmetric-range15": lambda x: _asymmetric(x, 64, "range15", "nearest", 0),
     "asymmetric-paper-stochastic": lambda x: _asymmetric(x, 32, "paper", "stochastic", 3),
 }
@@ -160,11 +178,14 @@ def test_outliers_of_rows_longer_than_a_tile_are_bit_equal(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_extreme_values_are_bit_equal(case: str, device: str) -> None:
+def test_extreme_values_are_bit_equal(case: str, dtype: torch.dtype, device: str) -> None:
     values = [0.0, 1e-40, -3e38, 65504.0, -1e-30, 3.3e38, -0.0, 2.0**-100]
-    x = torch.tensor(values).repeat_interleave(64).view(4, 128).to(device)
-    x[1] *= torch.linspace(-1, 1, 128, device=device)
+    x = torch.tensor(values).repeat_interleave(64).view(4, 128)
+    x[1] *= torch.linspace(-1, 1, 128)
+    most = torch.finfo(dtype).max
+    x = x.clamp(-most, most).to(dtype).to(device)
     _assert_equal(CASES[case](x), x)
 
 
@@ -185,6 +206,68 @@ def test_what_is_not_finite_decodes_alike(case: str, dtype: torch.dtype, device:
     assert not out.isfinite()[[2, 70, 129], [3, 9, 63]].any()
     finite = expected.isfinite()
     torch.testing.assert_close(out[finite], expected[finite], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 4), max_size=2).map(tuple),
+    columns=st.integers(1, 300),
+    step=st.integers(1, 2),
+    offset=st.integers(0, 5),
+    is_transposed=st.booleans(),
+    dtype=st.sampled_from(FLOATS),
+    extremes=st.sampled_from([(), (0.0, -0.0), (3.3e38, -3.4e38), (1e-45, -1e-40), (65504.0, 6e-8), (2.0**-100,)]),
+    rounding=st.sampled_from(["nearest", "stochastic"]),
+    seed=st.integers(0, 2**31),
+)
+def test_fp8_of_any_view_is_bit_equal(
+    device: str, shape: tuple[int, ...], columns: int, step: int, offset: int, is_transposed: bool, dtype: torch.dtype,
+    extremes: tuple[float, ...], rounding: str, seed: int,
+) -> None:  # fmt: skip
+    """Through the codec, so that strides and offsets are undone as in training."""
+    from adacc_hf.kernels import fp8_triton
+
+    codec = get_codec("fp8", rounding=rounding, seed=seed)
+    numel = math.prod(shape) * columns
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.exp2(torch.randint(-20, 10, (offset + step * numel,), generator=generator).float())
+    memory = torch.randn(spread.shape, generator=generator) * spread
+    for place, value in enumerate(extremes):
+        memory[offset + step * (place * 37 % numel)] = value
+    most = torch.finfo(dtype).max
+    memory = memory.clamp(-most, most).to(dtype).to(device)
+    x = memory[offset::step].view(*shape, columns)
+    x = x.transpose(0, -1) if is_transposed else x
+    with patch.object(codec, "_kernels_for", lambda _: fp8_triton):
+        payload = codec.encode(x)
+        restored = codec.decode(payload)
+    with patch.object(codec, "_kernels_for", lambda _: None):
+        expected = codec.encode(x)
+        expected_restored = codec.decode(expected)
+    for got, want in zip((*payload.tensors, restored), (*expected.tensors, expected_restored), strict=True):
+        assert torch.equal(got, want)
+    if rounding == "nearest":  # then the codes are those of torch's own cast
+        rows = as_matrix(x).float()
+        codes, peaks = (tensor.cpu() for tensor in payload.tensors)
+        inverses = _symmetric.inverse_ref(peaks, fp8.FACTOR).view(rows.shape[0], -1).repeat_interleave(128, 1)
+        scaled = rows.cpu() * inverses[:, : rows.shape[1]]
+        assert torch.equal(codes, scaled.to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_fp8_rounds_midpoints_as_torch_casts(device: str) -> None:
+    """Every number of E4M3 and every midpoint, with the float32 on both sides, next to a peak of 448."""
+    from adacc_hf.kernels import fp8_triton
+
+    numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    points = torch.cat([numbers, (numbers[1:] + numbers[:-1]) / 2])
+    points = torch.cat([points, points.nextafter(torch.tensor(0.0)), points.nextafter(torch.tensor(448.0))])
+    x = torch.full((2 * points.numel(), 16), 448.0)
+    x[:, 3] = torch.cat([points, -points])
+    codes, peaks = fp8_triton.encode(x.to(device), 16, "nearest", 0)
+    assert bool((peaks == 448).all())
+    assert torch.equal(codes.cpu(), x.to(torch.float8_e4m3fn).view(torch.uint8))
 
 
 @pytest.mark.parametrize("device", DEVICES)

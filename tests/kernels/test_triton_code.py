@@ -34,13 +34,14 @@ from adacc_hf.kernels import (
     asymmetric_int4_triton,
     bitmask_triton,
     channel_int4_triton,
+    fp8_triton,
     int8_triton,
     outlier_int4_triton,
     token_int4_triton,
 )
 
 MODULES = (
-    *(asymmetric_int4_triton, bitmask_triton, channel_int4_triton),
+    *(asymmetric_int4_triton, bitmask_triton, channel_int4_triton, fp8_triton),
     *(int8_triton, outlier_int4_triton, token_int4_triton),
 )
 TARGETS = {
@@ -144,6 +145,10 @@ def _int8(x: Tensor, rounding: str) -> None:
     int8_triton.decode(x.view(-1), *tensors, int8.FACTOR)
 
 
+def _fp8(x: Tensor, rounding: str = "nearest") -> None:
+    fp8_triton.decode(x, *fp8_triton.encode(x, 128, rounding, 2**32 - 1), 128)
+
+
 def _asymmetric(x: Tensor, scale: str) -> None:
     formula = (asymmetric_int4.SCALE_FACTORS[scale], asymmetric_int4.OFFSET_CODES[scale])
     tensors = asymmetric_int4_triton.encode(x.view(-1), 64, *formula, "nearest", 0)
@@ -163,6 +168,8 @@ ROUND_TRIPS: dict[str, Callable[[Tensor], None]] = {
     "token_int4-long": lambda x: _token(x.view(16, -1)),
     "int8": lambda x: _int8(x, "nearest"),
     "int8-stochastic": lambda x: _int8(x, "stochastic"),
+    "fp8": _fp8,
+    "fp8-stochastic": lambda x: _fp8(x, "stochastic"),
     "asymmetric_int4": lambda x: _asymmetric(x, "range15"),
     "asymmetric_int4-paper": lambda x: _asymmetric(x, "paper"),
     "bitmask": _bitmask,
@@ -252,7 +259,7 @@ MOST_EIGHTH_RATE_PER_BYTE = 1.45
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [name for name in ROUND_TRIPS if name != "int8-stochastic"])
+@pytest.mark.parametrize("name", [name for name in ROUND_TRIPS if not name.endswith("-stochastic")])
 def test_memory_takes_longer_than_the_instructions(
     name: str, dtype: torch.dtype, launches: list[Launch], tmp_path: Path
 ) -> None:

@@ -88,7 +88,7 @@ def _moved(graph: fx.Graph) -> float:
         return lowering.count_bytes()[0]
 
 
-@pytest.mark.parametrize("name", ["outlier_int4", "asymmetric_int4", "int8"])
+@pytest.mark.parametrize("name", ["outlier_int4", "asymmetric_int4", "fp8", "int8"])
 def test_encoding_moves_what_it_is_priced_at(
     name: str, coded_value: Any, forward_graph: Callable[..., fx.Graph]
 ) -> None:
@@ -101,7 +101,7 @@ def test_encoding_moves_what_it_is_priced_at(
     plain = forward_graph(lambda x, w: coded_value.forward(x, w)[1], "cuda")
     nbytes = plain.find_nodes(op="placeholder")[0].meta["val"].nbytes
     payload_bytes = codec.predicted_bytes((8, 512, 1024), torch.bfloat16)
-    is_read_again = name != "int8" or not coded_value.is_passed_over
+    is_read_again = name not in ("fp8", "int8") or not coded_value.is_passed_over
     added = _moved(forward_graph(encoded, "cuda")) - _moved(plain)
     # Peaks may be written once by themselves, and read by the kernel that makes codes: three in a hundred of the value.
     assert added == pytest.approx(payload_bytes + nbytes * is_read_again, abs=0.07 * nbytes)

@@ -18,6 +18,7 @@ CODECS = {
     "channel_int4": {},
     "asymmetric_int4": {},
     "token_int4": {},
+    "fp8": {},
     "int8": {},
 }
 

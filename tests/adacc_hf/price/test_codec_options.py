@@ -81,9 +81,50 @@ def test_a_codec_that_says_what_it_suits_is_chosen_for_it(tiny_gpt2, token_batch
     assert chosen == {("linear", half_precision), ("mask", "bitmask")}
 
 
+def _codecs_of_inputs(model, batch, **overrides):
+    """The codecs that are offered for the block input, with their errors."""
+    config = AdaccConfig(**{"min_compress_bytes": 0, **overrides})
+    start = profile_model(model, batch, config).kinds[0].activations[0]
+    assert start.role == "input"
+    return {option.codec: option.error for option in start.codecs}
+
+
+def _with_large_channel(model, scale):
+    """The model, whose first block starts from a residual stream with one channel far larger than the others."""
+    with torch.no_grad():
+        model.inlet.weight[3] *= scale
+    return model
+
+
+@pytest.mark.parametrize(("scale", "codec"), [(1.0, "int8"), (1e4, "fp8")])
+@pytest.mark.parametrize("max_error", [None, 0.1])
+def test_a_block_input_takes_the_more_exact_codec_of_eight_bits(toy_model, toy_batch, scale, codec, max_error):
+    """One option as before: another one of the same bytes would only make the integer program larger."""
+    model = _with_large_channel(toy_model(lambda block, hidden: hidden + block.down(block.up(hidden).tanh())), scale)
+    offered = _codecs_of_inputs(model, toy_batch(64), max_error=max_error)
+    assert set(offered) == {codec}
+    both = _codecs_of_inputs(model, toy_batch(64), codecs=("int8", "fp8"))
+    assert offered[codec] == min(both.values()) < max(both.values())
+
+
+def test_settings_that_name_fp8_have_it_for_any_activation(tiny_gpt2, token_batch):
+    profile = profile_model(tiny_gpt2(), token_batch(), AdaccConfig(min_compress_bytes=0, codecs=("fp8",)))
+    roles = {value.role for value in profile.kinds[0].values for option in value.codecs if option.codec == "fp8"}
+    assert roles >= {"input", "linear", "qkv", "activation"}
+
+
+def test_a_block_input_that_is_not_finite_keeps_the_codec_that_would_be_replaced(toy_model, toy_batch):
+    """Errors are NaN then, and none is the smaller one."""
+    model = toy_model(lambda block, hidden: hidden + block.down(block.up(hidden).tanh()))
+    with torch.no_grad():
+        model.inlet.bias[3] = float("inf")
+    assert set(_codecs_of_inputs(model, toy_batch(64))) == {"int8"}
+
+
 def test_options_come_from_the_settings():
     config = AdaccConfig(group_size=32, zscore_threshold=2.0)
     assert make_codec("outlier_int4", config, 5).options["num_outliers"] == 5
     assert make_codec("outlier_int4", config, 5).options["group_size"] == 32
     assert make_codec("int8", config, 0).options["group_size"] == 32
+    assert make_codec("fp8", config, 0).options["group_size"] == 128
     assert make_codec("bitmask", config, 0).options == {}

@@ -32,7 +32,7 @@ def test_every_lossy_codec_is_there_with_all_its_options() -> None:
     # scales x roundings x group sizes
     assert count["outlier_int4"] == 3 * 2 * 4
     assert count["asymmetric_int4"] == 2 * 2 * 4
-    assert count["int8"] == 2 * 4
+    assert count["int8"] == count["fp8"] == 2 * 4
     assert count["token_int4"] == 3 * 2
 
 

@@ -1,0 +1,133 @@
+"""Triton kernels of fp8: one launch to encode, one to decode.
+
+Rounding is integer arithmetic, since Triton's own cast to FP8 asks for sm_89: see `fp8.py`. Rows of whole groups are
+groups of one long row; other rows end in a group of fewer elements.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from adacc_hf.kernels._layout import peak_dtype
+from adacc_hf.kernels._triton import (
+    cdiv,
+    groups_per_program,
+    in_16_bits,
+    inverse_of,
+    jit,
+    launch,
+    peak_keys,
+    rounded_to,
+    rounding_offset,
+    stored_peak,
+    widened,
+)
+from adacc_hf.kernels.fp8 import FACTOR
+
+
+@triton.jit
+def _places(groups, columns, RAGGED: tl.constexpr, T: tl.constexpr, G: tl.constexpr):
+    """Return the program's groups [T], and the int64 indices of their elements [T, G] with a mask of what is there."""
+    first_group = tl.program_id(0) * T
+    group = first_group + tl.arange(0, T)
+    if RAGGED:
+        per_row = (columns + G - 1) // G
+        row = group // per_row
+        column = ((group - row * per_row) * G)[:, None] + tl.arange(0, G)[None, :]
+        index = (row.to(tl.int64) * columns)[:, None] + column
+        there = (column < columns) & (group[:, None] < groups)
+    else:
+        first = first_group.to(tl.int64) * G
+        local = tl.arange(0, T)[:, None] * G + tl.arange(0, G)[None, :]
+        index = first + local
+        there = local < columns - first
+    return group, index, there
+
+
+@triton.jit
+def _codes(scaled, index, seed, STOCHASTIC: tl.constexpr):
+    """Return uint8 codes as `fp8.codes_ref` does, with the same names."""
+    bits = scaled.to(tl.int32, bitcast=True)
+    above = tl.maximum((bits & 0x7F800000) - (121 << 23), 0)
+    steps = tl.abs(scaled) * ((136 << 23) - above).to(tl.float32, bitcast=True)
+    if STOCHASTIC:
+        whole = tl.minimum(steps + rounding_offset(index, seed, 0.0, True), 16.0).to(tl.int32)
+    else:
+        # Added to 2^23, whose last place is 1, a number is rounded to nearest even.
+        whole = (steps + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
+    magnitude = tl.minimum((above >> 20) + whole, 126)
+    return (magnitude | ((bits >> 24) & 128)).to(tl.uint8)
+
+
+@jit
+def _encode_kernel(
+    x_ptr,  # [rows, columns]
+    codes_ptr,  # uint8 [rows, columns]
+    peaks_ptr,  # 16-bit [groups]
+    columns,
+    groups,
+    factor,
+    seed,
+    STOCHASTIC: tl.constexpr,
+    RAGGED: tl.constexpr,
+    T: tl.constexpr,
+    G: tl.constexpr,
+):
+    group, index, there = _places(groups, columns, RAGGED, T, G)
+    x = tl.load(x_ptr + index, mask=there, other=0.0)
+    peak = stored_peak(tl.max(peak_keys(x, False), axis=1), x.dtype)
+    tl.store(peaks_ptr + group, in_16_bits(peak, peaks_ptr.dtype.element_ty), mask=group < groups)
+    scaled = widened(x) * inverse_of(peak, factor)[:, None]
+    tl.store(codes_ptr + index, _codes(scaled, index, seed, STOCHASTIC), mask=there)
+
+
+@jit
+def _decode_kernel(
+    out_ptr,  # [rows, columns]
+    codes_ptr,  # uint8 [rows, columns]
+    peaks_ptr,  # 16-bit [groups]
+    columns,
+    groups,
+    factor,
+    RAGGED: tl.constexpr,
+    T: tl.constexpr,
+    G: tl.constexpr,
+):
+    group, index, there = _places(groups, columns, RAGGED, T, G)
+    codes = tl.load(codes_ptr + index, mask=there, other=0).to(tl.int32)
+    peak = widened(tl.load(peaks_ptr + group, mask=group < groups, other=0.0))
+    # A code, moved into a float16, stands for 2^-8 times its number.
+    numbers = (((codes & 128) << 8) | ((codes & 127) << 7)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    x = numbers * (peak * factor * 256.0)[:, None]
+    tl.store(out_ptr + index, rounded_to(x, out_ptr.dtype.element_ty), mask=there)
+
+
+def _shape(x_RC: Tensor, group_size: int) -> tuple[int, int, bool]:
+    """Return columns and groups as the kernels see them, and True if rows end in a group of fewer elements."""
+    rows, columns = x_RC.shape
+    is_ragged = columns % group_size != 0 and rows != 1
+    return columns if is_ragged else rows * columns, rows * cdiv(columns, group_size), is_ragged
+
+
+def encode(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
+    """Encode as `fp8.encode_ref` does."""
+    columns, groups, is_ragged = _shape(x_RC, group_size)
+    codes = x_RC.new_empty(x_RC.shape, dtype=torch.uint8)
+    peaks = x_RC.new_empty(groups, dtype=peak_dtype(x_RC.dtype))
+    tile = groups_per_program(group_size)
+    launch(
+        _encode_kernel, (cdiv(groups, tile),), x_RC, codes, peaks, columns, groups, FACTOR, seed,
+        STOCHASTIC=rounding == "stochastic", RAGGED=is_ragged, T=tile, G=group_size,
+    )  # fmt: skip
+    return codes, peaks
+
+
+def decode(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int) -> None:
+    """Fill a contiguous matrix from the tensors of `encode`."""
+    columns, groups, is_ragged = _shape(out_RC, group_size)
+    tile = groups_per_program(group_size)
+    launch(
+        _decode_kernel, (cdiv(groups, tile),), out_RC, codes, peaks, columns, groups, FACTOR,
+        RAGGED=is_ragged, T=tile, G=group_size,
+    )  # fmt: skip
