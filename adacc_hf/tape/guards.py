@@ -24,8 +24,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import partial
-from itertools import chain, count
-from operator import methodcaller
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,11 +36,9 @@ from adacc_hf.artifacts.files import note_latest
 from adacc_hf.torch_glue.compat import observing_hooks
 from adacc_hf.torch_glue.dynamo import NotTraceableError, Scope, TracedGuards, trace
 from adacc_hf.torch_glue.private import (
-    OPERATES,
     buffers_of,
     forward_hooks,
     forward_pre_hooks,
-    modules_of,
     parameters_of,
     storage_key,
 )
@@ -58,7 +55,6 @@ RESTLESS_AFTER = 8
 at every call, as a counter does."""
 INERT_ARGUMENTS = frozenset({"num_items_in_batch"})
 """Arguments that Transformers passes through blocks to the loss; they differ at every step and change nothing here."""
-_KEYS, _VALUES = methodcaller("keys"), methodcaller("values")
 
 
 class Program:
@@ -113,7 +109,6 @@ class BlockPrograms:
     def __init__(self, block: nn.Module) -> None:
         self._block = block
         self._known = _KNOWN.setdefault(type(block), _Known())
-        self._paths = StatePaths(block)
         self._latest: Program | None = None
         self._num_calls = 0
         self._num_short = 0
@@ -124,40 +119,36 @@ class BlockPrograms:
         """Why the latest call has no program; None if it has one, or if the block's tensors have no memory."""
 
     def key(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Hashable, tuple[Hashable, ...]]:
-        """Return what tells the program of a call from others, and the numbers that it is given.
+        """Return the number of the program that a call runs, and the numbers that the program is given.
 
-        The number of the program and `Program.numbers`; `untraced_key` and `plain_arguments` if the call cannot be
-        traced whole.
+        If the call cannot be traced whole, return its `untraced_key` and `plain_arguments` in their place.
         """
         scope = scope_of(fn, args)
-        latest = self._latest
         self._num_calls += 1
-        if latest is not None and latest.fits(scope):
-            self.untraced = None
-            return latest.number, latest.numbers(scope)
-        program = self._find(scope) if self._has_memory else None
+        program = self._fitting(scope)
         if program is None:
-            return untraced_key(self._current_paths()), plain_arguments(scope)
-        self._latest = program
+            path = untraced_key(self._block), plain_arguments(scope)
+            program = self._new_program(scope, path) if self._has_memory else None
+            if program is None:
+                return path
+        self._latest, self.untraced = program, None
         return program.number, program.numbers(scope)
 
-    def _find(self, scope: Scope) -> Program | None:
+    def _fitting(self, scope: Scope) -> Program | None:
+        """Return the known program that a call runs, if there is one; most often the latest."""
+        if self._latest is not None and self._latest.fits(scope):
+            return self._latest
         programs = self._known.programs
-        for program in reversed(programs.values()):
+        for program in reversed(programs.values()) if self._has_memory else ():
             if program.fits(scope):
                 programs.move_to_end(program.number)
-                self.untraced = None
                 return program
-        if self._restless is not None:
-            self.untraced = self._restless
-            return None
-        return self._traced(scope)
+        return None
 
-    def _traced(self, scope: Scope) -> Program | None:
-        path = untraced_key(self._current_paths()), plain_arguments(scope)
-        refused = self._known.refused.get(path)
-        if refused is not None:
-            self.untraced = refused
+    def _new_program(self, scope: Scope, path: Hashable) -> Program | None:
+        """Trace a call that no known program fits. If that cannot be done, return None and say why in `untraced`."""
+        self.untraced = self._restless or self._known.refused.get(path)
+        if self.untraced is not None:
             return None
         failed = self._latest
         self._num_short = self._num_short + 1 if failed is not None and self._num_calls <= SHORT_LIFE else 0
@@ -171,14 +162,8 @@ class BlockPrograms:
             self.untraced = str(error)
             note_latest(self._known.refused, path, self.untraced, MAX_PROGRAMS)
             return None
-        self.untraced = None
         note_latest(self._known.programs, program.number, program, MAX_PROGRAMS)
         return program
-
-    def _current_paths(self) -> StatePaths:
-        if not self._paths.are_current():
-            self._paths = StatePaths(self._block)
-        return self._paths
 
 
 def _aliases(tensors: tuple[Any, ...], scope: Scope) -> list[tuple[int, str]]:
@@ -220,47 +205,17 @@ def _exactly(number: Any) -> Hashable:
 # Blocks that cannot be traced whole.
 
 
-class StatePaths:
-    """The modules of a block with their parameters, buffers and hooks, for noticing at each call that these changed.
+def untraced_key(block: nn.Module) -> Hashable:
+    """Return a key of the calls of a block that cannot be traced: what decides their path and shows without running it.
 
-    Adapters, pruning and parametrizations put others in their places.
-    """
-
-    def __init__(self, block: nn.Module) -> None:
-        modules = dict(block.named_modules())
-        registers = [parameters_of(module) for module in modules.values()]
-        self._parameters = [(each, name) for each in registers for name, given in each.items() if given is not None]
-        self._registers = [vars(module)[name] for module in modules.values() for name in OPERATES]
-        self._filled = [register for register in self._registers if register]  # most are empty, and counted only
-        self._children = [modules_of(module) for module in modules.values() if modules_of(module)]
-        self._modules = list(modules.values())
-        self._before = self._content()
-        self.structure = hash(tuple((path, *_made_of(module)) for path, module in modules.items()))
-        """Equal for blocks of the same modules, with the same names and hooks."""
-
-    def are_current(self) -> bool:
-        """Return True if the block has the same modules as before, with the same parameters, buffers and hooks."""
-        return self._content() == self._before
-
-    def _content(self) -> tuple[list[int], list[str | int], list[nn.Module | None]]:
-        names, modules = map(_KEYS, self._filled), map(_VALUES, self._children)
-        return list(map(len, self._registers)), list(chain.from_iterable(names)), list(chain.from_iterable(modules))
-
-    def modes(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        """Return which parameters want gradients and which modules train, while these paths are current."""
-        wanted = tuple([register[name].requires_grad for register, name in self._parameters])
-        return wanted, tuple([module.training for module in self._modules])
-
-
-def untraced_key(paths: StatePaths) -> Hashable:
-    """Return what tells calls of a block apart that cannot be traced, as far as it can be told without running it.
-
-    Autocast, the block's modules and hooks, which of its parameters want gradients and which of its modules train.
+    Autocast, and of each module its name, class, hooks and mode, and which of its parameters want gradients. It takes
+    some microseconds a module, a few hundredths of what comparing the call with its tape takes.
     """
     autocast = tuple(
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in ("cpu", "cuda")
     )
-    return autocast, paths.structure, paths.modes()
+    # A hash, which is quick to look up. Calls that share one by chance would be told apart by the comparison.
+    return hash((autocast, *[(path, *_described(module)) for path, module in block.named_modules()]))
 
 
 def plain_arguments(scope: Scope) -> tuple[Hashable, ...]:
@@ -269,11 +224,12 @@ def plain_arguments(scope: Scope) -> tuple[Hashable, ...]:
     return *[_plain(value) for value in scope["args"]], *named
 
 
-def _made_of(module: nn.Module) -> tuple[Any, ...]:
-    """Return a module's class, names and hooks, all by name: parametrize makes each module a class of its own."""
+def _described(module: nn.Module) -> tuple[Any, ...]:
+    """Return a module's class and hooks by name, since parametrize makes each module a class of its own, its mode, and
+    the names of its parameters and buffers."""
     hooks = [*forward_pre_hooks(module).values(), *forward_hooks(module).values()]
-    names = [*parameters_of(module), None, *buffers_of(module), None, *map(_name_of, hooks)]
-    return _name_of(type(module)), tuple(names)
+    trained = [(name, p is not None and p.requires_grad) for name, p in parameters_of(module).items()]
+    return _name_of(type(module)), module.training, *trained, None, *buffers_of(module), None, *map(_name_of, hooks)
 
 
 def _name_of(code: Any) -> str:
