@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, reduce
-from threading import Lock, get_ident
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from adacc_hf.torch_glue.private import (
     version_of,
 )
 from adacc_hf.torch_glue.tensors import PLAIN, local_of, runs_on_parts, storage_of
+from adacc_hf.torch_glue.watchers import Watchers
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -238,64 +237,37 @@ def deciding_tensors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
     return [arg for arg in args if isinstance(arg, torch.Tensor)]
 
 
-class _Watch:
-    """One patch of torch's tensors for all threads that watch at the same time, each what it reads itself.
+def _patch_methods() -> Callable[[], None]:
+    """Have tensors' methods tell the watcher of their thread; return what undoes that.
 
-    A torch function mode would see it too, and would have what torch.compile made of a block's parts made again.
+    A torch function mode would see them too, and would have what torch.compile made of a block's parts made again.
     """
+    before = {method: torch.Tensor.__dict__.get(method) for method in _METHODS}
 
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._notes: dict[int, list[NoteRead]] = {}
-        """By thread; the innermost comes last. Dynamo, when it is first used, keeps the methods that it finds: outside
-        they must find nothing here."""
-        self._before: dict[str, Any] = {}
-
-    def begin(self, note: NoteRead) -> None:
-        with self._lock:
-            if not self._notes:
-                self._before = {method: torch.Tensor.__dict__.get(method) for method in _METHODS}
-                for method in _METHODS:
-                    setattr(torch.Tensor, method, self._watching(method))
-            self._notes.setdefault(get_ident(), []).append(note)
-
-    def end(self) -> None:
-        with self._lock:
-            notes = self._notes[get_ident()]
-            notes.pop()
-            if not notes:
-                del self._notes[get_ident()]
-            if self._notes:
-                return
-            for method, function in self._before.items():
-                if function is None:
-                    delattr(torch.Tensor, method)
-                else:
-                    setattr(torch.Tensor, method, function)
-
-    def _watching(self, method: str) -> Callable[..., Any]:
-        original = self._before[method] or getattr(TensorBase, method)
-
+    def watched_method(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            notes = self._notes.get(get_ident())
-            if notes:
-                notes[-1](tensor, f"Tensor.{method}")
+            note = _READS.current()
+            if note is not None:
+                note(tensor, f"Tensor.{method}")
             return original(tensor, *args, **kwargs)
 
         return call
 
+    def undo() -> None:
+        for method, function in before.items():
+            if function is None:
+                delattr(torch.Tensor, method)
+            else:
+                setattr(torch.Tensor, method, function)
 
-_WATCH = _Watch()
+    for method, function in before.items():
+        setattr(torch.Tensor, method, watched_method(method, function or getattr(TensorBase, method)))
+    return undo
 
 
-@contextmanager
-def watched(note: NoteRead) -> Iterator[None]:
-    """While open, `note(tensor, method)` is called where this thread turns a tensor into lists or arrays."""
-    _WATCH.begin(note)
-    try:
-        yield
-    finally:
-        _WATCH.end()
+_READS = Watchers[NoteRead](_patch_methods)
+watched_reads = _READS.watching
+"""While open, a function is called with (tensor, method) where this thread turns a tensor into lists or arrays."""
 
 
 def judge(

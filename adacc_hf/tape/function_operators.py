@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from inspect import unwrap
-from threading import Lock, get_ident
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -26,6 +25,7 @@ from adacc_hf.artifacts.index_values import FUNCTIONS
 from adacc_hf.tape.tape import leaves, map_tensors
 from adacc_hf.torch_glue.private import SingleLevelFunction, outer_hooks
 from adacc_hf.torch_glue.tensors import is_plain
+from adacc_hf.torch_glue.watchers import Watchers
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, Enum, np.generic)
 _PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -322,49 +322,28 @@ Watcher = Callable[[type[Function], tuple[Any, ...], RunFunction], Any]
 
 
 _PATCHED: Any = SingleLevelFunction
-"""The class whose `apply` is set, and which `Function` derives from."""
+"""The class whose `apply` is set, and which `Function` derives from: an `apply` that somebody took from a class earlier
+is watched too."""
 
 
-class _Watch:
-    """One patch of `apply` for all threads that watch at the same time, each its own Functions.
+def _patch_apply() -> Callable[[], None]:
+    """Have Functions run by way of the watcher of their thread; return what undoes that."""
 
-    It is set on the class below `Function`, so that an `apply` that somebody took from a class earlier is seen too.
-    """
+    def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+        run = super(_PATCHED, function).apply  # type: ignore[misc]
+        watcher = _WATCHERS.current()
+        # Those of torch run operators that the dispatcher sees, or code that torch.compile made.
+        is_own = function.__module__.partition(".")[0] == "torch"
+        if watcher is None or kwargs or is_own:
+            return run(*args, **kwargs)
+        return watcher(function, args, lambda: run(*args))
 
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._watchers: dict[int, list[Watcher]] = {}
-        """By thread; the innermost comes last."""
+    def undo() -> None:
+        del _PATCHED.apply
 
-    def begin(self, watcher: Watcher) -> None:
-        with self._lock:
-            if not self._watchers:
-                _PATCHED.apply = classmethod(self._patch())
-            self._watchers.setdefault(get_ident(), []).append(watcher)
-
-    def end(self) -> None:
-        with self._lock:
-            watchers = self._watchers[get_ident()]
-            watchers.pop()
-            if not watchers:
-                del self._watchers[get_ident()]
-            if not self._watchers:
-                del _PATCHED.apply
-
-    def _patch(self) -> Callable[..., Any]:
-        watchers_of = self._watchers
-
-        def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
-            run = super(_PATCHED, function).apply  # type: ignore[misc]
-            watchers = watchers_of.get(get_ident())
-            # Those of torch run operators that the dispatcher sees, or code that torch.compile made.
-            is_own = function.__module__.partition(".")[0] == "torch"
-            if not watchers or kwargs or is_own:
-                return run(*args, **kwargs)
-            return watchers[-1](function, args, lambda: run(*args))
-
-        return apply
+    _PATCHED.apply = classmethod(apply)
+    return undo
 
 
-_WATCH = _Watch()
-begin_watching, end_watching = _WATCH.begin, _WATCH.end
+_WATCHERS = Watchers[Watcher](_patch_apply)
+begin_watching, end_watching = _WATCHERS.begin, _WATCHERS.end

@@ -11,7 +11,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from adacc_hf.tape.call_inputs import PLACES, Read, argument_tensors, deciding_tensors, held_tensors, judge, watched
+from adacc_hf.tape.call_inputs import (
+    PLACES,
+    Read,
+    argument_tensors,
+    deciding_tensors,
+    held_tensors,
+    judge,
+    watched_reads,
+)
 from adacc_hf.tape.function_recording import FunctionRecorder
 from adacc_hf.tape.replay import share_elements, view
 from adacc_hf.tape.tape import (
@@ -413,7 +421,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         again, and compares.
         """
         before = PythonStates()
-        with watched(lambda tensor, by: None if self._in_operator else self._read(tensor, by)):
+        with watched_reads(lambda tensor, by: None if self._in_operator else self._read(tensor, by)):
             yield
         if before.have_moved():
             self.untrusted = self.untrusted or DICE
