@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,8 +30,6 @@ ENOUGH_RECORDS = 3
 MOST_RECORDS = 8
 """Records that expressions are looked for in. Numbers that follow no rule in so many follow none: a length that is
 rounded up to a window's, say."""
-MOST_GROUPS = 8
-"""Sorts of tapes that a block may have at the sizes of one outline; in any more of them no family is looked for."""
 AGREED = 16
 """New sizes at which all operators of a block are given the numbers that the family says. Sums of at most three
 products of sizes that are right at so many, and at the smallest and largest recorded ones, are right at those between:
@@ -423,80 +421,66 @@ def _filled(tree: Any, at: Callable[[int], int], refs: list[TensorRef]) -> Any:
     return tree
 
 
-_REST = "rest"
-"""Where tapes of too many sorts go: of them no more is known than which sizes they were recorded at."""
-
-
 class SeenSizes:
-    """What one block has shown at the sizes of one outline: records, and the families that they make."""
+    """Recorded calls of one block at the sizes of one outline, and the family that they make."""
 
     def __init__(self) -> None:
-        self._groups: dict[str, _Group] = {}
-        """By what their tapes have in common."""
+        self.records: list[RecordedCall] = []
+        """Recorded calls of different sizes, without those that ran as the family said."""
+        self.family: TapeFamily | None = None
+        self.is_given_up = False
+        """Whether no family is looked for: operators differ from size to size, or their numbers follow no rule."""
         self.untrusted: Tape | None = None
-        """A tape that must not be used, where all sizes so far had such."""
+        """A tape that must not be used, if every size so far had such a tape."""
         self._num_untrusted = 0
 
     def add(self, record: RecordedCall, make: Callable[[Sequence[RecordedCall]], TapeFamily | None]) -> None:
-        """Note a recorded call; `make` is asked for the family of some that ran the same operators."""
+        """Add a recorded call; `make` returns the family of calls that ran the same operators."""
         if record.tape.untrusted is not None:
             self._num_untrusted += 1
-            self.untrusted = record.tape if self._num_untrusted >= ENOUGH_RECORDS - 1 and not self._groups else None
+            is_first = not self.records and not self.is_given_up
+            self.untrusted = record.tape if self._num_untrusted >= ENOUGH_RECORDS - 1 and is_first else None
             return
         self.untrusted = None
-        outline = tape_outline(record.tape)
-        if outline in self._groups or len(self._groups) < MOST_GROUPS:
-            self._groups.setdefault(outline, _Group()).add(record, make)
-        else:
-            self._groups.setdefault(_REST, _Group(is_given_up=True)).add(record, make)
+        if self.is_given_up:
+            return
+        if self.records and tape_outline(record.tape) != tape_outline(self.records[0].tape):
+            self.family = None  # other blocks may follow it still
+            self._give_up()
+        elif not self._has_foreseen(record):
+            self.records.append(record)
+            self._follow(make(self.records) if len(self.records) >= ENOUGH_RECORDS else None)
+            if self.family is None and len(self.records) >= MOST_RECORDS:
+                self._give_up()
 
     def take(self, other: SeenSizes, make: Callable[[Sequence[RecordedCall]], TapeFamily | None]) -> None:
-        """Know what `other` has recorded."""
-        for group in other._groups.values():
-            for record in group.records:
-                self.add(record, make)
-        if not self._groups:
+        """Add the calls that `other` has recorded."""
+        for record in other.records:
+            self.add(record, make)
+        if other.is_given_up:
+            self._give_up()
+        if not self.records:
             self.untrusted, self._num_untrusted = other.untrusted, other._num_untrusted
 
-    def family_at(self, sizes: CallSizes) -> TapeFamily | None:
-        """The family that serves a call of these sizes, if all calls that were recorded ran the same operators."""
-        groups = list(self._groups.values())
-        family = groups[0].family if len(groups) == 1 else None
-        return family if family is not None and family.is_in_force else None
+    def family_in_force(self) -> TapeFamily | None:
+        """Return the family that serves calls at new sizes, if there is one."""
+        return self.family if self.family is not None and self.family.is_in_force else None
 
     def distrust(self, family: TapeFamily) -> None:
-        """Have each size of `family` recorded from now on: it did not run as its expressions say."""
-        for group in self._groups.values():
-            if group.family is family:
-                group.give_up()
-
-
-class _Group:
-    """Records of calls that ran the same operators."""
-
-    def __init__(self, is_given_up: bool = False) -> None:
-        self.family: TapeFamily | None = None
-        self.records: list[RecordedCall] = []
-        self._is_given_up = is_given_up
-
-    def add(self, record: RecordedCall, make: Callable[[Sequence[RecordedCall]], TapeFamily | None]) -> None:
-        sizes = record.sizes.dimensions
-        if any(known.sizes.dimensions == sizes for known in self.records):
-            return
-        if self._is_given_up or self._has_foreseen(record):
-            return
-        self.records.append(record)
-        self._follow(make(self.records) if len(self.records) >= ENOUGH_RECORDS else None)
-        if self.family is None and len(self.records) >= MOST_RECORDS:
-            self.give_up()
+        """Have each size of `family` recorded from now on: a call did not run as its expressions say."""
+        if self.family is family:
+            self._give_up()
 
     def _has_foreseen(self, record: RecordedCall) -> bool:
-        family = self.family
-        return family is not None and family.is_in_force and family.agrees(record.tape, record.sizes)
+        """Return True if a record tells nothing new: its sizes were recorded, or the family agrees with it."""
+        if any(known.sizes.dimensions == record.sizes.dimensions for known in self.records):
+            return True
+        family = self.family_in_force()
+        return family is not None and family.agrees(record.tape, record.sizes)
 
-    def give_up(self) -> None:
+    def _give_up(self) -> None:
         self._follow(None)
-        self.records, self._is_given_up = [], True
+        self.records, self.is_given_up = [], True
 
     def _follow(self, family: TapeFamily | None) -> None:
         if self.family is not None and self.family is not family:
@@ -515,11 +499,6 @@ def _kept(equal: dict[int, int], recomputable: frozenset[int]) -> dict[int, int]
     return {v: other for v, other in equal.items() if v in recomputable and other in recomputable}
 
 
-def _flat(records: Sequence[RecordedCall]) -> Iterator[Hashable]:
-    for record in records:
-        yield record.tape.digest, record.sizes
-
-
 def identity_of(records: Sequence[RecordedCall]) -> Hashable:
     """What makes two blocks share a family: the same tapes at the same sizes."""
-    return tuple(_flat(records))
+    return tuple((record.tape.digest, record.sizes) for record in records)

@@ -135,7 +135,7 @@ class TapeLibrary:
     def family_at(self, given: Hashable, block: str) -> tuple[TapeFamily, CallSizes] | None:
         """The family that serves a call of `block` that is given that, at a size that may be new; and the sizes."""
         sizes = self._sizes_of(given)
-        family = self._seen_sizes(block, sizes).family_at(sizes)
+        family = self._seen_sizes(block, sizes).family_in_force()
         return None if family is None else (family, sizes)
 
     def extend(self, family: TapeFamily, given: Hashable) -> None:

@@ -34,7 +34,7 @@ def seen_by(library):
 
 
 def families_of(library):
-    return {group.family for _, _, seen in seen_by(library) for group in seen._groups.values()} - {None}
+    return {seen.family for _, _, seen in seen_by(library)} - {None}
 
 
 def text(tokens, samples=4):
@@ -75,11 +75,7 @@ class Begun:
                 for others in (text(11, 2), text(21, 3)):
                     model(**others).loss.backward()
             model.zero_grad(set_to_none=True)
-        found = seen_by(library)
-        self._records = [
-            (block, outline, [record for group in seen._groups.values() for record in group.records])
-            for block, outline, seen in found
-        ]
+        self._records = [(block, outline, list(seen.records)) for block, outline, seen in seen_by(library)]
 
     def apply(self, num_new=NOT_COMPARED):
         """(handle, its only family), as if nothing had been found out by an earlier handle."""

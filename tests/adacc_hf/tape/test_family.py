@@ -17,7 +17,6 @@ from adacc_hf.tape.call_key import KnownShapes
 from adacc_hf.tape.family import (
     AGREED,
     ENOUGH_RECORDS,
-    MOST_GROUPS,
     MOST_RECORDS,
     CallSizes,
     RecordedCall,
@@ -194,7 +193,7 @@ def test_all_blocks_of_a_kind_have_one_family(model):
         for name, record in model.at(*sizes).items():
             tape = seen._tapes.setdefault(record.tape.digest, record.tape)
             seen._seen_sizes(name, record.sizes).add(RecordedCall(record.sizes, tape), seen._family)
-    found = [group.family for each in seen._seen.values() for s in each.values() for group in s._groups.values()]
+    found = [s.family for each in seen._seen.values() for s in each.values()]
     assert None not in found
     kinds = {family.base.structure for family in found}
     assert len({id(family) for family in found}) == len(kinds)
@@ -254,8 +253,7 @@ def test_a_size_beyond_that_runs_alike_is_no_record_of_the_family(library):
     for samples, tokens in ((2, 8), (4, 20), (4, 13), (3, 50)):
         recorded(block, text(samples, tokens), library=library)
     (seen,) = library._seen["block"].values()
-    (group,) = seen._groups.values()
-    assert len(group.records) == ENOUGH_RECORDS  # the last one told nothing new
+    assert len(seen.records) == ENOUGH_RECORDS  # the last one told nothing new
 
 
 def test_beyond_the_sizes_that_were_seen_each_block_is_checked(library):
@@ -355,9 +353,8 @@ def test_numbers_that_follow_no_rule_are_given_up(library):
         recorded(block, text(3, tokens), library=library)
         assert not served(library, 20, block=block)
     (seen,) = library._seen["block"].values()
-    (group,) = seen._groups.values()
-    assert group._is_given_up
-    assert group.records == []
+    assert seen.is_given_up
+    assert seen.records == []
     for tokens in (16, 32, 48, 64):  # these do follow one
         recorded(block, text(3, tokens), library=library)
     assert not served(library, 40, block=block)
@@ -366,12 +363,12 @@ def test_numbers_that_follow_no_rule_are_given_up(library):
 def test_of_many_structures_few_are_kept(library):
     """A loop that runs once for each token."""
     block = Untraced(lambda layer, hidden: layer(token_by_token(hidden)))
-    for tokens in range(2, 2 + 2 * MOST_GROUPS):
+    for tokens in range(2, 20):
         recorded(block, text(3, tokens), library=library)
     (seen,) = library._seen["block"].values()
-    assert len(seen._groups) == MOST_GROUPS + 1
-    assert sum(len(group.records) for group in seen._groups.values()) == MOST_GROUPS
-    assert not any(served(library, tokens, block=block) for tokens in range(2, 2 + 2 * MOST_GROUPS))
+    assert seen.is_given_up
+    assert seen.records == []
+    assert not any(served(library, tokens, block=block) for tokens in range(2, 20))
 
 
 def test_blocks_that_are_not_trusted_are_not_recorded_at_each_size(library):
@@ -459,9 +456,8 @@ def test_what_is_refused_is_replayed_at_no_size(library, family, caplog):
     for samples, tokens in ((2, 8), (4, 20), (4, 13)):
         recorded(Block(), text(samples, tokens), library=library, name="another")
     (seen,) = library._seen["another"].values()
-    (group,) = seen._groups.values()
-    assert group.family is not family
-    assert linear not in group.family.base.recomputable
+    assert seen.family is not family
+    assert linear not in seen.family.base.recomputable
 
 
 def test_what_is_distrusted_is_recorded_at_each_size(library, family, caplog):
@@ -474,7 +470,7 @@ def test_what_is_distrusted_is_recorded_at_each_size(library, family, caplog):
     assert not family.is_in_force
     for outlines in library._seen.values():
         for seen in outlines.values():
-            assert seen.family_at(sizes_of(text(3, 10))) is None
+            assert seen.family_in_force() is None
     for tokens in (9, 11, 12):
         recorded(Block(), text(3, tokens), library=library)
     assert not served(library, 10)
@@ -527,4 +523,4 @@ def test_what_was_seen_holds_no_family_of_too_few():
     records = [record_of(Block(), text(*size)) for size in ((2, 5), (3, 8), (3, 8), (4, 13))]
     for record, is_there in zip(records, (False, False, False, True), strict=True):
         seen.add(record, TapeFamily.of)  # the same size twice tells nothing
-        assert (seen.family_at(sizes_of(text(3, 7))) is not None) == is_there
+        assert (seen.family_in_force() is not None) == is_there
