@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
-
-from torch import nn
 
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.files import note_latest
@@ -107,9 +104,9 @@ class PlanEntries:
         entries = (*self.recorded.values(), *self.bases.values())
         return tuple(entry.compiled for entry in entries) or self._earlier
 
-    def find(self, key: CallKey, block: nn.Module) -> Entry | None:
+    def find(self, key: CallKey) -> Entry | None:
         """Return the entry of a call; None if the call has to be recorded, or compared with another block's record."""
-        return self.recorded.get(key) or self._known_entry(key) or self._sized_entry(key, block)
+        return self.recorded.get(key) or self._known_entry(key) or self._sized_entry(key)
 
     def latest(self, key: CallKey) -> Entry | None:
         """Return the entry that a call of `key` has had."""
@@ -132,19 +129,18 @@ class PlanEntries:
             self._earlier = ()
         return self.recorded.get(key)
 
-    def _sized_entry(self, key: CallKey, block: nn.Module) -> Entry | None:
+    def _sized_entry(self, key: CallKey) -> Entry | None:
         """The entry for a size that was never recorded, if there is a family that serves it. Where replay is compared
         again (rule R7), what cannot be compared on the way has none."""
         entry = self.sized.get(key)
         if entry is not None and entry.is_current:
             return entry
-        given = self.known.given_to(key, block)
-        if not self.known.was_compared and self.library.expected(self.plan.kind, given, self.name) is not None:
+        if not self.known.was_compared and self.library.expected(self.plan.kind, key, self.name) is not None:
             return None  # a profile has recorded this very size, perhaps long ago: it is compared with that
-        untrusted = self.library.untrusted_at(given, self.name)
+        untrusted = self.library.untrusted_at(key, self.name)
         if untrusted is not None:
             return self._entry(KnownShape(untrusted))
-        found = self.library.family_at(given, self.name)
+        found = self.library.family_at(key, self.name)
         tape = None if found is None else self.library.tape_of(*found)
         if found is None or tape is None:
             return None
@@ -176,11 +172,11 @@ class PlanEntries:
             fallback=base.fallback,
         )
 
-    def expected(self, key: CallKey, given: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
+    def expected(self, key: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
         """How the block probably runs at a shape where it never ran, if another one of its kind did."""
         if self.was_surprised or any(known.shape == key.shape for known in self.known):
             return None
-        tape = self.library.expected(self.plan.kind, given, self.name)
+        tape = self.library.expected(self.plan.kind, key, self.name)
         if tape is None:
             return None
         reads = {path: data_at(path, args, kwargs) for path in tape.reads}

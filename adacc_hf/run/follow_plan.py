@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from adacc_hf.run.entries import (
     PlanEntries,
 )
 from adacc_hf.run.validation import ValidatedCall
-from adacc_hf.tape.call_inputs import Given, argument_tensors, fetch, find_external
+from adacc_hf.tape.call_inputs import argument_tensors, fetch, find_external
 from adacc_hf.tape.call_key import CallKey, KnownShape, KnownShapes
 from adacc_hf.tape.compiled_plan import CompiledPlan
 from adacc_hf.tape.library import TapeLibrary
@@ -92,7 +92,7 @@ class FollowPlan:
 
     def _run_as(self, key: CallKey, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call of `key`: under the plan, or recorded where no tape is known for it."""
-        entry = self.entries.find(key, block)
+        entry = self.entries.find(key)
         if entry is None and self.known.is_unseen(key):
             self.library.fallbacks[NEW_DATA] += 1
             return self._run_untaped(any(t.has_collectives for t in self.tapes.values()), block, fn, args, kwargs)
@@ -113,7 +113,7 @@ class FollowPlan:
         call = self._validated(entry, externals)
         result = call.run(block, fn, args, kwargs)
         self._refuse_replaced(entry.program, externals, block)
-        self._learn(key, entry, call, block)
+        self._learn(key, entry, call)
         return result
 
     def run_again(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -190,14 +190,14 @@ class FollowPlan:
     def _validated(self, entry: Entry, externals: list[tuple[int, torch.Tensor]]) -> ValidatedCall:
         return ValidatedCall(self.name, entry.program, self._codecs(entry), externals, entry.compares)
 
-    def _learn(self, key: CallKey, entry: Entry, call: ValidatedCall, block: nn.Module) -> None:
+    def _learn(self, key: CallKey, entry: Entry, call: ValidatedCall) -> None:
         """Take in what a validated call has shown of its entry."""
         tape, family = entry.program.tape, entry.family
         if call.why_left is None:
             entry.seen = call.seen
             entry.is_proven, entry.compares, tape.is_checked = True, False, True
             if family is not None:
-                self.library.extend(family, self.known.given_to(key, block))
+                self.library.extend(family, key)
             return
         self.library.fallbacks[VARYING] += 1
         if family is not None and call.unlike:
@@ -207,7 +207,7 @@ class FollowPlan:
         elif entry.known.num_left < LEAVES_ALLOWED:
             entry.known.num_left += 1
             self.known.outdate(key)
-            self.library.forget(self.plan.kind, self.known.given_to(key, block))
+            self.library.forget(self.plan.kind, key)
         else:
             self.library.warn_varying(self.name, tape, self.known.untraced or call.why_left)
             entry.compiled, entry.known.varies, entry.fallback = None, True, VARYING
@@ -237,9 +237,8 @@ class FollowPlan:
         self, key: CallKey, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         key = self.known.moved(key, block)
-        given = self.known.given_to(key, block)
-        expected = self.entries.expected(key, given, args, kwargs)
-        if expected is None and self._is_too_large_to_record(given):
+        expected = self.entries.expected(key, args, kwargs)
+        if expected is None and self._is_too_large_to_record(key):
             self.library.warn_unrecorded(self.plan.kind, self.name, argument_tensors(args, kwargs))
             self.library.fallbacks[UNRECORDED] += 1
             return Checkpointed().run(block, fn, args, kwargs)
@@ -257,7 +256,7 @@ class FollowPlan:
                 call = self._validated(expected, externals)
                 result = call.run(block, fn, args, kwargs)
                 self._refuse_replaced(expected.program, externals, block)
-                self._end_expected_call(key, given, expected, call)
+                self._end_expected_call(key, expected, call)
                 return result
         recording = Recording(self.name, block, args, kwargs)
         result = recording.run(fn)
@@ -267,8 +266,8 @@ class FollowPlan:
             recording.close()
             return result
         self._is_checkpointed = _is_checkpointed_on_all_ranks(tape)
-        self.library.compare_with_family(tape, given, self.name)
-        self.library.remember(tape, given, self.name)
+        self.library.compare_with_family(tape, key, self.name)
+        self.library.remember(tape, key, self.name)
         entry = self.entries.add(key, KnownShape(tape, num_left=self.known.num_left(key)))
         self._count_fallback(entry)
         if entry.compiled is not None and not entry.compiled.is_plain:
@@ -276,26 +275,26 @@ class FollowPlan:
         recording.close()
         return result
 
-    def _is_too_large_to_record(self, given: Hashable) -> bool:
+    def _is_too_large_to_record(self, key: CallKey) -> bool:
         """Whether a call on a path of its own has to do without a record, which holds all that the block makes.
 
         Not that of a block without any record, whose plan could never be followed, nor one at a size that a family is
         compared at (rule R7), nor one that other ranks take part in (rule R13).
         """
         tapes = self.tapes.values()
-        if not tapes or any(tape.has_collectives for tape in tapes) or self.library.family_at(given, self.name):
+        if not tapes or any(tape.has_collectives for tape in tapes) or self.library.family_at(key, self.name):
             return False
         return not self.library.may_record()
 
-    def _end_expected_call(self, key: CallKey, given: Given, expected: Entry, call: ValidatedCall) -> None:
+    def _end_expected_call(self, key: CallKey, expected: Entry, call: ValidatedCall) -> None:
         if call.why_left is None:
             expected.seen = call.seen
-            self.library.remember(expected.known.tape, given, self.name)
+            self.library.remember(expected.known.tape, key, self.name)
             self.entries.keep(key, expected)
         else:  # its next call is recorded as a first one, and so are those of other blocks: this one kept all it saved
             self.entries.was_surprised = True
             self.library.fallbacks[OTHER_OPERATORS] += 1
-            self.library.forget(self.plan.kind, given)
+            self.library.forget(self.plan.kind, key)
 
 
 def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:

@@ -211,8 +211,6 @@ NoteRead = Callable[[torch.Tensor, str], None]
 Path = tuple[Any, ...]
 Data = bytes | tuple[int, ...]
 """Of a tensor: its elements, one by one where they are few whole numbers."""
-Given = tuple[Hashable, tuple[Data | None, ...], Hashable]
-"""What tells calls of all blocks of one kind apart: `CallKey.shape`, data read into Python, `held_layout`."""
 
 
 @dataclass(frozen=True, slots=True)

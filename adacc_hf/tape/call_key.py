@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import nn
 
 from adacc_hf.artifacts.files import note_latest
-from adacc_hf.tape.call_inputs import Args, Data, Given, Kwargs, argument_layout, data_at, held_layout
+from adacc_hf.tape.call_inputs import Args, Data, Kwargs, argument_layout, data_at, held_layout
 from adacc_hf.tape.family import TapeFamily
 from adacc_hf.tape.guards import RESTLESS_AFTER, SHORT_LIFE, BlockPrograms, attention_backends
 from adacc_hf.tape.tape import Tape
@@ -30,8 +30,9 @@ class CallKey(NamedTuple):
     """(layout of the tensor arguments, numbers that the program is given, the program, kernels attention may take)."""
     data: tuple[Data | None, ...]
     """Data of the arguments that the block reads into Python."""
-    layout: int = 0
-    """The number of the layout that the block's own tensors have (`KnownShapes.given_to`)."""
+    layout: int
+    """Hash of the layout that the block's own tensors have. A plan compares each one that it reads
+    (`CompiledPlan.has_all`)."""
 
 
 @dataclass(slots=True)
@@ -60,12 +61,11 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         super().__init__()
         self._programs: BlockPrograms | None = None
         """Of the block, from its first call on."""
-        self._layouts: OrderedDict[Hashable, int] = OrderedDict()
-        """Numbers of the layouts that the block's own tensors had, the latest last."""
-        self._layout: Hashable = None
+        self._layouts: OrderedDict[int, None] = OrderedDict()
+        """Hashes of the layouts that the block's own tensors had, the latest last."""
+        self._layout = 0
         """The latest of them."""
-        self._number = self._num_layouts = 0
-        self._num_calls = 0
+        self._num_layouts = self._num_calls = 0
         self._left: OrderedDict[CallKey, int] = OrderedDict()
         self._reads: tuple[tuple[Any, ...], ...] = ()
         """Where the arguments are that any tape's Python reads."""
@@ -86,30 +86,24 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         """Return the key of a call that is about to run; to be asked once per call, before it runs."""
         if self._programs is None:
             self._programs = BlockPrograms(block)
+            self._note_layout(block)
         self._num_calls += 1
         program, numbers = self._programs.key(fn, args)
         data = tuple([data_at(path, args, kwargs) for path in self._reads])
-        return CallKey((argument_layout(args, kwargs), numbers, program, attention_backends()), data, self._number)
-
-    def given_to(self, key: CallKey, block: nn.Module) -> Given:
-        """Return what of `key` blocks of one kind have in common: each of them counts its layouts by itself."""
-        if self._layout is None:
-            self.moved(key, block)
-        return key.shape, key.data, self._layout
+        return CallKey((argument_layout(args, kwargs), numbers, program, attention_backends()), data, self._layout)
 
     def moved(self, key: CallKey, block: nn.Module) -> CallKey:
-        """Return the key of the call with the layout that the block's own tensors have now.
+        """Return the key of the call with the layout that the block's own tensors have now; `key` if it is the same.
 
-        Weights may have been put into one storage, and tables may have grown. `key` if they lie as they did.
+        Weights may have been put into one storage, and tables may have grown.
         """
-        # Its hash is enough: a plan compares each tensor that it reads (`CompiledPlan.has_all`).
-        self._layout = layout = hash(held_layout(block))
-        number = self._layouts.get(layout)
-        if number is None:
-            number, self._num_layouts = self._num_layouts, self._num_layouts + 1
-        note_latest(self._layouts, layout, number, MAX_LAYOUTS)
-        self._number = number
-        return key._replace(layout=number)
+        self._note_layout(block)
+        return key._replace(layout=self._layout)
+
+    def _note_layout(self, block: nn.Module) -> None:
+        self._layout = hash(held_layout(block))
+        self._num_layouts += self._layout not in self._layouts
+        note_latest(self._layouts, self._layout, None, MAX_LAYOUTS)
 
     @property
     def is_restless(self) -> bool:

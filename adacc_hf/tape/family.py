@@ -51,10 +51,10 @@ class CallSizes:
     """Strides and offsets of its tensors, which follow from the sizes where one family serves them."""
 
     @classmethod
-    def of(cls, given: Any, alignment: int) -> CallSizes:
-        """Those of `Key.given_to`. Sizes that are multiples of `alignment`, if not 1, are told from others, but for the
+    def of(cls, key: Any, alignment: int) -> CallSizes:
+        """Those of a `CallKey`. Sizes that are multiples of `alignment`, if not 1, are told from others, but for the
         first one of several of a tensor."""
-        (tensors, plain, *settings), data, state = given
+        (tensors, plain, *settings), data, layout_of_held = key
         dimensions: list[int] = []
         layout: list[int] = []
         described = []
@@ -68,7 +68,7 @@ class CallSizes:
             described.append((path, sizes, None if is_strided else place, dtype, requires_grad, alias))
         rest = _without_numbers(plain, dimensions, 1)
         data = _without_numbers(data, dimensions, alignment)
-        return cls((tuple(described), rest, tuple(settings), data, state), tuple(dimensions), tuple(layout))
+        return cls((tuple(described), rest, tuple(settings), data, layout_of_held), tuple(dimensions), tuple(layout))
 
 
 def _class_of(size: int, alignment: int) -> int | str:

@@ -15,7 +15,7 @@ from torch import nn
 from adacc_hf.artifacts.files import note_latest
 from adacc_hf.artifacts.policy import Choice
 from adacc_hf.artifacts.profile import KindProfile, unpack_order
-from adacc_hf.tape.call_inputs import Given
+from adacc_hf.tape.call_key import CallKey
 from adacc_hf.tape.compiled_plan import CompiledPlan
 from adacc_hf.tape.family import CallSizes, RecordedCall, SeenSizes, TapeFamily, identity_of, without_values
 from adacc_hf.tape.recorder import Recorder
@@ -54,8 +54,8 @@ class TapeLibrary:
         self._verify = verify
         self._tapes: WeakValueDictionary[str, Tape] = WeakValueDictionary()
         self._compiled: WeakValueDictionary[Any, CompiledPlan] = WeakValueDictionary()
-        self._of_calls: WeakValueDictionary[tuple[str, Hashable, str | None], Tape] = WeakValueDictionary()
-        """By structure, what was given, and the block; None: whichever ran last."""
+        self._of_calls: WeakValueDictionary[tuple[str, CallKey, str | None], Tape] = WeakValueDictionary()
+        """By structure, key, and block; None: whichever ran last."""
         self._kept: dict[str, Tape] = {}
         """What was taken from other libraries, by digest."""
         self._seen: dict[str, OrderedDict[Hashable, SeenSizes]] = {}
@@ -65,8 +65,8 @@ class TapeLibrary:
         self._refused: dict[str, set[int]] = {}
         """By structure, values that replay did not recompute at some size."""
         self._alignment = 1
-        self._latest: tuple[Hashable, CallSizes] | None = None
-        """What a call was given last, and its sizes: the blocks of a model are given the same, one after the other."""
+        self._latest: tuple[CallKey, CallSizes] | None = None
+        """The latest key and its sizes: the blocks of a model are given the same, one after the other."""
         self._orders: dict[str, tuple[int, ...]] = {}
         """In which order backward asks for saved tensors, by structure: sizes do not change it."""
         self.preliminary: set[str] = set()
@@ -121,34 +121,33 @@ class TapeLibrary:
         """Expect backward to ask for slots in the orders that `other` knows."""
         self._orders.update(other._orders)
 
-    def remember(self, tape: Tape, given: Given, block: str) -> None:
+    def remember(self, tape: Tape, key: CallKey, block: str) -> None:
         """Note that `block`, given that, ran as `tape` says."""
         for name in (block, None):
-            self._of_calls[_structure(tape.kind), given, name] = tape
+            self._of_calls[_structure(tape.kind), key, name] = tape
         if any(value.device.type == "cuda" for value in tape.values):
             self._alignment, self._latest = CUDA_ALIGNMENT, None
         if all(isinstance(data, tuple) for data in tape.reads.values()):  # of other data no rule is known
-            shape, data, state = given
-            sizes = self._sizes_of((shape, data or tuple(tape.reads.values()), state))
+            sizes = self._sizes_of(key._replace(data=key.data or tuple(tape.reads.values())))
             self._seen_sizes(block, sizes).add(RecordedCall(sizes, tape), self._family)
 
-    def family_at(self, given: Hashable, block: str) -> tuple[TapeFamily, CallSizes] | None:
+    def family_at(self, key: CallKey, block: str) -> tuple[TapeFamily, CallSizes] | None:
         """The family that serves a call of `block` that is given that, at a size that may be new; and the sizes."""
-        sizes = self._sizes_of(given)
+        sizes = self._sizes_of(key)
         family = self._seen_sizes(block, sizes).family_in_force()
         return None if family is None else (family, sizes)
 
-    def extend(self, family: TapeFamily, given: Hashable) -> None:
+    def extend(self, family: TapeFamily, key: CallKey) -> None:
         """Note that a call that was given that ran as `family` says."""
-        family.extend(self._sizes_of(given))
+        family.extend(self._sizes_of(key))
 
     def tape_of(self, family: TapeFamily, sizes: CallSizes) -> Tape | None:
         """The tape of a call of these sizes; None if they do not hang together as the family's do."""
         return family.tape_at(sizes, self._orders.get(_structure(family.base.structure)))
 
-    def untrusted_at(self, given: Hashable, block: str) -> Tape | None:
+    def untrusted_at(self, key: CallKey, block: str) -> Tape | None:
         """A tape of `block` at another size, if at all sizes so far it had such as must not be used."""
-        return self._seen_sizes(block, self._sizes_of(given)).untrusted
+        return self._seen_sizes(block, self._sizes_of(key)).untrusted
 
     def refuse(self, family: TapeFamily, values: Collection[int], block: str) -> None:
         """Replay did not recompute `values` at a new size: retain them at all sizes."""
@@ -164,9 +163,9 @@ class TapeLibrary:
             if known.base.structure == family.base.structure:
                 known.refuse(values)
 
-    def compare_with_family(self, tape: Tape, given: Hashable, block: str) -> None:
+    def compare_with_family(self, tape: Tape, key: CallKey, block: str) -> None:
         """Compare a record, and what replay recomputed of it, with what the family of its sizes says (rule R7)."""
-        found = self.family_at(given, block)
+        found = self.family_at(key, block)
         if found is None or tape.untrusted is not None:
             return
         family, sizes = found
@@ -189,9 +188,9 @@ class TapeLibrary:
             for seen in outlines.values():
                 seen.distrust(family)
 
-    def _sizes_of(self, given: Hashable) -> CallSizes:
-        if self._latest is None or self._latest[0] != given:
-            self._latest = given, CallSizes.of(given, self._alignment)
+    def _sizes_of(self, key: CallKey) -> CallSizes:
+        if self._latest is None or self._latest[0] != key:
+            self._latest = key, CallSizes.of(key, self._alignment)
         return self._latest[1]
 
     def _seen_sizes(self, block: str, sizes: CallSizes) -> SeenSizes:
@@ -211,18 +210,18 @@ class TapeLibrary:
                 self._families[key] = family
         return family
 
-    def forget(self, kind: str, given: Hashable) -> None:
+    def forget(self, kind: str, key: CallKey) -> None:
         """A block with a plan for `kind` that was `given` that ran otherwise: expect nothing of any more."""
-        for key in list(self._of_calls):
-            if key[:2] == (_structure(kind), given):
-                self._of_calls.pop(key, None)
+        for known in list(self._of_calls):
+            if known[:2] == (_structure(kind), key):
+                self._of_calls.pop(known, None)
 
-    def expected(self, kind: str, given: Hashable, block: str) -> Tape | None:
+    def expected(self, kind: str, key: CallKey, block: str) -> Tape | None:
         """What `block`, with a plan for `kind`, probably runs when it is `given` that.
 
         What it ran before, in a profile, else what another such block ran: numbers may differ from layer to layer.
         """
-        known = (self._of_calls.get((_structure(kind), given, name)) for name in (block, None))
+        known = (self._of_calls.get((_structure(kind), key, name)) for name in (block, None))
         return next((tape for tape in known if tape is not None), None)
 
     def take(self, other: TapeLibrary) -> None:

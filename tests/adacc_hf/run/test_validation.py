@@ -148,7 +148,7 @@ def tape_at(family, strategy, model, batch):
     found = []
 
     def run_as(key, block, fn, args, kwargs):
-        found.append(strategy.library._sizes_of(strategy.known.given_to(key, block)))
+        found.append(strategy.library._sizes_of(key))
         return fn(*args)
 
     strategy._run_as = run_as

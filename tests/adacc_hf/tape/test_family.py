@@ -26,27 +26,25 @@ from adacc_hf.tape.family import (
 from adacc_hf.tape.library import TapeLibrary
 
 
-def given_to(block, *args, **kwargs):
-    """What tells a call of `block` apart from others."""
-    known = KnownShapes()
-    return known.given_to(known.key(block, partial(block, **kwargs), args, kwargs), block)
+def key_of(block, *args, **kwargs):
+    return KnownShapes().key(block, partial(block, **kwargs), args, kwargs)
 
 
 def recorded(block, *args, name="block", library=None, **kwargs):
-    """(given, tape) of a call of `block`, noted in `library`."""
+    """(key, tape) of a call of `block`, noted in `library`."""
     library = library or TapeLibrary()
-    given = given_to(block, *args, **kwargs)
+    key = key_of(block, *args, **kwargs)
     recording = Recording(name, block, args, kwargs)
     recording.run(lambda *given: block(*given, **kwargs))
     tape = library.verified(recording.recorder)
-    library.remember(tape, given, name)
+    library.remember(tape, key, name)
     recording.close()
-    return given, tape
+    return key, tape
 
 
 def record_of(block, *args, alignment=1):
-    given, tape = recorded(block, *args)
-    return RecordedCall(CallSizes.of(given, alignment), tape)
+    key, tape = recorded(block, *args)
+    return RecordedCall(CallSizes.of(key, alignment), tape)
 
 
 def text(samples, tokens):
@@ -68,7 +66,7 @@ class Block(nn.Module):
 
 def sizes_of(*args, alignment=1, block=None):
     block = block or Block()
-    return CallSizes.of(given_to(block, *args), alignment)
+    return CallSizes.of(key_of(block, *args), alignment)
 
 
 # What is told apart before any expression
@@ -152,10 +150,10 @@ class Recorded:
 
             def run(self, block, fn, args, kwargs):
                 known = KnownShapes()
-                given = known.given_to(known.key(block, fn, args, kwargs), block)
+                key = known.key(block, fn, args, kwargs)
                 recording = Recording(self.name, block, args, kwargs)
                 result = recording.run(fn)
-                found[self.name] = RecordedCall(CallSizes.of(given, 1), library.verified(recording.recorder))
+                found[self.name] = RecordedCall(CallSizes.of(key, 1), library.verified(recording.recorder))
                 recording.discard()
                 return result
 
@@ -227,7 +225,7 @@ def library():
 
 def family_of(library, tokens, samples=3, block=None):
     """The family that serves a call of these sizes, if there is one."""
-    found = library.family_at(given_to(block or Block(), text(samples, tokens)), "block")
+    found = library.family_at(key_of(block or Block(), text(samples, tokens)), "block")
     return None if found is None else found[0]
 
 
@@ -269,7 +267,7 @@ def test_beyond_the_sizes_that_were_seen_each_block_is_checked(library):
     family._num_new = AGREED + 1
     checked = [is_checked(*size) for size in ((11, 3), (12, 4), (7, 3), (21, 3), (12, 5), (14, 2))]
     assert checked == [True, True, False, False, False, True]
-    library.extend(family, given_to(Block(), text(5, 30)))
+    library.extend(family, key_of(Block(), text(5, 30)))
     family.forget_sizes()
     checked = [is_checked(*size) for size in ((7, 3), (21, 3), (12, 5), (30, 5), (31, 5), (30, 6))]
     assert checked == [False, True, True, True, False, False]
@@ -381,12 +379,12 @@ def test_blocks_that_are_not_trusted_are_not_recorded_at_each_size(library):
 
     block = Untraced(lambda layer, hidden: layer(hidden) * read(hidden))
     for number, tokens in enumerate((4, 9, 14)):
-        given = given_to(block, text(3, tokens))
-        assert (library.untrusted_at(given, "block") is None) == (number < ENOUGH_RECORDS - 1)
+        key = key_of(block, text(3, tokens))
+        assert (library.untrusted_at(key, "block") is None) == (number < ENOUGH_RECORDS - 1)
         recorded(block, text(3, tokens), library=library)
     reads.clear()
     recorded(block, text(3, 5), library=library)  # now it was, once
-    assert library.untrusted_at(given, "block") is None
+    assert library.untrusted_at(key, "block") is None
 
 
 # Sizes that are equal by chance
@@ -405,7 +403,7 @@ class Pair(nn.Module):
 
 def given_pair(block, samples, tokens, others):
     args = text(samples, tokens), text(samples, others)
-    return given_to(block, *args)
+    return key_of(block, *args)
 
 
 def test_sizes_that_were_equal_by_chance_come_apart(library):
@@ -433,7 +431,7 @@ def test_sizes_that_were_equal_by_chance_come_apart(library):
 def family(library):
     for samples, tokens in ((2, 8), (4, 20), (4, 13)):
         recorded(Block(), text(samples, tokens), library=library)
-    found, _ = library.family_at(given_to(Block(), text(3, 10)), "block")
+    found, _ = library.family_at(key_of(Block(), text(3, 10)), "block")
     return found
 
 
