@@ -26,7 +26,7 @@ from adacc_hf.run.entries import (
     Entry,
     PlanEntries,
 )
-from adacc_hf.run.validation import ValidatedCall
+from adacc_hf.run.validated_call import ValidatedCall
 from adacc_hf.tape.call_inputs import argument_tensors, fetch, find_external
 from adacc_hf.tape.call_key import CallKey, KnownShape, KnownShapes
 from adacc_hf.tape.compiled_plan import CompiledPlan

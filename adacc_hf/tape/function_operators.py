@@ -330,7 +330,7 @@ def _patch_apply() -> Callable[[], None]:
     """Have Functions run by way of the watcher of their thread; return what undoes that."""
 
     def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
-        run = super(_PATCHED, function).apply  # type: ignore[misc]
+        run = super(_PATCHED, function).apply
         watcher = _WATCHERS.current()
         # Those of torch run operators that the dispatcher sees, or code that torch.compile made.
         is_own = function.__module__.partition(".")[0] == "torch"

@@ -16,7 +16,8 @@ from adacc_hf.artifacts.profile_sizes import Polynomial
 from adacc_hf.run import validation
 from adacc_hf.run.call import Recording
 from adacc_hf.run.entries import VARYING
-from adacc_hf.run.validation import ValidatedCall, Validator
+from adacc_hf.run.validated_call import ValidatedCall
+from adacc_hf.run.validation import Validator
 from adacc_hf.tape.compiled_plan import CompiledPlan, least_memory_choices
 from adacc_hf.tape.family import AGREED, SeenSizes
 from adacc_hf.tape.library import TapeLibrary, library_of_profiles
