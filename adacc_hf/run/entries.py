@@ -12,9 +12,9 @@ from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.files import note_latest
 from adacc_hf.artifacts.policy import RETAIN, Action, Choice, Plan
 from adacc_hf.kernels.codecs import Codec, get_codec
-from adacc_hf.tape.call_inputs import data_at
 from adacc_hf.tape.call_key import CallKey, KnownShape, KnownShapes
 from adacc_hf.tape.compiled_plan import CompiledPlan, choices_by_value, codec_of, unfit
+from adacc_hf.tape.data_reads import data_at
 from adacc_hf.tape.family import MOST_SIZES, TapeFamily
 from adacc_hf.tape.library import TapeLibrary
 from adacc_hf.tape.tape import Tape

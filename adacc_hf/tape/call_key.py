@@ -11,7 +11,8 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import nn
 
 from adacc_hf.artifacts.files import note_latest
-from adacc_hf.tape.call_inputs import Args, Data, Kwargs, argument_layout, data_at, held_layout
+from adacc_hf.tape.call_inputs import Args, Kwargs, argument_layout, held_layout
+from adacc_hf.tape.data_reads import Data, data_at
 from adacc_hf.tape.family import TapeFamily
 from adacc_hf.tape.guards import RESTLESS_AFTER, SHORT_LIFE, BlockPrograms, attention_backends
 from adacc_hf.tape.tape import Tape

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.autograd.function import Function
 
-from adacc_hf.tape.call_inputs import Read
+from adacc_hf.tape.data_reads import Read
 from adacc_hf.tape.function_operators import (
     FunctionCall,
     FunctionTarget,

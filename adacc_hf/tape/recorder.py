@@ -11,15 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from adacc_hf.tape.call_inputs import (
-    PLACES,
-    Read,
-    argument_tensors,
-    deciding_tensors,
-    held_tensors,
-    judge,
-    watched_reads,
-)
+from adacc_hf.tape.call_inputs import PLACES, argument_tensors, held_tensors
+from adacc_hf.tape.data_reads import Read, deciding_tensors, judge, watched_reads
 from adacc_hf.tape.function_recording import FunctionRecorder
 from adacc_hf.tape.replay import share_elements, view
 from adacc_hf.tape.tape import (

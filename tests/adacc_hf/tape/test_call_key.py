@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from adacc_hf.tape import call_key
-from adacc_hf.tape.call_inputs import data_of
 from adacc_hf.tape.call_key import MAX_LAYOUTS, MAX_SHAPES, KnownShape, KnownShapes
+from adacc_hf.tape.data_reads import data_of
 
 
 class Adding(nn.Module):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.tape.call_inputs import MAX_READ_BYTES, MOST_NUMBERS, data_of, deciding_tensors, watched_reads
+from adacc_hf.tape.data_reads import MAX_READ_BYTES, MOST_NUMBERS, data_of, deciding_tensors, watched_reads
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 aten = torch.ops.aten
