@@ -43,8 +43,6 @@ class Entry:
     """What its tape was evaluated from, if it was not recorded."""
     base: Tape | None = None
     """The family's, when that was done."""
-    is_proven: bool = True
-    """Whether a call at this size was seen to run as its tape says."""
     fallback: str | None = None
     """Why the block runs otherwise than its plan says; None if it does not."""
     compares: bool = False
@@ -160,17 +158,9 @@ class PlanEntries:
         codecs = {v: codec for v, codec in fitting.items() if codec is not None}
         if len(codecs) < len(fitting):  # this size is too small for one of them
             entry = self._entry(base.known, tape)
-            entry.family, entry.base, entry.is_proven = family, family.base, False
+            entry.family, entry.base = family, family.base
             return entry
-        return Entry(
-            base.known,
-            compiled,
-            codecs,
-            family=family,
-            base=family.base,
-            is_proven=compiled.is_plain,
-            fallback=base.fallback,
-        )
+        return Entry(base.known, compiled, codecs, family=family, base=family.base, fallback=base.fallback)
 
     def expected(self, key: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
         """How the block probably runs at a shape where it never ran, if another one of its kind did."""

@@ -134,8 +134,7 @@ class FollowPlan:
         """Return True if the call that is under way is to be compared with its tape."""
         if entry.program.is_plain:
             return False
-        tape = entry.program.tape
-        is_known = entry.is_proven or (entry.family is not None and tape.is_checked and not entry.compares)
+        is_known = entry.program.tape.is_checked and not entry.compares
         if is_known and self.known.untraced is None and not is_checked_call(entry.known.num_calls):
             return False
         if is_being_captured() and self.known.untraced is not None:
@@ -195,7 +194,7 @@ class FollowPlan:
         tape, family = entry.program.tape, entry.family
         if call.why_left is None:
             entry.seen = call.seen
-            entry.is_proven, entry.compares, tape.is_checked = True, False, True
+            entry.compares, tape.is_checked = False, True
             if family is not None:
                 self.library.extend(family, key)
             return
