@@ -61,29 +61,22 @@ class Program:
     """One traced path through the Python of a class of blocks."""
 
     def __init__(self, guards: TracedGuards, scope: Scope) -> None:
-        self._guards = guards
-        self._aliases = [] if guards.tensors is None else _aliases(guards.tensors(scope), scope)
+        self.guards = guards
+        self._aliases = _aliases(guards.tensors(scope), scope)
         """(place, name) of tensors that the path reaches otherwise than by a name that they have in the block."""
         self.number = next(_UNUSED)
         """The program's number, unique in this process."""
 
     def fits(self, scope: Scope) -> bool:
         """Return True if a call with these local variables runs this program."""
-        return self._guards.is_alive and self._guards.hold(scope) and not (self._aliases and self._have_moved(scope))
-
-    def _have_moved(self, scope: Scope) -> bool:
-        """Return True if a tensor that the path reaches in another way has another name in the block by now."""
-        assert self._guards.tensors is not None  # some of them have names
-        return _aliases(self._guards.tensors(scope), scope) != self._aliases
+        if not self.guards.hold(scope):
+            return False
+        return not self._aliases or self._aliases == _aliases(self.guards.tensors(scope), scope)
 
     def numbers(self, scope: Scope) -> tuple[Hashable, ...]:
         """Return the numbers that are inputs of the program: whole numbers as they are, others so that equal means
         equal in type and bits."""
-        return tuple([n if type(n) is int else _exactly(n) for n in self._guards.numbers(scope)])
-
-    def first_failure(self, scope: Scope) -> str:
-        """Return the first guard that a call fails, as text."""
-        return self._guards.first_failure(scope)
+        return tuple([n if type(n) is int else _exactly(n) for n in self.guards.numbers(scope)])
 
 
 _UNUSED = count()
@@ -154,7 +147,7 @@ class BlockPrograms:
         self._num_short = self._num_short + 1 if failed is not None and self._num_calls <= SHORT_LIFE else 0
         self._num_calls = 0
         if failed is not None and self._num_short >= RESTLESS_AFTER:
-            self.untraced = self._restless = f"{failed.first_failure(scope)} changes again and again"
+            self.untraced = self._restless = f"{failed.guards.first_failure(scope)} changes again and again"
             return None
         try:
             program = Program(trace(scope, observing_hooks(self._block)), scope)
@@ -168,6 +161,8 @@ class BlockPrograms:
 
 def _aliases(tensors: tuple[Any, ...], scope: Scope) -> list[tuple[int, str]]:
     """Return (place, name in the block) of those of `tensors` that share a storage with a parameter or buffer."""
+    if not tensors:
+        return []
     block = scope["args"][0] if scope["args"] else None
     block = block if isinstance(block, nn.Module) else getattr(scope["call"], "__self__", None)
     if not isinstance(block, nn.Module):

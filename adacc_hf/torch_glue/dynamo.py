@@ -36,13 +36,11 @@ class TracedGuards:
     def __init__(self, manager: Any, global_scope: dict[str, Any], found: _Found, died: _Died) -> None:
         self._check = manager.check
         variables = {**manager.closure_vars, "G": global_scope}
-        number_names = found.numbers
-        self.number_names = tuple(number_names)
-        """Where the numbers stand, as expressions of Dynamo's over the local variables `L` and the globals `G`."""
-        self._numbers = _reader(number_names, variables)
+        self.numbers = _reader(found.numbers, variables)
+        """Function of the local variables that returns the numbers which are inputs of the graph."""
         self.tensors = _reader(found.tensors, variables)
-        """Returns the tensors that the path reads from elsewhere than its arguments and, by their names, the modules of
-        the block, given the local variables; None if there are none."""
+        """Function of the local variables that returns the tensors which the path reaches neither as arguments nor as
+        parameters and buffers by the names of modules."""
         self._environment = dict(os.environ) if found.reads_environment else None
         self._died = died
         self._manager = manager
@@ -57,16 +55,14 @@ class TracedGuards:
 
         A dispatch mode that looks on, as a meter of memory does, is no part of the path.
         """
+        if not self.is_alive:
+            return False
         if self._environment is not None and self._environment != os.environ:
             return False  # Dynamo guards a variable that was there, and none that was not
         if not num_dispatch_modes():
             return self._check(scope)
         with _disable_current_modes():
             return self._check(scope)
-
-    def numbers(self, scope: Scope) -> tuple[Any, ...]:
-        """Return the values of the numbers that are inputs of the graph."""
-        return () if self._numbers is None else self._numbers(scope)
 
     def first_failure(self, scope: Scope) -> str:
         """Describe the first guard that a call with these local variables fails, in Dynamo's words; "" if none does."""
@@ -161,10 +157,10 @@ class _Died(list[Any]):
             self._watched.setdefault(id(obj), lambda: obj)
 
 
-def _reader(names: Sequence[str], variables: dict[str, Any]) -> Callable[[Scope], tuple[Any, ...]] | None:
-    """Return a function of the local variables that evaluates Dynamo's expressions; None if there are none."""
+def _reader(names: Sequence[str], variables: dict[str, Any]) -> Callable[[Scope], tuple[Any, ...]]:
+    """Return a function of the local variables `L` that evaluates Dynamo's expressions."""
     items = "".join(f"{name}, " for name in dict.fromkeys(names))
-    return eval(f"lambda L: ({items})", variables) if names else None
+    return eval(f"lambda L: ({items})", variables)
 
 
 _NAMED = re.compile(r"L\['(args'\]\[0\]|call'\]\.__self__)(\._modules\['[^']*'\])*\._(parameters|buffers)\['[^']*'\]$")
