@@ -121,7 +121,6 @@ class TapeOperator:
     generator: int | None = None
     """The value that holds the state of the generator that it drew from, if replay may draw again (rule R5)."""
     _inputs: tuple[int, ...] | None = field(default=None, repr=False, compare=False)
-    _arguments: str | None = field(default=None, init=False, repr=False, compare=False)
     prepared: Any = field(default=None, init=False, repr=False, compare=False)
     """The `PreparedOperator` of its first replay (tape/replay.py)."""
 
@@ -171,12 +170,6 @@ class TapeOperator:
     def blanks(self) -> list[Blank]:
         """The tensors among its arguments that it reads no element of."""
         return [leaf for leaf in leaves(self.args, self.kwargs) if isinstance(leaf, Blank)]
-
-    def arguments(self) -> str:
-        """Its arguments as they count in a tape's digest."""
-        if self._arguments is None:
-            self._arguments = repr((self.args, self.kwargs))
-        return self._arguments
 
     def made(self) -> list[int]:
         """Values it makes: fresh storages and new versions."""
@@ -283,7 +276,7 @@ class Tape:
         """Compute the digests; `identity` is what tells the block from others besides its class."""
         self.identity = _digest([self.block_class, *identity])
         self.structure = _digest([self.identity, self._wiring()])
-        constants = [_constants((operator.args, operator.kwargs)) for operator in self.operators]
+        constants = [repr((operator.args, operator.kwargs)) for operator in self.operators]
         slots, reads = [repr(slot) for slot in self.slots], sorted(map(repr, self.reads))
         outside = [repr(value.ref) for value in self.values if value.source is not None and value.source.path]
         sharing = [(value, str(source), geometry) for value, source, geometry in self.sharing]
@@ -370,10 +363,6 @@ def has_storage(tensor: torch.Tensor) -> bool:
 def geometry_of(tensor: torch.Tensor) -> Geometry:
     # torch declares SymInt too, which comes to no record.
     return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()  # type: ignore[return-value]
-
-
-def _constants(tree: Any) -> str:
-    return repr(tree)
 
 
 def _digest(parts: list[Any]) -> str:

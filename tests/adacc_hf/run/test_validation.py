@@ -107,7 +107,7 @@ def what_counts(tape):
     """The numbers of a tape that anything is made from: not how many bytes a parameter's storage has."""
     made = [(value.nbytes, value.ref) for value in tape.values if value.source is None]
     never_run = "native_dropout_backward"
-    return made, tape.slots, [op.arguments() for op in tape.operators if op.target._opname != never_run]
+    return made, tape.slots, [repr((op.args, op.kwargs)) for op in tape.operators if op.target._opname != never_run]
 
 
 @pytest.fixture(scope="module", params=[("sdpa", "recompute"), ("eager", "recompute"), ("eager", 1)], ids=str)

@@ -125,7 +125,8 @@ def assert_equal_tapes(ours, recorded):
     """Number for number."""
     assert ours.values == recorded.values
     assert ours.slots == recorded.slots
-    assert [op.arguments() for op in ours.operators] == [op.arguments() for op in recorded.operators]
+    for one, other in zip(ours.operators, recorded.operators, strict=True):
+        assert repr((one.args, one.kwargs)) == repr((other.args, other.kwargs))
     assert [op.signature() for op in ours.operators] == [op.signature() for op in recorded.operators]
     assert ours.structure == recorded.structure
 
