@@ -427,6 +427,8 @@ class SeenSizes:
     def __init__(self) -> None:
         self.records: list[RecordedCall] = []
         """Recorded calls of different sizes, without those that ran as the family said."""
+        self._outline: str | None = None
+        """What their tapes have in common, apart from numbers."""
         self.family: TapeFamily | None = None
         self.is_given_up = False
         """Whether no family is looked for: operators differ from size to size, or their numbers follow no rule."""
@@ -444,7 +446,9 @@ class SeenSizes:
         self.untrusted = None
         if self.is_given_up:
             return
-        if self.records and tape_outline(record.tape) != tape_outline(self.records[0].tape):
+        outline, before = tape_outline(record.tape), self._outline
+        self._outline = outline
+        if before not in (None, outline):
             self.family = None  # other blocks may follow it still
             self._give_up()
         elif not self._has_foreseen(record):
