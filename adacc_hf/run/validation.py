@@ -13,7 +13,7 @@ compared. That takes the memory of one operator's results, not of all that the b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,12 +28,13 @@ from adacc_hf.tape.function_operators import (
     call_of,
     end_watching,
     flattened,
+    on_copies,
     results_of,
     taken_apart,
 )
 from adacc_hf.tape.recorder import written_tensors
 from adacc_hf.tape.replay import stand_in
-from adacc_hf.tape.tape import Blank, TapeOperator, TensorRef, geometry_of, has_storage, leaves, map_tensors
+from adacc_hf.tape.tape import Blank, TapeOperator, TensorRef, has_storage, leaves, map_tensors
 from adacc_hf.tape.verification import same_bits
 from adacc_hf.torch_glue.private import TorchDispatchMode, schema_of, storage_key
 from adacc_hf.torch_glue.states import drawing_from, generator_state
@@ -200,8 +201,7 @@ class Validator(TorchDispatchMode):
         """
         state = None if operator.generator is None else self._states.pop(operator.generator)
         device = self._position.values[operator.made()[0]].device
-        drawing = nullcontext() if state is None else drawing_from(state, device)
-        with self.paused(), torch.no_grad(), drawing:
+        with self.paused(), torch.no_grad(), drawing_from(state, device):
             others = run_again()
             # Memory that was only allocated has no bits to compare until something is written to it.
             outputs = () if operator.allocates else operator.outputs
@@ -259,7 +259,7 @@ class Validator(TorchDispatchMode):
         if is_compared and not self.has_left:
 
             def run_again() -> Sequence[Any]:
-                return expected.target(*_on_copies(parts, copies), call=call)
+                return expected.target(*on_copies(parts, copies), call=call)
 
             self._compare(expected, made, list(written.values()), run_again, list(copies.values()))
         for tensor, pack in saved:
@@ -292,16 +292,6 @@ def _written_by(operator: TapeOperator, parts: tuple[Any, ...]) -> dict[int, tor
     pairs = zip(leaves(operator.args), leaves(parts), strict=True)
     given = {ref.value: tensor for ref, tensor in pairs if isinstance(ref, TensorRef)}
     return {storage_key(given[old].untyped_storage()): given[old] for old, _ in operator.mutations}
-
-
-def _on_copies(parts: tuple[Any, ...], copies: Mapping[int, torch.Tensor]) -> Any:
-    """Return a Function's arguments, on the copies of storages where there are any."""
-
-    def on_copy(tensor: torch.Tensor) -> torch.Tensor:
-        copy = copies.get(storage_key(tensor.untyped_storage()))
-        return tensor if copy is None else copy.as_strided(*geometry_of(tensor))
-
-    return map_tensors(parts, torch.Tensor, on_copy)
 
 
 def _as_leaves(result: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from inspect import unwrap
@@ -22,8 +22,8 @@ from torch import nn
 from torch.autograd.function import Function, FunctionCtx
 
 from adacc_hf.artifacts.index_values import FUNCTIONS
-from adacc_hf.tape.tape import leaves, map_tensors
-from adacc_hf.torch_glue.private import SingleLevelFunction, outer_hooks
+from adacc_hf.tape.tape import geometry_of, leaves, map_tensors
+from adacc_hf.torch_glue.private import SingleLevelFunction, outer_hooks, storage_key
 from adacc_hf.torch_glue.tensors import is_plain
 from adacc_hf.torch_glue.watchers import Watchers
 
@@ -204,6 +204,16 @@ def put_together(args: tuple[Any, ...], requires_grad: tuple[bool, ...]) -> tupl
         return tensor if torch.is_grad_enabled() else tensor.detach().requires_grad_(flag)
 
     return tuple([_put_together(argument) for argument in map_tensors(args, torch.Tensor, tensor_of)])
+
+
+def on_copies(args: Any, copies: Mapping[int, torch.Tensor]) -> Any:
+    """Return a Function's arguments with `copies`, by storage, in the place of the storages that it writes into."""
+
+    def on_copy(tensor: torch.Tensor) -> torch.Tensor:
+        copy = copies.get(storage_key(tensor.untyped_storage()))
+        return tensor if copy is None else copy.as_strided(*geometry_of(tensor))
+
+    return map_tensors(args, torch.Tensor, on_copy)
 
 
 def _put_together(value: Any) -> Any:

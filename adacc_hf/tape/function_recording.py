@@ -13,7 +13,7 @@ that are not among its arguments, changes Python values, or is given objects tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +32,7 @@ from adacc_hf.tape.function_operators import (
     call_of,
     end_watching,
     flattened,
+    on_copies,
     results_of,
     taken_apart,
 )
@@ -356,10 +357,10 @@ class FunctionRecorder:
     def _again(self, target: FunctionTarget, ran: _Ran) -> tuple[tuple[Any, ...], set[int]]:
         """(what the Function's forward makes when it runs again, the storages that operators inside it read)."""
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
-        drawing = _drawing_from(ran.state if ran.drew else None, self._device)
+        drawing = drawing_from(ran.state if ran.drew else None, self._device)
         with self.paused(), torch.no_grad(), hooks, random_states_kept([self._device]), drawing:
             copies = {storage_key(t.untyped_storage()): copy_with_storage(t.detach()) for t in ran.written}
-            args = map_tensors(ran.args, torch.Tensor, lambda tensor: _copy_of(tensor, copies))
+            args = on_copies(ran.args, copies)
             read: set[int] = set()
             self._read_inside = read
             try:
@@ -445,12 +446,6 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves((tree,)) if isinstance(leaf, torch.Tensor)]
 
 
-def _copy_of(tensor: torch.Tensor, copies: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """`tensor` on the copy of its storage, if there is one among `copies`, by storage."""
-    copy = copies.get(storage_key(tensor.untyped_storage()))
-    return tensor if copy is None else copy.as_strided(*geometry_of(tensor))
-
-
 def _lies_like(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if two tensors have the same geometry, dtype and size of storage."""
     return (geometry_of(one), one.dtype, one.untyped_storage().nbytes()) == (
@@ -458,12 +453,3 @@ def _lies_like(one: torch.Tensor, other: torch.Tensor) -> bool:
         other.dtype,
         other.untyped_storage().nbytes(),
     )
-
-
-@contextmanager
-def _drawing_from(state: torch.Tensor | None, device: torch.device) -> Iterator[None]:
-    if state is None:
-        yield
-        return
-    with drawing_from(state, device):
-        yield

@@ -506,10 +506,7 @@ class RngUse:
             self._before = self._state()
 
     def happened(self) -> bool:
-        return self._own_generator or (self._before is not None and self._has_moved())
-
-    def _has_moved(self) -> bool:
-        return self._state() != self._before
+        return self._own_generator or (self._before is not None and self._state() != self._before)
 
     def _state(self) -> bytes | tuple[int, int]:
         """The default generator's state; reading it does not synchronise, and no tensor of it stays."""
