@@ -19,10 +19,9 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from adacc_hf.artifacts.profile_sizes import Basis, Column, Polynomial, independent
-from adacc_hf.tape.tape import Blank, Geometry, Tape, TapeOperator, TapeValue, TensorRef
+from adacc_hf.tape.tape import Tape
+from adacc_hf.tape.tape_template import TapeNumbers, TapeTemplate
 from adacc_hf.tape.verification import obtainable
 
 ENOUGH_RECORDS = 3
@@ -97,7 +96,7 @@ class RecordedCall:
 class TapeFamily:
     """The tapes of a block's calls at all sizes. Make one with `TapeFamily.of`."""
 
-    def __init__(self, records: Sequence[RecordedCall], expressions: _Expressions, template: _Template) -> None:
+    def __init__(self, records: Sequence[RecordedCall], expressions: _Expressions, template: TapeTemplate) -> None:
         self._expressions, self._template = expressions, template
         self._sized: OrderedDict[tuple[int, ...], Tape] = OrderedDict()
         tapes = [record.tape for record in records]
@@ -126,10 +125,10 @@ class TapeFamily:
         symbols = independent(calls)
         if symbols is None:
             return None
-        columns = [_Columns(tape) for tape in tapes]
+        columns = [TapeNumbers(tape) for tape in tapes]
         given = [record.sizes.dimensions + record.sizes.layout for record in records]
         expressions = _Expressions.of(symbols, calls, given, [column.numbers for column in columns])
-        return None if expressions is None else cls(records, expressions, _Template(tapes[0], expressions.places))
+        return None if expressions is None else cls(records, expressions, TapeTemplate(tapes[0], expressions.places))
 
     def forget_sizes(self) -> None:
         """Evaluate the tapes of all sizes anew."""
@@ -175,7 +174,7 @@ class TapeFamily:
         numbers = self._expressions.at(sizes)
         if numbers is None:
             return False
-        said, ran = _Columns(self._filled(numbers, sizes)), _Columns(tape)
+        said, ran = TapeNumbers(self._filled(numbers, sizes)), TapeNumbers(tape)
         return said.numbers == ran.numbers and said.outline == ran.outline
 
     def covers(self, sizes: CallSizes) -> bool:
@@ -201,11 +200,6 @@ class TapeFamily:
         if is_due:
             self._to_compare = None
         return is_due
-
-
-def tape_outline(tape: Tape) -> str:
-    """What tapes of one family have in common: everything but whole numbers."""
-    return _Columns(tape).outline
 
 
 class _Expressions:
@@ -265,162 +259,6 @@ class _Expressions:
         return all(polynomial(products) == number for polynomial, number in zip(self._given, numbers, strict=True))
 
 
-class _Columns:
-    """A tape taken apart into its whole numbers, in order, and everything else."""
-
-    def __init__(self, tape: Tape) -> None:
-        self.numbers: list[int] = []
-        parts: list[Any] = [tape.structure]
-        parts += [(path, self._outline(data)) for path, data in _in_order(tape.reads)]
-        for value in tape.values:
-            self.numbers.append(value.nbytes)
-            parts.append((self._geometry(value.ref), value.device, value.overwritten))
-        for operator in tape.operators:
-            parts.append((self._outline(operator.args), self._outline(operator.kwargs)))
-        parts += [(slot.value, self._geometry(slot)) for slot in tape.slots]
-        self.outline = hashlib.sha256(repr(parts).encode()).hexdigest()
-
-    def _geometry(self, ref: TensorRef | Blank) -> tuple[int, torch.dtype]:
-        size, stride, offset = ref.geometry
-        self.numbers += (*size, *stride, offset)
-        return len(size), ref.dtype
-
-    def _outline(self, tree: Any) -> Any:
-        if isinstance(tree, TensorRef):
-            return tree.value, self._geometry(tree)
-        if isinstance(tree, Blank):
-            return tree.device, self._geometry(tree)
-        if type(tree) is int:
-            self.numbers.append(tree)
-            return int
-        if isinstance(tree, (tuple, list)):
-            return [self._outline(item) for item in tree]
-        if isinstance(tree, dict):
-            return [(name, self._outline(item)) for name, item in tree.items()]
-        return tree
-
-
-def _in_order(reads: dict[Any, Any]) -> list[tuple[Any, Any]]:
-    return sorted(reads.items(), key=repr)
-
-
-@dataclass(frozen=True, slots=True)
-class _Number:
-    """Stands in a template for the distinct number at `place`."""
-
-    place: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Ref:
-    """Stands in a template for the tensor reference at `place`."""
-
-    place: int
-
-
-@dataclass(frozen=True, slots=True)
-class _BlankLike:
-    """Stands in a template for a blank that lies like the tensor reference at `place`, which is to no value."""
-
-    place: int
-    device: torch.device
-
-
-class _Template:
-    """A tape with places for numbers. What is the same at all sizes is shared by all of its tapes."""
-
-    def __init__(self, tape: Tape, places: list[int]) -> None:
-        self._numbers = iter(places)
-        self._refs: dict[tuple[Any, ...], int] = {}
-        """(value, dtype, places of size, of stride, of the offset), each once."""
-        self._reads = [(path, self._tree(data)) for path, data in _in_order(tape.reads)]
-        self._values = [(next(self._numbers), self._ref(value.ref).place) for value in tape.values]
-        self._operators = [(self._tree(op.args), self._tree(op.kwargs)) for op in tape.operators]
-        self._slots = [self._ref(slot).place for slot in tape.slots]
-        tape.consumers(0)  # noted once, for the tapes of all sizes
-
-    def fill(self, base: Tape, numbers: list[int], digest: str) -> Tape:
-        """The tape of the distinct `numbers`."""
-        at = numbers.__getitem__
-        geometries: dict[Any, Geometry] = {}
-        refs = []
-        for value, dtype, *geometry in self._refs:
-            size, stride, offset = key = tuple(geometry)
-            known = geometries.get(key)
-            if known is None:
-                known = geometries[key] = tuple(map(at, size)), tuple(map(at, stride)), at(offset)
-            refs.append(TensorRef(value, known, dtype))
-        values = [
-            TapeValue(
-                v.index, at(nbytes), refs[ref], v.device, v.source, v.producer, v.name, v.overwritten
-            )  # by position: there are a hundred of them, at every new size
-            for v, (nbytes, ref) in zip(base.values, self._values, strict=True)
-        ]
-        operators = [
-            TapeOperator(
-                op.index, op.target, _filled(args, at, refs), _filled(kwargs, at, refs), op.outputs, op.mutations,
-                op.random, op.module, op.generator, op._inputs,
-            )
-            for op, (args, kwargs) in zip(base.operators, self._operators, strict=True)
-        ]  # fmt: skip
-        return Tape(
-            block_class=base.block_class,
-            values=values,
-            operators=operators,
-            slots=[refs[ref] for ref in self._slots],
-            function_slots=base.function_slots,
-            reads={path: _filled(data, at, refs) for path, data in self._reads},
-            identity=base.identity,
-            structure=base.structure,
-            digest=digest,
-            recomputable=base.recomputable,
-            equal=base.equal,
-            is_checked=False,
-            _consumers=base._consumers,
-        )
-
-    def _ref(self, ref: TensorRef) -> _Ref:
-        size, stride, _ = ref.geometry
-        places = tuple(next(self._numbers) for _ in size), tuple(next(self._numbers) for _ in stride)
-        key = ref.value, ref.dtype, *places, next(self._numbers)
-        return _Ref(self._refs.setdefault(key, len(self._refs)))
-
-    def _tree(self, tree: Any) -> Any:
-        if isinstance(tree, TensorRef):
-            return self._ref(tree)
-        if isinstance(tree, Blank):
-            return _BlankLike(self._ref(TensorRef(-1, tree.geometry, tree.dtype)).place, tree.device)
-        if type(tree) is int:
-            return _Number(next(self._numbers))
-        if isinstance(tree, tuple):
-            items = [self._tree(item) for item in tree]
-            return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
-        if isinstance(tree, list):
-            return [self._tree(item) for item in tree]
-        if isinstance(tree, dict):
-            return {name: self._tree(item) for name, item in tree.items()}
-        return tree
-
-
-def _filled(tree: Any, at: Callable[[int], int], refs: list[TensorRef]) -> Any:
-    kind = type(tree)
-    if kind is _Ref:
-        return refs[tree.place]
-    if kind is _Number:
-        return at(tree.place)
-    if kind is _BlankLike:
-        return Blank(refs[tree.place].geometry, refs[tree.place].dtype, tree.device)
-    if kind is tuple:
-        return tuple([_filled(item, at, refs) for item in tree])
-    if kind is list:
-        return [_filled(item, at, refs) for item in tree]
-    if kind is dict:
-        return {name: _filled(item, at, refs) for name, item in tree.items()} if tree else tree
-    if isinstance(tree, tuple):
-        return kind(*[_filled(item, at, refs) for item in tree])
-    return tree
-
-
 class SeenSizes:
     """Recorded calls of one block at the sizes of one outline, and the family that they make."""
 
@@ -446,7 +284,7 @@ class SeenSizes:
         self.untrusted = None
         if self.is_given_up:
             return
-        outline, before = tape_outline(record.tape), self._outline
+        outline, before = TapeNumbers(record.tape).outline, self._outline
         self._outline = outline
         if before not in (None, outline):
             self.family = None  # other blocks may follow it still
