@@ -153,7 +153,7 @@ class FollowPlan:
         """Run a call of which what hangs on the block is not where its tape has it: as another shape, if it lies
         otherwise, and untaped if it is not there at all, as with an adapter that was merged for this call."""
         moved = self.known.moved(key, block)
-        if moved != key and not self.known.is_restless:
+        if moved != key and not self.known.is_ever_moving:
             return self._run_as(moved, block, fn, args, kwargs)
         self.library.fallbacks[OUT_OF_PLACE] += 1
         return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)

@@ -193,15 +193,15 @@ def test_few_layouts_are_kept(block, monkeypatch):
         assert len(known._layouts) <= 3
 
 
-def test_a_block_whose_tensors_lie_elsewhere_at_every_call_is_restless(block):
+def test_a_block_whose_tensors_lie_elsewhere_at_every_call_is_told_from_others(block):
     known = KnownShapes()
     for size in range(2, 30):
         block.table = torch.ones(size)
         known.moved(key_of(known, torch.ones(2), block=block), block)
-        assert known.is_restless == (size >= 2 + call_key.RESTLESS_AFTER - 1)
-    for _ in range(30 * call_key.SHORT_LIFE):
+        assert known.is_ever_moving == (size >= 2 + call_key.MANY_LAYOUTS - 1)
+    for _ in range(30 * call_key.CALLS_PER_LAYOUT):
         key_of(known, torch.ones(2), block=block)
-    assert not known.is_restless  # they have been where they are for long
+    assert not known.is_ever_moving  # they have been where they are for long
 
 
 # Tapes that calls left

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adacc_hf.tape import guards
 from adacc_hf.tape.guards import (
-    RESTLESS_AFTER,
+    MOST_SHORT_LIVES,
     SHORT_LIFE,
     BlockPrograms,
     untraced_key,
@@ -21,7 +21,7 @@ from adacc_hf.tape.guards import (
 
 def untraced_reasons(block):
     """Why blocks of this class were not traced whole, each reason once."""
-    known = guards._KNOWN.get(type(block))
+    known = guards._OF_CLASSES.get(type(block))
     return list(dict.fromkeys(known.refused.values())) if known is not None else []
 
 
@@ -305,40 +305,40 @@ def test_a_path_that_can_be_traced_ends_the_reason(block_class, traces):
 
 def test_a_block_that_is_another_one_at_every_call_is_traced_no_more(block_class, traces):
     calls = Calls(block_class(scaled)(scale=0))
-    for calls.block.scale in range(2 * RESTLESS_AFTER):
+    for calls.block.scale in range(2 * MOST_SHORT_LIVES):
         calls.key()
-    assert len(traces) == RESTLESS_AFTER
+    assert len(traces) == MOST_SHORT_LIVES
     assert "scale" in calls.programs.untraced
     assert "changes again and again" in calls.programs.untraced
 
 
-def test_a_restless_block_is_vouched_for_where_a_program_is_known_alone(block_class, traces):
+def test_a_block_that_is_traced_no_more_is_vouched_for_where_a_program_is_known_alone(block_class, traces):
     calls = Calls(block_class(scaled)(scale=0))
-    for calls.block.scale in range(2 * RESTLESS_AFTER):
+    for calls.block.scale in range(2 * MOST_SHORT_LIVES):
         calls.key()
     for calls.block.scale in (0, 77, 1, 78, 78, 0, 1):
         calls.key()
-        assert (calls.programs.untraced is None) == (calls.block.scale < RESTLESS_AFTER)
-    assert len(traces) == RESTLESS_AFTER
+        assert (calls.programs.untraced is None) == (calls.block.scale < MOST_SHORT_LIVES)
+    assert len(traces) == MOST_SHORT_LIVES
 
 
 def test_a_block_that_changes_now_and_then_is_traced_each_time(block_class, traces):
     """As a rate does that moves every few hundred steps."""
     calls = Calls(block_class(scaled)(scale=0))
-    for calls.block.scale in range(RESTLESS_AFTER + 4):
+    for calls.block.scale in range(MOST_SHORT_LIVES + 4):
         for _ in range(SHORT_LIFE + 1):
             calls.key()
         assert calls.programs.untraced is None
-    assert len(traces) == RESTLESS_AFTER + 4
+    assert len(traces) == MOST_SHORT_LIVES + 4
 
 
-def test_blocks_of_a_class_are_restless_by_themselves(block_class):
+def test_blocks_of_a_class_are_given_up_by_themselves(block_class):
     make = block_class(scaled)
-    restless, calm = Calls(make(scale=0)), Calls(make(scale=1000))
-    for restless.block.scale in range(2 * RESTLESS_AFTER):
-        restless.key()
+    changing, calm = Calls(make(scale=0)), Calls(make(scale=1000))
+    for changing.block.scale in range(2 * MOST_SHORT_LIVES):
+        changing.key()
         calm.key()
-    assert restless.programs.untraced is not None
+    assert changing.programs.untraced is not None
     assert calm.programs.untraced is None
 
 
