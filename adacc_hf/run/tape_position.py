@@ -1,7 +1,7 @@
-"""Position of a running call in its tape: the operator that comes next, and the value that each storage holds.
+"""Position of a running call in its tape: the next operator, and the value that each storage holds.
 
-The comparison goes by storages, as a recording does. A tensor is the tape's if it has the tape's geometry and lies on
-the storage that holds the tape's value by now.
+Values are known by their storages, as in a recording. A tensor is the tape's if it has the tape's geometry, and its
+storage holds the tape's value.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _NOT_RUN = (_FULL, _DROPPED)
 
 
 class TapePosition:
-    """Compares what a call is given, runs and saves with a tape, in the tape's order.
+    """Comparison of a call with a tape: its arguments, operators and saved tensors, in the tape's order.
 
-    At the first difference `on_leaving` is called with the `wanted` values that were not saved yet, as tensors; nothing
-    is compared from then on.
+    At the first difference `on_leaving` is called with those tensors of the values `stored` that autograd has not saved
+    yet, by value. Nothing is compared from then on.
     """
 
     def __init__(
-        self, tape: Tape, wanted: frozenset[int], on_leaving: Callable[[Mapping[int, torch.Tensor]], None]
+        self, tape: Tape, stored: frozenset[int], on_leaving: Callable[[Mapping[int, torch.Tensor]], None]
     ) -> None:
         self.why_left: str | None = None
-        """Where the call left the tape; None if it did not."""
+        """The difference at which the call left the tape; None if it did not."""
         self.num_saved = 0
         self.values = tape.values
         self._operators, self._slots = tape.operators, tape.slots
-        self._wanted = wanted
+        self._stored = stored
         self._on_leaving = on_leaving
         self._next = 0
         self._at_hand: dict[int, torch.Tensor] = {}
@@ -62,7 +62,7 @@ class TapePosition:
             self._on_leaving(at_hand)
 
     def begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare the arguments of a call, and the tensors that hang on its block, with those of the tape."""
+        """Compare the arguments of a call, and the tensors that hang on its block, with the tape's externals."""
         for value in self.values:
             if value.source is None or value.source.place in ("unknown", "generator"):
                 continue
@@ -135,7 +135,7 @@ class TapePosition:
         self.own(operator.made()[0], tensor)
 
     def take_dropout(self, given: torch.Tensor, result: torch.Tensor) -> TapeOperator | None:
-        """Take dropout's result for that of the product that the tape has for it next, and return that (rule R5)."""
+        """Take dropout's result for the product that the tape has in its place next, and return the product (rule R5)."""
         product = self._operators[self._next] if self._next < len(self._operators) else None
         if product is None or product.target is not _DROPPED:
             self.leave("dropout draws where it did not")
@@ -170,7 +170,7 @@ class TapePosition:
     def own(self, value: int, tensor: torch.Tensor) -> None:
         """Note that the storage of `tensor` holds `value` now."""
         self._owners[storage_key(tensor.untyped_storage())] = value
-        if value in self._wanted:
+        if value in self._stored:
             self._at_hand[value] = tensor.detach()
 
     def disown(self, storage: int) -> None:

@@ -1,7 +1,7 @@
 """A validated call of a block: it runs under its plan, and each of its operators is compared with the tape.
 
-Where the call leaves its tape, everything from there on is kept. What was saved before is recomputed from what the tape
-says of it: the call is exact all the same.
+If the call leaves its tape, every tensor that it saves from there on is kept. Tensors that it saved before follow the
+plan, since the operators that made them were the tape's: the call is exact all the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from adacc_hf.torch_glue.private import version_of
 
 
 class Kept:
-    """What autograd holds for a tensor that no plan knows: the tensor as it was, and its version."""
+    """Packed object for a saved tensor that the tape does not have: the tensor itself, and its version."""
 
     __slots__ = ("tensor", "version")
 
@@ -31,7 +31,7 @@ class Kept:
 
 
 class Deferred:
-    """What autograd holds for a tensor that a Function saved, until the Function has returned and is compared."""
+    """Packed object for a tensor that a Function saved. It is packed after the Function has been compared."""
 
     __slots__ = ("packed",)
 
@@ -50,15 +50,15 @@ class ValidatedCall:
         externals: list[tuple[int, torch.Tensor]],
         compares: bool = False,
     ) -> None:
-        """`compares` says whether the bits of replay are compared too."""
+        """If `compares`, the bits of replay are compared too."""
         self.name = name
         self.why_left: str | None = None
-        """Where the call left the plan's tape; None if it did not."""
+        """The difference at which the call left the plan's tape; None if it did not."""
         self.unlike: frozenset[int] = frozenset()
         """Values that replay did not recompute bit for bit."""
         self._begin = partial(Call, plan, name, codecs, externals)
         self._call: Call | None = None
-        """None where the call is given what the plan's tape was not."""
+        """None if the call differs from the tape by its arguments already."""
         self._validator = Validator(plan, compares, self._leave_tape)
 
     @property

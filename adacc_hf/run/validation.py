@@ -54,7 +54,7 @@ class Validator(TorchDispatchMode):
     def __init__(
         self, plan: CompiledPlan, compares: bool, on_leaving: Callable[[Mapping[int, torch.Tensor]], None]
     ) -> None:
-        """`compares` says whether operators are run once more, to compare the bits of replay."""
+        """If `compares`, operators are run once more, to compare the bits of replay."""
         super().__init__()
         tape = plan.tape
         self.unlike: set[int] = set()
@@ -67,7 +67,7 @@ class Validator(TorchDispatchMode):
         """Generator states that replay of the random operators would draw from."""
         self._is_paused = False
         self.is_in_function = False
-        """Whether a Function runs that is one operator of the tape."""
+        """Whether the call is within a Function that is one operator of the tape."""
         self.saved_inside: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]] = []
         """The tensors that this Function has saved, each with the function that packs it after the comparison."""
 
@@ -81,12 +81,12 @@ class Validator(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """As `Recorder`."""
+        """Leave compiled code inside a block compiled, as `Recorder` does."""
         return True
 
     @property
     def why_left(self) -> str | None:
-        """Where the call left the tape; None if it did not."""
+        """The difference at which the call left the tape; None if it did not."""
         return self._position.why_left
 
     @property
@@ -310,6 +310,6 @@ def _copied(
 
 
 def _stored(*trees: Any) -> list[torch.Tensor]:
-    """Return the tensors that have memory, of what ranks divide their parts."""
+    """Return the tensors that have memory. DTensors are represented by their local parts."""
     tensors = [local_of(leaf) for leaf in leaves(*trees) if isinstance(leaf, torch.Tensor)]
     return [tensor for tensor in tensors if not tensor.is_meta and not is_fake(tensor) and has_storage(tensor)]

@@ -1,4 +1,7 @@
-"""Tensors that one call of a block is given: how they lie, and how replay finds them anew (rules R8, R12)."""
+"""Tensors that a block's call reads: its arguments, and what hangs on the block.
+
+Their layout is a part of the call's key (rule R8). Replay finds each tensor anew at each call (rule R12).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ Kwargs = dict[str, Any]
 
 
 def argument_tensors(args: Args, kwargs: Kwargs) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    """(path, tensor) of every tensor among the arguments of a call, containers searched."""
+    """Yield (path, tensor) of every tensor among the arguments of a call, those in containers too."""
     for position, argument in enumerate(args):
         yield from _leaves((position,), argument)
     for name, argument in kwargs.items():
@@ -45,10 +48,10 @@ def _leaves(path: tuple[Any, ...], tree: Any) -> Iterator[tuple[tuple[Any, ...],
 
 
 def argument_layout(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
-    """Return how the tensor arguments of a call lie, containers searched.
+    """Return the layout of the tensor arguments of a call, those in containers too.
 
-    For each: path, shape, strides and offset (the layout where it is not strided), dtype, whether it wants gradients,
-    and which of them share a storage.
+    For each tensor: its path, shape, strides and offset (a tensor that is not strided: its `layout`), dtype, whether it
+    requires gradients, and the number of its storage, equal for tensors that share one.
     """
     storages: dict[int, int] = {}
     tensors = []
@@ -62,10 +65,10 @@ def argument_layout(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
 
 
 def held_layout(block: nn.Module) -> Hashable:
-    """Return how the tensors lie that hang on a block, and which of them share a storage: a tape views them so.
+    """Return the layout of the tensors that hang on a block, and which of them share a storage. A tape views them so.
 
-    Parameters and buffers most often have a storage each; DeepSpeed puts those of all blocks into one. What else hangs
-    on the block (`held_tensors`) may be a table that grows.
+    Most parameters and buffers have a storage each, but DeepSpeed puts those of all blocks into one. Other tensors that
+    hang on the block (`held_tensors`) may be tables that grow.
     """
     storages: dict[int, int] = {}
     registers = [each for module in block.modules() for each in (parameters_of(module), buffers_of(module))]
@@ -81,14 +84,14 @@ def held_layout(block: nn.Module) -> Hashable:
 def fetch(
     externals: Sequence[tuple[int, Source]], block: nn.Module, args: Args, kwargs: Kwargs
 ) -> list[tuple[int, torch.Tensor | None]]:
-    """The inputs, parameters and buffers of this call, by value (rule R12)."""
+    """Return (value, tensor) of the inputs, parameters and buffers of this call (rule R12)."""
     return [(value, find_external(source, block, args, kwargs)) for value, source in externals]
 
 
 def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
-    """The tensor at `source` in this call of `block`, detached unless it is a parameter.
+    """Return the tensor at `source` in this call of `block`, detached unless it is a parameter.
 
-    What hangs on something may be gone: None, then.
+    Return None if a tensor that hung on a parameter or module is gone.
     """
     if source.place == "module":
         return find_held(block.get_submodule(source.path[0]), source.path[1:])
@@ -104,15 +107,15 @@ def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) 
 
 def argument_at(path: Sequence[Any], args: Args, kwargs: Kwargs) -> Any:
     first, *rest = path
-    found = args[first] if isinstance(first, int) else kwargs[first]
+    argument = args[first] if isinstance(first, int) else kwargs[first]
     for step in rest:
-        found = found[step]
-    return found
+        argument = argument[step]
+    return argument
 
 
 @cache
 def _split(name: str) -> tuple[tuple[str, ...], str]:
-    """("mlp.c_fc.weight") -> (("mlp", "c_fc"), "weight")."""
+    """Return ("mlp", "c_fc"), "weight" for "mlp.c_fc.weight"."""
     *path, last = name.split(".")
     return tuple(path), last
 
@@ -123,23 +126,23 @@ def _owner(block: nn.Module, path: tuple[str, ...]) -> nn.Module:
     return block
 
 
-# Tensors that a block holds as neither parameter nor buffer: the scales of a quantized weight, an adapter's indices.
+# Held tensors: neither parameters nor buffers, such as the scales of a quantized weight or an adapter's indices.
 #
-# They hang on its parameters and modules, in attributes, containers and small objects there, and a quantized weight of
-# torchao is made of them. Each has a path, by which it is found anew at each call (rule R12). A call that puts another
-# one in its place cannot be followed.
+# They hang on the block's parameters and modules, in attributes, containers and small objects there. A quantized weight
+# of torchao consists of them. Each has a path, by which it is found at each call. If a call puts another tensor in its
+# place, replay cannot follow.
 
 PLACES = ("attached", "module")
-"""Of their sources: on a parameter, and on a module."""
+"""Places (`Source.place`) of held tensors: on a parameter, and on a module."""
 _DEPTH = 2
-"""Containers and objects between a module, or a parameter, and a tensor of its own."""
+"""Containers and objects that may lie between a module, or a parameter, and a held tensor."""
 _REGISTERED = frozenset({PARAMETERS, BUFFERS, MODULES})
 
 
 def held_tensors(block: nn.Module) -> Iterator[tuple[Source, torch.Tensor]]:
-    """(source, tensor) of each of them, as they are now."""
+    """Yield (source, tensor) of each held tensor, as it is now."""
     for name, parameter in block.named_parameters(remove_duplicate=False):
-        if not runs_on_parts(type(parameter)):  # whose own part stands for it
+        if not runs_on_parts(type(parameter)):  # a DTensor's local part stands for it
             for path, tensor in _tensors_in(vars(parameter), _DEPTH):
                 yield Source("attached", (name, *path)), tensor
     for name, module in block.named_modules():
@@ -149,12 +152,12 @@ def held_tensors(block: nn.Module) -> Iterator[tuple[Source, torch.Tensor]]:
 
 
 def find_held(owner: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
-    """The tensor at `path` from a parameter or module, detached; None if there is none any more."""
+    """Return the tensor at `path` from a parameter or module, detached; None if it is gone."""
     try:
-        found = reduce(_step, path, owner)
+        tensor = reduce(_step, path, owner)
     except (AttributeError, LookupError):
         return None
-    return found.detach() if _is_plain(found) else None
+    return tensor.detach() if _is_plain(tensor) else None
 
 
 def _step(owner: Any, name: Any) -> Any:
@@ -163,16 +166,16 @@ def _step(owner: Any, name: Any) -> Any:
 
 def _tensors_in(owner: Any, depth: int) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
     items = owner.items() if isinstance(owner, dict) else enumerate(owner)
-    for name, found in items:
-        if _is_plain(found):
-            yield (name,), found
-        if isinstance(found, torch.Tensor):
+    for name, item in items:
+        if _is_plain(item):
+            yield (name,), item
+        if isinstance(item, torch.Tensor):
             continue
-        inner = found if isinstance(found, (dict, list, tuple)) else getattr(found, "__dict__", None)
-        if depth and inner and not isinstance(found, (type, nn.Module)):
+        inner = item if isinstance(item, (dict, list, tuple)) else getattr(item, "__dict__", None)
+        if depth and inner and not isinstance(item, (type, nn.Module)):
             yield from (((name, *path), tensor) for path, tensor in _tensors_in(inner, depth - 1))
 
 
-def _is_plain(found: Any) -> bool:
-    """Whether it is a tensor that stands for itself: neither sparse nor divided among ranks."""
-    return isinstance(found, torch.Tensor) and has_storage(found) and not runs_on_parts(type(found))
+def _is_plain(item: Any) -> bool:
+    """Return True for a tensor that is neither sparse nor quantized nor divided among ranks."""
+    return isinstance(item, torch.Tensor) and has_storage(item) and not runs_on_parts(type(item))

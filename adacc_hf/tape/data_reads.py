@@ -22,22 +22,22 @@ from adacc_hf.torch_glue.tensors import runs_on_parts
 from adacc_hf.torch_glue.watchers import Watchers
 
 MOST_NUMBERS = 64
-"""Whole numbers in a tensor for them to count as sizes: where each image of a batch ends, say."""
+"""Most elements of a tensor of whole numbers that count as sizes, such as where each image of a batch ends."""
 MAX_READ_BYTES = 1 << 16
-"""Largest argument that is compared at each call: reading 64 KiB takes some 10 us, a hundredth of a small block."""
+"""Largest argument that is compared at each call. Reading 64 KiB takes some 10 us, a hundredth of a small block."""
 _METHODS = ("tolist", "numpy")
-"""Ways into Python that run no operator, so that no dispatch mode sees them."""
+"""Methods that bring data into Python without an operator, so that no dispatch mode sees them."""
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 NoteRead = Callable[[torch.Tensor, str], None]
 Path = tuple[Any, ...]
 Data = bytes | tuple[int, ...]
-"""Of a tensor: its elements, one by one where they are few whole numbers."""
+"""The elements of a tensor: a tuple if they are few whole numbers, else bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One value that was read into Python, or that decided a size, and by what."""
+    """A value of the tape that was read into Python, or decided a size, and the name of what read it."""
 
     value: int
     by: str
@@ -47,10 +47,10 @@ class Read:
 
 
 def deciding_tensors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """The tensors whose data decides what an operator returns into Python, or its result's size."""
+    """Return the tensors whose data decides what an operator returns into Python, or the size of its result."""
     if not _TAGS.intersection(func.tags):
         return []
-    if schema_of(func).name == "aten::index":  # which depends on masks only; numbers are looked up
+    if schema_of(func).name == "aten::index":  # only masks decide the size
         return [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
     if schema_of(func).name == "aten::masked_select":
         return [args[1]]
@@ -58,9 +58,9 @@ def deciding_tensors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def _patch_methods() -> Callable[[], None]:
-    """Have tensors' methods tell the watcher of their thread; return what undoes that.
+    """Have `_METHODS` of tensors call the watcher of their thread. Return the function that undoes it.
 
-    A torch function mode would see them too, and would have what torch.compile made of a block's parts made again.
+    A torch function mode would see the calls too, but would make torch.compile recompile compiled parts of a block.
     """
     before = {method: torch.Tensor.__dict__.get(method) for method in _METHODS}
 
@@ -93,9 +93,10 @@ watched_reads = _READS.watching
 def judge(
     tape: Tape, reads: Iterable[Read], arguments: Callable[[int], Iterable[tuple[Path, torch.Tensor]]]
 ) -> tuple[dict[Path, Data], Read | None]:
-    """(data of the arguments that `reads` follow from, by their paths; the first read that follows from more).
+    """Return the data that `reads` follow from, by the paths of arguments, and None.
 
-    `arguments(value)` has the arguments on the storage of a value, with their paths: a read may be of any of them.
+    If a read follows from anything but arguments, return ({}, the first such read). `arguments(value)` returns (path,
+    tensor) of the arguments on the storage of a value, any of which may have been read.
     """
     found: dict[Path, Data] = {}
     for read in reads:
@@ -112,7 +113,7 @@ def judge(
 
 
 def data_at(path: Sequence[Any], args: Args, kwargs: Kwargs) -> Data | None:
-    """The data of the argument at `path`; None if this call has no such tensor, or one that nobody compares."""
+    """Return the data of the argument at `path`; None if this call has no tensor there, or `data_of` returns None."""
     try:
         return data_of(argument_at(path, args, kwargs))
     except (LookupError, TypeError):
@@ -120,9 +121,10 @@ def data_at(path: Sequence[Any], args: Args, kwargs: Kwargs) -> Data | None:
 
 
 def data_of(tensor: Any) -> Data | None:
-    """The tensor's elements in their order; None for floats, for what is large, and for what ranks divide.
+    """Return the tensor's elements in their order; None for floats, large tensors and tensors divided among ranks.
 
-    Not its whole storage, whose end may be what was in memory before: `unique` allocates for the worst case.
+    The rest of the storage is left out, since its end may never have been written: `unique` allocates for the worst
+    case.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point() or tensor.is_complex():
         return None
@@ -130,16 +132,16 @@ def data_of(tensor: Any) -> Data | None:
         return None
     if tensor.device.type == "cpu" or tensor.is_inference():
         return _elements_of(tensor)
-    # Every block of a model is given the same tensor: the host waits for the device once, not in each of them.
+    # Every block of a model is given the same tensor, and the host should wait for the device once, not in each block.
     version = version_of(tensor)
-    known = _seen.get(tensor)
-    if known is None or known[0] != version:
-        known = _seen[tensor] = (version, _elements_of(tensor))
-    return known[1]
+    cached = _data_by_tensor.get(tensor)
+    if cached is None or cached[0] != version:
+        cached = _data_by_tensor[tensor] = (version, _elements_of(tensor))
+    return cached[1]
 
 
-_seen = WeakTensorKeyDictionary()
-"""Data of tensors on other devices, and which version of the tensor had them."""
+_data_by_tensor = WeakTensorKeyDictionary()
+"""(version, data) of tensors on other devices than the CPU."""
 
 
 def _elements_of(tensor: torch.Tensor) -> Data:
