@@ -1,4 +1,4 @@
-"""One block under its plan: calls recorded or followed, shape by shape. The rules are in executor.py's NOTE."""
+"""The strategy of one block under its plan: each call is recorded, validated or just run. Rules: executor.py's NOTE."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from adacc_hf.tape.tape import Tape
 log = logging.getLogger(__name__)
 
 LEAVES_ALLOWED = 3
-"""Times that a call may leave its recorded tape, and be recorded anew, before torch's checkpoint takes over."""
+"""Times that calls of one key may leave their tape, and be recorded anew, before torch's checkpoint takes over."""
 
 
 class Observer(Protocol):
-    """What may look at a call that a strategy runs."""
+    """An object that observes one call of a block."""
 
     def run(
         self, plan: FollowPlan, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Take itself off `plan`, have it run the call, and return the result."""
+        """Remove itself from `plan`, let `plan` run the call, and return the result."""
 
 
 class FollowPlan:
@@ -67,12 +67,12 @@ class FollowPlan:
         )
         self.library = library
         self.known = KnownShapes() if known is None else known
-        """The block's shapes; all its plans share what is known of them."""
+        """The block's shapes, shared by all its plans."""
         self.entries = PlanEntries(name, plan, library, self.known, earlier)
         self.wrap_codec: Callable[[int, Codec], Coder] | None = None
-        """If set, what stands around each activation's codec for the time being."""
+        """If set, the function that wraps each activation's codec."""
         self.observer: Observer | None = None
-        """If set, what runs the next call in place of this strategy."""
+        """If set, the observer that gets the next call."""
 
     @property
     def tapes(self) -> dict[Any, Tape]:
@@ -91,7 +91,7 @@ class FollowPlan:
         return self._run_as(self.known.key(block, fn, args, kwargs), block, fn, args, kwargs)
 
     def _run_as(self, key: CallKey, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the call of `key`: under the plan, or recorded where no tape is known for it."""
+        """Run the call of `key`: under the plan, or recorded if there is no tape for it."""
         entry = self.entries.find(key)
         if entry is None and self.known.is_unseen(key):
             self.library.fallbacks[NEW_DATA] += 1
@@ -117,7 +117,7 @@ class FollowPlan:
         return result
 
     def run_again(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call that was run before, to look at it. It is not counted: calls are recorded by their number."""
+        """Run a call once more, to observe it. It is not counted, since the count decides which calls are validated."""
         key = self.known.key(block, fn, args, kwargs)
         entry = self.entries.latest(key)
         if entry is None or entry.compiled is None or entry.compiled.is_plain:
@@ -131,7 +131,7 @@ class FollowPlan:
         return self._validated(entry, externals).run(block, fn, args, kwargs)
 
     def _is_due(self, entry: Entry) -> bool:
-        """Return True if the call that is under way is to be compared with its tape."""
+        """Return True if the call is due to be compared with its tape."""
         if entry.program.is_plain:
             return False
         is_known = entry.program.tape.is_checked and not entry.compares
@@ -150,8 +150,11 @@ class FollowPlan:
     def _run_elsewhere(
         self, key: CallKey, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a call of which what hangs on the block is not where its tape has it: as another shape, if it lies
-        otherwise, and untaped if it is not there at all, as with an adapter that was merged for this call."""
+        """Run a call in which the block's own tensors are not as on its tape.
+
+        If they have another layout, the call gets another key. If they are gone, as when an adapter was merged for this
+        call, it runs without a tape.
+        """
         moved = self.known.moved(key, block)
         if moved != key and not self.known.is_ever_moving:
             return self._run_as(moved, block, fn, args, kwargs)
@@ -164,7 +167,7 @@ class FollowPlan:
 
     @staticmethod
     def _run_untaped(has_collectives: bool, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run a call that no tape fits. This rank alone may know: no collective may run again (rule R13)."""
+        """Run a call that no tape fits. Other ranks may not know, so that no collective may run again (rule R13)."""
         return fn(*args) if has_collectives else Checkpointed().run(block, fn, args, kwargs)
 
     def _call(
@@ -172,7 +175,7 @@ class FollowPlan:
     ) -> Any:
         """Run one call under the plan."""
         compiled = entry.program
-        if compiled.is_plain:  # whatever the call saves
+        if compiled.is_plain:  # nothing to compare: all that the call saves is kept
             return fn(*args)
         if compiled.draws and is_being_captured():
             raise PolicyMismatchError(
@@ -190,7 +193,7 @@ class FollowPlan:
         return ValidatedCall(self.name, entry.program, self._codecs(entry), externals, entry.compares)
 
     def _learn(self, key: CallKey, entry: Entry, call: ValidatedCall) -> None:
-        """Take in what a validated call has shown of its entry."""
+        """Update an entry, its family and its key after a validated call."""
         tape, family = entry.program.tape, entry.family
         if call.why_left is None:
             entry.seen = call.seen
@@ -213,7 +216,7 @@ class FollowPlan:
         self.entries.sized.clear()
 
     def _refuse_replaced(self, plan: CompiledPlan, externals: list[tuple[int, torch.Tensor]], block: nn.Module) -> None:
-        """Raise TapeMismatchError if what the call read is not there any more where replay looks it up."""
+        """Raise TapeMismatchError if the call has replaced a held tensor that replay looks up."""
         replaced = plan.replaced(externals, block) if plan.held else None
         if replaced is not None:
             raise TapeMismatchError(
@@ -227,7 +230,7 @@ class FollowPlan:
         return {value: self.wrap_codec(value, codec) for value, codec in entry.codecs.items()}
 
     def _learn_order(self, entry: Entry) -> None:
-        """Learn the order of unpacks from the backward that asked for most slots, whichever came first."""
+        """Have the library learn the order of unpacks from the last backward."""
         if entry.seen:
             self.library.learn_order(entry.program.tape, entry.seen)
             entry.seen = None
@@ -260,7 +263,7 @@ class FollowPlan:
         recording = Recording(self.name, block, args, kwargs)
         result = recording.run(fn)
         tape = self.library.verified(recording.recorder)
-        if tape.structure in self.library.preliminary:  # the next call will be like all others, and is recorded
+        if tape.structure in self.library.preliminary:  # a table was made; the next call is recorded
             self.library.fallbacks[OTHER_OPERATORS] += 1
             recording.close()
             return result
@@ -275,10 +278,10 @@ class FollowPlan:
         return result
 
     def _is_too_large_to_record(self, key: CallKey) -> bool:
-        """Whether a call on a path of its own has to do without a record, which holds all that the block makes.
+        """Return True if the budget has no room to record a call, which keeps every intermediate of the block alive.
 
-        Not that of a block without any record, whose plan could never be followed, nor one at a size that a family is
-        compared at (rule R7), nor one that other ranks take part in (rule R13).
+        Some calls are recorded nevertheless: those of a block without any record, whose plan could never be followed,
+        those at a size at which a family is compared (rule R7), and those that other ranks take part in (rule R13).
         """
         tapes = self.tapes.values()
         if not tapes or any(tape.has_collectives for tape in tapes) or self.library.family_at(key, self.name):
@@ -290,27 +293,27 @@ class FollowPlan:
             expected.seen = call.seen
             self.library.remember(expected.known.tape, key, self.name)
             self.entries.keep(key, expected)
-        else:  # its next call is recorded as a first one, and so are those of other blocks: this one kept all it saved
+        else:  # the next call is recorded, and so are those of other blocks
             self.entries.was_surprised = True
             self.library.fallbacks[OTHER_OPERATORS] += 1
             self.library.forget(self.plan.kind, key)
 
 
 def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:
-    """Whether torch's checkpoint runs the block whatever its plan says: the ranks' plans may differ (rule R13)."""
+    """Return True if torch's checkpoint runs the block under every plan, since ranks' plans may differ (rule R13)."""
     return tape.untrusted is not None and tape.has_collectives
 
 
 def is_being_captured() -> bool:
-    """Whether what is launched now becomes a part of a CUDA graph."""
+    """Return True if a CUDA graph is being captured."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def is_checked_call(num_calls: int) -> bool:
-    """Whether the n-th call of a block at one shape is recorded again, to find operators that vary (rule R8).
+    """Return True if the n-th call of a key is validated again, to find operators that vary (rule R8).
 
-    The second is, before the first replay of an old record, and then the 24th, 48th, 96th and so on. Powers of two are
-    left alone: tracking has these, and recording takes time of its own.
+    These are the second call, and then the 24th, 48th, 96th and so on. Powers of two are left out: outliers are tracked
+    in these steps, and validation takes time too.
     """
     thirds, rest = divmod(num_calls, 3)
     return num_calls == 2 or (rest == 0 and thirds >= 8 and thirds & (thirds - 1) == 0)
