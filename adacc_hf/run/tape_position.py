@@ -135,7 +135,7 @@ class TapePosition:
         self.own(operator.made()[0], tensor)
 
     def take_dropout(self, given: torch.Tensor, result: torch.Tensor) -> TapeOperator | None:
-        """Take dropout's result for the product that the tape has in its place next, and return the product (rule R5)."""
+        """Take dropout's result for the product that the tape has in its place, and return that operator (rule R5)."""
         product = self._operators[self._next] if self._next < len(self._operators) else None
         if product is None or product.target is not _DROPPED:
             self.leave("dropout draws where it did not")

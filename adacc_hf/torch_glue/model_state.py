@@ -1,8 +1,8 @@
 """Snapshots of the state that a model's Python code may change: numbers, containers, buffers, generators, hooks.
 
-A profile, the gradient check and torch's checkpoint run blocks more often than training does. What such a run changes
-is put back. State is found from the modules: attributes, containers and objects in them, class attributes, closures,
-and the globals that functions outside of libraries name.
+A profile, the gradient check and torch's checkpoint run blocks more often than training does, and put back the state
+that such a run changes. The search for state starts from modules. It follows attributes, containers and objects in
+them, class attributes, closures, and the globals that functions outside of libraries name.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ if TYPE_CHECKING:
     from adacc_hf.torch_glue.no_trace import Tables
 
 LARGEST_COPY = 64 << 20
-"""Bytes of a tensor that is no buffer, up to which it is copied. Of a larger one only a change is noticed."""
+"""Largest tensor, in bytes, that is copied if it is no buffer. Of a larger one only a change is noticed."""
 SMALL_COPY = 64 << 10
-"""The same for a tensor with a gradient, and within a block whose calls have changed nothing so far."""
+"""The same for a tensor that requires a gradient, and within a block whose calls have changed nothing so far."""
 MANY = 4096
-"""Items of a container, up to which they are searched too. A data set has more, and blocks do not change its items."""
+"""Most items of a container that are searched. A data set has more, and blocks do not change its items."""
 
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {
     "PIL", "_pytest", "accelerate", "adacc_hf", "bitsandbytes", "datasets", "deepspeed", "huggingface_hub",
@@ -83,17 +83,18 @@ _ATOMS = (
 
 
 class _Search:
-    """All state within reach of some objects, as (kind, object)."""
+    """Search for all state within reach of some objects."""
 
     def __init__(self, roots: Iterable[Any], largest_copy: int, besides: Iterable[Any]) -> None:
         roots = list(roots)
         self._largest_copy = largest_copy
         self.is_sharded = any(isinstance(root, nn.Module) and is_sharded(root) for root in roots)
         self.found: list[tuple[Kind, Any]] = []
+        """(kind, object) of each piece of state."""
         self.empty: list[dict[Any, Any]] = []
-        """Empty dicts of modules: most of their hooks."""
+        """Empty dicts of modules, most of them for hooks."""
         self.leaves: dict[int, torch.Tensor] = {}
-        """Tensors that gradients may come to, by id."""
+        """Tensors that may get a gradient, by id."""
         self._reached: dict[Any, Any] = {id(thing): thing for thing in besides}
         self._waiting = roots
         while self._waiting:
@@ -102,7 +103,7 @@ class _Search:
     def _reach(self, thing: Any) -> None:
         look = _look_at(type(thing))
         if look is not None and id(thing) not in self._reached:
-            self._reached[id(thing)] = thing  # which keeps its id from being given away
+            self._reached[id(thing)] = thing  # kept alive, so that no other object gets its id
             look(self, thing)
 
     def _add(self, kind: Kind, thing: Any, inner: Iterable[Any] = ()) -> None:
@@ -209,7 +210,7 @@ class _Search:
 
 
 def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of an expanded tensor, each once."""
+    """Return a view that has each element of an expanded tensor once."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -217,14 +218,14 @@ def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Return True if elements surely share memory, as those of `unfold` do: they cannot be written one by one."""
+    """Return True if elements share memory, as those of `unfold` do, so that they cannot be written one by one."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.numel() > extent
 
 
 @cache
 def _names_in(code: CodeType) -> frozenset[str]:
-    """All names of globals and attributes that a function's code mentions, inner functions included."""
+    """Return the names of globals and attributes that a function's code mentions, inner functions included."""
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return frozenset(code.co_names).union(*map(_names_in, inner))
 
@@ -266,7 +267,7 @@ _looks: WeakKeyDictionary[type, Callable[[_Search, Any], None] | None] = WeakKey
 
 
 def _look_at(cls: type) -> Callable[[_Search, Any], None] | None:
-    """The way to look for state in an object of type `cls`; None if there is none."""
+    """Return the method that searches an object of type `cls`; None if such objects hold no state."""
     if cls not in _looks:
         default = None if _is_library(cls.__module__) else _Search._object
         _looks[cls] = next((look for types, look in _BY_TYPE if issubclass(cls, types)), default)
@@ -277,27 +278,27 @@ def _look_at(cls: type) -> Callable[[_Search, Any], None] | None:
 
 
 class ModelState:
-    """The state within reach of `roots` now: modules, functions, arguments of a call, a Trainer.
+    """Snapshot of the state within reach of `roots`: modules, functions, arguments of a call, a Trainer.
 
-    What is only reached by way of `besides` is no part of it.
+    State that is reached only through `besides` is left out.
     """
 
     def __init__(self, roots: Iterable[Any], largest_copy: int = LARGEST_COPY, besides: Iterable[Any] = ()) -> None:
         search = _Search(roots, largest_copy, besides)
         self.leaves = list(search.leaves.values())
-        """Parameters and other tensors that gradients may come to."""
+        """Parameters and other tensors that may get a gradient."""
         self._is_sharded = search.is_sharded
         self._empty = search.empty
         self._records = [(kind, thing, kind.take(thing)) for kind, thing in search.found]
 
     def watch_parameters(self) -> None:
-        """Notice changes of parameters in place too."""
+        """Notice in-place changes of parameters too."""
         copied = {id(thing) for kind, thing, _ in self._records if kind is CONTENT}
         watched = [leaf for leaf in self.leaves if id(leaf) not in copied and not leaf.is_inference()]
         self._records += [(VERSION, leaf, version_of(leaf)) for leaf in watched if not self._is_sharded]
 
     def changed(self) -> ModelState | None:
-        """The part of this state that differs from the present one; None if nothing does.
+        """Return the part of this state that differs from the present state; None if none does.
 
         Raises UnrestorableError for a change that cannot be put back.
         """
@@ -310,7 +311,7 @@ class ModelState:
         return part if part._empty or part._records else None
 
     def restore(self, tables: Tables | None = None) -> None:
-        """Put this state back, but for `tables`."""
+        """Put this state back, except for entries that `tables` keeps."""
         for kind, thing, before in self._records:
             has_entries = kind in (ENTRIES, LOCAL_ENTRIES)
             kept = tables.of(thing, before) if tables is not None and has_entries else {}
@@ -322,7 +323,7 @@ class ModelState:
 
     @contextmanager
     def back_for_a_while(self) -> Iterator[None]:
-        """While open, this state is in force; afterwards the present one is again."""
+        """While open, the model has this state. Afterwards it has its present one again."""
         now = copy.copy(self)
         now._records = [(kind, thing, kind.take(thing)) for kind, thing, _ in self._records]
         now._records += [(ENTRIES, entries, dict(entries)) for entries in self._empty]

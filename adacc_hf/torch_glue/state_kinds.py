@@ -22,7 +22,7 @@ _ABSENT: Any = object()
 
 
 class Kind(NamedTuple):
-    """Functions of one kind of state. `same` and `put` get the object, and what `take` has returned of it."""
+    """Functions for one kind of state. `same` and `put` get the object, and what `take` returned for it earlier."""
 
     take: Callable[[Any], Any]
     same: Callable[[Any, Any], bool]
@@ -64,7 +64,7 @@ def _put_cell(cell: CellType, before: Any) -> None:
 
 
 def own_attributes(owner: Any) -> dict[str, Any]:
-    """Data attributes of a class itself, or the slots of an object."""
+    """Return the data attributes of a class itself, or the slots of an object."""
     if isinstance(owner, type):
         is_data = {name: value for name, value in vars(owner).items() if not name.startswith("__")}
         return {name: value for name, value in is_data.items() if not hasattr(value, "__get__")}
@@ -88,7 +88,7 @@ def _put_attributes(owner: Any, before: dict[str, Any]) -> None:
 
 
 class Globals:
-    """The names of a namespace that a function mentions."""
+    """The names in a namespace that a function mentions."""
 
     def __init__(self, namespace: dict[str, Any], names: Iterable[str]) -> None:
         self.namespace = namespace
@@ -102,7 +102,7 @@ class Globals:
 
 
 def _put_content(tensor: torch.Tensor, before: torch.Tensor) -> None:
-    # By way of `.data`: a change that autograd need not know, since it comes between no forward and its backward.
+    # `.data` hides the change from autograd. It never comes between a forward and its backward.
     if tensor.shape == before.shape:
         tensor.data.copy_(before)
     else:
@@ -121,7 +121,7 @@ def _refuse_change(tensor: torch.Tensor, before: int) -> None:
 
 
 def _position(iterator: Any) -> Any:
-    """Where an iterator stands, as far as anything tells."""
+    """Return the position of an iterator, as far as it can be found out."""
     if isinstance(iterator, itertools.count):
         return repr(iterator)
     if not isinstance(iterator, GeneratorType):
@@ -152,7 +152,7 @@ def _put_numpy_state(generator: Any, before: bytes) -> None:
 
 
 def _local(entries: dict[Any, Any]) -> dict[Any, Any]:
-    """Entries but for parameters, and views of them, which FSDP puts in place and takes away around each forward."""
+    """Return the entries without parameters and views of them, which FSDP sets and removes around each forward."""
     return {
         name: value
         for name, value in entries.items()
@@ -168,7 +168,7 @@ def _put_local(now: dict[Any, Any], before: dict[Any, Any]) -> None:
 
 ENTRIES = Kind(dict, _same_entries, _put_entries)
 LOCAL_ENTRIES = Kind(_local, lambda now, before: _same_entries(_local(now), before), _put_local)
-"""Those of modules whose parameters are sharded."""
+"""Entries of modules whose parameters are sharded."""
 ITEMS = Kind(list, _same_items, _put_items)
 SET = Kind(set, lambda now, before: now == before, _put_items)
 CELL = Kind(cell_content, lambda cell, before: cell_content(cell) is before, _put_cell)
