@@ -206,8 +206,7 @@ class FollowPlan:
             self.library.refuse(family, call.unlike, self.name)
         elif family is not None:
             self.library.distrust(family, self.name, call.why_left)
-        elif entry.known.num_left < LEAVES_ALLOWED:
-            entry.known.num_left += 1
+        elif self.known.num_left(key) < LEAVES_ALLOWED:
             self.known.outdate(key)
             self.library.forget(self.plan.kind, key)
         else:
@@ -270,7 +269,7 @@ class FollowPlan:
         self._is_checkpointed = _is_checkpointed_on_all_ranks(tape)
         self.library.compare_with_family(tape, key, self.name)
         self.library.remember(tape, key, self.name)
-        entry = self.entries.add(key, KnownShape(tape, num_left=self.known.num_left(key)))
+        entry = self.entries.add(key, KnownShape(tape))
         self._count_fallback(entry)
         if entry.compiled is not None and not entry.compiled.is_plain:
             entry.seen = recording.hand_over(entry.compiled, self._codecs(entry))

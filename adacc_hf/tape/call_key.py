@@ -49,8 +49,6 @@ class KnownShape:
     num_calls: int = 1
     varies: bool = False
     """Whether calls ran other operators than the tape's, again and again."""
-    num_left: int = 0
-    """Times that a call has left the tape of its key."""
 
 
 class Follower(Protocol):
@@ -76,7 +74,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         """The latest one."""
         self._num_layouts = self._num_calls = 0
         self._left: OrderedDict[CallKey, int] = OrderedDict()
-        """Times that calls have left their tape, by key, also of tapes that are forgotten."""
+        """Times that calls have left the tape of their key."""
         self._reads: tuple[tuple[Any, ...], ...] = ()
         """Paths of the arguments that the block reads into Python."""
         self._unseen: OrderedDict[CallKey, None] = OrderedDict()
@@ -122,7 +120,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
 
     def outdate(self, key: CallKey) -> None:
         """Forget the tape of `key`, which a call has left. The next call is recorded anew."""
-        note_latest(self._left, key, self[key].num_left, MAX_SHAPES)
+        note_latest(self._left, key, self.num_left(key) + 1, MAX_SHAPES)
         self._forget([key])
 
     def num_left(self, key: CallKey) -> int:

@@ -221,7 +221,6 @@ def test_a_tape_that_was_left_is_recorded_anew_and_counted():
     for key in (one, other):
         known.add(key, shape())
     for number in (1, 2):
-        known[one].num_left = number
         known.outdate(one)
         assert list(known) == [other]
         assert (known.num_left(one), known.num_left(other)) == (number, 0)
