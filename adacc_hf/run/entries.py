@@ -47,8 +47,6 @@ class Entry:
     """`family.base` when the tape was evaluated. It changes if values are refused."""
     fallback: str | None = None
     """The reason why the block does not follow its plan; None if it does."""
-    compares: bool = False
-    """Whether the next call compares the bits of replay too."""
 
     @property
     def program(self) -> CompiledPlan:
@@ -144,7 +142,6 @@ class PlanEntries:
         if found is None or tape is None:
             return None
         entry = self._entry_at(found[0], tape)
-        entry.compares = found[0].takes_comparison(tape)
         note_latest(self.sized, key, entry, MOST_SIZES)
         return entry
 

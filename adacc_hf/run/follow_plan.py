@@ -31,7 +31,7 @@ from adacc_hf.tape.call_inputs import argument_tensors, fetch, find_external
 from adacc_hf.tape.call_key import CallKey, KnownShape, KnownShapes
 from adacc_hf.tape.compiled_plan import CompiledPlan
 from adacc_hf.tape.library import TapeLibrary
-from adacc_hf.tape.tape import Tape
+from adacc_hf.tape.tape import BITS, Tape
 
 log = logging.getLogger(__name__)
 
@@ -134,8 +134,8 @@ class FollowPlan:
         """Return True if the call is due to be compared with its tape."""
         if entry.program.is_plain:
             return False
-        is_known = entry.program.tape.is_checked and not entry.compares
-        if is_known and self.known.untraced is None and not is_checked_call(entry.known.num_calls):
+        is_known = entry.program.tape.due_check is None and self.known.untraced is None
+        if is_known and not is_checked_call(entry.known.num_calls):
             return False
         if is_being_captured() and self.known.untraced is not None:
             raise PolicyMismatchError(
@@ -190,14 +190,15 @@ class FollowPlan:
         return result
 
     def _validated(self, entry: Entry, externals: list[tuple[int, torch.Tensor]]) -> ValidatedCall:
-        return ValidatedCall(self.name, entry.program, self._codecs(entry), externals, entry.compares)
+        compares = entry.program.tape.due_check == BITS
+        return ValidatedCall(self.name, entry.program, self._codecs(entry), externals, compares)
 
     def _learn(self, key: CallKey, entry: Entry, call: ValidatedCall) -> None:
         """Update an entry, its family and its key after a validated call."""
         tape, family = entry.program.tape, entry.family
         if call.why_left is None:
             entry.seen = call.seen
-            entry.compares, tape.is_checked = False, True
+            tape.due_check = None
             if family is not None:
                 self.library.extend(family, key)
             return

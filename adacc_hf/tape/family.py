@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from adacc_hf.artifacts.profile_sizes import Basis, Column, Polynomial, independent
-from adacc_hf.tape.tape import Tape
+from adacc_hf.tape.tape import BITS, Tape
 from adacc_hf.tape.tape_template import TapeNumbers, TapeTemplate
 from adacc_hf.tape.verification import obtainable
 
@@ -115,7 +115,6 @@ class TapeFamily:
             self.extend(record.sizes)
         self._num_new = 0
         """Sizes that came so far and were not recorded."""
-        self._to_compare: Tape | None = None
 
     @classmethod
     def of(cls, records: Sequence[RecordedCall]) -> TapeFamily | None:
@@ -163,11 +162,12 @@ class TapeFamily:
         return all(low <= n <= high for low, n, high in zip(self._least, sizes.dimensions, self._most, strict=True))
 
     def _note_new(self, tape: Tape, sizes: CallSizes) -> None:
+        """Count a new size. Replay is compared at the 1st, 2nd, 4th, 8th ... one (rule R7)."""
         self._num_new += 1
         if self._num_new & (self._num_new - 1) == 0:
-            self._to_compare = tape
-        elif self._num_new > AGREED:
-            tape.is_checked = self._spans(sizes)
+            tape.due_check = BITS
+        elif self._num_new > AGREED and self._spans(sizes):
+            tape.due_check = None
 
     def agrees(self, tape: Tape, sizes: CallSizes) -> bool:
         """Whether a recorded call of these sizes ran as the family says."""
@@ -190,16 +190,6 @@ class TapeFamily:
         recomputable = without_values(self.base, self.base.recomputable, values)
         self.base = replace(self.base, recomputable=recomputable, equal=_kept(self.base.equal, recomputable))
         self.forget_sizes()
-
-    def takes_comparison(self, tape: Tape) -> bool:
-        """Whether a call of the size of `tape` is to be recorded, and its replay compared, by whoever asks first.
-
-        The 1st, 2nd, 4th, 8th ... new size is (rule R7).
-        """
-        is_due = tape is self._to_compare
-        if is_due:
-            self._to_compare = None
-        return is_due
 
 
 class _Expressions:

@@ -27,6 +27,9 @@ COLLECTIVES = frozenset(
 )
 """Namespaces of operators that other ranks take part in."""
 
+OPERATORS, BITS = "operators", "bits"
+"""Comparisons of a call with its tape: of each operator, and of the bits of its replay too (rule R7)."""
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TensorRef:
@@ -210,9 +213,9 @@ class Tape:
     """Values that an earlier saved one can stand for, mapped to it: see `equal_values`."""
     order: tuple[int, ...] | None = None
     """Order in which backward asks for the slots, each once, as far as it was seen."""
-    is_checked: bool = True
-    """Whether a call was seen to give its operators these numbers, or calls of enough other sizes those that were
-    evaluated for them in the same way."""
+    due_check: str | None = None
+    """The comparison that the next call has to pass: OPERATORS, or BITS. None for a recorded tape, and for one that was
+    evaluated for a size where a call has passed, or calls of enough other sizes have."""
     _consumers: dict[int, list[int]] = field(default_factory=dict)
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from adacc_hf.tape.tape import Blank, Geometry, Tape, TapeOperator, TapeValue, TensorRef
+from adacc_hf.tape.tape import OPERATORS, Blank, Geometry, Tape, TapeOperator, TapeValue, TensorRef
 
 
 class TapeNumbers:
@@ -123,7 +123,7 @@ class TapeTemplate:
             digest=digest,
             recomputable=base.recomputable,
             equal=base.equal,
-            is_checked=False,
+            due_check=OPERATORS,
             _consumers=base._consumers,
         )
 

@@ -24,6 +24,7 @@ from adacc_hf.tape.family import (
     TapeFamily,
 )
 from adacc_hf.tape.library import TapeLibrary
+from adacc_hf.tape.tape import BITS, OPERATORS
 
 
 def key_of(block, *args, **kwargs):
@@ -262,7 +263,7 @@ def test_beyond_the_sizes_that_were_seen_each_block_is_checked(library):
     family = family_of(library, 10)
 
     def is_checked(tokens, samples=3):
-        return family.tape_at(sizes_of(text(samples, tokens)), None).is_checked
+        return family.tape_at(sizes_of(text(samples, tokens)), None).due_check is None
 
     assert not any(map(is_checked, (9, 10, 30)))
     family._num_new = AGREED + 1
@@ -479,16 +480,15 @@ def test_new_sizes_are_compared_ever_more_rarely(family):
     compared = []
     for number, tokens in enumerate(range(30, 130), start=1):
         tape = family.tape_at(sizes_of(text(3, tokens)), None)
-        if family.takes_comparison(tape):
+        if tape.due_check == BITS:
             compared.append(number)
-            assert not family.takes_comparison(tape)  # one block does it for all
     assert compared == [1, 2, 4, 8, 16, 32, 64]
 
 
 def test_recorded_sizes_are_not_new(family):
     for samples, tokens in ((2, 8), (4, 20), (4, 13)):
-        assert not family.takes_comparison(family.tape_at(sizes_of(text(samples, tokens)), None))
-    assert family.takes_comparison(family.tape_at(sizes_of(text(3, 9)), None))
+        assert family.tape_at(sizes_of(text(samples, tokens)), None).due_check == OPERATORS
+    assert family.tape_at(sizes_of(text(3, 9)), None).due_check == BITS
 
 
 def test_values_that_are_equal_at_some_sizes_only_do_not_stand_for_each_other():
