@@ -81,7 +81,6 @@ class CompiledPlan:
         self.tape = tape
         self.num_values = len(tape.values)
         self.num_slots = len(tape.slots)
-        self.devices = frozenset(value.device for value in tape.values)
         self.device_type = next((value.device.type for value in tape.values), "cpu")
         self.is_plain = all(choice.action is Action.RETAIN for choice in choices.values())
         self.store = _store(tape, choices, frozenset(shared))
