@@ -1,14 +1,16 @@
-"""One tape for all sizes: a tape whose numbers are expressions of the sizes that a call is given.
+"""Tape families: one tape for all sizes, whose numbers are expressions of the sizes of a call's arguments.
 
 NOTE [Which sizes a family serves]
-A block's Python decides which operators run by comparing sizes with numbers of its own (a window that starts to bind)
-or with 1. Dynamo's guards tell such sizes apart (`guards.py`): they belong to other programs, and so to other families.
-What an operator itself makes of a size no guard tells, such as attention's kernels of a mask's last dimension on a
-GPU: sizes that are multiples of 16 are told from others there. The numbers of a tape are polynomials of the sizes,
-fitted to records. The first call at each of AGREED new sizes, at few after them and at all beyond those seen so far is
-compared with its tape operator by operator, on one block of those that share it (run/validation.py). Each call is
-compared by what autograd saves (rule R8). Where records of one program have other operators, each size is recorded.
-Whether the same operators give the same bits again is compared at every so many new sizes (rule R7).
+A block's Python may compare a size with 1, or with a number of its own, such as the length of a window. Dynamo's guards
+tell such sizes apart (`guards.py`): they belong to different programs, and so to different families. No guard tells
+what an operator does inside with a size. On a GPU attention's kernels depend on whether a mask's last dimension is a
+multiple of 16, so that such sizes have a family of their own there.
+
+The numbers of a tape are polynomials of the sizes, fitted to records. Calls are compared with their tape operator by
+operator (run/validation.py) if they are the first at one of AGREED new sizes, at a few sizes after these, or at a size
+beyond those seen so far, on one of the blocks that share the family. Every call compares the tensors that autograd
+saves (rule R8). If records of one program have different operators, each size is recorded. Replay is compared bit for
+bit at the 1st, 2nd, 4th, 8th ... new size (rule R7).
 """
 
 from __future__ import annotations
@@ -25,34 +27,33 @@ from adacc_hf.tape.tape_template import TapeNumbers, TapeTemplate
 from adacc_hf.tape.verification import obtainable
 
 ENOUGH_RECORDS = 3
-"""Records that a family is made of: two sizes tell what a number is a multiple of, the third one checks it."""
+"""Records that a family needs. Two sizes give the expression of a number, the third one checks it."""
 MOST_RECORDS = 8
-"""Records that expressions are looked for in. Numbers that follow no rule in so many follow none: a length that is
-rounded up to a window's, say."""
+"""Most records that expressions are fitted to. Numbers that no expression fits by then follow no polynomial, such as a
+length that is rounded up to a window's."""
 AGREED = 16
-"""New sizes at which all operators of a block are given the numbers that the family says. Sums of at most three
-products of sizes that are right at so many, and at the smallest and largest recorded ones, are right at those between:
-a rule with a step in it, as of lengths that are rounded up, has shown it by then. What each call saves is compared all
-the same."""
+"""New sizes at which a call is compared with the tape. An expression is a sum of at most three products of sizes. If it
+is right at so many sizes, it is right at all sizes between the smallest and largest of them: a rule with a step in it,
+as for lengths that are rounded up, has shown by then."""
 MOST_SIZES = 32
-"""Sizes whose tapes are kept at hand. To evaluate one anew takes less than a millisecond."""
+"""Sizes whose tapes are cached. Evaluating one anew takes less than a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallSizes:
-    """What a call of a block is given, apart from the numbers in it."""
+    """Sizes in a call's key, and the rest of the key."""
 
     outline: Hashable
-    """What has to be equal for two calls to be of one family."""
+    """The rest of the key. Calls of one family have equal outlines."""
     dimensions: tuple[int, ...]
-    """The sizes of its tensors, and whole numbers among its arguments and in the tensors that it reads into Python."""
+    """Sizes of tensors, whole numbers among the arguments, and whole numbers that the block reads into Python."""
     layout: tuple[int, ...]
-    """Strides and offsets of its tensors, which follow from the sizes where one family serves them."""
+    """Strides and offsets of the tensors. In a family they follow from the sizes."""
 
     @classmethod
     def of(cls, key: Any, alignment: int) -> CallSizes:
-        """Those of a `CallKey`. Sizes that are multiples of `alignment`, if not 1, are told from others, but for the
-        first one of several of a tensor."""
+        """Split a `CallKey`. Unless `alignment` is 1, the outline tells its multiples from other sizes, except for the
+        first of several dimensions of a tensor."""
         (tensors, plain, *settings), data, layout_of_held = key
         dimensions: list[int] = []
         layout: list[int] = []
@@ -94,7 +95,7 @@ class RecordedCall:
 
 
 class TapeFamily:
-    """The tapes of a block's calls at all sizes. Make one with `TapeFamily.of`."""
+    """The tapes of a block's calls at all sizes of one outline. Make one with `TapeFamily.of`."""
 
     def __init__(self, records: Sequence[RecordedCall], expressions: _Expressions, template: TapeTemplate) -> None:
         self._expressions, self._template = expressions, template
@@ -103,22 +104,22 @@ class TapeFamily:
         recomputable = frozenset.intersection(*(tape.recomputable for tape in tapes))
         equal = {v: e for v, e in tapes[0].equal.items() if all(tape.equal.get(v) == e for tape in tapes)}
         self.base = replace(tapes[0], recomputable=recomputable, equal=_kept(equal, recomputable))
-        """The tape that plans are made for; those of all sizes have its values, operators and slots."""
+        """The tape that plans are made for. The tapes of all sizes have its values, operators and slots."""
         self.is_in_force = True
-        """Whether calls at new sizes may run as this family says still."""
+        """Whether calls at new sizes may still run on tapes of this family."""
         self._identity = hashlib.sha256(repr(identity_of(records)).encode()).hexdigest()
-        """Tells its tapes from those of a family that was made of fewer records."""
+        """Part of its tapes' digests, which tells them from tapes of a family that was made of fewer records."""
         self._recorded = frozenset(record.sizes.dimensions for record in records)
         self._least = self._most = records[0].sizes.dimensions
-        """The least and the greatest sizes, in each dimension, at which calls were seen to run as the family says."""
+        """The least and the greatest sizes, in each dimension, at which calls ran as their tape says."""
         for record in records:
             self.extend(record.sizes)
         self._num_new = 0
-        """Sizes that came so far and were not recorded."""
+        """Number of sizes so far that were not recorded."""
 
     @classmethod
     def of(cls, records: Sequence[RecordedCall]) -> TapeFamily | None:
-        """The family of calls that all ran the same operators; None if their numbers follow no rule."""
+        """Return the family of calls that ran the same operators; None if no expressions fit their numbers."""
         tapes = [record.tape for record in records]
         calls = [record.sizes.dimensions for record in records]
         symbols = independent(calls)
@@ -130,14 +131,11 @@ class TapeFamily:
         return None if expressions is None else cls(records, expressions, TapeTemplate(tapes[0], expressions.places))
 
     def forget_sizes(self) -> None:
-        """Evaluate the tapes of all sizes anew."""
+        """Drop the cached tapes, so that those of all sizes are evaluated anew."""
         self._sized.clear()
 
     def tape_at(self, sizes: CallSizes, order: tuple[int, ...] | None) -> Tape | None:
-        """The tape of a call of these sizes; None if they do not hang together as the family's do.
-
-        `order` is that of `Tape.order`.
-        """
+        """Return the tape of a call of these sizes, with `Tape.order`; None if the family does not cover them."""
         known = self._sized.get(sizes.dimensions)
         if known is None:
             numbers = self._expressions.at(sizes)
@@ -154,7 +152,7 @@ class TapeFamily:
         return known
 
     def extend(self, sizes: CallSizes) -> None:
-        """Count these sizes among those at which a call was seen to run as the family says."""
+        """Note sizes at which a call ran as its tape says."""
         self._least = tuple(map(min, self._least, sizes.dimensions))
         self._most = tuple(map(max, self._most, sizes.dimensions))
 
@@ -170,30 +168,33 @@ class TapeFamily:
             tape.due_check = None
 
     def agrees(self, tape: Tape, sizes: CallSizes) -> bool:
-        """Whether a recorded call of these sizes ran as the family says."""
+        """Return True if the tape of a recorded call of these sizes is the one that the family evaluates."""
         numbers = self._expressions.at(sizes)
         if numbers is None:
             return False
-        said, ran = TapeNumbers(self._filled(numbers, sizes)), TapeNumbers(tape)
-        return said.numbers == ran.numbers and said.outline == ran.outline
+        own, recorded = TapeNumbers(self._filled(numbers, sizes)), TapeNumbers(tape)
+        return own.numbers == recorded.numbers and own.outline == recorded.outline
 
     def covers(self, sizes: CallSizes) -> bool:
-        """Whether these sizes hang together as the family's do."""
-        return self._expressions.fits_layout(sizes)
+        """Return True if dimensions and layout follow from the symbols as in the family's records."""
+        return self._expressions.cover(sizes)
 
     def _filled(self, numbers: list[int], sizes: CallSizes) -> Tape:
         digest = f"{self._identity}@{'x'.join(map(str, sizes.dimensions))}"
         return self._template.fill(self.base, numbers, digest)
 
     def refuse(self, values: Collection[int]) -> None:
-        """Never replay `values` again, at any size, nor what follows from them alone."""
+        """Never replay `values` again, at any size, nor values that could only be replayed from them."""
         recomputable = without_values(self.base, self.base.recomputable, values)
         self.base = replace(self.base, recomputable=recomputable, equal=_kept(self.base.equal, recomputable))
         self.forget_sizes()
 
 
 class _Expressions:
-    """The polynomials of a family: those that tell whether a call is one of it, and those of its tape's numbers."""
+    """The polynomials of a family: for the sizes of a call, and for the numbers of a tape.
+
+    Their variables, the symbols, are a few of the dimensions. The others follow from these.
+    """
 
     def __init__(
         self,
@@ -205,7 +206,7 @@ class _Expressions:
     ) -> None:
         self._symbols, self._basis, self._given, self._distinct = symbols, basis, given, distinct
         self.places = places
-        """For each of the tape's numbers, which of the distinct ones it is."""
+        """For each of the tape's numbers, its index among the distinct ones."""
 
     @classmethod
     def of(
@@ -222,7 +223,7 @@ class _Expressions:
         distinct = list(dict.fromkeys(columns))
         for column in dict.fromkeys((*given_columns, *distinct)):
             polynomial = basis.fit(column)
-            if polynomial is None:  # it takes long to find out that none fits
+            if polynomial is None:  # stop here, since it takes long to find out that none fits
                 return None
             fitted[column] = polynomial
         given_fits, number_fits = ([fitted[column] for column in each] for each in (given_columns, distinct))
@@ -230,15 +231,15 @@ class _Expressions:
         return cls(symbols, basis, given_fits, number_fits, [index[column] for column in columns])
 
     def at(self, sizes: CallSizes) -> list[int] | None:
-        """The distinct numbers of a tape of these sizes."""
+        """Return the distinct numbers of a tape of these sizes; None if the polynomials do not cover the sizes."""
         products = self._products(sizes)
         if not self._is_given(sizes, products):
             return None
         numbers = [n for polynomial in self._distinct if (n := polynomial(products)) is not None]
         return numbers if len(numbers) == len(self._distinct) else None
 
-    def fits_layout(self, sizes: CallSizes) -> bool:
-        """Whether a call's numbers hang together as the family's do."""
+    def cover(self, sizes: CallSizes) -> bool:
+        """Return True if dimensions and layout follow from the symbols."""
         return self._is_given(sizes, self._products(sizes))
 
     def _products(self, sizes: CallSizes) -> list[int]:
@@ -256,7 +257,7 @@ class SeenSizes:
         self.records: list[RecordedCall] = []
         """Recorded calls of different sizes, without those that ran as the family said."""
         self._outline: str | None = None
-        """What their tapes have in common, apart from numbers."""
+        """Outline of their tapes (`TapeNumbers.outline`)."""
         self.family: TapeFamily | None = None
         self.is_given_up = False
         """Whether no family is looked for: operators differ from size to size, or their numbers follow no rule."""
@@ -321,16 +322,16 @@ class SeenSizes:
 
 
 def without_values(tape: Tape, recomputable: frozenset[int], values: Collection[int]) -> frozenset[int]:
-    """`recomputable` without `values`, and without what cannot be had then."""
+    """Return `recomputable` without `values`, and without values that could only be replayed from them."""
     gone = recomputable.intersection(values)
     return obtainable(tape, recomputable - gone, tape.saved_values()) if gone else recomputable
 
 
 def _kept(equal: dict[int, int], recomputable: frozenset[int]) -> dict[int, int]:
-    """What equal values stand for each other still, where these can be replayed."""
+    """Return the pairs of `equal` whose values can both be replayed still."""
     return {v: other for v, other in equal.items() if v in recomputable and other in recomputable}
 
 
 def identity_of(records: Sequence[RecordedCall]) -> Hashable:
-    """What makes two blocks share a family: the same tapes at the same sizes."""
+    """Return the key by which blocks share a family: the same tapes at the same sizes."""
     return tuple((record.tape.digest, record.sizes) for record in records)

@@ -45,9 +45,9 @@ not."""
 
 
 class TapeLibrary:
-    """The tapes of a model, shared by all blocks that recorded the same; one goes when no block remembers its shape.
+    """The tapes of a model, shared by blocks that recorded the same. A tape is freed when no block remembers its key.
 
-    Those of a profile stay: see `library_of_profiles`.
+    Tapes of a profile stay: see `library_of_profiles`.
     """
 
     def __init__(self, verify: Callable[[Tape, list[torch.Tensor]], frozenset[int]] = verify) -> None:
@@ -122,7 +122,7 @@ class TapeLibrary:
         self._orders.update(other._orders)
 
     def remember(self, tape: Tape, key: CallKey, block: str) -> None:
-        """Note that `block`, given that, ran as `tape` says."""
+        """Note that a call of `block` with this key ran as `tape` says."""
         for name in (block, None):
             self._of_calls[_structure(tape.kind), key, name] = tape
         if any(value.device.type == "cuda" for value in tape.values):
@@ -132,21 +132,21 @@ class TapeLibrary:
             self._seen_sizes(block, sizes).add(RecordedCall(sizes, tape), self._family)
 
     def family_at(self, key: CallKey, block: str) -> tuple[TapeFamily, CallSizes] | None:
-        """The family that serves a call of `block` that is given that, at a size that may be new; and the sizes."""
+        """Return (family, sizes) for a call of `block` with this key; None if no family serves it."""
         sizes = self._sizes_of(key)
         family = self._seen_sizes(block, sizes).family_in_force()
         return None if family is None else (family, sizes)
 
     def extend(self, family: TapeFamily, key: CallKey) -> None:
-        """Note that a call that was given that ran as `family` says."""
+        """Note that a call with this key ran as its tape of `family` says."""
         family.extend(self._sizes_of(key))
 
     def tape_of(self, family: TapeFamily, sizes: CallSizes) -> Tape | None:
-        """The tape of a call of these sizes; None if they do not hang together as the family's do."""
+        """Return the tape of a call of these sizes; None if the family does not cover them."""
         return family.tape_at(sizes, self._orders.get(_structure(family.base.structure)))
 
     def untrusted_at(self, key: CallKey, block: str) -> Tape | None:
-        """A tape of `block` at another size, if at all sizes so far it had such as must not be used."""
+        """Return an untrusted tape of `block` at another size, if all its tapes of this outline were untrusted."""
         return self._seen_sizes(block, self._sizes_of(key)).untrusted
 
     def refuse(self, family: TapeFamily, values: Collection[int], block: str) -> None:
@@ -211,15 +211,16 @@ class TapeLibrary:
         return family
 
     def forget(self, kind: str, key: CallKey) -> None:
-        """A block with a plan for `kind` that was `given` that ran otherwise: expect nothing of any more."""
+        """Forget the tape of calls with this key under plans for `kind`, since a call ran otherwise."""
         for known in list(self._of_calls):
             if known[:2] == (_structure(kind), key):
                 self._of_calls.pop(known, None)
 
     def expected(self, kind: str, key: CallKey, block: str) -> Tape | None:
-        """What `block`, with a plan for `kind`, probably runs when it is `given` that.
+        """Return the tape that `block`, with a plan for `kind`, probably runs in a call with this key.
 
-        What it ran before, in a profile, else what another such block ran: numbers may differ from layer to layer.
+        It is the tape that the block ran in a profile, or else the tape of another such block: numbers may differ from
+        layer to layer.
         """
         known = (self._of_calls.get((_structure(kind), key, name)) for name in (block, None))
         return next((tape for tape in known if tape is not None), None)
@@ -287,7 +288,7 @@ class TapeLibrary:
         self._warn_other_path(tape.structure, name, sizes, what, how, _OTHER_MODE if is_known_size else _OTHER_SIZE)
 
     def warn_unrecorded(self, kind: str, name: str, given: Iterable[tuple[Any, torch.Tensor]]) -> None:
-        """The same of a path that there is no memory to record."""
+        """Say once that a path is not recorded for lack of memory, and what to do."""
         sizes = [tuple(tensor.shape) for _, tensor in given]
         what = "take a path that no profile has recorded (to record it would take more than memory_budget)"
         self._warn_other_path(f"unrecorded {kind}", name, sizes, what, "under torch's checkpoint")
@@ -344,7 +345,7 @@ def _input_sizes(tape: Tape) -> list[tuple[int, ...]]:
 
 
 def _structure(kind: str) -> str:
-    """What kinds of any size have in common whose blocks run the same operators: the beginning of their structure."""
+    """Return the part of a kind that is equal for all sizes of blocks that run the same operators."""
     return kind.partition("-")[0][:24]
 
 
@@ -361,7 +362,7 @@ def library_of_profiles(model: nn.Module) -> TapeLibrary:
 
 
 def _instead(tape: Tape) -> str:
-    """What becomes of a block whose operators vary: what other ranks take part in must not run again (rule R13)."""
+    """Describe how a block runs whose operators vary. Collectives must not run again (rule R13)."""
     return "retain everything" if tape.has_collectives else "are run under torch's checkpoint"
 
 
