@@ -254,8 +254,8 @@ class Policy:
     @classmethod
     def checkpoint(cls, profile: Profile) -> Policy:
         """Have torch's checkpoint run every block that it may run; the others run plainly."""
-        plans = {kind.digest: checkpoint_plan(kind) or plain_plan(kind) for kind in profile.kinds}
-        return cls.build(profile, [plans[profile.kind_of(block).digest] for block in profile.blocks])
+        plans = [checkpoint_plan(kind) or plain_plan(kind) for kind in profile.kinds]
+        return cls.build(profile, [plans[block.kind] for block in profile.blocks])
 
     @classmethod
     def random(

@@ -54,11 +54,10 @@ class RecordSize:
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.num_calls += 1
-        known = KnownShapes()
-        given = known.given_to(known.key(block, fn, args, kwargs), block)
+        key = KnownShapes().key(block, fn, args, kwargs)
         recording = Recording(call_name(self.name, self.num_calls), block, args, kwargs)
         result = recording.run(fn)
-        self.library.remember(self.library.verified(recording.recorder), given, recording.name)
+        self.library.remember(self.library.verified(recording.recorder), key, recording.name)
         recording.discard()
         return result
 

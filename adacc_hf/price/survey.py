@@ -143,7 +143,7 @@ class Survey:
         if tape.digest not in self._prices:
             self._prices[tape.digest] = self._price(tape, recorder, outliers, run_again)
         errors = self.measurement.gradient_errors(tape, recorder.bases, self._prices[tape.digest], self.config)
-        self.library.remember(tape, known.given_to(key, recording.block), recording.name)
+        self.library.remember(tape, key, recording.name)
         known.add(key, KnownShape(tape, num_calls=2))
         inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
         outputs = {} if tape.untrusted else _saved_outputs(recorder, tape, result)

@@ -1,23 +1,20 @@
-"""The entries of one block and one plan: under which compiled plan a call of a key runs, and what is known of it."""
+"""Entries of one block under one plan: for each key of a call, the compiled plan that it runs under, and its state."""
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
-
-from torch import nn
 
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.files import note_latest
 from adacc_hf.artifacts.policy import RETAIN, Action, Choice, Plan
 from adacc_hf.kernels.codecs import Codec, get_codec
-from adacc_hf.tape.call_inputs import data_at
 from adacc_hf.tape.call_key import CallKey, KnownShape, KnownShapes
 from adacc_hf.tape.compiled_plan import CompiledPlan, choices_by_value, codec_of, unfit
+from adacc_hf.tape.data_reads import data_at
 from adacc_hf.tape.family import MOST_SIZES, TapeFamily
 from adacc_hf.tape.library import TapeLibrary
 from adacc_hf.tape.tape import Tape
@@ -31,31 +28,29 @@ UNRECORDED = "a path that no profile has recorded, under torch's checkpoint: to 
 OUT_OF_PLACE = "what a plan reads was elsewhere, as with an adapter that was merged for a call"
 UNTRAINED = "blocks are trained that the profiled batch ran without gradients, under torch's checkpoint"
 OTHER_RANKS = "other ranks take part in operators of blocks that torch's checkpoint must run"
-"""Why a call ran otherwise than its plan says."""
+"""Reasons why a call did not run under its plan."""
 
 
 @dataclass(slots=True)
 class Entry:
-    """How a block runs at one shape: under a compiled plan, or by torch's checkpoint where its tape is not trusted."""
+    """Compiled plan of a block at one key, or torch's checkpoint in its place if the tape is not trusted."""
 
     known: KnownShape
     compiled: CompiledPlan | None
+    """None: torch's checkpoint."""
     codecs: dict[int, Codec]
     seen: list[int] | None = None
+    """Slots in the order in which a backward has asked for them, until the library learns it."""
     family: TapeFamily | None = None
-    """What its tape was evaluated from, if it was not recorded."""
+    """The family that the tape was evaluated from; None for a recorded tape."""
     base: Tape | None = None
-    """The family's, when that was done."""
-    is_proven: bool = True
-    """Whether a call at this size was seen to run as its tape says."""
+    """`family.base` when the tape was evaluated. It changes if values are refused."""
     fallback: str | None = None
-    """Why the block runs otherwise than its plan says; None if it does not."""
-    compares: bool = False
-    """Whether replay is to be compared once more at this size."""
+    """The reason why the block does not follow its plan; None if it does."""
 
     @property
     def program(self) -> CompiledPlan:
-        """What a block runs under that has a plan to run under."""
+        """The compiled plan of an entry that has one."""
         assert self.compiled is not None
         return self.compiled
 
@@ -65,7 +60,7 @@ class Entry:
 
 
 class PlanEntries:
-    """All entries of a block under one plan, each made when a call of its key comes first."""
+    """All entries of a block under one plan. Each is made at the first call with its key."""
 
     def __init__(
         self,
@@ -79,19 +74,19 @@ class PlanEntries:
         self.plan = plan
         self.library = library
         self.known = known
-        """The block's shapes; all its plans share what is known of them."""
+        """The block's shapes, shared by all its plans."""
         self._earlier = earlier
-        """The programs of the plan before, kept until the block's first call so that a plan of the same actions shares
-        them."""
+        """Compiled plans of the previous plan, kept until the block's first call, so that a plan with the same actions
+        shares them."""
         known.followers.add(self)
         self.recorded: dict[CallKey, Entry] = {}
         """Entries of recorded calls."""
         self.sized: OrderedDict[CallKey, Entry] = OrderedDict()
         """Entries of calls at sizes that were not recorded, the latest last."""
         self.bases: WeakKeyDictionary[TapeFamily, Entry] = WeakKeyDictionary()
-        """Entries that those of all sizes of a family are made from."""
+        """By family, the entry that the entries of all its sizes are made from."""
         self.was_surprised = False
-        """Whether a call ran other operators than those that another block of the kind had recorded."""
+        """Whether a first call ran other operators than the record of another block of the kind."""
 
     @property
     def are_empty(self) -> bool:
@@ -103,16 +98,16 @@ class PlanEntries:
         return [known.tape for known in self.known.values()]
 
     def programs(self) -> tuple[CompiledPlan | None, ...]:
-        """Return what the block runs under, or ran under last if it was not called yet."""
+        """Return the compiled plans of the block, or those of its previous plan if it was not called yet."""
         entries = (*self.recorded.values(), *self.bases.values())
         return tuple(entry.compiled for entry in entries) or self._earlier
 
-    def find(self, key: CallKey, block: nn.Module) -> Entry | None:
-        """Return the entry of a call; None if the call has to be recorded, or compared with another block's record."""
-        return self.recorded.get(key) or self._known_entry(key) or self._sized_entry(key, block)
+    def find(self, key: CallKey) -> Entry | None:
+        """Return the entry of a call; None if the call has to be recorded, or compared with an earlier record."""
+        return self.recorded.get(key) or self._known_entry(key) or self._sized_entry(key)
 
     def latest(self, key: CallKey) -> Entry | None:
-        """Return the entry that a call of `key` has had."""
+        """Return the entry of the last call with this key."""
         return self.recorded.get(key) or self.sized.get(key)
 
     def add(self, key: CallKey, known: KnownShape) -> Entry:
@@ -120,41 +115,38 @@ class PlanEntries:
         return self.keep(key, self._entry(known))
 
     def keep(self, key: CallKey, entry: Entry) -> Entry:
-        """Keep an entry of a call that ran as it says."""
+        """Keep the entry of a call that ran as its tape says."""
         self.recorded[self.known.add(key, entry.known)] = entry
         return entry
 
     def _known_entry(self, key: CallKey) -> Entry | None:
-        """The entry for a shape that was recorded under another plan."""
+        """Return the entry for a key that was recorded under another plan of the block, or None."""
         known = self.known.get(key)
         if known is not None:
             self.recorded[key] = self._entry(known)
             self._earlier = ()
         return self.recorded.get(key)
 
-    def _sized_entry(self, key: CallKey, block: nn.Module) -> Entry | None:
-        """The entry for a size that was never recorded, if there is a family that serves it. Where replay is compared
-        again (rule R7), what cannot be compared on the way has none."""
+    def _sized_entry(self, key: CallKey) -> Entry | None:
+        """Return the entry for a size that was never recorded, or None if no family serves it."""
         entry = self.sized.get(key)
         if entry is not None and entry.is_current:
             return entry
-        given = self.known.given_to(key, block)
-        if not self.known.was_compared and self.library.expected(self.plan.kind, given, self.name) is not None:
-            return None  # a profile has recorded this very size, perhaps long ago: it is compared with that
-        untrusted = self.library.untrusted_at(given, self.name)
+        if not self.known.was_compared and self.library.expected(self.plan.kind, key, self.name) is not None:
+            return None  # a profile has recorded this very size: the first call is compared with that record
+        untrusted = self.library.untrusted_at(key, self.name)
         if untrusted is not None:
             return self._entry(KnownShape(untrusted))
-        found = self.library.family_at(given, self.name)
+        found = self.library.family_at(key, self.name)
         tape = None if found is None else self.library.tape_of(*found)
         if found is None or tape is None:
             return None
         entry = self._entry_at(found[0], tape)
-        entry.compares = found[0].takes_comparison(tape)
         note_latest(self.sized, key, entry, MOST_SIZES)
         return entry
 
     def _entry_at(self, family: TapeFamily, tape: Tape) -> Entry:
-        """How the block runs at the size that `tape` was evaluated for."""
+        """Return the entry for the size that `tape` was evaluated for."""
         base = self.bases.get(family)
         if base is None or base.base is not family.base:
             base = self.bases[family] = self._entry(self.known.of_family(family), family.base)
@@ -162,25 +154,17 @@ class PlanEntries:
         compiled = self.library.resized(base.program, tape)
         fitting = {v: _fitting(codec, v, base.program, compiled) for v, codec in base.codecs.items()}
         codecs = {v: codec for v, codec in fitting.items() if codec is not None}
-        if len(codecs) < len(fitting):  # this size is too small for one of them
+        if len(codecs) < len(fitting):  # the size is too small for a codec
             entry = self._entry(base.known, tape)
-            entry.family, entry.base, entry.is_proven = family, family.base, False
+            entry.family, entry.base = family, family.base
             return entry
-        return Entry(
-            base.known,
-            compiled,
-            codecs,
-            family=family,
-            base=family.base,
-            is_proven=compiled.is_plain,
-            fallback=base.fallback,
-        )
+        return Entry(base.known, compiled, codecs, family=family, base=family.base, fallback=base.fallback)
 
-    def expected(self, key: CallKey, given: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
-        """How the block probably runs at a shape where it never ran, if another one of its kind did."""
+    def expected(self, key: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
+        """Return an entry with the tape that a profile or another block has recorded for a key, or None."""
         if self.was_surprised or any(known.shape == key.shape for known in self.known):
             return None
-        tape = self.library.expected(self.plan.kind, given, self.name)
+        tape = self.library.expected(self.plan.kind, key, self.name)
         if tape is None:
             return None
         reads = {path: data_at(path, args, kwargs) for path in tape.reads}
@@ -188,11 +172,11 @@ class PlanEntries:
         return self._entry(KnownShape(tape.with_reads(known))) if len(known) == len(reads) else None
 
     def forget(self, key: CallKey) -> None:
-        """Let go of a shape that the block remembers no more."""
+        """Drop the entry of a key that the block has forgotten."""
         self.recorded.pop(key, None)
 
     def _entry(self, known: KnownShape, tape: Tape | None = None) -> Entry:
-        """How the block runs on the tape of `known`, or at another size."""
+        """Return the entry for the tape of `known`, or for its tape at another size."""
         tape = tape or known.tape
         if tape.untrusted is not None:
             self.library.warn_untrusted(self.name, tape)
@@ -207,18 +191,19 @@ class PlanEntries:
         return Entry(known, compiled, codecs, fallback=None if is_planned or self.plan.is_plain else OTHER_OPERATORS)
 
     def _fallback_of(self, tape: Tape) -> str | None:
-        """Why torch's checkpoint runs a call that no plan fits; None if the plan says so itself, or runs it plainly."""
+        """Return the reason why torch's checkpoint runs a call that no plan fits. None if the plan says so itself, or
+        runs the call plainly."""
         if tape.untrusted is None:
             return VARYING
         is_planned = self.plan.is_plain or self.plan.is_checkpointed
         return None if is_planned else f"torch's checkpoint, since {tape.untrusted}"
 
     def choices(self, tape: Tape) -> tuple[dict[int, Choice], bool]:
-        """The plan's choices as far as they can be followed on this tape, least memory for what it has besides, and
-        whether it runs what was planned.
+        """Return the choices for this tape, and whether it has the planned operators.
 
-        Raises PolicyMismatchError if the same call ran other operators when it was profiled, or another block did. Once
-        the block has fitted its plan, other operators are a change in mid-training: weights frozen or set free, say.
+        Choices that cannot be followed, and values that the plan does not know, get the least memory. Raises
+        PolicyMismatchError if the tape has other operators than the same call had when it was profiled. Once the block
+        has fitted its plan, other operators come from a change in mid-training, as of weights that are frozen.
         """
         structure, _, identity, call = (self.plan.kind.split("-") + [""] * 3)[:4]
         own_structure, _, own_identity, own_call = tape.kind.split("-")
@@ -226,7 +211,7 @@ class PlanEntries:
             fitted = (*self.tapes, *(known.tape for known in self.known.of_families.values()))
             planned = next((known for known in fitted if known.structure.startswith(structure)), None)
             recorded = self.library.tape_of_structure(structure)
-            # A profile of this process is of this very model, which may take another path since.
+            # A profile in this process was of this very model, which may take another path by now.
             if planned is None and (identity != own_identity or (call == own_call and recorded is None)):
                 raise PolicyMismatchError(
                     f"block {self.name} ({tape.block_class}: {len(tape.operators)} operators, {len(tape.slots)} saved "
@@ -254,7 +239,7 @@ class PlanEntries:
 
 
 def _fitting(codec: Codec, value: int, base: CompiledPlan, sized: CompiledPlan) -> Codec | None:
-    """The codec of `value` at another size: with the same channels that stay raw, where it has as many."""
+    """Return the codec of `value` at another size, or None. It keeps the same channels raw if there are as many."""
     size, dtype = sized.encode_views[value].geometry[0], sized.encode_views[value].dtype
     if not codec.supports(size, dtype):
         return None

@@ -1,9 +1,9 @@
-"""One block under its plan: calls recorded or followed, shape by shape. The rules are in executor.py's NOTE."""
+"""The strategy of one block under its plan: each call is recorded, validated or just run. Rules: executor.py's NOTE."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -27,26 +27,26 @@ from adacc_hf.run.entries import (
     Entry,
     PlanEntries,
 )
-from adacc_hf.run.validation import ValidatedCall
-from adacc_hf.tape.call_inputs import Given, argument_tensors, fetch, find_external
+from adacc_hf.run.validated_call import ValidatedCall
+from adacc_hf.tape.call_inputs import argument_tensors, fetch, find_external
 from adacc_hf.tape.call_key import CallKey, KnownShape, KnownShapes
 from adacc_hf.tape.compiled_plan import CompiledPlan, codec_of
 from adacc_hf.tape.library import TapeLibrary
-from adacc_hf.tape.tape import Tape
+from adacc_hf.tape.tape import BITS, Tape
 
 log = logging.getLogger(__name__)
 
 LEAVES_ALLOWED = 3
-"""Times that a call may leave its recorded tape, and be recorded anew, before torch's checkpoint takes over."""
+"""Times that calls of one key may leave their tape, and be recorded anew, before torch's checkpoint takes over."""
 
 
 class Observer(Protocol):
-    """What may look at a call that a strategy runs."""
+    """An object that observes one call of a block."""
 
     def run(
         self, plan: FollowPlan, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Take itself off `plan`, have it run the call, and return the result."""
+        """Remove itself from `plan`, let `plan` run the call, and return the result."""
 
 
 class FollowPlan:
@@ -70,12 +70,12 @@ class FollowPlan:
         )
         self.library = library
         self.known = KnownShapes() if known is None else known
-        """The block's shapes; all its plans share what is known of them."""
+        """The block's shapes, shared by all its plans."""
         self.entries = PlanEntries(name, plan, library, self.known, earlier)
         self.wrap_codec: Callable[[int, Codec], Coder] | None = None
-        """If set, what stands around each activation's codec for the time being."""
+        """If set, the function that wraps each activation's codec."""
         self.observer: Observer | None = None
-        """If set, what runs the next call in place of this strategy."""
+        """If set, the observer that gets the next call."""
 
     @property
     def tapes(self) -> dict[Any, Tape]:
@@ -95,8 +95,8 @@ class FollowPlan:
         return self._run_as(self.known.key(block, fn, args, kwargs), block, fn, args, kwargs)
 
     def _run_as(self, key: CallKey, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the call of `key`: under the plan, or recorded where no tape is known for it."""
-        entry = self.entries.find(key, block)
+        """Run the call of `key`: under the plan, or recorded if there is no tape for it."""
+        entry = self.entries.find(key)
         if entry is None and self.known.is_unseen(key):
             self.library.fallbacks[NEW_DATA] += 1
             return self._run_untaped(any(t.has_collectives for t in self.tapes.values()), block, fn, args, kwargs)
@@ -117,11 +117,11 @@ class FollowPlan:
         call = self._validated(entry, externals)
         result = call.run(block, fn, args, kwargs)
         self._refuse_replaced(entry.program, externals, block)
-        self._learn(key, entry, call, block)
+        self._learn(key, entry, call)
         return result
 
     def run_again(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call that was run before, to look at it. It is not counted: calls are recorded by their number."""
+        """Run a call once more, to observe it. It is not counted, since the count decides which calls are validated."""
         if self.plan.is_checkpointed:
             return self.run(block, fn, args, kwargs)
         key = self.known.key(block, fn, args, kwargs)
@@ -137,12 +137,11 @@ class FollowPlan:
         return self._validated(entry, externals).run(block, fn, args, kwargs)
 
     def _is_due(self, entry: Entry) -> bool:
-        """Return True if the call that is under way is to be compared with its tape."""
+        """Return True if the call is due to be compared with its tape."""
         if entry.program.is_plain:
             return False
-        tape = entry.program.tape
-        is_known = entry.is_proven or (entry.family is not None and tape.is_checked and not entry.compares)
-        if is_known and self.known.untraced is None and not is_checked_call(entry.known.num_calls):
+        is_known = entry.program.tape.due_check is None and self.known.untraced is None
+        if is_known and not is_checked_call(entry.known.num_calls):
             return False
         if is_being_captured() and self.known.untraced is not None:
             raise PolicyMismatchError(
@@ -157,10 +156,13 @@ class FollowPlan:
     def _run_elsewhere(
         self, key: CallKey, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a call of which what hangs on the block is not where its tape has it: as another shape, if it lies
-        otherwise, and untaped if it is not there at all, as with an adapter that was merged for this call."""
+        """Run a call in which the block's own tensors are not as on its tape.
+
+        If they have another layout, the call gets another key. If they are gone, as when an adapter was merged for this
+        call, it runs without a tape.
+        """
         moved = self.known.moved(key, block)
-        if moved != key and not self.known.is_restless:
+        if moved != key and not self.known.is_ever_moving:
             return self._run_as(moved, block, fn, args, kwargs)
         self.library.fallbacks[OUT_OF_PLACE] += 1
         return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)
@@ -171,7 +173,7 @@ class FollowPlan:
 
     @staticmethod
     def _run_untaped(has_collectives: bool, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run a call that no tape fits. This rank alone may know: no collective may run again (rule R13)."""
+        """Run a call that no tape fits. Other ranks may not know, so that no collective may run again (rule R13)."""
         return fn(*args) if has_collectives else Checkpointed().run(block, fn, args, kwargs)
 
     def _call(
@@ -179,7 +181,7 @@ class FollowPlan:
     ) -> Any:
         """Run one call under the plan."""
         compiled = entry.program
-        if compiled.is_plain:  # whatever the call saves
+        if compiled.is_plain:  # nothing to compare: all that the call saves is kept
             return fn(*args)
         if compiled.draws and is_being_captured():
             raise PolicyMismatchError(
@@ -194,33 +196,33 @@ class FollowPlan:
         return result
 
     def _validated(self, entry: Entry, externals: list[tuple[int, torch.Tensor]]) -> ValidatedCall:
-        return ValidatedCall(self.name, entry.program, self._codecs(entry), externals, entry.compares)
+        compares = entry.program.tape.due_check == BITS
+        return ValidatedCall(self.name, entry.program, self._codecs(entry), externals, compares)
 
-    def _learn(self, key: CallKey, entry: Entry, call: ValidatedCall, block: nn.Module) -> None:
-        """Take in what a validated call has shown of its entry."""
+    def _learn(self, key: CallKey, entry: Entry, call: ValidatedCall) -> None:
+        """Update an entry, its family and its key after a validated call."""
         tape, family = entry.program.tape, entry.family
         if call.why_left is None:
             entry.seen = call.seen
-            entry.is_proven, entry.compares, tape.is_checked = True, False, True
+            tape.due_check = None
             if family is not None:
-                self.library.extend(family, self.known.given_to(key, block))
+                self.library.extend(family, key)
             return
         self.library.fallbacks[VARYING] += 1
         if family is not None and call.unlike:
             self.library.refuse(family, call.unlike, self.name)
         elif family is not None:
             self.library.distrust(family, self.name, call.why_left)
-        elif entry.known.num_left < LEAVES_ALLOWED:
-            entry.known.num_left += 1
+        elif self.known.num_left(key) < LEAVES_ALLOWED:
             self.known.outdate(key)
-            self.library.forget(self.plan.kind, self.known.given_to(key, block))
+            self.library.forget(self.plan.kind, key)
         else:
             self.library.warn_varying(self.name, tape, self.known.untraced or call.why_left)
             entry.compiled, entry.known.varies, entry.fallback = None, True, VARYING
         self.entries.sized.clear()
 
     def _refuse_replaced(self, plan: CompiledPlan, externals: list[tuple[int, torch.Tensor]], block: nn.Module) -> None:
-        """Raise TapeMismatchError if what the call read is not there any more where replay looks it up."""
+        """Raise TapeMismatchError if the call has replaced a held tensor that replay looks up."""
         replaced = plan.replaced(externals, block) if plan.held else None
         if replaced is not None:
             raise TapeMismatchError(
@@ -241,7 +243,7 @@ class FollowPlan:
         }
 
     def _learn_order(self, entry: Entry) -> None:
-        """Learn the order of unpacks from the backward that asked for most slots, whichever came first."""
+        """Have the library learn the order of unpacks from the last backward."""
         if entry.seen:
             self.library.learn_order(entry.program.tape, entry.seen)
             entry.seen = None
@@ -250,9 +252,8 @@ class FollowPlan:
         self, key: CallKey, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         key = self.known.moved(key, block)
-        given = self.known.given_to(key, block)
-        expected = self.entries.expected(key, given, args, kwargs)
-        if expected is None and self._is_too_large_to_record(given):
+        expected = self.entries.expected(key, args, kwargs)
+        if expected is None and self._is_too_large_to_record(key):
             self.library.warn_unrecorded(self.plan.kind, self.name, argument_tensors(args, kwargs))
             self.library.fallbacks[UNRECORDED] += 1
             return Checkpointed().run(block, fn, args, kwargs)
@@ -270,62 +271,62 @@ class FollowPlan:
                 call = self._validated(expected, externals)
                 result = call.run(block, fn, args, kwargs)
                 self._refuse_replaced(expected.program, externals, block)
-                self._end_expected_call(key, given, expected, call)
+                self._end_expected_call(key, expected, call)
                 return result
         recording = Recording(self.name, block, args, kwargs)
         result = recording.run(fn)
         tape = self.library.verified(recording.recorder)
-        if tape.structure in self.library.preliminary:  # the next call will be like all others, and is recorded
+        if tape.structure in self.library.preliminary:  # a table was made; the next call is recorded
             self.library.fallbacks[OTHER_OPERATORS] += 1
             recording.close()
             return result
         self._must_be_checkpointed = _is_checkpointed_on_all_ranks(tape)
-        self.library.compare_with_family(tape, given, self.name)
-        self.library.remember(tape, given, self.name)
-        entry = self.entries.add(key, KnownShape(tape, num_left=self.known.num_left(key)))
+        self.library.compare_with_family(tape, key, self.name)
+        self.library.remember(tape, key, self.name)
+        entry = self.entries.add(key, KnownShape(tape))
         self._count_fallback(entry)
         if entry.compiled is not None and not entry.compiled.is_plain:
             entry.seen = recording.hand_over(entry.compiled, self._codecs(entry))
         recording.close()
         return result
 
-    def _is_too_large_to_record(self, given: Hashable) -> bool:
-        """Whether a call on a path of its own has to do without a record, which holds all that the block makes.
+    def _is_too_large_to_record(self, key: CallKey) -> bool:
+        """Return True if the budget has no room to record a call, which keeps every intermediate of the block alive.
 
-        Not that of a block without any record, whose plan could never be followed, nor one at a size that a family is
-        compared at (rule R7), nor one that other ranks take part in (rule R13).
+        Some calls are recorded nevertheless: those of a block without any record, whose plan could never be followed,
+        those at a size at which a family is compared (rule R7), and those that other ranks take part in (rule R13).
         """
         tapes = self.tapes.values()
-        if not tapes or any(tape.has_collectives for tape in tapes) or self.library.family_at(given, self.name):
+        if not tapes or any(tape.has_collectives for tape in tapes) or self.library.family_at(key, self.name):
             return False
         return not self.library.may_record()
 
-    def _end_expected_call(self, key: CallKey, given: Given, expected: Entry, call: ValidatedCall) -> None:
+    def _end_expected_call(self, key: CallKey, expected: Entry, call: ValidatedCall) -> None:
         if call.why_left is None:
             expected.seen = call.seen
-            self.library.remember(expected.known.tape, given, self.name)
+            self.library.remember(expected.known.tape, key, self.name)
             self.entries.keep(key, expected)
-        else:  # its next call is recorded as a first one, and so are those of other blocks: this one kept all it saved
+        else:  # the next call is recorded, and so are those of other blocks
             self.entries.was_surprised = True
             self.library.fallbacks[OTHER_OPERATORS] += 1
-            self.library.forget(self.plan.kind, given)
+            self.library.forget(self.plan.kind, key)
 
 
 def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:
-    """Whether torch's checkpoint runs the block whatever its plan says: the ranks' plans may differ (rule R13)."""
+    """Return True if torch's checkpoint runs the block under every plan, since ranks' plans may differ (rule R13)."""
     return tape.untrusted is not None and tape.has_collectives
 
 
 def is_being_captured() -> bool:
-    """Whether what is launched now becomes a part of a CUDA graph."""
+    """Return True if a CUDA graph is being captured."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def is_checked_call(num_calls: int) -> bool:
-    """Whether the n-th call of a block at one shape is recorded again, to find operators that vary (rule R8).
+    """Return True if the n-th call of a key is validated again, to find operators that vary (rule R8).
 
-    The second is, before the first replay of an old record, and then the 24th, 48th, 96th and so on. Powers of two are
-    left alone: tracking has these, and recording takes time of its own.
+    These are the second call, and then the 24th, 48th, 96th and so on. Powers of two are left out: outliers are tracked
+    in these steps, and validation takes time too.
     """
     thirds, rest = divmod(num_calls, 3)
     return num_calls == 2 or (rest == 0 and thirds >= 8 and thirds & (thirds - 1) == 0)

@@ -1,31 +1,26 @@
-"""What one call of a block is given: what tells shapes apart, what replay reads, data read into Python (R8, R12)."""
+"""Tensors that a block's call reads: its arguments, and what hangs on the block.
+
+Their layout is a part of the call's key (rule R8). Replay finds each tensor anew at each call (rule R12).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
 from functools import cache, reduce
-from threading import Lock, get_ident
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from adacc_hf.tape.replay import closure
-from adacc_hf.tape.tape import Source, Tape, geometry_of, has_storage
+from adacc_hf.tape.tape import Source, geometry_of, has_storage
 from adacc_hf.torch_glue.private import (
     BUFFERS,
     MODULES,
     PARAMETERS,
-    TensorBase,
     buffers_of,
     modules_of,
     parameters_of,
-    schema_of,
     storage_key,
-    version_of,
 )
 from adacc_hf.torch_glue.tensors import PLAIN, local_of, runs_on_parts, storage_of
 
@@ -34,7 +29,7 @@ Kwargs = dict[str, Any]
 
 
 def argument_tensors(args: Args, kwargs: Kwargs) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    """(path, tensor) of every tensor among the arguments of a call, containers searched."""
+    """Yield (path, tensor) of every tensor among the arguments of a call, those in containers too."""
     for position, argument in enumerate(args):
         yield from _leaves((position,), argument)
     for name, argument in kwargs.items():
@@ -53,10 +48,10 @@ def _leaves(path: tuple[Any, ...], tree: Any) -> Iterator[tuple[tuple[Any, ...],
 
 
 def argument_layout(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
-    """Return how the tensor arguments of a call lie, containers searched.
+    """Return the layout of the tensor arguments of a call, those in containers too.
 
-    For each: path, shape, strides and offset (the layout where it is not strided), dtype, whether it wants gradients,
-    and which of them share a storage.
+    For each tensor: its path, shape, strides and offset (a tensor that is not strided: its `layout`), dtype, whether it
+    requires gradients, and the number of its storage, equal for tensors that share one.
     """
     storages: dict[int, int] = {}
     tensors = []
@@ -70,10 +65,10 @@ def argument_layout(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
 
 
 def held_layout(block: nn.Module) -> Hashable:
-    """Return how the tensors lie that hang on a block, and which of them share a storage: a tape views them so.
+    """Return the layout of the tensors that hang on a block, and which of them share a storage. A tape views them so.
 
-    Parameters and buffers most often have a storage each; DeepSpeed puts those of all blocks into one. What else hangs
-    on the block (`held_tensors`) may be a table that grows.
+    Most parameters and buffers have a storage each, but DeepSpeed puts those of all blocks into one. Other tensors that
+    hang on the block (`held_tensors`) may be tables that grow.
     """
     storages: dict[int, int] = {}
     registers = [each for module in block.modules() for each in (parameters_of(module), buffers_of(module))]
@@ -89,14 +84,14 @@ def held_layout(block: nn.Module) -> Hashable:
 def fetch(
     externals: Sequence[tuple[int, Source]], block: nn.Module, args: Args, kwargs: Kwargs
 ) -> list[tuple[int, torch.Tensor | None]]:
-    """The inputs, parameters and buffers of this call, by value (rule R12)."""
+    """Return (value, tensor) of the inputs, parameters and buffers of this call (rule R12)."""
     return [(value, find_external(source, block, args, kwargs)) for value, source in externals]
 
 
 def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
-    """The tensor at `source` in this call of `block`, detached unless it is a parameter.
+    """Return the tensor at `source` in this call of `block`, detached unless it is a parameter.
 
-    What hangs on something may be gone: None, then.
+    Return None if a tensor that hung on a parameter or module is gone.
     """
     if source.place == "module":
         return find_held(block.get_submodule(source.path[0]), source.path[1:])
@@ -107,28 +102,20 @@ def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) 
             return buffers_of(owner)[name].detach()  # `buffer.data = ...` leaves this one as it is
         parameter = parameters_of(owner)[name]
         return find_held(parameter, source.path[1:]) if source.place == "attached" else parameter
-    return _argument(source.path, args, kwargs).detach()
+    return argument_at(source.path, args, kwargs).detach()
 
 
-def data_at(path: Sequence[Any], args: Args, kwargs: Kwargs) -> Data | None:
-    """The data of the argument at `path`; None if this call has no such tensor, or one that nobody compares."""
-    try:
-        return data_of(_argument(path, args, kwargs))
-    except (LookupError, TypeError):
-        return None
-
-
-def _argument(path: Sequence[Any], args: Args, kwargs: Kwargs) -> Any:
+def argument_at(path: Sequence[Any], args: Args, kwargs: Kwargs) -> Any:
     first, *rest = path
-    found = args[first] if isinstance(first, int) else kwargs[first]
+    argument = args[first] if isinstance(first, int) else kwargs[first]
     for step in rest:
-        found = found[step]
-    return found
+        argument = argument[step]
+    return argument
 
 
 @cache
 def _split(name: str) -> tuple[tuple[str, ...], str]:
-    """("mlp.c_fc.weight") -> (("mlp", "c_fc"), "weight")."""
+    """Return ("mlp", "c_fc"), "weight" for "mlp.c_fc.weight"."""
     *path, last = name.split(".")
     return tuple(path), last
 
@@ -139,23 +126,23 @@ def _owner(block: nn.Module, path: tuple[str, ...]) -> nn.Module:
     return block
 
 
-# Tensors that a block holds as neither parameter nor buffer: the scales of a quantized weight, an adapter's indices.
+# Held tensors: neither parameters nor buffers, such as the scales of a quantized weight or an adapter's indices.
 #
-# They hang on its parameters and modules, in attributes, containers and small objects there, and a quantized weight of
-# torchao is made of them. Each has a path, by which it is found anew at each call (rule R12). A call that puts another
-# one in its place cannot be followed.
+# They hang on the block's parameters and modules, in attributes, containers and small objects there. A quantized weight
+# of torchao consists of them. Each has a path, by which it is found at each call. If a call puts another tensor in its
+# place, replay cannot follow.
 
 PLACES = ("attached", "module")
-"""Of their sources: on a parameter, and on a module."""
+"""Places (`Source.place`) of held tensors: on a parameter, and on a module."""
 _DEPTH = 2
-"""Containers and objects between a module, or a parameter, and a tensor of its own."""
+"""Containers and objects that may lie between a module, or a parameter, and a held tensor."""
 _REGISTERED = frozenset({PARAMETERS, BUFFERS, MODULES})
 
 
 def held_tensors(block: nn.Module) -> Iterator[tuple[Source, torch.Tensor]]:
-    """(source, tensor) of each of them, as they are now."""
+    """Yield (source, tensor) of each held tensor, as it is now."""
     for name, parameter in block.named_parameters(remove_duplicate=False):
-        if not runs_on_parts(type(parameter)):  # whose own part stands for it
+        if not runs_on_parts(type(parameter)):  # a DTensor's local part stands for it
             for path, tensor in _tensors_in(vars(parameter), _DEPTH):
                 yield Source("attached", (name, *path)), tensor
     for name, module in block.named_modules():
@@ -165,12 +152,12 @@ def held_tensors(block: nn.Module) -> Iterator[tuple[Source, torch.Tensor]]:
 
 
 def find_held(owner: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
-    """The tensor at `path` from a parameter or module, detached; None if there is none any more."""
+    """Return the tensor at `path` from a parameter or module, detached; None if it is gone."""
     try:
-        found = reduce(_step, path, owner)
+        tensor = reduce(_step, path, owner)
     except (AttributeError, LookupError):
         return None
-    return found.detach() if _is_plain(found) else None
+    return tensor.detach() if _is_plain(tensor) else None
 
 
 def _step(owner: Any, name: Any) -> Any:
@@ -179,170 +166,16 @@ def _step(owner: Any, name: Any) -> Any:
 
 def _tensors_in(owner: Any, depth: int) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
     items = owner.items() if isinstance(owner, dict) else enumerate(owner)
-    for name, found in items:
-        if _is_plain(found):
-            yield (name,), found
-        if isinstance(found, torch.Tensor):
+    for name, item in items:
+        if _is_plain(item):
+            yield (name,), item
+        if isinstance(item, torch.Tensor):
             continue
-        inner = found if isinstance(found, (dict, list, tuple)) else getattr(found, "__dict__", None)
-        if depth and inner and not isinstance(found, (type, nn.Module)):
+        inner = item if isinstance(item, (dict, list, tuple)) else getattr(item, "__dict__", None)
+        if depth and inner and not isinstance(item, (type, nn.Module)):
             yield from (((name, *path), tensor) for path, tensor in _tensors_in(inner, depth - 1))
 
 
-def _is_plain(found: Any) -> bool:
-    """Whether it is a tensor that stands for itself: neither sparse nor divided among ranks."""
-    return isinstance(found, torch.Tensor) and has_storage(found) and not runs_on_parts(type(found))
-
-
-# What a block reads into Python: the tensors whose data decides which operators run (rule R8).
-#
-# Attention over images of several sizes splits its tokens at lengths that it reads from an argument. Calls that are
-# given the same lengths run the same operators, so that such data can be part of what tells calls apart, as shapes are.
-# What follows from anything else - hidden states, parameters, random numbers - is no ground for a tape.
-
-MOST_NUMBERS = 64
-"""Whole numbers in a tensor for them to count as sizes: where each image of a batch ends, say."""
-MAX_READ_BYTES = 1 << 16
-"""Largest argument that is compared at each call: reading 64 KiB takes some 10 us, a hundredth of a small block."""
-_METHODS = ("tolist", "numpy")
-"""Ways into Python that run no operator, so that no dispatch mode sees them."""
-_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-
-NoteRead = Callable[[torch.Tensor, str], None]
-Path = tuple[Any, ...]
-Data = bytes | tuple[int, ...]
-"""Of a tensor: its elements, one by one where they are few whole numbers."""
-Given = tuple[Hashable, tuple[Data | None, ...], Hashable]
-"""What tells calls of all blocks of one kind apart: `CallKey.shape`, data read into Python, `held_layout`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """One value that was read into Python, or that decided a size, and by what."""
-
-    value: int
-    by: str
-
-    def __str__(self) -> str:
-        return f"{self.by} reads data into Python or makes a size that depends on data"
-
-
-def deciding_tensors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """The tensors whose data decides what an operator returns into Python, or its result's size."""
-    if not _TAGS.intersection(func.tags):
-        return []
-    if schema_of(func).name == "aten::index":  # which depends on masks only; numbers are looked up
-        return [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
-    if schema_of(func).name == "aten::masked_select":
-        return [args[1]]
-    return [arg for arg in args if isinstance(arg, torch.Tensor)]
-
-
-class _Watch:
-    """One patch of torch's tensors for all threads that watch at the same time, each what it reads itself.
-
-    A torch function mode would see it too, and would have what torch.compile made of a block's parts made again.
-    """
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._notes: dict[int, list[NoteRead]] = {}
-        """By thread; the innermost comes last. Dynamo, when it is first used, keeps the methods that it finds: outside
-        they must find nothing here."""
-        self._before: dict[str, Any] = {}
-
-    def begin(self, note: NoteRead) -> None:
-        with self._lock:
-            if not self._notes:
-                self._before = {method: torch.Tensor.__dict__.get(method) for method in _METHODS}
-                for method in _METHODS:
-                    setattr(torch.Tensor, method, self._watching(method))
-            self._notes.setdefault(get_ident(), []).append(note)
-
-    def end(self) -> None:
-        with self._lock:
-            notes = self._notes[get_ident()]
-            notes.pop()
-            if not notes:
-                del self._notes[get_ident()]
-            if self._notes:
-                return
-            for method, function in self._before.items():
-                if function is None:
-                    delattr(torch.Tensor, method)
-                else:
-                    setattr(torch.Tensor, method, function)
-
-    def _watching(self, method: str) -> Callable[..., Any]:
-        original = self._before[method] or getattr(TensorBase, method)
-
-        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            notes = self._notes.get(get_ident())
-            if notes:
-                notes[-1](tensor, f"Tensor.{method}")
-            return original(tensor, *args, **kwargs)
-
-        return call
-
-
-_WATCH = _Watch()
-
-
-@contextmanager
-def watched(note: NoteRead) -> Iterator[None]:
-    """While open, `note(tensor, method)` is called where this thread turns a tensor into lists or arrays."""
-    _WATCH.begin(note)
-    try:
-        yield
-    finally:
-        _WATCH.end()
-
-
-def judge(
-    tape: Tape, reads: Iterable[Read], arguments: Callable[[int], Iterable[tuple[Path, torch.Tensor]]]
-) -> tuple[dict[Path, Data], Read | None]:
-    """(data of the arguments that `reads` follow from, by their paths; the first read that follows from more).
-
-    `arguments(value)` has the arguments on the storage of a value, with their paths: a read may be of any of them.
-    """
-    found: dict[Path, Data] = {}
-    for read in reads:
-        operators, leaves = closure(tape, read.value, lambda _: False)
-        if not all(tape.operators[index].may_run_again for index in operators):
-            return {}, read
-        for leaf in leaves:
-            is_given = tape.is_block_input(leaf) and not tape.values[leaf].overwritten
-            data = {path: data_of(tensor) for path, tensor in arguments(leaf)} if is_given else {}
-            if not data or None in data.values():
-                return {}, read
-            found |= data
-    return found, None
-
-
-def data_of(tensor: Any) -> Data | None:
-    """The tensor's elements in their order; None for floats, for what is large, and for what ranks divide.
-
-    Not its whole storage, whose end may be what was in memory before: `unique` allocates for the worst case.
-    """
-    if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point() or tensor.is_complex():
-        return None
-    if runs_on_parts(type(tensor)) or tensor.numel() * tensor.itemsize > MAX_READ_BYTES:
-        return None
-    if tensor.device.type == "cpu" or tensor.is_inference():
-        return _elements_of(tensor)
-    # Every block of a model is given the same tensor: the host waits for the device once, not in each of them.
-    version = version_of(tensor)
-    known = _seen.get(tensor)
-    if known is None or known[0] != version:
-        known = _seen[tensor] = (version, _elements_of(tensor))
-    return known[1]
-
-
-_seen = WeakTensorKeyDictionary()
-"""Data of tensors on other devices, and which version of the tensor had them."""
-
-
-def _elements_of(tensor: torch.Tensor) -> Data:
-    elements = tensor.detach().cpu().contiguous().numpy()
-    are_sizes = tensor.dtype is not torch.bool and elements.size <= MOST_NUMBERS
-    return tuple(elements.ravel().tolist()) if are_sizes else elements.tobytes()
+def _is_plain(item: Any) -> bool:
+    """Return True for a tensor that is neither sparse nor quantized nor divided among ranks."""
+    return isinstance(item, torch.Tensor) and has_storage(item) and not runs_on_parts(type(item))

@@ -1,4 +1,4 @@
-"""The key of a block's call, and what is known of the calls of each key: their tape, how often they ran (rule R8)."""
+"""Keys of a block's calls, and the shapes that they have shown: the tape of each key and its counts (rule R8)."""
 
 from __future__ import annotations
 
@@ -11,114 +11,116 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import nn
 
 from adacc_hf.artifacts.files import note_latest
-from adacc_hf.tape.call_inputs import Args, Data, Given, Kwargs, argument_layout, data_at, held_layout
+from adacc_hf.tape.call_inputs import Args, Kwargs, argument_layout, held_layout
+from adacc_hf.tape.data_reads import Data, data_at
 from adacc_hf.tape.family import TapeFamily
-from adacc_hf.tape.guards import RESTLESS_AFTER, SHORT_LIFE, BlockPrograms, attention_backends
+from adacc_hf.tape.guards import BlockPrograms, attention_backends
 from adacc_hf.tape.tape import Tape
 
 MAX_LAYOUTS = 64
-"""Layouts of a block's own tensors that are told apart. The least recently seen one goes."""
+"""Layouts of a block's own tensors that are remembered. The least recent one is dropped."""
+MANY_LAYOUTS, CALLS_PER_LAYOUT = 8, 16
+"""A block with this many layouts or more, and fewer calls for each, has a new layout at nearly every call."""
 MAX_SHAPES = 512
-"""Shapes a block remembers; the least recently used one goes. A tape and a plan on it are some 130 KiB of Python
-objects, and to record a shape anew takes as long as some ten steps: texts have hundreds of lengths."""
+"""Shapes that a block remembers. The least recently used one is dropped. Texts have hundreds of lengths, a tape and a
+plan on it are some 130 KiB of Python objects, and recording a shape anew takes as long as some ten steps."""
 
 
 class CallKey(NamedTuple):
-    """What the operators of a call depend on, as far as it is known."""
+    """Key of a call: two calls of one kind of block with equal keys run the same operators.
+
+    For a block that cannot be traced this is a guess, which is compared (run/validation.py).
+    """
 
     shape: Hashable
-    """(layout of the tensor arguments, numbers that the program is given, the program, kernels attention may take)."""
+    """(layout of the tensor arguments, numbers that are inputs of the program, its number, kernels of attention)."""
     data: tuple[Data | None, ...]
     """Data of the arguments that the block reads into Python."""
-    layout: int = 0
-    """The number of the layout that the block's own tensors have (`KnownShapes.given_to`)."""
+    layout: int
+    """Hash of the layout of the block's own tensors (`held_layout`). A plan compares the tensors that it reads one by
+    one (`CompiledPlan.has_all`)."""
 
 
 @dataclass(slots=True)
 class KnownShape:
-    """What a block's calls of one key have shown, whatever plan they ran under."""
+    """Tape and counts of a block's calls of one key, whatever plan they ran under."""
 
     tape: Tape
     num_calls: int = 1
     varies: bool = False
     """Whether calls ran other operators than the tape's, again and again."""
-    num_left: int = 0
-    """Times that a call left the tape that it had then."""
 
 
 class Follower(Protocol):
-    """What keeps something of its own for each shape, as a plan does."""
+    """An object that keeps an entry of its own for each key, such as a plan."""
 
     def forget(self, key: CallKey) -> None:
-        """Let go of what is kept for `key`, if anything is."""
+        """Drop the entry of `key`, if there is one."""
 
 
 class KnownShapes(OrderedDict[CallKey, KnownShape]):
-    """What a block's calls have shown, the latest last. All plans of a block share it, and forget what it forgets."""
+    """The shapes of a block by the keys of its calls, the latest last.
+
+    All plans of a block share one object, and forget the keys that it forgets.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._programs: BlockPrograms | None = None
-        """Of the block, from its first call on."""
-        self._layouts: OrderedDict[Hashable, int] = OrderedDict()
-        """Numbers of the layouts that the block's own tensors had, the latest last."""
-        self._layout: Hashable = None
-        """The latest of them."""
-        self._number = self._num_layouts = 0
-        self._num_calls = 0
+        """Those of the block. None before its first call."""
+        self._layouts: OrderedDict[int, None] = OrderedDict()
+        """Hashes of the layouts of the block's own tensors, the latest last."""
+        self._layout = 0
+        """The latest one."""
+        self._num_layouts = self._num_calls = 0
         self._left: OrderedDict[CallKey, int] = OrderedDict()
+        """Times that calls have left the tape of their key."""
         self._reads: tuple[tuple[Any, ...], ...] = ()
-        """Where the arguments are that any tape's Python reads."""
+        """Paths of the arguments that the block reads into Python."""
         self._unseen: OrderedDict[CallKey, None] = OrderedDict()
-        """Calls of known shapes that were given other data, once each."""
+        """Keys of calls with a known shape and new data that came once."""
         self.followers: WeakSet[Follower] = WeakSet()
         self.was_compared = False
         """Whether a call of the block was compared with a record, or recorded, in the run that it is in now."""
         self.of_families: WeakKeyDictionary[TapeFamily, KnownShape] = WeakKeyDictionary()
-        """What calls at all sizes of a family have shown."""
+        """Counts of calls at all sizes of a family."""
 
     @property
     def untraced(self) -> str | None:
-        """Why the latest call has to be compared with its tape operator by operator; None if guards vouch for it."""
+        """The reason why the latest call has to be compared with its tape. None if guards vouch for the call."""
         return None if self._programs is None else self._programs.untraced
 
     def key(self, block: nn.Module, fn: Callable[..., Any], args: Args, kwargs: Kwargs) -> CallKey:
-        """Return the key of a call that is about to run; to be asked once per call, before it runs."""
+        """Return the key of a call that is about to run. Ask once per call, before it runs."""
         if self._programs is None:
             self._programs = BlockPrograms(block)
+            self._note_layout(block)
         self._num_calls += 1
         program, numbers = self._programs.key(fn, args)
         data = tuple([data_at(path, args, kwargs) for path in self._reads])
-        return CallKey((argument_layout(args, kwargs), numbers, program, attention_backends()), data, self._number)
-
-    def given_to(self, key: CallKey, block: nn.Module) -> Given:
-        """Return what of `key` blocks of one kind have in common: each of them counts its layouts by itself."""
-        if self._layout is None:
-            self.moved(key, block)
-        return key.shape, key.data, self._layout
+        return CallKey((argument_layout(args, kwargs), numbers, program, attention_backends()), data, self._layout)
 
     def moved(self, key: CallKey, block: nn.Module) -> CallKey:
-        """Return the key of the call with the layout that the block's own tensors have now.
+        """Return `key` with the present layout of the block's own tensors.
 
-        Weights may have been put into one storage, and tables may have grown. `key` if they lie as they did.
+        It differs if weights were put into one storage, say, or if a table has grown.
         """
-        # Its hash is enough: a plan compares each tensor that it reads (`CompiledPlan.has_all`).
-        self._layout = layout = hash(held_layout(block))
-        number = self._layouts.get(layout)
-        if number is None:
-            number, self._num_layouts = self._num_layouts, self._num_layouts + 1
-        note_latest(self._layouts, layout, number, MAX_LAYOUTS)
-        self._number = number
-        return key._replace(layout=number)
+        self._note_layout(block)
+        return key._replace(layout=self._layout)
+
+    def _note_layout(self, block: nn.Module) -> None:
+        self._layout = hash(held_layout(block))
+        self._num_layouts += self._layout not in self._layouts
+        note_latest(self._layouts, self._layout, None, MAX_LAYOUTS)
 
     @property
-    def is_restless(self) -> bool:
-        """Return True if what hangs on the block lies elsewhere at nearly every call."""
-        return self._num_layouts >= RESTLESS_AFTER and self._num_calls < SHORT_LIFE * self._num_layouts
+    def is_ever_moving(self) -> bool:
+        """Return True if the block's own tensors have a new layout at nearly every call."""
+        return self._num_layouts >= MANY_LAYOUTS and self._num_calls < CALLS_PER_LAYOUT * self._num_layouts
 
     def outdate(self, key: CallKey) -> None:
-        """Forget the tape of `key`, which a call has left, so that the next call is recorded anew."""
-        note_latest(self._left, key, self[key].num_left, MAX_SHAPES)
+        """Forget the tape of `key`, which a call has left. The next call is recorded anew."""
+        note_latest(self._left, key, self.num_left(key) + 1, MAX_SHAPES)
         self._forget([key])
 
     def num_left(self, key: CallKey) -> int:
@@ -126,9 +128,9 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         return self._left.get(key, 0)
 
     def is_unseen(self, key: CallKey) -> bool:
-        """Whether a call comes at a known shape with data that was never seen there.
+        """Return True if a call has a known shape and data that comes for the first time.
 
-        Recording takes memory, which is set aside where a shape is new, and time, which pays if the data comes again.
+        Recording takes memory, which no budget expects at a known shape, and time, which pays if the data comes again.
         """
         known_data = {known.data for known in self if known.shape == key.shape}
         if not known_data or key.data in known_data or key in self._unseen:
@@ -137,12 +139,12 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         return True
 
     def add(self, key: CallKey, known: KnownShape) -> CallKey:
-        """Note what a call showed; returns its key, which has the data that its tape is the first to read."""
+        """Add a recorded call. Return its key, with the data that its tape is the first to read."""
         reads = known.tape.reads
         new = [path for path in reads if path not in self._reads]
         if new:
             self._reads = (*self._reads, *new)
-            # What was recorded before does not tell data apart that may matter there too.
+            # The keys of earlier records lack this data, on which their operators may depend too.
             self._forget(list(self))
             key = key._replace(data=(*key.data, *(reads[path] for path in new)))
         self[key] = known
@@ -151,7 +153,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         return key
 
     def of_family(self, family: TapeFamily) -> KnownShape:
-        """What calls of this block at all sizes of `family` have shown; some were recorded, before there was one."""
+        """Return the counts of calls at all sizes of `family`. Records were made of some before there was a family."""
         return self.of_families.setdefault(family, KnownShape(family.base, num_calls=2))
 
     def _forget(self, keys: list[CallKey]) -> None:

@@ -1,4 +1,8 @@
-"""A plan made ready to run on one tape: which choices it can follow, what each slot does, what each unpack runs."""
+"""Compiled plans: a plan made ready to run on one tape.
+
+It holds what each slot keeps, what each unpack replays, and what a call has to hold for that. The end of the file fits
+a plan's choices to a tape that they may not have been made for.
+"""
 
 from __future__ import annotations
 
@@ -23,29 +27,30 @@ from adacc_hf.torch_glue.tensors import PLAIN, local_of
 
 @dataclass(slots=True)
 class Slot:
-    """What happens to one saved tensor under a plan, whatever its size: that is in `Tape.slots`."""
+    """Treatment of one saved tensor under a plan. It holds at all sizes; the size itself is in `Tape.slots`."""
 
     value: int
-    """The one whose storage it is taken from."""
+    """The value that the tensor views."""
     in_cell: bool
-    """Whether the first slot of this value fills its cell."""
+    """Whether the value is stored in a cell, which its first slot fills."""
     needs: tuple[int, ...] | None
-    """Stored values that recomputing the slot reads; None: autograd gets back the very tensor."""
+    """Stored values that recomputing the slot reads. None: autograd gets the saved tensor itself back."""
     checks_offset: bool
-    """Whether the offset in the storage is part of the tape; an argument may be a slice of anything."""
+    """Whether the storage offset has to be the tape's. An argument may be a slice of any tensor."""
     is_read_by_replay: bool
-    """Whether replay, or an equal value's slot, reads the value: a backward that may write into it gets a copy."""
+    """Whether replay, or the slot of an equal value, reads the value. If so, a backward that may write into it gets a
+    copy."""
     state_after: tuple[int, torch.device] | None = None
-    """The value and the device of a generator's state that the call takes once it has packed this slot."""
+    """(value, device) of the generator state that the call takes after it has packed this slot, if any."""
     position: dict[int, int] = field(init=False)
-    """Where each of what it needs is among them."""
+    """The index of each needed value in `needs`."""
 
     def __post_init__(self) -> None:
         self.position = {value: index for index, value in enumerate(self.needs or ())}
 
 
 class Schedule:
-    """The programs of one order of unpacks. Never changed, so that a backward under way can rely on it."""
+    """Replay programs for one order of unpacks. Immutable, so that a backward under way can rely on it."""
 
     __slots__ = ("order", "programs")
 
@@ -54,7 +59,7 @@ class Schedule:
         self.programs: list[ReplayProgram] = schedule(tape, store, order, given_back)
 
     def resized(self, operators: Callable[[int], TapeOperator], tape: Tape) -> Schedule:
-        """The same programs on `tape`, whose operators differ in numbers alone."""
+        """Return the same programs on `tape`, whose operators differ in numbers alone."""
         other = copy(self)
         other.programs = [
             replace(program, steps=tuple([s.resized(operators(s.operator.index), tape) for s in program.steps]))
@@ -66,17 +71,16 @@ class Schedule:
 
 
 class CompiledPlan:
-    """One plan on one tape. Shared by all calls and all blocks whose tapes have equal digests.
+    """One plan on one tape, shared by all calls and all blocks whose tapes have equal digests.
 
-    `choices` has an entry for every activation; `shared` are the inputs that others hold anyway. What the plan takes
-    from an equal value (`Tape.equal`) has no storage of its own: its slots go into the cell of that value.
+    `choices` has an entry for every activation. `shared` are inputs that are held outside of the block anyway. A value
+    that the plan takes from an equal one (`Tape.equal`) has no cell of its own: its slots read the cell of that value.
     """
 
     def __init__(self, tape: Tape, choices: dict[int, Choice], shared: Iterable[int] = ()) -> None:
         self.tape = tape
         self.num_values = len(tape.values)
         self.num_slots = len(tape.slots)
-        self.devices = frozenset(value.device for value in tape.values)
         self.device_type = next((value.device.type for value in tape.values), "cpu")
         self.is_plain = all(choice.action is Action.RETAIN for choice in choices.values())
         self.store = _store(tape, choices, frozenset(shared))
@@ -88,19 +92,19 @@ class CompiledPlan:
         self.needs = {value: self._roots_of(value) for value in self._merged.saved_values() if value in in_cells}
         saved = {value for value in self.needs if value in self.store.compressed}
         self.roots = tuple(sorted(saved.union(*self.needs.values())))
-        """Stored values that get a cell: payloads, and tensors that some replay reads."""
+        """Values that get a cell: encoded ones, and tensors that a replay reads."""
         read = {*self._read_by_replay(), *equal.values()}
         self.slots = [self._slot(ref.value, read) for ref in self._merged.slots]
         self.first_state: tuple[int, torch.device] | None = None
-        """The same for the one that it takes before the block runs."""
+        """(value, device) of the generator state that a call takes before the block runs, if any."""
         self.draws = False
         """Whether replay draws random numbers again."""
         self._place_states()
         self.encode_views = {value: encode_view(tape, value) for value in self.store.compressed}
         self.externals = self._externals()
-        """(value, source) of the inputs, parameters and buffers that a call must hold for replay."""
+        """(value, source) of the inputs, parameters, buffers and held tensors that a call must hold for replay."""
         self.held = [place for place, (_, source) in enumerate(self.externals) if source.place in PLACES]
-        """The places among them of what hangs on parameters and modules; most blocks have none."""
+        """Indices in `externals` of held tensors (tape/call_inputs.py). Most blocks have none."""
         self._expected = self._expected_of_held()
         looked_up = {value for value, _ in self.externals}
         self._sharing = [each for each in tape.sharing if each[0] in looked_up]
@@ -108,11 +112,11 @@ class CompiledPlan:
         self.follow(tape.order or tuple(reversed(range(self.num_slots))))
 
     def follow(self, order: tuple[int, ...]) -> None:
-        """Prepare for backward asking for slots in `order`; calls under way keep theirs."""
+        """Prepare for a backward that asks for slots in `order`. Calls under way keep their schedule."""
         self.schedule = Schedule(self._with_equals, self.store, order, self._given_back)
 
     def resized(self, tape: Tape) -> CompiledPlan:
-        """The same plan on `tape`, which differs in numbers alone: those of operators and payloads."""
+        """Return the same plan on `tape`, a tape of the same family."""
         if tape.order and self.schedule.order != tape.order:
             self.follow(tape.order)
         plan = copy(self)
@@ -128,7 +132,7 @@ class CompiledPlan:
 
     @property
     def _with_equals(self) -> Tape:
-        """The tape in which equal values stand for each other as this plan has it."""
+        """The tape with each value that the plan takes from an equal one replaced by that one."""
         if self._merged is None:
             self._merged = merged(self.tape, self._equal) if self._equal else self.tape
         return self._merged
@@ -136,9 +140,9 @@ class CompiledPlan:
     def has_all(
         self, externals: list[tuple[int, torch.Tensor | None]], find: Callable[[Source], torch.Tensor | None]
     ) -> TypeGuard[list[tuple[int, torch.Tensor]]]:
-        """Return True if all that hangs on the block is there in this call and lies as it did when recorded.
+        """Return True if the block's own tensors are there in this call, with the layout that they have on the tape.
 
-        That of the arguments is part of the call's key. `find` looks up what is at a source in this call.
+        The layout of arguments is part of the call's key. `find` returns the tensor at a source in this call.
         """
         for place, size, stride, offset, dtype, device in self._expected:
             tensor = externals[place][1]
@@ -157,7 +161,7 @@ class CompiledPlan:
         return not self._sharing or self._is_shared(find)
 
     def _is_shared(self, find: Callable[[Source], torch.Tensor | None]) -> bool:
-        """Return True if tensors that shared a storage when recorded share one in this call, each in its place."""
+        """Return True if tensors that shared a storage when recorded share one in this call, with the same layout."""
         for value, source, geometry in self._sharing:
             first, other = find(self._source_of(value)), find(source)
             if first is None or other is None:
@@ -169,7 +173,7 @@ class CompiledPlan:
         return True
 
     def _expected_of_held(self) -> list[tuple[int, Any, Any, int, torch.dtype, torch.device]]:
-        """(place among the externals, size, stride, offset, dtype, device) of each that is no argument."""
+        """Return (index in `externals`, size, stride, offset, dtype, device) of the tensors that are no arguments."""
         expected = []
         for place, (value, source) in enumerate(self.externals):
             if source.place != "argument":
@@ -178,7 +182,10 @@ class CompiledPlan:
         return expected
 
     def replaced(self, before: list[tuple[int, torch.Tensor]], block: nn.Module) -> Source | None:
-        """What hung on the block when a call began and is not what hangs there now, if anything."""
+        """Return the source of a held tensor that the call has replaced by another one, or None.
+
+        `before` are the externals from the beginning of the call.
+        """
         for place in self.held:
             _, source = self.externals[place]
             now = find_external(source, block, (), {})
@@ -187,16 +194,17 @@ class CompiledPlan:
         return None
 
     def program_out_of_order(self, slot: int, environment: Environment) -> ReplayProgram:
+        """Return the program of an unpack that comes at another place than the schedule has it."""
         made = {value for value, tensor in enumerate(environment) if tensor is not None}
         return single_program(self._with_equals, self.store, slot, made)
 
     def _roots_of(self, value: int) -> tuple[int, ...]:
-        """Stored values that recomputing `value` from scratch reads."""
+        """Return the stored values that recomputing `value` from scratch reads."""
         _, leaves = closure(self._with_equals, value, self.store.__contains__)
         return tuple(leaf for leaf in leaves if leaf in self.store.retained or leaf in self.store.compressed)
 
     def _read_by_replay(self) -> set[int]:
-        """Values that operators read when anything that is not at hand is recomputed, parameters and the like aside."""
+        """Return the values that replay reads, without those that exist outside of the block, as parameters do."""
         runs = [closure(self._with_equals, value, self.store.__contains__)[0] for value in self.needs]
         read = {value for run in runs for number in run for value in self._with_equals.operators[number].inputs()}
         return {value for value in read if not self.tape.is_held_elsewhere(value)}
@@ -211,7 +219,7 @@ class CompiledPlan:
         )
 
     def _place_states(self) -> None:
-        """Find out when a call takes the generator's states that its replay draws from (rule R5)."""
+        """Set when a call takes the generator states that its replay draws from (rule R5)."""
         for num_saved, value, device in self.tape.drawing():
             if value in self.roots:
                 self.draws = True
@@ -230,7 +238,7 @@ class CompiledPlan:
 
     def _source_of(self, value: int) -> Source:
         source = self.tape.values[value].source
-        assert source is not None  # what the block makes is not there early
+        assert source is not None  # no operator of the block makes an external
         return source
 
 
@@ -244,7 +252,7 @@ def _store(tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> St
 
 
 def _taken_from_equals(tape: Tape, choices: dict[int, Choice]) -> dict[int, int]:
-    """The values that this plan does not store itself and takes from an equal one that it has a choice for."""
+    """Return the values that the plan takes from an equal one, which it has a choice for, in place of storing them."""
     if all(choice != RECOMPUTE for choice in choices.values()):
         return {}
     saved = set(tape.saved_values())
@@ -253,18 +261,18 @@ def _taken_from_equals(tape: Tape, choices: dict[int, Choice]) -> dict[int, int]
 
 
 def encode_view(tape: Tape, value: int) -> TensorRef:
-    """The value's base with its dimensions in the order of memory, so that codecs read one dense stretch."""
+    """Return the value's base with its dimensions in the order of memory, so that a codec reads one dense stretch."""
     ref = tape.values[value].ref
     size, stride, offset = ref.geometry
     order = sorted(range(len(size)), key=lambda d: (-stride[d], d))
     return TensorRef(value, (tuple(size[d] for d in order), tuple(stride[d] for d in order), offset), ref.dtype)
 
 
-# What becomes of a plan's choices on a tape that they may not have been made for.
+# Fitting a plan's choices to a tape that they may not have been made for.
 
 
 def can_follow(choice: Choice, tape: Tape, value: int) -> bool:
-    """Whether `choice` can be carried out for `value` of `tape`, which may not be the tape that it was made for."""
+    """Return True if `choice` can be carried out for `value` of `tape`."""
     if choice.action is Action.RECOMPUTE:
         return value in tape.recomputable
     if choice.action is Action.COMPRESS:
@@ -276,24 +284,25 @@ def can_follow(choice: Choice, tape: Tape, value: int) -> bool:
 def choices_by_value(
     choices: Mapping[int, Choice], tape: Tape, same: Mapping[int, int], with_loss: bool
 ) -> dict[int, Choice]:
-    """`choices` for the values of `tape` that are those of the planned one, by `same`; least memory for all others.
+    """Return `choices` for the values of `tape` that the planned tape has too, and the least memory for all others.
 
-    Unless `with_loss`, lossy ones are not followed: what becomes of gradients is known of the planned operators alone.
+    `same` maps the planned tape's values to those of `tape`. Unless `with_loss`, lossy codecs are left out, since their
+    effect on gradients was measured for the planned operators alone.
     """
     planned = {same[value]: choice for value, choice in choices.items() if value in same}
-    held = {value for value in same.values() if tape.is_block_input(value)} - planned.keys()
-    found = {value: choice for value, choice in least_memory_choices(tape).items() if value not in held}
-    for value in found.keys() & planned.keys():
+    shared = {value for value in same.values() if tape.is_block_input(value)} - planned.keys()
+    fitted = {value: choice for value, choice in least_memory_choices(tape).items() if value not in shared}
+    for value in fitted.keys() & planned.keys():
         choice = planned[value]
         if can_follow(choice, tape, value) and (with_loss or choice.codec is None or codec_of(choice).lossless):
-            found[value] = choice
-    return found | dict.fromkeys(unfit(found, tape), RETAIN)
+            fitted[value] = choice
+    return fitted | dict.fromkeys(unfit(fitted, tape), RETAIN)
 
 
 def unfit(choices: Mapping[int, Choice], tape: Tape) -> list[int]:
-    """Values whose choice cannot be carried out on `tape`, or would make what no replay may (`index_values.py`)."""
+    """Return the values whose choice cannot be carried out on `tape`, or would replay what must be exact (rule R14)."""
     coded = {v for v, c in choices.items() if c.action is Action.COMPRESS and not codec_of(c).lossless}
-    kept = index_values(
+    exact = index_values(
         ((operator.inputs(), operator.made()) for operator in tape.operators),
         lambda value: _counts_as_index(tape, value),
         coded,
@@ -303,13 +312,13 @@ def unfit(choices: Mapping[int, Choice], tape: Tape) -> list[int]:
     def is_unfit(value: int, choice: Choice) -> bool:
         if not can_follow(choice, tape, value):
             return True
-        return choice == RECOMPUTE and (value in kept or _is_statistic_of(coded, value, choices, tape))
+        return choice == RECOMPUTE and (value in exact or _is_statistic_of(coded, value, choices, tape))
 
     return [value for value, choice in choices.items() if is_unfit(value, choice)]
 
 
 def _counts_as_index(tape: Tape, value: int) -> bool:
-    """Whether a value holds indices, or what a Function has drawn, which may depend on numbers."""
+    """Return True for a value of indices, and for one that a Function has drawn, which may depend on data."""
     record = tape.values[value]
     maker = None if record.producer is None else tape.operators[record.producer]
     is_drawn = maker is not None and maker.is_function and maker.random
@@ -317,7 +326,7 @@ def _counts_as_index(tape: Tape, value: int) -> bool:
 
 
 def _is_statistic_of(coded: Collection[int], value: int, choices: Collection[int], tape: Tape) -> bool:
-    """Whether a value has one number for each row, and a replay would make it from rows in `coded`."""
+    """Return True if a value has one number for each row, and a replay would make it from rows in `coded`."""
 
     def reads(made: int) -> tuple[int, ...]:
         producer = tape.values[made].producer
@@ -329,21 +338,21 @@ def _is_statistic_of(coded: Collection[int], value: int, choices: Collection[int
 
 
 def codec_of(choice: Choice) -> Codec:
-    """The codec of a choice to compress. Raises ValueError if it names none, or one that there is not."""
+    """Return the codec of a choice to compress. Raises ValueError if it names none, or an unknown one."""
     if choice.codec is None:
         raise ValueError(f"codec=None for a choice to {choice}: choose from {', '.join(list_codecs())}")
     return get_codec(choice.codec, **dict(choice.options))
 
 
 def least_memory_choices(tape: Tape) -> dict[int, Choice]:
-    """The lossless choices that store least."""
+    """Return the lossless choices that store least."""
     inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
     made = [value for value in tape.saved_values() if tape.values[value].source is None]
     return dict.fromkeys(inputs, RETAIN) | {value: least_memory(tape, value) for value in made}
 
 
 def least_memory(tape: Tape, value: int) -> Choice:
-    """The lossless choice that stores least for a value that the block made."""
+    """Return the lossless choice that stores least for a value that the block made."""
     record = tape.values[value]
     if value in tape.recomputable:
         return RECOMPUTE
@@ -356,8 +365,10 @@ def least_memory(tape: Tape, value: int) -> Choice:
 
 
 def _is_drawn_mask(tape: Tape, value: int) -> bool:
-    """Whether a value is 0 or one other number by how it is made, as dropout's mask on a CPU: zeros and ones that were
-    drawn, perhaps divided by a number."""
+    """Return True if a value's elements are 0 or one other number: zeros and ones that were drawn, perhaps divided.
+
+    Dropout's mask on a CPU is made so.
+    """
     producer = tape.values[value].producer
     if producer is None:
         return False

@@ -1,62 +1,60 @@
-"""One tape for all sizes: a tape whose numbers are expressions of the sizes that a call is given.
+"""Tape families: one tape for all sizes, whose numbers are expressions of the sizes of a call's arguments.
 
 NOTE [Which sizes a family serves]
-A block's Python decides which operators run by comparing sizes with numbers of its own (a window that starts to bind)
-or with 1. Dynamo's guards tell such sizes apart (`guards.py`): they belong to other programs, and so to other families.
-What an operator itself makes of a size no guard tells, such as attention's kernels of a mask's last dimension on a
-GPU: sizes that are multiples of 16 are told from others there. The numbers of a tape are polynomials of the sizes,
-fitted to records. The first call at each of AGREED new sizes, at few after them and at all beyond those seen so far is
-compared with its tape operator by operator, on one block of those that share it (run/validation.py). Each call is
-compared by what autograd saves (rule R8). Where records of one program have other operators, each size is recorded.
-Whether the same operators give the same bits again is compared at every so many new sizes (rule R7).
+A block's Python may compare a size with 1, or with a number of its own, such as the length of a window. Dynamo's guards
+tell such sizes apart (`guards.py`): they belong to different programs, and so to different families. No guard tells
+what an operator does inside with a size. On a GPU attention's kernels depend on whether a mask's last dimension is a
+multiple of 16, so that such sizes have a family of their own there.
+
+The numbers of a tape are polynomials of the sizes, fitted to records. Calls are compared with their tape operator by
+operator (run/validation.py) if they are the first at one of AGREED new sizes, at a few sizes after these, or at a size
+beyond those seen so far, on one of the blocks that share the family. Every call compares the tensors that autograd
+saves (rule R8). If records of one program have different operators, each size is recorded. Replay is compared bit for
+bit at the 1st, 2nd, 4th, 8th ... new size (rule R7).
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from adacc_hf.artifacts.profile_sizes import Basis, Column, Polynomial, independent
-from adacc_hf.tape.tape import Blank, Geometry, Tape, TapeOperator, TapeValue, TensorRef
+from adacc_hf.tape.tape import BITS, Tape
+from adacc_hf.tape.tape_template import TapeNumbers, TapeTemplate
 from adacc_hf.tape.verification import obtainable
 
 ENOUGH_RECORDS = 3
-"""Records that a family is made of: two sizes tell what a number is a multiple of, the third one checks it."""
+"""Records that a family needs. Two sizes give the expression of a number, the third one checks it."""
 MOST_RECORDS = 8
-"""Records that expressions are looked for in. Numbers that follow no rule in so many follow none: a length that is
-rounded up to a window's, say."""
-MOST_GROUPS = 8
-"""Sorts of tapes that a block may have at the sizes of one outline; in any more of them no family is looked for."""
+"""Most records that expressions are fitted to. Numbers that no expression fits by then follow no polynomial, such as a
+length that is rounded up to a window's."""
 AGREED = 16
-"""New sizes at which all operators of a block are given the numbers that the family says. Sums of at most three
-products of sizes that are right at so many, and at the smallest and largest recorded ones, are right at those between:
-a rule with a step in it, as of lengths that are rounded up, has shown it by then. What each call saves is compared all
-the same."""
+"""New sizes at which a call is compared with the tape. An expression is a sum of at most three products of sizes. If it
+is right at so many sizes, it is right at all sizes between the smallest and largest of them: a rule with a step in it,
+as for lengths that are rounded up, has shown by then."""
 MOST_SIZES = 32
-"""Sizes whose tapes are kept at hand. To evaluate one anew takes less than a millisecond."""
+"""Sizes whose tapes are cached. Evaluating one anew takes less than a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallSizes:
-    """What a call of a block is given, apart from the numbers in it."""
+    """Sizes in a call's key, and the rest of the key."""
 
     outline: Hashable
-    """What has to be equal for two calls to be of one family."""
+    """The rest of the key. Calls of one family have equal outlines."""
     dimensions: tuple[int, ...]
-    """The sizes of its tensors, and whole numbers among its arguments and in the tensors that it reads into Python."""
+    """Sizes of tensors, whole numbers among the arguments, and whole numbers that the block reads into Python."""
     layout: tuple[int, ...]
-    """Strides and offsets of its tensors, which follow from the sizes where one family serves them."""
+    """Strides and offsets of the tensors. In a family they follow from the sizes."""
 
     @classmethod
-    def of(cls, given: Any, alignment: int) -> CallSizes:
-        """Those of `Key.given_to`. Sizes that are multiples of `alignment`, if not 1, are told from others, but for the
-        first one of several of a tensor."""
-        (tensors, plain, *settings), data, state = given
+    def of(cls, key: Any, alignment: int) -> CallSizes:
+        """Split a `CallKey`. Unless `alignment` is 1, the outline tells its multiples from other sizes, except for the
+        first of several dimensions of a tensor."""
+        (tensors, plain, *settings), data, layout_of_held = key
         dimensions: list[int] = []
         layout: list[int] = []
         described = []
@@ -70,7 +68,7 @@ class CallSizes:
             described.append((path, sizes, None if is_strided else place, dtype, requires_grad, alias))
         rest = _without_numbers(plain, dimensions, 1)
         data = _without_numbers(data, dimensions, alignment)
-        return cls((tuple(described), rest, tuple(settings), data, state), tuple(dimensions), tuple(layout))
+        return cls((tuple(described), rest, tuple(settings), data, layout_of_held), tuple(dimensions), tuple(layout))
 
 
 def _class_of(size: int, alignment: int) -> int | str:
@@ -97,51 +95,47 @@ class RecordedCall:
 
 
 class TapeFamily:
-    """The tapes of a block's calls at all sizes. Make one with `TapeFamily.of`."""
+    """The tapes of a block's calls at all sizes of one outline. Make one with `TapeFamily.of`."""
 
-    def __init__(self, records: Sequence[RecordedCall], expressions: _Expressions, template: _Template) -> None:
+    def __init__(self, records: Sequence[RecordedCall], expressions: _Expressions, template: TapeTemplate) -> None:
         self._expressions, self._template = expressions, template
         self._sized: OrderedDict[tuple[int, ...], Tape] = OrderedDict()
         tapes = [record.tape for record in records]
         recomputable = frozenset.intersection(*(tape.recomputable for tape in tapes))
         equal = {v: e for v, e in tapes[0].equal.items() if all(tape.equal.get(v) == e for tape in tapes)}
         self.base = replace(tapes[0], recomputable=recomputable, equal=_kept(equal, recomputable))
-        """The tape that plans are made for; those of all sizes have its values, operators and slots."""
+        """The tape that plans are made for. The tapes of all sizes have its values, operators and slots."""
         self.is_in_force = True
-        """Whether calls at new sizes may run as this family says still."""
+        """Whether calls at new sizes may still run on tapes of this family."""
         self._identity = hashlib.sha256(repr(identity_of(records)).encode()).hexdigest()
-        """Tells its tapes from those of a family that was made of fewer records."""
+        """Part of its tapes' digests, which tells them from tapes of a family that was made of fewer records."""
         self._recorded = frozenset(record.sizes.dimensions for record in records)
         self._least = self._most = records[0].sizes.dimensions
-        """The least and the greatest sizes, in each dimension, at which calls were seen to run as the family says."""
+        """The least and the greatest sizes, in each dimension, at which calls ran as their tape says."""
         for record in records:
             self.extend(record.sizes)
         self._num_new = 0
-        """Sizes that came so far and were not recorded."""
-        self._to_compare: Tape | None = None
+        """Number of sizes so far that were not recorded."""
 
     @classmethod
     def of(cls, records: Sequence[RecordedCall]) -> TapeFamily | None:
-        """The family of calls that all ran the same operators; None if their numbers follow no rule."""
+        """Return the family of calls that ran the same operators; None if no expressions fit their numbers."""
         tapes = [record.tape for record in records]
         calls = [record.sizes.dimensions for record in records]
         symbols = independent(calls)
         if symbols is None:
             return None
-        columns = [_Columns(tape) for tape in tapes]
+        columns = [TapeNumbers(tape) for tape in tapes]
         given = [record.sizes.dimensions + record.sizes.layout for record in records]
         expressions = _Expressions.of(symbols, calls, given, [column.numbers for column in columns])
-        return None if expressions is None else cls(records, expressions, _Template(tapes[0], expressions.places))
+        return None if expressions is None else cls(records, expressions, TapeTemplate(tapes[0], expressions.places))
 
     def forget_sizes(self) -> None:
-        """Evaluate the tapes of all sizes anew."""
+        """Drop the cached tapes, so that those of all sizes are evaluated anew."""
         self._sized.clear()
 
     def tape_at(self, sizes: CallSizes, order: tuple[int, ...] | None) -> Tape | None:
-        """The tape of a call of these sizes; None if they do not hang together as the family's do.
-
-        `order` is that of `Tape.order`.
-        """
+        """Return the tape of a call of these sizes, with `Tape.order`; None if the family does not cover them."""
         known = self._sized.get(sizes.dimensions)
         if known is None:
             numbers = self._expressions.at(sizes)
@@ -158,7 +152,7 @@ class TapeFamily:
         return known
 
     def extend(self, sizes: CallSizes) -> None:
-        """Count these sizes among those at which a call was seen to run as the family says."""
+        """Note sizes at which a call ran as its tape says."""
         self._least = tuple(map(min, self._least, sizes.dimensions))
         self._most = tuple(map(max, self._most, sizes.dimensions))
 
@@ -166,52 +160,41 @@ class TapeFamily:
         return all(low <= n <= high for low, n, high in zip(self._least, sizes.dimensions, self._most, strict=True))
 
     def _note_new(self, tape: Tape, sizes: CallSizes) -> None:
+        """Count a new size. Replay is compared at the 1st, 2nd, 4th, 8th ... one (rule R7)."""
         self._num_new += 1
         if self._num_new & (self._num_new - 1) == 0:
-            self._to_compare = tape
-        elif self._num_new > AGREED:
-            tape.is_checked = self._spans(sizes)
+            tape.due_check = BITS
+        elif self._num_new > AGREED and self._spans(sizes):
+            tape.due_check = None
 
     def agrees(self, tape: Tape, sizes: CallSizes) -> bool:
-        """Whether a recorded call of these sizes ran as the family says."""
+        """Return True if the tape of a recorded call of these sizes is the one that the family evaluates."""
         numbers = self._expressions.at(sizes)
         if numbers is None:
             return False
-        said, ran = _Columns(self._filled(numbers, sizes)), _Columns(tape)
-        return said.numbers == ran.numbers and said.outline == ran.outline
+        own, recorded = TapeNumbers(self._filled(numbers, sizes)), TapeNumbers(tape)
+        return own.numbers == recorded.numbers and own.outline == recorded.outline
 
     def covers(self, sizes: CallSizes) -> bool:
-        """Whether these sizes hang together as the family's do."""
-        return self._expressions.fits_layout(sizes)
+        """Return True if dimensions and layout follow from the symbols as in the family's records."""
+        return self._expressions.cover(sizes)
 
     def _filled(self, numbers: list[int], sizes: CallSizes) -> Tape:
         digest = f"{self._identity}@{'x'.join(map(str, sizes.dimensions))}"
         return self._template.fill(self.base, numbers, digest)
 
     def refuse(self, values: Collection[int]) -> None:
-        """Never replay `values` again, at any size, nor what follows from them alone."""
+        """Never replay `values` again, at any size, nor values that could only be replayed from them."""
         recomputable = without_values(self.base, self.base.recomputable, values)
         self.base = replace(self.base, recomputable=recomputable, equal=_kept(self.base.equal, recomputable))
         self.forget_sizes()
 
-    def takes_comparison(self, tape: Tape) -> bool:
-        """Whether a call of the size of `tape` is to be recorded, and its replay compared, by whoever asks first.
-
-        The 1st, 2nd, 4th, 8th ... new size is (rule R7).
-        """
-        is_due = tape is self._to_compare
-        if is_due:
-            self._to_compare = None
-        return is_due
-
-
-def tape_outline(tape: Tape) -> str:
-    """What tapes of one family have in common: everything but whole numbers."""
-    return _Columns(tape).outline
-
 
 class _Expressions:
-    """The polynomials of a family: those that tell whether a call is one of it, and those of its tape's numbers."""
+    """The polynomials of a family: for the sizes of a call, and for the numbers of a tape.
+
+    Their variables, the symbols, are a few of the dimensions. The others follow from these.
+    """
 
     def __init__(
         self,
@@ -223,7 +206,7 @@ class _Expressions:
     ) -> None:
         self._symbols, self._basis, self._given, self._distinct = symbols, basis, given, distinct
         self.places = places
-        """For each of the tape's numbers, which of the distinct ones it is."""
+        """For each of the tape's numbers, its index among the distinct ones."""
 
     @classmethod
     def of(
@@ -240,7 +223,7 @@ class _Expressions:
         distinct = list(dict.fromkeys(columns))
         for column in dict.fromkeys((*given_columns, *distinct)):
             polynomial = basis.fit(column)
-            if polynomial is None:  # it takes long to find out that none fits
+            if polynomial is None:  # stop here, since it takes long to find out that none fits
                 return None
             fitted[column] = polynomial
         given_fits, number_fits = ([fitted[column] for column in each] for each in (given_columns, distinct))
@@ -248,15 +231,15 @@ class _Expressions:
         return cls(symbols, basis, given_fits, number_fits, [index[column] for column in columns])
 
     def at(self, sizes: CallSizes) -> list[int] | None:
-        """The distinct numbers of a tape of these sizes."""
+        """Return the distinct numbers of a tape of these sizes; None if the polynomials do not cover the sizes."""
         products = self._products(sizes)
         if not self._is_given(sizes, products):
             return None
         numbers = [n for polynomial in self._distinct if (n := polynomial(products)) is not None]
         return numbers if len(numbers) == len(self._distinct) else None
 
-    def fits_layout(self, sizes: CallSizes) -> bool:
-        """Whether a call's numbers hang together as the family's do."""
+    def cover(self, sizes: CallSizes) -> bool:
+        """Return True if dimensions and layout follow from the symbols."""
         return self._is_given(sizes, self._products(sizes))
 
     def _products(self, sizes: CallSizes) -> list[int]:
@@ -267,236 +250,70 @@ class _Expressions:
         return all(polynomial(products) == number for polynomial, number in zip(self._given, numbers, strict=True))
 
 
-class _Columns:
-    """A tape taken apart into its whole numbers, in order, and everything else."""
-
-    def __init__(self, tape: Tape) -> None:
-        self.numbers: list[int] = []
-        parts: list[Any] = [tape.structure]
-        parts += [(path, self._outline(data)) for path, data in _in_order(tape.reads)]
-        for value in tape.values:
-            self.numbers.append(value.nbytes)
-            parts.append((self._geometry(value.ref), value.device, value.overwritten))
-        for operator in tape.operators:
-            parts.append((self._outline(operator.args), self._outline(operator.kwargs)))
-        parts += [(slot.value, self._geometry(slot)) for slot in tape.slots]
-        self.outline = hashlib.sha256(repr(parts).encode()).hexdigest()
-
-    def _geometry(self, ref: TensorRef | Blank) -> tuple[int, torch.dtype]:
-        size, stride, offset = ref.geometry
-        self.numbers += (*size, *stride, offset)
-        return len(size), ref.dtype
-
-    def _outline(self, tree: Any) -> Any:
-        if isinstance(tree, TensorRef):
-            return tree.value, self._geometry(tree)
-        if isinstance(tree, Blank):
-            return tree.device, self._geometry(tree)
-        if type(tree) is int:
-            self.numbers.append(tree)
-            return int
-        if isinstance(tree, (tuple, list)):
-            return [self._outline(item) for item in tree]
-        if isinstance(tree, dict):
-            return [(name, self._outline(item)) for name, item in tree.items()]
-        return tree
-
-
-def _in_order(reads: dict[Any, Any]) -> list[tuple[Any, Any]]:
-    return sorted(reads.items(), key=repr)
-
-
-@dataclass(frozen=True, slots=True)
-class _Number:
-    """Stands in a template for the distinct number at `place`."""
-
-    place: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Ref:
-    """Stands in a template for the tensor reference at `place`."""
-
-    place: int
-
-
-@dataclass(frozen=True, slots=True)
-class _BlankLike:
-    """Stands in a template for a blank that lies like the tensor reference at `place`, which is to no value."""
-
-    place: int
-    device: torch.device
-
-
-class _Template:
-    """A tape with places for numbers. What is the same at all sizes is shared by all of its tapes."""
-
-    def __init__(self, tape: Tape, places: list[int]) -> None:
-        self._numbers = iter(places)
-        self._refs: dict[tuple[Any, ...], int] = {}
-        """(value, dtype, places of size, of stride, of the offset), each once."""
-        self._reads = [(path, self._tree(data)) for path, data in _in_order(tape.reads)]
-        self._values = [(next(self._numbers), self._ref(value.ref).place) for value in tape.values]
-        self._operators = [(self._tree(op.args), self._tree(op.kwargs)) for op in tape.operators]
-        self._slots = [self._ref(slot).place for slot in tape.slots]
-        tape.consumers(0)  # noted once, for the tapes of all sizes
-
-    def fill(self, base: Tape, numbers: list[int], digest: str) -> Tape:
-        """The tape of the distinct `numbers`."""
-        at = numbers.__getitem__
-        geometries: dict[Any, Geometry] = {}
-        refs = []
-        for value, dtype, *geometry in self._refs:
-            size, stride, offset = key = tuple(geometry)
-            known = geometries.get(key)
-            if known is None:
-                known = geometries[key] = tuple(map(at, size)), tuple(map(at, stride)), at(offset)
-            refs.append(TensorRef(value, known, dtype))
-        values = [
-            TapeValue(
-                v.index, at(nbytes), refs[ref], v.device, v.source, v.producer, v.name, v.overwritten
-            )  # by position: there are a hundred of them, at every new size
-            for v, (nbytes, ref) in zip(base.values, self._values, strict=True)
-        ]
-        operators = [
-            TapeOperator(
-                op.index, op.target, _filled(args, at, refs), _filled(kwargs, at, refs), op.outputs, op.mutations,
-                op.random, op.module, op.generator, op._inputs,
-            )
-            for op, (args, kwargs) in zip(base.operators, self._operators, strict=True)
-        ]  # fmt: skip
-        return Tape(
-            block_class=base.block_class,
-            values=values,
-            operators=operators,
-            slots=[refs[ref] for ref in self._slots],
-            function_slots=base.function_slots,
-            reads={path: _filled(data, at, refs) for path, data in self._reads},
-            identity=base.identity,
-            structure=base.structure,
-            digest=digest,
-            recomputable=base.recomputable,
-            equal=base.equal,
-            is_checked=False,
-            _consumers=base._consumers,
-        )
-
-    def _ref(self, ref: TensorRef) -> _Ref:
-        size, stride, _ = ref.geometry
-        places = tuple(next(self._numbers) for _ in size), tuple(next(self._numbers) for _ in stride)
-        key = ref.value, ref.dtype, *places, next(self._numbers)
-        return _Ref(self._refs.setdefault(key, len(self._refs)))
-
-    def _tree(self, tree: Any) -> Any:
-        if isinstance(tree, TensorRef):
-            return self._ref(tree)
-        if isinstance(tree, Blank):
-            return _BlankLike(self._ref(TensorRef(-1, tree.geometry, tree.dtype)).place, tree.device)
-        if type(tree) is int:
-            return _Number(next(self._numbers))
-        if isinstance(tree, tuple):
-            items = [self._tree(item) for item in tree]
-            return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
-        if isinstance(tree, list):
-            return [self._tree(item) for item in tree]
-        if isinstance(tree, dict):
-            return {name: self._tree(item) for name, item in tree.items()}
-        return tree
-
-
-def _filled(tree: Any, at: Callable[[int], int], refs: list[TensorRef]) -> Any:
-    kind = type(tree)
-    if kind is _Ref:
-        return refs[tree.place]
-    if kind is _Number:
-        return at(tree.place)
-    if kind is _BlankLike:
-        return Blank(refs[tree.place].geometry, refs[tree.place].dtype, tree.device)
-    if kind is tuple:
-        return tuple([_filled(item, at, refs) for item in tree])
-    if kind is list:
-        return [_filled(item, at, refs) for item in tree]
-    if kind is dict:
-        return {name: _filled(item, at, refs) for name, item in tree.items()} if tree else tree
-    if isinstance(tree, tuple):
-        return kind(*[_filled(item, at, refs) for item in tree])
-    return tree
-
-
-_REST = "rest"
-"""Where tapes of too many sorts go: of them no more is known than which sizes they were recorded at."""
-
-
 class SeenSizes:
-    """What one block has shown at the sizes of one outline: records, and the families that they make."""
+    """Recorded calls of one block at the sizes of one outline, and the family that they make."""
 
     def __init__(self) -> None:
-        self._groups: dict[str, _Group] = {}
-        """By what their tapes have in common."""
+        self.records: list[RecordedCall] = []
+        """Recorded calls of different sizes, without those that ran as the family said."""
+        self._outline: str | None = None
+        """Outline of their tapes (`TapeNumbers.outline`)."""
+        self.family: TapeFamily | None = None
+        self.is_given_up = False
+        """Whether no family is looked for: operators differ from size to size, or their numbers follow no rule."""
         self.untrusted: Tape | None = None
-        """A tape that must not be used, where all sizes so far had such."""
+        """A tape that must not be used, if every size so far had such a tape."""
         self._num_untrusted = 0
 
     def add(self, record: RecordedCall, make: Callable[[Sequence[RecordedCall]], TapeFamily | None]) -> None:
-        """Note a recorded call; `make` is asked for the family of some that ran the same operators."""
+        """Add a recorded call; `make` returns the family of calls that ran the same operators."""
         if record.tape.untrusted is not None:
             self._num_untrusted += 1
-            self.untrusted = record.tape if self._num_untrusted >= ENOUGH_RECORDS - 1 and not self._groups else None
+            is_first = not self.records and not self.is_given_up
+            self.untrusted = record.tape if self._num_untrusted >= ENOUGH_RECORDS - 1 and is_first else None
             return
         self.untrusted = None
-        outline = tape_outline(record.tape)
-        if outline in self._groups or len(self._groups) < MOST_GROUPS:
-            self._groups.setdefault(outline, _Group()).add(record, make)
-        else:
-            self._groups.setdefault(_REST, _Group(is_given_up=True)).add(record, make)
+        if self.is_given_up:
+            return
+        outline, before = TapeNumbers(record.tape).outline, self._outline
+        self._outline = outline
+        if before not in (None, outline):
+            self.family = None  # other blocks may follow it still
+            self._give_up()
+        elif not self._has_foreseen(record):
+            self.records.append(record)
+            self._follow(make(self.records) if len(self.records) >= ENOUGH_RECORDS else None)
+            if self.family is None and len(self.records) >= MOST_RECORDS:
+                self._give_up()
 
     def take(self, other: SeenSizes, make: Callable[[Sequence[RecordedCall]], TapeFamily | None]) -> None:
-        """Know what `other` has recorded."""
-        for group in other._groups.values():
-            for record in group.records:
-                self.add(record, make)
-        if not self._groups:
+        """Add the calls that `other` has recorded."""
+        for record in other.records:
+            self.add(record, make)
+        if other.is_given_up:
+            self._give_up()
+        if not self.records:
             self.untrusted, self._num_untrusted = other.untrusted, other._num_untrusted
 
-    def family_at(self, sizes: CallSizes) -> TapeFamily | None:
-        """The family that serves a call of these sizes, if all calls that were recorded ran the same operators."""
-        groups = list(self._groups.values())
-        family = groups[0].family if len(groups) == 1 else None
-        return family if family is not None and family.is_in_force else None
+    def family_in_force(self) -> TapeFamily | None:
+        """Return the family that serves calls at new sizes, if there is one."""
+        return self.family if self.family is not None and self.family.is_in_force else None
 
     def distrust(self, family: TapeFamily) -> None:
-        """Have each size of `family` recorded from now on: it did not run as its expressions say."""
-        for group in self._groups.values():
-            if group.family is family:
-                group.give_up()
-
-
-class _Group:
-    """Records of calls that ran the same operators."""
-
-    def __init__(self, is_given_up: bool = False) -> None:
-        self.family: TapeFamily | None = None
-        self.records: list[RecordedCall] = []
-        self._is_given_up = is_given_up
-
-    def add(self, record: RecordedCall, make: Callable[[Sequence[RecordedCall]], TapeFamily | None]) -> None:
-        sizes = record.sizes.dimensions
-        if any(known.sizes.dimensions == sizes for known in self.records):
-            return
-        if self._is_given_up or self._has_foreseen(record):
-            return
-        self.records.append(record)
-        self._follow(make(self.records) if len(self.records) >= ENOUGH_RECORDS else None)
-        if self.family is None and len(self.records) >= MOST_RECORDS:
-            self.give_up()
+        """Have each size of `family` recorded from now on: a call did not run as its expressions say."""
+        if self.family is family:
+            self._give_up()
 
     def _has_foreseen(self, record: RecordedCall) -> bool:
-        family = self.family
-        return family is not None and family.is_in_force and family.agrees(record.tape, record.sizes)
+        """Return True if a record tells nothing new: its sizes were recorded, or the family agrees with it."""
+        if any(known.sizes.dimensions == record.sizes.dimensions for known in self.records):
+            return True
+        family = self.family_in_force()
+        return family is not None and family.agrees(record.tape, record.sizes)
 
-    def give_up(self) -> None:
+    def _give_up(self) -> None:
         self._follow(None)
-        self.records, self._is_given_up = [], True
+        self.records, self.is_given_up = [], True
 
     def _follow(self, family: TapeFamily | None) -> None:
         if self.family is not None and self.family is not family:
@@ -505,21 +322,16 @@ class _Group:
 
 
 def without_values(tape: Tape, recomputable: frozenset[int], values: Collection[int]) -> frozenset[int]:
-    """`recomputable` without `values`, and without what cannot be had then."""
+    """Return `recomputable` without `values`, and without values that could only be replayed from them."""
     gone = recomputable.intersection(values)
     return obtainable(tape, recomputable - gone, tape.saved_values()) if gone else recomputable
 
 
 def _kept(equal: dict[int, int], recomputable: frozenset[int]) -> dict[int, int]:
-    """What equal values stand for each other still, where these can be replayed."""
+    """Return the pairs of `equal` whose values can both be replayed still."""
     return {v: other for v, other in equal.items() if v in recomputable and other in recomputable}
 
 
-def _flat(records: Sequence[RecordedCall]) -> Iterator[Hashable]:
-    for record in records:
-        yield record.tape.digest, record.sizes
-
-
 def identity_of(records: Sequence[RecordedCall]) -> Hashable:
-    """What makes two blocks share a family: the same tapes at the same sizes."""
-    return tuple(_flat(records))
+    """Return the key by which blocks share a family: the same tapes at the same sizes."""
+    return tuple((record.tape.digest, record.sizes) for record in records)

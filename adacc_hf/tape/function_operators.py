@@ -1,19 +1,18 @@
 """An `autograd.Function` as one operator of a tape: its call, its arguments taken apart, and its forward run again.
 
-A kernel that a Function launches by address (Triton, ctypes) is seen by no dispatcher: what it fills looks like memory
-that nobody wrote. The Function itself is Python: its `forward`, given the same arguments and a context that only notes
-what is saved, fills the same memory again.
+No dispatcher sees a kernel that a Function launches by address (Triton, ctypes), and the memory that the kernel fills
+looks unwritten. But the Function itself is Python. Its `forward` fills the same memory again if it is given the same
+arguments, and a context that only notes what is saved.
 """
 
 from __future__ import annotations
 
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from inspect import unwrap
-from threading import Lock, get_ident
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,9 +22,10 @@ from torch import nn
 from torch.autograd.function import Function, FunctionCtx
 
 from adacc_hf.artifacts.index_values import FUNCTIONS
-from adacc_hf.tape.tape import leaves, map_tensors
-from adacc_hf.torch_glue.private import SingleLevelFunction, outer_hooks
+from adacc_hf.tape.tape import geometry_of, leaves, map_tensors
+from adacc_hf.torch_glue.private import SingleLevelFunction, outer_hooks, storage_key
 from adacc_hf.torch_glue.tensors import is_plain
+from adacc_hf.torch_glue.watchers import Watchers
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, Enum, np.generic)
 _PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -35,11 +35,11 @@ _DEPTH = 4
 
 
 class NotReplayableError(Exception):
-    """A Function cannot be an operator of a tape; the message says why, as the end of a sentence about it."""
+    """A Function cannot be an operator of a tape. The message is the end of a sentence: "the Function ..."."""
 
 
 class Parts(NamedTuple):
-    """An object among a Function's arguments, taken apart so that replay can make one of this call's tensors."""
+    """An object among a Function's arguments, taken apart so that replay can make it of a later call's tensors."""
 
     kind: type
     attributes: Any
@@ -47,28 +47,28 @@ class Parts(NamedTuple):
 
 
 class FunctionCall(NamedTuple):
-    """The circumstances of a Function's call that its forward may depend on, apart from its arguments."""
+    """The state around a Function's call that its forward may depend on, and its results apart from tensors."""
 
     identity: str
-    """Tells the class from others of the same name in this process."""
+    """The name of the class, and a number that tells it from others of the name in this process."""
     requires_grad: tuple[bool, ...]
     """For each tensor among the arguments, in order."""
     autocast: tuple[tuple[str, torch.dtype], ...]
-    """Types of devices under autocast, each with its dtype."""
+    """(device type, dtype) of each device type under autocast."""
     data: tuple[int, ...]
-    """Places, among the tensors of its arguments, of those whose data the forward reads into Python (rule R8)."""
+    """Indices, among the tensors of its arguments, of the tensors that the forward reads into Python (rule R8)."""
     results: Any
     """The forward's result, with None in the place of each tensor."""
 
     def is_like(self, other: FunctionCall) -> bool:
-        """Return True if two calls are of the same class in the same circumstances; what comes of them may differ."""
+        """Return True if two calls are of the same class, with the same gradients required, under the same autocast."""
         return self[:3] == other[:3]
 
 
 class FunctionTarget:
     """A subclass of `autograd.Function` as the target of a tape's operator.
 
-    A call returns, flattened, the forward's results and then the tensors that it saved for backward.
+    A call returns the forward's results, flattened, followed by the tensors that it saved for backward.
     """
 
     namespace = FUNCTIONS
@@ -87,7 +87,7 @@ class FunctionTarget:
         return f"{FUNCTIONS}.{self.function.__module__}.{self.function.__qualname__}"
 
     def __call__(self, *args: Any, call: FunctionCall) -> tuple[Any, ...]:
-        """Run the Function's forward on `args`, in which objects are taken apart.
+        """Run the Function's forward on `args`, in which objects are taken apart (`Parts`).
 
         With gradients on, run the Function itself, so that its results have its backward.
         """
@@ -121,7 +121,7 @@ class FunctionTarget:
 
 
 class _Context(FunctionCtx):
-    """The context that a replayed forward is given: it notes what is to be saved."""
+    """The context that is passed to a replayed forward. It notes what the forward saves."""
 
     def __init__(self, function: type[Function], args: tuple[Any, ...]) -> None:
         self._forward_cls = function
@@ -137,14 +137,14 @@ class _Context(FunctionCtx):
 
 
 def flattened(result: Any, saved: list[torch.Tensor]) -> tuple[Any, ...]:
-    """A Function's results and the tensors that it saved, in one sequence."""
+    """Return a Function's results, flattened, followed by the tensors that it saved."""
     return (*leaves((result,)), *saved)
 
 
 def results_of(result: Any) -> Any:
-    """A Function's result without its tensors; what it holds besides must be plain.
+    """Return a Function's result with None in the place of each tensor.
 
-    Raises NotReplayableError otherwise.
+    Raises NotReplayableError if it holds an object that cannot be taken apart.
     """
     return map_tensors(_taken_apart(result, _DEPTH), torch.Tensor, lambda _: None)
 
@@ -157,9 +157,9 @@ def _has_setup(function: type[Function]) -> bool:
 
 
 def taken_apart(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A Function's arguments, with objects replaced by their `Parts`.
+    """Return a Function's arguments, with objects replaced by their `Parts`.
 
-    Raises NotReplayableError for what cannot be made again from numbers, names and tensors.
+    Raises NotReplayableError for an object that cannot be made again from numbers, strings and tensors.
     """
     return tuple([_taken_apart(argument, _DEPTH) for argument in args])
 
@@ -189,14 +189,14 @@ def _taken_apart(value: Any, depth: int) -> Any:
 
 
 def _is_made_of_attributes(value: Any) -> bool:
-    """Return True if an object is what its `__dict__` says: no module, no container, nothing made in C++."""
+    """Return True if an object consists of its `__dict__`: no module, no container, nothing made in C++."""
     kind = type(value)
     is_simple = kind.__new__ is object.__new__ and hasattr(value, "__dict__") and not isinstance(value, nn.Module)
     return is_simple and not any(vars(base).get("__slots__") for base in kind.__mro__)
 
 
 def put_together(args: tuple[Any, ...], requires_grad: tuple[bool, ...]) -> tuple[Any, ...]:
-    """The arguments that `taken_apart` took apart, of tensors that require gradients as those did."""
+    """Return the arguments that `taken_apart` took apart. Their tensors require gradients as recorded."""
     flags = iter(requires_grad)
 
     def tensor_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -204,6 +204,16 @@ def put_together(args: tuple[Any, ...], requires_grad: tuple[bool, ...]) -> tupl
         return tensor if torch.is_grad_enabled() else tensor.detach().requires_grad_(flag)
 
     return tuple([_put_together(argument) for argument in map_tensors(args, torch.Tensor, tensor_of)])
+
+
+def on_copies(args: Any, copies: Mapping[int, torch.Tensor]) -> Any:
+    """Return a Function's arguments with `copies`, by storage, in the place of the storages that it writes into."""
+
+    def on_copy(tensor: torch.Tensor) -> torch.Tensor:
+        copy = copies.get(storage_key(tensor.untyped_storage()))
+        return tensor if copy is None else copy.as_strided(*geometry_of(tensor))
+
+    return map_tensors(args, torch.Tensor, on_copy)
 
 
 def _put_together(value: Any) -> Any:
@@ -223,17 +233,18 @@ def _put_together(value: Any) -> Any:
     return value
 
 
-# Circumstances.
+# The state around a call.
 
 _DEVICE_TYPES = ("cpu", "cuda")
 
 _numbers: WeakKeyDictionary[type[Function], int] = WeakKeyDictionary()
-"""For each class that was seen, how many others of its name were seen before."""
+"""The number of each class among the classes of its name."""
 _num_alike: Counter[str] = Counter()
+"""The number of classes of each name."""
 
 
 def call_of(function: type[Function], args: tuple[Any, ...]) -> FunctionCall:
-    """The circumstances of a call that is about to run; its results are not known yet."""
+    """Return the `FunctionCall` of a call that is about to run. Its data and results are not known yet."""
     autocast = [(d, torch.get_autocast_dtype(d)) for d in _DEVICE_TYPES if torch.is_autocast_enabled(d)]
     flags = [leaf.requires_grad for leaf in leaves(args) if isinstance(leaf, torch.Tensor)]
     return FunctionCall(_identity(function), tuple(flags), tuple(autocast), (), None)
@@ -249,29 +260,33 @@ def _identity(function: type[Function]) -> str:
 
 @contextmanager
 def autocast_as(recorded: tuple[tuple[str, torch.dtype], ...]) -> Iterator[None]:
-    """While open, autocast is as it was recorded. Its cache is off: no replay leaves casts in it."""
-    wanted = dict(recorded)
+    """While open, autocast is as recorded. Its cache is off, so that no replay leaves casts in it."""
+    dtypes = dict(recorded)
     with ExitStack() as stack:
         for device_type in _DEVICE_TYPES:
-            if device_type in wanted:
-                context = torch.autocast(device_type, dtype=wanted[device_type], cache_enabled=False)
+            if device_type in dtypes:
+                context = torch.autocast(device_type, dtype=dtypes[device_type], cache_enabled=False)
                 stack.enter_context(context)
             elif torch.is_autocast_enabled(device_type):
                 stack.enter_context(torch.autocast(device_type, enabled=False))
         yield
 
 
-# What a forward reads besides its arguments: globals, closures, attributes of its class.
+# Globals, closures and class attributes that a forward reads.
 
 _MOST_CODE = 64
-"""Functions of Python's that are looked through for what a forward reads."""
+"""Most Python functions that are searched for names which a forward reads."""
 
 
 class Surroundings:
-    """The Python values and tensors that a Function's forward can reach by name, as they are now."""
+    """Snapshot of the Python values that a Function's forward can reach by name.
+
+    A forward that changes one of them would not run alike when it is replayed.
+    """
 
     def __init__(self, function: type[Function]) -> None:
         self.has_tensors = False
+        """Whether the forward can reach a tensor."""
         self._values: list[tuple[str, Any]] = []
         self._seen: set[int] = set()
         for base in function.__mro__:
@@ -282,7 +297,7 @@ class Surroundings:
             self._look_through(code)
 
     def changed(self, later: Surroundings) -> str | None:
-        """The name of a value that is another one in `later`, if any is."""
+        """Return the name of a value that differs in `later`, or None."""
         pairs = zip(self._values, later._values, strict=False)
         return next((one[0] for one, other in pairs if one != other), None)
 
@@ -308,7 +323,7 @@ class Surroundings:
             self.has_tensors = True
         elif isinstance(value, (bool, int, float, str, type(None))):
             self._values.append((name, value))
-        elif isinstance(value, (list, dict, set)):  # a cache, or a log: what it holds is not looked at
+        elif isinstance(value, (list, dict, set)):  # a cache or a log, whose items are not compared
             self._values.append((name, len(value)))
         elif isinstance(value, types.FunctionType):
             self._look_through(value)
@@ -318,53 +333,32 @@ class Surroundings:
 
 RunFunction = Callable[[], Any]
 Watcher = Callable[[type[Function], tuple[Any, ...], RunFunction], Any]
-"""A function that is given the class, the arguments and what runs the Function, and returns the Function's result."""
+"""Function of the class, the arguments, and a function that runs the Function. It returns the Function's result."""
 
 
 _PATCHED: Any = SingleLevelFunction
-"""The class whose `apply` is set, and which `Function` derives from."""
+"""The class whose `apply` is patched. `Function` derives from it, so that an `apply` which code took from a Function
+earlier is watched too."""
 
 
-class _Watch:
-    """One patch of `apply` for all threads that watch at the same time, each its own Functions.
+def _patch_apply() -> Callable[[], None]:
+    """Have `apply` of all Functions call the watcher of its thread. Return the function that undoes it."""
 
-    It is set on the class below `Function`, so that an `apply` that somebody took from a class earlier is seen too.
-    """
+    def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+        run = super(_PATCHED, function).apply
+        watcher = _WATCHERS.current()
+        # torch's own Functions run operators that the dispatcher sees, or code that torch.compile made.
+        is_own = function.__module__.partition(".")[0] == "torch"
+        if watcher is None or kwargs or is_own:
+            return run(*args, **kwargs)
+        return watcher(function, args, lambda: run(*args))
 
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._watchers: dict[int, list[Watcher]] = {}
-        """By thread; the innermost comes last."""
+    def undo() -> None:
+        del _PATCHED.apply
 
-    def begin(self, watcher: Watcher) -> None:
-        with self._lock:
-            if not self._watchers:
-                _PATCHED.apply = classmethod(self._patch())
-            self._watchers.setdefault(get_ident(), []).append(watcher)
-
-    def end(self) -> None:
-        with self._lock:
-            watchers = self._watchers[get_ident()]
-            watchers.pop()
-            if not watchers:
-                del self._watchers[get_ident()]
-            if not self._watchers:
-                del _PATCHED.apply
-
-    def _patch(self) -> Callable[..., Any]:
-        watchers_of = self._watchers
-
-        def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
-            run = super(_PATCHED, function).apply  # type: ignore[misc]
-            watchers = watchers_of.get(get_ident())
-            # Those of torch run operators that the dispatcher sees, or code that torch.compile made.
-            is_own = function.__module__.partition(".")[0] == "torch"
-            if not watchers or kwargs or is_own:
-                return run(*args, **kwargs)
-            return watchers[-1](function, args, lambda: run(*args))
-
-        return apply
+    _PATCHED.apply = classmethod(apply)
+    return undo
 
 
-_WATCH = _Watch()
-begin_watching, end_watching = _WATCH.begin, _WATCH.end
+_WATCHERS = Watchers[Watcher](_patch_apply)
+begin_watching, end_watching = _WATCHERS.begin, _WATCHERS.end

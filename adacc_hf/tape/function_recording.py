@@ -1,19 +1,20 @@
 """Recording an `autograd.Function` as one operator, where the operators inside it do not tell what it makes.
 
 NOTE [When a Function is one operator]
-A Function is first recorded by the operators that its forward runs. Where these recompute all that it returns and
-saves, they stay: replay then runs only those that a saved tensor needs, and frees what it makes between them. Where
-they do not (a kernel fills memory unseen, or data is read into Python), the Function becomes one operator, whose target
-is the class: replay runs its whole forward again. Both are compared with the original bit for bit (rule R7).
+A Function is first recorded by the operators that its forward runs. If these recompute all that it returns and saves,
+they stay on the tape: replay runs only the operators that a saved tensor needs. If they do not (a kernel fills memory
+unseen, or data is read into Python), the Function becomes one operator, whose target is the class, and replay runs its
+whole forward again. Both are compared with the original bit for bit (rule R7).
 
 A Function whose forward cannot be run again for the same result keeps its operators, and what these do not recompute is
-stored. `refused` says why: it writes into an input of the block or a parameter, marks arguments as dirty, reads tensors
-that are not among its arguments, changes Python values, or is given objects that cannot be made again.
+stored. `refused` has the reason: the Function writes into an input of the block or a parameter, marks arguments as
+dirty, reads tensors that are not among its arguments, changes Python values, or is given objects that cannot be made
+again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch.autograd.function import Function
 
-from adacc_hf.tape.call_inputs import Read
+from adacc_hf.tape.data_reads import Read
 from adacc_hf.tape.function_operators import (
     FunctionCall,
     FunctionTarget,
@@ -32,6 +33,7 @@ from adacc_hf.tape.function_operators import (
     call_of,
     end_watching,
     flattened,
+    on_copies,
     results_of,
     taken_apart,
 )
@@ -74,7 +76,7 @@ class _Ran:
     state: torch.Tensor | None
     """The state of the default generator of the block's device when the Function began."""
     written: list[torch.Tensor]
-    """Arguments whose bits are not what they were, one per storage."""
+    """Arguments whose bits have changed, one per storage."""
     drew: bool
 
     @property
@@ -83,7 +85,7 @@ class _Ran:
 
 
 class FunctionRecorder:
-    """The part of a recorder that watches the Functions of a block."""
+    """The part of a recorder that records the Functions of a block. The attributes below are the recorder's."""
 
     values: list[TapeValue]
     bases: list[torch.Tensor]
@@ -111,7 +113,7 @@ class FunctionRecorder:
     def __init__(self) -> None:
         super().__init__()
         self.refused: dict[str, str] = {}
-        """For each Function by name that could not be made one operator where it had to: why."""
+        """The reason why a Function could not become one operator, by the Function's name."""
         self.function_slots: set[int] = set()
         """Slots that Functions have saved."""
         self._is_paused = False
@@ -119,7 +121,7 @@ class FunctionRecorder:
         self._saved_inside: list[torch.Tensor] = []
         """The tensors that the Function which runs now has saved."""
         self._read_inside: set[int] | None = None
-        """If not None, the storages of tensors that operators read are noted here while the recorder is paused."""
+        """Storages that operators read while the recorder is paused; None if they are not noted."""
 
     def __enter__(self) -> Any:
         begin_watching(self._run_function)
@@ -131,7 +133,7 @@ class FunctionRecorder:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While open, operators run without being recorded, and may read what they like: they are not the block's."""
+        """While open, operators run without being recorded, and reads are not noted: they are not the block's."""
         before = self._is_paused, self._in_operator
         self._is_paused = self._in_operator = True
         try:
@@ -141,7 +143,7 @@ class FunctionRecorder:
 
     @contextmanager
     def _inside_function(self) -> Iterator[None]:
-        """While open, Functions are a part of the one that runs, and what is saved is that one's."""
+        """While open, inner Functions are a part of the one that runs, and saved tensors are that one's."""
         self._is_in_function, self._saved_inside = True, []
         try:
             yield
@@ -156,7 +158,7 @@ class FunctionRecorder:
         return result
 
     def _record_function(self, function: type[Function], args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-        """Run a Function, record its operators, and put one in their place where they do not tell what it made."""
+        """Run a Function and record its operators. If they do not recompute what it made, put one in their place."""
         if self._is_in_function or self._is_paused or self._in_operator or self._is_fake:
             return run()
         if not all(map(is_plain, _tensors(args))):  # parts of DTensors, on which other operators run
@@ -191,13 +193,13 @@ class FunctionRecorder:
     def _recomputed_inside(
         self, before: _Mark, returned: tuple[Any, ...], written: list[torch.Tensor]
     ) -> frozenset[int] | None:
-        """The values that the recorded operators of a Function recompute; None if these are all that it made."""
+        """Return the values that the recorded operators of a Function recompute; None if these are all that it made."""
         made = [tensor for tensor in _tensors(returned) if self._is_made_after(before, tensor)]
         values = [self._current.get(storage_key(tensor.untyped_storage())) for tensor in made]
         inside = self.operators[before.num_operators :]
         changed = {old for operator in inside for old, _ in operator.mutations if self._is_outer(before, old)}
         needed = {value for value in values if value is not None}
-        if changed:  # their contents of before are gone
+        if changed:  # operators cannot run again on what they have overwritten
             alike = frozenset(needed - self._left_unwritten(inside))
         else:
             alike = replayed_alike(self._unsealed(), inside, before.num_values, self.bases)
@@ -208,7 +210,7 @@ class FunctionRecorder:
         return None if is_told else alike
 
     def _left_unwritten(self, operators: Sequence[TapeOperator]) -> set[int]:
-        """Values of memory that was allocated and that no operator has written."""
+        """Return the values of allocated memory that no operator has written."""
         made = {value for operator in operators if operator.allocates for _, value in operator.outputs}
         return {value for value in made if not self.values[value].overwritten and self.values[value].nbytes}
 
@@ -258,13 +260,14 @@ class FunctionRecorder:
         given = [leaf.value for leaf in leaves(args) if isinstance(leaf, TensorRef)]
         self.reads += [Read(given[place], f"autograd.Function {target.__name__}") for place in call.data]
 
-    # Reasons against.
+    # Checks. Each raises NotReplayableError with the reason.
 
     def _data_read(self, ran: _Ran, results: Any) -> list[int]:
-        """The places of the arguments whose data the Function reads into Python.
+        """Return the indices of the tensors among the arguments that the Function reads into Python.
 
-        An array of numpy is a way to the memory, as a kernel's pointer is: replay takes it again. Raises
-        NotReplayableError if the Function also returns numbers, or if it reads data of what is no argument.
+        A numpy array does not count: like a kernel's pointer, it is a way to the memory, which replay takes again.
+        Raises NotReplayableError if a Function that makes such an array also returns numbers, or if data is read that
+        does not follow from the arguments.
         """
         reads = self.reads[ran.before.num_reads :]
         has_numbers = any(leaf is not None for leaf in leaves((results,)))
@@ -283,9 +286,9 @@ class FunctionRecorder:
         return list(found)
 
     def _check_writes(self, ran: _Ran) -> None:
-        """Raise unless all that the Function wrote into was made by the block, written unseen, and not saved before.
+        """Raise unless each tensor that the Function wrote into was made by the block, written unseen, and not saved.
 
-        Such an argument becomes a new version of its storage, as of an operator that writes in place (rule R6).
+        Its storage then gets a new version, as if an operator had written in place (rule R6).
         """
         before = ran.before
         inside = self.operators[before.num_operators :]
@@ -299,9 +302,10 @@ class FunctionRecorder:
                 raise NotReplayableError(WRITES)
 
     def _foreign_reads(self, ran: _Ran) -> set[int]:
-        """Storages of unknown origin that operators inside the Function read.
+        """Return the storages of unknown origin that operators inside the Function read.
 
-        Raises NotReplayableError if they read what is known to be no argument, or if other ranks take part in one.
+        Raises NotReplayableError if they read a tensor that is known to be no argument, or if an operator is a
+        collective.
         """
         before, given = ran.before, {storage_key(t.untyped_storage()) for t in _tensors(ran.args)}
         foreign: set[int] = set()
@@ -354,12 +358,12 @@ class FunctionRecorder:
             raise NotReplayableError("does not make the same bits when it runs again")
 
     def _again(self, target: FunctionTarget, ran: _Ran) -> tuple[tuple[Any, ...], set[int]]:
-        """(what the Function's forward makes when it runs again, the storages that operators inside it read)."""
+        """Run the Function's forward again. Return what it makes, and the storages that operators inside it read."""
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
-        drawing = _drawing_from(ran.state if ran.drew else None, self._device)
+        drawing = drawing_from(ran.state if ran.drew else None, self._device)
         with self.paused(), torch.no_grad(), hooks, random_states_kept([self._device]), drawing:
             copies = {storage_key(t.untyped_storage()): copy_with_storage(t.detach()) for t in ran.written}
-            args = map_tensors(ran.args, torch.Tensor, lambda tensor: _copy_of(tensor, copies))
+            args = on_copies(ran.args, copies)
             read: set[int] = set()
             self._read_inside = read
             try:
@@ -374,7 +378,7 @@ class FunctionRecorder:
                 self._read_inside = None
 
     def _note_paused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note what an operator reads that runs while the recorder is paused."""
+        """Note the storages that an operator reads while the recorder is paused."""
         if self._read_inside is not None:
             self._read_inside |= {storage_key(t.untyped_storage()) for t in _tensors((args, kwargs)) if has_storage(t)}
 
@@ -387,7 +391,7 @@ class FunctionRecorder:
         return key not in before.current and key not in self._externals
 
     def _is_outer(self, before: _Mark, value: int) -> bool:
-        """Return True for values that were there before a Function, or that no operator has made."""
+        """Return True for a value that was there before the Function ran, or that no operator has made."""
         return value < before.num_values or self.values[value].source is not None
 
     def _mark(self) -> _Mark:
@@ -413,7 +417,7 @@ class FunctionRecorder:
         self.untrusted, self._generator_state = mark.untrusted, mark.generator_state
 
     def _generator_states(self) -> list[torch.Tensor | None]:
-        """The states of the default generators of the block's device and of the CPU."""
+        """Return the states of the default generators of the block's device and of the CPU."""
         return [generator_state(self._device), generator_state(torch.device("cpu"))]
 
     def _have_moved(self, before: list[torch.Tensor | None]) -> bool:
@@ -422,19 +426,19 @@ class FunctionRecorder:
             return any(one is not None and other is not None and not torch.equal(one, other) for one, other in pairs)
 
     def _has_drawn_elsewhere(self, ran: _Ran) -> bool:
-        """Return True if replay has no state to draw from: somebody drew since the last one was kept."""
+        """Return True if numbers were drawn since the generator's state was kept last, so that replay lacks a state."""
         kept = ran.before.generator_state
         with self.paused():
             return kept is None or ran.state is None or not torch.equal(kept, ran.state)
 
 
 def _is_view(read: Read) -> bool:
-    """Return True if a tensor was made an array, whose data Python need not have looked at."""
+    """Return True if a tensor became a numpy array, whose data Python need not have looked at."""
     return read.by == "Tensor.numpy"
 
 
 def _parts_of(args: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, str]:
-    """(the arguments of a Function taken apart, ""), or (None, why they cannot be)."""
+    """Return (the arguments of a Function taken apart, ""), or (None, the reason why that fails)."""
     try:
         return taken_apart(args), ""
     except NotReplayableError as reason:
@@ -445,12 +449,6 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves((tree,)) if isinstance(leaf, torch.Tensor)]
 
 
-def _copy_of(tensor: torch.Tensor, copies: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """`tensor` on the copy of its storage, if there is one among `copies`, by storage."""
-    copy = copies.get(storage_key(tensor.untyped_storage()))
-    return tensor if copy is None else copy.as_strided(*geometry_of(tensor))
-
-
 def _lies_like(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if two tensors have the same geometry, dtype and size of storage."""
     return (geometry_of(one), one.dtype, one.untyped_storage().nbytes()) == (
@@ -458,12 +456,3 @@ def _lies_like(one: torch.Tensor, other: torch.Tensor) -> bool:
         other.dtype,
         other.untyped_storage().nbytes(),
     )
-
-
-@contextmanager
-def _drawing_from(state: torch.Tensor | None, device: torch.device) -> Iterator[None]:
-    if state is None:
-        yield
-        return
-    with drawing_from(state, device):
-        yield

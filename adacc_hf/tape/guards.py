@@ -1,21 +1,21 @@
-"""Guards: what a call of a block depends on, found by tracing the block's Python with Dynamo (rule R8).
+"""Programs of a block: the paths through its Python, each traced by Dynamo and checked by guards (rule R8).
 
-torch.compile's front end reads the Python of a call, notes every attribute, closure, global, configuration and mode
-that decides which operators run, and makes guards of them in C++. A `Program` is one such trace. Calls that pass its
-guards run the same operators. Sizes are symbols in it, so that one program serves all sizes that take the same
-branches. Nothing is compiled, and no operator runs while a block is traced.
+Dynamo, torch.compile's front end, reads the Python of a call. It notes every attribute, closure, global, configuration
+and mode that decides which operators run, and makes guards of them in C++. A `Program` is one such trace: calls that
+pass its guards run the same operators. Sizes are symbols in the trace, so that one program serves all sizes that take
+the same branches. Nothing is compiled, and no operator runs while a block is traced.
 
 NOTE [What Dynamo's guards leave out]
-1. Numbers that become inputs of the traced graph: whole numbers among the arguments, numpy's scalars. Their values are
-   part of the key of a call (`Program.numbers`).
-2. Which kernels attention may take (`attention_backends`), part of the key too.
-3. Tensors that the path reaches by a way of its own, and that have a name in the block: a list of layers, a bound
-   method. A program holds for the name that they had (`Program.fits`).
-4. Storage offsets, and which tensors share a storage. The key has those of the arguments; for what hangs on the block
+1. Values of numbers that become inputs of the traced graph: whole numbers among the arguments, numpy's scalars. They
+   are part of a call's key (`Program.numbers`).
+2. The kernels that attention may take. They are part of the key too (`attention_backends`).
+3. Parameters and buffers that the path reaches otherwise than by the names of modules, such as through a list of layers
+   or a bound method. A program remembers their names and fits only while these are the same (`Program.fits`).
+4. Storage offsets, and which tensors share a storage. The key has them for the arguments. For the block's own tensors
    `CompiledPlan.has_all` compares them.
-5. Blocks that cannot be traced whole: data read into Python, code without source, a value that changes at every call.
-   Their calls are told apart by `untraced_key`, and each call is compared with its tape, operator by operator
-   (run/validation.py).
+5. Blocks that Dynamo cannot trace whole: they read data into Python, run code without source, or compare a value that
+   changes at every call. Their calls have the key of `untraced_key`, and each call is compared with its tape, operator
+   by operator (run/validation.py).
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import partial
-from itertools import chain, count
-from operator import methodcaller
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,11 +36,9 @@ from adacc_hf.artifacts.files import note_latest
 from adacc_hf.torch_glue.compat import observing_hooks
 from adacc_hf.torch_glue.dynamo import NotTraceableError, Scope, TracedGuards, trace
 from adacc_hf.torch_glue.private import (
-    OPERATES,
     buffers_of,
     forward_hooks,
     forward_pre_hooks,
-    modules_of,
     parameters_of,
     storage_key,
 )
@@ -50,61 +47,52 @@ from adacc_hf.torch_glue.tensors import storage_of
 log = logging.getLogger(__name__)
 
 MAX_PROGRAMS = 64
-"""Programs kept for each class of blocks; the least recently used one goes."""
+"""Programs kept for each class of blocks. The least recently used one is dropped."""
 SHORT_LIFE = 16
-"""Calls under a program below which a trace was not worth its time: tracing takes as long as some hundred checks."""
-RESTLESS_AFTER = 8
-"""Programs of a short life, one after the other, after which a block is traced no more: what its guards compare changes
-at every call, as a counter does."""
+"""Calls that a program has to serve to be worth its trace, which takes as long as some hundred checks of guards."""
+MOST_SHORT_LIVES = 8
+"""Short-lived programs in a row after which a block is not traced any more: its guards compare a value that changes at
+every call, such as a counter."""
 INERT_ARGUMENTS = frozenset({"num_items_in_batch"})
-"""Arguments that Transformers passes through blocks to the loss; they differ at every step and change nothing here."""
-_KEYS, _VALUES = methodcaller("keys"), methodcaller("values")
+"""Arguments that Transformers passes through blocks to the loss. They differ at every step and change no operator."""
 
 
 class Program:
     """One traced path through the Python of a class of blocks."""
 
     def __init__(self, guards: TracedGuards, scope: Scope) -> None:
-        self._guards = guards
-        self._aliases = [] if guards.tensors is None else _aliases(guards.tensors(scope), scope)
-        """(place, name) of tensors that the path reaches otherwise than by a name that they have in the block."""
+        self.guards = guards
+        self._aliases = _aliases(guards.tensors(scope), scope)
+        """(place, name) of each parameter or buffer that the path reaches otherwise than by its name in the block."""
         self.number = next(_UNUSED)
         """The program's number, unique in this process."""
 
     def fits(self, scope: Scope) -> bool:
-        """Return True if a call with these local variables runs this program."""
-        return self._guards.is_alive and self._guards.hold(scope) and not (self._aliases and self._have_moved(scope))
-
-    def _have_moved(self, scope: Scope) -> bool:
-        """Return True if a tensor that the path reaches in another way has another name in the block by now."""
-        assert self._guards.tensors is not None  # some of them have names
-        return _aliases(self._guards.tensors(scope), scope) != self._aliases
+        """Return True if a call with these local variables takes this path."""
+        if not self.guards.hold(scope):
+            return False
+        return not self._aliases or self._aliases == _aliases(self.guards.tensors(scope), scope)
 
     def numbers(self, scope: Scope) -> tuple[Hashable, ...]:
-        """Return the numbers that are inputs of the program: whole numbers as they are, others so that equal means
-        equal in type and bits."""
-        return tuple([n if type(n) is int else _exactly(n) for n in self._guards.numbers(scope)])
-
-    def first_failure(self, scope: Scope) -> str:
-        """Return the first guard that a call fails, as text."""
-        return self._guards.first_failure(scope)
+        """Return the numbers that are inputs of the program, for comparison by type and bits."""
+        return tuple([n if type(n) is int else _exactly(n) for n in self.guards.numbers(scope)])
 
 
 _UNUSED = count()
 
 
-class _Known:
-    """What is known of one class of blocks: its programs, and the paths that cannot be traced."""
+class _ClassPrograms:
+    """The programs of one class of blocks, and its paths that cannot be traced."""
 
     def __init__(self) -> None:
         self.programs: OrderedDict[int, Program] = OrderedDict()
         """By number, the latest last."""
         self.refused: OrderedDict[Hashable, str] = OrderedDict()
-        """Why a path cannot be traced, by `untraced_key`."""
+        """The reason why a path cannot be traced, by `untraced_key` and `plain_arguments`."""
 
 
-_KNOWN: WeakKeyDictionary[type, _Known] = WeakKeyDictionary()
-"""By class of blocks: blocks of one class, in one model or in several, share their programs where the guards hold."""
+_OF_CLASSES: WeakKeyDictionary[type, _ClassPrograms] = WeakKeyDictionary()
+"""By class of blocks, since blocks of one class share programs, in one model or in several. Guards decide."""
 
 
 class BlockPrograms:
@@ -112,77 +100,71 @@ class BlockPrograms:
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
-        self._known = _KNOWN.setdefault(type(block), _Known())
-        self._paths = StatePaths(block)
+        self._of_class = _OF_CLASSES.setdefault(type(block), _ClassPrograms())
         self._latest: Program | None = None
         self._num_calls = 0
-        self._num_short = 0
-        self._restless: str | None = None
-        """Why the block is traced no more; None while it is."""
+        """Calls since the last trace."""
+        self._num_short_lives = 0
+        """Short-lived programs in a row."""
+        self._why_given_up: str | None = None
+        """The reason why the block is not traced any more; None while it is."""
         self._has_memory = not any(hasattr(parameter, "fake_mode") for parameter in block.parameters())
         self.untraced: str | None = None
-        """Why the latest call has no program; None if it has one, or if the block's tensors have no memory."""
+        """The reason why the latest call has no program. None if it has one, or if the block's tensors have no memory
+        (an estimate)."""
 
     def key(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Hashable, tuple[Hashable, ...]]:
-        """Return what tells the program of a call from others, and the numbers that it is given.
+        """Return the number of the program that a call runs, and the numbers that the program is given.
 
-        The number of the program and `Program.numbers`; `untraced_key` and `plain_arguments` if the call cannot be
-        traced whole.
+        If the call cannot be traced whole, return its `untraced_key` and `plain_arguments` in their place.
         """
         scope = scope_of(fn, args)
-        latest = self._latest
         self._num_calls += 1
-        if latest is not None and latest.fits(scope):
-            self.untraced = None
-            return latest.number, latest.numbers(scope)
-        program = self._find(scope) if self._has_memory else None
+        program = self._fitting(scope)
         if program is None:
-            return untraced_key(self._current_paths()), plain_arguments(scope)
-        self._latest = program
+            path = untraced_key(self._block), plain_arguments(scope)
+            program = self._new_program(scope, path) if self._has_memory else None
+            if program is None:
+                return path
+        self._latest, self.untraced = program, None
         return program.number, program.numbers(scope)
 
-    def _find(self, scope: Scope) -> Program | None:
-        programs = self._known.programs
-        for program in reversed(programs.values()):
+    def _fitting(self, scope: Scope) -> Program | None:
+        """Return the traced program that a call runs, or None. Most often it is the latest one."""
+        if self._latest is not None and self._latest.fits(scope):
+            return self._latest
+        programs = self._of_class.programs
+        for program in reversed(programs.values()) if self._has_memory else ():
             if program.fits(scope):
                 programs.move_to_end(program.number)
-                self.untraced = None
                 return program
-        if self._restless is not None:
-            self.untraced = self._restless
-            return None
-        return self._traced(scope)
+        return None
 
-    def _traced(self, scope: Scope) -> Program | None:
-        path = untraced_key(self._current_paths()), plain_arguments(scope)
-        refused = self._known.refused.get(path)
-        if refused is not None:
-            self.untraced = refused
+    def _new_program(self, scope: Scope, path: Hashable) -> Program | None:
+        """Trace a call that no program fits. If that fails, return None and leave the reason in `untraced`."""
+        self.untraced = self._why_given_up or self._of_class.refused.get(path)
+        if self.untraced is not None:
             return None
         failed = self._latest
-        self._num_short = self._num_short + 1 if failed is not None and self._num_calls <= SHORT_LIFE else 0
+        self._num_short_lives = self._num_short_lives + 1 if failed is not None and self._num_calls <= SHORT_LIFE else 0
         self._num_calls = 0
-        if failed is not None and self._num_short >= RESTLESS_AFTER:
-            self.untraced = self._restless = f"{failed.first_failure(scope)} changes again and again"
+        if failed is not None and self._num_short_lives >= MOST_SHORT_LIVES:
+            self.untraced = self._why_given_up = f"{failed.guards.first_failure(scope)} changes again and again"
             return None
         try:
             program = Program(trace(scope, observing_hooks(self._block)), scope)
         except NotTraceableError as error:
             self.untraced = str(error)
-            note_latest(self._known.refused, path, self.untraced, MAX_PROGRAMS)
+            note_latest(self._of_class.refused, path, self.untraced, MAX_PROGRAMS)
             return None
-        self.untraced = None
-        note_latest(self._known.programs, program.number, program, MAX_PROGRAMS)
+        note_latest(self._of_class.programs, program.number, program, MAX_PROGRAMS)
         return program
-
-    def _current_paths(self) -> StatePaths:
-        if not self._paths.are_current():
-            self._paths = StatePaths(self._block)
-        return self._paths
 
 
 def _aliases(tensors: tuple[Any, ...], scope: Scope) -> list[tuple[int, str]]:
-    """Return (place, name in the block) of those of `tensors` that share a storage with a parameter or buffer."""
+    """Return (place among `tensors`, name) of each tensor on the storage of a parameter or buffer of the block."""
+    if not tensors:
+        return []
     block = scope["args"][0] if scope["args"] else None
     block = block if isinstance(block, nn.Module) else getattr(scope["call"], "__self__", None)
     if not isinstance(block, nn.Module):
@@ -194,7 +176,7 @@ def _aliases(tensors: tuple[Any, ...], scope: Scope) -> list[tuple[int, str]]:
 
 
 def attention_backends() -> tuple[bool, ...]:
-    """Return which kernels fused attention may take, which decides its operator, and which no guard compares."""
+    """Return which kernels fused attention may take. They decide its operator, and no guard compares them."""
     flags = torch.backends.cuda
     return (
         flags.flash_sdp_enabled(),
@@ -205,7 +187,7 @@ def attention_backends() -> tuple[bool, ...]:
 
 
 def scope_of(fn: Callable[..., Any], args: tuple[Any, ...]) -> Scope:
-    """Return the local variables that a trace of `fn(*args)` has; `fn` may be a partial, as Transformers makes it."""
+    """Return the local variables of a trace of `fn(*args)`. `fn` may be a partial, as Transformers passes it."""
     if isinstance(fn, partial):
         return {"call": fn.func, "args": (*fn.args, *args), "kwargs": fn.keywords}
     return {"call": fn, "args": args, "kwargs": {}}
@@ -220,60 +202,33 @@ def _exactly(number: Any) -> Hashable:
 # Blocks that cannot be traced whole.
 
 
-class StatePaths:
-    """The modules of a block with their parameters, buffers and hooks, for noticing at each call that these changed.
+def untraced_key(block: nn.Module) -> Hashable:
+    """Return a key for the calls of a block that cannot be traced, from what is seen without running them.
 
-    Adapters, pruning and parametrizations put others in their places.
-    """
-
-    def __init__(self, block: nn.Module) -> None:
-        modules = dict(block.named_modules())
-        registers = [parameters_of(module) for module in modules.values()]
-        self._parameters = [(each, name) for each in registers for name, given in each.items() if given is not None]
-        self._registers = [vars(module)[name] for module in modules.values() for name in OPERATES]
-        self._filled = [register for register in self._registers if register]  # most are empty, and counted only
-        self._children = [modules_of(module) for module in modules.values() if modules_of(module)]
-        self._modules = list(modules.values())
-        self._before = self._content()
-        self.structure = hash(tuple((path, *_made_of(module)) for path, module in modules.items()))
-        """Equal for blocks of the same modules, with the same names and hooks."""
-
-    def are_current(self) -> bool:
-        """Return True if the block has the same modules as before, with the same parameters, buffers and hooks."""
-        return self._content() == self._before
-
-    def _content(self) -> tuple[list[int], list[str | int], list[nn.Module | None]]:
-        names, modules = map(_KEYS, self._filled), map(_VALUES, self._children)
-        return list(map(len, self._registers)), list(chain.from_iterable(names)), list(chain.from_iterable(modules))
-
-    def modes(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        """Return which parameters want gradients and which modules train, while these paths are current."""
-        wanted = tuple([register[name].requires_grad for register, name in self._parameters])
-        return wanted, tuple([module.training for module in self._modules])
-
-
-def untraced_key(paths: StatePaths) -> Hashable:
-    """Return what tells calls of a block apart that cannot be traced, as far as it can be told without running it.
-
-    Autocast, the block's modules and hooks, which of its parameters want gradients and which of its modules train.
+    The key depends on autocast and on each module's name, class, hooks, mode, parameters and buffers, and on which
+    parameters require gradients. It takes some microseconds a module, little beside comparing the call with its tape.
     """
     autocast = tuple(
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in ("cpu", "cuda")
     )
-    return autocast, paths.structure, paths.modes()
+    # A hash is quick to look up. If two paths had the same one by chance, the comparison would tell.
+    return hash((autocast, *[(path, *_described(module)) for path, module in block.named_modules()]))
 
 
 def plain_arguments(scope: Scope) -> tuple[Hashable, ...]:
-    """Return the numbers and names among the arguments of a call, containers searched."""
+    """Return the numbers and strings among the arguments of a call, those in containers too."""
     named = [_plain(value) for name, value in scope["kwargs"].items() if name not in INERT_ARGUMENTS]
     return *[_plain(value) for value in scope["args"]], *named
 
 
-def _made_of(module: nn.Module) -> tuple[Any, ...]:
-    """Return a module's class, names and hooks, all by name: parametrize makes each module a class of its own."""
+def _described(module: nn.Module) -> tuple[Any, ...]:
+    """Return a module's class, mode, parameters, buffers and hooks for `untraced_key`.
+
+    Class and hooks are given by name, since parametrize gives each module a class of its own.
+    """
     hooks = [*forward_pre_hooks(module).values(), *forward_hooks(module).values()]
-    names = [*parameters_of(module), None, *buffers_of(module), None, *map(_name_of, hooks)]
-    return _name_of(type(module)), tuple(names)
+    trained = [(name, p is not None and p.requires_grad) for name, p in parameters_of(module).items()]
+    return _name_of(type(module)), module.training, *trained, None, *buffers_of(module), None, *map(_name_of, hooks)
 
 
 def _name_of(code: Any) -> str:

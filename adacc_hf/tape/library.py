@@ -15,7 +15,7 @@ from torch import nn
 from adacc_hf.artifacts.files import note_latest
 from adacc_hf.artifacts.policy import Choice
 from adacc_hf.artifacts.profile import KindProfile, unpack_order
-from adacc_hf.tape.call_inputs import Given
+from adacc_hf.tape.call_key import CallKey
 from adacc_hf.tape.compiled_plan import CompiledPlan
 from adacc_hf.tape.family import CallSizes, RecordedCall, SeenSizes, TapeFamily, identity_of, without_values
 from adacc_hf.tape.recorder import Recorder
@@ -45,17 +45,17 @@ not."""
 
 
 class TapeLibrary:
-    """The tapes of a model, shared by all blocks that recorded the same; one goes when no block remembers its shape.
+    """The tapes of a model, shared by blocks that recorded the same. A tape is freed when no block remembers its key.
 
-    Those of a profile stay: see `library_of_profiles`.
+    Tapes of a profile stay: see `library_of_profiles`.
     """
 
     def __init__(self, verify: Callable[[Tape, list[torch.Tensor]], frozenset[int]] = verify) -> None:
         self._verify = verify
         self._tapes: WeakValueDictionary[str, Tape] = WeakValueDictionary()
         self._compiled: WeakValueDictionary[Any, CompiledPlan] = WeakValueDictionary()
-        self._of_calls: WeakValueDictionary[tuple[str, Hashable, str | None], Tape] = WeakValueDictionary()
-        """By structure, what was given, and the block; None: whichever ran last."""
+        self._of_calls: WeakValueDictionary[tuple[str, CallKey, str | None], Tape] = WeakValueDictionary()
+        """By structure, key, and block; None: whichever ran last."""
         self._kept: dict[str, Tape] = {}
         """What was taken from other libraries, by digest."""
         self._seen: dict[str, OrderedDict[Hashable, SeenSizes]] = {}
@@ -65,8 +65,8 @@ class TapeLibrary:
         self._refused: dict[str, set[int]] = {}
         """By structure, values that replay did not recompute at some size."""
         self._alignment = 1
-        self._latest: tuple[Hashable, CallSizes] | None = None
-        """What a call was given last, and its sizes: the blocks of a model are given the same, one after the other."""
+        self._latest: tuple[CallKey, CallSizes] | None = None
+        """The latest key and its sizes: the blocks of a model are given the same, one after the other."""
         self._orders: dict[str, tuple[int, ...]] = {}
         """In which order backward asks for saved tensors, by structure: sizes do not change it."""
         self.preliminary: set[str] = set()
@@ -121,34 +121,33 @@ class TapeLibrary:
         """Expect backward to ask for slots in the orders that `other` knows."""
         self._orders.update(other._orders)
 
-    def remember(self, tape: Tape, given: Given, block: str) -> None:
-        """Note that `block`, given that, ran as `tape` says."""
+    def remember(self, tape: Tape, key: CallKey, block: str) -> None:
+        """Note that a call of `block` with this key ran as `tape` says."""
         for name in (block, None):
-            self._of_calls[_structure(tape.kind), given, name] = tape
+            self._of_calls[_structure(tape.kind), key, name] = tape
         if any(value.device.type == "cuda" for value in tape.values):
             self._alignment, self._latest = CUDA_ALIGNMENT, None
         if all(isinstance(data, tuple) for data in tape.reads.values()):  # of other data no rule is known
-            shape, data, state = given
-            sizes = self._sizes_of((shape, data or tuple(tape.reads.values()), state))
+            sizes = self._sizes_of(key._replace(data=key.data or tuple(tape.reads.values())))
             self._seen_sizes(block, sizes).add(RecordedCall(sizes, tape), self._family)
 
-    def family_at(self, given: Hashable, block: str) -> tuple[TapeFamily, CallSizes] | None:
-        """The family that serves a call of `block` that is given that, at a size that may be new; and the sizes."""
-        sizes = self._sizes_of(given)
-        family = self._seen_sizes(block, sizes).family_at(sizes)
+    def family_at(self, key: CallKey, block: str) -> tuple[TapeFamily, CallSizes] | None:
+        """Return (family, sizes) for a call of `block` with this key; None if no family serves it."""
+        sizes = self._sizes_of(key)
+        family = self._seen_sizes(block, sizes).family_in_force()
         return None if family is None else (family, sizes)
 
-    def extend(self, family: TapeFamily, given: Hashable) -> None:
-        """Note that a call that was given that ran as `family` says."""
-        family.extend(self._sizes_of(given))
+    def extend(self, family: TapeFamily, key: CallKey) -> None:
+        """Note that a call with this key ran as its tape of `family` says."""
+        family.extend(self._sizes_of(key))
 
     def tape_of(self, family: TapeFamily, sizes: CallSizes) -> Tape | None:
-        """The tape of a call of these sizes; None if they do not hang together as the family's do."""
+        """Return the tape of a call of these sizes; None if the family does not cover them."""
         return family.tape_at(sizes, self._orders.get(_structure(family.base.structure)))
 
-    def untrusted_at(self, given: Hashable, block: str) -> Tape | None:
-        """A tape of `block` at another size, if at all sizes so far it had such as must not be used."""
-        return self._seen_sizes(block, self._sizes_of(given)).untrusted
+    def untrusted_at(self, key: CallKey, block: str) -> Tape | None:
+        """Return an untrusted tape of `block` at another size, if all its tapes of this outline were untrusted."""
+        return self._seen_sizes(block, self._sizes_of(key)).untrusted
 
     def refuse(self, family: TapeFamily, values: Collection[int], block: str) -> None:
         """Replay did not recompute `values` at a new size: retain them at all sizes."""
@@ -164,9 +163,9 @@ class TapeLibrary:
             if known.base.structure == family.base.structure:
                 known.refuse(values)
 
-    def compare_with_family(self, tape: Tape, given: Hashable, block: str) -> None:
+    def compare_with_family(self, tape: Tape, key: CallKey, block: str) -> None:
         """Compare a record, and what replay recomputed of it, with what the family of its sizes says (rule R7)."""
-        found = self.family_at(given, block)
+        found = self.family_at(key, block)
         if found is None or tape.untrusted is not None:
             return
         family, sizes = found
@@ -189,9 +188,9 @@ class TapeLibrary:
             for seen in outlines.values():
                 seen.distrust(family)
 
-    def _sizes_of(self, given: Hashable) -> CallSizes:
-        if self._latest is None or self._latest[0] != given:
-            self._latest = given, CallSizes.of(given, self._alignment)
+    def _sizes_of(self, key: CallKey) -> CallSizes:
+        if self._latest is None or self._latest[0] != key:
+            self._latest = key, CallSizes.of(key, self._alignment)
         return self._latest[1]
 
     def _seen_sizes(self, block: str, sizes: CallSizes) -> SeenSizes:
@@ -211,18 +210,19 @@ class TapeLibrary:
                 self._families[key] = family
         return family
 
-    def forget(self, kind: str, given: Hashable) -> None:
-        """A block with a plan for `kind` that was `given` that ran otherwise: expect nothing of any more."""
-        for key in list(self._of_calls):
-            if key[:2] == (_structure(kind), given):
-                self._of_calls.pop(key, None)
+    def forget(self, kind: str, key: CallKey) -> None:
+        """Forget the tape of calls with this key under plans for `kind`, since a call ran otherwise."""
+        for known in list(self._of_calls):
+            if known[:2] == (_structure(kind), key):
+                self._of_calls.pop(known, None)
 
-    def expected(self, kind: str, given: Hashable, block: str) -> Tape | None:
-        """What `block`, with a plan for `kind`, probably runs when it is `given` that.
+    def expected(self, kind: str, key: CallKey, block: str) -> Tape | None:
+        """Return the tape that `block`, with a plan for `kind`, probably runs in a call with this key.
 
-        What it ran before, in a profile, else what another such block ran: numbers may differ from layer to layer.
+        It is the tape that the block ran in a profile, or else the tape of another such block: numbers may differ from
+        layer to layer.
         """
-        known = (self._of_calls.get((_structure(kind), given, name)) for name in (block, None))
+        known = (self._of_calls.get((_structure(kind), key, name)) for name in (block, None))
         return next((tape for tape in known if tape is not None), None)
 
     def take(self, other: TapeLibrary) -> None:
@@ -288,7 +288,7 @@ class TapeLibrary:
         self._warn_other_path(tape.structure, name, sizes, what, how, _OTHER_MODE if is_known_size else _OTHER_SIZE)
 
     def warn_unrecorded(self, kind: str, name: str, given: Iterable[tuple[Any, torch.Tensor]]) -> None:
-        """The same of a path that there is no memory to record."""
+        """Say once that a path is not recorded for lack of memory, and what to do."""
         sizes = [tuple(tensor.shape) for _, tensor in given]
         what = "take a path that no profile has recorded (to record it would take more than memory_budget)"
         self._warn_other_path(f"unrecorded {kind}", name, sizes, what, "under torch's checkpoint")
@@ -345,7 +345,7 @@ def _input_sizes(tape: Tape) -> list[tuple[int, ...]]:
 
 
 def _structure(kind: str) -> str:
-    """What kinds of any size have in common whose blocks run the same operators: the beginning of their structure."""
+    """Return the part of a kind that is equal for all sizes of blocks that run the same operators."""
     return kind.partition("-")[0][:24]
 
 
@@ -362,7 +362,7 @@ def library_of_profiles(model: nn.Module) -> TapeLibrary:
 
 
 def _instead(tape: Tape) -> str:
-    """What becomes of a block whose operators vary: what other ranks take part in must not run again (rule R13)."""
+    """Describe how a block runs whose operators vary. Collectives must not run again (rule R13)."""
     return "retain everything" if tape.has_collectives else "are run under torch's checkpoint"
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from adacc_hf.tape.call_inputs import PLACES, Read, argument_tensors, deciding_tensors, held_tensors, judge, watched
+from adacc_hf.tape.call_inputs import PLACES, argument_tensors, held_tensors
+from adacc_hf.tape.data_reads import Read, deciding_tensors, judge, watched_reads
 from adacc_hf.tape.function_recording import FunctionRecorder
 from adacc_hf.tape.replay import share_elements, view
 from adacc_hf.tape.tape import (
@@ -413,7 +414,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         again, and compares.
         """
         before = PythonStates()
-        with watched(lambda tensor, by: None if self._in_operator else self._read(tensor, by)):
+        with watched_reads(lambda tensor, by: None if self._in_operator else self._read(tensor, by)):
             yield
         if before.have_moved():
             self.untrusted = self.untrusted or DICE
@@ -505,10 +506,7 @@ class RngUse:
             self._before = self._state()
 
     def happened(self) -> bool:
-        return self._own_generator or (self._before is not None and self._has_moved())
-
-    def _has_moved(self) -> bool:
-        return self._state() != self._before
+        return self._own_generator or (self._before is not None and self._state() != self._before)
 
     def _state(self) -> bytes | tuple[int, int]:
         """The default generator's state; reading it does not synchronise, and no tensor of it stays."""

@@ -27,6 +27,9 @@ COLLECTIVES = frozenset(
 )
 """Namespaces of operators that other ranks take part in."""
 
+OPERATORS, BITS = "operators", "bits"
+"""Comparisons of a call with its tape: of each operator, and of the bits of its replay too (rule R7)."""
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TensorRef:
@@ -121,7 +124,6 @@ class TapeOperator:
     generator: int | None = None
     """The value that holds the state of the generator that it drew from, if replay may draw again (rule R5)."""
     _inputs: tuple[int, ...] | None = field(default=None, repr=False, compare=False)
-    _arguments: str | None = field(default=None, init=False, repr=False, compare=False)
     prepared: Any = field(default=None, init=False, repr=False, compare=False)
     """The `PreparedOperator` of its first replay (tape/replay.py)."""
 
@@ -172,12 +174,6 @@ class TapeOperator:
         """The tensors among its arguments that it reads no element of."""
         return [leaf for leaf in leaves(self.args, self.kwargs) if isinstance(leaf, Blank)]
 
-    def arguments(self) -> str:
-        """Its arguments as they count in a tape's digest."""
-        if self._arguments is None:
-            self._arguments = repr((self.args, self.kwargs))
-        return self._arguments
-
     def made(self) -> list[int]:
         """Values it makes: fresh storages and new versions."""
         return [value for _, value in self.outputs] + [value for _, value in self.mutations]
@@ -217,9 +213,9 @@ class Tape:
     """Values that an earlier saved one can stand for, mapped to it: see `equal_values`."""
     order: tuple[int, ...] | None = None
     """Order in which backward asks for the slots, each once, as far as it was seen."""
-    is_checked: bool = True
-    """Whether a call was seen to give its operators these numbers, or calls of enough other sizes those that were
-    evaluated for them in the same way."""
+    due_check: str | None = None
+    """The comparison that the next call has to pass: OPERATORS, or BITS. None for a recorded tape, and for one that was
+    evaluated for a size where a call has passed, or calls of enough other sizes have."""
     _consumers: dict[int, list[int]] = field(default_factory=dict)
 
     @property
@@ -283,7 +279,7 @@ class Tape:
         """Compute the digests; `identity` is what tells the block from others besides its class."""
         self.identity = _digest([self.block_class, *identity])
         self.structure = _digest([self.identity, self._wiring()])
-        constants = [_constants((operator.args, operator.kwargs)) for operator in self.operators]
+        constants = [repr((operator.args, operator.kwargs)) for operator in self.operators]
         slots, reads = [repr(slot) for slot in self.slots], sorted(map(repr, self.reads))
         outside = [repr(value.ref) for value in self.values if value.source is not None and value.source.path]
         sharing = [(value, str(source), geometry) for value, source, geometry in self.sharing]
@@ -370,10 +366,6 @@ def has_storage(tensor: torch.Tensor) -> bool:
 def geometry_of(tensor: torch.Tensor) -> Geometry:
     # torch declares SymInt too, which comes to no record.
     return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()  # type: ignore[return-value]
-
-
-def _constants(tree: Any) -> str:
-    return repr(tree)
 
 
 def _digest(parts: list[Any]) -> str:

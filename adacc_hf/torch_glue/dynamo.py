@@ -1,7 +1,7 @@
-"""Tracing of Python code by Dynamo, torch.compile's front end, for the sake of its guards alone.
+"""Tracing of Python code by Dynamo, torch.compile's front end, for its guards alone.
 
-All names of Dynamo's that are not public stand here. Dynamo is imported when a block is first traced: the import takes
-about a second.
+Every private name of Dynamo that the package uses stands in this file. Dynamo is imported when a block is first traced,
+since the import takes about a second.
 """
 
 from __future__ import annotations
@@ -31,70 +31,65 @@ class NotTraceableError(Exception):
 
 
 class TracedGuards:
-    """Guards of one traced call, and the numbers that became inputs of its graph."""
+    """Guards of one traced call, and readers of the numbers and tensors that no guard compares."""
 
-    def __init__(self, manager: Any, global_scope: dict[str, Any], found: _Found, died: _Died) -> None:
+    def __init__(self, manager: Any, global_scope: dict[str, Any], inputs: _Inputs, died: _Died) -> None:
         self._check = manager.check
         variables = {**manager.closure_vars, "G": global_scope}
-        number_names = found.numbers
-        self.number_names = tuple(number_names)
-        """Where the numbers stand, as expressions of Dynamo's over the local variables `L` and the globals `G`."""
-        self._numbers = _reader(number_names, variables)
-        self.tensors = _reader(found.tensors, variables)
-        """Returns the tensors that the path reads from elsewhere than its arguments and, by their names, the modules of
-        the block, given the local variables; None if there are none."""
-        self._environment = dict(os.environ) if found.reads_environment else None
+        self.numbers = _reader(inputs.numbers, variables)
+        """Function of the local variables that returns the numbers among the inputs of the graph."""
+        self.tensors = _reader(inputs.tensors, variables)
+        """Function of the local variables that returns the tensors among the inputs that are neither arguments nor
+        reached by the names of modules."""
+        self._environment = dict(os.environ) if inputs.reads_environment else None
         self._died = died
         self._manager = manager
 
     @property
     def is_alive(self) -> bool:
-        """False once an object died whose address a guard compares: another object may lie there since."""
+        """False once an object has died whose address a guard compares. Another object may lie there by now."""
         return not self._died
 
     def hold(self, scope: Scope) -> bool:
         """Return True if a call with these local variables takes the traced path.
 
-        A dispatch mode that looks on, as a meter of memory does, is no part of the path.
+        Dispatch modes that only observe, such as a memory meter, are left out of the check.
         """
+        if not self.is_alive:
+            return False
         if self._environment is not None and self._environment != os.environ:
-            return False  # Dynamo guards a variable that was there, and none that was not
+            return False  # Dynamo does not guard a variable that was absent
         if not num_dispatch_modes():
             return self._check(scope)
         with _disable_current_modes():
             return self._check(scope)
 
-    def numbers(self, scope: Scope) -> tuple[Any, ...]:
-        """Return the values of the numbers that are inputs of the graph."""
-        return () if self._numbers is None else self._numbers(scope)
-
     def first_failure(self, scope: Scope) -> str:
-        """Describe the first guard that a call with these local variables fails, in Dynamo's words; "" if none does."""
+        """Return the first guard that a call with these local variables fails, in Dynamo's words; "" if none fails."""
         parts = self._manager.check_verbose(scope).verbose_code_parts
         return str(parts[0]).partition("#")[0].strip() if parts else ""
 
 
 def trace(scope: Scope, ignored: Iterable[Callable[..., Any]] = ()) -> TracedGuards:
-    """Trace `call(*args, **kwargs)` and return its guards; no operator of it runs.
+    """Trace `call(*args, **kwargs)` without running its operators, and return its guards.
 
-    Messages to loggers, warnings and what is `ignored`, functions that return nothing, are left out of the trace.
-
-    Sizes of tensors are symbols, and equal ones are not taken for the same. Code that asks whether it is being compiled
-    is told that it is not, since the traced path has to be the one that runs. Raises NotTraceableError if Dynamo cannot
-    trace all of it.
+    Calls of loggers, of `warnings.warn` and of the `ignored` functions, which return nothing, are left out of the
+    trace. Sizes of tensors are symbols, and sizes that happen to be equal get different symbols. Code that asks whether
+    it is being compiled is told no, since the traced path has to be the one that runs. Raises NotTraceableError if
+    Dynamo cannot trace all of the call.
     """
     dynamo = _dynamo()
-    found = _Found()
+    inputs = _Inputs()
 
     def backend(graph: Any, example_inputs: Any) -> Callable[..., Any]:
-        found.note_inputs(graph)
+        inputs.note_inputs(graph)
         return _stop
 
-    # Code of its own for each trace: Dynamo keeps the traces of a function by its code, and a limited number of them.
+    # Each trace has a code object of its own, since Dynamo keeps a limited number of traces for each.
     probe = types.FunctionType(_probe.__code__.replace(), _probe_globals(dynamo.is_traced))
     try:
         with dynamo.tracing(ignored) as died:
-            options: dict[str, Any] = {"guard_filter_fn": found.which_matter}
+            options: dict[str, Any] = {"guard_filter_fn": inputs.filter_guards}
             torch.compile(probe, backend=backend, dynamic=True, fullgraph=True, options=options)(**scope)
     except _StoppedError:
         pass
@@ -106,7 +101,7 @@ def trace(scope: Scope, ignored: Iterable[Callable[..., Any]] = ()) -> TracedGua
     entries = dynamo.cache_entries(probe.__code__)
     if len(entries) != 1:
         raise NotTraceableError("Dynamo finds no tensor operator in it")
-    return TracedGuards(entries[0].guard_manager, probe.__globals__, found, died)
+    return TracedGuards(entries[0].guard_manager, probe.__globals__, inputs, died)
 
 
 def _probe_globals(is_traced: Callable[[], bool]) -> dict[str, Any]:
@@ -114,16 +109,16 @@ def _probe_globals(is_traced: Callable[[], bool]) -> dict[str, Any]:
 
 
 _IGNORED = "ignore_logging_functions"
-"""The setting of Dynamo's for functions that it leaves out."""
+"""Dynamo's setting for functions that it leaves out of a trace."""
 _METHODS = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice", "info_once")
-"""Methods of loggers; those for once are Transformers'."""
-_NO_MATTER = ("._backward_hooks", "._backward_pre_hooks", "_hooks_with_kwargs")
-"""Ends of the names of guards on attributes of modules that change no operator of forward: a module's hooks on backward
-add none, and how hooks on forward are called matters only with such hooks, whose own guards stay."""
+"""Methods of loggers. The last three are Transformers' own."""
+_UNUSED_GUARDS = ("._backward_hooks", "._backward_pre_hooks", "_hooks_with_kwargs")
+"""Ends of the names of guards on module attributes that change no operator of forward: hooks on backward, and how hooks
+on forward are called, which matters only if there are such hooks, and they have guards of their own."""
 
 
 def _messages() -> Iterator[Callable[..., Any]]:
-    """Yield what writes messages; Transformers gives loggers methods of its own when it is imported."""
+    """Yield the functions that write messages. Transformers adds some to loggers when it is imported."""
     yield warnings.warn
     yield from (getattr(logging.Logger, name) for name in _METHODS if hasattr(logging.Logger, name))
 
@@ -133,7 +128,7 @@ class _StoppedError(Exception):
 
 
 class _NotTracedError(Exception):
-    """Raised where Python runs the probe itself."""
+    """Raised if Python runs the probe, since Dynamo did not trace it."""
 
 
 def _stop(*_: Any) -> Any:
@@ -147,24 +142,24 @@ def _probe(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 class _Died(list[Any]):
-    """References to watched objects that died."""
+    """References to the watched objects that have died."""
 
     def __init__(self) -> None:
         super().__init__()
         self._watched: dict[int, Callable[[], Any]] = {}
 
     def watch(self, obj: Any) -> None:
-        """Add `obj` to the watched objects; one that takes no weak reference is kept alive."""
+        """Watch `obj`. Keep it alive if it cannot be weakly referenced."""
         try:
             self._watched.setdefault(id(obj), weakref.ref(obj, self.append))
         except TypeError:
             self._watched.setdefault(id(obj), lambda: obj)
 
 
-def _reader(names: Sequence[str], variables: dict[str, Any]) -> Callable[[Scope], tuple[Any, ...]] | None:
-    """Return a function of the local variables that evaluates Dynamo's expressions; None if there are none."""
+def _reader(names: Sequence[str], variables: dict[str, Any]) -> Callable[[Scope], tuple[Any, ...]]:
+    """Return a function of the local variables `L` that evaluates Dynamo's expressions."""
     items = "".join(f"{name}, " for name in dict.fromkeys(names))
-    return eval(f"lambda L: ({items})", variables) if names else None
+    return eval(f"lambda L: ({items})", variables)
 
 
 _NAMED = re.compile(r"L\['(args'\]\[0\]|call'\]\.__self__)(\._modules\['[^']*'\])*\._(parameters|buffers)\['[^']*'\]$")
@@ -172,24 +167,25 @@ _NAMED = re.compile(r"L\['(args'\]\[0\]|call'\]\.__self__)(\._modules\['[^']*'\]
 _ARGUMENT = re.compile(r"L\['(args|kwargs)'\](\[[^\]]*\])*$")
 
 
-class _Found:
-    """What a trace shows besides its guards."""
+class _Inputs:
+    """Inputs of a traced graph that no guard compares, as Dynamo's expressions."""
 
     def __init__(self) -> None:
         self.numbers: list[str] = []
-        """Places of inputs that are neither tensors nor their sizes, and of zeros, whose sign no guard compares."""
+        """Inputs that are neither tensors nor their sizes, and zeros, since guards do not compare signs of zeros."""
         self.tensors: list[str] = []
-        """Places of tensors that are neither arguments nor reached by the names of modules."""
+        """Tensors that are neither arguments nor reached by the names of modules."""
         self.reads_environment = False
+        """Whether the path reads `os.environ`."""
 
-    def which_matter(self, guards: Sequence[Any]) -> list[bool]:
-        """Return for each guard whether it is kept: half of them are on hooks, which most modules have none of."""
+    def filter_guards(self, guards: Sequence[Any]) -> list[bool]:
+        """Return for each guard whether it is checked. Half of all guards say that a module has no hooks."""
         for guard in guards:
             self.reads_environment |= ".environ" in guard.name
             if isinstance(guard.value, float | complex) and 0 in (guard.value.real, guard.value.imag):
                 is_zero = guard.value == 0 or isinstance(guard.value, complex)
                 self.numbers += [guard.orig_guard.name] if is_zero and guard.name else []
-        return [not guard.name.endswith(_NO_MATTER) for guard in guards]
+        return [not guard.name.endswith(_UNUSED_GUARDS) for guard in guards]
 
     def note_inputs(self, graph: Any) -> None:
         """Note the inputs of a traced graph."""
@@ -222,7 +218,7 @@ def _in_one_line(error: Exception) -> str:
 
 @cache
 def _dynamo() -> Any:
-    """Import Dynamo and return what is used of it."""
+    """Import Dynamo, and return the functions that `trace` needs of it."""
     import torch._dynamo
     from torch._dynamo import config
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -237,8 +233,8 @@ def _dynamo() -> Any:
         # Hooks run with the block; FSDP2's modules have attributes as others do.
         "skip_nnmodule_hook_guards": False,
         "skip_fsdp_guards": False,
-        # Guards of attributes are checked one by one: a dict's version, which stands for them, misses what is written
-        # to an object that stands in two places.
+        # Guards of attributes are checked one by one. The version of a dict, which would be checked in their place,
+        # misses a write to an object that is reached in two ways.
         "use_recursive_dict_tags_for_guards": False,
         # DDP's buckets would cut the graph.
         "optimize_ddp": False,
@@ -248,8 +244,10 @@ def _dynamo() -> Any:
 
     @contextmanager
     def tracing(ignored: Iterable[Callable[..., Any]]) -> Iterator[list[Any]]:
-        """While open, tracing is as `trace` wants; yields a list that is filled when an object dies whose address a
-        guard compares."""
+        """While open, Dynamo traces as `trace` says.
+
+        Yield a list that is filled when an object dies whose address a guard compares.
+        """
         died = _Died()
         original = CheckFunctionManager.id_ref
 
@@ -283,9 +281,9 @@ def _dynamo() -> Any:
 
 @contextmanager
 def _identities_guarded() -> Iterator[None]:
-    """While open, two objects that the traced code compares by `is`, or as keys, are guarded by their addresses.
+    """While open, objects that the traced code compares by `is`, or uses as keys, are guarded by their addresses.
 
-    Dynamo itself guards the types of such objects alone.
+    By itself Dynamo guards only their types.
     """
     try:
         from torch._dynamo.variables import builtin, object_protocol
@@ -309,7 +307,7 @@ def _identities_guarded() -> Iterator[None]:
         (builtin, "vt_identity_compare", guarded(compare, 2, by_value=False)),
         (UserDefinedObjectVariable, "is_python_equal", guarded(UserDefinedObjectVariable.is_python_equal, 2)),
         (UserDefinedObjectVariable, "hash_impl", guarded(UserDefinedObjectVariable.hash_impl, 1)),
-        # A key that was not looked at would be hashed without any guard.
+        # A key that Dynamo has not realized yet would be hashed without any guard.
         (LazyVariableTracker, "is_hashable_lazy", lambda self: False),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced if hasattr(owner, name)]
@@ -324,9 +322,10 @@ def _identities_guarded() -> Iterator[None]:
 
 
 def _guard_address(variable: Any, by_value: bool) -> None:
-    """Have the trace guard the address of the object behind a variable of Dynamo's.
+    """Guard the address of the object behind one of Dynamo's variables.
 
-    Constants have guards of their value. Where objects are compared `by_value`, so have those with a hash of their own.
+    Constants and tensors have guards already. So have objects with a hash function of their own, if the code compares
+    them `by_value`.
     """
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
@@ -340,9 +339,9 @@ def _guard_address(variable: Any, by_value: bool) -> None:
 
 @contextmanager
 def _grouped_products_of_any_dtype() -> Iterator[None]:
-    """While open, the shape of a grouped product can be told for any dtype.
+    """While open, torch infers the shape of a grouped matrix product for any dtype.
 
-    torch tells that of bfloat16 alone, though its kernels take others where they run operator by operator.
+    By itself torch does so for bfloat16 alone, though its kernels take other dtypes too.
     """
     from torch import _meta_registrations
 
@@ -365,7 +364,7 @@ def _grouped_products_of_any_dtype() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """While open, Dynamo logs nothing and warns of nothing: it reads `.grad` of tensors without one, say."""
+    """While open, Dynamo neither logs nor warns. It would warn of `.grad` of tensors that have none, say."""
     loggers = [logging.getLogger(name) for name in ("torch._dynamo", "torch._subclasses", "torch.fx", "torch.__trace")]
     before = [logger.level for logger in loggers]
     for logger in loggers:

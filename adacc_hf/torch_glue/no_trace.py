@@ -1,6 +1,6 @@
-"""Runs of a model that are no part of training, and leave no trace in it: a profile's, and those of the gradient check.
+"""Extra runs of a model, by a profile or the gradient check, after which its state is put back.
 
-Also what torch's checkpoint takes to run a block twice while its state changes once.
+The same for torch's checkpoint, which runs a block twice while its state may change once.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ from adacc_hf.torch_glue.tensors import leaves_below, without_gradient_hooks
 
 
 class Tables:
-    """Entries that runs make: tensors without gradient where there was none, or a smaller one, as rotary tables are.
+    """Dict entries that extra runs fill with tensors that need no gradient, as rotary tables are.
 
-    They stay until the last run, since training makes them in its first step, and finds them in all others. Afterwards
-    tables alone stay, which are made once and then only read; a count that begins with None is put back.
+    An entry counts if it was absent or None before, or a tensor of another shape. All such entries stay until the last
+    run is over, since training fills them in its first step and finds them in all others. Afterwards only those stay
+    that were filled once and then only read. A count that begins with None is put back.
     """
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, Any], tuple[Any, list[int]]] = {}
-        """The first value that was made, and its versions, by dict and name."""
+        """The first new value and the versions of its tensors, by the dict's id and the name."""
         self._others: set[tuple[int, Any]] = set()
-        """What a later run has changed."""
+        """Entries that a later run has changed."""
         self.has_copies = False
-        """Whether copies of tensors on the CPU stand in the places of those that runs replace."""
+        """Whether `of` has put copies in the places of tensors on the CPU."""
         self.is_closed = False
         """Whether the last run is over."""
 
     def of(self, now: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]:
-        """Entries of `now` that stay."""
+        """Return the entries of `now` that stay."""
         kept = {}
         for name, value in now.items():
             first_value = before.get(name)
             if not self.is_closed and first_value is not None and _is_another(value, first_value):
-                # A copy, which is freed where a run puts another one in its place, as in training.
+                # The next run replaces the copy, and so frees memory where training frees it.
                 kept[name] = first_value.clone()
                 self.has_copies |= first_value.device.type == "cpu"
             tensors = _made_tensors(value, first_value)
@@ -60,7 +61,7 @@ class Tables:
         return kept
 
     def names(self) -> frozenset[tuple[int, Any]]:
-        """Where runs have made something."""
+        """Return (id of the dict, name) of all entries that runs have filled."""
         return frozenset(self._found)
 
 
@@ -73,7 +74,7 @@ def _is_another(now: Any, before: Any) -> bool:
 
 
 def _made_tensors(now: Any, before: Any) -> list[torch.Tensor]:
-    """The tensors of `now` if it may be a table in the place of `before`."""
+    """Return the tensors of `now` if it may be a table in the place of `before`, else []."""
     if isinstance(now, (tuple, list)) and before is None:
         tensors = [item for item in now if isinstance(item, torch.Tensor) and not item.requires_grad]
         return tensors if len(tensors) == len(now) else []
@@ -84,17 +85,17 @@ def _made_tensors(now: Any, before: Any) -> list[torch.Tensor]:
 # Calls of a block that torch's checkpoint runs again in backward.
 
 STILL = 2
-"""Calls of a block that must change no state before its larger tensors are copied no more, only checked."""
+"""Calls without a change of state after which a block's larger tensors are no longer copied, only checked."""
 
 _num_still: WeakKeyDictionary[nn.Module, tuple[int, list[bool]]] = WeakKeyDictionary()
-"""Calls in a row in which a block changed nothing, and its modules' training flags then."""
+"""Calls in a row in which a block changed no state, and the training flags of its modules then."""
 
 
 @contextmanager
 def state_before(block: nn.Module | None, *given: Any) -> Iterator[list[ModelState]]:
-    """A list that has, once this is left, the state before of what a call of `block` changed; empty if nothing.
+    """Yield a list that gets, when the context is left, the earlier state of all that a call of `block` has changed.
 
-    `given` are the called function and its arguments. Raises UnrestorableError if it cannot be put back.
+    `given` are the called function and its arguments. Raises UnrestorableError if a change cannot be put back.
     """
     changed: list[ModelState] = []
     flags = [] if block is None else [module.training for module in block.modules()]
@@ -112,12 +113,12 @@ def state_before(block: nn.Module | None, *given: Any) -> Iterator[list[ModelSta
 
 
 class NoTrace(AbstractContextManager["NoTrace"]):
-    """A context that puts back, when it is left, what runs of a model in it have changed.
+    """Context that puts back, when it is left, the state that runs of a model in it have changed.
 
-    That is the state within reach of `roots`, the random generators, the gradients of all parameters found there, and
-    which of them want one. What waits for gradients (hooks of DeepSpeed, of optimizers that step in backward) does not
-    hear of those made inside. Tables stay: to make them again would take other operators than later runs had. Raises
-    UnrestorableError for what cannot be put back.
+    This covers the state within reach of `roots` (`ModelState`), the random generators, and for all parameters found
+    there `grad` and `requires_grad`. Hooks on gradients, as of DeepSpeed or of optimizers that step in backward, are
+    not called inside. Tables stay (`Tables`), since a run that fills them takes other operators. Raises
+    UnrestorableError for a change that cannot be put back.
     """
 
     def __init__(
@@ -140,11 +141,11 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         return self
 
     def start_over(self) -> frozenset[Any]:
-        """Put state and generators back now, so that each run does the same; return where tables stay."""
+        """Put state and generators back now, so that each run does the same. Return the names of the tables."""
         self._first_states.restore()
         self._state.restore(self._tables)
         if self._tables.has_copies:
-            with CpuMemoryMeter():  # which sees go only what one of them saw come
+            with CpuMemoryMeter():  # a meter counts the free of a tensor only if it saw the allocation
                 self._state.restore(self._tables)
         return self._tables.names()
 
@@ -153,12 +154,12 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         return self._first_states.have_moved()
 
     def draw_on(self) -> None:
-        """Put state back now, and let this and all later runs start from the generators as they are now."""
+        """Put state back now. This and all later runs start from the present states of the generators."""
         self._first_states = self._take_random_states()
         self._state.restore(self._tables)
 
     def keep_gradients_of(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Have the gradients of all leaves that a backward from `outputs` reaches put back too."""
+        """Put back the gradients of all leaves too that a backward from `outputs` reaches."""
         known = {id(leaf) for leaf, _, _ in self._gradients}
         found = [leaf for leaf in leaves_below(outputs) if id(leaf) not in known]
         self._gradients += [(leaf, leaf.grad, leaf.requires_grad) for leaf in found]

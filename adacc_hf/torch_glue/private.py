@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = [
-    "ATTRIBUTES", "BUFFERS", "CHECKPOINTED", "COMPILED_MODULE", "GRADIENT_HOOKS", "LOCAL_TENSOR", "MODULES", "OPERATES",
+    "ATTRIBUTES", "BUFFERS", "CHECKPOINTED", "COMPILED_MODULE", "GRADIENT_HOOKS", "LOCAL_TENSOR", "MODULES",
     "PARAMETERS", "SHARDED_SIZE", "SOFTMAX", "SPEC", "TO_COPY", "DataDependentOutputException",
     "DisableTorchFunctionSubclass", "FakeTensorMode", "OpOverload", "SingleLevelFunction", "TensorBase",
     "TorchDispatchMode", "attention_name", "attention_operator", "before_profilers_start", "buffers_of",
@@ -81,10 +81,7 @@ SHARDED_SIZE = named("FlatParameter", "_sharded_size")
 PARAMETERS, BUFFERS, MODULES = (named("Module", name) for name in ("_parameters", "_buffers", "_modules"))
 """The attributes in which a module has its own parameters, buffers and children by name, each a dict."""
 parameters_of, buffers_of, modules_of = map(attrgetter, (PARAMETERS, BUFFERS, MODULES))
-_PRE_HOOKS, _HOOKS = named("Module", "_forward_pre_hooks"), named("Module", "_forward_hooks")
-forward_pre_hooks, forward_hooks = attrgetter(_PRE_HOOKS), attrgetter(_HOOKS)
-OPERATES = (MODULES, PARAMETERS, BUFFERS, _PRE_HOOKS, _HOOKS)
-"""The attributes in which a module has what decides which operators it runs."""
+forward_pre_hooks, forward_hooks = (attrgetter(named("Module", f"_forward_{name}")) for name in ("pre_hooks", "hooks"))
 COMPILED_MODULE = named("OptimizedModule", "_orig_mod")
 """The name of the module inside the one that torch.compile makes of it."""
 compiled_call = _reader("Module", "_compiled_call_impl")

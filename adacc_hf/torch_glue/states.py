@@ -114,8 +114,14 @@ def generators_replaced(by: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def drawing_from(state: torch.Tensor, device: torch.device) -> Iterator[None]:
-    """While open, the default generator of `device` draws from `state` on; afterwards it is as it was."""
+def drawing_from(state: torch.Tensor | None, device: torch.device) -> Iterator[None]:
+    """While open, the default generator of `device` draws from `state` on; afterwards it is as it was.
+
+    If `state` is None, leave the generator alone.
+    """
+    if state is None:
+        yield
+        return
     generator = generator_of(device)
     before = generator.clone_state()  # no tensor, which would be live beside what is drawn
     generator.set_state(state)

@@ -63,7 +63,7 @@ class NormByAddress(Function):
     """RMSNorm that saves its input and the reciprocal root mean square of each row."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x = x.contiguous()
         out, scale = torch.empty_like(x), torch.empty(x.shape[:-1])
         rows = _numbers(x)
@@ -74,7 +74,7 @@ class NormByAddress(Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, weight, scale = ctx.saved_tensors
         normed, weighted = x * scale[..., None], gradient * weight
         inner = (weighted * normed).mean(-1, keepdim=True)

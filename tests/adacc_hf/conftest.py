@@ -24,7 +24,7 @@ from adacc_hf.artifacts.profile import (
 from adacc_hf.price.gradient_probe import GradientErrors
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.run.call import Recording
-from adacc_hf.run.validation import ValidatedCall
+from adacc_hf.run.validated_call import ValidatedCall
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from adacc_hf.eval.trials.gradients import NOISE_FACTOR, Gradients, relative_err
 from adacc_hf.head.chunked_loss import chunked_cross_entropy
 from adacc_hf.price.profiler import estimate_profile
 from adacc_hf.run.call import Recording
-from adacc_hf.tape.call_inputs import data_of
+from adacc_hf.tape.data_reads import data_of
 from adacc_hf.tape.library import TapeLibrary
 from adacc_hf.tape.verification import verify
 from adacc_hf.torch_glue.compat import adds_into_wider, no_packed_sequences

@@ -42,7 +42,7 @@ BREAKS: list[tuple[str, str, str]] = [
         "environment[old] = copy_with_storage(at_hand[old])",
         "environment[old] = at_hand[old]",
     ),
-    ("adacc_hf/tape/family.py", "if len(around) == 1 else None", "if around else None"),
+    ("adacc_hf/tape/family.py", "if before not in (None, outline):", "if False:"),
     ("adacc_hf/tape/library.py", "self._refused.setdefault(family.base.structure, set()).update(values)", "pass"),
     ("adacc_hf/run/executor.py", "self._chunk_head(head is not None and head.is_on)", "self._chunk_head(False)"),
     ("adacc_hf/head/chunked_loss.py", "total / (target != ignore_index).sum()", "total / target.numel()"),

@@ -16,8 +16,7 @@ CONFIG = AdaccConfig(min_compress_bytes=0)
 
 
 def families_of(library):
-    groups = [g for outlines in library._seen.values() for seen in outlines.values() for g in seen._groups.values()]
-    return {group.family for group in groups} - {None}
+    return {seen.family for outlines in library._seen.values() for seen in outlines.values()} - {None}
 
 
 @pytest.fixture
@@ -116,7 +115,7 @@ def test_a_model_that_refuses_parts_is_profiled(tiny_gpt2, token_batch, run_step
 def test_what_is_recorded_before_a_refusal_counts(tiny_gpt2, token_batch, parts_of):
     library = TapeLibrary(verify=lambda *_: frozenset())
     parts_of(refusing(tiny_gpt2(), lambda size: size[0] == 4), token_batch(4, 40), library)
-    records = [group.records for o in library._seen.values() for seen in o.values() for group in seen._groups.values()]
+    records = [seen.records for outlines in library._seen.values() for seen in outlines.values()]
     assert [len(each) for each in records] == [1, 1]  # of each block
 
 

@@ -149,8 +149,7 @@ def held_by(strategies):
         plans |= {id(entry.compiled) for entry in entries}
         tapes |= {tape.digest for tape in strategy.tapes.values()}
     outlines = [seen for strategy in strategies for seen in strategy.library._seen[strategy.name].values()]
-    groups = [group for seen in outlines for group in seen._groups.values()]
-    return tapes | {record.tape.digest for group in groups for record in group.records}, plans
+    return tapes | {record.tape.digest for seen in outlines for record in seen.records}, plans
 
 
 def test_forgotten_shapes_leave_nothing(toy_model, run_steps, assert_same_steps, monkeypatch):

@@ -14,7 +14,7 @@ from adacc_hf.run import follow_plan
 from adacc_hf.run.call import Recording
 from adacc_hf.run.executor import PolicyHandle
 from adacc_hf.run.follow_plan import FollowPlan
-from adacc_hf.run.validation import ValidatedCall
+from adacc_hf.run.validated_call import ValidatedCall
 from adacc_hf.solve.solver import least_policy
 from adacc_hf.tape.library import library_of_profiles
 from adacc_hf.torch_glue.memory import MemoryMeter, collecting_no_garbage

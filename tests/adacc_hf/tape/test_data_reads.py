@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.tape.call_inputs import MAX_READ_BYTES, MOST_NUMBERS, data_of, deciding_tensors, watched
+from adacc_hf.tape.data_reads import MAX_READ_BYTES, MOST_NUMBERS, data_of, deciding_tensors, watched_reads
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ def x():
 def test_what_runs_no_operator_is_seen_too(read):
     """Lists and arrays are made without an operator, which a dispatch mode would see."""
     seen = []
-    with watched(lambda tensor, by: seen.append(by)):
+    with watched_reads(lambda tensor, by: seen.append(by)):
         read(torch.tensor([2, 4]))
     assert len(seen) == 1
     assert not {"tolist", "numpy"} & torch.Tensor.__dict__.keys()
@@ -51,7 +51,7 @@ def test_threads_that_watch_at_once_see_their_own_reads():
     def watch(name, ends_first):
         if not ends_first:
             turns.wait()  # until the first one watches
-        with watched(lambda tensor, by: seen[name].append(tensor.item())):
+        with watched_reads(lambda tensor, by: seen[name].append(tensor.item())):
             if ends_first:
                 turns.wait()
             turns.wait()

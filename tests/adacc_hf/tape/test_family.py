@@ -17,7 +17,6 @@ from adacc_hf.tape.call_key import KnownShapes
 from adacc_hf.tape.family import (
     AGREED,
     ENOUGH_RECORDS,
-    MOST_GROUPS,
     MOST_RECORDS,
     CallSizes,
     RecordedCall,
@@ -25,29 +24,28 @@ from adacc_hf.tape.family import (
     TapeFamily,
 )
 from adacc_hf.tape.library import TapeLibrary
+from adacc_hf.tape.tape import BITS, OPERATORS
 
 
-def given_to(block, *args, **kwargs):
-    """What tells a call of `block` apart from others."""
-    known = KnownShapes()
-    return known.given_to(known.key(block, partial(block, **kwargs), args, kwargs), block)
+def key_of(block, *args, **kwargs):
+    return KnownShapes().key(block, partial(block, **kwargs), args, kwargs)
 
 
 def recorded(block, *args, name="block", library=None, **kwargs):
-    """(given, tape) of a call of `block`, noted in `library`."""
+    """(key, tape) of a call of `block`, noted in `library`."""
     library = library or TapeLibrary()
-    given = given_to(block, *args, **kwargs)
+    key = key_of(block, *args, **kwargs)
     recording = Recording(name, block, args, kwargs)
     recording.run(lambda *given: block(*given, **kwargs))
     tape = library.verified(recording.recorder)
-    library.remember(tape, given, name)
+    library.remember(tape, key, name)
     recording.close()
-    return given, tape
+    return key, tape
 
 
 def record_of(block, *args, alignment=1):
-    given, tape = recorded(block, *args)
-    return RecordedCall(CallSizes.of(given, alignment), tape)
+    key, tape = recorded(block, *args)
+    return RecordedCall(CallSizes.of(key, alignment), tape)
 
 
 def text(samples, tokens):
@@ -69,7 +67,7 @@ class Block(nn.Module):
 
 def sizes_of(*args, alignment=1, block=None):
     block = block or Block()
-    return CallSizes.of(given_to(block, *args), alignment)
+    return CallSizes.of(key_of(block, *args), alignment)
 
 
 # What is told apart before any expression
@@ -128,7 +126,8 @@ def assert_equal_tapes(ours, recorded):
     """Number for number."""
     assert ours.values == recorded.values
     assert ours.slots == recorded.slots
-    assert [op.arguments() for op in ours.operators] == [op.arguments() for op in recorded.operators]
+    for one, other in zip(ours.operators, recorded.operators, strict=True):
+        assert repr((one.args, one.kwargs)) == repr((other.args, other.kwargs))
     assert [op.signature() for op in ours.operators] == [op.signature() for op in recorded.operators]
     assert ours.structure == recorded.structure
 
@@ -153,10 +152,10 @@ class Recorded:
 
             def run(self, block, fn, args, kwargs):
                 known = KnownShapes()
-                given = known.given_to(known.key(block, fn, args, kwargs), block)
+                key = known.key(block, fn, args, kwargs)
                 recording = Recording(self.name, block, args, kwargs)
                 result = recording.run(fn)
-                found[self.name] = RecordedCall(CallSizes.of(given, 1), library.verified(recording.recorder))
+                found[self.name] = RecordedCall(CallSizes.of(key, 1), library.verified(recording.recorder))
                 recording.discard()
                 return result
 
@@ -194,7 +193,7 @@ def test_all_blocks_of_a_kind_have_one_family(model):
         for name, record in model.at(*sizes).items():
             tape = seen._tapes.setdefault(record.tape.digest, record.tape)
             seen._seen_sizes(name, record.sizes).add(RecordedCall(record.sizes, tape), seen._family)
-    found = [group.family for each in seen._seen.values() for s in each.values() for group in s._groups.values()]
+    found = [s.family for each in seen._seen.values() for s in each.values()]
     assert None not in found
     kinds = {family.base.structure for family in found}
     assert len({id(family) for family in found}) == len(kinds)
@@ -228,7 +227,7 @@ def library():
 
 def family_of(library, tokens, samples=3, block=None):
     """The family that serves a call of these sizes, if there is one."""
-    found = library.family_at(given_to(block or Block(), text(samples, tokens)), "block")
+    found = library.family_at(key_of(block or Block(), text(samples, tokens)), "block")
     return None if found is None else found[0]
 
 
@@ -254,8 +253,7 @@ def test_a_size_beyond_that_runs_alike_is_no_record_of_the_family(library):
     for samples, tokens in ((2, 8), (4, 20), (4, 13), (3, 50)):
         recorded(block, text(samples, tokens), library=library)
     (seen,) = library._seen["block"].values()
-    (group,) = seen._groups.values()
-    assert len(group.records) == ENOUGH_RECORDS  # the last one told nothing new
+    assert len(seen.records) == ENOUGH_RECORDS  # the last one told nothing new
 
 
 def test_beyond_the_sizes_that_were_seen_each_block_is_checked(library):
@@ -265,13 +263,13 @@ def test_beyond_the_sizes_that_were_seen_each_block_is_checked(library):
     family = family_of(library, 10)
 
     def is_checked(tokens, samples=3):
-        return family.tape_at(sizes_of(text(samples, tokens)), None).is_checked
+        return family.tape_at(sizes_of(text(samples, tokens)), None).due_check is None
 
     assert not any(map(is_checked, (9, 10, 30)))
     family._num_new = AGREED + 1
     checked = [is_checked(*size) for size in ((11, 3), (12, 4), (7, 3), (21, 3), (12, 5), (14, 2))]
     assert checked == [True, True, False, False, False, True]
-    library.extend(family, given_to(Block(), text(5, 30)))
+    library.extend(family, key_of(Block(), text(5, 30)))
     family.forget_sizes()
     checked = [is_checked(*size) for size in ((7, 3), (21, 3), (12, 5), (30, 5), (31, 5), (30, 6))]
     assert checked == [False, True, True, True, False, False]
@@ -355,9 +353,8 @@ def test_numbers_that_follow_no_rule_are_given_up(library):
         recorded(block, text(3, tokens), library=library)
         assert not served(library, 20, block=block)
     (seen,) = library._seen["block"].values()
-    (group,) = seen._groups.values()
-    assert group._is_given_up
-    assert group.records == []
+    assert seen.is_given_up
+    assert seen.records == []
     for tokens in (16, 32, 48, 64):  # these do follow one
         recorded(block, text(3, tokens), library=library)
     assert not served(library, 40, block=block)
@@ -366,12 +363,12 @@ def test_numbers_that_follow_no_rule_are_given_up(library):
 def test_of_many_structures_few_are_kept(library):
     """A loop that runs once for each token."""
     block = Untraced(lambda layer, hidden: layer(token_by_token(hidden)))
-    for tokens in range(2, 2 + 2 * MOST_GROUPS):
+    for tokens in range(2, 20):
         recorded(block, text(3, tokens), library=library)
     (seen,) = library._seen["block"].values()
-    assert len(seen._groups) == MOST_GROUPS + 1
-    assert sum(len(group.records) for group in seen._groups.values()) == MOST_GROUPS
-    assert not any(served(library, tokens, block=block) for tokens in range(2, 2 + 2 * MOST_GROUPS))
+    assert seen.is_given_up
+    assert seen.records == []
+    assert not any(served(library, tokens, block=block) for tokens in range(2, 20))
 
 
 def test_blocks_that_are_not_trusted_are_not_recorded_at_each_size(library):
@@ -384,12 +381,12 @@ def test_blocks_that_are_not_trusted_are_not_recorded_at_each_size(library):
 
     block = Untraced(lambda layer, hidden: layer(hidden) * read(hidden))
     for number, tokens in enumerate((4, 9, 14)):
-        given = given_to(block, text(3, tokens))
-        assert (library.untrusted_at(given, "block") is None) == (number < ENOUGH_RECORDS - 1)
+        key = key_of(block, text(3, tokens))
+        assert (library.untrusted_at(key, "block") is None) == (number < ENOUGH_RECORDS - 1)
         recorded(block, text(3, tokens), library=library)
     reads.clear()
     recorded(block, text(3, 5), library=library)  # now it was, once
-    assert library.untrusted_at(given, "block") is None
+    assert library.untrusted_at(key, "block") is None
 
 
 # Sizes that are equal by chance
@@ -408,7 +405,7 @@ class Pair(nn.Module):
 
 def given_pair(block, samples, tokens, others):
     args = text(samples, tokens), text(samples, others)
-    return given_to(block, *args)
+    return key_of(block, *args)
 
 
 def test_sizes_that_were_equal_by_chance_come_apart(library):
@@ -436,7 +433,7 @@ def test_sizes_that_were_equal_by_chance_come_apart(library):
 def family(library):
     for samples, tokens in ((2, 8), (4, 20), (4, 13)):
         recorded(Block(), text(samples, tokens), library=library)
-    found, _ = library.family_at(given_to(Block(), text(3, 10)), "block")
+    found, _ = library.family_at(key_of(Block(), text(3, 10)), "block")
     return found
 
 
@@ -459,9 +456,8 @@ def test_what_is_refused_is_replayed_at_no_size(library, family, caplog):
     for samples, tokens in ((2, 8), (4, 20), (4, 13)):
         recorded(Block(), text(samples, tokens), library=library, name="another")
     (seen,) = library._seen["another"].values()
-    (group,) = seen._groups.values()
-    assert group.family is not family
-    assert linear not in group.family.base.recomputable
+    assert seen.family is not family
+    assert linear not in seen.family.base.recomputable
 
 
 def test_what_is_distrusted_is_recorded_at_each_size(library, family, caplog):
@@ -474,7 +470,7 @@ def test_what_is_distrusted_is_recorded_at_each_size(library, family, caplog):
     assert not family.is_in_force
     for outlines in library._seen.values():
         for seen in outlines.values():
-            assert seen.family_at(sizes_of(text(3, 10))) is None
+            assert seen.family_in_force() is None
     for tokens in (9, 11, 12):
         recorded(Block(), text(3, tokens), library=library)
     assert not served(library, 10)
@@ -484,16 +480,15 @@ def test_new_sizes_are_compared_ever_more_rarely(family):
     compared = []
     for number, tokens in enumerate(range(30, 130), start=1):
         tape = family.tape_at(sizes_of(text(3, tokens)), None)
-        if family.takes_comparison(tape):
+        if tape.due_check == BITS:
             compared.append(number)
-            assert not family.takes_comparison(tape)  # one block does it for all
     assert compared == [1, 2, 4, 8, 16, 32, 64]
 
 
 def test_recorded_sizes_are_not_new(family):
     for samples, tokens in ((2, 8), (4, 20), (4, 13)):
-        assert not family.takes_comparison(family.tape_at(sizes_of(text(samples, tokens)), None))
-    assert family.takes_comparison(family.tape_at(sizes_of(text(3, 9)), None))
+        assert family.tape_at(sizes_of(text(samples, tokens)), None).due_check == OPERATORS
+    assert family.tape_at(sizes_of(text(3, 9)), None).due_check == BITS
 
 
 def test_values_that_are_equal_at_some_sizes_only_do_not_stand_for_each_other():
@@ -527,4 +522,4 @@ def test_what_was_seen_holds_no_family_of_too_few():
     records = [record_of(Block(), text(*size)) for size in ((2, 5), (3, 8), (3, 8), (4, 13))]
     for record, is_there in zip(records, (False, False, False, True), strict=True):
         seen.add(record, TapeFamily.of)  # the same size twice tells nothing
-        assert (seen.family_at(sizes_of(text(3, 7))) is not None) == is_there
+        assert (seen.family_in_force() is not None) == is_there

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.run.entries import VARYING
-from adacc_hf.tape.guards import RESTLESS_AFTER
+from adacc_hf.tape.guards import MOST_SHORT_LIVES
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
@@ -269,10 +269,10 @@ def test_a_count_of_calls_that_nothing_follows_from_costs_nothing(
 ):
     """To add to it is to read it: the block is traced no more, and each call is compared with the one tape it has."""
     toy, batch = toy_model(counting, setup=lambda block: setattr(block, "num_calls", 0)), toy_batch()
-    plain = run_steps(toy, batch, num_steps=RESTLESS_AFTER + 12)
+    plain = run_steps(toy, batch, num_steps=MOST_SHORT_LIVES + 12)
     policy = Policy.uniform(profile_model(toy, batch, CONFIG), "recompute")
     with apply_policy(toy, policy) as handle:
-        assert_same_steps(run_steps(toy, batch, num_steps=RESTLESS_AFTER + 12), plain)
+        assert_same_steps(run_steps(toy, batch, num_steps=MOST_SHORT_LIVES + 12), plain)
         strategy = handle.plans.strategies["layers.0"]
         assert "num_calls" in strategy.known.untraced
         assert handle.library.fallbacks[VARYING] == 0
@@ -293,7 +293,7 @@ def test_a_count_that_the_operators_follow_from_leaves_the_block_to_torchs_check
     def steps():
         for block in model.layers:
             block.num_calls = 0
-        return run_steps(model, batch, num_steps=RESTLESS_AFTER + 12)
+        return run_steps(model, batch, num_steps=MOST_SHORT_LIVES + 12)
 
     plain = steps()
     with apply_policy(model, policy) as handle, caplog.at_level(logging.WARNING):
@@ -301,7 +301,7 @@ def test_a_count_that_the_operators_follow_from_leaves_the_block_to_torchs_check
         assert handle.library.fallbacks[VARYING] > 0
     first = [step for step, (one, other) in enumerate(zip(ours, plain, strict=True)) if not same(one, other)]
     # torch's checkpoint runs the block again in backward, and so counts twice: as plain checkpointing does.
-    assert not first or first[0] > RESTLESS_AFTER
+    assert not first or first[0] > MOST_SHORT_LIVES
     assert "num_calls" in caplog.text
     assert "changes again and again" in caplog.text
 

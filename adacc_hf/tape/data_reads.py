@@ -1,0 +1,150 @@
+"""Data that a block reads into Python: the tensors whose elements decide which operators run (rule R8).
+
+Attention over images of several sizes splits its tokens at lengths that it reads from an argument. Calls with the same
+lengths run the same operators, so that such data can be a part of a call's key, as shapes are. A tape is not trusted if
+the data follows from anything else: hidden states, parameters, random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from adacc_hf.tape.call_inputs import Args, Kwargs, argument_at
+from adacc_hf.tape.replay import closure
+from adacc_hf.tape.tape import Tape
+from adacc_hf.torch_glue.private import TensorBase, schema_of, version_of
+from adacc_hf.torch_glue.tensors import runs_on_parts
+from adacc_hf.torch_glue.watchers import Watchers
+
+MOST_NUMBERS = 64
+"""Most elements of a tensor of whole numbers that count as sizes, such as where each image of a batch ends."""
+MAX_READ_BYTES = 1 << 16
+"""Largest argument that is compared at each call. Reading 64 KiB takes some 10 us, a hundredth of a small block."""
+_METHODS = ("tolist", "numpy")
+"""Methods that bring data into Python without an operator, so that no dispatch mode sees them."""
+_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+NoteRead = Callable[[torch.Tensor, str], None]
+Path = tuple[Any, ...]
+Data = bytes | tuple[int, ...]
+"""The elements of a tensor: a tuple if they are few whole numbers, else bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A value of the tape that was read into Python, or decided a size, and the name of what read it."""
+
+    value: int
+    by: str
+
+    def __str__(self) -> str:
+        return f"{self.by} reads data into Python or makes a size that depends on data"
+
+
+def deciding_tensors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Return the tensors whose data decides what an operator returns into Python, or the size of its result."""
+    if not _TAGS.intersection(func.tags):
+        return []
+    if schema_of(func).name == "aten::index":  # only masks decide the size
+        return [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+    if schema_of(func).name == "aten::masked_select":
+        return [args[1]]
+    return [arg for arg in args if isinstance(arg, torch.Tensor)]
+
+
+def _patch_methods() -> Callable[[], None]:
+    """Have `_METHODS` of tensors call the watcher of their thread. Return the function that undoes it.
+
+    A torch function mode would see the calls too, but would make torch.compile recompile compiled parts of a block.
+    """
+    before = {method: torch.Tensor.__dict__.get(method) for method in _METHODS}
+
+    def watched_method(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            note = _READS.current()
+            if note is not None:
+                note(tensor, f"Tensor.{method}")
+            return original(tensor, *args, **kwargs)
+
+        return call
+
+    def undo() -> None:
+        for method, function in before.items():
+            if function is None:
+                delattr(torch.Tensor, method)
+            else:
+                setattr(torch.Tensor, method, function)
+
+    for method, function in before.items():
+        setattr(torch.Tensor, method, watched_method(method, function or getattr(TensorBase, method)))
+    return undo
+
+
+_READS = Watchers[NoteRead](_patch_methods)
+watched_reads = _READS.watching
+"""While open, a function is called with (tensor, method) where this thread turns a tensor into lists or arrays."""
+
+
+def judge(
+    tape: Tape, reads: Iterable[Read], arguments: Callable[[int], Iterable[tuple[Path, torch.Tensor]]]
+) -> tuple[dict[Path, Data], Read | None]:
+    """Return the data that `reads` follow from, by the paths of arguments, and None.
+
+    If a read follows from anything but arguments, return ({}, the first such read). `arguments(value)` returns (path,
+    tensor) of the arguments on the storage of a value, any of which may have been read.
+    """
+    found: dict[Path, Data] = {}
+    for read in reads:
+        operators, leaves = closure(tape, read.value, lambda _: False)
+        if not all(tape.operators[index].may_run_again for index in operators):
+            return {}, read
+        for leaf in leaves:
+            is_given = tape.is_block_input(leaf) and not tape.values[leaf].overwritten
+            data = {path: data_of(tensor) for path, tensor in arguments(leaf)} if is_given else {}
+            if not data or None in data.values():
+                return {}, read
+            found |= data
+    return found, None
+
+
+def data_at(path: Sequence[Any], args: Args, kwargs: Kwargs) -> Data | None:
+    """Return the data of the argument at `path`; None if this call has no tensor there, or `data_of` returns None."""
+    try:
+        return data_of(argument_at(path, args, kwargs))
+    except (LookupError, TypeError):
+        return None
+
+
+def data_of(tensor: Any) -> Data | None:
+    """Return the tensor's elements in their order; None for floats, large tensors and tensors divided among ranks.
+
+    The rest of the storage is left out, since its end may never have been written: `unique` allocates for the worst
+    case.
+    """
+    if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point() or tensor.is_complex():
+        return None
+    if runs_on_parts(type(tensor)) or tensor.numel() * tensor.itemsize > MAX_READ_BYTES:
+        return None
+    if tensor.device.type == "cpu" or tensor.is_inference():
+        return _elements_of(tensor)
+    # Every block of a model is given the same tensor, and the host should wait for the device once, not in each block.
+    version = version_of(tensor)
+    cached = _data_by_tensor.get(tensor)
+    if cached is None or cached[0] != version:
+        cached = _data_by_tensor[tensor] = (version, _elements_of(tensor))
+    return cached[1]
+
+
+_data_by_tensor = WeakTensorKeyDictionary()
+"""(version, data) of tensors on other devices than the CPU."""
+
+
+def _elements_of(tensor: torch.Tensor) -> Data:
+    elements = tensor.detach().cpu().contiguous().numpy()
+    are_sizes = tensor.dtype is not torch.bool and elements.size <= MOST_NUMBERS
+    return tuple(elements.ravel().tolist()) if are_sizes else elements.tobytes()

@@ -1,0 +1,169 @@
+"""A tape taken apart into its whole numbers and everything else, and put together again with other numbers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from adacc_hf.tape.tape import OPERATORS, Blank, Geometry, Tape, TapeOperator, TapeValue, TensorRef
+
+
+class TapeNumbers:
+    """The whole numbers of a tape, in order, and a digest of everything else."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.numbers: list[int] = []
+        parts: list[Any] = [tape.structure]
+        parts += [(path, self._outline(data)) for path, data in _in_order(tape.reads)]
+        for value in tape.values:
+            self.numbers.append(value.nbytes)
+            parts.append((self._geometry(value.ref), value.device, value.overwritten))
+        for operator in tape.operators:
+            parts.append((self._outline(operator.args), self._outline(operator.kwargs)))
+        parts += [(slot.value, self._geometry(slot)) for slot in tape.slots]
+        self.outline: str = hashlib.sha256(repr(parts).encode()).hexdigest()
+        """Equal for tapes of one family."""
+
+    def _geometry(self, ref: TensorRef | Blank) -> tuple[int, torch.dtype]:
+        size, stride, offset = ref.geometry
+        self.numbers += (*size, *stride, offset)
+        return len(size), ref.dtype
+
+    def _outline(self, tree: Any) -> Any:
+        if isinstance(tree, TensorRef):
+            return tree.value, self._geometry(tree)
+        if isinstance(tree, Blank):
+            return tree.device, self._geometry(tree)
+        if type(tree) is int:
+            self.numbers.append(tree)
+            return int
+        if isinstance(tree, (tuple, list)):
+            return [self._outline(item) for item in tree]
+        if isinstance(tree, dict):
+            return [(name, self._outline(item)) for name, item in tree.items()]
+        return tree
+
+
+def _in_order(reads: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    return sorted(reads.items(), key=repr)
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """Stands in a template for the distinct number at `place`."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Ref:
+    """Stands in a template for the tensor reference at `place`."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class _BlankLike:
+    """Stands in a template for a blank that lies like the tensor reference at `place`, which is to no value."""
+
+    place: int
+    device: torch.device
+
+
+class TapeTemplate:
+    """A tape with places for numbers. The tapes made of it share what is the same at all sizes."""
+
+    def __init__(self, tape: Tape, places: list[int]) -> None:
+        self._numbers = iter(places)
+        self._refs: dict[tuple[Any, ...], int] = {}
+        """(value, dtype, places of size, of stride, of the offset), each once."""
+        self._reads = [(path, self._tree(data)) for path, data in _in_order(tape.reads)]
+        self._values = [(next(self._numbers), self._ref(value.ref).place) for value in tape.values]
+        self._operators = [(self._tree(op.args), self._tree(op.kwargs)) for op in tape.operators]
+        self._slots = [self._ref(slot).place for slot in tape.slots]
+        tape.consumers(0)  # noted once, for the tapes of all sizes
+
+    def fill(self, base: Tape, numbers: list[int], digest: str) -> Tape:
+        """The tape of the distinct `numbers`."""
+        at = numbers.__getitem__
+        geometries: dict[Any, Geometry] = {}
+        refs = []
+        for value, dtype, *geometry in self._refs:
+            size, stride, offset = key = tuple(geometry)
+            known = geometries.get(key)
+            if known is None:
+                known = geometries[key] = tuple(map(at, size)), tuple(map(at, stride)), at(offset)
+            refs.append(TensorRef(value, known, dtype))
+        values = [
+            TapeValue(
+                v.index, at(nbytes), refs[ref], v.device, v.source, v.producer, v.name, v.overwritten
+            )  # by position: there are a hundred of them, at every new size
+            for v, (nbytes, ref) in zip(base.values, self._values, strict=True)
+        ]
+        operators = [
+            TapeOperator(
+                op.index, op.target, _filled(args, at, refs), _filled(kwargs, at, refs), op.outputs, op.mutations,
+                op.random, op.module, op.generator, op._inputs,
+            )
+            for op, (args, kwargs) in zip(base.operators, self._operators, strict=True)
+        ]  # fmt: skip
+        return Tape(
+            block_class=base.block_class,
+            values=values,
+            operators=operators,
+            slots=[refs[ref] for ref in self._slots],
+            function_slots=base.function_slots,
+            reads={path: _filled(data, at, refs) for path, data in self._reads},
+            identity=base.identity,
+            structure=base.structure,
+            digest=digest,
+            recomputable=base.recomputable,
+            equal=base.equal,
+            due_check=OPERATORS,
+            _consumers=base._consumers,
+        )
+
+    def _ref(self, ref: TensorRef) -> _Ref:
+        size, stride, _ = ref.geometry
+        places = tuple(next(self._numbers) for _ in size), tuple(next(self._numbers) for _ in stride)
+        key = ref.value, ref.dtype, *places, next(self._numbers)
+        return _Ref(self._refs.setdefault(key, len(self._refs)))
+
+    def _tree(self, tree: Any) -> Any:
+        if isinstance(tree, TensorRef):
+            return self._ref(tree)
+        if isinstance(tree, Blank):
+            return _BlankLike(self._ref(TensorRef(-1, tree.geometry, tree.dtype)).place, tree.device)
+        if type(tree) is int:
+            return _Number(next(self._numbers))
+        if isinstance(tree, tuple):
+            items = [self._tree(item) for item in tree]
+            return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
+        if isinstance(tree, list):
+            return [self._tree(item) for item in tree]
+        if isinstance(tree, dict):
+            return {name: self._tree(item) for name, item in tree.items()}
+        return tree
+
+
+def _filled(tree: Any, at: Callable[[int], int], refs: list[TensorRef]) -> Any:
+    kind = type(tree)
+    if kind is _Ref:
+        return refs[tree.place]
+    if kind is _Number:
+        return at(tree.place)
+    if kind is _BlankLike:
+        return Blank(refs[tree.place].geometry, refs[tree.place].dtype, tree.device)
+    if kind is tuple:
+        return tuple([_filled(item, at, refs) for item in tree])
+    if kind is list:
+        return [_filled(item, at, refs) for item in tree]
+    if kind is dict:
+        return {name: _filled(item, at, refs) for name, item in tree.items()} if tree else tree
+    if isinstance(tree, tuple):
+        return kind(*[_filled(item, at, refs) for item in tree])
+    return tree
