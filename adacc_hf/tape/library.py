@@ -262,9 +262,12 @@ class TapeLibrary:
         return compiled
 
     def warn_untrusted(self, name: str, tape: Tape) -> None:
-        """Say once per kind that torch's checkpoint takes over."""
+        """Say once per kind that its blocks run plainly or under torch's checkpoint."""
         self._warn_once(
-            tape, "Adacc: block %s and others like it are run under torch's checkpoint: %s", name, tape.untrusted
+            tape,
+            "Adacc: block %s and others like it are never replayed, but run plainly or checkpointed: %s",
+            name,
+            tape.untrusted,
         )
 
     def warn_varying(self, name: str, tape: Tape, why: str) -> None:
