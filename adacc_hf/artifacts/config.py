@@ -39,7 +39,8 @@ class AdaccConfig:
     avoid them: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."""
     actions: tuple[str, ...] = ("retain", "compress", "recompute")
     """The actions the solver may choose from. Without "compress" training is bit-equal to plain training; dropout masks
-    may be stored as bits in any case, which loses nothing, and where "recompute" is allowed be drawn again."""
+    may be stored as bits in any case, which loses nothing. Where "recompute" is allowed, they may be drawn again, and
+    torch's checkpoint may run whole blocks."""
     codecs: tuple[str, ...] | None = None
     """Names of the codecs that may be used (`list_codecs()`); None picks by the kind of layer (paper, section 3.2)."""
     outliers: bool = True
