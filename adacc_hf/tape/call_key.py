@@ -13,7 +13,7 @@ from torch import nn
 from adacc_hf.artifacts.files import note_latest
 from adacc_hf.tape.call_inputs import Args, Data, Given, Kwargs, argument_layout, data_at, held_layout
 from adacc_hf.tape.family import TapeFamily
-from adacc_hf.tape.guards import RESTLESS_AFTER, SHORT_LIFE, BlockPrograms, attention_backends
+from adacc_hf.tape.guards import RESTLESS_AFTER, SHORT_LIFE, BlockPrograms, settings_of_torch
 from adacc_hf.tape.tape import Tape
 
 MAX_LAYOUTS = 64
@@ -27,7 +27,7 @@ class CallKey(NamedTuple):
     """What the operators of a call depend on, as far as it is known."""
 
     shape: Hashable
-    """(layout of the tensor arguments, numbers that the program is given, the program, kernels attention may take)."""
+    """(layout of the tensor arguments, numbers that the program is given, the program, settings of torch)."""
     data: tuple[Data | None, ...]
     """Data of the arguments that the block reads into Python."""
     layout: int = 0
@@ -89,7 +89,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         self._num_calls += 1
         program, numbers = self._programs.key(fn, args)
         data = tuple([data_at(path, args, kwargs) for path in self._reads])
-        return CallKey((argument_layout(args, kwargs), numbers, program, attention_backends()), data, self._number)
+        return CallKey((argument_layout(args, kwargs), numbers, program, settings_of_torch()), data, self._number)
 
     def given_to(self, key: CallKey, block: nn.Module) -> Given:
         """Return what of `key` blocks of one kind have in common: each of them counts its layouts by itself."""

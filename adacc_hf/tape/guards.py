@@ -8,12 +8,14 @@ branches. Nothing is compiled, and no operator runs while a block is traced.
 NOTE [What Dynamo's guards leave out]
 1. Numbers that become inputs of the traced graph: whole numbers among the arguments, numpy's scalars. Their values are
    part of the key of a call (`Program.numbers`).
-2. Which kernels attention may take (`attention_backends`), part of the key too.
+2. Some of torch's settings (`settings_of_torch`), part of the key too.
 3. Tensors that the path reaches by a way of its own, and that have a name in the block: a list of layers, a bound
    method. A program holds for the name that they had (`Program.fits`).
-4. Storage offsets, and which tensors share a storage. The key has those of the arguments; for what hangs on the block
+4. Methods, and what classes inherit or take over: a program compares what was looked up on classes, and the names in
+   a `__dict__` that was read (`torch_glue/dynamo.py`).
+5. Storage offsets, and which tensors share a storage. The key has those of the arguments; for what hangs on the block
    `CompiledPlan.has_all` compares them.
-5. Blocks that cannot be traced whole: data read into Python, code without source, a value that changes at every call.
+6. Blocks that cannot be traced whole: data read into Python, code without source, a value that changes at every call.
    Their calls are told apart by `untraced_key`, and each call is compared with its tape, operator by operator
    (run/validation.py).
 """
@@ -37,7 +39,10 @@ from adacc_hf.artifacts.files import note_latest
 from adacc_hf.torch_glue.compat import observing_hooks
 from adacc_hf.torch_glue.dynamo import NotTraceableError, Scope, TracedGuards, trace
 from adacc_hf.torch_glue.private import (
+    GLOBAL_HOOKS,
+    GLOBAL_PRE_HOOKS,
     OPERATES,
+    attention_priority,
     buffers_of,
     forward_hooks,
     forward_pre_hooks,
@@ -193,14 +198,21 @@ def _aliases(tensors: tuple[Any, ...], scope: Scope) -> list[tuple[int, str]]:
     return [(place, names[key]) for place, key in enumerate(keys) if key in names]
 
 
-def attention_backends() -> tuple[bool, ...]:
-    """Return which kernels fused attention may take, which decides its operator, and which no guard compares."""
+def settings_of_torch() -> tuple[Hashable, ...]:
+    """Return those of torch's settings that no guard compares: hooks of all modules, what autocast casts to, and which
+    kernels fused attention may take and prefers, which decides its operator."""
     flags = torch.backends.cuda
     return (
+        *GLOBAL_PRE_HOOKS,
+        None,
+        *GLOBAL_HOOKS,
+        torch.get_autocast_dtype("cpu"),
+        torch.get_autocast_dtype("cuda"),
         flags.flash_sdp_enabled(),
         flags.mem_efficient_sdp_enabled(),
         flags.math_sdp_enabled(),
         flags.cudnn_sdp_enabled(),
+        *attention_priority(),
     )
 
 

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -43,7 +44,8 @@ class TracedGuards:
         self.tensors = _reader(found.tensors, variables)
         """Returns the tensors that the path reads from elsewhere than its arguments and, by their names, the modules of
         the block, given the local variables; None if there are none."""
-        self._environment = dict(os.environ) if found.reads_environment else None
+        self._environment = dict(_environment()) if found.reads_environment else None
+        self._classes = ClassReads(found.class_reads)
         self._died = died
         self._manager = manager
 
@@ -57,8 +59,10 @@ class TracedGuards:
 
         A dispatch mode that looks on, as a meter of memory does, is no part of the path.
         """
-        if self._environment is not None and self._environment != os.environ:
+        if self._environment is not None and self._environment != _environment():
             return False  # Dynamo guards a variable that was there, and none that was not
+        if not self._classes.are_current():
+            return False
         if not num_dispatch_modes():
             return self._check(scope)
         with _disable_current_modes():
@@ -93,7 +97,7 @@ def trace(scope: Scope, ignored: Iterable[Callable[..., Any]] = ()) -> TracedGua
     # Code of its own for each trace: Dynamo keeps the traces of a function by its code, and a limited number of them.
     probe = types.FunctionType(_probe.__code__.replace(), _probe_globals(dynamo.is_traced))
     try:
-        with dynamo.tracing(ignored) as died:
+        with dynamo.tracing(ignored, found) as died:
             options: dict[str, Any] = {"guard_filter_fn": found.which_matter}
             torch.compile(probe, backend=backend, dynamic=True, fullgraph=True, options=options)(**scope)
     except _StoppedError:
@@ -113,6 +117,7 @@ def _probe_globals(is_traced: Callable[[], bool]) -> dict[str, Any]:
     return {"__builtins__": builtins, "is_traced": is_traced, "NotTraced": _NotTracedError}
 
 
+_LOGGERS = ("torch._dynamo", "torch._guards", "torch._subclasses", "torch.fx", "torch.__trace")
 _IGNORED = "ignore_logging_functions"
 """The setting of Dynamo's for functions that it leaves out."""
 _METHODS = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice", "info_once")
@@ -161,6 +166,48 @@ class _Died(list[Any]):
             self._watched.setdefault(id(obj), lambda: obj)
 
 
+_CALLS = ("__call__", "_call_impl")
+"""What calls a module's forward: Dynamo goes there straight."""
+
+
+class ClassReads:
+    """What a trace looked up on classes: methods, properties and attributes."""
+
+    def __init__(self, reads: Iterable[tuple[type, str]]) -> None:
+        by_class: dict[type, list[str]] = {}
+        for owner, name in reads:
+            by_class.setdefault(owner, []).append(name)
+        lines, items, variables = [], [], {}
+        for number, (owner, names) in enumerate(by_class.items()):
+            variables[f"c{number}"] = weakref.ref(owner)
+            lines.append(f"k{number} = c{number}()")
+            names = [*names, *(_CALLS if issubclass(owner, torch.nn.Module) else ())]
+            items += [f"k{number}.{name}{end}" for name in names for end in _ends(owner, name)]
+        code = "".join(f"    {line}\n" for line in lines)
+        exec(f"def values():\n{code}    return ({''.join(f'{item}, ' for item in items)})", variables)
+        self._values: Callable[[], tuple[Any, ...]] = variables["values"]  # type: ignore[assignment]
+        self._before = self._values()
+
+    def are_current(self) -> bool:
+        """Return True if the same is found there as when traced."""
+        try:
+            return self._values() == self._before  # which asks what is there before for nothing
+        except Exception:  # a class lost one of them, or is gone, or has another that cannot be compared
+            return False
+
+
+def _ends(owner: type, name: str) -> tuple[str, ...]:
+    """Return what makes an expression of `owner.name` that is one object as long as nobody replaces it; () if none."""
+    for base in owner.__mro__:
+        if name in vars(base) and name.isidentifier() and not iskeyword(name):
+            value = vars(base)[name]
+            if isinstance(value, classmethod):
+                return (".__func__",)
+            is_itself = isinstance(value, types.FunctionType | property | staticmethod)
+            return ("",) if is_itself or not hasattr(type(value), "__get__") else ()
+    return ()
+
+
 def _reader(names: Sequence[str], variables: dict[str, Any]) -> Callable[[Scope], tuple[Any, ...]] | None:
     """Return a function of the local variables that evaluates Dynamo's expressions; None if there are none."""
     items = "".join(f"{name}, " for name in dict.fromkeys(names))
@@ -181,6 +228,8 @@ class _Found:
         self.tensors: list[str] = []
         """Places of tensors that are neither arguments nor reached by the names of modules."""
         self.reads_environment = False
+        self.class_reads: dict[tuple[type, str], None] = {}
+        """(class, name) of what was looked up on classes."""
 
     def which_matter(self, guards: Sequence[Any]) -> list[bool]:
         """Return for each guard whether it is kept: half of them are on hooks, which most modules have none of."""
@@ -215,6 +264,12 @@ def _name_of(source: Any) -> str:
     return source.name if isinstance(source.name, str) else source.name()
 
 
+def _environment() -> dict[Any, Any]:
+    """Return the variables of the environment as Python keeps them: decoding them takes longer than all guards."""
+    variables: Any = os.environ
+    return getattr(variables, "_data", variables)
+
+
 def _in_one_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}"[:200] if lines else type(error).__name__
@@ -247,7 +302,7 @@ def _dynamo() -> Any:
     settings = {name: value for name, value in settings.items() if hasattr(config, name)}
 
     @contextmanager
-    def tracing(ignored: Iterable[Callable[..., Any]]) -> Iterator[list[Any]]:
+    def tracing(ignored: Iterable[Callable[..., Any]], found: _Found) -> Iterator[list[Any]]:
         """While open, tracing is as `trace` wants; yields a list that is filled when an object dies whose address a
         guard compares."""
         died = _Died()
@@ -265,7 +320,8 @@ def _dynamo() -> Any:
             stack.enter_context(_disable_current_modes())
             stack.enter_context(_quiet())
             stack.enter_context(_grouped_products_of_any_dtype())
-            stack.enter_context(_identities_guarded())
+            stack.enter_context(_identities_guarded(found))
+            stack.enter_context(_classes_noted(found))
             CheckFunctionManager.id_ref = id_ref  # type: ignore[method-assign,assignment]
             states.update({question: False for question, answer in before.items() if answer is True})
             try:
@@ -282,10 +338,10 @@ def _dynamo() -> Any:
 
 
 @contextmanager
-def _identities_guarded() -> Iterator[None]:
+def _identities_guarded(found: _Found) -> Iterator[None]:
     """While open, two objects that the traced code compares by `is`, or as keys, are guarded by their addresses.
 
-    Dynamo itself guards the types of such objects alone.
+    Dynamo itself guards the types of such objects alone. Whether two tensors are the same is a number of the call.
     """
     try:
         from torch._dynamo.variables import builtin, object_protocol
@@ -304,23 +360,78 @@ def _identities_guarded() -> Iterator[None]:
         return call
 
     compare = object_protocol.vt_identity_compare
+    example, compared = builtin.extract_fake_example_value, []
+
+    def tensor_to_compare(node: Any, *args: Any) -> Any:
+        """Return the tensor that stands for a node. Asked for the two of a comparison by `is`, and for nothing else."""
+        compared.append(getattr(node.meta.get("grapharg"), "source", None))
+        if len(compared) % 2 == 0 and None not in compared[-2:]:
+            found.numbers.append(" is ".join(map(_name_of, compared[-2:])))
+        return example(node, *args)
+
     replaced: list[tuple[Any, str, Any]] = [
         (object_protocol, "vt_identity_compare", guarded(compare, 2, by_value=False)),
         (builtin, "vt_identity_compare", guarded(compare, 2, by_value=False)),
         (UserDefinedObjectVariable, "is_python_equal", guarded(UserDefinedObjectVariable.is_python_equal, 2)),
         (UserDefinedObjectVariable, "hash_impl", guarded(UserDefinedObjectVariable.hash_impl, 1)),
+        (builtin, "extract_fake_example_value", tensor_to_compare),
         # A key that was not looked at would be hashed without any guard.
         (LazyVariableTracker, "is_hashable_lazy", lambda self: False),
     ]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced if hasattr(owner, name)]
+    with _replaced(replaced):
+        yield
+
+
+@contextmanager
+def _classes_noted(found: _Found) -> Iterator[None]:
+    """While open, what the traced code looks up on classes is noted, and globals of Python's own modules are guarded.
+
+    Dynamo takes it that nobody replaces a method, gives a class an attribute that it did not have, adds to the
+    `__dict__` of an object, or changes what functions of Python's library read, as `os.getenv` does.
+    """
+    from torch._dynamo import symbolic_convert
+    from torch._dynamo.variables import dicts, user_defined
+
+    def noting(original: Callable[..., Any], class_of: Callable[[Any], type], place: int) -> Callable[..., Any]:
+        def look_up(*args: Any) -> Any:
+            found.class_reads[class_of(args[0].value), args[place]] = None
+            return original(*args)
+
+        return look_up
+
+    replaced: list[tuple[Any, str, Any]] = [(symbolic_convert, "is_stdlib", lambda _: False)]
+    for name, place in (("lookup_class_mro_attr", 1), ("get_source_by_walking_mro", 2)):
+        for owner, class_of in (
+            (user_defined.UserDefinedObjectVariable, type),
+            (user_defined.UserDefinedClassVariable, lambda value: value),
+        ):
+            if name in vars(owner):
+                replaced.append((owner, name, noting(vars(owner)[name], class_of, place)))
+    if hasattr(dicts, "DunderDictVariable"):
+        create = dicts.DunderDictVariable.create
+
+        def noted(tx: Any, variable: Any) -> Any:
+            if variable.source is not None:
+                found.numbers.append(f"hash(tuple({_name_of(variable.source)}.__dict__))")
+            return create(tx, variable)
+
+        replaced.append((dicts.DunderDictVariable, "create", staticmethod(noted)))
+    with _replaced(replaced):
+        yield
+
+
+@contextmanager
+def _replaced(replacements: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """While open, attributes (owner, name) have other values, where the owner has them at all."""
+    existing = [(owner, name, value) for owner, name, value in replacements if name in vars(owner)]
+    before = [(owner, name, vars(owner)[name]) for owner, name, _ in existing]
     try:
-        for owner, name, replacement in replaced:
-            if hasattr(owner, name):
-                setattr(owner, name, replacement)
+        for owner, name, value in existing:
+            setattr(owner, name, value)
         yield
     finally:
-        for owner, name, original in before:
-            setattr(owner, name, original)
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 def _guard_address(variable: Any, by_value: bool) -> None:
@@ -366,7 +477,7 @@ def _grouped_products_of_any_dtype() -> Iterator[None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """While open, Dynamo logs nothing and warns of nothing: it reads `.grad` of tensors without one, say."""
-    loggers = [logging.getLogger(name) for name in ("torch._dynamo", "torch._subclasses", "torch.fx", "torch.__trace")]
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)
