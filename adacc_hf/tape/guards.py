@@ -12,7 +12,7 @@ NOTE [What Dynamo's guards leave out]
 3. Tensors that the path reaches by a way of its own, and that have a name in the block: a list of layers, a bound
    method. A program holds for the name that they had (`Program.fits`).
 4. Methods, and what classes inherit or take over: a program compares what was looked up on classes, and the names in
-   a `__dict__` that was read (`torch_glue/dynamo.py`).
+   a `__dict__` that was read (`torch_glue/dynamo_gaps.py`).
 5. Storage offsets, and which tensors share a storage. The key has those of the arguments; for what hangs on the block
    `CompiledPlan.has_all` compares them.
 6. Blocks that cannot be traced whole: data read into Python, code without source, a value that changes at every call.

@@ -1,7 +1,7 @@
 """Tracing of Python code by Dynamo, torch.compile's front end, for the sake of its guards alone.
 
-All names of Dynamo's that are not public stand here. Dynamo is imported when a block is first traced: the import takes
-about a second.
+All names of Dynamo's that are not public stand here and in `dynamo_gaps`. Dynamo is imported when a block is first
+traced: the import takes about a second.
 """
 
 from __future__ import annotations
@@ -16,15 +16,21 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from keyword import iskeyword
+from threading import RLock
 from typing import Any
 
 import torch
 from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
 from torch.utils._python_dispatch import _disable_current_modes
 
+from adacc_hf.torch_glue.dynamo_gaps import ClassReads, classes_noted, identities_guarded, name_of
+
 Scope = dict[str, Any]
 """The local variables of a traced call: `call`, `args` and `kwargs`."""
+
+
+_TRACING = RLock()
+"""Held while Dynamo is set up to trace: the set-up is of the process, not of a thread."""
 
 
 class NotTraceableError(Exception):
@@ -97,7 +103,7 @@ def trace(scope: Scope, ignored: Iterable[Callable[..., Any]] = ()) -> TracedGua
     # Code of its own for each trace: Dynamo keeps the traces of a function by its code, and a limited number of them.
     probe = types.FunctionType(_probe.__code__.replace(), _probe_globals(dynamo.is_traced))
     try:
-        with dynamo.tracing(ignored, found) as died:
+        with _TRACING, dynamo.tracing(ignored, found) as died:
             options: dict[str, Any] = {"guard_filter_fn": found.which_matter}
             torch.compile(probe, backend=backend, dynamic=True, fullgraph=True, options=options)(**scope)
     except _StoppedError:
@@ -166,48 +172,6 @@ class _Died(list[Any]):
             self._watched.setdefault(id(obj), lambda: obj)
 
 
-_CALLS = ("__call__", "_call_impl")
-"""What calls a module's forward: Dynamo goes there straight."""
-
-
-class ClassReads:
-    """What a trace looked up on classes: methods, properties and attributes."""
-
-    def __init__(self, reads: Iterable[tuple[type, str]]) -> None:
-        by_class: dict[type, list[str]] = {}
-        for owner, name in reads:
-            by_class.setdefault(owner, []).append(name)
-        lines, items, variables = [], [], {}
-        for number, (owner, names) in enumerate(by_class.items()):
-            variables[f"c{number}"] = weakref.ref(owner)
-            lines.append(f"k{number} = c{number}()")
-            names = [*names, *(_CALLS if issubclass(owner, torch.nn.Module) else ())]
-            items += [f"k{number}.{name}{end}" for name in names for end in _ends(owner, name)]
-        code = "".join(f"    {line}\n" for line in lines)
-        exec(f"def values():\n{code}    return ({''.join(f'{item}, ' for item in items)})", variables)
-        self._values: Callable[[], tuple[Any, ...]] = variables["values"]  # type: ignore[assignment]
-        self._before = self._values()
-
-    def are_current(self) -> bool:
-        """Return True if the same is found there as when traced."""
-        try:
-            return self._values() == self._before  # which asks what is there before for nothing
-        except Exception:  # a class lost one of them, or is gone, or has another that cannot be compared
-            return False
-
-
-def _ends(owner: type, name: str) -> tuple[str, ...]:
-    """Return what makes an expression of `owner.name` that is one object as long as nobody replaces it; () if none."""
-    for base in owner.__mro__:
-        if name in vars(base) and name.isidentifier() and not iskeyword(name):
-            value = vars(base)[name]
-            if isinstance(value, classmethod):
-                return (".__func__",)
-            is_itself = isinstance(value, types.FunctionType | property | staticmethod)
-            return ("",) if is_itself or not hasattr(type(value), "__get__") else ()
-    return ()
-
-
 def _reader(names: Sequence[str], variables: dict[str, Any]) -> Callable[[Scope], tuple[Any, ...]] | None:
     """Return a function of the local variables that evaluates Dynamo's expressions; None if there are none."""
     items = "".join(f"{name}, " for name in dict.fromkeys(names))
@@ -252,16 +216,11 @@ class _Found:
             if isinstance(source, sources.RandomValueSource):
                 raise NotTraceableError("a number is drawn from Python's random generator")
             if isinstance(source, (sources.NumpyTensorSource, sources.FloatTensorSource)):
-                self.numbers.append(_name_of(source.base))
+                self.numbers.append(name_of(source.base))
             elif argument.pass_arg_as_tensor or isinstance(argument.example, torch.SymInt | int | float):
-                self.numbers.append(_name_of(source))
-            elif not (_NAMED.match(_name_of(source)) or _ARGUMENT.match(_name_of(source))):
-                self.tensors.append(_name_of(source))
-
-
-def _name_of(source: Any) -> str:
-    """Return the expression of a source: a property in torch 2.13, a method before."""
-    return source.name if isinstance(source.name, str) else source.name()
+                self.numbers.append(name_of(source))
+            elif not (_NAMED.match(name_of(source)) or _ARGUMENT.match(name_of(source))):
+                self.tensors.append(name_of(source))
 
 
 def _environment() -> dict[Any, Any]:
@@ -320,8 +279,8 @@ def _dynamo() -> Any:
             stack.enter_context(_disable_current_modes())
             stack.enter_context(_quiet())
             stack.enter_context(_grouped_products_of_any_dtype())
-            stack.enter_context(_identities_guarded(found))
-            stack.enter_context(_classes_noted(found))
+            stack.enter_context(identities_guarded(found.numbers))
+            stack.enter_context(classes_noted(found.class_reads, found.numbers))
             CheckFunctionManager.id_ref = id_ref  # type: ignore[method-assign,assignment]
             states.update({question: False for question, answer in before.items() if answer is True})
             try:
@@ -335,118 +294,6 @@ def _dynamo() -> Any:
         return TracingContext.try_get() is not None
 
     return types.SimpleNamespace(tracing=tracing, is_traced=is_traced, cache_entries=_debug_get_cache_entry_list)
-
-
-@contextmanager
-def _identities_guarded(found: _Found) -> Iterator[None]:
-    """While open, two objects that the traced code compares by `is`, or as keys, are guarded by their addresses.
-
-    Dynamo itself guards the types of such objects alone. Whether two tensors are the same is a number of the call.
-    """
-    try:
-        from torch._dynamo.variables import builtin, object_protocol
-        from torch._dynamo.variables.lazy import LazyVariableTracker
-        from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
-    except ImportError:  # before torch 2.13
-        yield
-        return
-
-    def guarded(original: Callable[..., Any], num_objects: int, by_value: bool = True) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            for variable in args[:num_objects]:
-                _guard_address(variable, by_value)
-            return original(*args, **kwargs)
-
-        return call
-
-    compare = object_protocol.vt_identity_compare
-    example, compared = builtin.extract_fake_example_value, []
-
-    def tensor_to_compare(node: Any, *args: Any) -> Any:
-        """Return the tensor that stands for a node. Asked for the two of a comparison by `is`, and for nothing else."""
-        compared.append(getattr(node.meta.get("grapharg"), "source", None))
-        if len(compared) % 2 == 0 and None not in compared[-2:]:
-            found.numbers.append(" is ".join(map(_name_of, compared[-2:])))
-        return example(node, *args)
-
-    replaced: list[tuple[Any, str, Any]] = [
-        (object_protocol, "vt_identity_compare", guarded(compare, 2, by_value=False)),
-        (builtin, "vt_identity_compare", guarded(compare, 2, by_value=False)),
-        (UserDefinedObjectVariable, "is_python_equal", guarded(UserDefinedObjectVariable.is_python_equal, 2)),
-        (UserDefinedObjectVariable, "hash_impl", guarded(UserDefinedObjectVariable.hash_impl, 1)),
-        (builtin, "extract_fake_example_value", tensor_to_compare),
-        # A key that was not looked at would be hashed without any guard.
-        (LazyVariableTracker, "is_hashable_lazy", lambda self: False),
-    ]
-    with _replaced(replaced):
-        yield
-
-
-@contextmanager
-def _classes_noted(found: _Found) -> Iterator[None]:
-    """While open, what the traced code looks up on classes is noted, and globals of Python's own modules are guarded.
-
-    Dynamo takes it that nobody replaces a method, gives a class an attribute that it did not have, adds to the
-    `__dict__` of an object, or changes what functions of Python's library read, as `os.getenv` does.
-    """
-    from torch._dynamo import symbolic_convert
-    from torch._dynamo.variables import dicts, user_defined
-
-    def noting(original: Callable[..., Any], class_of: Callable[[Any], type], place: int) -> Callable[..., Any]:
-        def look_up(*args: Any) -> Any:
-            found.class_reads[class_of(args[0].value), args[place]] = None
-            return original(*args)
-
-        return look_up
-
-    replaced: list[tuple[Any, str, Any]] = [(symbolic_convert, "is_stdlib", lambda _: False)]
-    for name, place in (("lookup_class_mro_attr", 1), ("get_source_by_walking_mro", 2)):
-        for owner, class_of in (
-            (user_defined.UserDefinedObjectVariable, type),
-            (user_defined.UserDefinedClassVariable, lambda value: value),
-        ):
-            if name in vars(owner):
-                replaced.append((owner, name, noting(vars(owner)[name], class_of, place)))
-    if hasattr(dicts, "DunderDictVariable"):
-        create = dicts.DunderDictVariable.create
-
-        def noted(tx: Any, variable: Any) -> Any:
-            if variable.source is not None:
-                found.numbers.append(f"hash(tuple({_name_of(variable.source)}.__dict__))")
-            return create(tx, variable)
-
-        replaced.append((dicts.DunderDictVariable, "create", staticmethod(noted)))
-    with _replaced(replaced):
-        yield
-
-
-@contextmanager
-def _replaced(replacements: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """While open, attributes (owner, name) have other values, where the owner has them at all."""
-    existing = [(owner, name, value) for owner, name, value in replacements if name in vars(owner)]
-    before = [(owner, name, vars(owner)[name]) for owner, name, _ in existing]
-    try:
-        for owner, name, value in existing:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
-
-
-def _guard_address(variable: Any, by_value: bool) -> None:
-    """Have the trace guard the address of the object behind a variable of Dynamo's.
-
-    Constants have guards of their value. Where objects are compared `by_value`, so have those with a hash of their own.
-    """
-    from torch._dynamo.guards import GuardBuilder, install_guard
-    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
-
-    if variable.source is None or variable.is_python_constant() or variable.is_tensor():
-        return
-    is_plain = isinstance(variable, UserDefinedObjectVariable) and type(variable.value).__hash__ is object.__hash__
-    if is_plain or not by_value:
-        install_guard(variable.source.make_guard(GuardBuilder.ID_MATCH))
 
 
 @contextmanager
