@@ -81,13 +81,14 @@ def identities_guarded(numbers: list[str]) -> Iterator[None]:
         return call
 
     compare = object_protocol.vt_identity_compare
-    example, compared = builtin.extract_fake_example_value, []
+    example, compared = getattr(builtin, "extract_fake_example_value", None), []
 
     def tensor_to_compare(node: Any, *args: Any) -> Any:
         """Return the tensor that stands for a node. Asked for the two of a comparison by `is`, and for nothing else."""
         compared.append(getattr(node.meta.get("grapharg"), "source", None))
         if len(compared) % 2 == 0 and None not in compared[-2:]:
             numbers.append(" is ".join(map(name_of, compared[-2:])))
+        assert example is not None  # or nobody calls this
         return example(node, *args)
 
     replaced: list[tuple[Any, str, Any]] = [
