@@ -7,7 +7,7 @@ branches. Nothing is compiled, and no operator runs while a block is traced.
 
 NOTE [What Dynamo's guards leave out]
 1. Numbers that become inputs of the traced graph: whole numbers among the arguments, numpy's scalars. Their values are
-   part of the key of a call (`Program.numbers`).
+   part of the key of a call (`Program.numbers`), and so are zeros, tuples with a list in them and the order of dicts.
 2. Some of torch's settings (`settings_of_torch`), part of the key too.
 3. Tensors that the path reaches by a way of its own, and that have a name in the block: a list of layers, a bound
    method. A program holds for the name that they had (`Program.fits`).

@@ -23,7 +23,7 @@ import torch
 from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
 from torch.utils._python_dispatch import _disable_current_modes
 
-from adacc_hf.torch_glue.dynamo_gaps import ClassReads, classes_noted, identities_guarded, name_of
+from adacc_hf.torch_glue.dynamo_gaps import ClassReads, classes_noted, dict_order_noted, identities_guarded, name_of
 
 Scope = dict[str, Any]
 """The local variables of a traced call: `call`, `args` and `kwargs`."""
@@ -188,7 +188,8 @@ class _Found:
 
     def __init__(self) -> None:
         self.numbers: list[str] = []
-        """Places of inputs that are neither tensors nor their sizes, and of zeros, whose sign no guard compares."""
+        """Places of inputs that are neither tensors nor their sizes, and of what no guard compares: the sign of a zero,
+        a list in a tuple, the order of a dict."""
         self.tensors: list[str] = []
         """Places of tensors that are neither arguments nor reached by the names of modules."""
         self.reads_environment = False
@@ -199,9 +200,9 @@ class _Found:
         """Return for each guard whether it is kept: half of them are on hooks, which most modules have none of."""
         for guard in guards:
             self.reads_environment |= ".environ" in guard.name
-            if isinstance(guard.value, float | complex) and 0 in (guard.value.real, guard.value.imag):
-                is_zero = guard.value == 0 or isinstance(guard.value, complex)
-                self.numbers += [guard.orig_guard.name] if is_zero and guard.name else []
+            name = guard.orig_guard.name
+            if name and guard.guard_type in _EQUAL and _may_equal_another(guard.value):
+                self.numbers.append(name)
         return [not guard.name.endswith(_NO_MATTER) for guard in guards]
 
     def note_inputs(self, graph: Any) -> None:
@@ -227,6 +228,19 @@ def _environment() -> dict[Any, Any]:
     """Return the variables of the environment as Python keeps them: decoding them takes longer than all guards."""
     variables: Any = os.environ
     return getattr(variables, "_data", variables)
+
+
+_EQUAL = ("CONSTANT_MATCH", "EQUALS_MATCH")
+"""Guards that compare a value with what it was, by `==`, and its type."""
+
+
+def _may_equal_another(value: Any) -> bool:
+    """Return True for a value that is equal to one of other bits or types, or to itself after a change."""
+    if isinstance(value, tuple | frozenset):
+        return any(isinstance(item, bool | float | list | dict | set) or _may_equal_another(item) for item in value)
+    if isinstance(value, complex):
+        return 0 in (value.real, value.imag)
+    return isinstance(value, list | dict | set) or (isinstance(value, float) and value == 0)
 
 
 def _in_one_line(error: Exception) -> str:
@@ -281,6 +295,7 @@ def _dynamo() -> Any:
             stack.enter_context(_grouped_products_of_any_dtype())
             stack.enter_context(identities_guarded(found.numbers))
             stack.enter_context(classes_noted(found.class_reads, found.numbers))
+            stack.enter_context(dict_order_noted(found.numbers))
             CheckFunctionManager.id_ref = id_ref  # type: ignore[method-assign,assignment]
             states.update({question: False for question, answer in before.items() if answer is True})
             try:

@@ -1,4 +1,4 @@
-"""What Dynamo's guards leave out of the code it traces: identities, classes, `__dict__`s, Python's own modules.
+"""What Dynamo's guards leave out of the code it traces: identities, classes, orders of dicts, Python's own modules.
 
 Dynamo takes it that nobody replaces a method, gives a class an attribute that it did not have, adds a name to the
 `__dict__` of an object, or changes what functions of Python's library read, as `os.getenv` does; and it tells objects
@@ -137,6 +137,52 @@ def classes_noted(class_reads: dict[tuple[type, str], None], numbers: list[str])
             return create(tx, variable)
 
         replaced.append((dicts.DunderDictVariable, "create", staticmethod(noted)))
+    with _replaced(replaced):
+        yield
+
+
+_GO_THROUGH = ("unpack_var_sequence", "tp_iter_impl", "nb_or_impl")
+"""Methods of Dynamo's by which all of a dict is taken."""
+_GO_THROUGH_BY_NAME = ("copy", "popitem", "update", "extend", "__iter__", "__or__", "__ior__")
+"""Methods of a dict that do, and of a list that is given one."""
+
+
+@contextmanager
+def dict_order_noted(numbers: list[str]) -> Iterator[None]:
+    """While open, the names in a dict that the traced code goes through are a number of the call, in their order.
+
+    Dynamo guards neither for a dict that is made a list or copied, and no order for an OrderedDict.
+    """
+    from torch._dynamo.variables import dicts, lists
+
+    def note(variable: Any) -> None:
+        variable = getattr(variable, "dv_dict", variable)  # of a view
+        name = "" if variable.source is None else name_of(variable.source)
+        if isinstance(variable, dicts.ConstDictVariable) and name not in ("", "L['kwargs']"):
+            numbers.append(f"hash(tuple({name}))")
+
+    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def go_through(self: Any, *args: Any, **kwargs: Any) -> Any:
+            note(self)
+            return original(self, *args, **kwargs)
+
+        return go_through
+
+    def noting_by_name(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+            if name in _GO_THROUGH_BY_NAME:
+                for variable in (self, *args):
+                    note(variable.realize())
+            return original(self, tx, name, args, kwargs)
+
+        return call_method
+
+    owners = [owner for owner in vars(dicts).values() if isinstance(owner, type) and owner.__module__ == dicts.__name__]
+    replaced: list[tuple[Any, str, Any]] = []
+    for owner in (*owners, lists.ListVariable):
+        replaced += [(owner, name, noting(vars(owner)[name])) for name in _GO_THROUGH if name in vars(owner)]
+        if "call_method" in vars(owner):
+            replaced.append((owner, "call_method", noting_by_name(vars(owner)["call_method"])))
     with _replaced(replaced):
         yield
 

@@ -1,6 +1,7 @@
 """Changes between steps that Dynamo's own guards do not see: identities, ways to a weight, classes, the environment."""
 
 import os
+from collections import OrderedDict
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -151,6 +152,46 @@ CASES = {
         scaled(lambda b: 2.0 + torch.full((), b.zeros[0]).reciprocal().sign()),
         lambda b: setattr(b, "zeros", [0.0]),
         lambda b: b.zeros.__setitem__(0, -0.0),
+    ),
+    "zero in a tuple": (
+        scaled(lambda b: 2.0 + torch.full((), b.zeros[0]).reciprocal().sign()),
+        holds(zeros=(0.0, 1.0)),
+        to("zeros", (-0.0, 1.0)),
+    ),
+    "list in a tuple": (
+        scaled(lambda b: b.pair[1][0]),
+        lambda b: setattr(b, "pair", (1.0, [2.0])),
+        lambda b: b.pair[1].__setitem__(0, 3.0),
+    ),
+    "dict in a tuple in a list": (
+        scaled(lambda b: b.pairs[0][1]["it"]),
+        lambda b: setattr(b, "pairs", [(1.0, {"it": 2.0})]),
+        lambda b: b.pairs[0][1].update(it=3.0),
+    ),
+    "order of a dict": (
+        scaled(lambda b: 2.0 if tuple(b.table) == ("a", "b") else 3.0),
+        lambda b: setattr(b, "table", {"a": 1.0, "b": 2.0}),
+        lambda b: b.table.update(a=b.table.pop("a")),
+    ),
+    "names in a dict": (
+        scaled(lambda b: 2.0 if list(b.table) == ["a"] else 3.0),
+        lambda b: setattr(b, "table", {"a": 1.0}),
+        lambda b: setattr(b, "table", {"b": 1.0}),
+    ),
+    "order of an ordered dict": (
+        scaled(lambda b: next(iter(b.table.values()))),
+        lambda b: setattr(b, "table", OrderedDict(a=2.0, b=3.0)),
+        lambda b: b.table.move_to_end("a"),
+    ),
+    "order of a copied dict": (
+        scaled(lambda b: next(iter({**b.table}.values()))),
+        lambda b: setattr(b, "table", {"a": 2.0, "b": 3.0}),
+        lambda b: b.table.update(a=b.table.pop("a")),
+    ),
+    "names in an unpacked dict": (
+        scaled(lambda b: 2.0 if [*b.table] == ["a"] else 3.0),
+        lambda b: setattr(b, "table", {"a": 1.0}),
+        lambda b: setattr(b, "table", {"b": 1.0}),
     ),
     "new variable of the environment": (
         scaled(lambda b: float(os.environ.get("ADACC_TEST_SCALE", "1"))),
