@@ -265,6 +265,7 @@ def test_nobody_imports_a_folder_by_its_bare_name() -> None:
 PRIVATE_NAMES_IN = (
     ROOT / "adacc_hf" / "torch_glue" / "private.py",
     ROOT / "adacc_hf" / "torch_glue" / "dynamo.py",
+    ROOT / "adacc_hf" / "torch_glue" / "dynamo_gaps.py",
     ROOT / "adacc_hf" / "compiler" / "functorch.py",
 )
 """The files that may use private names of other packages. Those of Trainers are texts, in callbacks/trainer.py."""

@@ -14,7 +14,7 @@ from adacc_hf.artifacts.files import note_latest
 from adacc_hf.tape.call_inputs import Args, Kwargs, argument_layout, held_layout
 from adacc_hf.tape.data_reads import Data, data_at
 from adacc_hf.tape.family import TapeFamily
-from adacc_hf.tape.guards import BlockPrograms, attention_backends
+from adacc_hf.tape.guards import BlockPrograms, settings_of_torch
 from adacc_hf.tape.tape import Tape
 
 MAX_LAYOUTS = 64
@@ -33,7 +33,7 @@ class CallKey(NamedTuple):
     """
 
     shape: Hashable
-    """(layout of the tensor arguments, numbers that are inputs of the program, its number, kernels of attention)."""
+    """(layout of the tensor arguments, numbers that are inputs of the program, its number, settings of torch)."""
     data: tuple[Data | None, ...]
     """Data of the arguments that the block reads into Python."""
     layout: int
@@ -98,7 +98,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         self._num_calls += 1
         program, numbers = self._programs.key(fn, args)
         data = tuple([data_at(path, args, kwargs) for path in self._reads])
-        return CallKey((argument_layout(args, kwargs), numbers, program, attention_backends()), data, self._layout)
+        return CallKey((argument_layout(args, kwargs), numbers, program, settings_of_torch()), data, self._layout)
 
     def moved(self, key: CallKey, block: nn.Module) -> CallKey:
         """Return `key` with the present layout of the block's own tensors.

@@ -6,16 +6,18 @@ pass its guards run the same operators. Sizes are symbols in the trace, so that 
 the same branches. Nothing is compiled, and no operator runs while a block is traced.
 
 NOTE [What Dynamo's guards leave out]
-1. Values of numbers that become inputs of the traced graph: whole numbers among the arguments, numpy's scalars. They
-   are part of a call's key (`Program.numbers`).
-2. The kernels that attention may take. They are part of the key too (`attention_backends`).
-3. Parameters and buffers that the path reaches otherwise than by the names of modules, such as through a list of layers
-   or a bound method. A program remembers their names and fits only while these are the same (`Program.fits`).
-4. Storage offsets, and which tensors share a storage. The key has them for the arguments. For the block's own tensors
+1. Numbers that become inputs of the traced graph: whole numbers among the arguments, numpy's scalars. Their values are
+   part of the key of a call (`Program.numbers`), and so are zeros, tuples with a list in them and the order of dicts.
+2. Some of torch's settings (`settings_of_torch`), part of the key too.
+3. Tensors that the path reaches by a way of its own, and that have a name in the block: a list of layers, a bound
+   method. A program holds for the name that they had (`Program.fits`).
+4. Methods, and what classes inherit or take over: a program compares what was looked up on classes, and the names in
+   a `__dict__` that was read (`torch_glue/dynamo_gaps.py`).
+5. Storage offsets, and which tensors share a storage. The key has those of the arguments; for what hangs on the block
    `CompiledPlan.has_all` compares them.
-5. Blocks that Dynamo cannot trace whole: they read data into Python, run code without source, or compare a value that
-   changes at every call. Their calls have the key of `untraced_key`, and each call is compared with its tape, operator
-   by operator (run/validation.py).
+6. Blocks that cannot be traced whole: data read into Python, code without source, a value that changes at every call.
+   Their calls are told apart by `untraced_key`, and each call is compared with its tape, operator by operator
+   (run/validation.py).
 """
 
 from __future__ import annotations
@@ -36,6 +38,9 @@ from adacc_hf.artifacts.files import note_latest
 from adacc_hf.torch_glue.compat import observing_hooks
 from adacc_hf.torch_glue.dynamo import NotTraceableError, Scope, TracedGuards, trace
 from adacc_hf.torch_glue.private import (
+    GLOBAL_HOOKS,
+    GLOBAL_PRE_HOOKS,
+    attention_priority,
     buffers_of,
     forward_hooks,
     forward_pre_hooks,
@@ -175,14 +180,21 @@ def _aliases(tensors: tuple[Any, ...], scope: Scope) -> list[tuple[int, str]]:
     return [(place, names[key]) for place, key in enumerate(keys) if key in names]
 
 
-def attention_backends() -> tuple[bool, ...]:
-    """Return which kernels fused attention may take. They decide its operator, and no guard compares them."""
+def settings_of_torch() -> tuple[Hashable, ...]:
+    """Return those of torch's settings that no guard compares: hooks of all modules, what autocast casts to, and which
+    kernels fused attention may take and prefers, which decides its operator."""
     flags = torch.backends.cuda
     return (
+        *GLOBAL_PRE_HOOKS,
+        None,
+        *GLOBAL_HOOKS,
+        torch.get_autocast_dtype("cpu"),
+        torch.get_autocast_dtype("cuda"),
         flags.flash_sdp_enabled(),
         flags.mem_efficient_sdp_enabled(),
         flags.math_sdp_enabled(),
         flags.cudnn_sdp_enabled(),
+        *attention_priority(),
     )
 
 

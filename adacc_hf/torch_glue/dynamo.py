@@ -1,7 +1,7 @@
 """Tracing of Python code by Dynamo, torch.compile's front end, for its guards alone.
 
-Every private name of Dynamo that the package uses stands in this file. Dynamo is imported when a block is first traced,
-since the import takes about a second.
+Every private name of Dynamo that the package uses stands in this file and in `dynamo_gaps`. Dynamo is imported when a
+block is first traced, since the import takes about a second.
 """
 
 from __future__ import annotations
@@ -16,14 +16,21 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from threading import RLock
 from typing import Any
 
 import torch
 from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
 from torch.utils._python_dispatch import _disable_current_modes
 
+from adacc_hf.torch_glue.dynamo_gaps import ClassReads, classes_noted, dict_order_noted, identities_guarded, name_of
+
 Scope = dict[str, Any]
 """The local variables of a traced call: `call`, `args` and `kwargs`."""
+
+
+_TRACING = RLock()
+"""Held while Dynamo is set up to trace: the set-up is of the process, not of a thread."""
 
 
 class NotTraceableError(Exception):
@@ -41,7 +48,8 @@ class TracedGuards:
         self.tensors = _reader(inputs.tensors, variables)
         """Function of the local variables that returns the tensors among the inputs that are neither arguments nor
         reached by the names of modules."""
-        self._environment = dict(os.environ) if inputs.reads_environment else None
+        self._environment = dict(_environment()) if inputs.reads_environment else None
+        self._classes = ClassReads(inputs.class_reads)
         self._died = died
         self._manager = manager
 
@@ -57,8 +65,10 @@ class TracedGuards:
         """
         if not self.is_alive:
             return False
-        if self._environment is not None and self._environment != os.environ:
-            return False  # Dynamo does not guard a variable that was absent
+        if self._environment is not None and self._environment != _environment():
+            return False  # Dynamo guards a variable that was there, and none that was not
+        if not self._classes.are_current():
+            return False
         if not num_dispatch_modes():
             return self._check(scope)
         with _disable_current_modes():
@@ -88,7 +98,7 @@ def trace(scope: Scope, ignored: Iterable[Callable[..., Any]] = ()) -> TracedGua
     # Each trace has a code object of its own, since Dynamo keeps a limited number of traces for each.
     probe = types.FunctionType(_probe.__code__.replace(), _probe_globals(dynamo.is_traced))
     try:
-        with dynamo.tracing(ignored) as died:
+        with _TRACING, dynamo.tracing(ignored, inputs) as died:
             options: dict[str, Any] = {"guard_filter_fn": inputs.filter_guards}
             torch.compile(probe, backend=backend, dynamic=True, fullgraph=True, options=options)(**scope)
     except _StoppedError:
@@ -108,6 +118,7 @@ def _probe_globals(is_traced: Callable[[], bool]) -> dict[str, Any]:
     return {"__builtins__": builtins, "is_traced": is_traced, "NotTraced": _NotTracedError}
 
 
+_LOGGERS = ("torch._dynamo", "torch._guards", "torch._subclasses", "torch.fx", "torch.__trace")
 _IGNORED = "ignore_logging_functions"
 """Dynamo's setting for functions that it leaves out of a trace."""
 _METHODS = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice", "info_once")
@@ -172,19 +183,22 @@ class _Inputs:
 
     def __init__(self) -> None:
         self.numbers: list[str] = []
-        """Inputs that are neither tensors nor their sizes, and zeros, since guards do not compare signs of zeros."""
+        """Places of inputs that are neither tensors nor their sizes, and of what no guard compares: the sign of a zero,
+        a list in a tuple, the order of a dict."""
         self.tensors: list[str] = []
         """Tensors that are neither arguments nor reached by the names of modules."""
         self.reads_environment = False
         """Whether the path reads `os.environ`."""
+        self.class_reads: dict[tuple[type, str], None] = {}
+        """(class, name) of what was looked up on classes."""
 
     def filter_guards(self, guards: Sequence[Any]) -> list[bool]:
         """Return for each guard whether it is checked. Half of all guards say that a module has no hooks."""
         for guard in guards:
             self.reads_environment |= ".environ" in guard.name
-            if isinstance(guard.value, float | complex) and 0 in (guard.value.real, guard.value.imag):
-                is_zero = guard.value == 0 or isinstance(guard.value, complex)
-                self.numbers += [guard.orig_guard.name] if is_zero and guard.name else []
+            name = guard.orig_guard.name
+            if name and guard.guard_type in _EQUAL and _may_equal_another(guard.value):
+                self.numbers.append(name)
         return [not guard.name.endswith(_UNUSED_GUARDS) for guard in guards]
 
     def note_inputs(self, graph: Any) -> None:
@@ -199,16 +213,30 @@ class _Inputs:
             if isinstance(source, sources.RandomValueSource):
                 raise NotTraceableError("a number is drawn from Python's random generator")
             if isinstance(source, (sources.NumpyTensorSource, sources.FloatTensorSource)):
-                self.numbers.append(_name_of(source.base))
+                self.numbers.append(name_of(source.base))
             elif argument.pass_arg_as_tensor or isinstance(argument.example, torch.SymInt | int | float):
-                self.numbers.append(_name_of(source))
-            elif not (_NAMED.match(_name_of(source)) or _ARGUMENT.match(_name_of(source))):
-                self.tensors.append(_name_of(source))
+                self.numbers.append(name_of(source))
+            elif not (_NAMED.match(name_of(source)) or _ARGUMENT.match(name_of(source))):
+                self.tensors.append(name_of(source))
 
 
-def _name_of(source: Any) -> str:
-    """Return the expression of a source: a property in torch 2.13, a method before."""
-    return source.name if isinstance(source.name, str) else source.name()
+def _environment() -> dict[Any, Any]:
+    """Return the variables of the environment as Python keeps them: decoding them takes longer than all guards."""
+    variables: Any = os.environ
+    return getattr(variables, "_data", variables)
+
+
+_EQUAL = ("CONSTANT_MATCH", "EQUALS_MATCH")
+"""Guards that compare a value with what it was, by `==`, and its type."""
+
+
+def _may_equal_another(value: Any) -> bool:
+    """Return True for a value that is equal to one of other bits or types, or to itself after a change."""
+    if isinstance(value, tuple | frozenset):
+        return any(isinstance(item, bool | float | list | dict | set) or _may_equal_another(item) for item in value)
+    if isinstance(value, complex):
+        return 0 in (value.real, value.imag)
+    return isinstance(value, list | dict | set) or (isinstance(value, float) and value == 0)
 
 
 def _in_one_line(error: Exception) -> str:
@@ -243,7 +271,7 @@ def _dynamo() -> Any:
     settings = {name: value for name, value in settings.items() if hasattr(config, name)}
 
     @contextmanager
-    def tracing(ignored: Iterable[Callable[..., Any]]) -> Iterator[list[Any]]:
+    def tracing(ignored: Iterable[Callable[..., Any]], inputs: _Inputs) -> Iterator[list[Any]]:
         """While open, Dynamo traces as `trace` says.
 
         Yield a list that is filled when an object dies whose address a guard compares.
@@ -263,7 +291,9 @@ def _dynamo() -> Any:
             stack.enter_context(_disable_current_modes())
             stack.enter_context(_quiet())
             stack.enter_context(_grouped_products_of_any_dtype())
-            stack.enter_context(_identities_guarded())
+            stack.enter_context(identities_guarded(inputs.numbers))
+            stack.enter_context(classes_noted(inputs.class_reads, inputs.numbers))
+            stack.enter_context(dict_order_noted(inputs.numbers))
             CheckFunctionManager.id_ref = id_ref  # type: ignore[method-assign,assignment]
             states.update({question: False for question, answer in before.items() if answer is True})
             try:
@@ -277,64 +307,6 @@ def _dynamo() -> Any:
         return TracingContext.try_get() is not None
 
     return types.SimpleNamespace(tracing=tracing, is_traced=is_traced, cache_entries=_debug_get_cache_entry_list)
-
-
-@contextmanager
-def _identities_guarded() -> Iterator[None]:
-    """While open, objects that the traced code compares by `is`, or uses as keys, are guarded by their addresses.
-
-    By itself Dynamo guards only their types.
-    """
-    try:
-        from torch._dynamo.variables import builtin, object_protocol
-        from torch._dynamo.variables.lazy import LazyVariableTracker
-        from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
-    except ImportError:  # before torch 2.13
-        yield
-        return
-
-    def guarded(original: Callable[..., Any], num_objects: int, by_value: bool = True) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            for variable in args[:num_objects]:
-                _guard_address(variable, by_value)
-            return original(*args, **kwargs)
-
-        return call
-
-    compare = object_protocol.vt_identity_compare
-    replaced: list[tuple[Any, str, Any]] = [
-        (object_protocol, "vt_identity_compare", guarded(compare, 2, by_value=False)),
-        (builtin, "vt_identity_compare", guarded(compare, 2, by_value=False)),
-        (UserDefinedObjectVariable, "is_python_equal", guarded(UserDefinedObjectVariable.is_python_equal, 2)),
-        (UserDefinedObjectVariable, "hash_impl", guarded(UserDefinedObjectVariable.hash_impl, 1)),
-        # A key that Dynamo has not realized yet would be hashed without any guard.
-        (LazyVariableTracker, "is_hashable_lazy", lambda self: False),
-    ]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced if hasattr(owner, name)]
-    try:
-        for owner, name, replacement in replaced:
-            if hasattr(owner, name):
-                setattr(owner, name, replacement)
-        yield
-    finally:
-        for owner, name, original in before:
-            setattr(owner, name, original)
-
-
-def _guard_address(variable: Any, by_value: bool) -> None:
-    """Guard the address of the object behind one of Dynamo's variables.
-
-    Constants and tensors have guards already. So have objects with a hash function of their own, if the code compares
-    them `by_value`.
-    """
-    from torch._dynamo.guards import GuardBuilder, install_guard
-    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
-
-    if variable.source is None or variable.is_python_constant() or variable.is_tensor():
-        return
-    is_plain = isinstance(variable, UserDefinedObjectVariable) and type(variable.value).__hash__ is object.__hash__
-    if is_plain or not by_value:
-        install_guard(variable.source.make_guard(GuardBuilder.ID_MATCH))
 
 
 @contextmanager
@@ -365,7 +337,7 @@ def _grouped_products_of_any_dtype() -> Iterator[None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """While open, Dynamo neither logs nor warns. It would warn of `.grad` of tensors that have none, say."""
-    loggers = [logging.getLogger(name) for name in ("torch._dynamo", "torch._subclasses", "torch.fx", "torch.__trace")]
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)

@@ -21,20 +21,22 @@ from torch._C import DisableTorchFunctionSubclass, TensorBase
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
+from torch.nn.modules import module as nn_module
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = [
-    "ATTRIBUTES", "BUFFERS", "CHECKPOINTED", "COMPILED_MODULE", "GRADIENT_HOOKS", "LOCAL_TENSOR", "MODULES",
-    "PARAMETERS", "SHARDED_SIZE", "SOFTMAX", "SPEC", "TO_COPY", "DataDependentOutputException",
-    "DisableTorchFunctionSubclass", "FakeTensorMode", "OpOverload", "SingleLevelFunction", "TensorBase",
-    "TorchDispatchMode", "attention_name", "attention_operator", "before_profilers_start", "buffers_of",
-    "compiled_call", "coo_indices", "coo_values", "current_autograd_node", "eval_frame_callback", "forward_hooks",
-    "forward_pre_hooks", "input_metadata", "is_profiling", "is_traceable_wrapper_subclass", "keeps_graph",
-    "make_wrapper_subclass", "modules_of", "named", "no_dispatch", "op_name", "outer_hooks", "parameters_of",
-    "schema_of", "sequence_number", "sleep_on_gpu", "storage_key", "storage_owners", "transform_level", "tree_leaves",
-    "tree_map", "tree_map_only", "unset_fake_temporarily", "version_of",
+    "ATTRIBUTES", "BUFFERS", "CHECKPOINTED", "COMPILED_MODULE", "GLOBAL_HOOKS", "GLOBAL_PRE_HOOKS", "GRADIENT_HOOKS",
+    "LOCAL_TENSOR", "MODULES", "PARAMETERS", "SHARDED_SIZE", "SOFTMAX", "SPEC", "TO_COPY",
+    "DataDependentOutputException", "DisableTorchFunctionSubclass", "FakeTensorMode", "OpOverload",
+    "SingleLevelFunction", "TensorBase", "TorchDispatchMode", "attention_name", "attention_operator",
+    "attention_priority", "before_profilers_start", "buffers_of", "compiled_call", "coo_indices", "coo_values",
+    "current_autograd_node", "eval_frame_callback", "forward_hooks", "forward_pre_hooks", "input_metadata",
+    "is_profiling", "is_traceable_wrapper_subclass", "keeps_graph", "make_wrapper_subclass", "modules_of", "named",
+    "no_dispatch", "op_name", "outer_hooks", "parameters_of", "schema_of", "sequence_number", "sleep_on_gpu",
+    "storage_key", "storage_owners", "transform_level", "tree_leaves", "tree_map", "tree_map_only",
+    "unset_fake_temporarily", "version_of",
 ]  # fmt: skip
 
 ATTRIBUTES: list[tuple[str, str]] = []
@@ -82,6 +84,10 @@ PARAMETERS, BUFFERS, MODULES = (named("Module", name) for name in ("_parameters"
 """The attributes in which a module has its own parameters, buffers and children by name, each a dict."""
 parameters_of, buffers_of, modules_of = map(attrgetter, (PARAMETERS, BUFFERS, MODULES))
 forward_pre_hooks, forward_hooks = (attrgetter(named("Module", f"_forward_{name}")) for name in ("pre_hooks", "hooks"))
+GLOBAL_PRE_HOOKS, GLOBAL_HOOKS = nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks
+"""Hooks on forward that all modules have."""
+attention_priority = torch._C._get_sdp_priority_order
+"""Which kernels fused attention prefers, of those that it may take."""
 COMPILED_MODULE = named("OptimizedModule", "_orig_mod")
 """The name of the module inside the one that torch.compile makes of it."""
 compiled_call = _reader("Module", "_compiled_call_impl")

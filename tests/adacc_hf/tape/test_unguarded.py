@@ -1,6 +1,7 @@
-"""Changes between steps that Dynamo's own guards do not see: identities, ways to a weight, signs of zeros."""
+"""Changes between steps that Dynamo's own guards do not see: identities, ways to a weight, classes, the environment."""
 
 import os
+from collections import OrderedDict
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -24,6 +25,44 @@ class Named:
     name: str = "same"
 
 
+class Activation(nn.Module):
+    """A layer whose class is changed."""
+
+    scale = 1.0
+
+    def forward(self, hidden):
+        return self.scaled(hidden)
+
+    def scaled(self, hidden):
+        return hidden * self.scale * self.factor()
+
+    @classmethod
+    def factor(cls):
+        return 2.0
+
+    @property
+    def power(self):
+        return 2.0
+
+
+class Inherited(Activation):
+    """A layer whose methods are another class's."""
+
+
+def with_layer(make):
+    return lambda block: setattr(block, "act", make())
+
+
+def on_class(owner, name, value):
+    return lambda block: PATCH.setattr(owner, name, value, raising=False)
+
+
+def in_act(change):
+    return lambda block: change(block.act)
+
+
+PATCH = pytest.MonkeyPatch()
+CALL = nn.Module._call_impl
 MARK, NAMED, BARE = Mark(), Named(), object()
 
 
@@ -51,6 +90,26 @@ def to(name, value):
     return lambda block: setattr(block, name, value)
 
 
+def doubled(module, args, result):
+    return result * 2 if isinstance(module, nn.Linear) else None
+
+
+def halved(module, args):
+    return (args[0] / 2,) if isinstance(module, nn.Linear) else None
+
+
+def called_twice(module, *args, **kwargs):
+    result = CALL(module, *args, **kwargs)
+    return CALL(module, result) if isinstance(module, nn.GELU) else result
+
+
+def in_autocast(block, hidden):
+    with torch.autocast("cpu", torch.get_autocast_dtype("cpu")):
+        inner = block.up(hidden)
+    return hidden + block.down(inner.float().tanh().exp())
+
+
+HANDLES = []
 CASES = {
     "is an object": (scaled(lambda b: 2.0 if b.mark is MARK else 3.0), holds(mark=Mark()), to("mark", MARK)),
     "is no object": (scaled(lambda b: 2.0 if b.mark is not MARK else 3.0), holds(mark=MARK), to("mark", Mark())),
@@ -94,10 +153,155 @@ CASES = {
         lambda b: setattr(b, "zeros", [0.0]),
         lambda b: b.zeros.__setitem__(0, -0.0),
     ),
+    "zero in a tuple": (
+        scaled(lambda b: 2.0 + torch.full((), b.zeros[0]).reciprocal().sign()),
+        holds(zeros=(0.0, 1.0)),
+        to("zeros", (-0.0, 1.0)),
+    ),
+    "list in a tuple": (
+        scaled(lambda b: b.pair[1][0]),
+        lambda b: setattr(b, "pair", (1.0, [2.0])),
+        lambda b: b.pair[1].__setitem__(0, 3.0),
+    ),
+    "dict in a tuple in a list": (
+        scaled(lambda b: b.pairs[0][1]["it"]),
+        lambda b: setattr(b, "pairs", [(1.0, {"it": 2.0})]),
+        lambda b: b.pairs[0][1].update(it=3.0),
+    ),
+    "order of a dict": (
+        scaled(lambda b: 2.0 if tuple(b.table) == ("a", "b") else 3.0),
+        lambda b: setattr(b, "table", {"a": 1.0, "b": 2.0}),
+        lambda b: b.table.update(a=b.table.pop("a")),
+    ),
+    "names in a dict": (
+        scaled(lambda b: 2.0 if list(b.table) == ["a"] else 3.0),
+        lambda b: setattr(b, "table", {"a": 1.0}),
+        lambda b: setattr(b, "table", {"b": 1.0}),
+    ),
+    "order of an ordered dict": (
+        scaled(lambda b: next(iter(b.table.values()))),
+        lambda b: setattr(b, "table", OrderedDict(a=2.0, b=3.0)),
+        lambda b: b.table.move_to_end("a"),
+    ),
+    "order of a copied dict": (
+        scaled(lambda b: next(iter({**b.table}.values()))),
+        lambda b: setattr(b, "table", {"a": 2.0, "b": 3.0}),
+        lambda b: b.table.update(a=b.table.pop("a")),
+    ),
+    "names in an unpacked dict": (
+        scaled(lambda b: 2.0 if [*b.table] == ["a"] else 3.0),
+        lambda b: setattr(b, "table", {"a": 1.0}),
+        lambda b: setattr(b, "table", {"b": 1.0}),
+    ),
     "new variable of the environment": (
         scaled(lambda b: float(os.environ.get("ADACC_TEST_SCALE", "1"))),
         holds(),
         lambda b: os.environ.update(ADACC_TEST_SCALE="2"),
+    ),
+    "whether a variable is there": (
+        scaled(lambda b: 2.0 if "ADACC_TEST_SCALE" in os.environ else 3.0),
+        holds(),
+        lambda b: os.environ.update(ADACC_TEST_SCALE="2"),
+    ),
+    "variable that goes": (
+        scaled(lambda b: float(os.getenv("ADACC_TEST_SCALE", "1"))),
+        lambda b: os.environ.update(ADACC_TEST_SCALE="3"),
+        lambda b: os.environ.pop("ADACC_TEST_SCALE", None),
+    ),
+    "another environment": (
+        scaled(lambda b: float(os.environ.get("ADACC_TEST_SCALE", "1"))),
+        holds(),
+        lambda b: PATCH.setattr(os, "environ", {**os.environ, "ADACC_TEST_SCALE": "2"}),
+    ),
+    "whether two weights are one": (
+        scaled(lambda b: 2.0 if b.a.weight is b.b.weight else 3.0),
+        two_layers(lambda b, a: None),
+        lambda b: setattr(b.b, "weight", b.a.weight),
+    ),
+    "forward of a class": (
+        through(lambda b: b.act),
+        with_layer(Activation),
+        on_class(Activation, "forward", lambda self, hidden: hidden.sin()),
+    ),
+    "method of a class": (
+        through(lambda b: b.act),
+        with_layer(Activation),
+        on_class(Activation, "scaled", lambda self, hidden: hidden.sin()),
+    ),
+    "inherited method": (
+        through(lambda b: b.act),
+        with_layer(Inherited),
+        on_class(Activation, "scaled", lambda self, hidden: hidden.sin()),
+    ),
+    "method that hides an inherited one": (
+        through(lambda b: b.act),
+        with_layer(Inherited),
+        on_class(Inherited, "scaled", lambda self, hidden: hidden.sin()),
+    ),
+    "attribute that hides an inherited one": (
+        through(lambda b: b.act),
+        with_layer(Inherited),
+        on_class(Inherited, "scale", 3.0),
+    ),
+    "method of a class alone": (
+        through(lambda b: b.act),
+        with_layer(Activation),
+        on_class(Activation, "factor", classmethod(lambda cls: 3.0)),
+    ),
+    "property": (
+        scaled(lambda b: b.act.power),
+        with_layer(Activation),
+        on_class(Activation, "power", property(lambda self: 3.0)),
+    ),
+    "forward of torch's layer": (
+        through(lambda b: b.act),
+        with_layer(nn.GELU),
+        on_class(nn.GELU, "forward", lambda self, hidden: hidden.sin()),
+    ),
+    "call of a class": (
+        through(lambda b: b.act),
+        with_layer(Activation),
+        on_class(Activation, "__call__", lambda self, hidden: hidden.sin()),
+    ),
+    "call of all modules": (
+        through(lambda b: b.act),
+        with_layer(nn.GELU),
+        on_class(nn.Module, "_call_impl", called_twice),
+    ),
+    "class of a layer": (
+        through(lambda b: b.act),
+        with_layer(nn.GELU),
+        in_act(lambda act: setattr(act, "__class__", nn.Tanh)),
+    ),
+    "new name in a __dict__": (
+        scaled(lambda b: 2.0 if "extra" in b.act.__dict__ else 3.0),
+        with_layer(nn.GELU),
+        in_act(lambda act: setattr(act, "extra", 1)),
+    ),
+    "name to get from a __dict__": (
+        scaled(lambda b: vars(b.space).get("extra", 3.0)),
+        lambda b: setattr(b, "space", SimpleNamespace()),
+        lambda b: setattr(b.space, "extra", 2.0),
+    ),
+    "length of a __dict__": (
+        scaled(lambda b: len(vars(b.mark)) + 1.0),
+        lambda b: setattr(b, "mark", Mark()),
+        lambda b: setattr(b.mark, "extra", 2.0),
+    ),
+    "hook on all modules": (
+        through(lambda b: b.up2),
+        lambda b: setattr(b, "up2", nn.Linear(8, 8)),
+        lambda b: HANDLES or HANDLES.append(nn.modules.module.register_module_forward_hook(doubled)),
+    ),
+    "hook before all modules": (
+        through(lambda b: b.up2),
+        lambda b: setattr(b, "up2", nn.Linear(8, 8)),
+        lambda b: HANDLES or HANDLES.append(nn.modules.module.register_module_forward_pre_hook(halved)),
+    ),
+    "what autocast casts to": (
+        in_autocast,
+        holds(),
+        lambda b: torch.set_autocast_dtype("cpu", torch.float16),
     ),
     "kernels of attention": (
         lambda b, x: x + b.down(nn.functional.scaled_dot_product_attention(*[b.up(x)[:, None]] * 3)[:, 0].tanh()),
@@ -107,11 +311,19 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
 def put_back():
-    yield
+    while HANDLES:
+        HANDLES.pop().remove()
+    PATCH.undo()
     os.environ.pop("ADACC_TEST_SCALE", None)
     torch.backends.cuda.enable_flash_sdp(True)
+    torch.set_autocast_dtype("cpu", torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    yield
+    put_back()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -132,6 +344,5 @@ def test_what_no_guard_of_dynamos_sees_is_followed(toy_model, toy_batch, run_ste
         return steps
 
     plain = trained(policy=False)
-    os.environ.pop("ADACC_TEST_SCALE", None)
-    torch.backends.cuda.enable_flash_sdp(True)
+    put_back()
     assert_same_steps(trained(policy=True), plain)
