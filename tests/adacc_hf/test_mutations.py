@@ -266,7 +266,7 @@ some_changes = st.none() | st.tuples(
 
 
 def test_lossless_training_is_plain_training_whatever_changes_between_steps(assert_same_steps):
-    """A run may stop with words instead, and few do."""
+    """A run may stop with words where its very first step is changed, and so is not as profiled; few do."""
     stopped = []
 
     @settings(max_examples=EXAMPLES, database=None)
@@ -285,9 +285,12 @@ def test_lossless_training_is_plain_training_whatever_changes_between_steps(asse
             try:
                 ours = train(model, sizes, changes)
             except AdaccError as error:
+                if changes[0] is None:
+                    raise
                 stopped.append(str(error))
                 return
         assert_same_steps(ours, plain)
 
     train_both()
-    assert len(stopped) <= EXAMPLES / 10, stopped[:3]
+    # Half of the runs begin with a change, and a quarter of these changes are to other operators.
+    assert len(stopped) <= EXAMPLES / 4, stopped[:3]
