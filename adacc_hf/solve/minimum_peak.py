@@ -94,11 +94,12 @@ class PeakOracle:
         return self._within(pools, nbytes - 1) is not None
 
     def _by_reads(self, kind: int, frontier: Sequence[PricedPlan]) -> Pools:
-        """The plans by the held tensors that their replay reads, each pool with what stores least first."""
+        """The plans by the shared tensors that they hold, each pool with what stores least first."""
+        unsaved = frozenset(index for index, shared in enumerate(self.profile.shared) if not shared.saved)
         pools: Pools = {}
         for column in frontier:
             outcome = self.outcome(kind, column)
-            pools.setdefault(outcome.shared & self.profile.held[-1], []).append((column, outcome))
+            pools.setdefault(outcome.shared & unsaved, []).append((column, outcome))
         return {reads: sorted(pool, key=lambda pair: pair[1].stored_bytes) for reads, pool in pools.items()}
 
     def _within(self, pools: Sequence[Pools], budget: int) -> list[PricedPlan] | None:

@@ -358,10 +358,11 @@ def random_kinds(draw, digest="tape"):
 def random_profiles(draw, num_kinds=1, max_blocks=1):
     """Profiles with up to `max_blocks` blocks of each of `num_kinds` kinds; only the first shared tensor is saved, and
     some kinds hold the second for replay."""
-    held = st.sampled_from([(), (1,)])
+    held, given = st.sampled_from([(), (1,)]), st.sampled_from([(0,), (0, 1)])
     actions = st.sampled_from([(BlockAction.PLAIN,), tuple(BlockAction)[:2]])
     kinds = [
-        replace(draw(random_kinds(f"tape{i}")), held=draw(held), block_actions=draw(actions)) for i in range(num_kinds)
+        replace(draw(random_kinds(f"tape{i}")), held=draw(held), given=draw(given), block_actions=draw(actions))
+        for i in range(num_kinds)
     ]
     layout = [i for i in range(num_kinds) for _ in range(draw(st.integers(1, max_blocks)))]
     shared = [Shared(name="rotary", nbytes=12, saved=True), Shared(name="mask", nbytes=20, saved=False)]
