@@ -179,11 +179,11 @@ def test_the_head_counts_the_kept_promises():
         stored=True,
         mixed=True,
     )
-    noted = replace(kept, calls="checkpointed", notes=("why",))
+    noted = replace(kept, calls="not replayed", notes=("why",))
     all_under_checkpoint = replace(noted, compressed=None)
     page = support_table([kept, noted, all_under_checkpoint, replace(kept, stored=False)])
     assert "\n2 of 4 architectures keep all four promises" in page
-    assert "In 1 of them torch's checkpoint runs some" in " ".join(page.split())
+    assert "In 1 of them some of the blocks cannot be replayed" in " ".join(page.split())
 
 
 def test_unknown_names_are_refused(capsys):
