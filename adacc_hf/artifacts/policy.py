@@ -400,8 +400,9 @@ def recompute_plan(kind: KindProfile) -> Plan:
 
 
 def _uniform_plan(kind: KindProfile, action: Action, codec: str | None) -> Plan:
-    checkpointed = checkpoint_plan(kind) if kind.untrusted and action is Action.RECOMPUTE else None
-    if checkpointed is not None:
+    must_run_again = BlockAction.PLAIN not in kind.block_actions
+    checkpointed = checkpoint_plan(kind)
+    if checkpointed is not None and (must_run_again or (kind.untrusted and action is Action.RECOMPUTE)):
         return checkpointed
 
     def choose(value: Value) -> Choice:
@@ -418,8 +419,9 @@ def _uniform_plan(kind: KindProfile, action: Action, codec: str | None) -> Plan:
 
 
 def _random_plan(kind: KindProfile, generator: random.Random, allowed: Sequence[Action], lossless: bool) -> Plan:
-    checkpointed = checkpoint_plan(kind) if Action.RECOMPUTE in allowed else None
-    if checkpointed is not None and generator.random() < (0.5 if kind.untrusted else CHECKPOINTED_SHARE):
+    checkpointed = checkpoint_plan(kind)
+    share = 1.0 if BlockAction.PLAIN not in kind.block_actions else 0.5 if kind.untrusted else CHECKPOINTED_SHARE
+    if checkpointed is not None and (share == 1.0 or (Action.RECOMPUTE in allowed and generator.random() < share)):
         return checkpointed
     choices, coded = {}, set()
     for value in kind.activations:

@@ -161,6 +161,10 @@ def test_a_block_that_must_run_on_all_ranks_alike_is_checkpointed_under_any_budg
     for config in (LOSSLESS, AdaccConfig(actions=("retain", "compress"))):
         policy = solve_policy(profile, "80GiB", config)
         assert policy.block_counts() == {"checkpoint": 3}
+    # Another rank may have any other policy: all of them have these blocks run again.
+    for action in ("retain", "compress", "recompute"):
+        assert Policy.uniform(profile, action).block_counts() == {"checkpoint": 3}
+        assert Policy.random(profile, 0, (action,)).block_counts() == {"checkpoint": 3}
 
 
 def test_a_block_that_overwrites_its_input_is_never_checkpointed(toy_model, toy_batch):
