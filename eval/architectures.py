@@ -138,7 +138,7 @@ def _verdict(
 ) -> Verdict:
     actions = tuple(Action)
     policies = [Policy.uniform(profile, Action.RECOMPUTE)]
-    policies += [Policy.random(profile, seed, actions, lossless=True) for seed in range(2)]
+    policies += [Policy.random(profile, seed, actions, lossless=True, whole_blocks=True) for seed in range(2)]
     lossy = Policy.random(profile, 2, (Action.RETAIN, Action.COMPRESS))
     config = config_of(architecture)
     least, checkpointed = least_policy(profile, replace(config, actions=LOSSLESS)), Policy.checkpoint(profile)

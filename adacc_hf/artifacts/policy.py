@@ -29,7 +29,7 @@ COMPILED_FORMAT = "adacc_hf.compiled_policy"
 """What the file of a policy for compiled graphs says it is; see `adacc_hf/compiler/region.py`."""
 HEADS = ("plain", "chunked")
 CHECKPOINTED_SHARE = 0.15
-"""How many blocks torch's checkpoint runs under a random policy, of those that can be replayed."""
+"""How many blocks torch's checkpoint runs under a random policy of whole blocks too, of those that can be replayed."""
 IDLE_KIND = "idle"
 """What stands for a tape's digest in the plan of a block that the profiled batch ran without gradients alone: there is
 nothing to decide. See `adacc_hf/price/whole_model.py`."""
@@ -264,15 +264,17 @@ class Policy:
         seed: int,
         actions: Sequence[Action | str] = (Action.RETAIN, Action.RECOMPUTE),
         lossless: bool = False,
+        whole_blocks: bool = False,
     ) -> Policy:
         """A random action out of `actions` for every activation of every block, each where it can take it.
 
-        With RECOMPUTE among them, torch's checkpoint runs some of the blocks, at random too. With `lossless`, COMPRESS
-        takes lossless codecs only.
+        With `lossless`, COMPRESS takes lossless codecs only. With RECOMPUTE among the actions, torch's checkpoint runs
+        half of the blocks that cannot be replayed, and, with `whole_blocks`, some of the others.
         """
         generator = random.Random(seed)
         allowed = [Action.parse(action) for action in actions]
-        plans = [_random_plan(profile.kind_of(block), generator, allowed, lossless) for block in profile.blocks]
+        share = CHECKPOINTED_SHARE if whole_blocks else 0.0
+        plans = [_random_plan(profile.kind_of(block), generator, allowed, lossless, share) for block in profile.blocks]
         return cls.build(profile, plans)
 
     def save(self, path: str | Path) -> None:
@@ -418,10 +420,15 @@ def _uniform_plan(kind: KindProfile, action: Action, codec: str | None) -> Plan:
     return Plan(kind=kind.digest, choices=tuple((value.index, choose(value)) for value in kind.activations))
 
 
-def _random_plan(kind: KindProfile, generator: random.Random, allowed: Sequence[Action], lossless: bool) -> Plan:
+def _random_plan(
+    kind: KindProfile, generator: random.Random, allowed: Sequence[Action], lossless: bool, share: float
+) -> Plan:
+    """A random plan; torch's checkpoint runs a `share` of the blocks that can be replayed."""
     checkpointed = checkpoint_plan(kind)
-    share = 1.0 if BlockAction.PLAIN not in kind.block_actions else 0.5 if kind.untrusted else CHECKPOINTED_SHARE
-    if checkpointed is not None and (share == 1.0 or (Action.RECOMPUTE in allowed and generator.random() < share)):
+    if BlockAction.PLAIN not in kind.block_actions and checkpointed is not None:
+        return checkpointed
+    share = 0.5 if kind.untrusted else share
+    if share and checkpointed is not None and Action.RECOMPUTE in allowed and generator.random() < share:
         return checkpointed
     choices, coded = {}, set()
     for value in kind.activations:

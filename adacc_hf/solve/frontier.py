@@ -85,7 +85,7 @@ class _PricedMemory:
 
     def _solved(self, costs: list[tuple[int, float]], limit: float = math.inf) -> PricedPlan:
         solution = self._solution(self.relaxation, costs, limit)
-        if any(INTEGRALITY < value < 1 - INTEGRALITY for value in solution):
+        if not _is_integral(solution):
             solution = self._solution(self.integer, costs, limit)
         return self.block.column(solution)
 
@@ -99,6 +99,10 @@ class _PricedMemory:
         solver.bound(self.limit)
         assert solution is not None, "all RETAIN is always a solution"
         return solution
+
+
+def _is_integral(solution: Sequence[float]) -> bool:
+    return not any(INTEGRALITY < value % 1 < 1 - INTEGRALITY for value in solution)
 
 
 def least_ms(num_blocks: Sequence[int], columns: Sequence[Sequence[PricedPlan]], limit_bytes: int) -> float:
@@ -257,14 +261,20 @@ class MixtureProgram:
     def least_bytes(self) -> list[PricedPlan]:
         """A column per block, storing as little as any, where all blocks are free.
 
-        Without a cap the relaxation is integral, as in frontier.py, and no limit of time can cut it short.
+        Without a cap the relaxation is integral as a rule, as for one block, and no limit of time can cut it short.
         """
         assert not any(self.rest), "blocks that take columns of a frontier make the relaxation fractional"
-        relaxation = Solver(self.program, self.log, integer=False)
-        relaxation.bound(self.memory)
-        solution = relaxation.minimize([*self._bytes(SCALE), *self._ms(SCALE * TIE_BREAK)])
-        assert solution is not None, "all RETAIN is always a solution"
+        costs = [*self._bytes(SCALE), *self._ms(SCALE * TIE_BREAK)]
+        solution = self._uncapped(Solver(self.program, self.log, integer=False), costs)
+        if not _is_integral(solution):
+            solution = self._uncapped(self.solver, costs)
         return self._columns(solution)
+
+    def _uncapped(self, solver: Solver, costs: list[tuple[int, float]]) -> Sequence[float]:
+        solver.bound(self.memory)
+        solution = solver.minimize(costs)
+        assert solution is not None, "all RETAIN is always a solution"
+        return solution
 
     def _ms(self, weight: float) -> list[tuple[int, float]]:
         """The terms of the objective for time, scaled to at most `weight`."""

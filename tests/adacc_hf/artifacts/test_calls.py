@@ -36,7 +36,7 @@ class Case:
     autocast: torch.dtype | None = None
 
     def random(self, seed: int) -> Policy:
-        return Policy.random(self.profile, seed, ACTIONS, lossless=True)
+        return Policy.random(self.profile, seed, ACTIONS, lossless=True, whole_blocks=True)
 
 
 def tokens(batch: int, length: int, vocabulary: int = 61) -> torch.Tensor:
