@@ -188,8 +188,8 @@ class KindProfile:
     """Why such a block's operators cannot be replayed. All that it saves is one activation then, which is retained by a
     block that runs plainly; else torch's checkpoint runs the block."""
     block_actions: tuple[BlockAction, ...] = (BlockAction.PLAIN, BlockAction.CHECKPOINT)
-    """What may be done with the block as a whole. Other ranks take part in some operators: these must run again on all
-    ranks or on none. And what overwrites its own input cannot run again."""
+    """What may be done with the block as a whole. Torch's checkpoint may run it if all of it came out alike when it was
+    replayed, or nothing can be. Operators that other ranks take part in must run again on all ranks or on none."""
     elsewhere_bytes: int = 0
     """Casts of parameters that the block saves and that count as another call's, since autocast's cache has them: a
     second forward makes them once more."""

@@ -40,7 +40,7 @@ from adacc_hf.tape.compiled_plan import encode_view
 from adacc_hf.tape.library import TapeLibrary
 from adacc_hf.tape.recorder import HIDDEN, Recorder
 from adacc_hf.tape.tape import Source, Tape, TapeOperator
-from adacc_hf.tape.verification import obtainable
+from adacc_hf.tape.verification import obtainable, runs_alike
 from adacc_hf.torch_glue.memory import forward_loss
 from adacc_hf.torch_glue.model_state import SMALL_COPY
 from adacc_hf.torch_glue.no_trace import NoTrace
@@ -331,9 +331,12 @@ def _made_references(recorder: Recorder, tape: Tape, besides: Set[int]) -> dict[
 
 
 def _block_actions(tape: Tape) -> tuple[BlockAction, ...]:
-    """What may be done with a block as a whole that runs as `tape` says."""
-    overwrites = any(value.overwritten and tape.is_block_input(value.index) for value in tape.values)
-    return (BlockAction.PLAIN,) if tape.has_collectives or overwrites else (BlockAction.PLAIN, BlockAction.CHECKPOINT)
+    """Return what may be done with a block as a whole that runs as `tape` says.
+
+    Torch's checkpoint runs all of it again, so that all of it has to come out alike (rule R7).
+    """
+    can_run_again = not tape.has_collectives and runs_alike(tape)
+    return (BlockAction.PLAIN, BlockAction.CHECKPOINT) if can_run_again else (BlockAction.PLAIN,)
 
 
 def recompute_outcome(kind: KindProfile) -> BlockOutcome:

@@ -169,6 +169,18 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
+def runs_alike(tape: Tape) -> bool:
+    """Return True if all that a block does was seen to come out alike when it runs again on the same inputs.
+
+    What draws from a generator does, once that is put back. What code outside of all operators has made, or overwritten
+    of the block's inputs, does not.
+    """
+    is_unseen = any(record.source is not None and record.source.place == "unknown" for record in tape.values)
+    overwrites = any(record.overwritten and tape.is_block_input(record.index) for record in tape.values)
+    operators = (operator for operator in tape.operators if not operator.random)
+    return not is_unseen and not overwrites and all(tape.recomputable.issuperset(op.made()) for op in operators)
+
+
 def obtainable(tape: Tape, good: Collection[int], stored: Iterable[int]) -> frozenset[int]:
     """Values among `good` whose inputs can all be had: from outside, out of `stored`, or by replay."""
     saved = set(stored)

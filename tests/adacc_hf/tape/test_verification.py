@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from adacc_hf import AdaccConfig, profile_model
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.solve.solver import least_policy
 from adacc_hf.tape.verification import verify
 from adacc_hf.torch_glue.memory import MemoryMeter
 
@@ -120,3 +121,62 @@ def test_verification_holds_one_result_at_a_time(record_call):
     with MemoryMeter.for_device(torch.device("cpu")) as meter, torch.no_grad():
         assert len(verify(tape, recorder.bases)) == 24
     assert meter.peak_bytes < 2 * hidden.untyped_storage().nbytes()
+
+
+# A second forward of a whole block (torch's checkpoint) runs all of these operators again, what replay spares too.
+
+
+class NeverTwiceAlike(torch.autograd.Function):
+    """A Function over a kernel that writes by address, and that no seed of torch's reaches."""
+
+    @staticmethod
+    def forward(ctx, x):
+        result = torch.empty_like(x)
+        result.numpy()[:] = x.numpy() + _noise.random(tuple(x.shape), dtype=np.float32)
+        return result
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def adds_noise(block, hidden):
+    return hidden + block.down(never_twice_alike(block.up(hidden)).tanh())
+
+
+def adds_noise_at_its_end(block, hidden):
+    """What nothing after it saves is made again all the same."""
+    return never_twice_alike(hidden + block.down(block.up(hidden).tanh())).sigmoid()
+
+
+def adds_noise_in_a_function(block, hidden):
+    return hidden + block.down(NeverTwiceAlike.apply(block.up(hidden)).tanh())
+
+
+def adds_noise_unseen(block, hidden):
+    """Outside of any operator or Function."""
+    x = block.up(hidden).tanh()
+    x.detach().numpy()[:] += _noise.random(tuple(x.shape), dtype=np.float32)
+    return hidden + block.down(x * 1.0)
+
+
+NOISY = [adds_noise, adds_noise_at_its_end, adds_noise_in_a_function, adds_noise_unseen]
+
+
+@pytest.mark.parametrize("forward", NOISY)
+def test_a_block_that_does_not_make_the_same_bits_again_is_not_checkpointed(toy_model, toy_batch, forward):
+    model, batch = toy_model(forward, num_blocks=3), toy_batch(64)
+    config = AdaccConfig(actions=("retain", "recompute"))
+    profile = profile_model(model, batch, config)
+
+    def gradients():
+        _noise.bit_generator.state = np.random.default_rng(1).bit_generator.state
+        model.zero_grad()
+        model(**batch).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain = gradients()
+    assert all(map(torch.equal, gradients(), plain))
+    for policy in (Policy.checkpoint(profile), least_policy(profile, config), Policy.uniform(profile, "recompute")):
+        with apply_policy(model, policy, config):
+            assert all(map(torch.equal, gradients(), plain))
