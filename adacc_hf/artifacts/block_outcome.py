@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from adacc_hf.artifacts.block_walk import BlockOutcome, BlockWalk
-from adacc_hf.artifacts.policy import RETAIN, Plan
+from adacc_hf.artifacts.policy import RETAIN, Plan, plain_plan
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import KindProfile
@@ -30,7 +30,7 @@ def _checkpointed(kind: KindProfile, plan: Plan) -> BlockOutcome:
       product that ends a block is not computed again (`torch.utils.checkpoint`, early stop).
     - Of a block that cannot be replayed the whole backward was measured under torch's checkpoint.
     """
-    plain = Plan(kind=kind.digest, choices=tuple((value.index, RETAIN) for value in kind.activations))
+    plain = plain_plan(kind)
     if not kind.slots:  # it has nothing to run again
         return BlockWalk(kind, plain).outcome()
     choices = dict(plan.choices)

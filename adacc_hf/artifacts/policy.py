@@ -393,7 +393,7 @@ def checkpoint_plan(kind: KindProfile, codecs: Mapping[int, Choice] | None = Non
 
 def plain_plan(kind: KindProfile) -> Plan:
     """The plan by which a block of `kind` runs untouched."""
-    return _uniform_plan(kind, Action.RETAIN, None)
+    return Plan(kind=kind.digest, choices=tuple((value.index, RETAIN) for value in kind.activations))
 
 
 def recompute_plan(kind: KindProfile) -> Plan:

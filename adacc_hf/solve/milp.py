@@ -9,14 +9,14 @@ For a block of one kind, all variables binary:
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.index_values import walk_back
-from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, BlockAction, Choice, Plan, checkpoint_plan
+from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, BlockAction, Choice, Plan, checkpoint_plan, plain_plan
 from adacc_hf.solve.linear_program import LinearProgram
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class KindModel:
     kind: KindProfile
     """The kind in which no value repeats another, if replay is allowed: one that would is taken from the other."""
     menus: Mapping[int, tuple[StoredForm, ...]]
-    """The ways to store each activation, RETAIN first."""
+    """The ways to store each activation, RETAIN first; none of a block that only torch's checkpoint may run."""
     runnable: frozenset[int]
     """Operators that can be replayed: their inputs can all be stored or recomputed."""
     index_values: frozenset[int] = frozenset()
@@ -89,9 +89,9 @@ def build_block_model(kind: KindProfile, config: AdaccConfig) -> KindModel:
     whole = kind
     if Action.RECOMPUTE in config.parsed_actions:
         kind = whole.merged(whole.equal)
-    retained = [StoredForm(RETAIN, 0, 0.0)] if BlockAction.PLAIN in kind.block_actions else []
+    may_be_plain = BlockAction.PLAIN in kind.block_actions
     menus = {
-        value.index: (*(replace(form, nbytes=value.nbytes) for form in retained), *_codec_stores(value, config))
+        value.index: (StoredForm(RETAIN, value.nbytes, 0.0), *_codec_stores(value, config)) if may_be_plain else ()
         for value in kind.activations
     }
     kept = kind.index_values(lossy_values(menus))
@@ -110,12 +110,9 @@ MOST_CODED_INPUTS = 3
 
 def _checkpoints(kind: KindProfile, config: AdaccConfig) -> list[PricedPlan]:
     """The ways to have torch's checkpoint run a block of `kind`: none if nothing may be recomputed."""
-    plan = checkpoint_plan(kind)
-    if (
-        plan is None
-        or not kind.slots
-        or (Action.RECOMPUTE not in config.parsed_actions and BlockAction.PLAIN in kind.block_actions)
-    ):
+    if checkpoint_plan(kind) is None or not kind.slots:
+        return []
+    if Action.RECOMPUTE not in config.parsed_actions and BlockAction.PLAIN in kind.block_actions:
         return []
     coded = [value for value in sorted(kind.inputs, key=lambda v: -v.nbytes) if value.place][:MOST_CODED_INPUTS]
     menus = [
@@ -166,7 +163,10 @@ def price(model: KindModel, choices: Mapping[int, Choice]) -> PricedPlan:
 
     A block input that autograd does not save costs bytes only if a replay reads it, and so does a generator's state.
     Activations that repeat another are recomputed. What no replay may make beside what is stored with loss is retained.
+    Of a block that must not run plainly there are no choices: torch's checkpoint runs it.
     """
+    if BlockAction.PLAIN not in model.whole.block_actions:
+        return model.checkpoints[0]
     choices = {v.index: choices[v.index] if v.index in model.menus else RECOMPUTE for v in model.whole.activations}
     coded = [value for value, choice in choices.items() if model.is_lossy(value, choice)]
     choices |= {value: RETAIN for value in model.kind.exactness_dependents_of(coded) if choices[value] == RECOMPUTE}
@@ -287,10 +287,9 @@ def retain_all(model: KindModel) -> PricedPlan:
     """
     if BlockAction.PLAIN not in model.whole.block_actions:
         return model.checkpoints[0]
-    activations = model.whole.activations
     return PricedPlan(
-        plan=Plan(kind=model.whole.digest, choices=tuple((value.index, RETAIN) for value in activations)),
-        nbytes=sum(value.nbytes for value in activations if value.saved),
+        plan=plain_plan(model.whole),
+        nbytes=sum(value.nbytes for value in model.whole.activations if value.saved),
         shared=frozenset(),
         ms=0.0,
     )

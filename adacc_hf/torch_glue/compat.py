@@ -258,7 +258,7 @@ def checkpointed(
     before = PythonStates()
     moved: list[ModelState | PythonStates] = []
     # Whatever it closes over, torch holds for backward: the call is in a list, so that something else can be.
-    held: list[CallAgain] = [partial(_pair, fn, args)]
+    held: list[CallAgain] = [lambda: (fn, args)]
 
     def run(*_: torch.Tensor) -> Any:
         if not in_forward:
@@ -286,10 +286,6 @@ def checkpointed(
     if hold is not None:
         held[0] = hold()
     return result
-
-
-def _pair(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    return fn, args
 
 
 def _on_devices(fn: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:

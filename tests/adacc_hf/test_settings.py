@@ -291,8 +291,7 @@ def test_the_policy_is_followed_when_weights_are_frozen(tiny_gpt2, padded_batch,
     """What autograd still saves is handled as planned: a policy that retains all but one value does so on."""
     model, batch = tiny_gpt2(), padded_batch(12)
     profile = profile_model(model, batch, CONFIG)
-    policies = (Policy.random(profile, seed, ("retain", "recompute", "compress"), lossless=True) for seed in range(20))
-    policy = next(policy for policy in policies if not any(plan.is_checkpointed for plan in policy.plans))
+    policy = Policy.random(profile, 3, ("retain", "recompute", "compress"), lossless=True)
     planned = dict(policy.plans[policy.blocks[1][1]].choices)
     with apply_policy(model, policy, CONFIG) as handle, caplog.at_level("WARNING"):
         model(**batch).loss.backward()

@@ -122,12 +122,6 @@ def test_the_explanation_has_the_price_of_each(tiny_gpt2, token_batch):
 # When they are chosen.
 
 
-def draws_by_itself(block, hidden):
-    """No replay makes the mask of a generator of its own: all of a block hangs on it."""
-    mask = torch.rand(hidden.shape, generator=block.dice.generator) < 0.5
-    return hidden + block.down(block.up(hidden * mask).tanh())
-
-
 def is_never_replayed(kind):
     """`kind`, had it no operator that can run again by itself."""
     values = tuple(replace(value, recomputable=False, codecs=()) for value in kind.values)
@@ -165,6 +159,24 @@ def test_a_block_that_must_run_on_all_ranks_alike_is_checkpointed_under_any_budg
     for action in ("retain", "compress", "recompute"):
         assert Policy.uniform(profile, action).block_counts() == {"checkpoint": 3}
         assert Policy.random(profile, 0, (action,)).block_counts() == {"checkpoint": 3}
+
+
+def test_beside_such_a_block_others_keep_to_a_small_budget(gpt2_like_profile):
+    """Under every budget down to the least, whichever way of the search finds the policy."""
+    profile = gpt2_like_profile(num_blocks=6)
+    (kind,) = profile.kinds
+    must_run_again = replace(kind, digest="other", block_actions=(BlockAction.CHECKPOINT,), untrusted="why")
+    blocks = tuple(replace(block, kind=number % 2) for number, block in enumerate(profile.blocks))
+    profile = replace(profile, kinds=(kind, must_run_again), blocks=blocks)
+    plain, least = (
+        policy.predicted_peak_bytes for policy in (Policy.uniform(profile, "retain"), least_policy(profile, LOSSLESS))
+    )
+    for part in range(6):
+        budget = least + (plain - least) * part // 5
+        policy = solve_policy(profile, budget, LOSSLESS)
+        assert policy.predicted_peak_bytes <= budget
+        assert policy.block_counts()["checkpoint"] >= 3
+    assert least < plain
 
 
 def test_a_block_that_overwrites_its_input_is_never_checkpointed(toy_model, toy_batch):

@@ -118,8 +118,7 @@ def test_a_sharp_softmax_is_not_recomputed_from_what_codecs_left(sharp_gpt2, tok
         != set()
     )
     both = Policy.random(profile, seed, (Action.COMPRESS, Action.RECOMPUTE))
-    assert all(plan.is_checkpointed or plan.choice(softmax.index) != RECOMPUTE for plan in both.plans)
-    assert not any(plan.places for plan in both.plans), "its inputs are exact where torch's checkpoint runs a block"
+    assert all(dict(plan.choices)[softmax.index] != RECOMPUTE for plan in both.plans)
     assert error_under(model, batch, both) < 0.25
     exact = Policy.uniform(profile, Action.RECOMPUTE)
     assert dict(exact.plans[0].choices)[softmax.index] == RECOMPUTE
