@@ -21,17 +21,17 @@ def run_block(kind: KindProfile, plan: Plan) -> BlockOutcome:
 
 
 def _checkpointed(kind: KindProfile, plan: Plan) -> BlockOutcome:
-    """One block that torch's checkpoint runs: it keeps its inputs, and in backward all that the block saves.
+    """Return the outcome of one block under torch's checkpoint: only its inputs are stored until backward.
 
-    - An input is held until the block's backward ends. What is compressed is encoded when the forward ends, and decoded
-      when it runs again; the payload is held until the end then.
-    - What others hold too (`Value.is_kept`) stays, and is made once more by the second forward.
-    - The second forward ends with the last tensor that autograd saves, which an operator does before it runs: the
-      product that ends a block is not computed again (`torch.utils.checkpoint`, early stop).
-    - Of a block that cannot be replayed the whole backward was measured under torch's checkpoint.
+    - An input lives until the block's backward ends. A compressed input is encoded at the end of the forward and
+      decoded before the second forward; its payload lives until the block's backward ends too.
+    - A saved tensor that others hold as well (`Value.is_kept`) stays, and the second forward makes a second copy.
+    - The second forward stops at the last saved tensor (early stop of `torch.utils.checkpoint`). An operator saves its
+      inputs before it runs, so that the product that ends a block is not computed again.
+    - The backward of a block that cannot be replayed was measured under torch's checkpoint as a whole.
     """
     plain = plain_plan(kind)
-    if not kind.slots:  # it has nothing to run again
+    if not kind.slots:  # nothing is saved, so that nothing runs again
         return BlockWalk(kind, plain).outcome()
     choices = dict(plan.choices)
     coded = {v.index: kind.codec_option(v.index, choices[v.index]) for v in kind.inputs if choices[v.index] != RETAIN}
@@ -41,18 +41,20 @@ def _checkpointed(kind: KindProfile, plan: Plan) -> BlockOutcome:
     walk = BlockWalk(kind, plain, held=kept).outcome()
     gradient_bytes = kind.backward[0].entry_bytes if kind.backward else 0
     others = [value for value in kind.activations if value.saved and value.is_kept]
-    besides = payload_bytes + kind.generator_bytes + sum(value.nbytes for value in others)
-    # The inputs are there from the start of the second forward, and the generator's state at that time is put back.
+    extra_bytes = payload_bytes + kind.generator_bytes + sum(value.nbytes for value in others)
+    # All inputs are live when the second forward starts, and so is a copy of the generator's present state.
     inputs_bytes = sum(kept.values()) + decoded_bytes + kind.generator_bytes
-    remade_bytes = besides + kind.elsewhere_bytes
-    again = [max(walk.forward_moments, default=0) + inputs_bytes + gradient_bytes + remade_bytes]
-    stored_bytes = sum(kept.values()) + besides
+    backward_bytes = extra_bytes + kind.elsewhere_bytes
+    again = [max(walk.forward_moments, default=0) + inputs_bytes + gradient_bytes + backward_bytes]
+    stored_bytes = sum(kept.values()) + extra_bytes
+    # The measured backward of a block that cannot be replayed has the second forward in it.
+    moments = [*([] if kind.untrusted else again), *(live + backward_bytes for live in walk.moments)]
     return BlockOutcome(
         stored_bytes=stored_bytes,
         shared=frozenset(kind.given),
         overhead_ms=rerun_ms(kind) + sum(option.encode_ms + option.decode_ms for option in coded.values()),
         forward_moments=_forward_moments(kind, payload_bytes),
-        moments=(*([] if kind.untrusted else again), *(live + remade_bytes for live in walk.moments)),
+        moments=tuple(moments),
         live_bytes=stored_bytes - sum(value.nbytes for value in others if value.cached),
     )
 
@@ -67,8 +69,9 @@ def rerun_ms(kind: KindProfile) -> float:
 
 
 def _forward_moments(kind: KindProfile, payload_bytes: int) -> tuple[int, ...]:
-    """Live bytes at each moment of a forward that keeps its inputs, and makes payloads of some at its end."""
+    """Return the live bytes at each moment of a forward that keeps its inputs, and encodes some of them at its end."""
     others = [value for value in kind.activations if value.saved and value.is_kept and not value.cached]
+    # Measured was a forward that lets go of a value at its death; these stay, and count from there on.
     staying = {value.index: value.nbytes for value in [*kind.inputs, *others]}
     dying = (staying.get(event.value, 0) if event.death else 0 for event in kind.forward)
     live = [

@@ -375,8 +375,10 @@ def _check_priced(profile: Profile, codec: str) -> None:
 
 
 def checkpoint_plan(kind: KindProfile, codecs: Mapping[int, Choice] | None = None) -> Plan | None:
-    """The plan by which torch's checkpoint runs a block of `kind`, inputs compressed as `codecs` says; None where it
-    must not run it (`KindProfile.block_actions`)."""
+    """Return the plan that checkpoints a block of `kind` and compresses its inputs as `codecs` says.
+
+    None if the kind does not allow torch's checkpoint (`KindProfile.block_actions`).
+    """
     if BlockAction.CHECKPOINT not in kind.block_actions:
         return None
     codecs = codecs or {}
@@ -392,12 +394,12 @@ def checkpoint_plan(kind: KindProfile, codecs: Mapping[int, Choice] | None = Non
 
 
 def plain_plan(kind: KindProfile) -> Plan:
-    """The plan by which a block of `kind` runs untouched."""
+    """Return the plan that leaves a block of `kind` untouched."""
     return Plan(kind=kind.digest, choices=tuple((value.index, RETAIN) for value in kind.activations))
 
 
 def recompute_plan(kind: KindProfile) -> Plan:
-    """The plan by which a block of `kind` stores least: torch's checkpoint where it cannot be replayed."""
+    """Return the plan that recomputes all it can, or checkpoints a block that cannot be replayed."""
     return _uniform_plan(kind, Action.RECOMPUTE, None)
 
 

@@ -185,14 +185,14 @@ class KindProfile:
     """Slots of autograd Functions written in Python. Their backward may write into what they saved, so that it gets a
     copy of what a replay reads (rule R6)."""
     untrusted: str | None = None
-    """Why such a block's operators cannot be replayed. All that it saves is one activation then, which is retained by a
-    block that runs plainly; else torch's checkpoint runs the block."""
+    """Reason why the block's operators cannot be replayed; None if they can. All saved tensors form one activation then
+    (role WHOLE): a block that runs plainly retains it, and torch's checkpoint makes it again."""
     block_actions: tuple[BlockAction, ...] = (BlockAction.PLAIN, BlockAction.CHECKPOINT)
     """What may be done with the block as a whole. Torch's checkpoint may run it if all of it came out alike when it was
     replayed, or nothing can be. Operators that other ranks take part in must run again on all ranks or on none."""
     elsewhere_bytes: int = 0
-    """Casts of parameters that the block saves and that count as another call's, since autocast's cache has them: a
-    second forward makes them once more."""
+    """Bytes of casts of parameters that the block saves, and that an earlier call made: autocast's cache has them. A
+    second forward makes them again."""
     generator_bytes: int = 0
     """What torch's checkpoint keeps of the random generators' states on the block's device."""
     untraced: str | None = None
@@ -247,8 +247,11 @@ class KindProfile:
 
     @cached_property
     def bears_coded_inputs(self) -> bool:
-        """Whether the block may run again on inputs that were stored with loss: not where its operators depend on data,
-        nor where indices would follow from them (`index_values.py`), or a value would come out too far off."""
+        """Whether the block may run again on inputs that were stored with loss.
+
+        It may not if it cannot be replayed, since its operators may depend on data then; if indices are computed from
+        the inputs (`index_values.py`); or if the replay error of a saved value is too large.
+        """
         inputs = {value.index for value in self.inputs}
         is_far = any(value.saved and value.is_far_recomputed for value in self.values)
         return self.untrusted is None and not is_far and not self.index_values(inputs)

@@ -25,10 +25,10 @@ def run_checkpointed(
     kwargs: dict[str, Any],
     codecs: Mapping[Place, tuple[Codec, Coder]],
 ) -> Any:
-    """Run `fn(*args)` under torch's checkpoint, which holds the inputs at the places of `codecs` encoded.
+    """Run `fn(*args)` under torch's checkpoint. The inputs at the places of `codecs` are held as payloads.
 
-    Each place has a codec and what encodes in its stead for the time being. An input that its codec cannot take as it
-    is given, or that the call changed, is held as it is. `kwargs` are the keyword arguments bound in `fn`.
+    Each place has a codec, and the coder to use, which is the codec itself or, in a tracking step, one that measures.
+    An input is held as it is if its codec does not support it or the call changed it. `kwargs` are those bound in `fn`.
     """
     given = {place: tensor for place in codecs if (tensor := _at(place, args, kwargs)) is not None}
     fitting = {place: tensor for place, tensor in given.items() if _can_encode(codecs[place][0], tensor)}
@@ -49,7 +49,7 @@ def run_checkpointed(
 
 
 class _Held:
-    """A call to make again, some of its arguments to be decoded first."""
+    """A call to repeat in backward. Some of its arguments are encoded."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.fn = fn
@@ -58,7 +58,7 @@ class _Held:
         self._decoders: dict[Place, Decode] = {}
 
     def encode(self, place: Place, tensor: torch.Tensor, coder: Coder) -> None:
-        """Hold what `coder` makes of an argument in place of the argument."""
+        """Replace an argument by the payload that `coder` makes of it."""
         payload, requires_grad, device_type = coder.encode(tensor.detach()), tensor.requires_grad, tensor.device.type
 
         def decode() -> torch.Tensor:
@@ -88,7 +88,7 @@ class _Held:
 
 
 def _at(place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The tensor that a call is given at `place`, a position or a name; None if it has none there."""
+    """Return the plain tensor at `place`, a position or a name, among the arguments; None if there is none."""
     if len(place) != 1:
         return None
     given: dict[int | str, Any] = dict(enumerate(args))
@@ -98,6 +98,6 @@ def _at(place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Te
 
 
 def _can_encode(codec: Codec, tensor: torch.Tensor) -> bool:
-    """Whether `codec` takes a tensor, which has a storage of its own."""
+    """Return True if a tensor fills its storage in order and `codec` supports it."""
     is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return is_whole and codec.supports(tuple(tensor.shape), tensor.dtype)

@@ -170,10 +170,10 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def runs_alike(tape: Tape) -> bool:
-    """Return True if all that a block does was seen to come out alike when it runs again on the same inputs.
+    """Return True if every operator of the block made the recorded bits again from the same inputs.
 
-    What draws from a generator does, once that is put back. What code outside of all operators has made, or overwritten
-    of the block's inputs, does not.
+    Random operators count as such, since torch's checkpoint restores the generators. A block does not, if it reads a
+    tensor that no operator made and nobody gave it, or overwrites one of its inputs.
     """
     is_unseen = any(record.source is not None and record.source.place == "unknown" for record in tape.values)
     overwrites = any(record.overwritten and tape.is_block_input(record.index) for record in tape.values)

@@ -238,7 +238,7 @@ def no_packed_sequences() -> Iterator[None]:
 
 
 CallAgain = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
-"""What gives a function to run and its arguments."""
+"""A function that returns the function to call and its arguments."""
 
 
 def checkpointed(
@@ -250,14 +250,14 @@ def checkpointed(
     changed is what it was before the call, and afterwards what it was after it: buffers and counters change once per
     call, lists get each item once, and generators give the same numbers. torch sees to its own default ones alone.
 
-    `hold`, if given, is called when the forward is over. What it returns is held until backward in place of `fn` and
-    `args`, and gives the function and arguments to run again.
+    If given, `hold` is called after the forward. Its result is held until backward in place of `fn` and `args`, and
+    returns the function and arguments of the second forward.
     """
     raised: list[BaseException] = []
     in_forward = True
     before = PythonStates()
     moved: list[ModelState | PythonStates] = []
-    # Whatever it closes over, torch holds for backward: the call is in a list, so that something else can be.
+    # torch holds `run` until backward. The call stands in a list, so that what `hold` returns can take its place.
     held: list[CallAgain] = [lambda: (fn, args)]
 
     def run(*_: torch.Tensor) -> Any:
@@ -266,7 +266,7 @@ def checkpointed(
                 for states in moved:
                     stack.enter_context(states.back_for_a_while())
                 again, given = held[0]()
-                stack.callback(torch.clear_autocast_cache)  # which stays while anything around backward is autocast
+                stack.callback(torch.clear_autocast_cache)  # it outlives this call if backward is under autocast
                 return again(*given)
         try:
             called, given = held[0]()

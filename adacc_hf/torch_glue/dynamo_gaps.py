@@ -1,8 +1,9 @@
-"""What Dynamo's guards leave out of the code it traces: identities, classes, orders of dicts, Python's own modules.
+"""Guards for what Dynamo does not guard: identities, classes, the order of dicts, Python's own modules.
 
-Dynamo takes it that nobody replaces a method, gives a class an attribute that it did not have, adds a name to the
-`__dict__` of an object, or changes what functions of Python's library read, as `os.getenv` does; and it tells objects
-that are compared by `is` by their types. The contexts here note or guard these while Dynamo traces.
+Dynamo assumes that nobody replaces a method, adds an attribute to a class or a name to an object's `__dict__`, or
+changes what Python's library reads (`os.getenv`). Of two objects compared by `is` it guards only the types. The
+contexts here note or guard such reads while Dynamo traces. They note expressions in `numbers`, whose values are part of
+the key of a call.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ class ClassReads:
     def are_current(self) -> bool:
         """Return True if the same is found there as when traced."""
         try:
-            return self._values() == self._before  # which asks what is there before for nothing
+            return self._values() == self._before  # compares identities first, which is cheap
         except Exception:  # a class lost one of them, or is gone, or has another that cannot be compared
             return False
 
 
 def _ends(owner: type, name: str) -> tuple[str, ...]:
-    """Return what makes an expression of `owner.name` that is one object as long as nobody replaces it; () if none."""
+    """Return the suffixes after which `owner.name` evaluates to the same object each time; () if there are none."""
     for base in owner.__mro__:
         if name in vars(base) and name.isidentifier() and not iskeyword(name):
             value = vars(base)[name]
@@ -62,7 +63,7 @@ def _ends(owner: type, name: str) -> tuple[str, ...]:
 def identities_guarded(numbers: list[str]) -> Iterator[None]:
     """While open, two objects that the traced code compares by `is`, or as keys, are guarded by their addresses.
 
-    Whether two tensors are the same is a number of the call.
+    For two tensors `a is b` is noted in `numbers`.
     """
     try:
         from torch._dynamo.variables import builtin, object_protocol
@@ -84,11 +85,11 @@ def identities_guarded(numbers: list[str]) -> Iterator[None]:
     example, compared = getattr(builtin, "extract_fake_example_value", None), []
 
     def tensor_to_compare(node: Any, *args: Any) -> Any:
-        """Return the tensor that stands for a node. Asked for the two of a comparison by `is`, and for nothing else."""
+        """Return a node's example tensor. Dynamo calls this only for the two operands of `is`, one after the other."""
         compared.append(getattr(node.meta.get("grapharg"), "source", None))
         if len(compared) % 2 == 0 and None not in compared[-2:]:
             numbers.append(" is ".join(map(name_of, compared[-2:])))
-        assert example is not None  # or nobody calls this
+        assert example is not None  # else it is never called
         return example(node, *args)
 
     replaced: list[tuple[Any, str, Any]] = [
@@ -97,7 +98,7 @@ def identities_guarded(numbers: list[str]) -> Iterator[None]:
         (UserDefinedObjectVariable, "is_python_equal", guarded(UserDefinedObjectVariable.is_python_equal, 2)),
         (UserDefinedObjectVariable, "hash_impl", guarded(UserDefinedObjectVariable.hash_impl, 1)),
         (builtin, "extract_fake_example_value", tensor_to_compare),
-        # A key that was not looked at would be hashed without any guard.
+        # A key that Dynamo has not realized yet would be hashed without any guard.
         (LazyVariableTracker, "is_hashable_lazy", lambda self: False),
     ]
     with _replaced(replaced):
@@ -108,7 +109,7 @@ def identities_guarded(numbers: list[str]) -> Iterator[None]:
 def classes_noted(class_reads: dict[tuple[type, str], None], numbers: list[str]) -> Iterator[None]:
     """While open, what the traced code looks up on classes is noted, and globals of Python's own modules are guarded.
 
-    The names in a `__dict__` that is read are a number of the call.
+    A hash of the names in each `__dict__` that is read is noted in `numbers`.
     """
     from torch._dynamo import symbolic_convert
     from torch._dynamo.variables import dicts, user_defined
@@ -142,16 +143,16 @@ def classes_noted(class_reads: dict[tuple[type, str], None], numbers: list[str])
 
 
 _GO_THROUGH = ("unpack_var_sequence", "tp_iter_impl", "nb_or_impl")
-"""Methods of Dynamo's by which all of a dict is taken."""
+"""Methods of Dynamo's variables that iterate a whole dict."""
 _GO_THROUGH_BY_NAME = ("copy", "popitem", "update", "extend", "__iter__", "__or__", "__ior__")
-"""Methods of a dict that do, and of a list that is given one."""
+"""Methods of dicts, and of lists, that iterate a whole dict."""
 
 
 @contextmanager
 def dict_order_noted(numbers: list[str]) -> Iterator[None]:
-    """While open, the names in a dict that the traced code goes through are a number of the call, in their order.
+    """While open, a hash of the names, in order, of each dict that the traced code iterates is noted in `numbers`.
 
-    Dynamo guards neither for a dict that is made a list or copied, and no order for an OrderedDict.
+    Dynamo guards neither names nor order of a dict that is copied or made a list, and no order of an OrderedDict.
     """
     from torch._dynamo.variables import dicts, lists
 
