@@ -27,7 +27,8 @@ R7  Nothing is replayed that was not compared with the original, bit for bit, at
     each operator as soon as it has run, which takes the memory of one operator's results. What differs is logged, and
     retained at all sizes. Convolutions whose kernel cuDNN chooses by time (`torch.backends.cudnn.benchmark`) are not
     replayed: in backward's thread it may choose another. An autograd Function whose kernels write unseen is one
-    operator, and its forward runs again (tape/function_recording.py).
+    operator, and its forward runs again (tape/function_recording.py). Torch's checkpoint may run a block again only if
+    all of it came out alike (`verification.runs_alike`), or if nothing of it can be replayed.
 R8  A call runs as a tape says only if something vouches for it. Dynamo's guards do (`tape/guards.py`): they hold if the
     Python of the call takes the traced path, whatever that depends on. The call's key adds what guards leave out: the
     numbers that are inputs of the traced graph, offsets and shared storages of the arguments. What hangs on the block
