@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from adacc_hf.price import measurement
@@ -163,8 +164,13 @@ def run_two_ranks(tmp_path):
 
 
 def leave_what_was_found(folder: Path, found: Any) -> None:
-    """Write what this rank found to where `run_two_ranks` reads it."""
-    (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
+    """Write what this rank found to where `run_two_ranks` reads it, and end the process group.
+
+    Without that end, threads of gloo may still run when Python exits, and the process is then aborted now and then.
+    """
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 @pytest.fixture
