@@ -17,6 +17,7 @@ if not _os.path.isdir(_os.path.join(_here, "callbacks")) and _os.path.isfile(_os
 
 if TYPE_CHECKING:
     from adacc_hf.adapt.rectifier import Rectifier
+    from adacc_hf.adapt.session import AdaccSession
     from adacc_hf.artifacts.config import AdaccConfig
     from adacc_hf.artifacts.errors import (
         AdaccError,
@@ -40,6 +41,7 @@ _EXPORTS = {
     "AdaccCallback": "adacc_hf.callbacks.adacc",
     "ThroughputCallback": "adacc_hf.callbacks.throughput",
     "AdaccConfig": "adacc_hf.artifacts.config",
+    "AdaccSession": "adacc_hf.adapt.session",
     "AdaccError": "adacc_hf.artifacts.errors",
     "CompiledBlockError": "adacc_hf.artifacts.errors",
     "InfeasibleBudgetError": "adacc_hf.artifacts.errors",

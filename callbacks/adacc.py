@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adacc_hf.adapt.checkpoint_files import (
-    Saved,
-    SavedShapePolicy,
-    checkpoint_folder,
-    drop_files,
-    going_on,
-    load_from_checkpoint,
-)
+from adacc_hf.adapt.checkpoint_files import Saved, drop_files, going_on, load_from_checkpoint
+from adacc_hf.adapt.policy_maker import PolicySource
+from adacc_hf.adapt.session import AdaccSession, check_arguments
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.files import POLICY_FILE, PROFILE_FILE
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.callbacks.one_run import Phase, Run
-from adacc_hf.callbacks.phases import Compiled, Recomputing, resume
-from adacc_hf.callbacks.policy_maker import PolicySource
+from adacc_hf.callbacks.compiled_phase import Compiled
 from adacc_hf.callbacks.preconditions import (
-    check_arguments,
     is_compiled,
     refuse_context_parallel,
     refuse_data_parallel,
@@ -32,7 +26,16 @@ from adacc_hf.callbacks.preconditions import (
     warn_of_checkpointing,
     warn_of_short_run,
 )
-from adacc_hf.callbacks.trainer import OwnLogs, TrainerGuard, Unguarded, add_to_log, is_training_log
+from adacc_hf.callbacks.trainer import (
+    OwnLogs,
+    TrainerGuard,
+    TrainerLoop,
+    Unguarded,
+    add_to_log,
+    checkpoint_folder,
+    is_training_log,
+    loss_by,
+)
 from adacc_hf.torch_glue.ranks import from_first_rank
 
 __all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
@@ -71,34 +74,42 @@ class AdaccCallback(TrainerCallback):
     def __init__(
         self, config: AdaccConfig | None = None, *, policy: PolicySource | None = None, **overrides: Any
     ) -> None:
-        check_arguments(config, policy)
+        check_arguments(type(self).__name__, config, policy)
         self.config = (config or AdaccConfig()).with_overrides(**overrides)
-        self._run = Run(self.config, policy)
+        self._given = policy
+        self._session: AdaccSession | None = None
+        """The session of the present run, or of the last one."""
         self._guard: TrainerGuard | Unguarded = Unguarded(None)
         self._own_logs = OwnLogs(None)
+        self._compiled_policy: Any = None
+
+    @property
+    def session(self) -> AdaccSession | None:
+        """The AdaccSession of the present run, or of the last one; None before any."""
+        return self._session
 
     @property
     def policy(self) -> Policy | None:
         """The policy in force, once it is set."""
-        return self._run.policy
+        return None if self._session is None else self._session.policy
 
     @property
     def profile(self) -> Profile | None:
         """What the policy in force was solved for; None where only the policy is known."""
-        return self._run.profile
+        return None if self._session is None else self._session.profile
 
     @property
     def compiled_policy(self) -> Any:
         """The `compiler.CompiledPolicy` of a finished run with `torch_compile=True`, which has no other policy; None
         before."""
-        return self._run.compiled_policy
+        return self._compiled_policy
 
     @property
     def history(self) -> list[dict[str, Any]]:
         """What happened in the run: dicts of `step`, `event` ("policy", "tracking", "change", "guard", "memory",
         "fallback") and its figures; the last counts all steps that ran otherwise than the policy says for one reason.
         A resumed run goes on with that of its checkpoint."""
-        return self._run.history
+        return [] if self._session is None else self._session.history
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
@@ -106,75 +117,89 @@ class AdaccCallback(TrainerCallback):
         refuse_second_run(self, self._guard)
         self.detach()
         refuse_data_parallel(args)
-        self._run.begin(args, state)
         self._guard = TrainerGuard.around_caller(self, on_failure=self.detach) or Unguarded(args)
         self._own_logs = OwnLogs(self._guard.trainer)
         self._guard.wrap("training_step", self._training_step)
         self._guard.wrap("compute_loss", self._compute_loss)
+        loop = TrainerLoop(args, state, self._guard.trainer)
+        optimizer = kwargs.get("optimizer")
+        self._session = AdaccSession(model, optimizer, self.config, policy=self._given, loop=loop)
         try:
             if self._guard.trainer is not None:
                 refuse_second_callback(self, self._guard.trainer)
                 refuse_context_parallel(self._guard.trainer)
-            self._begin(args, state, model)
+            self._begin(args, state, self._session)
         except BaseException:
             self.detach()
             raise
 
-    def _begin(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
-        run, trainer = self._run, self._guard.trainer
-        if is_compiled(args, trainer):
-            run.phase = Compiled(run, model, self._guard.checkpoint)
+    def _begin(self, args: TrainingArguments, state: TrainerState, session: AdaccSession) -> None:
+        if is_compiled(args, self._guard.trainer):
+            session.begin_with(Compiled(session.state, self._guard.checkpoint))
             return
         warn_of_checkpointing(args, self.config)
-        saved = self._known_policy()
-        if saved is not None:
-            resume(run, model, saved, state.global_step, trainer)
-            return
-        warn_of_short_run(state, self.config.profile_steps)
-        run.phase = Recomputing(run, model, trainer)
+        is_known = isinstance(self._given, (str, Path, Policy))
+        saved = None if is_known else self._saved()
+        if saved is None and not is_known:
+            warn_of_short_run(state, self.config.profile_steps)
+        session.begin(saved, state.global_step)
+
+    def _saved(self) -> Saved | None:
+        """What the checkpoint holds that training resumes from."""
+        checkpoint = self._guard.checkpoint
+        if checkpoint is None:
+            return None
+        # The first rank decides, also where the others do not see its files: all ranks must profile, or none.
+        return from_first_rank(lambda: load_from_checkpoint(checkpoint, self.config.memory_budget))
+
+    @property
+    def _present(self) -> AdaccSession:
+        """The session of the present run."""
+        assert self._session is not None
+        return self._session
 
     def on_step_begin(
         self,
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        model: Any = None,
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        self._run.phase.step_begins(state.global_step, model, optimizer)
+        self._present.begin_step(state.global_step, optimizer)
 
-    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def _training_step(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's step on one micro-batch."""
-        result = self._run.phase.micro_batch(*args, **kwargs)
-        self._run.phase.micro_batch_ends()  # within its first one a run may come by a policy
+        return self._present.train(partial(step, model, inputs, *args, **kwargs), inputs)
+
+    def _compute_loss(self, compute: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's loss, for training and evaluation."""
+        phase = self._present.phase
+        if model.training:
+            phase.forward_begins(inputs, loss_by(self._guard.trainer, compute, *args, **kwargs))
+        result = compute(model, inputs, *args, **kwargs)
+        self._present.phase.loss_is_made(result, inputs)
         return result
 
-    def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's loss."""
-        return self._run.phase.loss(*args, **kwargs)
-
     def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._run.phase.optimizer_begins(args, model)
+        self._present.optimizer_begins()
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._run.phase.optimizer_ends()
+        self._present.optimizer_ends()
 
     def on_step_end(
         self,
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        model: Any = None,
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        self._run.num_steps += 1
-        self._run.phase.step_ends(state.global_step, model, optimizer)
+        self._present.end_step(state.global_step, optimizer)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
@@ -182,7 +207,7 @@ class AdaccCallback(TrainerCallback):
         folder = checkpoint_folder(args, state)
         with going_on(folder, "a run that resumes from it will profile again"):
             drop_files(folder)
-            self._run.phase.save(args, state)
+            self._present.phase.save(folder)
 
     def on_log(
         self,
@@ -194,32 +219,22 @@ class AdaccCallback(TrainerCallback):
     ) -> None:
         is_own = self._own_logs.has_another()
         if is_training_log(logs):
-            add_to_log(logs, state, self._run.phase.figures(logs, is_own))
+            add_to_log(logs, state, self._present.figures(logs, is_own))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._run.phase.ends()
+        self._present.phase.ends()
         self.detach()
 
     def detach(self) -> None:
         """Take everything off the model and the Trainer. Harmless when nothing is on."""
-        phase, self._run.phase = self._run.phase, Phase()
-        phase.remove()
+        if self._session is not None:
+            if isinstance(self._session.phase, Compiled):
+                self._compiled_policy = self._session.phase.policy
+            self._session.detach()
         self._guard.leave(self)
         self._guard, self._own_logs = Unguarded(None), OwnLogs(None)
-
-    def _known_policy(self) -> Saved | None:
-        """The policy that was given, or what the checkpoint holds that training resumes from."""
-        given = self._run.given
-        if isinstance(given, (str, Path, Policy)):
-            policy = given if isinstance(given, Policy) else Policy.load(given)
-            return Saved(shape_policies=[SavedShapePolicy(policy=policy, profile=None)])
-        checkpoint = self._guard.checkpoint
-        if checkpoint is None:
-            return None
-        # The first rank decides, also where the others do not see its files: all ranks must profile, or none.
-        return from_first_rank(lambda: load_from_checkpoint(checkpoint, self.config.memory_budget))
 
     def __repr__(self) -> str:
         return f"AdaccCallback({self.config!r})"

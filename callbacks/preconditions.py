@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
-from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.policy import Policy
 from adacc_hf.callbacks.trainer import (
     TrainerGuard,
     Unguarded,
@@ -21,20 +18,6 @@ from adacc_hf.callbacks.trainer import (
 from adacc_hf.torch_glue.compat import CHECKPOINTING
 
 log = logging.getLogger(__name__)
-
-
-def check_arguments(config: Any, policy: Any) -> None:
-    """Raise TypeError for what is no AdaccConfig, and for a policy that is none and leads to none."""
-    if config is not None and not isinstance(config, AdaccConfig):
-        raise TypeError(
-            f"config={config!r} is no AdaccConfig: give settings by name, as in AdaccCallback(memory_budget=0.5), or "
-            f"AdaccConfig(memory_budget=0.5) first"
-        )
-    if policy is not None and not isinstance(policy, (str, Path, Policy)) and not callable(policy):
-        raise TypeError(
-            f"policy={policy!r} has type {type(policy).__name__}: give a Policy, the path of a file that Policy.save "
-            f"wrote, or a function that makes a Policy of a Profile"
-        )
 
 
 def refuse_data_parallel(args: TrainingArguments) -> None:

@@ -10,28 +10,23 @@ names.
 
 from __future__ import annotations
 
-import inspect
-import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeGuard
 
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
-from torch.autograd.graph import Node
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
-from adacc_hf.artifacts.errors import ProfilerAtWorkError
-from adacc_hf.price.optimizer_memory import OptimizerMeter, measure_clipping
+from adacc_hf.adapt.training_loop import TrainingLoop
 from adacc_hf.price.step_memory import NoSync
 from adacc_hf.price.whole_model import ComputeLoss
 from adacc_hf.torch_glue.model_state import ModelState
-from adacc_hf.torch_glue.private import is_profiling
 
 GUARDED_METHODS = ("_run_epoch", "_evaluate", "_finalize_training")
 """Methods of the Trainer that run between on_train_begin and on_train_end."""
@@ -182,18 +177,6 @@ def compiler_of(trainer: Trainer) -> str | None:
     return None if backend == "no" else backend
 
 
-def no_sync_of(trainer: Trainer, model: nn.Module) -> NoSync | None:
-    """What `trainer` runs the micro-batches before a step's last one in, where that puts off the exchange of gradients.
-
-    None where each micro-batch exchanges its own.
-    """
-    accelerator = trainer.accelerator
-    syncs_each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-    if syncs_each or accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return None
-    return partial(accelerator.no_sync, model=model)
-
-
 # The Trainer's logs of training steps: which are its own, and adding metrics to them.
 
 TRAINING_KEYS = frozenset({"loss", "train_loss"})
@@ -259,139 +242,60 @@ def _log_nothing(*args: Any, **kwargs: Any) -> None:
     """Stands for `Trainer.log`."""
 
 
-# Whether an optimizer steps inside the Trainer's `training_step`, where no callback sees it.
+# What a session asks of the loop that it serves.
+
+NO_BATCH = (
+    "AdaccCallback saw no training batch: the model was not called in train mode with gradients on, or not by keyword "
+    "arguments, or its loss is made neither by itself nor by the Trainer's compute_loss (TRL's OnlineDPOTrainer makes "
+    "it in training_step): train without AdaccCallback, or in a loop of your own with "
+    "AdaccSession(..., compute_loss=...)"
+)
 
 
-class InnerSteps(AbstractContextManager["InnerSteps"]):
-    """Notes whether any of torch's optimizers steps while it is open: under DeepSpeed, or layer by layer."""
-
-    def __init__(self) -> None:
-        self.were_seen = False
-        self._hook: Any = None
-
-    def __enter__(self) -> InnerSteps:
-        self._hook = register_optimizer_step_pre_hook(self._see)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._hook.remove()
-
-    def _see(self, *_: Any) -> None:
-        self.were_seen = True
+def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    """The folder of the checkpoint of the present step."""
+    assert args.output_dir is not None  # it has a name by default
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
-# What the Trainer's clipping and optimizer step take for a while, seen in one of the run's own steps.
+class TrainerLoop(TrainingLoop):
+    """The training loop of a Trainer; without one, what its arguments say."""
 
-log = logging.getLogger(__name__)
+    no_batch = NO_BATCH
 
+    def __init__(self, args: TrainingArguments, state: TrainerState, trainer: Trainer | None) -> None:
+        super().__init__(args.gradient_accumulation_steps, args.output_dir)
+        self._args, self._is_first_rank, self._trainer = args, state.is_world_process_zero, trainer
 
-class OptimizerWatch:
-    """Counts between the Trainer's on_pre_optimizer_step and on_optimizer_step."""
+    @property
+    def clips(self) -> bool:
+        return bool(self._args.max_grad_norm)
 
-    def __init__(self) -> None:
-        self.nbytes = 0
-        """Most bytes that clipping or the step took beside parameters, gradients and state; 0 until it was seen."""
-        self.has_seen = False
-        """Whether a step was seen, or it was found that none can be."""
-        self.meter: OptimizerMeter | None = None
-        """While a step is looked at."""
+    @property
+    def is_first_rank(self) -> bool:
+        return self._is_first_rank
 
-    def begin(self, args: TrainingArguments, model: nn.Module) -> None:
-        """The optimizer is about to step. Gradients were clipped already, so that is done again, without effect."""
-        self.has_seen = True
-        device = next(model.parameters()).device
-        if device.type == "cpu" and is_profiling():
-            log.info("Adacc: another profiler is at work: the optimizer's temporary memory is not in the plan")
-            return
-        if args.max_grad_norm:
-            self.nbytes = max(self.nbytes, measure_clipping(model.parameters()))
-        meter = OptimizerMeter(device)
-        meter.__enter__()
-        self.meter = meter
+    def profiling(self) -> AbstractContextManager[Any]:
+        return keep_figures(self._trainer)
 
-    def end(self) -> None:
-        """The optimizer has stepped. Harmless when nothing is counted."""
-        if self.meter is not None:
-            with suppress(ProfilerAtWorkError):
-                self.meter.__exit__(None, None, None)
-            self.nbytes = max(self.nbytes, self.meter.nbytes)
-        self.meter = None
+    def no_sync(self, model: nn.Module) -> NoSync | None:
+        """What the Trainer runs the micro-batches before a step's last one in; None where each exchanges gradients."""
+        if self._trainer is None:
+            return None
+        accelerator = self._trainer.accelerator
+        syncs_each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        if syncs_each or accelerator.distributed_type == DistributedType.DEEPSPEED:
+            return None
+        return partial(accelerator.no_sync, model=model)
 
 
-# The batch that a profile is made of: what a model was trained on last, and who made the loss of it.
+def loss_by(trainer: Trainer | None, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> ComputeLoss:
+    """A function that makes the loss of a batch as `compute`, the `compute_loss` of `trainer`, would."""
 
+    def compute_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        assert trainer is not None  # whose `compute_loss` this is
+        with trainer.compute_loss_context_manager():
+            result = compute(model, batch, *args, **kwargs)
+        return result[0] if isinstance(result, tuple) else result
 
-class LastBatch:
-    """Keeps the last batch that `model` was trained on, until `remove()`.
-
-    Where the loss is not the model's own, because the Trainer makes one (label smoothing, preferences, a `compute_loss`
-    of the user's), or takes several calls of the model, the batch is what the Trainer's `compute_loss` was given, and
-    `compute_loss` is set.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.batch: dict[str, Any] | None = None
-        self.compute_loss: ComputeLoss | None = None
-        self._given: tuple[dict[str, Any], ComputeLoss] | None = None
-        self._own: Node | None = None
-        """What the model's own loss was made by, until the Trainer has returned its loss."""
-        self._num_calls = 0
-        """Of the model, since the last batch was given."""
-        self._hook = model.register_forward_hook(self._keep, with_kwargs=True)
-
-    def remove(self) -> None:
-        """Keep nothing more, and let go of the batch. Harmless when called again."""
-        self._hook.remove()
-        self.batch = self.compute_loss = self._given = self._own = None
-
-    def given(self, trainer: Trainer, compute: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any) -> None:
-        """`compute`, the `compute_loss` of `trainer`, is about to be called with these arguments after the model."""
-
-        def compute_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-            return loss_of(trainer, compute, model, batch, *args, **kwargs)
-
-        if isinstance(inputs, Mapping):
-            self._given = (dict(inputs), compute_loss)  # a copy: the Trainer takes the labels out
-            self._num_calls = 0
-
-    def loss_is_made(self, result: Any) -> None:
-        """`compute_loss` has returned `result`, made of other outputs unless it is a multiple of the model's loss."""
-        loss = result[0] if isinstance(result, tuple) else result
-        if self._given is not None and self._own is not None and not _leads_to(loss.grad_fn, self._own):
-            self.batch, self.compute_loss = self._given
-        self._own = None
-
-    def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if not module.training or not torch.is_grad_enabled():
-            return
-        self._num_calls += 1
-        loss: Any = getattr(output, "loss", None)
-        is_whole = self._num_calls == 1 and kwargs and loss is not None
-        self._own = loss.grad_fn if self._given is not None and is_whole else None
-        if self._given is not None and not is_whole:
-            self.batch, self.compute_loss = self._given
-        elif kwargs and loss is not None:
-            self.batch, self.compute_loss = _by_name(module, args, kwargs), None
-
-
-def loss_of(trainer: Trainer, compute: Callable[..., Any], model: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """The loss alone that `compute`, the `compute_loss` of `trainer`, makes of a batch."""
-    with trainer.compute_loss_context_manager():
-        result = compute(model, batch, *args, **kwargs)
-    return result[0] if isinstance(result, tuple) else result
-
-
-def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """All arguments of a call by name; None if those without have none."""
-    parameters = list(inspect.signature(module.forward).parameters.values())[: len(args)] if args else []
-    if len(parameters) < len(args) or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
-        return None
-    return {**{p.name: given for p, given in zip(parameters, args, strict=True)}, **kwargs}
-
-
-def _leads_to(node: Node | None, wanted: Node) -> bool:
-    """Whether one path alone leads from `node` down the graph, and to `wanted`: a loss that was scaled."""
-    while node is not None and node is not wanted:
-        following = [child for child, _ in node.next_functions if child is not None]
-        node = following[0] if len(following) == 1 else None
-    return node is wanted
+    return compute_loss

@@ -177,13 +177,13 @@ class MeteredCallback(AdaccCallback):
     @property
     def meter(self) -> StepMeter | None:
         """Its meter, once there is a policy."""
-        evolution = getattr(self._run.phase, "evolution", None)
+        evolution = getattr(self.session and self.session.phase, "evolution", None)
         return None if evolution is None else evolution._meter
 
     @property
     def has_left(self) -> bool:
         """Whether calls of the last micro-batch ran otherwise than a policy says."""
-        handle = getattr(self._run.phase, "handle", None)
+        handle = getattr(self.session and self.session.phase, "handle", None)
         return handle is not None and bool(handle.library.fallbacks)
 
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerState, TrainingArguments
-
 from adacc_hf.adapt.repricing import SwitchedOff, in_all_blocks, lossy_options
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.files import (
@@ -111,12 +109,14 @@ class Saved:
     is_unproven: bool = False
     """Whether a policy without some of them was still to come."""
     tracking_ms: float = 0.0
+    step: int | None = None
+    """Steps that were over; older checkpoints do not tell, and the Trainer has its own number."""
     num_ranks: int = field(default_factory=num_ranks)
     """Ranks of the run: among more of them each holds less of what is divided."""
 
     def to_json(self) -> dict[str, Any]:
         """All of it but for what shape policies have in files of their own."""
-        plain = {name: getattr(self, name) for name in (*_OLDEST, "suspicion", "is_unproven", "num_ranks")}
+        plain = {name: getattr(self, name) for name in (*_OLDEST, "suspicion", "is_unproven", "step", "num_ranks")}
         return {
             "version": STATE_VERSION,
             **plain,
@@ -138,6 +138,7 @@ class Saved:
             suspicion=record.get("suspicion"),
             switched_off=_switched_off(record, shape_policies),
             is_unproven=record.get("is_unproven", False),
+            step=record.get("step"),
             num_ranks=record.get("num_ranks", num_ranks()),  # older checkpoints do not tell
             **{name: record[name] for name in _OLDEST},
         )
@@ -150,17 +151,6 @@ def going_on(folder: str | Path, consequence: str) -> Iterator[None]:
         yield
     except OSError as error:
         log.warning("Adacc: not all files were written into %s (%s): %s", folder, error, consequence)
-
-
-def output_folder(args: TrainingArguments) -> str:
-    """The folder of the run, which has a name by default."""
-    assert args.output_dir is not None
-    return args.output_dir
-
-
-def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
-    """The folder of the checkpoint of the present step."""
-    return Path(output_folder(args)) / f"checkpoint-{state.global_step}"
 
 
 def drop_files(folder: str | Path) -> None:
@@ -183,12 +173,11 @@ def save_history(folder: str | Path, history: list[dict[str, Any]]) -> None:
     write_json(Path(folder) / HISTORY_FILE, history)
 
 
-def save_in_checkpoint(args: TrainingArguments, state: TrainerState, saved: Saved) -> None:
-    """Write all of it into the checkpoint of the present step, which has none of these files.
+def save_in_checkpoint(folder: Path, saved: Saved) -> None:
+    """Write all of it into `folder`, a checkpoint that has none of these files.
 
     The first policy comes last: a run that resumes reads nothing without it, so that it reads all or nothing.
     """
-    folder = checkpoint_folder(args, state)
     if not folder.is_dir():
         log.warning("Adacc: no policy saved, since there is no %s; a run that resumes will profile again", folder)
         return

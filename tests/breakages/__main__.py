@@ -56,7 +56,7 @@ BREAKS: list[tuple[str, str, str]] = [
     ("adacc_hf/adapt/steps.py", "            parameter.grad = gradient\n", "            pass\n"),
     ("adacc_hf/adapt/judging.py", "if gain <= MIN_GAIN * now_ms:", "if gain <= 0:"),
     ("adacc_hf/adapt/what_ran.py", "2 * self._num_left > self._num_ran", "self._num_left > self._num_ran"),
-    ("callbacks/policy_maker.py", "if all(of_all_ranks(not left_out)):", "if True:"),
+    ("adacc_hf/adapt/waiting.py", "if all(of_all_ranks(not left_out)):", "if True:"),
     # Annexes.
     ("adacc_hf/compiler/knapsack.py", "[(x, -ms) for x, ms", "[(x, ms) for x, ms"),
     ("adacc_hf/compiler/rewrite.py", ".permute(back),)", ",)"),

@@ -18,7 +18,7 @@ from adacc_hf import (
     Policy,
     PolicyMismatchError,
 )
-from adacc_hf.callbacks.phases import Following
+from adacc_hf.adapt.phases import Following
 from adacc_hf.torch_glue.compat import CHECKPOINTING, GradientCheckpointingLayer, switch_checkpointing
 
 
@@ -160,8 +160,8 @@ def test_switching_checkpointing_off_and_on_keeps_the_policy(train, lossless):
         calls: tuple[int, ...] = ()
 
         def on_step_end(self, args, state, control, **kwargs):
-            if isinstance(callback._run.phase, Following):
-                functions = callback._run.phase.handle.installation.functions.values()
+            if isinstance(callback.session.phase, Following):
+                functions = callback.session.phase.handle.installation.functions.values()
                 self.calls += (sum(function.num_calls for function in functions),)
 
     callback, count = AdaccCallback(**lossless), CountCalls()

@@ -6,8 +6,8 @@ import pytest
 from transformers import TrainerCallback
 
 import adacc_hf.adapt.judging as judging_module
+import adacc_hf.adapt.policy_maker as maker_module
 import adacc_hf.adapt.tracking as tracking_module
-import adacc_hf.callbacks.policy_maker as maker_module
 from adacc_hf import AdaccCallback, Policy, Profile
 from adacc_hf.artifacts.files import POLICY_FILE, PRICES_FILE, PROFILE_FILE
 from adacc_hf.reports.explain import explain_policy

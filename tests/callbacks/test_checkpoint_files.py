@@ -8,12 +8,11 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from transformers import TrainerCallback
 
-import adacc_hf.callbacks.policy_maker as maker_module
+import adacc_hf.adapt.policy_maker as maker_module
 from adacc_hf import AdaccCallback, AdaccConfig, AdaccError, Policy, PolicyMismatchError, Profile
 from adacc_hf.adapt.checkpoint_files import (
     Saved,
@@ -158,10 +157,10 @@ def test_what_was_switched_off_comes_back(train, tmp_path):
     (checkpoint / STATE_FILE).write_text(json.dumps(record | {"exact_blocks": ["transformer.h.1"]}))
     saved = load_from_checkpoint(checkpoint, 0.6)
     assert (set(saved.switched_off), saved.is_unproven) == (everything, False)
-    (tmp_path / "checkpoint-7").mkdir()
-    where = SimpleNamespace(output_dir=tmp_path), SimpleNamespace(global_step=7)
-    save_in_checkpoint(*where, replace(saved, is_unproven=True))
-    again = load_from_checkpoint(tmp_path / "checkpoint-7", 0.6)
+    folder = tmp_path / "checkpoint-7"
+    folder.mkdir()
+    save_in_checkpoint(folder, replace(saved, is_unproven=True))
+    again = load_from_checkpoint(folder, 0.6)
     assert (set(again.switched_off), again.is_unproven) == (everything, True)
 
 
@@ -172,10 +171,10 @@ def test_the_prices_that_the_solver_saw_last_come_back(tmp_path, checkpoint):
     config = AdaccConfig(memory_budget=0.6)
     shape_policy = ShapePolicy(None, Rectifier(profile, policy, config), None)
     shape_policy.rectifier.profile, shape_policy.rectifier.searched = prices, searched
-    (tmp_path / "checkpoint-7").mkdir()
-    where = SimpleNamespace(output_dir=tmp_path), SimpleNamespace(global_step=7)
-    save_in_checkpoint(*where, Saved(shape_policies=[shape_policy.saved()], memory_budget=0.6))
-    (record,) = load_from_checkpoint(tmp_path / "checkpoint-7", 0.6).shape_policies
+    folder = tmp_path / "checkpoint-7"
+    folder.mkdir()
+    save_in_checkpoint(folder, Saved(shape_policies=[shape_policy.saved()], memory_budget=0.6))
+    (record,) = load_from_checkpoint(folder, 0.6).shape_policies
     resumed = ShapePolicy(None, Rectifier(record.profile, record.policy, config), None)
     assert resumed.rectifier.searched == profile
     resumed.go_on(record)
@@ -287,7 +286,7 @@ def test_a_save_that_is_cut_short_leaves_no_half(train, checkpoint, lossless, mo
     original = os.replace
     monkeypatch.setattr(os, "replace", write_or_die)
     with pytest.raises(KeyboardInterrupt):
-        save_in_checkpoint(SimpleNamespace(output_dir=checkpoint.parent), SimpleNamespace(global_step=3), saved)
+        save_in_checkpoint(checkpoint, saved)
     monkeypatch.undo()
     assert len(list(checkpoint.glob("adacc_*"))) == num_written
     assert load_from_checkpoint(checkpoint, 0.6) is None

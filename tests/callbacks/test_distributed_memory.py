@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import adacc_hf.callbacks.policy_maker as maker_module
+import adacc_hf.adapt.policy_maker as maker_module
 from adacc_hf import AdaccCallback, profile_model
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.price_store import StoringMeasurement

@@ -16,7 +16,7 @@ import torch
 from transformers import TrainerCallback
 
 import adacc_hf.adapt.judging as judging_module
-import adacc_hf.callbacks.policy_maker as maker_module
+import adacc_hf.adapt.policy_maker as maker_module
 from adacc_hf import AdaccCallback, Policy
 
 NUM_STEPS = 8

@@ -12,18 +12,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
+import adacc_hf.adapt.policy_maker as maker_module
 import adacc_hf.adapt.rectifier as rectifier_module
-import adacc_hf.callbacks.one_run as one_run_module
-import adacc_hf.callbacks.policy_maker as maker_module
+import adacc_hf.adapt.run as one_run_module
 import adacc_hf.kernels.outlier_int4 as outlier_int4
 from adacc_hf import AdaccCallback, InfeasibleBudgetError
 from adacc_hf.adapt.evolution import Evolution
 from adacc_hf.adapt.judging import Rectification
+from adacc_hf.adapt.phases import Evolving
 from adacc_hf.adapt.steps import StepMeter
 from adacc_hf.artifacts.files import HISTORY_FILE
 from adacc_hf.artifacts.index_values import DEGRADED_ERROR
 from adacc_hf.artifacts.profile_sizes import ProfileSizes
-from adacc_hf.callbacks.phases import Evolving
 from adacc_hf.run.follow_plan import FollowPlan
 from adacc_hf.solve.solver import least_policy
 from adacc_hf.tape import call_key as known_shapes
@@ -349,7 +349,7 @@ def test_what_was_being_solved_for_more_memory_is_not_taken_over(make_trainer, l
     class SolveFromStep3(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 3:
-                evolution = callback._run.phase.evolution
+                evolution = callback.session.phase.evolution
                 evolution._solve_from(3, evolution.shown)
 
     trainer = make_trainer([callback, SolveFromStep3()], trainer_class=failing((5, "forward")), max_steps=7)
@@ -366,7 +366,7 @@ def test_a_tighter_budget_holds_for_the_same_sizes_after_a_resume(make_trainer, 
     class NoteBudgets(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == state.max_steps:
-                evolution = callback._run.phase.evolution
+                evolution = callback.session.phase.evolution
                 budgets = {s.shapes: s.rectifier.memory_budget for s in evolution.shape_policies.all}
                 noted.append((evolution.memory_budget, budgets))
 
@@ -419,7 +419,7 @@ class SpikeLoss(Trainer):
 @pytest.mark.parametrize("degraded", [True, False], ids=["degraded", "healthy"])
 def test_a_spike_switches_compression_off_only_where_it_degrades_gradients(make_trainer, monkeypatch, caplog, degraded):
     callback = AdaccCallback(**{**COMPRESS, "memory_budget": 0.9, "actions": ("retain", "compress", "recompute")})
-    for module in ("callbacks.policy_maker", "adapt.judging"):
+    for module in ("adapt.policy_maker", "adapt.judging"):
         monkeypatch.setattr(f"adacc_hf.{module}.solve_policy", compress_first)
     degrade = [SpoilCodec(monkeypatch, 8)] if degraded else []
     trainer = make_trainer([callback, *degrade], trainer_class=SpikeLoss, max_steps=13)
@@ -442,14 +442,14 @@ def test_a_spike_switches_compression_off_only_where_it_degrades_gradients(make_
 def test_a_codec_that_is_switched_off_is_so_at_every_size(make_trainer, make_model, sharpen, monkeypatch, step):
     """Batches of 16 tokens have a policy of their own once they come; those of 32 have a degraded gradient."""
     lengths = [31, 32] + ([16, 32] if step == 20 else [32, 32]) * 6 + [16, 32] * 6
-    for module in ("callbacks.policy_maker", "adapt.told_policies", "adapt.judging"):
+    for module in ("adapt.policy_maker", "adapt.told_policies", "adapt.judging"):
         monkeypatch.setattr(f"adacc_hf.{module}.solve_policy", compress_first)
     policies = {}
 
     class Note(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
-            if isinstance(callback._run.phase, Evolving):
-                shape_policies = callback._run.phase.evolution.shape_policies.all
+            if isinstance(callback.session.phase, Evolving):
+                shape_policies = callback.session.phase.evolution.shape_policies.all
                 policies[state.global_step] = [s.rectifier.policy for s in shape_policies]
 
     settings = {"memory_budget": 0.9, "min_compress_bytes": 1024, "tracking": step}
@@ -466,7 +466,7 @@ def test_a_codec_that_is_switched_off_is_so_at_every_size(make_trainer, make_mod
 
 
 def test_a_spike_before_a_checkpoint_is_looked_into_by_the_run_that_resumes(make_trainer, monkeypatch, tmp_path):
-    monkeypatch.setattr("adacc_hf.callbacks.policy_maker.solve_policy", compress_first)
+    monkeypatch.setattr("adacc_hf.adapt.policy_maker.solve_policy", compress_first)
     settings = {"trainer_class": SpikeLoss, "max_steps": 9, "save_strategy": "steps", "save_steps": 9}
     make_trainer([AdaccCallback(**COMPRESS)], **settings).train()
     resumed = AdaccCallback(**COMPRESS)
@@ -504,7 +504,7 @@ class CountingTrainer(Trainer):
 
 
 def test_normal_steps_run_the_same_operators_with_and_without_tracking(make_trainer, tmp_path, monkeypatch):
-    monkeypatch.setattr("adacc_hf.callbacks.policy_maker.solve_policy", compress_first)
+    monkeypatch.setattr("adacc_hf.adapt.policy_maker.solve_policy", compress_first)
     steps = []
     for number, tracking in enumerate(["off", 5]):
         # A dispatch mode inside the meter's profiler would be counted with it: no step is metered before the 8th.

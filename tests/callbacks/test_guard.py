@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import adacc_hf.adapt.judging as judging_module
-import adacc_hf.callbacks.policy_maker as maker_module
+import adacc_hf.adapt.policy_maker as maker_module
 from adacc_hf import AdaccCallback, Policy
 from adacc_hf.artifacts.index_values import DEGRADED_ERROR
 from adacc_hf.artifacts.policy import RECOMPUTE

@@ -9,7 +9,7 @@ import torch
 from transformers import Trainer
 
 from adacc_hf import AdaccCallback
-from adacc_hf.callbacks.trainer import InnerSteps
+from adacc_hf.adapt.optimizer_watch import InnerSteps
 
 LOSSLESS = {"actions": ("retain", "recompute"), "head": "plain"}
 
@@ -20,10 +20,18 @@ def test_steps_are_seen_while_it_is_open():
     parameter.grad = torch.ones(3)
     steps = InnerSteps()
     optimizer.step()
-    with steps:
-        assert not steps.were_seen
-        optimizer.step()
+    steps.open()
+    assert not steps.were_seen
+    steps.expected = optimizer
+    optimizer.step()
+    assert not steps.were_seen
+    steps.expected = None
+    optimizer.step()
     assert steps.were_seen
+    steps.close()
+    steps.were_seen = False
+    optimizer.step()
+    assert not steps.were_seen
 
 
 class SteppingTrainer(Trainer):

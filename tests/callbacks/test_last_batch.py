@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import Trainer
 
+from adacc_hf.adapt.micro_batches import LastBatch
 from adacc_hf.callbacks import AdaccCallback
-from adacc_hf.callbacks.trainer import LastBatch
 
 
 def next_token_loss(output, labels, num_items_in_batch=None):
@@ -75,7 +75,7 @@ def test_what_the_trainer_makes_of_the_models_outputs_decides(make, is_own):
     scores = model.forward
     model.forward = lambda input: SimpleNamespace(loss=scores(input).square().mean(), scores=scores(input))
     last = LastBatch(model)
-    last.given(None, lambda *_: None, {"texts": 1})
+    last.given({"texts": 1}, lambda *_: None)
     last.loss_is_made(make(model(input=torch.ones(2, 2))))
     assert (last.compute_loss is None) is is_own
     assert list(last.batch) == (["input"] if is_own else ["texts"])
@@ -86,7 +86,7 @@ def test_the_models_own_loss_comes_first():
     """The Trainer's `compute_loss` is not called more often than training does where the model has a loss."""
     model = torch.nn.Linear(2, 2)
     last = LastBatch(model)
-    last.given(None, None, {"input": 1})
+    last.given({"input": 1}, lambda *_: None)
     model.forward = lambda input: type("Output", (), {"loss": input.sum()})()
     model(input=torch.ones(2, 2))
     assert last.compute_loss is None

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from adacc_hf import AdaccConfig
+from adacc_hf.adapt.policy_maker import PolicyMaker
+from adacc_hf.adapt.training_loop import TrainingLoop
+from adacc_hf.adapt.waiting import MOST_STEPS, FullRecompute, is_ready
 from adacc_hf.artifacts.errors import UncalledBlocksError
-from adacc_hf.callbacks.policy_maker import MOST_STEPS, FullRecompute, PolicyMaker, is_ready
 
 
 class Unforeseeable(torch.optim.SGD):
@@ -19,7 +21,7 @@ class Unforeseeable(torch.optim.SGD):
 
 @pytest.fixture
 def maker():
-    return PolicyMaker(AdaccConfig(), None, 1, None)
+    return PolicyMaker(AdaccConfig(), None, TrainingLoop())
 
 
 def test_a_state_that_nobody_foresees_ends_no_run(maker, caplog):

@@ -9,10 +9,10 @@ import torch
 from transformers import Trainer
 
 from adacc_hf import AdaccCallback
+from adacc_hf.adapt import waiting as profiling
+from adacc_hf.adapt.policy_maker import profile_at
 from adacc_hf.adapt.shape_policies import ShapePolicies
 from adacc_hf.artifacts.errors import UncalledBlocksError
-from adacc_hf.callbacks import policy_maker as profiling
-from adacc_hf.callbacks.policy_maker import profile_at
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.eval.zoo.language import IMAGE_TOKEN, PATCH_VALUES
 from adacc_hf.torch_glue.batch_shapes import batch_shapes

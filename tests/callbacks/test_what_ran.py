@@ -10,7 +10,7 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainerCallback
 
 import adacc_hf.adapt.evolution as evolution_module
-import adacc_hf.callbacks.policy_maker as maker_module
+import adacc_hf.adapt.policy_maker as maker_module
 from adacc_hf import AdaccCallback, AdaccConfig, Policy
 from adacc_hf.adapt.evolution import Evolution
 from adacc_hf.adapt.steps import StepMeter

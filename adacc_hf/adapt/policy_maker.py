@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
 
 from adacc_hf.adapt.evolution import Evolution
+from adacc_hf.adapt.optimizer_watch import InnerSteps, OptimizerWatch
 from adacc_hf.adapt.repricing import SwitchedOff, with_finer, without_codecs
+from adacc_hf.adapt.training_loop import TrainingLoop
 from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.errors import (
     InfeasibleBudgetError,
@@ -25,14 +26,11 @@ from adacc_hf.artifacts.errors import (
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.callbacks.trainer import InnerSteps, OptimizerWatch, keep_figures, no_sync_of
-from adacc_hf.head.head import ChunkedHead
 from adacc_hf.price.optimizer_memory import coming_state_bytes
 from adacc_hf.price.other_sizes import NOT_TAKEN
-from adacc_hf.price.profiler import describe_uncalled, estimate_profile, profile_model
+from adacc_hf.price.profiler import estimate_profile, profile_model
 from adacc_hf.price.step_memory import NoSync, with_missing
-from adacc_hf.price.whole_model import ComputeLoss, RanBlocks
-from adacc_hf.run.blocks import Checkpointed, Installation
+from adacc_hf.price.whole_model import ComputeLoss
 from adacc_hf.solve.solver import least_policy, solve_policy
 from adacc_hf.torch_glue.batch_shapes import (
     BatchShapes,
@@ -71,12 +69,10 @@ class PolicyMaker:
     `optimizer` and `inner_steps` look at the run's own steps, for what a profile cannot see.
     """
 
-    def __init__(
-        self, config: AdaccConfig, given: PolicySource | None, num_micro: int, trainer: Trainer | None
-    ) -> None:
+    def __init__(self, config: AdaccConfig, given: PolicySource | None, loop: TrainingLoop) -> None:
         self.optimizer = OptimizerWatch()
         self.inner_steps = InnerSteps()
-        self._config, self._given, self._num_micro, self._trainer = config, given, num_micro, trainer
+        self._config, self._given, self._loop = config, given, loop
         self._has_said_busy = False
         self.all_sizes = False
         """Whether batches differ in size, so that profiles tell of all sizes."""
@@ -84,6 +80,7 @@ class PolicyMaker:
     def remove(self) -> None:
         """Take everything off the optimizer. Harmless when called again."""
         self.optimizer.end()
+        self.inner_steps.close()
 
     def must_wait(self, model: nn.Module) -> bool:
         """Return True if a profile has to wait until a profiler of torch's has ended, and say so once."""
@@ -107,7 +104,7 @@ class PolicyMaker:
         A policy is provisional, and that of least memory, where the peak that the budget bounds is not known before a
         whole step of the run was counted. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
         """
-        profile = self._profile_or_explain(model, _seen(batch), optimizer, compute_loss)
+        profile = self._profile_or_explain(model, self._seen(batch), optimizer, compute_loss)
         self._tell_of_fragments(profile)
         is_provisional = self._is_provisional(profile)
         policy = from_first_rank(lambda: self._first_policy(profile, is_provisional))
@@ -130,7 +127,7 @@ class PolicyMaker:
             )
 
     def estimated(
-        self, model: nn.Module, optimizer: Any, batch: dict[str, Any], compute_loss: ComputeLoss
+        self, model: nn.Module, optimizer: Any, batch: dict[str, Any], compute_loss: ComputeLoss | None
     ) -> tuple[Profile, Policy] | None:
         """(profile, policy of least memory) for a batch that was not trained on yet, told from few of its samples.
 
@@ -207,7 +204,7 @@ class PolicyMaker:
         Raises RefusedSizeError if there is no such policy.
         """
         try:
-            profile = self._profile(model, _seen(batch), optimizer, compute_loss)
+            profile = self._profile(model, self._seen(batch), optimizer, compute_loss)
         except torch.OutOfMemoryError as error:
             if is_sharded(model):  # as above
                 raise
@@ -237,7 +234,7 @@ class PolicyMaker:
             return self._profile(model, batch, optimizer, compute_loss)
         except torch.OutOfMemoryError as error:
             raise type(error)(
-                f"{as_sentence(error)} AdaccCallback was profiling a batch of {describe(batch_shapes(batch))}, which "
+                f"{as_sentence(error)} Adacc was profiling a batch of {describe(batch_shapes(batch))}, which "
                 f"takes what one block makes on top of full recomputation: use a smaller batch or shorter sequences"
                 + ("" if self._config.heads == ("chunked",) else ", or head='chunked', which never makes whole logits")
             ) from error
@@ -251,13 +248,18 @@ class PolicyMaker:
             profile = profile_model(model, batch, self._config, optimizer, **settings)
         return common_profile(profile)  # once all ranks have one
 
+    def _seen(self, batch: dict[str, Any] | None) -> dict[str, Any]:
+        if batch is None:
+            raise RuntimeError(self._loop.no_batch)
+        return batch
+
     @contextmanager
     def _profiling(self, model: nn.Module) -> Iterator[None]:
         was_training = model.training
         model.train()
         try:
             guarded = or_ends_its_process() if is_sharded(model) else all_or_none()
-            with guarded, keep_figures(self._trainer):
+            with guarded, self._loop.profiling():
                 yield
         finally:
             model.train(was_training)
@@ -265,7 +267,7 @@ class PolicyMaker:
     def _settings(self, model: nn.Module, optimizer: Any) -> dict[str, Any]:
         """What a profile is told of the run."""
         return {
-            "gradient_accumulation_steps": self._num_micro,
+            "gradient_accumulation_steps": self._loop.num_micro,
             "optimizer_step_bytes": self.optimizer.nbytes,
             "optimizer_state_bytes": self._coming_bytes(model, optimizer),
             "no_sync": self._no_sync(model),
@@ -286,10 +288,8 @@ class PolicyMaker:
         return None
 
     def _no_sync(self, model: nn.Module) -> NoSync | None:
-        """What the Trainer runs the micro-batches before a step's last one in, where ranks hold parts of gradients."""
-        if self._trainer is None or not is_sharded(model):
-            return None
-        return no_sync_of(self._trainer, model)
+        """What the micro-batches before a step's last one run in, where ranks hold parts of gradients."""
+        return self._loop.no_sync(model) if is_sharded(model) else None
 
     def _is_provisional(self, profile: Profile) -> bool:
         if self._given is not None or not any(of_all_ranks(self.inner_steps.were_seen)):
@@ -313,41 +313,10 @@ class PolicyMaker:
             raise InfeasibleBudgetError(message, error.smallest_budget_bytes, error.bound_bytes) from None
 
 
-def _seen(batch: dict[str, Any] | None) -> dict[str, Any]:
-    if batch is None:
-        raise RuntimeError(
-            "AdaccCallback saw no training batch: the model was not called in train mode with gradients on, or not "
-            "by keyword arguments, or its loss is made neither by itself nor by the Trainer's compute_loss (TRL's "
-            "OnlineDPOTrainer makes it in training_step): train without AdaccCallback, or in a loop of your own "
-            "with profile_model(..., compute_loss=...) and apply_policy"
-        )
-    return batch
-
-
 def _checked(made: Any) -> Policy:
     if not isinstance(made, Policy):
         raise ValueError(f"policy=... is a function that returned {made!r}: let it return a Policy")
     return made
-
-
-# Which batch a profile is made of: one that calls every block, and that has the wanted sizes if the model lets it.
-
-MOST_STEPS = 64
-"""Steps that training waits for a batch that calls every block. Where one in eight has an image that takes more with a
-chance of 1 in 5,000."""
-
-
-def is_ready(waiting: FullRecompute, num_waited: int) -> bool:
-    """Whether the last batch, on every rank, called all blocks, so that it can be profiled.
-
-    Raises UncalledBlocksError after `num_waited` steps, MOST_STEPS or more.
-    """
-    left_out = waiting.left_out()
-    if all(of_all_ranks(not left_out)):
-        return True
-    if num_waited >= MOST_STEPS:
-        raise UncalledBlocksError(describe_uncalled(waiting, left_out, f"by the last of {num_waited} steps"))
-    return False
 
 
 def profile_at(
@@ -377,43 +346,3 @@ def profile_at(
     if not all(of_all_ranks(bucket_of(seen) == bucket_of(wanted))):
         return None
     return from_first_rank(lambda: seen), profile(batch)
-
-
-# How a model trains until there is a policy.
-
-
-class FullRecompute(Installation):
-    """Every block under torch's own checkpointing, and the head chunked where the config allows no other."""
-
-    def __init__(self, model: nn.Module, config: AdaccConfig) -> None:
-        self._head = ChunkedHead(model) if config.heads == ("chunked",) else None
-        try:
-            super().__init__(model, config.block_classes)
-        except BaseException:
-            self._remove_head()
-            raise
-        for function in self.blocks.values():
-            function.strategy = Checkpointed()
-        self.sizes: set[BatchShapes] = set()
-        """Those of the batches that came."""
-        self._ran = RanBlocks(self.modules)
-
-    def begin_step(self) -> None:
-        super().begin_step()
-        self._ran.names.clear()
-
-    def left_out(self) -> list[str]:
-        """Blocks that the last batch did not run; those that it ran beside others' training have nothing to decide."""
-        untrained = super().left_out()
-        if len(untrained) == len(self.blocks):
-            return untrained
-        return [name for name in untrained if name not in self._ran.names]
-
-    def remove(self) -> None:
-        super().remove()
-        self._ran.remove()
-        self._remove_head()
-
-    def _remove_head(self) -> None:
-        if self._head is not None:
-            self._head.remove()

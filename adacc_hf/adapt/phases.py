@@ -1,7 +1,7 @@
-"""The phases of a run under AdaccCallback, each with what it does at the Trainer's events.
+"""The phases of a run under a session, each with what it does at the events of a training loop.
 
-Full recomputation until a batch is profiled; then a policy is followed as it is, or kept in step with the data. A
-compiled run has a phase of its own; before and after a run there is one that does nothing.
+Full recomputation until a batch is profiled; then a policy is followed as it is, or kept in step with the data. Before
+and after a run there is a phase that does nothing, and a compiled run has one of its own (callbacks/compiled_phase.py).
 """
 
 from __future__ import annotations
@@ -9,28 +9,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from importlib import import_module
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-from transformers import Trainer, TrainerState, TrainingArguments
-
-from adacc_hf.adapt.checkpoint_files import (
-    Saved,
-    SavedShapePolicy,
-    checkpoint_folder,
-    save_in_checkpoint,
-)
+from adacc_hf.adapt.checkpoint_files import Saved, SavedShapePolicy, save_in_checkpoint
 from adacc_hf.adapt.evolution import Evolution
+from adacc_hf.adapt.micro_batches import MicroBatches
+from adacc_hf.adapt.policy_maker import PolicyMaker, RefusedSizeError
+from adacc_hf.adapt.run import Phase, Run
 from adacc_hf.adapt.shape_policies import metrics, predictions
 from adacc_hf.adapt.steps import run_with_retry
-from adacc_hf.adapt.what_ran import LEFT_AS, STEPS, UNCOMPILED
+from adacc_hf.adapt.waiting import FullRecompute, is_ready
+from adacc_hf.adapt.what_ran import LEFT_AS, STEPS
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.callbacks.one_run import MicroBatches, Phase, Run
-from adacc_hf.callbacks.policy_maker import FullRecompute, PolicyMaker, RefusedSizeError, is_ready
-from adacc_hf.callbacks.trainer import loss_of
+from adacc_hf.price.whole_model import ComputeLoss
 from adacc_hf.run.blocks import Installation
 from adacc_hf.run.executor import PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, from_plain
@@ -38,63 +32,53 @@ from adacc_hf.torch_glue.ranks import from_first_rank, of_all_ranks
 
 log = logging.getLogger(__name__)
 
-COMPILED_RUN = "adacc_hf.compiler.compiled_run"
-"""What runs with `torch_compile=True` go by. It stands above the callbacks, and Inductor is slow to import: it is found
-by its name when such a run begins."""
-
 
 class Recomputing(Phase):
     """Every block under torch's own checkpoint, until the last batch can be profiled."""
 
-    def __init__(self, run: Run, model: nn.Module, trainer: Trainer | None) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        self._trainer = trainer
-        self._maker = PolicyMaker(run.config, run.given, run.num_micro, trainer)
-        self._batches = MicroBatches(trainer)
-        self._waiting = FullRecompute(model, run.config)
-        self._batches.catch(model)
+        self._maker = PolicyMaker(run.config, run.given, run.loop)
+        self._maker.inner_steps.expected = run.optimizer
+        self._batches = MicroBatches()
+        self._waiting = FullRecompute(run.model, run.config)
+        self._batches.catch(run.model)
         self._step = 0
         """Steps that were over when the present one began."""
         self._has_tried = False
         """Whether it was tried to have a policy for the first step already."""
 
-    def step_begins(self, step: int, model: Any, optimizer: Any) -> None:
+    def step_begins(self, step: int) -> None:
         self._step = step
 
-    def micro_batch(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def micro_batch_begins(self, inputs: Any) -> None:
         self._batches.begin()
         self._waiting.begin_step()
+        self._maker.inner_steps.open()
         self._meet(inputs)
-        with self._maker.inner_steps:
-            return step(model, inputs, *args, **kwargs)
 
     def _meet(self, inputs: Any) -> None:
         if self._batches.meet(inputs):
             self._waiting.sizes.add(self._batches.shapes)
 
     def micro_batch_ends(self) -> None:
+        self._maker.inner_steps.close()
         self._run.ran.ran_early(self._batches.met)
 
-    def loss(self, compute: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if model.training:
-            self._meet(inputs)
-            if self._run.num_steps == 0 and not self._has_tried:
-                self._has_tried = True
-                self._begin_within(compute, inputs, *args, **kwargs)
-        return self._batches.loss(compute, model, inputs, *args, **kwargs)
+    def forward_begins(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
+        self._meet(inputs)
+        if self._run.num_steps == 0 and not self._has_tried:
+            self._has_tried = True
+            self._begin_within(inputs, compute_loss)
+        self._batches.given(inputs, compute_loss, is_certain)
 
-    def _begin_within(self, compute: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any) -> None:
+    def _begin_within(self, inputs: Any, compute_loss: ComputeLoss | None) -> None:
         """Train within the budget from the first step on, if the first steps and the profile might take more."""
-        run, trainer, model = self._run, self._trainer, self._waiting.model
-        assert trainer is not None  # whose `compute_loss` this is
+        run, model = self._run, self._run.model
         if not isinstance(inputs, Mapping) or self._maker.must_wait(model):
             return
-
-        def compute_loss(model: Any, batch: dict[str, Any]) -> Any:
-            return loss_of(trainer, compute, model, batch, *args, **kwargs)
-
         self._waiting.remove()
-        found = self._maker.estimated(model, trainer.optimizer, dict(inputs), compute_loss)
+        found = self._maker.estimated(model, run.optimizer, dict(inputs), compute_loss)
         if found is None:
             self._waiting = FullRecompute(model, run.config)
             self._waiting.begin_step()
@@ -102,35 +86,42 @@ class Recomputing(Phase):
             return
         self._batches.drop()
         profile, policy = found
-        run.phase = following = follow(run, model, policy, profile, self._step, self._maker, self._batches)
+        run.phase = following = follow(run, policy, profile, self._step, self._maker, self._batches)
         assert isinstance(following, Evolving)  # nothing is estimated for a policy that was given
-        following.begin_within(profile, policy, self._step, model, trainer.optimizer)
+        following.begin_within(profile, policy, self._step)
         run.note(self._step, "policy", **predictions(policy))
         run.save(changed=True)
 
-    def optimizer_begins(self, args: TrainingArguments, model: Any) -> None:
-        self._run.watch_optimizer(self._maker.optimizer, args, model)
+    def loss_is_made(self, result: Any, inputs: Any) -> None:
+        self._batches.loss_is_made(result)
+
+    def optimizer_begins(self) -> None:
+        self._run.watch_optimizer(self._maker.optimizer)
 
     def optimizer_ends(self) -> None:
         self._maker.optimizer.end()
 
-    def step_ends(self, step: int, model: Any, optimizer: Any) -> None:
-        if self._run.num_steps == 1:
+    def step_ends(self, step: int) -> None:
+        run = self._run
+        if run.num_steps == 1:
             check_called(self._waiting)
-        num_more = self._run.num_steps - self._run.config.profile_steps
-        if num_more >= 0 and not self._maker.must_wait(model) and is_ready(self._waiting, num_more):
-            self._set_policy(step, model, optimizer)
+        num_more = run.num_steps - run.config.profile_steps
+        if num_more >= 0 and not self._maker.must_wait(run.model) and is_ready(self._waiting, num_more):
+            self._set_policy(step)
 
-    def _set_policy(self, step: int, model: Any, optimizer: Any) -> None:
+    def _set_policy(self, step: int) -> None:
         """Profile the last batch, solve, and follow the policy from the next step on."""
         run, maker, batches = self._run, self._maker, self._batches
         maker.all_sizes = any(of_all_ranks(len(self._waiting.sizes) > 1))
         self._waiting.remove()  # the profiler's own functions around the blocks must not stand around these
-        profile, policy, is_provisional = maker.first(model, optimizer, *batches.take())
-        run.phase = following = follow(run, model, policy, profile, step, maker, batches)
+        profile, policy, is_provisional = maker.first(run.model, run.optimizer, *batches.take())
+        run.phase = following = follow(run, policy, profile, step, maker, batches)
         following.begin_with(profile, policy, is_provisional)
         run.note(step, "policy", **predictions(policy), **{STEPS: run.num_steps})
         run.save(changed=True)
+
+    def broken_off(self) -> None:
+        self._maker.remove()
 
     def remove(self) -> None:
         self._waiting.remove()
@@ -154,18 +145,14 @@ class Following(Phase):
     def restore(self, saved: Saved) -> None:
         """Go on where the run stood that wrote `saved`."""
 
-    def micro_batch(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        self._begin_micro_batch()
-        return step(model, inputs, *args, **kwargs)
-
-    def _begin_micro_batch(self) -> None:
+    def micro_batch_begins(self, inputs: Any) -> None:
         self.handle.installation.begin_step()
         self.handle.library.fallbacks.clear()
 
     def micro_batch_ends(self) -> None:
         self._run.ran.ran(self._run.in_force.predicted_overhead_ms, self.handle.library.fallbacks)
 
-    def step_ends(self, step: int, model: Any, optimizer: Any) -> None:
+    def step_ends(self, step: int) -> None:
         self._run.count_step(step)
         if self._run.num_steps == 1:
             check_called(self.handle.installation)
@@ -177,13 +164,14 @@ class Following(Phase):
             run.ran.logged()
         return found
 
-    def save(self, args: TrainingArguments, state: TrainerState) -> None:
-        save_in_checkpoint(args, state, self._saved())
+    def save(self, folder: Path) -> None:
+        save_in_checkpoint(folder, self._saved())
 
     def _saved(self) -> Saved:
         run = self._run
         shape_policies = [SavedShapePolicy(policy=run.in_force, profile=run.profile)]
-        return Saved(shape_policies=shape_policies, memory_budget=run.config.memory_budget, history=run.history)
+        budget = run.config.memory_budget
+        return Saved(shape_policies=shape_policies, memory_budget=budget, history=run.history, step=run.step)
 
     def ends(self) -> None:
         self._run.save_rest()
@@ -201,7 +189,7 @@ class Evolving(Following):
         self, run: Run, handle: PolicyHandle, policy_step: int, maker: PolicyMaker, batches: MicroBatches
     ) -> None:
         super().__init__(run, handle)
-        self.evolution = Evolution(handle, run.config, policy_step, run.note, run.num_micro)
+        self.evolution = Evolution(handle, run.config, policy_step, run.note, run.loop.num_micro)
         self._maker = maker
         self._batches = batches
         self._step = 0
@@ -212,37 +200,35 @@ class Evolving(Following):
         self.evolution.add(shapes, profile, policy, is_provisional, self._maker.all_sizes)
         self._run.ran.policy_is_set(profile, shapes)
 
-    def begin_within(self, profile: Profile, policy: Policy, step: int, model: Any, optimizer: Any) -> None:
+    def begin_within(self, profile: Profile, policy: Policy, step: int) -> None:
         """Go on within the first micro-batch of a step, under a policy that is followed until a step was counted."""
         self.evolution.add(self._shapes_of(profile), profile, policy, is_provisional=True, was_measured=True)
-        self.step_begins(step, model, optimizer)
-        self._begin_micro_batch()
+        self.step_begins(step)
+        super().micro_batch_begins(None)
         self.evolution.choose(self._batches.shapes)
 
     def restore(self, saved: Saved) -> None:
         self.evolution.restore(saved)
 
-    def step_begins(self, step: int, model: Any, optimizer: Any) -> None:
+    def step_begins(self, step: int) -> None:
         self._step = step
         if self.evolution.wanted is not None or self.evolution.fresh_start.num_tries > 0:
-            self._batches.catch(model)
-        self.evolution.step_begins(step + 1, model, optimizer)
+            self._batches.catch(self._run.model)
+        self.evolution.step_begins(step + 1, self._run.model, self._run.optimizer)
 
-    def micro_batch(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's step on one micro-batch, under the policy for its size, tried twice if memory runs out."""
+    def micro_batch_begins(self, inputs: Any) -> None:
         self._batches.begin()
-        self._begin_micro_batch()
+        super().micro_batch_begins(inputs)
         self._meet(inputs)
+
+    def attempt(self, run: Callable[[], Any]) -> Any:
+        """Return what `run` returns, tried twice if memory runs out."""
         if not self._run.config.retry_out_of_memory:
-            return step(model, inputs, *args, **kwargs)
-        return run_with_retry(
-            lambda: step(model, inputs, *args, **kwargs),
-            self.handle.installation.model,
-            self._tighten,
-            self.evolution.advice,
-        )
+            return run()
+        return run_with_retry(run, self.handle.installation.model, self._tighten, self.evolution.advice)
 
     def micro_batch_ends(self) -> None:
+        self._maker.inner_steps.close()  # of a run that came by its policy within this micro-batch
         self._run.ran.ran(*self.evolution.has_run(self.handle.library.fallbacks))
 
     def _meet(self, inputs: Any) -> None:
@@ -251,31 +237,40 @@ class Evolving(Following):
             self.evolution.choose(self._batches.shapes)
 
     def _tighten(self) -> str | None:
+        if self._run.has_stepped:
+            return "the optimizer has begun to change the weights"
         obstacle = self.evolution.tighten(self._step + 1)
         if obstacle is None:
             self._show()
+            self._batches.begin_again()
         return obstacle
 
-    def loss(self, compute: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if model.training:
-            self._meet(inputs)
-        return self._batches.loss(compute, model, inputs, *args, **kwargs)
+    def forward_begins(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
+        self._meet(inputs)
+        self._batches.given(inputs, compute_loss, is_certain)
 
-    def optimizer_begins(self, args: TrainingArguments, model: Any) -> None:
+    def loss_is_made(self, result: Any, inputs: Any) -> None:
+        self._batches.loss_is_made(result)
+
+    def broken_off(self) -> None:
+        self.evolution.cancel()
+        self._maker.remove()
+
+    def optimizer_begins(self) -> None:
         self.evolution.backward_is_over()
-        self._run.watch_optimizer(self._maker.optimizer, args, model)  # a run that resumes has not seen it yet
+        self._run.watch_optimizer(self._maker.optimizer)  # a run that resumes has not seen it yet
 
     def optimizer_ends(self) -> None:
         if self._maker.optimizer.meter is not None:
             self._maker.optimizer.end()
 
-    def step_ends(self, step: int, model: Any, optimizer: Any) -> None:
-        super().step_ends(step, model, optimizer)
+    def step_ends(self, step: int) -> None:
+        super().step_ends(step)
         evolution, history = self.evolution, self._run.history
         started, num_events = time.perf_counter(), len(history)
         changed = evolution.step_ends(step)
         if self._batches.is_catching:
-            changed |= self._profile_again(step, model, optimizer)
+            changed |= self._profile_again(step)
         if changed:
             self._show()
         if len(history) > num_events:
@@ -283,22 +278,24 @@ class Evolving(Following):
         if evolution.is_busy or len(history) > num_events:
             evolution.tracking_ms += (time.perf_counter() - started) * 1e3
 
-    def _profile_again(self, step: int, model: Any, optimizer: Any) -> bool:
+    def _profile_again(self, step: int) -> bool:
         """Make a policy with the step's batch where one is wanted; returns whether there is one."""
-        if self._maker.must_wait(model):
+        if self._maker.must_wait(self._run.model):
             return False
         wanted, self.evolution.wanted = self.evolution.wanted, None
         if wanted is not None:
-            return self._add_size(wanted, step, model, optimizer)
-        return self.evolution.fresh_start.num_tries > 0 and self._start_over(step, model, optimizer)
+            return self._add_size(wanted, step)
+        return self.evolution.fresh_start.num_tries > 0 and self._start_over(step)
 
-    def _add_size(self, wanted: BatchShapes, step: int, model: Any, optimizer: Any) -> bool:
+    def _add_size(self, wanted: BatchShapes, step: int) -> bool:
         """Profile and solve for a size of batch that was seen often, with the step's batch made to that size."""
         self._maker.all_sizes = True
         shape_policies = self.evolution.shape_policies
         try:
             with self.handle.taken_off():
-                made = self._maker.for_size(wanted, model, optimizer, self.evolution, *self._batches.take())
+                made = self._maker.for_size(
+                    wanted, self._run.model, self._run.optimizer, self.evolution, *self._batches.take()
+                )
         except RefusedSizeError as reason:
             log.warning("Adacc: batches of %s get no policy of their own: %s", describe(wanted), reason)
             shape_policies.refuse(wanted)
@@ -314,7 +311,7 @@ class Evolving(Following):
         log.info("Adacc: for batches of %s: %s", describe(shapes), policy.summary())
         return True
 
-    def _start_over(self, step: int, model: Any, optimizer: Any) -> bool:
+    def _start_over(self, step: int) -> bool:
         """Profile the step's batch and start over with its policy, if it is one to do so with."""
         why = self.evolution.fresh_start.why
         if not self.evolution.can_start_over():
@@ -324,7 +321,9 @@ class Evolving(Following):
         self.evolution.fresh_start.num_tries = 0
         try:
             with self.handle.taken_off():
-                made = self._maker.for_all_blocks(model, optimizer, self.evolution, *self._batches.take())
+                made = self._maker.for_all_blocks(
+                    self._run.model, self._run.optimizer, self.evolution, *self._batches.take()
+                )
         except RefusedSizeError as reason:
             self._stay(step, why, str(reason))
             return False
@@ -358,7 +357,7 @@ class Evolving(Following):
         return super().figures(logs, is_own)
 
     def _saved(self) -> Saved:
-        return self.evolution.saved(self._run.history)
+        return replace(self.evolution.saved(self._run.history), step=self._run.step)
 
     def remove(self) -> None:
         self.evolution.cancel()
@@ -367,55 +366,11 @@ class Evolving(Following):
         self._batches.drop()
 
 
-class Compiled(Phase):
-    """Compiled graphs, cut within the budget (compiler/compiled_run.py)."""
-
-    def __init__(self, run: Run, model: Any, checkpoint: str | Path | None) -> None:
-        self._run = run
-        begin = import_module(COMPILED_RUN).begin_compiled_run
-        self._compiled, run.history = begin(run.config, model, run.note, run.given, checkpoint)
-
-    def step_begins(self, step: int, model: Any, optimizer: Any) -> None:
-        self._compiled.step_begins(model, optimizer)
-
-    def loss(self, compute: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        result = compute(model, inputs, *args, **kwargs)
-        self._compiled.loss_is_made(result, inputs)
-        return result
-
-    def step_ends(self, step: int, model: Any, optimizer: Any) -> None:
-        num_events = len(self._run.history)
-        self._compiled.step_ends(step, model)
-        if self._compiled.fell_back:
-            self._run.ran.ran(0.0, {UNCOMPILED: 1})
-            self._run.count_step(step)
-        if len(self._run.history) > num_events:
-            self._run.save_by(self._compiled.save)
-
-    def figures(self, logs: dict[str, float], is_own: bool) -> dict[str, float]:
-        return self._compiled.metrics() | self._run.fallback_figures()
-
-    def save(self, args: TrainingArguments, state: TrainerState) -> None:
-        folder = checkpoint_folder(args, state)
-        if folder.is_dir():
-            self._compiled.save(folder, self._run.history)
-
-    def remove(self) -> None:
-        self._run.compiled_policy = self._compiled.policy
-        self._compiled.remove()
-
-
 def follow(
-    run: Run,
-    model: nn.Module,
-    policy: Policy,
-    profile: Profile | None,
-    policy_step: int,
-    maker: PolicyMaker,
-    batches: MicroBatches,
+    run: Run, policy: Policy, profile: Profile | None, policy_step: int, maker: PolicyMaker, batches: MicroBatches
 ) -> Following:
     """The phase that has `policy` in force; one that was given, or is known without its profile, stays as it is."""
-    handle = PolicyHandle(model, policy, run.config.block_classes, profile)
+    handle = PolicyHandle(run.model, policy, run.config.block_classes, profile)
     run.show(policy, profile)
     log.info("Adacc: %s", policy.summary())
     if run.given is None and profile is not None:
@@ -423,13 +378,14 @@ def follow(
     return Following(run, handle)
 
 
-def resume(run: Run, model: nn.Module, saved: Saved, step: int, trainer: Trainer | None) -> None:
+def resume(run: Run, saved: Saved, step: int) -> None:
     """Go on at `step` with what was given, or with what a checkpoint holds."""
     first = saved.shape_policies[0]
     run.history = list(saved.history)
-    maker, batches = PolicyMaker(run.config, run.given, run.num_micro, trainer), MicroBatches(trainer)
+    maker, batches = PolicyMaker(run.config, run.given, run.loop), MicroBatches()
+    maker.inner_steps.expected = run.optimizer
     policy_step = step if saved.policy_step is None else saved.policy_step
-    run.phase = following = follow(run, model, first.policy, first.profile, policy_step, maker, batches)
+    run.phase = following = follow(run, first.policy, first.profile, policy_step, maker, batches)
     following.restore(saved)
     run.note(step, "policy", **predictions(first.policy))
 

@@ -1,0 +1,489 @@
+"""AdaccSession in loops of the user's own: bit-equal to plain training, within the budget, gone without a trace."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from adacc_hf import AdaccConfig, AdaccSession, Policy
+from adacc_hf.adapt import policy_maker
+from adacc_hf.solve.solver import least_policy
+
+LOSSLESS = {"actions": ("retain", "recompute"), "head": "plain"}
+HALF = {"memory_budget": 0.5, **LOSSLESS}
+
+
+def make_model(layers=3, dropout=0.1):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "n_positions": 64, "n_embd": 32, "n_layer": layers, "n_head": 4, "use_cache": False}
+    drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **drops)).train()
+
+
+def batch_of(seed, samples=8, tokens=16):
+    ids = torch.randint(0, 61, (samples, tokens), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids}
+
+
+BATCHES = [batch_of(seed) for seed in range(12)]
+
+
+class NoSession:
+    """Stands for a session in plain training."""
+
+    def __init__(self, model, optimizer, **settings):
+        self.state = SimpleNamespace(num_steps=0)
+
+    def step(self, batch=None):
+        return self
+
+    micro_batch = step
+
+    def run(self, fn, batch):
+        return fn(batch)
+
+    def close(self): ...
+
+    def __enter__(self): ...
+
+    def __exit__(self, *exception): ...
+
+
+class Run:
+    """What a loop came to."""
+
+    def __init__(self, model, losses, session):
+        self.weights = [parameter.detach().clone() for parameter in model.parameters()]
+        self.losses, self.session, self.model = losses, session, model
+
+    def assert_equals(self, other):
+        assert self.losses == other.losses
+        assert all(map(torch.equal, self.weights, other.weights))
+
+
+def one_step(session, model, optimizer, batch, losses):
+    with session.step(batch):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    losses.append(loss.item())
+
+
+def by_run(session, model, optimizer, batch, losses):
+    def step(batch):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+
+    session.run(step, batch)
+
+
+def two_micro_batches(session, model, optimizer, batch, losses):
+    with session.step():
+        for half in range(2):
+            part = {name: given[half::2] for name, given in batch.items()}
+            with session.micro_batch(part):
+                loss = model(**part).loss
+                loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def accumulating(session, model, optimizer, batch, losses):
+    """As with Accelerate's `accumulate`: the optimizer steps within the last micro-batch."""
+    for half in range(2):
+        part = {name: given[half::2] for name, given in batch.items()}
+        with session.micro_batch(part):
+            loss = model(**part).loss
+            loss.backward()
+            if half == 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        losses.append(loss.item())
+
+
+def stepping_after(session, model, optimizer, batch, losses):
+    """The optimizer steps after the last micro-batch, where no context is open."""
+    for half in range(2):
+        part = {name: given[half::2] for name, given in batch.items()}
+        with session.micro_batch(part):
+            loss = model(**part).loss
+            loss.backward()
+        losses.append(loss.item())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def under_autocast(session, model, optimizer, batch, losses):
+    with session.step(batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    losses.append(loss.item())
+
+
+def evaluating(session, model, optimizer, batch, losses):
+    one_step(session, model, optimizer, batch, losses)
+    model.eval()
+    with torch.no_grad():
+        losses.append(model(**batch_of(99)).loss.item())
+    model.train()
+
+
+LOOPS = [one_step, by_run, two_micro_batches, accumulating, stepping_after, under_autocast, evaluating]
+
+
+def train(step, batches=BATCHES, session_class=AdaccSession, make=make_model, **settings):
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(1)
+    losses = []
+    session = session_class(model, optimizer, **settings)
+    for batch in batches:
+        step(session, model, optimizer, batch, losses)
+    session.close()
+    return Run(model, losses, session)
+
+
+@pytest.mark.parametrize("step", LOOPS, ids=lambda step: step.__name__)
+@pytest.mark.parametrize("settings", [HALF, {"memory_budget": "auto", **LOSSLESS}], ids=["half", "auto"])
+def test_training_is_plain_training(step, settings):
+    plain = train(step, session_class=NoSession)
+    run = train(step, **settings)
+    run.assert_equals(plain)
+    assert run.session.num_steps == len(BATCHES)
+    if settings is HALF:
+        assert run.session.policy.action_counts()["recompute"] > 0
+        assert run.session.history[0]["event"] == "policy"
+    else:
+        assert run.session.policy.is_plain
+
+
+@pytest.mark.parametrize("step", [two_micro_batches, accumulating, stepping_after], ids=lambda step: step.__name__)
+def test_micro_batches_are_counted(step):
+    run = train(step, **HALF)
+    assert run.session.state.loop.num_micro == 2
+
+
+def test_it_leaves_no_trace():
+    model = make_model()
+    before = [(module, dict(module.__dict__), len(module._forward_pre_hooks)) for module in model.modules()]
+    optimizer = torch.optim.AdamW(model.parameters())
+    with AdaccSession(model, optimizer, **HALF) as session:
+        for batch in BATCHES:
+            one_step(session, model, optimizer, batch, [])
+    for module, attributes, num_hooks in before:
+        assert module.__dict__.keys() == attributes.keys()
+        assert len(module._forward_pre_hooks) == num_hooks
+        assert not module._forward_hooks
+    with pytest.raises(RuntimeError, match="closed: make a new one"), session.step(BATCHES[0]):
+        pass
+
+
+def test_an_error_within_leaves_no_trace_either():
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(KeyError), AdaccSession(model, optimizer, **HALF) as session, session.step(BATCHES[0]):
+        raise KeyError
+    assert not model._forward_pre_hooks
+    assert not any("_gradient_checkpointing_func" in module.__dict__ for module in model.modules())
+
+
+def test_a_step_that_was_broken_off_may_be_left_out():
+    """The loop goes on with the next batch, as plain training does."""
+
+    def step(session, model, optimizer, batch, losses):
+        try:
+            with session.step(batch):
+                loss = model(**batch).loss
+                if len(losses) in (0, 4, 9):
+                    raise ValueError
+                loss.backward()
+                optimizer.step()
+        except ValueError:
+            pass
+        optimizer.zero_grad()
+        losses.append(loss.item())
+
+    plain = train(step, session_class=NoSession)
+    run = train(step, **HALF)
+    run.assert_equals(plain)
+    assert run.session.num_steps == len(BATCHES) - 3
+
+
+@pytest.fixture
+def budget():
+    """Half-way between the least peak of a step and plain training's, of batches of 16 times 32."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    wide = AdaccSession(model, optimizer, memory_budget="1GiB", **LOSSLESS)
+    for seed in range(8):
+        one_step(wide, model, optimizer, batch_of(seed, 16, 32), [])
+    profile = wide.profile
+    wide.close()
+    least, plain = least_policy(profile, AdaccConfig(**LOSSLESS)), Policy.uniform(profile, "retain")
+    return (least.predicted_peak_bytes + plain.predicted_peak_bytes) // 2
+
+
+def test_batches_of_larger_sizes_keep_to_the_budget(budget):
+    """They get policies of their own, and a step that was counted took what was planned."""
+    sizes = [(8, 16)] * 6 + [(16, 32)] * 10
+    batches = [batch_of(seed, *size) for seed, size in enumerate(sizes)]
+    plain = train(one_step, batches, NoSession)
+    run = train(one_step, batches, memory_budget=budget, **LOSSLESS)
+    run.assert_equals(plain)
+    measured = [event["measured_peak_bytes"] for event in run.session.history if "measured_peak_bytes" in event]
+    assert measured
+    assert max(measured) <= budget
+    planned = [event["peak_bytes"] for event in run.session.history if event["event"] in ("policy", "change")]
+    assert max(planned) <= budget
+    assert run.session.policy.action_counts()["recompute"] > 0
+
+
+def test_a_step_without_memory_is_tried_again_by_run(budget):
+    batches = [batch_of(seed, 16, 32) for seed in range(12)]
+
+    def failing(at):
+        def step(session, model, optimizer, batch, losses):
+            calls = []
+
+            def fn(batch):
+                calls.append(1)
+                loss = model(**batch).loss
+                loss.backward()
+                if len(losses) == at and len(calls) == 1:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+
+            session.run(fn, batch)
+
+        return step
+
+    plain = train(by_run, batches, NoSession)
+    run = train(failing(8), batches, memory_budget=budget, **LOSSLESS)
+    run.assert_equals(plain)
+    assert any(str(event.get("reason")).startswith("out of memory") for event in run.session.history)
+
+
+def test_a_step_that_has_begun_to_change_weights_is_not_tried_again():
+    def step(session, model, optimizer, batch, losses):
+        def fn(batch):
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if session.num_steps == 6:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+        session.run(fn, batch)
+
+    with pytest.raises(torch.OutOfMemoryError, match="not tried again: the optimizer has begun to change the weights"):
+        train(step, **HALF)
+
+
+def test_within_a_context_it_says_what_could_be_tried_again(caplog):
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = AdaccSession(model, optimizer, **HALF)
+    with caplog.at_level(logging.ERROR), pytest.raises(torch.OutOfMemoryError), session.step(BATCHES[0]):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    assert "session.run(step, batch)" in caplog.text
+    session.close()
+
+
+def own_loss(model, batch):
+    logits = model(input_ids=batch["input_ids"]).logits
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def with_own_loss(session, model, optimizer, batch, losses):
+    with session.step(batch):
+        loss = own_loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    losses.append(loss.item())
+
+
+def test_a_loss_that_the_loop_makes():
+    plain = train(with_own_loss, session_class=NoSession)
+    run = train(with_own_loss, compute_loss=own_loss, **HALF)
+    run.assert_equals(plain)
+    assert run.session.policy.action_counts()["recompute"] > 0
+
+
+def twice(session, model, optimizer, batch, losses):
+    with session.step(batch):
+        loss = model(**batch).loss - 0.1 * model(input_ids=batch["input_ids"].flip(0), labels=batch["labels"]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    losses.append(loss.item())
+
+
+@pytest.mark.parametrize("step", [with_own_loss, twice], ids=lambda step: step.__name__)
+def test_it_asks_for_what_makes_a_loss(step):
+    with pytest.raises(RuntimeError, match=r"saw no batch: .* compute_loss="):
+        train(step, **HALF)
+
+
+def test_a_model_that_is_called_twice():
+    def both(model, batch):
+        other = {"input_ids": batch["input_ids"].flip(0), "labels": batch["labels"]}
+        return model(**batch).loss - 0.1 * model(**other).loss
+
+    plain = train(twice, session_class=NoSession)
+    run = train(twice, compute_loss=both, **HALF)
+    run.assert_equals(plain)
+    assert run.session.policy.action_counts()["recompute"] > 0
+
+
+def test_what_makes_a_loss_is_given_a_mapping():
+    model = make_model()
+    session = AdaccSession(model, torch.optim.AdamW(model.parameters()), compute_loss=own_loss, **HALF)
+    with pytest.raises(TypeError, match="batch of type Tensor beside compute_loss"), session.step(torch.ones(2)):
+        pass
+    session.close()
+
+
+def test_a_saved_session_goes_on(tmp_path):
+    """As the uninterrupted one would, without another profile."""
+    whole = train(one_step, **HALF)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(1)
+    losses = []
+    session = AdaccSession(model, optimizer, **HALF)
+    for batch in BATCHES[:7]:
+        one_step(session, model, optimizer, batch, losses)
+    session.save(tmp_path)
+    session.close()
+    session = AdaccSession(model, optimizer, **HALF)
+    assert session.load(tmp_path)
+    assert session.num_steps == 7
+    for batch in BATCHES[7:]:
+        one_step(session, model, optimizer, batch, losses)
+    session.close()
+    assert session.num_steps == len(BATCHES)
+    Run(model, losses, session).assert_equals(whole)
+    assert [event["step"] for event in session.history if event["event"] == "policy"][-1] == 7
+
+
+def test_a_folder_for_another_budget_is_not_gone_on_with(tmp_path):
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with AdaccSession(model, optimizer, **HALF) as session:
+        for batch in BATCHES[:6]:
+            one_step(session, model, optimizer, batch, [])
+        session.save(tmp_path)
+    with AdaccSession(model, optimizer, **(HALF | {"memory_budget": 0.7})) as session:
+        assert not session.load(tmp_path)
+        one_step(session, model, optimizer, BATCHES[0], [])
+        with pytest.raises(RuntimeError, match="after the first step"):
+            session.load(tmp_path)
+
+
+def test_a_given_policy_is_followed_from_the_first_step(monkeypatch):
+    policy = train(one_step, **HALF).session.policy
+    monkeypatch.setattr(policy_maker, "profile_model", None)
+    plain = train(one_step, session_class=NoSession)
+    run = train(one_step, policy=policy, **LOSSLESS)
+    run.assert_equals(plain)
+    assert run.session.policy == policy
+
+
+def test_figures_are_those_of_the_callback():
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with AdaccSession(model, optimizer, **HALF) as session:
+        assert session.metrics() == {}
+        for batch in BATCHES:
+            one_step(session, model, optimizer, batch, [])
+        found = session.metrics({"loss": 3.0, "grad_norm": 1.0})
+    assert {"adacc/stored_gib", "adacc/peak_gib", "adacc/overhead_ms", "adacc/fallback_steps"} <= found.keys()
+
+
+def test_files_for_reports_go_into_the_folder(tmp_path):
+    train(one_step, folder=tmp_path, **HALF)
+    assert {path.name for path in tmp_path.iterdir()} >= {"adacc_policy.json", "adacc_profile.json"}
+
+
+def test_blocks_that_are_trained_later_get_plans():
+    """The first blocks are frozen for some steps."""
+
+    def step(session, model, optimizer, batch, losses):
+        for parameter in model.transformer.h[0].parameters():
+            parameter.requires_grad_(len(losses) >= 8)
+        one_step(session, model, optimizer, batch, losses)
+
+    def frozen():
+        model = make_model()
+        for parameter in (*model.transformer.wte.parameters(), *model.transformer.wpe.parameters()):
+            parameter.requires_grad_(False)
+        return model
+
+    batches = [batch_of(seed) for seed in range(60)]
+    plain = train(step, batches, NoSession, frozen)
+    run = train(step, batches, AdaccSession, frozen, **HALF)
+    run.assert_equals(plain)
+
+
+def test_other_optimizers_steps_are_not_the_runs():
+    """A second optimizer, as of a discriminator, ends no step."""
+
+    def step(session, model, optimizer, batch, losses):
+        other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        for half in range(2):
+            part = {name: given[half::2] for name, given in batch.items()}
+            with session.micro_batch(part):
+                loss = model(**part).loss
+                loss.backward()
+                other.step()
+                if half:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            losses.append(loss.item())
+
+    plain = train(step, session_class=NoSession)
+    run = train(step, **HALF)
+    run.assert_equals(plain)
+    assert run.session.num_steps == len(BATCHES)
+
+
+def test_steps_do_not_nest():
+    model = make_model()
+    session = AdaccSession(model, torch.optim.AdamW(model.parameters()), **HALF)
+    with pytest.raises(RuntimeError, match="within another one"), session.step(), session.step():
+        pass
+    session.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"config": 0.5}, TypeError, r"AdaccSession\(\.\.\., memory_budget=0\.5\)"),
+        ({"policy": 3}, TypeError, "policy=3 has type int"),
+        ({"memory_budget": -1}, ValueError, "memory_budget"),
+        ({"optimizer": None}, TypeError, "optimizer=None is no torch.optim.Optimizer"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, error, match):
+    model = make_model()
+    with pytest.raises(error, match=match):
+        AdaccSession(**{"model": model, "optimizer": torch.optim.AdamW(model.parameters()), **arguments})
+
+
+def test_data_parallel_is_refused():
+    with pytest.raises(ValueError, match="several threads"):
+        AdaccSession(torch.nn.DataParallel(make_model()), torch.optim.AdamW(make_model().parameters()))
