@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from adacc_hf.callbacks.adacc import AdaccCallback
     from adacc_hf.callbacks.throughput import ThroughputCallback
     from adacc_hf.price.profiler import profile_model
-    from adacc_hf.run.executor import apply_policy
+    from adacc_hf.run.executor import apply_policy, remove_policy
     from adacc_hf.solve.solver import solve_policy
 
 _EXPORTS = {
@@ -54,6 +54,7 @@ _EXPORTS = {
     "Action": "adacc_hf.artifacts.policy",
     "Policy": "adacc_hf.artifacts.policy",
     "Profile": "adacc_hf.artifacts.profile",
+    "remove_policy": "adacc_hf.run.executor",
     "profile_model": "adacc_hf.price.profiler",
     "Rectifier": "adacc_hf.adapt.rectifier",
     "solve_policy": "adacc_hf.solve.solver",

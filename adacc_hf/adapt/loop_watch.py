@@ -92,7 +92,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def unwrapped_optimizer(optimizer: Any) -> Optimizer:
-    """Return the optimizer inside Accelerate's, whose hooks are called. Raises TypeError for what is none of torch's."""
+    """Return the optimizer inside Accelerate's, whose hooks are called. Raises TypeError for none of torch's."""
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, Optimizer):
         return unwrapped_optimizer(inner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ from adacc_hf.artifacts.errors import (
 )
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.artifacts.units import format_bytes
+from adacc_hf.artifacts.units import format_bytes, parse_bytes
 from adacc_hf.price.optimizer_memory import coming_state_bytes
 from adacc_hf.price.other_sizes import NOT_TAKEN
 from adacc_hf.price.profiler import estimate_profile, profile_model
@@ -302,7 +303,7 @@ class PolicyMaker:
 
     def _solve(self, profile: Profile, budget: float | int | str, switched_off: Collection[SwitchedOff] = ()) -> Policy:
         if callable(self._given):
-            return _checked(self._given(profile))
+            return _checked(self._given(profile), self._config.memory_budget, profile)
         allowed = without_codecs(profile, switched_off) if switched_off else profile
         try:
             return solve_policy(allowed, budget, self._config)
@@ -313,10 +314,38 @@ class PolicyMaker:
             raise InfeasibleBudgetError(message, error.smallest_budget_bytes, error.bound_bytes) from None
 
 
-def _checked(made: Any) -> Policy:
+def _checked(made: Any, budget: str | float | int, profile: Profile) -> Policy:
     if not isinstance(made, Policy):
         raise ValueError(f"policy=... is a function that returned {made!r}: let it return a Policy")
+    refuse_above_budget(made, budget, profile.plain_stored_bytes)
     return made
+
+
+def refuse_above_budget(policy: Policy, memory_budget: str | float | int, plain_bytes: float | None = None) -> None:
+    """Raise ValueError for a policy, given by the user, that needs more than the budget that was given with it.
+
+    `plain_bytes` are what plain training stores, of which a float is a fraction; None for what the policy's facts say.
+    "auto", the default, is no budget that was given.
+    """
+    if memory_budget == "auto":
+        return
+    if isinstance(memory_budget, float):
+        facts = dict(policy.facts)
+        solved_for = facts.get("memory_budget")
+        if plain_bytes is None and isinstance(solved_for, float):
+            plain_bytes = facts["budget_bytes"] / solved_for
+        if plain_bytes is None:
+            return
+        what, needed, allowed = "stores", policy.predicted_stored_bytes, math.ceil(memory_budget * plain_bytes)
+    else:
+        is_text = isinstance(memory_budget, str)
+        allowed = parse_bytes(memory_budget, "memory_budget") if is_text else int(memory_budget)
+        what, needed = "has a peak of", policy.predicted_peak_bytes
+    if needed > allowed:
+        raise ValueError(
+            f"memory_budget={memory_budget!r} allows {format_bytes(allowed)}, and the policy that was given beside it "
+            f"{what} {format_bytes(needed)}: leave one of the two out, or give a policy that was solved for this budget"
+        )
 
 
 def profile_at(

@@ -18,7 +18,7 @@ from torch import nn
 from adacc_hf.adapt.checkpoint_files import Saved, SavedShapePolicy, drop_files, load_from_checkpoint
 from adacc_hf.adapt.loop_watch import LoopWatch, unwrapped, unwrapped_optimizer
 from adacc_hf.adapt.phases import Recomputing, resume
-from adacc_hf.adapt.policy_maker import PolicySource
+from adacc_hf.adapt.policy_maker import PolicySource, refuse_above_budget
 from adacc_hf.adapt.run import Phase, Run
 from adacc_hf.adapt.training_loop import TrainingLoop
 from adacc_hf.artifacts.config import AdaccConfig
@@ -81,8 +81,9 @@ class AdaccSession:
             folder: where the files go that `adacc report` and `adacc explain` read; None for none.
             loop: for adapters of other trainers, which send the events themselves. None watches model and optimizer.
 
-        Raises TypeError for what is no AdaccConfig, no optimizer, and a policy that is none and leads to none; ValueError
-        for a setting out of its range, and for nn.DataParallel.
+        Raises TypeError for what is no AdaccConfig, no optimizer, and a policy that is none and leads to none; and
+        ValueError for a setting out of its range, and for nn.DataParallel. The first step raises ValueError for a
+        policy that needs more than a `memory_budget` given beside it.
         """
         check_arguments(type(self).__name__, config, policy)
         self.config = (config or AdaccConfig()).with_overrides(**overrides)
@@ -243,6 +244,7 @@ class AdaccSession:
         self._has_begun, run.num_before = True, step
         if saved is None and isinstance(given, (str, Path, Policy)):
             policy = given if isinstance(given, Policy) else Policy.load(given)
+            refuse_above_budget(policy, self.config.memory_budget)
             saved = Saved(shape_policies=[SavedShapePolicy(policy=policy, profile=None)])
         if saved is None:
             run.phase = Recomputing(run)

@@ -57,7 +57,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -143,7 +143,7 @@ class PolicyHandle:
     def taken_off(self) -> Iterator[None]:
         """The model without this handle, for a profile in the middle of a run; afterwards all is as before."""
         before, head = self.installation, self._head
-        self.remove()
+        self._take_off()
         self._head = None
         try:
             yield
@@ -159,6 +159,12 @@ class PolicyHandle:
 
     def remove(self) -> None:
         """Take the policy off the model. Harmless when it is off already."""
+        attributes = self.installation.model.__dict__
+        if getattr(attributes.get(APPLIED), "handle", None) is self:
+            del attributes[APPLIED]
+        self._take_off()
+
+    def _take_off(self) -> None:
         self.installation.remove()
         if self._head is not None:
             self._head.remove()
@@ -174,14 +180,40 @@ class PolicyHandle:
         self.remove()
 
 
+APPLIED = "_adacc_applied"
+"""The attribute of a model that leads to the handle of the policy that was applied to it."""
+
+
+class Applied:
+    """Leads from a model to the handle of its policy. A copy leads nowhere: a copy of a model has no policy."""
+
+    def __init__(self, handle: PolicyHandle | None = None) -> None:
+        self.handle = handle
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Applied, ()
+
+
 def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = None) -> PolicyHandle:
     """Run the blocks of `model` under `policy` from the next forward with gradients on.
 
-    Each block is recorded once more on its first call, which raises PolicyMismatchError if its operators are not
-    those it was profiled with. Raises the same if the policy has other blocks, NoBlocksError and NestedHooksError as
-    `Installation`.
+    A policy that was applied to the model before is taken off. Each block is recorded once more on its first call,
+    which raises PolicyMismatchError if its operators are not those it was profiled with. Raises the same if the policy
+    has other blocks, NoBlocksError and NestedHooksError as `Installation`.
     """
-    return PolicyHandle(model, policy, config.block_classes if config else None)
+    remove_policy(model)
+    handle = PolicyHandle(model, policy, config.block_classes if config else None)
+    model.__dict__[APPLIED] = Applied(handle)
+    return handle
+
+
+def remove_policy(model: nn.Module) -> bool:
+    """Take the policy off that `apply_policy` has applied to `model`. Return False if there was none."""
+    applied = model.__dict__.get(APPLIED)
+    if applied is None or applied.handle is None:
+        return False
+    applied.handle.remove()
+    return True
 
 
 def _check_blocks(policy: Policy, blocks: list[str], model_class: str) -> None:

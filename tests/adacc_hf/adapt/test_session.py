@@ -403,6 +403,17 @@ def test_a_given_policy_is_followed_from_the_first_step(monkeypatch):
     assert run.session.policy == policy
 
 
+@pytest.mark.parametrize("budget", [0.3, "100KiB", 200_000])
+@pytest.mark.parametrize("made", [False, True], ids=["given", "by a function"])
+def test_a_policy_above_the_budget_beside_it_is_refused(budget, made):
+    policy = train(one_step, **HALF).session.policy
+    given = (lambda profile: policy) if made else policy
+    with pytest.raises(ValueError, match=r"memory_budget=.* allows .*, and the policy that was given beside it"):
+        train(one_step, policy=given, **(LOSSLESS | {"memory_budget": budget}))
+    train(one_step, policy=given, **(LOSSLESS | {"memory_budget": 0.6}))
+    train(one_step, policy=given, **(LOSSLESS | {"memory_budget": policy.predicted_peak_bytes}))
+
+
 def test_figures_are_those_of_the_callback():
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,9 +12,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import DynamicCache, EncoderDecoderCache, SwinConfig, SwinForImageClassification
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model, remove_policy
 from adacc_hf.artifacts.errors import NestedHooksError, NoBlocksError
 from adacc_hf.run.blocks import Installation, WhileTraining, find_blocks
+from adacc_hf.run.executor import PolicyHandle
 from adacc_hf.torch_glue.compat import FLAG, FUNCTION, GradientCheckpointingLayer, PreTrainedModel
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -477,28 +479,61 @@ def test_the_models_own_checkpointing_is_named(plain_model):
         profile_model(model, {"x": torch.randn(2, 8)}, config)
 
 
-@pytest.mark.parametrize("order", ["first", "last"])
-def test_a_second_policy_runs_in_place_of_the_first(plain_model, run_steps, assert_same_steps, order):
+def test_a_second_policy_takes_the_place_of_the_first(plain_model, run_steps, assert_same_steps):
     batch, config = {"x": torch.randn(2, 8)}, AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
     plain = run_steps(plain_model, batch)
     profile = profile_model(plain_model, batch, config)
     with apply_policy(plain_model, Policy.uniform(profile, "recompute"), config):
         assert_same_steps(run_steps(plain_model, batch), plain)
-        with apply_policy(plain_model, Policy.uniform(profile, "retain"), config):
-            assert_same_steps(run_steps(plain_model, batch), plain)
-            assert profile_model(plain_model, batch, config).blocks == profile.blocks
+        second = apply_policy(plain_model, Policy.uniform(profile, "retain"), config)
         assert_same_steps(run_steps(plain_model, batch), plain)
+        assert profile_model(plain_model, batch, config).blocks == profile.blocks
+    assert_same_steps(run_steps(plain_model, batch), plain)
+    assert all("forward" in vars(layer) for layer in plain_model.layers), "the end of the first ended the second"
+    third = apply_policy(plain_model, Policy.uniform(profile, "recompute"), config)
+    second.remove()
+    assert all("forward" in vars(layer) for layer in plain_model.layers)
+    assert_same_steps(run_steps(plain_model, batch), plain)
+    third.remove()
+    assert all("forward" not in vars(layer) for layer in plain_model.layers)
+    assert not any(name.startswith("_adacc") for name in vars(plain_model))
+
+
+def test_a_policy_is_removed_by_its_model(plain_model, run_steps, assert_same_steps):
+    """As in a notebook, where nobody has kept the handle."""
+    batch, config = {"x": torch.randn(2, 8)}, AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
+    before = dict(vars(plain_model))
+    profile = profile_model(plain_model, batch, config)
+    assert not remove_policy(plain_model)
+    apply_policy(plain_model, Policy.uniform(profile, "recompute"), config)
+    copied = copy.deepcopy(plain_model)
+    assert not remove_policy(copied), "a copy has no policy"
+    assert pickle.loads(pickle.dumps(vars(plain_model)["_adacc_applied"])).handle is None
+    assert remove_policy(plain_model)
+    assert not remove_policy(plain_model)
+    assert vars(plain_model) == before
     assert all("forward" not in vars(layer) for layer in plain_model.layers)
 
 
-def test_a_policy_within_another_is_named(plain_model):
+def test_a_policy_of_other_blocks_takes_its_place_too(plain_model, run_steps, assert_same_steps):
+    batch, config = {"x": torch.randn(2, 8)}, AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
+    inner = AdaccConfig(min_compress_bytes=0, block_classes=("Linear",))
+    plain = run_steps(plain_model, batch)
+    profile = profile_model(plain_model, batch, config)
+    profile_inner = profile_model(plain_model, batch, inner)
+    apply_policy(plain_model, Policy.uniform(profile, "recompute"), config)
+    with apply_policy(plain_model, Policy.uniform(profile_inner, "recompute"), inner):
+        assert_same_steps(run_steps(plain_model, batch), plain)
+
+
+def test_a_policy_of_a_part_within_another_is_named(plain_model):
     batch, config = {"x": torch.randn(2, 8)}, AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
     inner = AdaccConfig(min_compress_bytes=0, block_classes=("Linear",))
     profile = profile_model(plain_model, batch, config)
     profile_inner = profile_model(plain_model, batch, inner)
     with (
         apply_policy(plain_model, Policy.uniform(profile, "recompute"), config),
-        apply_policy(plain_model, Policy.uniform(profile_inner, "recompute"), inner),
+        PolicyHandle(plain_model, Policy.uniform(profile_inner, "recompute"), ("Linear",)),
         pytest.raises(NestedHooksError, match=r"another policy of adacc_hf.*handle\.replace"),
     ):
         plain_model(**batch)
