@@ -62,45 +62,63 @@ class RecordSize:
         return result
 
 
-def small_parts(batch: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
-    """Parts of a batch of six samples or more, from which its profile can be told: few samples, of half the tokens
-    where they can be cut; as many whole ones; and one more.
+def small_parts(batch: Mapping[str, Any], has_pairs: bool = False) -> list[list[dict[str, Any]]]:
+    """Parts of a batch from which its profile can be told, the smallest first. None is larger than half of the batch.
 
-    In their place, for where there is no memory for these, few samples and one more of a quarter, three eighths and
-    half of the tokens. They tell less well of peaks that are the larger of two sums.
+    Few samples and one more, of several lengths if there are texts to be cut; the lengths of pairs of texts, and of
+    labels that are not as long as their text, vary by themselves. The further list is for where there is no memory for
+    the first: two numbers of samples of a quarter, three eighths and half of the tokens. It tells less well of peaks that
+    are the larger of two sums. Empty for a batch of less than six samples that has no texts.
     """
     shapes = batch_shapes(batch)
     samples = next((shape.size[0] for shape in shapes if len(shape.size) > 1), 1)
-    few = max(2, samples // 4)  # one alone often runs other operators
-    if samples < 3 * few:
-        return []
-    lengths = [shape.size[1] for shape in shapes if len(shape.size) == 2]
-    is_text = bool(lengths) and all(n >= 2 * LEAST_TOKENS and _shortened(n, 4) < n for n in lengths)
+    lengths = {shape.name: shape.size[1] for shape in shapes if len(shape.size) == 2}
+    is_text = bool(lengths) and all(n > 1 for n in lengths.values())
+    second = {name for name in lengths if has_pairs and (name == "labels" or name.startswith("decoder_"))}
+    if len(set(lengths.values())) > 1 and "labels" in lengths:
+        second |= {name for name in lengths if lengths[name] == lengths["labels"]}
+    few = max(2, samples // 4) if samples > 1 else 1  # one alone often runs other operators
+    more = few + 1 if samples > 1 else few
+    most, less = (min(8, 4 * samples // number) for number in (few, more))
+    """Eighths of the texts that so many samples may have."""
+    if is_text and second:
+        half, rest = most // 2, less // 2
+        lists = [[(few, half, half), (few, most, half), (few, half, most), (few, most, most), (more, less, less)]]
+        lists[0] += [(more, less, rest)]
+        lists += [[(few, 2, 2), (few, 3, 2), (few, 2, 3), (more, 2, 2), (more, 3, 2), (more, 2, 3), (few, 4, 4)]]
+    elif is_text:
+        parts = [(few, most // 2), *[(few, 3 * most // 4)] * (most < 8 or less < 8), (few, most), (more, less)]
+        lists = [[(number, n, n) for number, n in parts]]
+        lists += [[(number, n, n) for number in dict.fromkeys((few, more)) for n in (2, 3, 4)]]
+    else:
+        lists = [[(few, 8, 8), (more, 8, 8)]] if samples >= 3 * few and samples > 1 else []
 
-    def cut(shape: TensorShape, fewer: int, eighths: int) -> TensorShape:
-        size = [fewer, *shape.size[1:]] if shape.size[:1] == (samples,) else list(shape.size)
+    def cut(shape: TensorShape, number: int, first: int, other: int) -> TensorShape:
+        size = [number, *shape.size[1:]] if shape.size[:1] == (samples,) else list(shape.size)
         if len(size) == 2:
-            size[1] = _shortened(size[1], eighths)
+            size[1] = _shortened(size[1], other if shape.name in second else first)
         return TensorShape(shape.name, tuple(size))
 
-    wanted = [[(few, 4)] * is_text + [(few, 8), (few + 1, 8)]]
-    if is_text and all(LEAST_TOKENS <= _shortened(n, 2) < _shortened(n, 3) < _shortened(n, 4) for n in lengths):
-        wanted.append([(number, eighths) for number in (few, few + 1) for eighths in (2, 3, 4)])
     return [
         [
-            _still_padded(batch, resized(batch, shapes, tuple(cut(shape, *part) for shape in shapes)), shapes)
-            for part in one
+            _still_padded(batch, resized(batch, shapes, after), shapes)
+            for after in dict.fromkeys(tuple(cut(shape, *part) for shape in shapes) for part in parts)
         ]
-        for one in wanted
+        for parts in lists
     ]
 
 
 def _shortened(length: int, eighths: int) -> int:
     """That part of `length`, about, aligned where that is: then tapes of both are of one family. Which codecs suit, as
-    for multiples of eight, so stays as it is most often."""
+    for multiples of eight, so stays as it is most often. Short texts are cut to lengths that differ, of 3 tokens or
+    more."""
+    if eighths == 8:
+        return length
     part = length * eighths // 8
-    if length % ALIGNED == 0:
+    if length % ALIGNED == 0 and length >= 3 * ALIGNED:
         return max(ALIGNED, part // ALIGNED * ALIGNED)
+    if length < 3 * LEAST_TOKENS:
+        return max(part, 1 + eighths)
     return part if part % ALIGNED else part + ALIGNED // 2
 
 
@@ -110,7 +128,7 @@ def record_other_sizes(
     """Record every block on parts of `batch`, as far as the model takes such."""
     if is_sharded(installation.model):  # a forward that ends in its midst would leave other ranks waiting
         return
-    for part in _parts(batch, _has_pairs(installation)):
+    for part in _parts(batch, has_pairs(installation.model)):
         for name, function in installation.blocks.items():
             function.strategy = RecordSize(name, library)
         installation.begin_step()
@@ -134,7 +152,7 @@ def with_other_sizes(
     measured = [(to_plain(batch_shapes(batch)), tuple(numbers_of(profile)))]
     if is_sharded(installation.model):  # as above
         return profile
-    for part in (*_parts(batch, _has_pairs(installation)), *_further_parts(batch, _has_pairs(installation))):
+    for part in (*_parts(batch, has_pairs(installation.model)), *_further_parts(batch, has_pairs(installation.model))):
         try:
             other = measure(part)
         except NOT_TAKEN as error:
@@ -205,9 +223,9 @@ class MemoryAlone(Measurement):
         return dict.fromkeys(PRICED_HEADS, 0.0)
 
 
-def _has_pairs(installation: Installation) -> bool:
+def has_pairs(model: nn.Module) -> bool:
     """Whether the model reads one text and writes another."""
-    return bool(getattr(getattr(installation.model, "config", None), "is_encoder_decoder", False))
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def _parts(batch: Mapping[str, Any], is_pair: bool) -> Iterator[dict[str, Any]]:

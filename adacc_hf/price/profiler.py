@@ -26,6 +26,7 @@ from adacc_hf.price.other_sizes import (
     NOT_TAKEN,
     MemoryAlone,
     at_size,
+    has_pairs,
     record_other_sizes,
     small_parts,
     with_other_sizes,
@@ -210,9 +211,9 @@ def estimate_profile(
     `settings` are arguments.
     """
     shapes = batch_shapes(batch)
-    choices = small_parts(batch)
+    choices = small_parts(batch, has_pairs(model))
     if not choices:
-        raise NoEstimateError("it has less than six samples")
+        raise NoEstimateError("it has less than six samples, and no texts that could be cut")
     measurement = measurement or StoringMeasurement(ProfileStore())
     for parts in choices:
         readings = [measurement, *(MemoryAlone(measurement) for _ in parts[1:])]

@@ -266,7 +266,7 @@ some_changes = st.none() | st.tuples(
 
 
 def test_lossless_training_is_plain_training_whatever_changes_between_steps(assert_same_steps):
-    """A run may stop with words where its very first step is changed, and so is not as profiled; few do."""
+    """A run may stop with words where it is changed before a first step that is as profiled; few do."""
     stopped = []
 
     @settings(max_examples=EXAMPLES, database=None)
@@ -285,7 +285,9 @@ def test_lossless_training_is_plain_training_whatever_changes_between_steps(asse
             try:
                 ours = train(model, sizes, changes)
             except AdaccError as error:
-                if changes[0] is None:
+                # One sample alone runs other operators: it does not show that the model is the profiled one.
+                first = next((step for step, (samples, _) in enumerate(sizes) if samples > 1), STEPS - 1)
+                if all(change is None for change in changes[: first + 1]):
                     raise
                 stopped.append(str(error))
                 return
