@@ -43,9 +43,10 @@ from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.files import note_latest
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
+from adacc_hf.price.other_sizes import at_size
 from adacc_hf.price.step_memory import missing_bytes, with_missing
 from adacc_hf.run.executor import PolicyHandle
-from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements
+from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements, to_plain
 from adacc_hf.torch_glue.ranks import check_same_policy, from_first_rank, num_ranks, of_all_ranks
 
 log = logging.getLogger(__name__)
@@ -198,7 +199,7 @@ class Evolution:
         """`step` is the number of the step that begins, counted from 1."""
         self._step = step
         due = is_tracking_step(step - self.policy_step, self.config.tracking)
-        self._in_force.used.clear()
+        self._in_force.begin_step()
         self._meter.begin()
         if due or self.guard.suspicion is not None:
             self._start_tracking()
@@ -213,7 +214,7 @@ class Evolution:
         in_force = self._in_force
         if not in_force.lasts or shapes != in_force.shapes:
             self._choose_anew(shapes)
-        in_force.used[id(in_force.plans)] = in_force.shape_policy
+        in_force.runs(shapes)
 
     def _choose_anew(self, shapes: BatchShapes) -> None:
         in_force = self._in_force
@@ -452,8 +453,9 @@ class Evolution:
         """Follow the policy for what a whole step was found to take; returns whether it is another one."""
         rectifier, before = shape_policy.rectifier, shape_policy.rectifier.policy
         shape_policy.measured_peak_bytes, shape_policy.must_count, shape_policy.is_provisional = peak, False, False
-        current = current_policy(rectifier.profile, before)  # tracking may have priced other outlier channels
-        self.missing_bytes = missing_bytes(rectifier.profile, current, moments)
+        counted = self._as_counted(rectifier.profile)
+        current = current_policy(counted, before)  # tracking may have priced other outlier channels
+        self.missing_bytes = missing_bytes(counted, current, moments)
         predicted, above = rectifier.predicted_peak_bytes(), max(self.missing_bytes.values(), default=0)
         self._note(step, "memory", measured_peak_bytes=peak, peak_bytes=predicted, corrected=above > 0)
         started = time.perf_counter()
@@ -467,6 +469,14 @@ class Evolution:
         reason = f"a whole step was counted, which takes up to {above} bytes more than was profiled"
         self._change(step, shape_policy, before, policy, reason, waited_ms)
         return True
+
+    def _as_counted(self, profile: Profile) -> Profile:
+        """`profile` at the sizes of the step that was counted, as far as it tells of them."""
+        sizes = profile.sizes
+        if not self._is_alone or sizes is None or sizes.class_of(to_plain(self._in_force.largest)) is None:
+            return profile
+        known = {name for name, _ in profile.measured[0][0]}
+        return at_size(profile, tuple(size for size in to_plain(self._in_force.largest) if size[0] in known))
 
     def _compare_peak(self, step: int, shape_policy: ShapePolicy, peak: int) -> None:
         predicted = shape_policy.rectifier.predicted_peak_bytes()

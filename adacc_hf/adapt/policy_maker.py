@@ -32,7 +32,7 @@ from adacc_hf.price.other_sizes import NOT_TAKEN
 from adacc_hf.price.profiler import estimate_profile, profile_model
 from adacc_hf.price.step_memory import NoSync, with_missing
 from adacc_hf.price.whole_model import ComputeLoss
-from adacc_hf.solve.solver import least_policy, solve_policy
+from adacc_hf.solve.solver import least_policy, quick_least_policy, solve_policy
 from adacc_hf.torch_glue.batch_shapes import (
     BatchShapes,
     batch_shapes,
@@ -58,6 +58,10 @@ from adacc_hf.torch_glue.ranks import (
 log = logging.getLogger(__name__)
 
 PolicySource = Policy | str | Path | Callable[[Profile], Policy]
+
+
+ROUGHLY = 0.02
+"""Uncertainty of what a profile tells of sizes from which on no budget is refused before a step was counted."""
 
 
 class RefusedSizeError(Exception):
@@ -147,10 +151,26 @@ class PolicyMaker:
             reason = as_sentence(error)
             log.info("Adacc: the first steps and the profile may take more than memory_budget: %s", reason)
             return None
-        if self._solve(profile, self._config.memory_budget).is_plain:
-            return None
-        log.info("Adacc: memory_budget is below plain training: the profile is told from a few samples of the batch")
-        return profile, least_policy(profile, self._config)
+        least = self._least_of(profile)
+        if least is not None:
+            log.info(
+                "Adacc: memory_budget is below plain training: the profile is told from a few samples of the batch"
+            )
+        return None if least is None else (profile, least)
+
+    def _least_of(self, profile: Profile) -> Policy | None:
+        """The policy of least memory for a profile that was told; None if plain training keeps to the budget.
+
+        Raises InfeasibleBudgetError if none does, but for a profile that is told roughly: a counted step shows it.
+        """
+        try:
+            if self._solve(profile, self._config.memory_budget).is_plain:
+                return None
+        except InfeasibleBudgetError as error:
+            if profile.sizes is None or profile.sizes.uncertainty < ROUGHLY or error.least is None:
+                raise
+            return error.least
+        return quick_least_policy(profile, self._config)
 
     def for_size(
         self,

@@ -9,12 +9,14 @@ runs under torch's own checkpoint, until its like was seen often enough to be pr
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from adacc_hf.adapt.checkpoint_files import SavedShapePolicy
 from adacc_hf.adapt.rectifier import Rectifier, Tracking
 from adacc_hf.adapt.steps import StepTimes
+from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.files import note_latest
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
@@ -119,6 +121,8 @@ class ShapePolicies:
         self.counted: OrderedDict[BatchShapes, _Unplanned] = OrderedDict()
         """Buckets some of whose batches have no policy of their own."""
         self._refused: set[BatchShapes] = set()
+        self.above_budget: OrderedDict[Hashable, InfeasibleBudgetError] = OrderedDict()
+        """Classes at whose own sizes nothing keeps to a budget, with the budget and the codecs that are off."""
         self.may_measure = True
         """Whether a profile may tell of all sizes: none has shown yet that the model takes no parts of a batch."""
 
@@ -213,6 +217,8 @@ class InForce:
         """Sizes of the last micro-batch."""
         self.lasts = False
         """Whether the next micro-batch runs under the same if it has the same sizes."""
+        self.largest: BatchShapes = ()
+        """Sizes of the largest micro-batch of the step."""
         self.used: dict[int, ShapePolicy | None] = {}
         """The plans of the step's micro-batches, by identity; None for those that are in no shape policy's force."""
         self._handle = handle
@@ -221,6 +227,17 @@ class InForce:
         """Run the next micro-batch under `plans`."""
         self._handle.follow(plans)
         self.shape_policy, self.plans, self.lasts = shape_policy, plans, False
+
+    def begin_step(self) -> None:
+        """Forget the micro-batches of the last step."""
+        self.used.clear()
+        self.largest = ()
+
+    def runs(self, shapes: BatchShapes) -> None:
+        """Note a micro-batch of these sizes."""
+        self.used[id(self.plans)] = self.shape_policy
+        if shapes != self.largest and num_elements(shapes) > num_elements(self.largest):
+            self.largest = shapes
 
     def ran_alone(self) -> bool:
         """Whether all of the last step ran under the present policy."""

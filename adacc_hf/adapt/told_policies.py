@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from adacc_hf.adapt.judging import current_policy, needed_bytes, over_bound, with_margin
 from adacc_hf.adapt.rectifier import Rectifier
 from adacc_hf.adapt.repricing import SwitchedOff, without_codecs
-from adacc_hf.adapt.shape_policies import ShapePolicies
+from adacc_hf.adapt.shape_policies import MAX_OTHERS, ShapePolicies
 from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
+from adacc_hf.artifacts.files import note_latest
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.profile_sizes import STEP
@@ -45,9 +46,14 @@ class ToldPolicies:
         batch's.
         """
         profile = self.profile_at(sizes)
+        key = sizes, self.memory_budget, frozenset(self.switched_off)
         try:
+            known = self.shape_policies.above_budget.get(key)
+            if known is not None:
+                raise known
             policy = self._within(profile, self._with_room(profile))
-        except InfeasibleBudgetError:
+        except InfeasibleBudgetError as error:
+            note_latest(self.shape_policies.above_budget, key, error.with_traceback(None), MAX_OTHERS)
             sizes = tuple(shape for shape in shapes if shape.name in {other.name for other in sizes})
             profile = self.profile_at(sizes)
             policy = self.or_least(sizes, profile)
@@ -62,18 +68,19 @@ class ToldPolicies:
         said if not; or that of least memory, which is said, or raised as `on_over_budget` has it, where none keeps to
         the budget."""
         with_room = self._with_room(profile)
+        least, floor, bound, why = None, 0, 0, ""
         for given in dict.fromkeys((with_room, self.memory_budget)):
+            if least is not None and floor > Budget.resolve(given, profile, self.config).nbytes:
+                break
             try:
                 policy = self._within(profile, given)
             except InfeasibleBudgetError as error:
-                floor, bound, why = error.smallest_budget_bytes, error.bound_bytes, str(error)
+                floor, bound, why, least = error.smallest_budget_bytes, error.bound_bytes, str(error), error.least
                 continue
             if given != with_room:
                 self._say_doubt(sizes, policy)
             return policy
-        # The same settings once more: what the solver finds with others may need more than what was found.
-        allowed = without_codecs(profile, self.switched_off)
-        least = solve_policy(allowed, self._as_given(floor, profile), with_margin(self.config))
+        assert least is not None  # the solver's errors have it
         text = f"batches of {describe(sizes)} need {floor} bytes at least"
         fitting = self._largest_fitting(sizes, least)
         text += f", those of {describe(fitting)} would keep to the budget" if fitting else ""
@@ -131,11 +138,6 @@ class ToldPolicies:
             ).is_over_budget(current_policy(profile, least).predicted_peak_bytes):
                 return known
         return None
-
-    def _as_given(self, nbytes: int, profile: Profile) -> float | int:
-        """A budget of so many bytes in the form that the run's has."""
-        is_fraction = isinstance(self.memory_budget, float)
-        return nbytes / profile.plain_stored_bytes if is_fraction else nbytes
 
 
 def _is_for(policy: Policy, profile: Profile) -> bool:

@@ -1,5 +1,12 @@
 """The errors a user can meet. Each message names the setting, its value, the allowed range and the next step."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from adacc_hf.artifacts.policy import Policy
+
 
 def as_sentence(text: object) -> str:
     """`text`, a message of others', with a full stop at its end unless it has one: for what is said after it."""
@@ -23,16 +30,20 @@ class InfeasibleBudgetError(AdaccError, ValueError):
 
     `smallest_budget_bytes` is the least budget that some policy fits, in the terms the budget was given in: peak
     bytes of a step for an absolute budget, stored bytes for a fraction. `bound_bytes` is what no policy can do with
-    less than: the same, where that is proven to be the least.
+    less than: the same, where that is proven to be the least. `least` is the policy that needs the least of all found,
+    where the solver has raised it.
     """
 
-    def __init__(self, message: str, smallest_budget_bytes: int, bound_bytes: int | None = None) -> None:
+    def __init__(
+        self, message: str, smallest_budget_bytes: int, bound_bytes: int | None = None, least: Policy | None = None
+    ) -> None:
         super().__init__(message)
+        self.least = least
         self.smallest_budget_bytes = smallest_budget_bytes
         self.bound_bytes = smallest_budget_bytes if bound_bytes is None else bound_bytes
 
-    def __reduce__(self) -> tuple[type, tuple[str, int, int]]:
-        return type(self), (str(self), self.smallest_budget_bytes, self.bound_bytes)
+    def __reduce__(self) -> tuple[type, tuple[str, int, int, Policy | None]]:
+        return type(self), (str(self), self.smallest_budget_bytes, self.bound_bytes, self.least)
 
 
 class OptimizerStateError(AdaccError, ValueError):

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import combinations, product
 from math import prod
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Head, KindProfile, Operator, Profile, Value
@@ -139,6 +141,9 @@ class ProfileSizes:
         exact = self._basis.fit(column)
         if exact is not None:
             return _Exact(exact, column[0])
+        nearest = self._basis.nearest(column) if len(self._symbols) > 2 else None
+        if nearest is not None:
+            return _Nearest(*nearest)
         return _Line(sorted(zip(self._amounts, column, strict=True)))
 
 
@@ -157,6 +162,16 @@ class _Exact:
     def __call__(self, products: Sequence[int], amount: int) -> int:
         number = self._polynomial(products)
         return self._measured if number is None else number
+
+
+class _Nearest:
+    """About a sum of products of sizes, and by how much at most it was too small."""
+
+    def __init__(self, terms: tuple[tuple[float, int], ...], too_small: float) -> None:
+        self._terms, self._too_small = terms, too_small
+
+    def __call__(self, products: Sequence[int], amount: int) -> int:
+        return math.ceil(sum(factor * products[place] for factor, place in self._terms) + self._too_small)
 
 
 class _Line:
@@ -297,6 +312,9 @@ Column = tuple[int, ...]
 MOST_DEGREE = 3
 """Sizes in one product: batch x tokens x tokens is what attention's scores have."""
 MOST_TERMS = 3
+NEAR = 1e-6
+"""Part of a column's largest number by which a sum of products may miss it in floats, which round at 1e-16 of the
+terms. Terms of opposite sign may be 1e9 times as large as their sum."""
 MOST_SYMBOLS = 5
 """Sizes that vary by themselves. With more, products would be too many to choose from."""
 
@@ -336,6 +354,8 @@ class Basis:
         self._exponents = _exponents(len(calls[0]))
         self._columns = list(zip(*map(self.products, calls), strict=True))
         self._num_calls = len(calls)
+        self._combined: dict[int, tuple[Any, Any, Any]] = {}
+        """By number of terms, what `_combinations` returns."""
 
     def products(self, sizes: Sizes) -> list[int]:
         """The value of each product at `sizes`."""
@@ -355,11 +375,56 @@ class Basis:
             if self._num_calls <= num_terms:
                 return None
             is_doubtful = self._num_calls < 2 * num_terms - 1
-            for places in combinations(range(len(self._columns)), num_terms):
+            for places in self._near(num_terms, column):
                 factors = _solve([self._columns[place] for place in places], column)
                 if factors is not None and all(factors) and not (is_doubtful and min(factors) < 0):
                     return Polynomial(tuple(zip(factors, places, strict=True)))
         return None
+
+    def nearest(self, column: Column) -> tuple[tuple[tuple[float, int], ...], float] | None:
+        """The sum of up to three products, each times a positive number, that comes nearest to `column`, and by how
+        much it is too small at most; None if there are too few calls to tell.
+
+        Peaks of two texts are the larger of several sums, each of other products: a line through two of the calls would
+        take the length of the one text for that of the other.
+        """
+        num_terms = min(MOST_TERMS, (self._num_calls - 1) // 2, len(self._columns))
+        if num_terms < 2:
+            return None
+        places, matrices, inverses = self._combinations(num_terms)
+        wanted = np.array(column, dtype=np.float64)
+        factors = inverses @ wanted
+        distance = np.square((matrices @ factors[:, :, None])[:, :, 0] - wanted).sum(axis=1)
+        distance[(factors < 0).any(axis=1)] = np.inf
+        best = int(distance.argmin())
+        if not np.isfinite(distance[best]):
+            return None
+        too_small = float((wanted - matrices[best] @ factors[best]).max())
+        scaled = factors[best] / self._norms()[places[best]]
+        return tuple(zip(scaled.tolist(), places[best].tolist(), strict=True)), max(0.0, too_small)
+
+    def _near(self, num_terms: int, column: Column) -> Iterator[tuple[int, ...]]:
+        """The places of products of which so many add up to about `column`: whether they do is for integers to say."""
+        if len(self._columns) < num_terms:
+            return
+        places, matrices, inverses = self._combinations(num_terms)
+        wanted = np.array(column, dtype=np.float64)
+        distance = np.abs((matrices @ (inverses @ wanted)[:, :, None])[:, :, 0] - wanted).max(axis=1)
+        for place in np.flatnonzero(distance <= NEAR * np.abs(wanted).max()):
+            yield tuple(places[place].tolist())
+
+    def _norms(self) -> Any:
+        return np.maximum(np.linalg.norm(np.array(self._columns, dtype=np.float64), axis=1), 1.0)
+
+    def _combinations(self, num_terms: int) -> tuple[Any, Any, Any]:
+        """(places, values in each call, pseudo-inverses) of every choice of so many products, each of norm 1."""
+        found = self._combined.get(num_terms)
+        if found is None:
+            products = np.array(self._columns, dtype=np.float64) / self._norms()[:, None]
+            places = np.array(list(combinations(range(len(products)), num_terms)))
+            matrices = products[places].transpose(0, 2, 1)
+            found = self._combined[num_terms] = places, matrices, np.linalg.pinv(matrices)
+        return found
 
 
 @cache

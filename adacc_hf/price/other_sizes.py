@@ -67,8 +67,8 @@ def small_parts(batch: Mapping[str, Any], has_pairs: bool = False) -> list[list[
 
     Few samples and one more, of several lengths if there are texts to be cut; the lengths of pairs of texts, and of
     labels that are not as long as their text, vary by themselves. The further list is for where there is no memory for
-    the first: two numbers of samples of a quarter, three eighths and half of the tokens. It tells less well of peaks that
-    are the larger of two sums. Empty for a batch of less than six samples that has no texts.
+    the first: two numbers of samples of a quarter, three eighths and half of the tokens. It tells less well of peaks
+    that are the larger of two sums. Empty for a batch of less than six samples that has no texts.
     """
     shapes = batch_shapes(batch)
     samples = next((shape.size[0] for shape in shapes if len(shape.size) > 1), 1)
@@ -79,24 +79,33 @@ def small_parts(batch: Mapping[str, Any], has_pairs: bool = False) -> list[list[
         second |= {name for name in lengths if lengths[name] == lengths["labels"]}
     few = max(2, samples // 4) if samples > 1 else 1  # one alone often runs other operators
     more = few + 1 if samples > 1 else few
+    has_many = samples >= 3 * few and samples > 1
     most, less = (min(8, 4 * samples // number) for number in (few, more))
     """Eighths of the texts that so many samples may have."""
     if is_text and second:
-        half, rest = most // 2, less // 2
-        lists = [[(few, half, half), (few, most, half), (few, half, most), (few, most, most), (more, less, less)]]
-        lists[0] += [(more, less, rest)]
-        lists += [[(few, 2, 2), (few, 3, 2), (few, 2, 3), (more, 2, 2), (more, 3, 2), (more, 2, 3), (few, 4, 4)]]
+        # Five different lengths of each text, with their samples: what depends on one of the two alone has three terms.
+        low, middle, rest = most // 2, 3 * most // 4, less // 2
+        lists = [[(few, low, middle), (few, middle, most), (few, most, low), (few, most, most)]]
+        lists[0] += [(more, rest, less), (more, less, rest)]
+        further = [(few, 2, 3), (few, 3, 4), (few, 4, 2), (few, 4, 4), (more, 2, 3), (more, 3, 2)]
     elif is_text:
         parts = [(few, most // 2), *[(few, 3 * most // 4)] * (most < 8 or less < 8), (few, most), (more, less)]
+        parts = parts if samples > 1 else [(1, 1), (1, 2), (1, 3), (1, 4)]
         lists = [[(number, n, n) for number, n in parts]]
-        lists += [[(number, n, n) for number in dict.fromkeys((few, more)) for n in (2, 3, 4)]]
+        further = [(number, n, n) for number in dict.fromkeys((few, more)) for n in (2, 3, 4)]
     else:
-        lists = [[(few, 8, 8), (more, 8, 8)]] if samples >= 3 * few and samples > 1 else []
+        lists, further = [[(few, 8, 8), (more, 8, 8)]] if has_many else [], []
+
+    def shortened(length: int, eighths: int) -> int:
+        return _shortened(length, eighths, has_many or length >= (3 if samples > 1 else 8) * ALIGNED)
+
+    if all(LEAST_TOKENS <= shortened(n, 2) < shortened(n, 3) < shortened(n, 4) for n in lengths.values()) and further:
+        lists.append(further)
 
     def cut(shape: TensorShape, number: int, first: int, other: int) -> TensorShape:
         size = [number, *shape.size[1:]] if shape.size[:1] == (samples,) else list(shape.size)
         if len(size) == 2:
-            size[1] = _shortened(size[1], other if shape.name in second else first)
+            size[1] = shortened(size[1], other if shape.name in second else first)
         return TensorShape(shape.name, tuple(size))
 
     return [
@@ -108,14 +117,14 @@ def small_parts(batch: Mapping[str, Any], has_pairs: bool = False) -> list[list[
     ]
 
 
-def _shortened(length: int, eighths: int) -> int:
-    """That part of `length`, about, aligned where that is: then tapes of both are of one family. Which codecs suit, as
-    for multiples of eight, so stays as it is most often. Short texts are cut to lengths that differ, of 3 tokens or
-    more."""
+def _shortened(length: int, eighths: int, is_aligned: bool) -> int:
+    """That part of `length`, about; if `is_aligned`, aligned where that is: then tapes of both are of one family on a
+    GPU. Which codecs suit, as for multiples of eight, so stays as it is most often. Short texts are cut to lengths that
+    differ, of 3 tokens or more."""
     if eighths == 8:
         return length
     part = length * eighths // 8
-    if length % ALIGNED == 0 and length >= 3 * ALIGNED:
+    if length % ALIGNED == 0 and is_aligned:
         return max(ALIGNED, part // ALIGNED * ALIGNED)
     if length < 3 * LEAST_TOKENS:
         return max(part, 1 + eighths)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from adacc_hf.artifacts.config import AdaccConfig, Budget, what_was_meant
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
+from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.step_peak import EarlierBlocks, simulate
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.solve.baselines import greedy_policies
@@ -91,7 +92,7 @@ class PolicySearch:
         least = self._uniform.least_bytes()
         if self._stored(least) > budget.nbytes:
             plain_bytes = self.kinds.plain_stored_bytes
-            raise _infeasible_stored(self.profile, self.config, budget, self._stored(least), plain_bytes)
+            raise _infeasible_stored(self.profile, self.config, budget, least, self._stored(least), plain_bytes)
         columns = self.kinds.frontiers
 
         def fits(policy: list[PricedPlan]) -> bool:
@@ -346,7 +347,7 @@ class PolicySearch:
 
 
 def _infeasible_stored(
-    profile: Profile, config: AdaccConfig, budget: Budget, floor: int, plain: int
+    profile: Profile, config: AdaccConfig, budget: Budget, least: Sequence[PricedPlan], floor: int, plain: int
 ) -> InfeasibleBudgetError:
     fraction = math.ceil(floor / plain * 1e4) / 1e4
     outside = fixed_bytes(profile)
@@ -357,6 +358,7 @@ def _infeasible_stored(
         f"{format_bytes(floor - outside)} by the blocks with actions={config.actions!r}. Raise memory_budget, allow "
         f"more actions or codecs, or use a smaller batch",
         floor,
+        least=Policy.build(profile, [column.plan for column in least], {}),
     )
 
 
@@ -375,4 +377,5 @@ def _infeasible_peak(
         f"memory_budget, allow more actions or codecs, or use a smaller batch or shorter sequences",
         needed,
         min(bound, needed),
+        Policy.build(profile, [column.plan for column in floor], {}),
     )
