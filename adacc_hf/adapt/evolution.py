@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from adacc_hf.adapt.checkpoint_files import Saved
-from adacc_hf.adapt.judging import NOTHING_FITS, current_policy
+from adacc_hf.adapt.judging import NOTHING_FITS, current_policy, with_margin
 from adacc_hf.adapt.loss_guard import LossGuard
 from adacc_hf.adapt.rectifier import Rectifier, Tracking
 from adacc_hf.adapt.shape_policies import (
@@ -46,6 +46,7 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.other_sizes import at_size
 from adacc_hf.price.step_memory import missing_bytes, with_missing
 from adacc_hf.run.executor import PolicyHandle
+from adacc_hf.solve.solver import quick_least_policy
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements, to_plain
 from adacc_hf.torch_glue.ranks import check_same_policy, from_first_rank, num_ranks, of_all_ranks
 
@@ -270,13 +271,24 @@ class Evolution:
             return known
         measured, _ = self.shape_policies.told_from()
         if measured.is_provisional:
-            return measured
+            return self._least_at(sizes, measured)
         sizes, profile, policy = self._told().of(sizes, shapes)
         if not self._is_alone or len(self.shape_policies.all) >= MAX_SHAPE_POLICIES:
             plans = self._handle.prepare(policy, self._handle.plans)
             note_latest(self.shape_policies.others, sizes, plans, MAX_OTHERS)
             return None
         return self._add_told(sizes, profile, policy)
+
+    def _least_at(self, sizes: BatchShapes, measured: ShapePolicy) -> ShapePolicy:
+        """The shape policy of a class before a step was counted: `measured`, or that of its own least memory, where a
+        batch of this class would take more than the budget under the former."""
+        profile = self._told().profile_at(sizes)
+        policy = current_policy(profile, measured.rectifier.policy)
+        if not measured.rectifier.is_over_budget(policy.predicted_peak_bytes) or not self._is_alone:
+            return measured
+        least = self._add_told(sizes, profile, quick_least_policy(profile, with_margin(self.config)))
+        least.is_provisional = True
+        return least
 
     def _told(self) -> ToldPolicies:
         switched_off = self.guard.switched_off
@@ -458,6 +470,17 @@ class Evolution:
         self.missing_bytes = missing_bytes(counted, current, moments)
         predicted, above = rectifier.predicted_peak_bytes(), max(self.missing_bytes.values(), default=0)
         self._note(step, "memory", measured_peak_bytes=peak, peak_bytes=predicted, corrected=above > 0)
+        reason = f"a whole step was counted, which takes up to {above} bytes more than was profiled"
+        changed = self._solve_settled(step, shape_policy, reason)
+        for other in self.shape_policies.all:
+            if other.is_provisional:
+                other.is_provisional = False
+                changed |= self._solve_settled(step, other, reason)
+        return changed
+
+    def _solve_settled(self, step: int, shape_policy: ShapePolicy, reason: str) -> bool:
+        """Follow the policy for what a counted step has shown; returns whether there is one."""
+        rectifier, before = shape_policy.rectifier, shape_policy.rectifier.policy
         started = time.perf_counter()
         try:
             policy = rectifier.solve_for(with_missing(rectifier.profile, self.missing_bytes))
@@ -466,7 +489,6 @@ class Evolution:
             self._note(step, "memory", reason=f"{NOTHING_FITS}: {error}")
             return False
         waited_ms = (time.perf_counter() - started) * 1e3
-        reason = f"a whole step was counted, which takes up to {above} bytes more than was profiled"
         self._change(step, shape_policy, before, policy, reason, waited_ms)
         return True
 

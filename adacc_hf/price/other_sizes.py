@@ -25,7 +25,7 @@ from adacc_hf.run.call import Recording
 from adacc_hf.tape.call_key import KnownShapes
 from adacc_hf.tape.library import TapeLibrary
 from adacc_hf.tape.tape import Tape
-from adacc_hf.torch_glue.batch_shapes import BatchShapes, TensorShape, batch_shapes, resized, to_plain
+from adacc_hf.torch_glue.batch_shapes import BatchShapes, TensorShape, batch_shapes, num_elements, resized, to_plain
 from adacc_hf.torch_glue.memory import forward_loss
 from adacc_hf.torch_glue.ranks import is_sharded
 
@@ -67,8 +67,9 @@ def small_parts(batch: Mapping[str, Any], has_pairs: bool = False) -> list[list[
 
     Few samples and one more, of several lengths if there are texts to be cut; the lengths of pairs of texts, and of
     labels that are not as long as their text, vary by themselves. The further list is for where there is no memory for
-    the first: two numbers of samples of a quarter, three eighths and half of the tokens. It tells less well of peaks
-    that are the larger of two sums. Empty for a batch of less than six samples that has no texts.
+    the first, or other operators run on one sample: two numbers of samples of a quarter, three eighths and half of the
+    tokens. It tells less well of peaks that are the larger of two sums. Empty for a batch of less than four samples
+    that has no texts.
     """
     shapes = batch_shapes(batch)
     samples = next((shape.size[0] for shape in shapes if len(shape.size) > 1), 1)
@@ -89,15 +90,17 @@ def small_parts(batch: Mapping[str, Any], has_pairs: bool = False) -> list[list[
         lists[0] += [(more, rest, less), (more, less, rest)]
         further = [(few, 2, 3), (few, 3, 4), (few, 4, 2), (few, 4, 4), (more, 2, 3), (more, 3, 2)]
     elif is_text:
-        parts = [(few, most // 2), *[(few, 3 * most // 4)] * (most < 8 or less < 8), (few, most), (more, less)]
-        parts = parts if samples > 1 else [(1, 1), (1, 2), (1, 3), (1, 4)]
+        parts = [(few, most // 2), (few, most), (more, less)]
+        if not has_many:  # two lengths of both numbers: else samples and tokens could add up where they multiply
+            parts = [(few, 3 * most // 4), (more, less // 2), *parts] if samples > 1 else [(1, n) for n in (1, 2, 3, 4)]
         lists = [[(number, n, n) for number, n in parts]]
         further = [(number, n, n) for number in dict.fromkeys((few, more)) for n in (2, 3, 4)]
     else:
-        lists, further = [[(few, 8, 8), (more, 8, 8)]] if has_many else [], []
+        numbers = [(few, more)] if has_many else [(1, 2), (2, 3)] if samples > 3 else []
+        lists, further = [[(number, 8, 8) for number in two] for two in numbers], []
 
     def shortened(length: int, eighths: int) -> int:
-        return _shortened(length, eighths, has_many or length >= (3 if samples > 1 else 8) * ALIGNED)
+        return _shortened(length, eighths, has_many or length >= (3 if samples > 2 else 8) * ALIGNED)
 
     if all(LEAST_TOKENS <= shortened(n, 2) < shortened(n, 3) < shortened(n, 4) for n in lengths.values()) and further:
         lists.append(further)
@@ -108,12 +111,10 @@ def small_parts(batch: Mapping[str, Any], has_pairs: bool = False) -> list[list[
             size[1] = shortened(size[1], other if shape.name in second else first)
         return TensorShape(shape.name, tuple(size))
 
+    found = [dict.fromkeys(tuple(cut(shape, *part) for shape in shapes) for part in parts) for parts in lists]
     return [
-        [
-            _still_padded(batch, resized(batch, shapes, after), shapes)
-            for after in dict.fromkeys(tuple(cut(shape, *part) for shape in shapes) for part in parts)
-        ]
-        for parts in lists
+        [_still_padded(batch, resized(batch, shapes, after), shapes) for after in sorted(parts, key=num_elements)]
+        for parts in found
     ]
 
 

@@ -213,8 +213,9 @@ def estimate_profile(
     shapes = batch_shapes(batch)
     choices = small_parts(batch, has_pairs(model))
     if not choices:
-        raise NoEstimateError("it has less than six samples, and no texts that could be cut")
+        raise NoEstimateError("it has less than four samples, and no texts that could be cut")
     measurement = measurement or StoringMeasurement(ProfileStore())
+    profiles: list[Profile] = []
     for parts in choices:
         readings = [measurement, *(MemoryAlone(measurement) for _ in parts[1:])]
         try:
@@ -222,11 +223,13 @@ def estimate_profile(
                 _profile_of(model, part, config, optimizer, reading, **settings)
                 for part, reading in zip(parts, readings, strict=True)
             ]
-            break
         except Exception as error:
             if parts is choices[-1] or not is_out_of_memory(error):
                 raise
-    if any(profile_outline(profile) != profile_outline(profiles[0]) for profile in profiles):
+            continue
+        if all(profile_outline(profile) == profile_outline(profiles[0]) for profile in profiles):
+            break
+    else:
         raise NoEstimateError("the model runs other operators on other numbers of samples")
     sizes = [to_plain(batch_shapes(part)) for part in parts]
     measured = tuple((size, tuple(numbers_of(profile))) for size, profile in zip(sizes, profiles, strict=True))

@@ -1,7 +1,7 @@
 """Trains small models in processes whose allocator refuses what goes above the budget, and prints a table.
 
 python tests/limited                       # all models, ten budgets each
-python tests/limited --models gpt2 vit --budgets 3
+python tests/limited --models gpt2 vit --budgets 3 --samples 1 2 4
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def train(model: str, *options: str, limit: int | None = None) -> dict[str, Any]
 def budgets_of(model: str, options: list[str], number: int) -> list[int]:
     """Budgets from just above the floor to the peak of plain training, a constant ratio apart."""
     floor = train(model, "--budget", "65536", *options)["floor"]
-    most = max(train(model)["peaks"].values())
+    most = max(train(model, *(option for option in options if option != "--codecs"))["peaks"].values())
     least = LEAST * floor
     return [int(least * (most / least) ** (place / max(1, number - 1))) for place in range(number)]
 
@@ -43,18 +44,18 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--budgets", type=int, default=10, help="how many per model")
     parser.add_argument("--actions", nargs="+", choices=("lossless", "codecs"), default=("lossless", "codecs"))
+    parser.add_argument("--samples", type=int, nargs="+", default=(8,), help="in a batch")
     options = parser.parse_args()
     num_failed = 0
-    for model in options.models:
-        for actions in options.actions:
-            given = ["--codecs"] if actions == "codecs" else []
-            for budget in budgets_of(model, given, options.budgets):
-                found = train(model, "--budget", str(budget), *given, limit=budget)
-                ended = "error" not in found and "floor" not in found
-                num_failed += not ended
-                peaks = {phase: round(peak / 2**20, 2) for phase, peak in found.get("peaks", {}).items()}
-                outcome = f"{'trained' if ended else 'FAILED'} ({found['refusals']} refusals)"
-                print(f"{model:6} {actions:9} {budget / 2**20:8.2f} MiB  {outcome}  {peaks}", flush=True)
+    for model, samples, actions in product(options.models, options.samples, options.actions):
+        given = ["--samples", str(samples), *(["--codecs"] if actions == "codecs" else [])]
+        for budget in budgets_of(model, given, options.budgets):
+            found = train(model, "--budget", str(budget), *given, limit=budget)
+            ended = "error" not in found and "floor" not in found
+            num_failed += not ended
+            peaks = {phase: round(peak / 2**20, 2) for phase, peak in found.get("peaks", {}).items()}
+            outcome = f"{'trained' if ended else 'FAILED'} ({found['refusals']} refusals)"
+            print(f"{model:6} {samples} {actions:9} {budget / 2**20:8.2f} MiB  {outcome}  {peaks}", flush=True)
     sys.exit(num_failed > 0)
 
 

@@ -35,7 +35,7 @@ STEPS = 8
 """Two before there is a policy, the first and second under it, which are recorded, and some more."""
 FIRST_STEPS = 2
 """Where the profile is taken, in the midst of the first or at the end of the second."""
-SAMPLES, TOKENS, WORDS = 8, 128, 512
+TOKENS, WORDS = 128, 512
 IMAGE = 64
 
 
@@ -61,13 +61,13 @@ def vit() -> PreTrainedModel:
 MODELS = {"gpt2": gpt2, "llama": llama, "t5": t5, "vit": vit}
 
 
-def rows(name: str) -> list[dict[str, Any]]:
+def rows(name: str, samples: int) -> list[dict[str, Any]]:
     """The data set: not of torch's tensors, so that it is no part of what is metered."""
     generator = np.random.default_rng(0)
     if name == "vit":
-        images = generator.standard_normal((SAMPLES * STEPS, 3, IMAGE, IMAGE), dtype=np.float32)
+        images = generator.standard_normal((samples * STEPS, 3, IMAGE, IMAGE), dtype=np.float32)
         return [{"pixel_values": image, "labels": index % 10} for index, image in enumerate(images)]
-    ids = generator.integers(1, WORDS, (SAMPLES * STEPS, TOKENS))
+    ids = generator.integers(1, WORDS, (samples * STEPS, TOKENS))
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
@@ -99,6 +99,7 @@ def main() -> None:
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("--budget", type=int, help="bytes; without it plain training")
     parser.add_argument("--codecs", action="store_true", help="allow compression with loss, and a chunked head")
+    parser.add_argument("--samples", type=int, default=8, help="in a batch")
     options = parser.parse_args()
     logging.basicConfig()
     logging.getLogger("adacc_hf").setLevel(logging.INFO)
@@ -115,7 +116,7 @@ def main() -> None:
         args = TrainingArguments(
             folder,
             max_steps=STEPS,
-            per_device_train_batch_size=SAMPLES,
+            per_device_train_batch_size=options.samples,
             report_to="none",
             save_strategy="no",
             logging_steps=1,
@@ -123,7 +124,9 @@ def main() -> None:
             use_cpu=True,
         )
         model = MODELS[options.model]()
-        trainer = Trainer(model=model, args=args, train_dataset=rows(options.model), callbacks=callbacks)
+        trainer = Trainer(
+            model=model, args=args, train_dataset=rows(options.model, options.samples), callbacks=callbacks
+        )
         try:
             trainer.train()
         except InfeasibleBudgetError as error:

@@ -155,7 +155,7 @@ def test_a_batch_that_there_is_no_memory_to_profile_is_told_from_few_of_its_samp
     assert told == pytest.approx(measured, rel=0.03)  # as peaks at sizes that were not profiled
 
 
-@pytest.mark.parametrize(("samples", "most"), [(4, 3), (8, 0)], ids=["too few samples", "not even few"])
+@pytest.mark.parametrize(("samples", "most"), [(4, 1), (8, 0)], ids=["not two", "not even few"])
 def test_a_batch_of_which_no_few_samples_can_be_profiled_ends_as_it_did(tiny_gpt2, token_batch, samples, most):
     model = tiny_gpt2()
     refuse_many(model, most)
