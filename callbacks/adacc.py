@@ -44,9 +44,10 @@ __all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
 class AdaccCallback(TrainerCallback):
     """Trains within a memory budget.
 
-    The first `profile_steps` steps run under torch's own checkpointing; then the last batch, or the next one that calls
-    every block, is profiled, a policy is solved and followed. As training goes on the policy follows the data
-    (adapt/evolution.py). With `torch_compile=True` the decisions are made inside the compiled graphs
+    Under a budget in bytes the profile is told from small parts of the first batch, and a policy is followed from the
+    first step on. Else the first `profile_steps` steps run under torch's own checkpointing; then the last batch, or the
+    next one that calls every block, is profiled, and a policy is solved. As training goes on the policy follows the
+    data (adapt/evolution.py). With `torch_compile=True` the decisions are made inside the compiled graphs
     (compiler/compiled_run.py). A checkpoint carries all of it, and a run that resumes with the same `memory_budget` on
     as many ranks goes on with it. When training ends, or fails, the model is as it was.
 
@@ -141,7 +142,7 @@ class AdaccCallback(TrainerCallback):
         is_known = isinstance(self._given, (str, Path, Policy))
         saved = None if is_known else self._saved()
         if saved is None and not is_known:
-            warn_of_short_run(state, self.config.profile_steps)
+            warn_of_short_run(state, self.config)
         session.begin(saved, state.global_step)
 
     def _saved(self) -> Saved | None:

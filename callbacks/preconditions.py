@@ -90,8 +90,11 @@ def warn_of_checkpointing(args: TrainingArguments, config: AdaccConfig) -> None:
         )
 
 
-def warn_of_short_run(state: TrainerState, profile_steps: int) -> None:
+def warn_of_short_run(state: TrainerState, config: AdaccConfig) -> None:
     """Say that no policy will be set, where a run ends before its profile or with it."""
+    if not isinstance(config.memory_budget, float):  # a policy comes before the first step
+        return
+    profile_steps = config.profile_steps
     num_steps = state.max_steps - state.global_step
     if state.max_steps > 0 and num_steps <= profile_steps:  # 0 is a state that no Trainer filled in
         log.warning(

@@ -41,9 +41,10 @@ RETRY = (
 class AdaccSession:
     """Keeps the training of a model within a memory budget, in any loop.
 
-    The first `profile_steps` steps run under torch's checkpoint. Then a batch is profiled, a policy is solved, and the
-    model follows it; batches of other sizes get policies of their own, and all policies follow the data. Everything
-    that AdaccCallback does in a Trainer is done, except for models that are compiled as a whole. For example:
+    Under a budget in bytes a policy is followed from the first step on, told from small parts of its batch. Else the
+    first `profile_steps` steps run under torch's checkpoint; then a batch is profiled, and a policy is solved. Batches
+    of other sizes get policies of their own, and all policies follow the data. Everything that AdaccCallback does in a
+    Trainer is done, except for models that are compiled as a whole. For example:
 
         session = AdaccSession(model, optimizer, memory_budget="20GiB")
         for batch in loader:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from adacc_hf import AdaccConfig, AdaccSession, Policy
 from adacc_hf.adapt import policy_maker
@@ -498,3 +498,34 @@ def test_bad_arguments_are_refused(arguments, error, match):
 def test_data_parallel_is_refused():
     with pytest.raises(ValueError, match="several threads"):
         AdaccSession(torch.nn.DataParallel(make_model()), torch.optim.AdamW(make_model().parameters()))
+
+
+def make_t5():
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.1}
+    config = T5Config(vocab_size=61, decoder_start_token_id=0, use_cache=False, **sizes)
+    return T5ForConditionalGeneration(config).train()
+
+
+def pair_of(seed, samples=4):
+    """Texts of 24 to 150 tokens with labels of 8 to 20: no two batches have the same sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, labels = (int(torch.randint(*bounds, (1,), generator=generator)) for bounds in ((24, 150), (8, 20)))
+    ids = [torch.randint(1, 61, (samples, length), generator=generator) for length in (tokens, labels)]
+    return {"input_ids": ids[0], "labels": ids[1]}
+
+
+@pytest.mark.parametrize("part", [0.6, 0.75])
+def test_few_pairs_of_texts_of_any_length_keep_to_the_budget(monkeypatch, part):
+    """No batch is profiled whole, whatever comes first: the budget that one fits may be too small for the next."""
+    batches = [pair_of(seed) for seed in range(16)]
+    plain = train(one_step, batches, NoSession, make_t5)
+    whole = train(one_step, [max(batches, key=lambda batch: batch["input_ids"].numel())] * 5, make=make_t5, **HALF)
+    most = Policy.uniform(whole.session.profile, "retain").predicted_peak_bytes
+    monkeypatch.setattr(policy_maker, "profile_model", None)
+    run = train(one_step, batches, make=make_t5, memory_budget=int(part * most), **LOSSLESS)
+    run.assert_equals(plain)
+    measured = [event["measured_peak_bytes"] for event in run.session.history if "measured_peak_bytes" in event]
+    assert len(measured) >= 2
+    assert max(measured) <= part * most
+    assert run.session.history[0]["step"] == 0
