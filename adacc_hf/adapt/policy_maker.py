@@ -369,8 +369,8 @@ def refuse_above_budget(policy: Policy, memory_budget: str | float | int, plain_
             return
         what, needed, allowed = "stores", policy.predicted_stored_bytes, math.ceil(memory_budget * plain_bytes)
     else:
-        is_text = isinstance(memory_budget, str)
-        allowed = parse_bytes(memory_budget, "memory_budget") if is_text else int(memory_budget)
+        in_bytes = memory_budget if isinstance(memory_budget, int) else parse_bytes(memory_budget, "memory_budget")
+        allowed = in_bytes
         what, needed = "has a peak of", policy.predicted_peak_bytes
     if needed > allowed:
         raise ValueError(

@@ -61,7 +61,7 @@ class AdaccSession:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         config: AdaccConfig | None = None,
         *,
         policy: PolicySource | None = None,
@@ -73,7 +73,8 @@ class AdaccSession:
         """
         Args:
             model: as the loop calls it; DistributedDataParallel is looked through.
-            optimizer: what the loop steps. Its state, its step and what it has yet to make are in the plan.
+            optimizer: what the loop steps. Its state, its step and what it has yet to make are in the plan. None only
+                where a `loop` sends it later.
             config: settings. Fields of AdaccConfig may be given as keyword arguments instead, or on top of it.
             policy: in place of the solver, a Policy, a file or a function of the profile. Nothing changes such a one.
             compute_loss: for a model whose output has no `loss`, or that a step calls several times:
