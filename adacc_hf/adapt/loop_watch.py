@@ -1,4 +1,4 @@
-"""Watches the model and the optimizer of a loop of the user's own: whoever writes it sends no events."""
+"""LoopWatch: hooks on model and optimizer that send a session its events. A user's own loop sends none itself."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from adacc_hf.price.whole_model import ComputeLoss
 
 
 class LoopWatch:
-    """Tells a run when its model is called on a micro-batch, and when its optimizer steps."""
+    """Hooks that tell a run's phase when the model is called on a micro-batch and when the optimizer steps."""
 
     def __init__(self, run: Run, compute_loss: ComputeLoss | None) -> None:
         self.is_on = False
-        """Whether a micro-batch runs."""
+        """True within a micro-batch."""
         self._run, self._compute_loss = run, compute_loss
         self._batch: Any = None
         self._is_busy = False
-        """Whether it is told right now: a profile calls the model itself."""
+        """True while the phase handles an event. Calls of the model are then a profile's, and send no events."""
         self._hooks: list[Any] = []
 
     def begin(self) -> None:
-        """Watch from now on."""
+        """Register the hooks."""
         self._hooks = [
             self._run.model.register_forward_pre_hook(self._forward_begins, with_kwargs=True),
             self._run.optimizer.register_step_pre_hook(self._optimizer_begins),
@@ -37,20 +37,20 @@ class LoopWatch:
         ]
 
     def check(self, batch: Any) -> None:
-        """Raise TypeError if `compute_loss` could not be given `batch`."""
+        """Raise TypeError if there is a `compute_loss` and `batch` is no mapping."""
         if self._compute_loss is not None and not isinstance(batch, Mapping):
             raise TypeError(
-                f"a batch of type {type(batch).__name__} beside compute_loss: give session.step or session.micro_batch "
-                f"the mapping that compute_loss(model, batch) takes, for a profile makes parts of it"
+                f"a batch of type {type(batch).__name__} beside compute_loss: pass a mapping (a dict of tensors) to "
+                f"session.step or session.micro_batch, for profiling calls compute_loss(model, batch) with parts of it"
             )
 
     def begin_micro_batch(self, batch: Any) -> None:
-        """Training on `batch` begins."""
+        """Begin a micro-batch that trains on `batch`."""
         self.check(batch)
         self.is_on, self._batch = True, batch
 
     def remove(self) -> None:
-        """Watch no more. Harmless when called again."""
+        """Remove the hooks. Harmless when called again."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._batch, self.is_on = [], None, False
@@ -92,13 +92,16 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def unwrapped_optimizer(optimizer: Any) -> Optimizer:
-    """Return the optimizer inside Accelerate's, whose hooks are called. Raises TypeError for none of torch's."""
+    """Return torch's optimizer inside Accelerate's wrapper: hooks registered on the wrapper are not called.
+
+    Raises TypeError if there is no torch.optim.Optimizer.
+    """
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, Optimizer):
         return unwrapped_optimizer(inner)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"optimizer={optimizer!r} is no torch.optim.Optimizer: give the one that the loop steps, whose state and "
-            f"step are in the plan, and whose step tells that a training step is over"
+            f"optimizer={optimizer!r} is no torch.optim.Optimizer: pass the optimizer that the loop steps. The budget "
+            f"includes its state, and its step ends a training step"
         )
     return optimizer

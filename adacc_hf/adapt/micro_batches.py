@@ -1,4 +1,4 @@
-"""What a run trains on: the sizes of each micro-batch, and the batch that a profile is made of."""
+"""MicroBatches: the sizes of each micro-batch of a run. LastBatch: the batch that a profile is made from."""
 
 from __future__ import annotations
 
@@ -15,81 +15,86 @@ from adacc_hf.torch_glue.batch_shapes import BatchShapes, batch_shapes
 
 
 class MicroBatches:
-    """What a run trains on: the sizes of each micro-batch, and, while a profile waits for it, the last one itself."""
+    """The sizes of the current micro-batch and, while a profile is due, the last batch itself.
+
+    The sizes become known when the tensors do: at the micro-batch's start, or at the model's call.
+    """
 
     def __init__(self) -> None:
         self.shapes: BatchShapes = ()
         self.has_met = False
-        """Whether `shapes` are those of the micro-batch that runs, or ran last."""
+        """True if `shapes` are those of the current or last micro-batch; False before its tensors are known."""
         self._sizes: list[tuple[str, torch.Size]] = []
         self._last: LastBatch | None = None
 
     @property
     def is_catching(self) -> bool:
-        """Whether the last one is kept."""
+        """True if the last batch is kept."""
         return self._last is not None
 
     @property
     def met(self) -> BatchShapes | None:
-        """The sizes of the one that runs, or ran last; None where it has no tensors yet."""
+        """Shapes of the current or last micro-batch; None before its tensors are known."""
         return self.shapes if self.has_met else None
 
     def begin(self) -> None:
-        """The next one begins."""
+        """Begin the next micro-batch."""
         self.has_met = False
         self.begin_again()
 
     def begin_again(self) -> None:
-        """The present one begins, for the first time or once more."""
+        """Begin the current micro-batch, for the first time or for a retry."""
         if self._last is not None:
             self._last.begin()
 
     def meet(self, inputs: Any) -> bool:
-        """Whether `inputs` have the micro-batch's tensors, which were not met before: reinforcement learning makes them
-        of samples within the step."""
+        """Read the micro-batch's shapes from `inputs`. Return True if these are its first tensors.
+
+        In reinforcement learning the tensors are sampled within the step, so they may be unknown when it begins.
+        """
         if self.has_met or not isinstance(inputs, Mapping):
             return False
         sizes = [(name, given.shape) for name, given in inputs.items() if isinstance(given, torch.Tensor)]
-        if sizes != self._sizes:  # most have the sizes of the one before
+        if sizes != self._sizes:  # skipped for equal sizes: `batch_shapes` takes time
             self._sizes, self.shapes = sizes, batch_shapes(inputs)
         self.has_met = True
         return True
 
     def catch(self, model: nn.Module) -> None:
-        """Keep the last one from now on. Harmless when it is kept already."""
+        """Keep the last batch from now on. Harmless when called again."""
         if self._last is None:
             self._last = LastBatch(model)
 
     def given(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
-        """`compute_loss` is about to make the loss of `inputs`: a profile may need both."""
+        """Note that `compute_loss` is about to be called with `inputs`. See `LastBatch.given`."""
         if self._last is not None:
             self._last.given(inputs, compute_loss, is_certain)
 
     def loss_is_made(self, result: Any) -> None:
-        """The loop has made its loss, which is `result`, or its first item."""
+        """Note the loop's loss: `result` or, if that is a tuple, its first item."""
         if self._last is not None:
             self._last.loss_is_made(result)
 
     def take(self) -> tuple[dict[str, Any] | None, ComputeLoss | None]:
-        """The last one that was kept and what makes its loss, which are let go of; no more are kept."""
+        """Return the last batch and its `compute_loss`, and keep no further batches."""
         assert self._last is not None
         caught = self._last.batch, self._last.compute_loss
         self.drop()
         return caught
 
     def drop(self) -> None:
-        """Let go of the last one; no more are kept. Harmless when none is."""
+        """Free the last batch, and keep no further ones. Harmless when called again."""
         if self._last is not None:
             self._last.remove()
         self._last = None
 
 
 class LastBatch:
-    """Keeps the last batch that `model` was trained on, until `remove()`.
+    """A forward hook that keeps the last batch on which `model` was trained, until `remove()`.
 
-    Where the loss is not the model's own, because the loop makes one (the Trainer's label smoothing or preferences, a
-    `compute_loss` of the user's), or takes several calls of the model, the batch is what makes the loss was given, and
-    `compute_loss` is set.
+    If the output's own `loss` is trained on, `batch` has the arguments of the model's call and `compute_loss` is None.
+    If the loop computes another loss (label smoothing, DPO, a user's `compute_loss`), or calls the model several times,
+    `compute_loss` is the loop's function and `batch` its argument; without such a function, both are None.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -97,27 +102,28 @@ class LastBatch:
         self.compute_loss: ComputeLoss | None = None
         self._given: tuple[dict[str, Any], ComputeLoss] | None = None
         self._own: Node | None = None
-        """What the model's own loss was made by, until the Trainer has returned its loss."""
+        """`grad_fn` of the model's own loss, until the loop's loss is known and compared with it."""
         self._num_calls = 0
-        """Of the model, since the last batch was given, or the micro-batch began."""
+        """Calls of the model since the micro-batch began or `given` was called."""
         self._is_told_of_each = False
-        """Whether each micro-batch is said to begin."""
+        """True if `begin` is called for each micro-batch, so that `_num_calls` counts within one."""
         self._is_certain = False
         self._hook = model.register_forward_hook(self._keep, with_kwargs=True)
 
     def remove(self) -> None:
-        """Keep nothing more, and let go of the batch. Harmless when called again."""
+        """Remove the hook, and free the batch. Harmless when called again."""
         self._hook.remove()
         self.batch = self.compute_loss = self._given = self._own = None
 
     def begin(self) -> None:
-        """The next micro-batch begins, or the present one anew."""
+        """Begin the next micro-batch, or the current one again."""
         self._num_calls, self._is_told_of_each = 0, True
 
     def given(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
-        """`compute_loss` is about to make the loss of `inputs`; None where only the model can make one.
+        """Note that `compute_loss` is about to be called with `inputs`. None means that the model makes the loss.
 
-        Unless `is_certain`, it may turn out to be a multiple of the model's own loss.
+        If `is_certain`, the profile needs `compute_loss`. Otherwise `loss_is_made` decides: the loss may turn out to be
+        the model's own loss, scaled.
         """
         if not isinstance(inputs, Mapping) or compute_loss is None:
             return
@@ -127,7 +133,7 @@ class LastBatch:
             self.batch, self.compute_loss = self._given
 
     def loss_is_made(self, result: Any) -> None:
-        """`compute_loss` has returned `result`, made of other outputs unless it is a multiple of the model's loss."""
+        """Note the result of `compute_loss`, and use `compute_loss` unless the loss is the model's own, scaled."""
         loss = result[0] if isinstance(result, tuple) else result
         if self._given is not None and self._own is not None and not _leads_to(loss.grad_fn, self._own):
             self.batch, self.compute_loss = self._given
@@ -148,7 +154,7 @@ class LastBatch:
 
 
 def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """All arguments of a call by name; None if those without have none."""
+    """Return all arguments of a call by name; None if a positional argument has no name, as in `*args`."""
     parameters = list(inspect.signature(module.forward).parameters.values())[: len(args)] if args else []
     if len(parameters) < len(args) or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
         return None
@@ -156,7 +162,7 @@ def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _leads_to(node: Node | None, wanted: Node) -> bool:
-    """Whether one path alone leads from `node` down the graph, and to `wanted`: a loss that was scaled."""
+    """Return True if `wanted` is reached from `node` along nodes with one input each, as in a scaled loss."""
     while node is not None and node is not wanted:
         following = [child for child, _ in node.next_functions if child is not None]
         node = following[0] if len(following) == 1 else None

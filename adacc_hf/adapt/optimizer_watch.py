@@ -1,4 +1,4 @@
-"""Looks at optimizers while they step: whether one does so out of sight, and what a step takes for a while."""
+"""InnerSteps: detects optimizer steps within a micro-batch. OptimizerWatch: measures a step's temporary memory."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ log = logging.getLogger(__name__)
 
 
 class InnerSteps:
-    """Notes whether any of torch's optimizers steps while it is open: under DeepSpeed, or layer by layer."""
+    """A detector of optimizer steps between `open` and `close`, such as DeepSpeed's or layer-wise optimizers'."""
 
     def __init__(self) -> None:
         self.were_seen = False
         self.expected: Any = None
-        """The optimizer whose steps are no news: in a loop of the user's own they may come within a micro-batch."""
+        """The session's own optimizer, whose steps are ignored: a user's loop may step it within a micro-batch."""
         self._hook: Any = None
 
     def open(self) -> None:
-        """Look from now on. Harmless when open already."""
+        """Begin to detect steps. Harmless when open already."""
         self.close()
         self._hook = register_optimizer_step_pre_hook(self._see)
 
     def close(self) -> None:
-        """Look no more. Harmless when not open."""
+        """Stop. Harmless when not open."""
         if self._hook is not None:
             self._hook.remove()
         self._hook = None
@@ -41,23 +41,26 @@ class InnerSteps:
 
 
 class OptimizerWatch:
-    """Counts what one step of a run's optimizer takes."""
+    """A meter of the temporary memory of one optimizer step, and of gradient clipping before the step."""
 
     def __init__(self) -> None:
         self.nbytes = 0
-        """Most bytes that clipping or the step took beside parameters, gradients and state; 0 until it was seen."""
+        """Peak temporary bytes of clipping or the step, without parameters, gradients and state; 0 if unmeasured."""
         self.has_seen = False
-        """Whether a step was seen, or it was found that none can be."""
+        """True once a step was measured, or could not be measured because another profiler was active."""
         self.meter: OptimizerMeter | None = None
-        """While a step is looked at."""
+        """The open meter while a step is measured, else None."""
 
     def begin(self, clips: bool, model: nn.Module) -> None:
-        """The optimizer is about to step. If the loop `clips` gradients it has done so, and it is done again, without
-        effect."""
+        """Begin to measure the optimizer's step.
+
+        If the loop `clips` gradients, the clipping is already over, so its memory is measured by a repetition that
+        leaves the gradients unchanged.
+        """
         self.has_seen = True
         device = next(model.parameters()).device
         if device.type == "cpu" and is_profiling():
-            log.info("Adacc: another profiler is at work: the optimizer's temporary memory is not in the plan")
+            log.info("Adacc: another profiler is active: the plan leaves out the optimizer's temporary memory")
             return
         if clips:
             self.nbytes = max(self.nbytes, measure_clipping(model.parameters()))
@@ -66,7 +69,7 @@ class OptimizerWatch:
         self.meter = meter
 
     def end(self) -> None:
-        """The optimizer has stepped. Harmless when nothing is counted."""
+        """End the measurement after the optimizer's step. Harmless when nothing is measured."""
         if self.meter is not None:
             with suppress(ProfilerAtWorkError):
                 self.meter.__exit__(None, None, None)

@@ -1,5 +1,4 @@
-"""One run under a session: what it has come to and the files that tell of it, and the verbs of a phase of it, each of
-which has its own answers (phases.py)."""
+"""Run: the state and the files of one run under a session. Phase: the events that a run's phase handles (phases.py)."""
 
 from __future__ import annotations
 
@@ -21,65 +20,65 @@ from adacc_hf.price.whole_model import ComputeLoss
 
 REPORTS_LACK = "training goes on, and reports show what is there"
 HISTORY_PARTS = 64
-"""The part of a run's history that may be unwritten for a while: one event in 64."""
+"""The history is written when at least one event in 64 is unwritten: each write is of the whole history."""
 
 
 class Phase:
-    """What a run does at the events of a training loop. This one does nothing.
+    """Handlers of a training loop's events. In this base class they do nothing.
 
-    `step` is the number of steps that are over.
+    `step` is always the number of finished steps.
     """
 
     def step_begins(self, step: int) -> None:
-        """A step begins."""
+        """Begin a step."""
 
     def micro_batch_begins(self, inputs: Any) -> None:
-        """A micro-batch begins; of `inputs` its tensors are known, if they are a mapping."""
+        """Begin a micro-batch. If `inputs` is a mapping, it has the micro-batch's tensors; else they come later."""
 
     def attempt(self, run: Callable[[], Any]) -> Any:
-        """Return what `run` returns, which trains on the micro-batch."""
+        """Call `run`, which trains on the micro-batch, and return its result."""
         return run()
 
     def forward_begins(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
-        """The loss of a micro-batch is about to be made of `inputs`, by `compute_loss`; None for the model itself.
+        """Note that `compute_loss`, or the model itself if None, is about to make the loss of `inputs`.
 
-        Unless `is_certain`, the model's own loss may turn out to be what is trained on.
+        If not `is_certain`, the loss may turn out to be the model's own, scaled (see `LastBatch`).
         """
 
     def loss_is_made(self, result: Any, inputs: Any) -> None:
-        """The loss, or (loss, outputs), of `inputs` is made, for training or evaluation."""
+        """Note `result`, the loss or (loss, outputs) of `inputs`, in training or evaluation."""
 
     def micro_batch_ends(self) -> None:
-        """The micro-batch is over: note what it ran under."""
+        """End the micro-batch: record the policy and the fallbacks it ran under."""
 
     def broken_off(self) -> None:
-        """An error has ended the step."""
+        """Abandon the step, which an error has ended."""
 
     def optimizer_begins(self) -> None:
-        """The optimizer is about to step."""
+        """Note that the optimizer is about to step."""
 
     def optimizer_ends(self) -> None:
-        """The optimizer has stepped."""
+        """Note that the optimizer has stepped."""
 
     def step_ends(self, step: int) -> None:
-        """A step is over."""
+        """End a step."""
 
     def figures(self, logs: dict[str, float], is_own: bool) -> dict[str, float]:
-        """What is added to `logs` of training; `is_own` says whether all ranks make them."""
+        """Return the figures to add to the training's `logs`. `is_own` is True if all ranks log at this step."""
         return {}
 
     def save(self, folder: Path) -> None:
-        """Write what a run that resumes needs into `folder`."""
+        """Write the files that a resumed run needs into `folder`."""
 
     def ends(self) -> None:
-        """The run is over: write what is left to write."""
+        """End the run: write the last files."""
 
     def remove(self) -> None:
-        """Take everything off the model and the loop. Harmless when called again."""
+        """Restore the model and the loop. Harmless when called again."""
 
 
 class Run:
-    """One run of a training loop: what all its phases share, what it has come to, and the files that tell of it."""
+    """State of one run of a training loop, shared by all its phases, and the files that describe the run."""
 
     def __init__(
         self, config: AdaccConfig, given: PolicySource | None, model: nn.Module, optimizer: Any, loop: TrainingLoop
@@ -92,26 +91,26 @@ class Run:
         self.history: list[dict[str, Any]] = []
         self.ran = WhatRan()
         self.num_before = 0
-        """Steps of an earlier run that this one goes on with."""
+        """Finished steps of the run that this one resumes; 0 for a new run."""
         self.num_steps = 0
-        """Steps that are over, without those."""
+        """Finished steps of this run, without `num_before`."""
         self.has_stepped = False
-        """Whether the optimizer has begun the step's update."""
+        """True if the optimizer has begun to update the weights in the current step."""
         self._num_saved = 0
-        """Events of the history that are written."""
+        """Events of the history that are already written."""
         self._is_unsaved = False
-        """Whether the policy in force is not."""
+        """True if the current policy is not written yet."""
         self._is_uncounted = False
-        """Whether steps were counted in the history since it was written."""
+        """True if fallback steps were added to the history's events since the history was written."""
 
     @property
     def step(self) -> int:
-        """The number of steps that are over."""
+        """Number of finished steps, including those of the run that this one resumes."""
         return self.num_before + self.num_steps
 
     @property
     def in_force(self) -> Policy:
-        """The policy, in a phase that follows one."""
+        """The current policy. Only for phases that follow a policy."""
         assert self.policy is not None
         return self.policy
 
@@ -119,26 +118,29 @@ class Run:
         self.history.append({"step": step, "event": event, **figures})
 
     def show(self, policy: Policy, profile: Profile | None) -> None:
-        """These are in force from now on."""
+        """Set the policy that is followed from now on, and the profile it was solved for."""
         self.policy, self.profile = policy, profile
 
     def watch_optimizer(self, watch: OptimizerWatch) -> None:
-        """Look at what clipping and the optimizer take at this step's end, if it is late enough and none was seen."""
+        """Begin to measure clipping and the optimizer's step, if none was measured and this is not an early step.
+
+        Early steps (before the last of `profile_steps`) are left out: the first one allocates the optimizer's state.
+        """
         if not watch.has_seen and self.num_steps >= self.config.profile_steps - 1:
             watch.begin(self.loop.clips, self.model)
 
     def count_step(self, step: int) -> None:
-        """Count `step`, which is over, if it ran otherwise than the policy says."""
+        """Count the finished `step` as a fallback step if part of it did not follow the policy."""
         self._is_uncounted |= self.ran.step_ends(step, self.history)
 
     def fallback_figures(self) -> dict[str, float]:
-        """How many steps ran otherwise than the policy says, for the log."""
+        """Return the number of fallback steps, for the log."""
         return {f"adacc/{STEPS}": num_fallback_steps(self.history)}
 
     def save(self, changed: bool, is_last: bool = False) -> None:
-        """Write the policy if it changed, and what happened, into the run's folder.
+        """Write the policy, if it changed, and the history into the run's folder.
 
-        Of a long history only every so many events: all of it is written each time.
+        A long history is written less often (HISTORY_PARTS).
         """
         folder = self.loop.folder
         if folder is None or not self.loop.is_first_rank:
@@ -153,12 +155,12 @@ class Run:
                 self._num_saved, self._is_uncounted = len(self.history), False
 
     def save_rest(self) -> None:
-        """Write what `save` has left out so far."""
+        """Write the events that `save` has not written yet."""
         if self._num_saved < len(self.history) or self._is_uncounted:
             self.save(self._is_unsaved, is_last=True)
 
     def save_by(self, write: Callable[[str | Path, list[dict[str, Any]]], None]) -> None:
-        """Have `write` put what happened into the run's folder, with the policy of a kind of its own."""
+        """Call `write(folder, history)`, which writes the files of a compiled run into the run's folder."""
         folder = self.loop.folder
         if folder is not None and self.loop.is_first_rank:
             with going_on(folder, REPORTS_LACK):

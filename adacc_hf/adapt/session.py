@@ -1,7 +1,7 @@
-"""AdaccSession: training within a memory budget in a loop of the user's own, and the events that adapters send.
+"""AdaccSession: keeps a user's own training loop within a memory budget.
 
-The session is the one controller: AdaccCallback passes the Trainer's events on to it. Which phase a run is in decides
-what an event does (phases.py).
+AdaccCallback uses a session too, and passes the Trainer's events on to it. The run's current phase handles each event
+(phases.py).
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ from adacc_hf.torch_glue.ranks import from_first_rank
 log = logging.getLogger(__name__)
 
 MANY = 2
-"""Micro-batches that a step of several is taken for, until one was counted: later ones find gradients."""
+"""Number of micro-batches assumed in the first step if there may be several: with 2 or more, gradients accumulate."""
 RETRY = (
-    "Adacc: within session.step(batch) a step cannot be tried again; session.run(step, batch), where step(batch) "
-    "is a function of forward, backward and the optimizer's step, tries once more under a tighter policy"
+    "Adacc: out of memory within session.step(batch), which cannot repeat a step. Write forward, backward and the "
+    "optimizer's step as a function step(batch), and call session.run(step, batch): if memory runs out, the function "
+    "is called once more under a tighter policy"
 )
 
 
 class AdaccSession:
-    """Keeps the training of a model within a memory budget, in any loop.
+    """Memory budget for a model in any training loop.
 
-    Under a budget in bytes a policy is followed from the first step on, told from small parts of its batch. Else the
-    first `profile_steps` steps run under torch's checkpoint; then a batch is profiled, and a policy is solved. Batches
-    of other sizes get policies of their own, and all policies follow the data. Everything that AdaccCallback does in a
-    Trainer is done, except for models that are compiled as a whole. For example:
+    If the model can run on small parts of the first batch, a profile and a policy are made from these parts before the
+    first forward. Otherwise the first `profile_steps` steps run under torch's checkpoint; then a batch is profiled and
+    a policy is solved. Each size of batch gets a policy of its own, and policies change with the data. AdaccCallback
+    does the same in a Trainer; only models compiled as a whole need the callback. For example:
 
         session = AdaccSession(model, optimizer, memory_budget="20GiB")
         for batch in loader:
@@ -54,8 +55,10 @@ class AdaccSession:
                 optimizer.zero_grad()
         session.close()
 
-    Where a step has several micro-batches, each is run `with session.micro_batch(batch)`. A step is then over when the
-    optimizer has stepped. All ranks of a distributed run need a session, and the same number of steps.
+    `session.step` has to contain forward, backward and the optimizer's step. With gradient accumulation, run each
+    micro-batch `with session.micro_batch(batch)`: the step ends when the optimizer has stepped. Every rank of a
+    distributed run needs a session and the same number of steps. Close a session before
+    you make another one for the same model.
     """
 
     def __init__(
@@ -72,20 +75,20 @@ class AdaccSession:
     ) -> None:
         """
         Args:
-            model: as the loop calls it; DistributedDataParallel is looked through.
-            optimizer: what the loop steps. Its state, its step and what it has yet to make are in the plan. None only
-                where a `loop` sends it later.
-            config: settings. Fields of AdaccConfig may be given as keyword arguments instead, or on top of it.
-            policy: in place of the solver, a Policy, a file or a function of the profile. Nothing changes such a one.
-            compute_loss: for a model whose output has no `loss`, or that a step calls several times:
-                `compute_loss(model, batch)` calls it and returns the loss. The profile alone calls it, some 8 times,
-                with what `step` or `micro_batch` was given, which has to be a mapping then.
-            folder: where the files go that `adacc report` and `adacc explain` read; None for none.
+            model: the module that the loop calls. DistributedDataParallel may be around it.
+            optimizer: the optimizer that the loop steps. The budget includes its state, also before the first step, and
+                the temporary memory of its step. None only if a `loop` passes the optimizer later.
+            config: settings. Keyword arguments named as AdaccConfig's fields replace it, or override its fields.
+            policy: a Policy, the path of a policy file, or a function that makes a Policy of a Profile. Replaces the
+                solver; the policy then never changes.
+            compute_loss: `compute_loss(model, batch)` calls the model and returns the loss. Needed if the model's
+                output has no `loss`, or if a step calls the model several times. Only profiling calls this function,
+                about 8 times, with the batch or parts of the batch passed to `step` or `micro_batch`: a mapping.
+            folder: the folder for the files that `adacc report` and `adacc explain` read. None writes no files.
             loop: for adapters of other trainers, which send the events themselves. None watches model and optimizer.
 
-        Raises TypeError for what is no AdaccConfig, no optimizer, and a policy that is none and leads to none; and
-        ValueError for a setting out of its range, and for nn.DataParallel. The first step raises ValueError for a
-        policy that needs more than a `memory_budget` given beside it.
+        Raises TypeError if `config`, `optimizer` or `policy` has another type, and ValueError for a setting out of its
+        range or nn.DataParallel. The first step raises ValueError if `policy` needs more than `memory_budget`.
         """
         check_arguments(type(self).__name__, config, policy)
         self.config = (config or AdaccConfig()).with_overrides(**overrides)
@@ -96,37 +99,37 @@ class AdaccSession:
         self._run = Run(self.config, policy, model, optimizer, loop)
         self._watch = LoopWatch(self._run, compute_loss) if own else None
         self._num_micro = 0
-        """Micro-batches of the step that runs; 0 between steps."""
+        """Micro-batches that have begun in the current step."""
         self._is_in_step = self._has_begun = self._is_closed = False
         self._is_explicit = False
-        """Whether the step that runs is one of `step`."""
+        """True inside the context of `step`."""
         self._is_one = False
-        """Whether the step that runs has one micro-batch."""
+        """True if the current step is known to have one micro-batch: inside `step(batch)` or `run`."""
 
     @property
     def policy(self) -> Policy | None:
-        """The policy in force, once there is one."""
+        """The current policy; None before there is one."""
         return self._run.policy
 
     @property
     def profile(self) -> Profile | None:
-        """What the policy in force was solved for; None where only the policy is known."""
+        """The profile that the current policy was solved for; None if the policy was passed in as a Policy or file."""
         return self._run.profile
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """What happened: dicts of `step`, `event` ("policy", "tracking", "change", "guard", "memory", "fallback") and
-        its figures."""
+        """Events of the run: dicts of `step`, `event` ("policy", "tracking", "change", "guard", "memory", "fallback")
+        and the event's figures."""
         return self._run.history
 
     @property
     def num_steps(self) -> int:
-        """Steps that are over, those of a run that `load` goes on with included."""
+        """Number of finished steps, including those before the checkpoint that `load` has read."""
         return self._run.step
 
     @property
     def state(self) -> Run:
-        """What the run has come to, for a phase of an adapter's."""
+        """The run's state, for a phase that an adapter defines."""
         return self._run
 
     @property
@@ -135,23 +138,24 @@ class AdaccSession:
         return self._run.phase
 
     def metrics(self, logs: dict[str, float] | None = None) -> dict[str, float]:
-        """Figures of the policy and of the steps since the last call, by the keys that AdaccCallback logs.
+        """Return figures of the policy and of the steps since the last call. Empty before there is a policy.
 
-        `logs` are what the loop logs: of `loss` and `grad_norm` in it the guard of accuracy tells whether codecs harm
-        the training. All ranks must call this at the same steps.
+        The keys are those that AdaccCallback logs. `logs` are the loop's own figures: from `loss` and `grad_norm` the
+        accuracy guard detects spikes caused by codecs. All ranks must call this method at the same steps.
         """
         return self.figures(logs or {}, is_own=True)
 
-    # What a loop of the user's own calls.
+    # Methods for a user's own loop.
 
     @contextmanager
     def step(self, batch: Any = None) -> Iterator[None]:
         """Return the context of one optimizer step: forward, backward and the optimizer's step.
 
-        It has one micro-batch, `batch`; or, without a batch, those that run in `micro_batch` inside.
+        With a `batch`, the step has this one micro-batch. Without, the step has the micro-batches that run
+        `with micro_batch(...)` inside. Outside the context nothing is measured or corrected.
         """
         if self._is_explicit:
-            raise RuntimeError("session.step(...) within another one: leave the first step's context before")
+            raise RuntimeError("session.step(...) within another one: leave its context first")
         self._end_last_step()
         self._is_explicit, self._is_one = True, batch is not None
         try:
@@ -168,7 +172,8 @@ class AdaccSession:
 
     @contextmanager
     def micro_batch(self, batch: Any = None) -> Iterator[None]:
-        """Return the context of one micro-batch: its forward and backward, and perhaps the optimizer's step."""
+        """Return the context of one micro-batch: forward, backward and, in a step's last micro-batch, the optimizer's
+        step, which may also come right after the context."""
         with self._breaking_off():
             self._begin_micro_batch(batch)
             yield
@@ -177,10 +182,11 @@ class AdaccSession:
             self.end_step()
 
     def run(self, fn: Callable[[Any], Any], batch: Any) -> Any:
-        """Return `fn(batch)`, which is a whole step with one micro-batch, or within `step()` one micro-batch.
+        """Run `fn(batch)` and return its result. `fn` is a whole step, or within `step()` one micro-batch.
 
-        If memory runs out, `fn` is called once more under a tighter policy, with the gradients and random numbers of
-        the first call. Raises torch.OutOfMemoryError if that fails too, or if the optimizer has begun its step.
+        If memory runs out, `fn` is called once more under a tighter policy, from the same gradients and random state
+        as the first call. Raises torch.OutOfMemoryError if the second call runs out of memory too, or if the
+        optimizer's step had begun.
         """
         self._is_one = not self._is_explicit
         with self._breaking_off(may_try=False):
@@ -192,9 +198,9 @@ class AdaccSession:
         return result
 
     def save(self, folder: str | Path) -> None:
-        """Write what a run that resumes needs into `folder`, beside the loop's own checkpoint. The first rank writes.
+        """Write the files that `load` needs to resume into `folder`. Only the first rank writes.
 
-        Before there is a policy nothing is written.
+        The folder may be the loop's own checkpoint folder. Before there is a policy, no file is written.
         """
         folder = Path(folder)
         if self._run.loop.is_first_rank:
@@ -203,12 +209,14 @@ class AdaccSession:
             self.phase.save(folder)
 
     def load(self, folder: str | Path) -> bool:
-        """Go on with what `save` has written into `folder`; return False if there is no policy for this budget.
+        """Resume from the files that `save` has written into `folder`. Return True if the policy there is used.
 
-        Call it before the first step. Raises AdaccError for a damaged file, FileNotFoundError for a missing one.
+        Return False, so that the model is profiled again, if the folder holds no policy or one for another
+        `memory_budget` or number of ranks. Call this method before the first step. Raises AdaccError for a damaged
+        file, FileNotFoundError if a policy is there and another file is missing.
         """
         if self._has_begun:
-            raise RuntimeError("session.load(folder) after the first step: call it before, or make a new session")
+            raise RuntimeError("session.load(folder) after the first step: call it earlier, or make a new session")
         # The first rank decides, also where the others do not see its files: all ranks must profile, or none.
         saved = from_first_rank(lambda: load_from_checkpoint(folder, self.config.memory_budget))
         if saved is not None:
@@ -216,14 +224,14 @@ class AdaccSession:
         return saved is not None
 
     def close(self) -> None:
-        """Write what is left to write, and take everything off the model. Harmless when called again."""
+        """Write the last files, and restore the model. Harmless when called again."""
         if not self._is_closed:
             self._end_last_step()
             self.phase.ends()
         self.detach()
 
     def detach(self) -> None:
-        """Take everything off the model at once, as after an error. Harmless when called again."""
+        """Restore the model without writing files, as after an error. Harmless when called again."""
         self._is_closed = True
         phase, self._run.phase = self.phase, Phase()
         phase.remove()
@@ -236,12 +244,15 @@ class AdaccSession:
     def __exit__(self, kind: Any, *exception: object) -> None:
         self.close() if kind is None else self.detach()
 
-    # Events, which an adapter of another trainer sends.
+    # Events that an adapter of another trainer sends.
 
     def begin(self, saved: Saved | None = None, step: int = 0) -> None:
-        """Begin after `step` steps: with `saved`, or by profiling. The first step does so if nobody has before."""
+        """Begin the run after `step` finished steps: resume from `saved` if given, else profile.
+
+        The first step calls this method if no caller has.
+        """
         if self._is_closed:
-            raise RuntimeError("this AdaccSession is closed: make a new one")
+            raise RuntimeError("this AdaccSession is closed: make a new AdaccSession for further steps")
         run, given = self._run, self._run.given
         self._has_begun, run.num_before = True, step
         if saved is None and isinstance(given, (str, Path, Policy)):
@@ -256,11 +267,11 @@ class AdaccSession:
             self._watch.begin()
 
     def begin_with(self, phase: Phase) -> None:
-        """Begin with a phase of the adapter's."""
+        """Begin the run with `phase`, which the adapter has made."""
         self._has_begun, self._run.phase = True, phase
 
     def begin_step(self, step: int | None = None, optimizer: Any = None) -> None:
-        """A step begins; `step` is the number of those that are over, if the loop counts them itself."""
+        """Begin a step. `step` is the number of finished steps, if the loop counts them itself."""
         if not self._has_begun or self._is_closed:
             self.begin()
         if optimizer is not None:
@@ -269,29 +280,32 @@ class AdaccSession:
         self.phase.step_begins(self.num_steps if step is None else step)
 
     def train(self, run: Callable[[], Any], inputs: Any) -> Any:
-        """Return what `run` returns, which trains on the micro-batch `inputs`. It may be called twice (see `run`)."""
+        """Call `run`, which trains on the micro-batch `inputs`, and return its result.
+
+        If memory runs out, `run` may be called a second time (see the method `run`).
+        """
         self.phase.micro_batch_begins(inputs)
         result = self.phase.attempt(run)
-        self.phase.micro_batch_ends()  # within its first one a run may come by a policy
+        self.phase.micro_batch_ends()  # read anew: the phase may change within the first micro-batch
         return result
 
     def end_micro_batch(self) -> None:
-        """The micro-batch is over."""
+        """End the micro-batch."""
         if self._watch is not None:
             self._watch.is_on = False
         self.phase.micro_batch_ends()
 
     def optimizer_begins(self) -> None:
-        """The optimizer is about to step."""
+        """Note that the optimizer is about to step."""
         self._run.has_stepped = True
         self.phase.optimizer_begins()
 
     def optimizer_ends(self) -> None:
-        """The optimizer has stepped."""
+        """Note that the optimizer has stepped."""
         self.phase.optimizer_ends()
 
     def end_step(self, step: int | None = None, optimizer: Any = None) -> None:
-        """A step is over: `step` are over by now, if the loop counts them itself. A profile may be made here."""
+        """End a step. `step` is the number of finished steps, if the loop counts them itself. May profile the model."""
         if optimizer is not None:
             self._run.optimizer = optimizer
         self._is_in_step = False
@@ -301,7 +315,7 @@ class AdaccSession:
         self.phase.step_ends(self.num_steps if step is None else step)
 
     def figures(self, logs: dict[str, float], is_own: bool) -> dict[str, float]:
-        """What to add to `logs`; `is_own` says whether all ranks make such logs at this step."""
+        """Return the figures to add to `logs`. `is_own` is True if all ranks log at this step."""
         return self.phase.figures(logs, is_own)
 
     def _begin_micro_batch(self, batch: Any) -> None:
@@ -315,16 +329,16 @@ class AdaccSession:
             if self._run.num_steps == 0:
                 self._run.loop.num_micro = 1 if self._is_one else MANY
             self._watch.begin_micro_batch(batch)
-        self.phase.micro_batch_begins(None)  # its tensors are met when the model is called
+        self.phase.micro_batch_begins(None)  # the tensors' sizes are read when the model is called
 
     def _end_last_step(self) -> None:
-        """End a step of micro-batches, whose optimizer may have stepped after the last of them."""
+        """End the step before if its optimizer stepped only after the last micro-batch's context."""
         if self._is_in_step:
             self.end_step()
 
     @contextmanager
     def _breaking_off(self, may_try: bool = True) -> Iterator[None]:
-        """If an error ends the step, stop what is measured in it, and let the next one begin anew."""
+        """Return a context that, if an error ends the step, stops its measurements and lets the next step begin."""
         try:
             yield
         except BaseException as error:
@@ -339,11 +353,11 @@ class AdaccSession:
 
 
 def check_arguments(owner: str, config: Any, policy: Any) -> None:
-    """Raise TypeError for what is no AdaccConfig, and for a policy that is none and leads to none."""
+    """Raise TypeError if `config` is no AdaccConfig, or `policy` is no Policy, path or function."""
     if config is not None and not isinstance(config, AdaccConfig):
         raise TypeError(
             f"config={config!r} is no AdaccConfig: give settings by name, as in {owner}(..., memory_budget=0.5), or "
-            f"AdaccConfig(memory_budget=0.5) first"
+            f"pass AdaccConfig(memory_budget=0.5)"
         )
     if policy is not None and not isinstance(policy, (str, Path, Policy)) and not callable(policy):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""How a model trains until there is a policy: under torch's checkpoint, until a batch comes that calls every block."""
+"""FullRecompute: torch's checkpoint on all blocks until a batch that calls every block can be profiled."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from adacc_hf.torch_glue.batch_shapes import BatchShapes
 from adacc_hf.torch_glue.ranks import of_all_ranks
 
 MOST_STEPS = 64
-"""Steps that training waits for a batch that calls every block. Where one in eight has an image that takes more with a
-chance of 1 in 5,000."""
+"""Most steps to wait for a batch that calls every block, else an error is raised.
+
+If one batch in eight has an image, no image comes in 64 steps with a probability of 1 in 5,000.
+"""
 
 
 def is_ready(waiting: FullRecompute, num_waited: int) -> bool:
-    """Whether the last batch, on every rank, called all blocks, so that it can be profiled.
+    """Return True if the last batch of every rank called all blocks, so that it can be profiled.
 
-    Raises UncalledBlocksError after `num_waited` steps, MOST_STEPS or more.
+    Raises UncalledBlocksError if not, and if training has waited for MOST_STEPS steps (`num_waited`) or more.
     """
     left_out = waiting.left_out()
     if all(of_all_ranks(not left_out)):
@@ -32,7 +34,7 @@ def is_ready(waiting: FullRecompute, num_waited: int) -> bool:
 
 
 class FullRecompute(Installation):
-    """Every block under torch's own checkpointing, and the head chunked where the config allows no other."""
+    """Every block under torch's own checkpoint. The head is chunked if the config allows no other head."""
 
     def __init__(self, model: nn.Module, config: AdaccConfig) -> None:
         self._head = ChunkedHead(model) if config.heads == ("chunked",) else None
@@ -44,7 +46,7 @@ class FullRecompute(Installation):
         for function in self.blocks.values():
             function.strategy = Checkpointed()
         self.sizes: set[BatchShapes] = set()
-        """Those of the batches that came."""
+        """Shapes of the batches so far."""
         self._ran = RanBlocks(self.modules)
 
     def begin_step(self) -> None:
@@ -52,7 +54,10 @@ class FullRecompute(Installation):
         self._ran.names.clear()
 
     def left_out(self) -> list[str]:
-        """Blocks that the last batch did not run; those that it ran beside others' training have nothing to decide."""
+        """Return the blocks that the last batch did not call.
+
+        Blocks called without gradients, while others trained, do not count: they have nothing to store.
+        """
         untrained = super().left_out()
         if len(untrained) == len(self.blocks):
             return untrained

@@ -98,8 +98,10 @@ class ProfileSizes:
 
     @property
     def is_rough(self) -> bool:
-        """Whether sums of products stand for the larger of several sums: those of T5, told from small parts, lay up to
-        9 % below."""
+        """True if a peak, the larger of several sums, is approximated by one sum of products (`Basis.nearest`).
+
+        T5's peaks, predicted from small parts, were up to 9 % too low.
+        """
         return any(isinstance(rule, _Nearest) for rule in self._rules)
 
     @property
@@ -393,11 +395,11 @@ class Basis:
         return None
 
     def nearest(self, column: Column) -> tuple[tuple[tuple[float, int], ...], float] | None:
-        """The sum of up to three products, each times a positive number, that comes nearest to `column`, and by how
-        much it is too small at most; None if there is none.
+        """Fit `column` by least squares with up to three products of sizes. Return None if no fit is possible.
 
-        Peaks of two texts are the larger of several sums, each of other products: a line through two of the calls would
-        take the length of the one text for that of the other.
+        Returns ((factor, place of the product), ...) with factors of 0 or more, and the largest amount by which the fit
+        is below a measured number. Used for peaks of two texts, which are the larger of several sums of different
+        products: a line through two calls would confuse the length of one text with that of the other.
         """
         if len(self._columns) < MOST_TERMS:
             return None

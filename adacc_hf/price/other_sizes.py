@@ -63,13 +63,15 @@ class RecordSize:
 
 
 def small_parts(batch: Mapping[str, Any], has_pairs: bool = False) -> list[list[dict[str, Any]]]:
-    """Parts of a batch from which its profile can be told, the smallest first. None is larger than half of the batch.
+    """Return lists of small parts of a batch. The profile of the whole batch can be extrapolated from each list alone.
 
-    Few samples and one more, of several lengths if there are texts to be cut; the lengths of pairs of texts, and of
-    labels that are not as long as their text, vary by themselves. The further list is for where there is no memory for
-    the first, or other operators run on one sample: two numbers of samples of a quarter, three eighths and half of the
-    tokens. It tells less well of peaks that are the larger of two sums. Empty for a batch of less than four samples
-    that has no texts.
+    No part is larger than half of the batch, and a list's smallest part comes first. Empty for a batch of fewer than
+    four samples without texts. With texts, the parts vary in samples (a quarter of the batch, and one more) and length.
+    With `has_pairs`, or labels longer or shorter than their text, the second text's length varies independently.
+
+    Later lists are alternatives if the first list's parts take too much memory, or if the model runs other operators on
+    one sample. For texts these are parts of 2/8, 3/8 and 4/8 of the tokens. They predict less well a peak that is the
+    larger of two sums.
     """
     shapes = batch_shapes(batch)
     samples = next((shape.size[0] for shape in shapes if len(shape.size) > 1), 1)
@@ -78,20 +80,20 @@ def small_parts(batch: Mapping[str, Any], has_pairs: bool = False) -> list[list[
     second = {name for name in lengths if has_pairs and (name == "labels" or name.startswith("decoder_"))}
     if len(set(lengths.values())) > 1 and "labels" in lengths:
         second |= {name for name in lengths if lengths[name] == lengths["labels"]}
-    few = max(2, samples // 4) if samples > 1 else 1  # one alone often runs other operators
+    few = max(2, samples // 4) if samples > 1 else 1  # a single sample often runs other operators
     more = few + 1 if samples > 1 else few
     has_many = samples >= 3 * few and samples > 1
     most, less = (min(8, 4 * samples // number) for number in (few, more))
-    """Eighths of the texts that so many samples may have."""
+    """Longest part of each text, in eighths, that keeps `few` and `more` samples within half of the batch."""
     if is_text and second:
-        # Five different lengths of each text, with their samples: what depends on one of the two alone has three terms.
+        # Five different (samples, length) pairs for each text: a number that depends on one text alone has three terms.
         low, middle, rest = most // 2, 3 * most // 4, less // 2
         lists = [[(few, low, middle), (few, middle, most), (few, most, low), (few, most, most)]]
         lists[0] += [(more, rest, less), (more, less, rest)]
         further = [(few, 2, 3), (few, 3, 4), (few, 4, 2), (few, 4, 4), (more, 2, 3), (more, 3, 2)]
     elif is_text:
         parts = [(few, most // 2), (few, most), (more, less)]
-        if not has_many:  # two lengths of both numbers: else samples and tokens could add up where they multiply
+        if not has_many:  # two lengths for each number of samples tell a product of both from a sum
             parts = [(few, 3 * most // 4), (more, less // 2), *parts] if samples > 1 else [(1, n) for n in (1, 2, 3, 4)]
         lists = [[(number, n, n) for number, n in parts]]
         further = [(number, n, n) for number in dict.fromkeys((few, more)) for n in (2, 3, 4)]

@@ -197,9 +197,11 @@ class Applied:
 def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = None) -> PolicyHandle:
     """Run the blocks of `model` under `policy` from the next forward with gradients on.
 
-    A policy that was applied to the model before is taken off. Each block is recorded once more on its first call,
-    which raises PolicyMismatchError if its operators are not those it was profiled with. Raises the same if the policy
-    has other blocks, NoBlocksError and NestedHooksError as `Installation`.
+    Removes the policy that an earlier `apply_policy` has applied to `model`. Only `config.block_classes` is read of the
+    config. Raises PolicyMismatchError if the policy was made for other blocks, or has a chunked head that the model
+    does not allow; NoBlocksError if Adacc finds no blocks in the model; NestedHooksError if modules are wrapped for
+    activation checkpointing. Each block's first call is recorded: it raises PolicyMismatchError if its operators differ
+    from those in the profile, and NestedHooksError within other saved-tensor hooks.
     """
     remove_policy(model)
     handle = PolicyHandle(model, policy, config.block_classes if config else None)
@@ -208,7 +210,10 @@ def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = 
 
 
 def remove_policy(model: nn.Module) -> bool:
-    """Take the policy off that `apply_policy` has applied to `model`. Return False if there was none."""
+    """Remove the policy that `apply_policy` has applied to `model`. Return False if there was none.
+
+    A policy that an AdaccSession or AdaccCallback follows is not removed: close the session instead.
+    """
     applied = model.__dict__.get(APPLIED)
     if applied is None or applied.handle is None:
         return False
