@@ -137,10 +137,11 @@ class PolicyMaker:
     ) -> tuple[Profile, Policy] | None:
         """(profile, policy) for a batch that was not trained on yet, told from small parts of it.
 
-        Under a budget of the peak the policy is plain training where that keeps to it, else that of least memory,
-        until a step was counted. None where nothing can be told, which is said. Raises InfeasibleBudgetError.
+        The policy is plain training where that keeps to the budget, else that of least memory, until a step was
+        counted. None where the budget bounds no peak, and where nothing can be told, which is said. Raises
+        InfeasibleBudgetError.
         """
-        if self._given is not None or num_ranks() > 1:
+        if isinstance(self._config.memory_budget, float) or self._given is not None or num_ranks() > 1:
             return None
         settings = self._settings(model, optimizer) | {"compute_loss": compute_loss}
         try:
@@ -153,8 +154,6 @@ class PolicyMaker:
             log.info("Adacc: the first steps and the profile may take more than memory_budget: %s", reason)
             return None
         log.info("Adacc: the profile is told from small parts of the batch")
-        if isinstance(self._config.memory_budget, float):
-            return profile, self._solve(profile, self._config.memory_budget)
         return profile, self._careful(profile)
 
     def _careful(self, profile: Profile) -> Policy:

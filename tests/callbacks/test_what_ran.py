@@ -264,10 +264,10 @@ def test_most_batches_run_operators_that_were_not_profiled(make_trainer, monkeyp
     policies = [(e["step"], e.get("reason")) for e in callback.history if e["event"] == "policy"]
     left = {why: steps for why, steps in fallbacks(callback).items() if why.startswith("other operators")}
     if num_padded == 2:
-        assert [step for step, _ in policies] == [0]
+        assert [step for step, _ in policies] == [2]
         assert left == {OTHER_OPERATORS_RAN: 2}
         return
-    # Looked for after step 8, the second of four since the policy was set; the next batch is profiled.
-    assert policies[1:] == [(9, OTHER_OPERATORS)]
-    # Steps 3 to 9, and 11 and 12, which have no padding.
-    assert left == {OTHER_OPERATORS_RAN: 9}
+    # Looked for after step 6, the last of four since the policy was set; the next batch is profiled.
+    assert policies[1:] == [(7, OTHER_OPERATORS)]
+    # Steps 3 to 7, and 11 and 12, which have no padding.
+    assert left == {OTHER_OPERATORS_RAN: 7}
