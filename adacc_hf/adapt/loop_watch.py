@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,9 +12,16 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from adacc_hf.adapt.micro_batches import by_name
+from adacc_hf.adapt.micro_batches import ModelHook, by_name
 from adacc_hf.adapt.run import Run
 from adacc_hf.price.whole_model import ComputeLoss
+
+log = logging.getLogger(__name__)
+
+SEVERAL_CALLS = (
+    "the model is called a second time within one micro-batch, and the policy is for one call: give the function that "
+    "makes the loss as the loop does, AdaccSession(..., compute_loss=lambda model, batch: ...), which is profiled then"
+)
 
 
 class LoopWatch:
@@ -22,16 +30,21 @@ class LoopWatch:
     def __init__(self, run: Run, compute_loss: ComputeLoss | None) -> None:
         self.is_on = False
         """True within a micro-batch."""
+        self.num_forwards = 0
+        """Forwards in train mode and with gradients on, since a step has begun."""
         self._run, self._compute_loss = run, compute_loss
         self._batch: Any = None
         self._is_busy = False
         """True while the phase handles an event. Calls of the model are then a profile's, and send no events."""
+        self._num_calls = 0
+        """Such forwards since the micro-batch has begun."""
+        self._has_said_several = False
         self._hooks: list[Any] = []
 
     def begin(self) -> None:
         """Register the hooks."""
         self._hooks = [
-            self._run.model.register_forward_pre_hook(self._forward_begins, with_kwargs=True),
+            self._run.model.register_forward_pre_hook(ModelHook(self._forward_begins), with_kwargs=True),
             self._run.optimizer.register_step_pre_hook(self._optimizer_begins),
             self._run.optimizer.register_step_post_hook(self._optimizer_ends),
         ]
@@ -47,7 +60,7 @@ class LoopWatch:
     def begin_micro_batch(self, batch: Any) -> None:
         """Begin a micro-batch that trains on `batch`."""
         self.check(batch)
-        self.is_on, self._batch = True, batch
+        self.is_on, self._batch, self._num_calls = True, batch, 0
 
     def remove(self) -> None:
         """Remove the hooks. Harmless when called again."""
@@ -66,12 +79,24 @@ class LoopWatch:
     def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.is_on or self._is_busy or not module.training or not torch.is_grad_enabled():
             return
+        self.num_forwards += 1
+        self._num_calls += 1
+        if self._num_calls == 2 and self._compute_loss is None:
+            self._refuse_several()
         inputs = self._batch if self._compute_loss is not None else by_name(module, args, kwargs)
         if inputs is None:
             return
         self._run.loop.note_autocast(next(module.parameters()).device.type)
         with self._telling():
             self._run.phase.forward_begins(inputs, self._compute_loss, is_certain=self._compute_loss is not None)
+
+    def _refuse_several(self) -> None:
+        """Raise RuntimeError in the first step, and warn once in a later one."""
+        if self._run.num_steps == 0:
+            raise RuntimeError(SEVERAL_CALLS)
+        if not self._has_said_several:
+            self._has_said_several = True
+            log.warning("Adacc: %s; until then a step may take more than memory_budget", SEVERAL_CALLS)
 
     def _optimizer_begins(self, *_: Any) -> None:
         self._run.has_stepped = True
@@ -82,7 +107,12 @@ class LoopWatch:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside DistributedDataParallel. Raises ValueError for nn.DataParallel."""
+    """Return the model inside DistributedDataParallel.
+
+    Raises TypeError for what is no module, ValueError for nn.DataParallel.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model has type {type(model).__name__}: give AdaccSession(model, optimizer) a torch.nn.Module")
     if isinstance(model, DataParallel):
         raise ValueError(
             "nn.DataParallel calls one block from several threads, which AdaccSession does not support: use "
@@ -101,7 +131,7 @@ def unwrapped_optimizer(optimizer: Any) -> Optimizer:
         return unwrapped_optimizer(inner)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"optimizer={optimizer!r} is no torch.optim.Optimizer: pass the optimizer that the loop steps. The budget "
-            f"includes its state, and its step ends a training step"
+            f"optimizer has type {type(optimizer).__name__}, which is no torch.optim.Optimizer: pass the optimizer "
+            f"that the loop steps. The budget includes its state, and its step ends a training step"
         )
     return optimizer

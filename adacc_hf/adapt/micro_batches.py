@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,20 @@ from torch.autograd.graph import Node
 
 from adacc_hf.price.whole_model import ComputeLoss
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, batch_shapes
+
+
+class ModelHook:
+    """A hook of a model that copies of the model do not share: in a copy it does nothing."""
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        if self._call is not None:
+            self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModelHook, ()
 
 
 class MicroBatches:
@@ -108,7 +122,7 @@ class LastBatch:
         self._is_told_of_each = False
         """True if `begin` is called for each micro-batch, so that `_num_calls` counts within one."""
         self._is_certain = False
-        self._hook = model.register_forward_hook(self._keep, with_kwargs=True)
+        self._hook = model.register_forward_hook(ModelHook(self._keep), with_kwargs=True)
 
     def remove(self) -> None:
         """Remove the hook, and free the batch. Harmless when called again."""

@@ -256,6 +256,9 @@ class Evolving(Following):
         self.evolution.cancel()
         self._maker.remove()
 
+    def backward_is_over(self) -> None:
+        self.evolution.backward_is_over()
+
     def optimizer_begins(self) -> None:
         self.evolution.backward_is_over()
         self._run.watch_optimizer(self._maker.optimizer)  # a run that resumes has not seen it yet

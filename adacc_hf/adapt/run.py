@@ -54,6 +54,9 @@ class Phase:
     def broken_off(self) -> None:
         """Abandon the step, which an error has ended."""
 
+    def backward_is_over(self) -> None:
+        """Handle the end of a step in which the optimizer was not seen to step."""
+
     def optimizer_begins(self) -> None:
         """Note that the optimizer is about to step."""
 

@@ -25,11 +25,25 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.whole_model import ComputeLoss
+from adacc_hf.run.executor import APPLIED, Applied, remove_policy
 from adacc_hf.torch_glue.memory import is_out_of_memory
 from adacc_hf.torch_glue.ranks import from_first_rank
 
 log = logging.getLogger(__name__)
 
+UNSEEN_STEPS = 4
+"""Steps in a row without a step of the optimizer after which a warning says so. GradScaler skips some at the start."""
+MOST_MICRO = 256
+"""Micro-batches without a step of the optimizer after which a warning says so."""
+NOT_SEEN = (
+    "Adacc: %d %s without a step of the optimizer that AdaccSession was given: call optimizer.step() within "
+    "session.step(batch), or right after the last session.micro_batch(batch), and make a new session for a new "
+    "optimizer"
+)
+NO_FORWARD = (
+    "Adacc: a step without a forward of the model in train mode and with gradients on (%s): it runs under no policy, "
+    "keeps to no budget, and is not counted"
+)
 MANY = 2
 """Number of micro-batches assumed in the first step if there may be several: with 2 or more, gradients accumulate."""
 RETRY = (
@@ -57,8 +71,8 @@ class AdaccSession:
 
     `session.step` has to contain forward, backward and the optimizer's step. With gradient accumulation, run each
     micro-batch `with session.micro_batch(batch)`: the step ends when the optimizer has stepped. Every rank of a
-    distributed run needs a session and the same number of steps. Close a session before
-    you make another one for the same model.
+    distributed run needs a session and the same number of steps. A model has one session: a second one takes the first
+    off the model, and so does `apply_policy`.
     """
 
     def __init__(
@@ -103,6 +117,10 @@ class AdaccSession:
         self._is_in_step = self._has_begun = self._is_closed = False
         self._is_explicit = False
         """True inside the context of `step`."""
+        self._num_unseen = 0
+        """Steps in a row in which the optimizer was not seen to step."""
+        self._said: set[str] = set()
+        """What the loop was told, once each."""
         self._is_one = False
         """True if the current step is known to have one micro-batch: inside `step(batch)` or `run`."""
 
@@ -152,9 +170,9 @@ class AdaccSession:
         """Return the context of one optimizer step: forward, backward and the optimizer's step.
 
         With a `batch`, the step has this one micro-batch. Without, the step has the micro-batches that run
-        `with micro_batch(...)` inside. Outside the context nothing is measured or corrected.
+        `with micro_batch(...)` inside. A step without a forward in train mode and with gradients on is not counted.
         """
-        if self._is_explicit:
+        if self._is_explicit or self._is_in_micro_batch:
             raise RuntimeError("session.step(...) within another one: leave its context first")
         self._end_last_step()
         self._is_explicit, self._is_one = True, batch is not None
@@ -174,6 +192,8 @@ class AdaccSession:
     def micro_batch(self, batch: Any = None) -> Iterator[None]:
         """Return the context of one micro-batch: forward, backward and, in a step's last micro-batch, the optimizer's
         step, which may also come right after the context."""
+        if self._is_in_micro_batch:
+            raise RuntimeError("session.micro_batch(...) within another one: leave its context first")
         with self._breaking_off():
             self._begin_micro_batch(batch)
             yield
@@ -191,11 +211,17 @@ class AdaccSession:
         self._is_one = not self._is_explicit
         with self._breaking_off(may_try=False):
             self._begin_micro_batch(batch)
-            result = self.phase.attempt(lambda: fn(batch))
+            result = self.phase.attempt(lambda: self._call(fn, batch))
         self.end_micro_batch()
         if not self._is_explicit:
             self.end_step()
         return result
+
+    def _call(self, fn: Callable[[Any], Any], batch: Any) -> Any:
+        """Call `fn`, for the first time or once more."""
+        if self._watch is not None:
+            self._watch.begin_micro_batch(batch)
+        return fn(batch)
 
     def save(self, folder: str | Path) -> None:
         """Write the files that `load` needs to resume into `folder`. Only the first rank writes.
@@ -213,12 +239,12 @@ class AdaccSession:
 
         Return False, so that the model is profiled again, if the folder holds no policy or one for another
         `memory_budget` or number of ranks. Call this method before the first step. Raises AdaccError for a damaged
-        file, FileNotFoundError if a policy is there and another file is missing.
+        file, FileNotFoundError if there is no such folder, or a policy is there and another file is missing.
         """
         if self._has_begun:
             raise RuntimeError("session.load(folder) after the first step: call it earlier, or make a new session")
         # The first rank decides, also where the others do not see its files: all ranks must profile, or none.
-        saved = from_first_rank(lambda: load_from_checkpoint(folder, self.config.memory_budget))
+        saved = from_first_rank(lambda: _loaded(folder, self.config.memory_budget))
         if saved is not None:
             self.begin(saved, saved.step or 0)
         return saved is not None
@@ -228,11 +254,16 @@ class AdaccSession:
         if not self._is_closed:
             self._end_last_step()
             self.phase.ends()
+            if self._watch is not None and self._run.num_steps == 0:
+                log.warning("Adacc: the session is closed without a step: train within session.step(batch)")
         self.detach()
 
     def detach(self) -> None:
         """Restore the model without writing files, as after an error. Harmless when called again."""
         self._is_closed = True
+        attributes = self._run.model.__dict__
+        if getattr(attributes.get(APPLIED), "owner", None) is self:
+            del attributes[APPLIED]
         phase, self._run.phase = self.phase, Phase()
         phase.remove()
         if self._watch is not None:
@@ -254,6 +285,8 @@ class AdaccSession:
         if self._is_closed:
             raise RuntimeError("this AdaccSession is closed: make a new AdaccSession for further steps")
         run, given = self._run, self._run.given
+        if remove_policy(run.model):
+            log.warning("Adacc: the policy or session that the model had is taken off: a model has one of them")
         self._has_begun, run.num_before = True, step
         if saved is None and isinstance(given, (str, Path, Policy)):
             policy = given if isinstance(given, Policy) else Policy.load(given)
@@ -263,6 +296,7 @@ class AdaccSession:
             run.phase = Recomputing(run)
         else:
             resume(run, saved, step)
+        run.model.__dict__[APPLIED] = Applied(self, self.detach)
         if self._watch is not None:
             self._watch.begin()
 
@@ -277,6 +311,8 @@ class AdaccSession:
         if optimizer is not None:
             self._run.optimizer = optimizer
         self._is_in_step, self._run.has_stepped, self._num_micro = True, False, 0
+        if self._watch is not None:
+            self._watch.num_forwards = 0
         self.phase.step_begins(self.num_steps if step is None else step)
 
     def train(self, run: Callable[[], Any], inputs: Any) -> Any:
@@ -309,10 +345,36 @@ class AdaccSession:
         if optimizer is not None:
             self._run.optimizer = optimizer
         self._is_in_step = False
-        if self._watch is not None and self._num_micro:
-            self._run.loop.num_micro = self._num_micro
+        if self._watch is not None and not self._has_trained(self._watch):
+            return
         self._run.num_steps += 1
         self.phase.step_ends(self.num_steps if step is None else step)
+
+    def _has_trained(self, watch: LoopWatch) -> bool:
+        """Tell the loop what its step lacks, and return True if the step is one to be counted."""
+        if watch.num_forwards == 0:
+            self.phase.broken_off()
+            why = "of the very model that the session was given" if self._run.model.training else "it is in eval mode"
+            self._say(NO_FORWARD, why)
+            return False
+        if self._num_micro:
+            self._run.loop.num_micro = self._num_micro
+        self._num_unseen = 0 if self._run.has_stepped else self._num_unseen + 1
+        if not self._run.has_stepped:
+            self.phase.backward_is_over()
+        if self._num_unseen == UNSEEN_STEPS:
+            self._say(NOT_SEEN, UNSEEN_STEPS, "steps")
+        return True
+
+    def _say(self, text: str, *details: Any) -> None:
+        """Warn, once for each text."""
+        if text not in self._said:
+            self._said.add(text)
+            log.warning(text, *details)
+
+    @property
+    def _is_in_micro_batch(self) -> bool:
+        return self._watch is not None and self._watch.is_on
 
     def figures(self, logs: dict[str, float], is_own: bool) -> dict[str, float]:
         """Return the figures to add to `logs`. `is_own` is True if all ranks log at this step."""
@@ -325,6 +387,8 @@ class AdaccSession:
             if not self._is_in_step:
                 self.begin_step()
         self._num_micro += 1
+        if self._num_micro > MOST_MICRO and not self._is_explicit:
+            self._say(NOT_SEEN, MOST_MICRO, "micro-batches")
         if self._watch is not None:
             if self._run.num_steps == 0:
                 self._run.loop.num_micro = 1 if self._is_one else MANY
@@ -350,6 +414,13 @@ class AdaccSession:
             if is_first and may_try and isinstance(error, RuntimeError) and is_out_of_memory(error):
                 log.error(RETRY)
             raise
+
+
+def _loaded(folder: str | Path, memory_budget: str | float | int) -> Saved | None:
+    """What `save` has written into a folder. Raises FileNotFoundError if there is no such folder."""
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"session.load({str(folder)!r}): there is no such folder; give one that save has made")
+    return load_from_checkpoint(folder, memory_budget)
 
 
 def check_arguments(owner: str, config: Any, policy: Any) -> None:

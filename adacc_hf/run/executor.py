@@ -54,7 +54,7 @@ R14 Indices that follow from what is stored with loss (an expert's tokens, an or
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -160,7 +160,7 @@ class PolicyHandle:
     def remove(self) -> None:
         """Take the policy off the model. Harmless when it is off already."""
         attributes = self.installation.model.__dict__
-        if getattr(attributes.get(APPLIED), "handle", None) is self:
+        if getattr(attributes.get(APPLIED), "owner", None) is self:
             del attributes[APPLIED]
         self._take_off()
 
@@ -181,14 +181,14 @@ class PolicyHandle:
 
 
 APPLIED = "_adacc_applied"
-"""The attribute of a model that leads to the handle of the policy that was applied to it."""
+"""The attribute of a model that leads to its policy's handle, or to its session."""
 
 
 class Applied:
-    """Leads from a model to the handle of its policy. A copy leads nowhere: a copy of a model has no policy."""
+    """Leads from a model to what has put a policy on it. A copy leads nowhere: a copy of a model has no policy."""
 
-    def __init__(self, handle: PolicyHandle | None = None) -> None:
-        self.handle = handle
+    def __init__(self, owner: Any = None, remove: Callable[[], object] | None = None) -> None:
+        self.owner, self.remove = owner, remove
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Applied, ()
@@ -205,19 +205,19 @@ def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = 
     """
     remove_policy(model)
     handle = PolicyHandle(model, policy, config.block_classes if config else None)
-    model.__dict__[APPLIED] = Applied(handle)
+    model.__dict__[APPLIED] = Applied(handle, handle.remove)
     return handle
 
 
 def remove_policy(model: nn.Module) -> bool:
-    """Remove the policy that `apply_policy` has applied to `model`. Return False if there was none.
+    """Remove the policy that `apply_policy` has applied to `model`, or the AdaccSession that was begun on it.
 
-    A policy that an AdaccSession or AdaccCallback follows is not removed: close the session instead.
+    Return False if there was none.
     """
     applied = model.__dict__.get(APPLIED)
-    if applied is None or applied.handle is None:
+    if applied is None or applied.remove is None:
         return False
-    applied.handle.remove()
+    applied.remove()
     return True
 
 

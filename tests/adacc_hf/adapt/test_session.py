@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
-from adacc_hf import AdaccConfig, AdaccSession, Policy
+from adacc_hf import AdaccConfig, AdaccSession, Policy, remove_policy
 from adacc_hf.adapt import policy_maker
 from adacc_hf.solve.solver import least_policy
 
@@ -186,7 +187,7 @@ def test_it_leaves_no_trace():
         assert module.__dict__.keys() == attributes.keys()
         assert len(module._forward_pre_hooks) == num_hooks
         assert not module._forward_hooks
-    with pytest.raises(RuntimeError, match="closed: make a new one"), session.step(BATCHES[0]):
+    with pytest.raises(RuntimeError, match="closed: make a new AdaccSession"), session.step(BATCHES[0]):
         pass
 
 
@@ -332,10 +333,25 @@ def twice(session, model, optimizer, batch, losses):
     losses.append(loss.item())
 
 
-@pytest.mark.parametrize("step", [with_own_loss, twice], ids=lambda step: step.__name__)
-def test_it_asks_for_what_makes_a_loss(step):
-    with pytest.raises(RuntimeError, match=r"saw no batch: .* compute_loss="):
-        train(step, **HALF)
+@pytest.mark.parametrize("budget", [0.5, "1GiB"])
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [(with_own_loss, r"saw no batch: .* compute_loss="), (twice, "called a second time .* compute_loss=")],
+    ids=["no loss", "two calls"],
+)
+def test_it_asks_for_what_makes_a_loss(step, message, budget):
+    with pytest.raises(RuntimeError, match=message):
+        train(step, **(HALF | {"memory_budget": budget}))
+
+
+def test_a_second_call_in_mid_training_is_said_once(caplog):
+    def step(session, model, optimizer, batch, losses):
+        (one_step if len(losses) % 5 < 3 else twice)(session, model, optimizer, batch, losses)
+
+    plain = train(step, session_class=NoSession)
+    with caplog.at_level(logging.WARNING):
+        train(step, **HALF).assert_equals(plain)
+    assert caplog.text.count("called a second time within one micro-batch") == 1
 
 
 def test_a_model_that_is_called_twice():
@@ -475,9 +491,117 @@ def test_other_optimizers_steps_are_not_the_runs():
 def test_steps_do_not_nest():
     model = make_model()
     session = AdaccSession(model, torch.optim.AdamW(model.parameters()), **HALF)
-    with pytest.raises(RuntimeError, match="within another one"), session.step(), session.step():
-        pass
+    for outer, inner in ((session.step, session.step), (session.micro_batch,) * 2, (session.micro_batch, session.step)):
+        with pytest.raises(RuntimeError, match="within another one"), outer(BATCHES[0]), inner(BATCHES[0]):
+            pass
     session.close()
+
+
+def skipping(session, model, optimizer, batch, losses):
+    """Every third batch is left out within the context, the first one among them."""
+    with session.step(batch):
+        if len(losses) % 3:
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    losses.append(0.0)
+
+
+def in_eval_mode(session, model, optimizer, batch, losses):
+    model.train(len(losses) % 4 > 0)
+    one_step(session, model, optimizer, batch, losses)
+    model.train()
+
+
+@pytest.mark.parametrize(("step", "why"), [(skipping, "very model"), (in_eval_mode, "eval mode")])
+def test_a_step_that_trains_nothing_is_not_counted(step, why, caplog):
+    plain = train(step, session_class=NoSession)
+    with caplog.at_level(logging.WARNING):
+        run = train(step, **HALF)
+    run.assert_equals(plain)
+    assert run.session.num_steps == {skipping: 8, in_eval_mode: 9}[step]
+    assert caplog.text.count("a step without a forward") == 1
+    assert why in caplog.text
+
+
+def stepping_outside(session, model, optimizer, batch, losses):
+    with session.step(batch):
+        loss = model(**batch).loss
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+
+
+def test_an_optimizer_that_is_not_seen_is_asked_for(caplog):
+    """The step is counted all the same, and its memory, so that the policy for the budget follows."""
+    plain = train(stepping_outside, session_class=NoSession)
+    with caplog.at_level(logging.WARNING):
+        run = train(stepping_outside, memory_budget="1GiB", **LOSSLESS)
+    run.assert_equals(plain)
+    assert run.session.num_steps == len(BATCHES)
+    assert caplog.text.count("4 steps without a step of the optimizer") == 1
+    assert any("measured_peak_bytes" in event for event in run.session.history)
+
+
+def test_a_model_has_one_session(caplog):
+    """The second takes the place of the first, which nobody may have kept: a notebook's cell that is run again."""
+    plain = train(one_step, session_class=NoSession)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(1)
+    losses = []
+    before = dict(vars(model))
+    first = AdaccSession(model, optimizer, **HALF)
+    for batch in BATCHES[:4]:
+        one_step(first, model, optimizer, batch, losses)
+    second = AdaccSession(model, optimizer, **HALF)
+    for batch in BATCHES[4:8]:
+        one_step(second, model, optimizer, batch, losses)
+    assert "is taken off" in caplog.text
+    first.close()
+    functions = [module for module in model.modules() if "_gradient_checkpointing_func" in vars(module)]
+    assert functions, "the end of the first one ended the second"
+    for batch in BATCHES[8:]:
+        one_step(second, model, optimizer, batch, losses)
+    Run(model, losses, second).assert_equals(plain)
+    with pytest.raises(RuntimeError, match="closed"):
+        one_step(first, model, optimizer, BATCHES[0], losses)
+    assert remove_policy(model)
+    assert vars(model) == before
+    assert not any("_gradient_checkpointing_func" in vars(module) for module in model.modules())
+
+
+def test_copies_have_no_session(tmp_path):
+    """As of a moving average, or of the best model so far."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with AdaccSession(model, optimizer, **HALF) as session:
+        for batch in BATCHES[:6]:
+            one_step(session, model, optimizer, batch, [])
+            copied = copy.deepcopy(model)
+            torch.save(model, tmp_path / "model.pt")
+        loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    for other in (copied, loaded):
+        torch.manual_seed(0)
+        expected = model(**BATCHES[0]).loss
+        torch.manual_seed(0)
+        assert torch.equal(other(**BATCHES[0]).loss, expected)
+
+
+def test_a_folder_that_is_not_there_is_said(tmp_path):
+    model = make_model()
+    with (
+        AdaccSession(model, torch.optim.AdamW(model.parameters()), **HALF) as session,
+        pytest.raises(FileNotFoundError, match="no such folder"),
+    ):
+        session.load(tmp_path / "elsewhere")
+
+
+def test_a_session_without_a_step_says_so(caplog):
+    model = make_model()
+    AdaccSession(model, torch.optim.AdamW(model.parameters()), **HALF).close()
+    assert "closed without a step" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -486,7 +610,8 @@ def test_steps_do_not_nest():
         ({"config": 0.5}, TypeError, r"AdaccSession\(\.\.\., memory_budget=0\.5\)"),
         ({"policy": 3}, TypeError, "policy=3 has type int"),
         ({"memory_budget": -1}, ValueError, "memory_budget"),
-        ({"optimizer": None}, TypeError, "optimizer=None is no torch.optim.Optimizer"),
+        ({"optimizer": None}, TypeError, "optimizer has type NoneType, which is no torch.optim.Optimizer"),
+        ({"model": "gpt2"}, TypeError, "model has type str"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, error, match):

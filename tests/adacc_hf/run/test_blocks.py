@@ -508,7 +508,7 @@ def test_a_policy_is_removed_by_its_model(plain_model, run_steps, assert_same_st
     apply_policy(plain_model, Policy.uniform(profile, "recompute"), config)
     copied = copy.deepcopy(plain_model)
     assert not remove_policy(copied), "a copy has no policy"
-    assert pickle.loads(pickle.dumps(vars(plain_model)["_adacc_applied"])).handle is None
+    assert pickle.loads(pickle.dumps(vars(plain_model)["_adacc_applied"])).owner is None
     assert remove_policy(plain_model)
     assert not remove_policy(plain_model)
     assert vars(plain_model) == before
