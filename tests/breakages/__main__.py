@@ -21,8 +21,8 @@ ENOUGH = 0.9
 BREAKS: list[tuple[str, str, str]] = [
     # What a step takes, and which policies keep to a budget.
     ("adacc_hf/artifacts/step_peak.py", "outside + self.live_bytes, loss", "outside, loss"),
-    ("adacc_hf/artifacts/step_peak.py", "get(root, -1), released.get(slot, math.inf))", "get(root, -1), 0)"),
-    ("adacc_hf/artifacts/step_peak.py", "sorted(operators - done)", "sorted(operators)"),
+    ("adacc_hf/artifacts/block_walk.py", "get(root, -1), released.get(slot, math.inf))", "get(root, -1), 0)"),
+    ("adacc_hf/artifacts/block_walk.py", "sorted(operators - done)", "sorted(operators)"),
     ("adacc_hf/artifacts/profile_sizes.py", "STEP ** math.ceil(math.log", "STEP ** math.floor(math.log"),
     ("adacc_hf/artifacts/config.py", "* (1 - config.memory_margin)", "* (1 + config.memory_margin)"),
     ("adacc_hf/solve/search.py", "self._stored(least) > budget.nbytes", "self._stored(least) >= budget.nbytes"),
