@@ -161,6 +161,7 @@ class PolicyMaker:
 
         Raises InfeasibleBudgetError if none fits, but for a profile that is told roughly: a counted step shows it.
         """
+        allowed = Budget.resolve(self._config.memory_budget, profile, self._config).nbytes
         try:
             policy = self._solve(profile, self._config.memory_budget)
         except InfeasibleBudgetError as error:
@@ -169,19 +170,13 @@ class PolicyMaker:
                 profile.sizes is None
                 or not profile.sizes.is_rough
                 or error.least is None
-                or (1 - ROUGHLY) * error.smallest_budget_bytes > self._budget_bytes
+                or (1 - ROUGHLY) * error.smallest_budget_bytes > allowed
             ):
                 raise
             return error.least
-        return policy if policy.is_plain else quick_least_policy(profile, self._config)
-
-    @property
-    def _budget_bytes(self) -> float:
-        """The budget in bytes; infinity where only a profile tells."""
-        budget = self._config.memory_budget
-        if isinstance(budget, str):
-            return math.inf if budget == "auto" else parse_bytes(budget, "memory_budget")
-        return budget
+        room = 0.0 if profile.sizes is None else profile.sizes.uncertainty
+        is_safe = policy.is_plain and policy.predicted_peak_bytes * (1 + room) <= allowed
+        return policy if is_safe else quick_least_policy(profile, self._config)
 
     def for_size(
         self,
