@@ -306,7 +306,7 @@ class AdaccSession:
 
     def begin_step(self, step: int | None = None, optimizer: Any = None) -> None:
         """Begin a step. `step` is the number of finished steps, if the loop counts them itself."""
-        if not self._has_begun or self._is_closed:
+        if not self._has_begun or (self._is_closed and self._watch is not None):  # an adapter may go on sending events
             self.begin()
         if optimizer is not None:
             self._run.optimizer = optimizer
