@@ -84,6 +84,8 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         """The base tensor of each value, detached."""
         self._storages: list[int] = []
         """Where each value's storage is."""
+        self._alive: list[torch.UntypedStorage] = []
+        """Storages that no base holds, as of tensors that consist of others: another storage may not take their key."""
         self.operators: list[TapeOperator] = []
         self.slots: list[TensorRef] = []
         self._written: dict[int, TensorRef] = {}
@@ -395,7 +397,10 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         storage = tensor.untyped_storage()
         ref = TensorRef(index, geometry_of(tensor), tensor.dtype)
         self.values.append(TapeValue(index, storage.nbytes(), ref, tensor.device, source, producer, name))
-        self.bases.append(tensor.detach())
+        base = tensor.detach()
+        if storage_key(base.untyped_storage()) != storage_key(storage):
+            self._alive.append(storage)
+        self.bases.append(base)
         self._storages.append(storage_key(storage))
         self._current[storage_key(storage)] = index
         return index
