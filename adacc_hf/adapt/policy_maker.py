@@ -154,6 +154,7 @@ class PolicyMaker:
             log.info("Adacc: the first steps and the profile may take more than memory_budget: %s", reason)
             return None
         log.info("Adacc: the profile is told from small parts of the batch")
+        self._tell_of_fragments(profile)
         return profile, self._careful(profile)
 
     def _careful(self, profile: Profile) -> Policy:
