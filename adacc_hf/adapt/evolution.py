@@ -22,6 +22,7 @@ from adacc_hf.adapt.checkpoint_files import Saved
 from adacc_hf.adapt.judging import NOTHING_FITS, current_policy, with_margin
 from adacc_hf.adapt.loss_guard import LossGuard
 from adacc_hf.adapt.rectifier import Rectifier, Tracking
+from adacc_hf.adapt.repricing import without_codecs
 from adacc_hf.adapt.shape_policies import (
     MAX_OTHERS,
     MAX_SHAPE_POLICIES,
@@ -282,11 +283,14 @@ class Evolution:
     def _least_at(self, sizes: BatchShapes, measured: ShapePolicy) -> ShapePolicy:
         """The shape policy of a class before a step was counted: `measured`, or that of its own least memory, where a
         batch of this class would take more than the budget under the former."""
+        if not self._is_alone:
+            return measured
         profile = self._told().profile_at(sizes)
         policy = current_policy(profile, measured.rectifier.policy)
-        if not measured.rectifier.is_over_budget(policy.predicted_peak_bytes) or not self._is_alone:
+        if not measured.rectifier.is_over_budget(policy.predicted_peak_bytes):
             return measured
-        least = self._add_told(sizes, profile, quick_least_policy(profile, with_margin(self.config)))
+        allowed = without_codecs(profile, self.guard.switched_off)
+        least = self._add_told(sizes, profile, quick_least_policy(allowed, with_margin(self.config)))
         least.is_provisional = True
         return least
 
