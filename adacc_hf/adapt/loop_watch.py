@@ -49,17 +49,16 @@ class LoopWatch:
             self._run.optimizer.register_step_post_hook(self._optimizer_ends),
         ]
 
-    def check(self, batch: Any) -> None:
-        """Raise TypeError if there is a `compute_loss` and `batch` is no mapping."""
+    def begin_micro_batch(self, batch: Any) -> None:
+        """Begin a micro-batch that trains on `batch`, for the first time or once more.
+
+        Raises TypeError if there is a `compute_loss` and `batch` is no mapping.
+        """
         if self._compute_loss is not None and not isinstance(batch, Mapping):
             raise TypeError(
                 f"a batch of type {type(batch).__name__} beside compute_loss: pass a mapping (a dict of tensors) to "
                 f"session.step or session.micro_batch, for profiling calls compute_loss(model, batch) with parts of it"
             )
-
-    def begin_micro_batch(self, batch: Any) -> None:
-        """Begin a micro-batch that trains on `batch`."""
-        self.check(batch)
         self.is_on, self._batch, self._num_calls = True, batch, 0
 
     def remove(self) -> None:

@@ -261,9 +261,7 @@ class AdaccSession:
     def detach(self) -> None:
         """Restore the model without writing files, as after an error. Harmless when called again."""
         self._is_closed = True
-        attributes = self._run.model.__dict__
-        if getattr(attributes.get(APPLIED), "owner", None) is self:
-            del attributes[APPLIED]
+        Applied.forget(self._run.model, self)
         phase, self._run.phase = self.phase, Phase()
         phase.remove()
         if self._watch is not None:

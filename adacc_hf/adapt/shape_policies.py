@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from adacc_hf.adapt.checkpoint_files import SavedShapePolicy
 from adacc_hf.adapt.rectifier import Rectifier, Tracking
 from adacc_hf.adapt.steps import StepTimes
-from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.files import note_latest
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
@@ -121,7 +120,7 @@ class ShapePolicies:
         self.counted: OrderedDict[BatchShapes, _Unplanned] = OrderedDict()
         """Buckets some of whose batches have no policy of their own."""
         self._refused: set[BatchShapes] = set()
-        self.above_budget: OrderedDict[Hashable, InfeasibleBudgetError] = OrderedDict()
+        self.above_budget: OrderedDict[Hashable, None] = OrderedDict()
         """Classes at whose own sizes nothing keeps to a budget, with the budget and the codecs that are off."""
         self.may_measure = True
         """Whether a profile may tell of all sizes: none has shown yet that the model takes no parts of a batch."""

@@ -45,19 +45,16 @@ class ToldPolicies:
         Where nothing keeps to the budget at the class's own sizes, which no batch is larger than, it is for the
         batch's.
         """
-        profile = self.profile_at(sizes)
         key = sizes, self.memory_budget, frozenset(self.switched_off)
-        try:
-            known = self.shape_policies.above_budget.get(key)
-            if known is not None:
-                raise known
-            policy = self._within(profile, self._with_room(profile))
-        except InfeasibleBudgetError as error:
-            note_latest(self.shape_policies.above_budget, key, error.with_traceback(None), MAX_OTHERS)
-            sizes = tuple(shape for shape in shapes if shape.name in {other.name for other in sizes})
+        if key not in self.shape_policies.above_budget:
             profile = self.profile_at(sizes)
-            policy = self.or_least(sizes, profile)
-        return sizes, profile, policy
+            try:
+                return sizes, profile, self._within(profile, self._with_room(profile))
+            except InfeasibleBudgetError:
+                note_latest(self.shape_policies.above_budget, key, None, MAX_OTHERS)
+        sizes = tuple(shape for shape in shapes if shape.name in {other.name for other in sizes})
+        profile = self.profile_at(sizes)
+        return sizes, profile, self.or_least(sizes, profile)
 
     def profile_at(self, sizes: BatchShapes) -> Profile:
         """What batches of `sizes` are told to take."""

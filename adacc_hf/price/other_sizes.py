@@ -74,10 +74,10 @@ def small_parts(batch: Mapping[str, Any], has_pairs: bool = False) -> list[list[
     larger of two sums.
     """
     shapes = batch_shapes(batch)
-    samples = next((shape.size[0] for shape in shapes if len(shape.size) > 1), 1)
+    samples, _ = _extent(batch)
     lengths = {shape.name: shape.size[1] for shape in shapes if len(shape.size) == 2}
     is_text = bool(lengths) and all(n > 1 for n in lengths.values())
-    second = {name for name in lengths if has_pairs and (name == "labels" or name.startswith("decoder_"))}
+    second = {name for name in lengths if has_pairs and _is_written(name)}
     if len(set(lengths.values())) > 1 and "labels" in lengths:
         second |= {name for name in lengths if lengths[name] == lengths["labels"]}
     few = max(2, samples // 4) if samples > 1 else 1  # a single sample often runs other operators
@@ -274,6 +274,11 @@ def _extent(batch: Mapping[str, Any]) -> tuple[int, list[int]]:
     return samples, sorted({shape.size[1] for shape in shapes if len(shape.size) == 2})
 
 
+def _is_written(name: str) -> bool:
+    """Return True for a tensor of the text that a model of pairs writes, by its name in the batch."""
+    return name == "labels" or name.startswith("decoder_")
+
+
 def _can_be_shorter(lengths: list[int], is_pair: bool) -> bool:
     return bool(lengths) and lengths[0] >= LEAST_TOKENS * len(lengths) * (2 if is_pair else 1)
 
@@ -308,8 +313,7 @@ def _cut(
     if size[0] == samples:
         size[0] = others
     if len(size) == 2 and first is not None and second is not None:
-        is_second = is_pair and (shape.name == "labels" or shape.name.startswith("decoder_"))
-        shorter = second + len(lengths) if is_second else first
+        shorter = second + len(lengths) if is_pair and _is_written(shape.name) else first
         size[1] = shorter + lengths.index(size[1])
     return TensorShape(shape.name, tuple(size))
 

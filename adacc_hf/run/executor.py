@@ -159,9 +159,7 @@ class PolicyHandle:
 
     def remove(self) -> None:
         """Take the policy off the model. Harmless when it is off already."""
-        attributes = self.installation.model.__dict__
-        if getattr(attributes.get(APPLIED), "owner", None) is self:
-            del attributes[APPLIED]
+        Applied.forget(self.installation.model, self)
         self._take_off()
 
     def _take_off(self) -> None:
@@ -189,6 +187,13 @@ class Applied:
 
     def __init__(self, owner: Any = None, remove: Callable[[], object] | None = None) -> None:
         self.owner, self.remove = owner, remove
+
+    @staticmethod
+    def forget(model: nn.Module, owner: object) -> None:
+        """Have `model` lead to `owner` no more. Harmless if it leads elsewhere."""
+        applied = model.__dict__.get(APPLIED)
+        if applied is not None and applied.owner is owner:
+            del model.__dict__[APPLIED]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Applied, ()
