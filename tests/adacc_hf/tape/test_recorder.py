@@ -4,6 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from adacc_hf.tape.recorder import Recorder
+from adacc_hf.torch_glue.private import storage_key
+
 
 class Block(nn.Module):
     def __init__(self):
@@ -197,3 +200,28 @@ def test_a_cast_from_autocasts_cache_is_an_operator_of_every_call(record, x):
     }
     assert not [value for value in tapes[1].values if str(value.source).startswith("unknown")]
     assert tapes[0].digest == tapes[1].digest
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that consists of another one, and detaches to a new tensor, as torchao's float8 tensors do."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return Wrapper(args[0].inner)
+
+
+def test_a_value_whose_base_lies_elsewhere_keeps_its_storage(x):
+    """As of tensors that consist of others, which detach to new ones: another storage may take the key of one gone."""
+    recorder = Recorder(Block(), (x,), {})
+    for _ in range(8):
+        recorder.refer(Wrapper(torch.ones(3)))
+    keys = recorder._storages[-8:]
+    assert len(set(keys)) == 8
+    assert [storage_key(storage) for storage in recorder._alive[-8:]] == keys
