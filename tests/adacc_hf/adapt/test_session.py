@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 
 from adacc_hf import AdaccConfig, AdaccSession, Policy, remove_policy
 from adacc_hf.adapt import policy_maker
+from adacc_hf.adapt.repricing import in_all_blocks, lossy_options
 from adacc_hf.solve.solver import least_policy
 
 LOSSLESS = {"actions": ("retain", "recompute"), "head": "plain"}
@@ -86,10 +87,13 @@ def by_run(session, model, optimizer, batch, losses):
     session.run(step, batch)
 
 
+def halves(batch):
+    return [{name: given[half::2] for name, given in batch.items()} for half in range(2)]
+
+
 def two_micro_batches(session, model, optimizer, batch, losses):
     with session.step():
-        for half in range(2):
-            part = {name: given[half::2] for name, given in batch.items()}
+        for part in halves(batch):
             with session.micro_batch(part):
                 loss = model(**part).loss
                 loss.backward()
@@ -100,8 +104,7 @@ def two_micro_batches(session, model, optimizer, batch, losses):
 
 def accumulating(session, model, optimizer, batch, losses):
     """As with Accelerate's `accumulate`: the optimizer steps within the last micro-batch."""
-    for half in range(2):
-        part = {name: given[half::2] for name, given in batch.items()}
+    for half, part in enumerate(halves(batch)):
         with session.micro_batch(part):
             loss = model(**part).loss
             loss.backward()
@@ -113,8 +116,7 @@ def accumulating(session, model, optimizer, batch, losses):
 
 def stepping_after(session, model, optimizer, batch, losses):
     """The optimizer steps after the last micro-batch, where no context is open."""
-    for half in range(2):
-        part = {name: given[half::2] for name, given in batch.items()}
+    for part in halves(batch):
         with session.micro_batch(part):
             loss = model(**part).loss
             loss.backward()
@@ -471,8 +473,7 @@ def test_other_optimizers_steps_are_not_the_runs():
 
     def step(session, model, optimizer, batch, losses):
         other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-        for half in range(2):
-            part = {name: given[half::2] for name, given in batch.items()}
+        for half, part in enumerate(halves(batch)):
             with session.micro_batch(part):
                 loss = model(**part).loss
                 loss.backward()
@@ -654,3 +655,23 @@ def test_few_pairs_of_texts_of_any_length_keep_to_the_budget(monkeypatch, part):
     assert len(measured) >= 2
     assert max(measured) <= part * most
     assert run.session.history[0]["step"] == 0
+
+
+def test_a_size_that_comes_before_a_step_was_counted_is_without_codecs_that_are_off():
+    """Its policy of least memory is another one than the first size's."""
+    probe = train(one_step, [batch_of(0, 8, 40)] * 4, **HALF).session.profile
+    budget = int(1.2 * Policy.uniform(probe, "retain").predicted_peak_bytes)
+    config = {"memory_budget": budget, "head": "plain", "min_compress_bytes": 0}
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with AdaccSession(model, optimizer, **config) as session:
+        one_step(session, model, optimizer, batch_of(0, 8, 40), [])
+        evolution, profile = session.phase.evolution, session.profile
+        lossy = lossy_options(profile, [block.name for block in profile.blocks])
+        evolution.guard.switched_off = in_all_blocks(profile, lossy)
+        assert evolution.guard.switched_off
+        one_step(session, model, optimizer, batch_of(1, 24, 60), [])
+        _, larger = evolution.shape_policies.all
+        assert larger.is_provisional
+        codecs = {c.codec for plan in larger.rectifier.policy.plans for _, c in plan.choices if c.codec}
+        assert codecs <= {"bitmask"}, "what is lossless"
