@@ -201,8 +201,9 @@ class Evolving(Following):
         self._run.ran.policy_is_set(profile, shapes)
 
     def begin_within(self, profile: Profile, policy: Policy, step: int) -> None:
-        """Go on within the first micro-batch of a step, under a policy that is followed until a step was counted."""
-        self.evolution.add(self._shapes_of(profile), profile, policy, is_provisional=True, was_measured=True)
+        """Go on within the first micro-batch of a step; under a budget of the peak until a step was counted."""
+        of_peak = not isinstance(self._run.config.memory_budget, float)
+        self.evolution.add(self._shapes_of(profile), profile, policy, is_provisional=of_peak, was_measured=True)
         self.step_begins(step)
         super().micro_batch_begins(None)
         self.evolution.choose(self._batches.shapes)

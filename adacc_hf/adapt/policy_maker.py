@@ -137,11 +137,10 @@ class PolicyMaker:
     ) -> tuple[Profile, Policy] | None:
         """(profile, policy) for a batch that was not trained on yet, told from small parts of it.
 
-        The policy is plain training where that keeps to the budget, else that of least memory, until a step was
-        counted. None where the budget bounds no peak, and where nothing can be told, which is said. Raises
-        InfeasibleBudgetError.
+        Under a budget of the peak the policy is plain training where that keeps to it, else that of least memory,
+        until a step was counted. None where nothing can be told, which is said. Raises InfeasibleBudgetError.
         """
-        if isinstance(self._config.memory_budget, float) or self._given is not None or num_ranks() > 1:
+        if self._given is not None or num_ranks() > 1:
             return None
         settings = self._settings(model, optimizer) | {"compute_loss": compute_loss}
         try:
@@ -155,6 +154,8 @@ class PolicyMaker:
             return None
         log.info("Adacc: the profile is told from small parts of the batch")
         self._tell_of_fragments(profile)
+        if isinstance(self._config.memory_budget, float):
+            return profile, self._solve(profile, self._config.memory_budget)
         return profile, self._careful(profile)
 
     def _careful(self, profile: Profile) -> Policy:

@@ -47,6 +47,8 @@ from adacc_hf.torch_glue.tensors import is_fake, local_of, runs_on_parts, storag
 
 _NO_OPERATORS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.prim.device.default}
 """The last is how a tensor without memory is asked for its device."""
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+"""Modules whose rate tells blocks apart: at a rate of zero they run no operator."""
 _CONSTANT = torch.ops.aten.lift_fresh.default
 """What torch.tensor() puts its new tensor through."""
 _MOVES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_"}
@@ -178,7 +180,8 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
             tape.reads, more = judge(tape, self.reads, self._arguments_of)
             tape.untrusted = None if more is None else str(more)
         parameters = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.block.named_parameters()]
-        tape.seal([parameters, attention_of(self.block), self._autocast])
+        dropouts = [(name, m.p) for name, m in self.block.named_modules() if isinstance(m, DROPOUTS)]
+        tape.seal([parameters, attention_of(self.block), dropouts, self._autocast])
         return tape
 
     def _arguments_of(self, value: int) -> list[tuple[tuple[Any, ...], torch.Tensor]]:

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
+import adacc_hf.adapt.policy_maker as maker_module
+from adacc_hf.artifacts.errors import NoEstimateError
 from adacc_hf.price import measurement
 from adacc_hf.torch_glue.memory import CpuMemoryMeter, count_static_bytes
 
@@ -171,6 +173,17 @@ def leave_what_was_found(folder: Path, found: Any) -> None:
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def no_parts(monkeypatch):
+    """As if the model took no parts of a batch: the first steps run under torch's checkpoint, then a batch is
+    profiled."""
+
+    def refuse(*args, **kwargs):
+        raise NoEstimateError("it takes no parts of a batch")
+
+    monkeypatch.setattr(maker_module, "estimate_profile", refuse)
 
 
 @pytest.fixture

@@ -29,7 +29,13 @@ def profile(train, lossless):
     return callback.profile
 
 
-def test_the_policy_is_set_after_the_profiled_steps(train, lossless):
+def test_a_policy_is_set_before_the_first_step(train, lossless):
+    callback = AdaccCallback(**lossless)
+    train([callback])
+    assert [event["step"] for event in callback.history if event["event"] == "policy"] == [0]
+
+
+def test_the_policy_is_set_after_the_profiled_steps_where_the_model_takes_no_parts(train, lossless, no_parts):
     for profile_steps in (1, 3):
         callback = AdaccCallback(**lossless, profile_steps=profile_steps)
         train([callback])
@@ -166,8 +172,8 @@ def test_switching_checkpointing_off_and_on_keeps_the_policy(train, lossless):
 
     callback, count = AdaccCallback(**lossless), CountCalls()
     run = train([callback, ReferencePass(), count], max_steps=6)
-    # The policy is set at the end of step 2; each later step calls each of the two blocks once.
-    assert count.calls == (0, 2, 4, 6, 8)
+    # Each step calls each of the two blocks once.
+    assert count.calls == (2, 4, 6, 8, 10, 12)
     run.assert_equals(train([ReferencePass()], max_steps=6))
 
 

@@ -39,7 +39,7 @@ def counting_steps(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("tracking", "expected"), [("exponential", [3, 4, 6, 10]), (3, [5, 8, 11]), ("off", [])], ids=str
+    ("tracking", "expected"), [("exponential", [1, 2, 4, 8]), (3, [3, 6, 9]), ("off", [])], ids=str
 )
 def test_outliers_are_counted_at_tracking_steps_only(train, counting_steps, tracking, expected):
     callback = AdaccCallback(**COMPRESS, tracking=tracking)

@@ -39,8 +39,8 @@ def profilings(monkeypatch):
         calls.append(1)
         return original(*args, **kwargs)
 
-    original = maker_module.profile_model
-    monkeypatch.setattr(maker_module, "profile_model", counting)
+    original = maker_module.estimate_profile
+    monkeypatch.setattr(maker_module, "estimate_profile", counting)
     return calls
 
 
@@ -74,7 +74,7 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(train, lossless, tmp
     resumed = train([callback], resume=True if way == "last" else str(folder), **SAVING, **settings)
     assert not profilings
     assert callback.policy == policy
-    assert [event["step"] for event in callback.history if event["event"] == "policy"] == [2, 3]
+    assert [event["step"] for event in callback.history if event["event"] == "policy"] == [0, 3]
     resumed.assert_equals(whole)
     assert resumed.logs[-2].keys() == whole.logs[-2].keys()
 
@@ -98,11 +98,11 @@ def test_a_checkpoint_written_without_the_callback_resumes(train, lossless, tmp_
     whole = train(**SAVING)
     callback = AdaccCallback(**lossless)
     resumed = train([callback], resume=str(tmp_path / "run" / "checkpoint-3"), **SAVING)
-    assert [event["step"] for event in callback.history if event["event"] == "policy"] == [5]
+    assert [event["step"] for event in callback.history if event["event"] == "policy"] == [3]
     resumed.assert_equals(whole)
 
 
-def test_a_checkpoint_from_before_the_policy_resumes(train, lossless, tmp_path):
+def test_a_checkpoint_from_before_the_policy_resumes(train, lossless, tmp_path, no_parts):
     settings = {**SAVING, "save_steps": 1}
     whole = train([AdaccCallback(**lossless)], **settings)
     assert not (tmp_path / "run" / "checkpoint-1" / POLICY_FILE).exists()
@@ -125,7 +125,7 @@ def test_a_run_resumed_on_another_number_of_ranks_profiles_anew(train, checkpoin
     callback = AdaccCallback(**lossless)
     train([callback], resume=str(checkpoint), **SAVING)
     assert profilings
-    assert [event["step"] for event in callback.history if event["event"] == "policy"] == [5]
+    assert [event["step"] for event in callback.history if event["event"] == "policy"] == [3]
 
 
 def test_a_given_policy_goes_before_the_checkpoint_s(train, checkpoint, profilings):
@@ -258,7 +258,7 @@ def test_files_that_cannot_be_written_do_not_end_the_run(train, lossless, tmp_pa
     train([AdaccCallback(**lossless)], resume=str(checkpoint), **SAVING).assert_equals(plain)
 
 
-def test_a_checkpoint_has_nothing_of_an_earlier_run_in_its_folder(train, lossless, tmp_path):
+def test_a_checkpoint_has_nothing_of_an_earlier_run_in_its_folder(train, lossless, tmp_path, no_parts):
     train([AdaccCallback(**lossless)], **{**SAVING, "save_steps": 1})
     folder = tmp_path / "run"
     policy = (folder / "checkpoint-3" / POLICY_FILE).read_text()

@@ -11,7 +11,6 @@ from transformers import Trainer
 from adacc_hf import AdaccCallback
 from adacc_hf.adapt import waiting as profiling
 from adacc_hf.adapt.policy_maker import profile_at
-from adacc_hf.adapt.shape_policies import ShapePolicies
 from adacc_hf.artifacts.errors import UncalledBlocksError
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.eval.zoo.language import IMAGE_TOKEN, PATCH_VALUES
@@ -123,21 +122,13 @@ def test_images_of_other_sizes_are_exact_and_get_policies_of_their_own(assert_eq
     assert "pixel_values" in reasons[1]
 
 
-def test_sounds_of_other_lengths_follow_the_policy_for_the_longest(assert_equal_to_plain, monkeypatch):
+def test_sounds_of_other_lengths_have_policies_of_their_own(assert_equal_to_plain):
     """Its batches have no mask: nothing says that they are sounds."""
-    chosen = []
-    around = ShapePolicies.around
-
-    def noted(self, shapes):
-        chosen.append(around(self, shapes))
-        return chosen[-1]
-
-    monkeypatch.setattr(ShapePolicies, "around", noted)
     longest = TABLE["wav2vec2"].make_batch(0)
     sounds = [longest, longest] + [{**longest, "input_values": longest["input_values"][:, :-n]} for n in (1, 30, 7, 60)]
     callback = assert_equal_to_plain(TABLE["wav2vec2"].build, sounds)
-    assert len(chosen) == len(sounds) - 2
-    assert all(shape_policy.rectifier.policy == callback.policy for shape_policy in chosen)
+    assert callback.history[0]["step"] == 0
+    assert not [event for event in callback.history if event["event"] == "fallback"]
 
 
 def test_the_policy_waits_for_a_batch_that_calls_every_block(assert_equal_to_plain):
