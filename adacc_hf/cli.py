@@ -253,7 +253,6 @@ RUNNERS = {
     "peak-accuracy": ("peak_accuracy", "predicted against measured peaks, over models and budgets"),
     "budget-sweep": ("budget_sweep", "overhead and peak from the least budget to one that everything fits"),
     "table1": ("table1", "recompute and compression time of every activation, and which wins (Table 1)"),
-    "partitions": ("partitions", "bits and bytes of compiled graphs that our partitioner cut"),
     "compiled": ("compiled", "bytes, peaks, step and compile times of torch.compile with our partitioner"),
     "evolution": ("evolution", "what a policy gains by following the data (Figure 7)"),
     "tracking-cost": ("tracking_cost", "the share of a long run that tracking and solving take"),

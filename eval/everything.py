@@ -61,7 +61,7 @@ CLOCKED = (
 )
 UNCLOCKED = (
     "max-batch", "loss", "codecs", "peak-accuracy", "sizes", "budget-sweep", "table1", "plan", "published",
-    "block-bytes", "table3", "partitions", "table4", "compact-training",
+    "block-bytes", "table3", "table4", "compact-training",
 )  # fmt: skip
 SCORED = ("cloze", "downstream")
 """Need a trained model, which table4 leaves."""

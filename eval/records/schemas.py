@@ -277,14 +277,6 @@ TRADED = record(
         **dict.fromkeys(("recompute_ms", "compress_ms", "recompute_band", "compress_band"), nullable(NUMBER)),
     }
 )
-PARTITION = record(
-    {
-        **dict.fromkeys(("share", "overhead_ms", "gradient_error"), NUMBER),
-        **dict.fromkeys(("regions", "plain_bytes", "predicted_bytes", "stored_bytes"), COUNT),
-        "same_bits": {"type": "boolean"},
-        "reasons": array(TEXT),
-    }
-)
 GRAPH_STEP = {
     **dict.fromkeys(("predicted_bytes", "stored_bytes"), COUNT),
     **dict.fromkeys(("modelled_peak_bytes", "peak_bytes"), COUNT),
@@ -419,7 +411,6 @@ POINTS: dict[str, dict[str, Schema]] = {
     "table3": {"": ended(record({"batches": mapping(COUNT)}))},
     "peak_accuracy": {"": perhaps_ended(record({"peaks": array(PEAK)}))},
     "budget_sweep": {"": SWEEP},
-    "partitions": {"": record({"lossless": array(PARTITION), "lossy": PARTITION})},
     "compiled": {", budgets$": GRAPH_BUDGETS, ", compilation, ": COMPILATIONS},
     "table1": {"": record({"activations": array(TRADED)})},
     "evolution": {", batch \\d+$": EVOLUTION},
