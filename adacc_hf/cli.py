@@ -263,7 +263,6 @@ RUNNERS = {
     "compact-tuning": ("compact_tuning", "fine-tuning by CompAct, beside AdamW, LoRA and GaLore"),
     "executor-bench": ("executor_bench", "what recompute-everything and retain-everything cost"),
     "whole-blocks": ("whole_blocks", "blocks that no replay serves well, in half of the room: plain, or checkpointed"),
-    "fused-chains": ("fused_chains", "what replay gains if chains of pointwise operators run as one kernel"),
     "budget-bench": ("budget_bench", "what a memory budget costs in time"),
     "gradient-error": ("gradient_error", "the first half of codecs: how far they move the gradient"),
     "codec-bandwidth": ("codec_bandwidth", "the second half of codecs: bytes per second"),

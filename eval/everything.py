@@ -51,7 +51,6 @@ CLOCKED = (
     "solver",
     "executor-bench",
     "whole-blocks",
-    "fused-chains",
     "budget-bench",
     "evolution",
     "tracking-cost",

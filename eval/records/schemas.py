@@ -191,31 +191,6 @@ STEP_FIGURES = record(
         "solve_seconds": NUMBER,
     },
 )
-FUSED_CHAIN = record(
-    {
-        "names": TEXT,
-        "size": array(COUNT),
-        "lies_alike": {"type": "boolean"},
-        **dict.fromkeys(("blocks", "bytes_before", "bytes_after"), COUNT),
-        **dict.fromkeys(("differing", "greatest", "relative_error", "compile_seconds"), NUMBER),
-        **dict.fromkeys(("operators_ms", "kernel_ms", "ratio_by_round"), SPREAD),
-    }
-)
-FUSED_STEP = record(
-    {"step_ms": SPREAD, "faster_by_round": SPREAD, "is_equal": {"type": "boolean"}, "gradient_error": NUMBER}
-)
-FUSED_CHAINS = record(
-    {"chains": mapping(array(FUSED_CHAIN)), "operators": mapping(NUMBER), "step": mapping(FUSED_STEP)}
-)
-REPLAY_BYTES = mapping(
-    record(
-        {
-            **dict.fromkeys(("pointwise", "others", "before", "after", "operators", "chained"), NUMBER),
-            **dict.fromkeys(("step_ms", "overhead_ms", "faster_overhead_ms"), NUMBER),
-            "chains": array(record({"names": TEXT, **dict.fromkeys(("blocks", "before", "after"), COUNT)})),
-        }
-    )
-)
 GRADIENT_TRAINING = record({"final_loss": NUMBER, "another_batch": POSITIVE})
 GRADIENT_ERROR = record(
     {
@@ -419,7 +394,6 @@ POINTS: dict[str, dict[str, Schema]] = {
     "lengths": {"^(?!trainer$)": CHANGING_LENGTHS, "^trainer$": LENGTH_TRAININGS},
     "executor_bench": {"": record({"methods": mapping(STEP_FIGURES), "new_length": NEW_LENGTH})},
     "whole_blocks": {"": record({"budget": POSITIVE, "methods": mapping(STEP_FIGURES)})},
-    "fused_chains": {"^bytes: ": REPLAY_BYTES, "^(?!bytes: )": FUSED_CHAINS},
     "budget_bench": {"": record({"methods": mapping(STEP_FIGURES), "skipped": mapping(TEXT)})},
     "compact": {"^time$": LOW_RANK_TIMES, "^(?!time$)": SHAPE},
     "compact_training": {", seed \\d+$": TEXT_TRAINING},
