@@ -245,7 +245,6 @@ RUNNERS = {
     "solver": ("solver_bench", "seconds that a policy takes to solve, over budgets"),
     "plan": ("plan_bench", "what `adacc plan` says of published models, and the seconds and memory it takes"),
     "published": ("predictions", "what `adacc plan` predicts beside what others measured and published"),
-    "block-bytes": ("block_bytes", "bytes that a block keeps, tensor by tensor, beside Megatron's formula"),
     "table3": ("paper_batches", "largest batches on a V100 as predicted, beside the paper's (Table 3)"),
     "table4": ("table4", "train by every method, then score all of them (Table 4)"),
     "downstream": ("downstream", "zero-shot accuracy of one model by lm-eval, on the data sets of Table 4"),

@@ -60,7 +60,7 @@ CLOCKED = (
 )
 UNCLOCKED = (
     "max-batch", "loss", "codecs", "peak-accuracy", "sizes", "budget-sweep", "table1", "plan", "published",
-    "block-bytes", "table3", "table4", "compact-training",
+    "table3", "table4", "compact-training",
 )  # fmt: skip
 SCORED = ("cloze", "downstream")
 """Need a trained model, which table4 leaves."""

@@ -99,14 +99,6 @@ PREDICTION = ended(
     )
 )
 SPEEDS = ended(record({"ratio": POSITIVE, "tokens_per_ms": array(POSITIVE), "cpu_seconds": NUMBER}))
-BLOCK_BYTES = ended(
-    record(
-        {
-            **dict.fromkeys(("stored_bytes", "formula_bytes"), COUNT),
-            "tensors": array(record({"name": TEXT, "dtype": TEXT, "nbytes": COUNT})),
-        }
-    )
-)
 TRIAL = ended(
     record(
         {"decided": mapping(ANY), "static_bytes": COUNT, "peak_bytes": COUNT},
@@ -382,7 +374,6 @@ POINTS: dict[str, dict[str, Schema]] = {
     "solver": {"": record({"stored": SOLVES, "peak": SOLVES})},
     "plan": {"": PLAN},
     "published": {", speed$": SPEEDS, "^(?!.*, speed$)": PREDICTION},
-    "block_bytes": {"": BLOCK_BYTES},
     "table3": {"": ended(record({"batches": mapping(COUNT)}))},
     "peak_accuracy": {"": perhaps_ended(record({"peaks": array(PEAK)}))},
     "budget_sweep": {"": SWEEP},
@@ -426,7 +417,6 @@ SUMMARIES: dict[str, dict[str, Schema]] = {
     "compact": {"paper_gib": mapping(mapping(POSITIVE))},
     "plan": {"asked_seconds": COUNT, "asked_bytes": COUNT},
     "published": {"goal": mapping(NUMBER)},
-    "block_bytes": {"shape": mapping(COUNT)},
     "table3": {"paper": mapping(mapping(COUNT))},
     "table4": {"paper": mapping(mapping(mapping(nullable(NUMBER))))},
     "downstream": {"average_acc": NUMBER},
