@@ -256,7 +256,6 @@ RUNNERS = {
     "evolution": ("evolution", "what a policy gains by following the data (Figure 7)"),
     "tracking-cost": ("tracking_cost", "the share of a long run that tracking and solving take"),
     "lengths": ("lengths", "step times where every batch has another size, and of the first step at each"),
-    "sizes": ("sizes", "predicted against measured memory at sizes that were never profiled, under a budget"),
     "compact": ("compact", "CompAct's memory and step time, beside GaLore's, Adacc's and its paper's"),
     "compact-training": ("compact_training", "validation loss by CompAct, beside AdamW, GaLore and APOLLO"),
     "compact-tuning": ("compact_tuning", "fine-tuning by CompAct, beside AdamW, LoRA and GaLore"),

@@ -59,7 +59,7 @@ CLOCKED = (
     "compact-tuning",
 )
 UNCLOCKED = (
-    "max-batch", "loss", "codecs", "peak-accuracy", "sizes", "budget-sweep", "table1", "plan", "published",
+    "max-batch", "loss", "codecs", "peak-accuracy", "budget-sweep", "table1", "plan", "published",
     "table3", "table4", "compact-training",
 )  # fmt: skip
 SCORED = ("cloze", "downstream")

@@ -88,10 +88,9 @@ class ProfileSizes:
 
     @property
     def uncertainty(self) -> float:
-        """By which part a peak may lie above what is told of it: a line stands for the larger of several sums. Peaks of
-        GPT-2, LLaMA and BERT lay up to 0.5 % above. More than two sizes that vary by themselves (samples, and the
-        lengths of a pair of texts) make more terms than the measured parts can tell apart: T5's lay up to 3.4 % above
-        (`adacc eval sizes`)."""
+        """By which part a peak may lie above what is told of it: a line stands for the larger of several sums. More than
+        two sizes that vary by themselves (samples, and the lengths of a pair of texts) make more terms than the
+        measured parts can tell apart."""
         if self.is_rough:
             return 0.1
         return 0.04 if len(self._symbols) > 2 else 0.01

@@ -290,16 +290,6 @@ TRACKING_COST = record(
     }
 )
 SIZES = array(array(COUNT))
-TOLD_BYTES = ("predicted_stored_bytes", "measured_stored_bytes", "predicted_peak_bytes", "measured_peak_bytes")
-TOLD = record({"size": array(COUNT), **dict.fromkeys(TOLD_BYTES, COUNT)})
-OVER = record({"step": COUNT, "size": array(COUNT), "peak_bytes": COUNT, "said": {"type": "boolean"}})
-UNDER_BUDGET = record(
-    {
-        **dict.fromkeys(("budget_bytes", "steps", "num_sizes", "largest_step", "largest_peak_bytes"), COUNT),
-        "over": array(OVER),
-        "peaks": array(COUNT),
-    }
-)
 BESIDE_OTHERS = {
     "steps_ms": array(POSITIVE),
     **dict.fromkeys(("step_ms", "of_plain_by_step", "of_checkpointing_by_step"), SPREAD),
@@ -381,7 +371,6 @@ POINTS: dict[str, dict[str, Schema]] = {
     "table1": {"": record({"activations": array(TRADED)})},
     "evolution": {", batch \\d+$": EVOLUTION},
     "tracking_cost": {"^batch \\d+$": TRACKING_COST},
-    "sizes": {"": record({"profiled": array(COUNT), "told": array(TOLD), "training": UNDER_BUDGET})},
     "lengths": {"^(?!trainer$)": CHANGING_LENGTHS, "^trainer$": LENGTH_TRAININGS},
     "executor_bench": {"": record({"methods": mapping(STEP_FIGURES), "new_length": NEW_LENGTH})},
     "whole_blocks": {"": record({"budget": POSITIVE, "methods": mapping(STEP_FIGURES)})},
@@ -411,7 +400,6 @@ SUMMARIES: dict[str, dict[str, Schema]] = {
     "budget_sweep": {"faults": array(TEXT)},
     "evolution": {"paper": TEXT},
     "tracking_cost": {"asked_share": NUMBER},
-    "sizes": {"faults": array(TEXT)},
     "lengths": {"goals": array(GOAL)},
     "solver": {"paper_seconds": NUMBER},
     "compact": {"paper_gib": mapping(mapping(POSITIVE))},
