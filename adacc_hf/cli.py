@@ -253,8 +253,6 @@ RUNNERS = {
     "budget-sweep": ("budget_sweep", "overhead and peak from the least budget to one that everything fits"),
     "table1": ("table1", "recompute and compression time of every activation, and which wins (Table 1)"),
     "compiled": ("compiled", "bytes, peaks, step and compile times of torch.compile with our partitioner"),
-    "evolution": ("evolution", "what a policy gains by following the data (Figure 7)"),
-    "tracking-cost": ("tracking_cost", "the share of a long run that tracking and solving take"),
     "lengths": ("lengths", "step times where every batch has another size, and of the first step at each"),
     "compact": ("compact", "CompAct's memory and step time, beside GaLore's, Adacc's and its paper's"),
     "compact-training": ("compact_training", "validation loss by CompAct, beside AdamW, GaLore and APOLLO"),

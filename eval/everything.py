@@ -52,8 +52,6 @@ CLOCKED = (
     "executor-bench",
     "whole-blocks",
     "budget-bench",
-    "evolution",
-    "tracking-cost",
     "lengths",
     "compact",
     "compact-tuning",

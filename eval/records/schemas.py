@@ -264,31 +264,6 @@ NEW_LENGTH = record(
         "amortised_after": nullable(COUNT),
     },
 )
-CHANGE = record(
-    {
-        "step": COUNT,
-        "reason": TEXT,
-        **{f"{how}_{what}": NUMBER for how in ("predicted", "measured") for what in ("peak_bytes", "step_ms")},
-    }
-)
-EVOLUTION = record(
-    {
-        "frozen_step_ms": SPREAD,
-        "evolving_step_ms": SPREAD,
-        **dict.fromkeys(("frozen_stored_bytes", "evolving_stored_bytes"), COUNT),
-        **dict.fromkeys(("frozen_overhead_ms", "evolving_overhead_ms", "gain", "loss"), NUMBER),
-        "changes": array(CHANGE),
-        "outliers": array({"type": "array", "items": COUNT, "minItems": 2, "maxItems": 2}),
-    }
-)
-TRACKING_COST = record(
-    {
-        "steps": COUNT,
-        "events": mapping(COUNT),
-        **dict.fromkeys(("normal_step_ms", "total_ms", "extra_ms", "measured_share", "recorded_ms"), NUMBER),
-        **dict.fromkeys(("logged_ms", "logged_share"), NUMBER),
-    }
-)
 SIZES = array(array(COUNT))
 BESIDE_OTHERS = {
     "steps_ms": array(POSITIVE),
@@ -369,8 +344,6 @@ POINTS: dict[str, dict[str, Schema]] = {
     "budget_sweep": {"": SWEEP},
     "compiled": {", budgets$": GRAPH_BUDGETS, ", compilation, ": COMPILATIONS},
     "table1": {"": record({"activations": array(TRADED)})},
-    "evolution": {", batch \\d+$": EVOLUTION},
-    "tracking_cost": {"^batch \\d+$": TRACKING_COST},
     "lengths": {"^(?!trainer$)": CHANGING_LENGTHS, "^trainer$": LENGTH_TRAININGS},
     "executor_bench": {"": record({"methods": mapping(STEP_FIGURES), "new_length": NEW_LENGTH})},
     "whole_blocks": {"": record({"budget": POSITIVE, "methods": mapping(STEP_FIGURES)})},
@@ -398,8 +371,6 @@ SUMMARIES: dict[str, dict[str, Schema]] = {
         "within_adaccs_peaks": array(record({"adacc": TEXT, "eager": RIVAL, "compiled": RIVAL})),
     },
     "budget_sweep": {"faults": array(TEXT)},
-    "evolution": {"paper": TEXT},
-    "tracking_cost": {"asked_share": NUMBER},
     "lengths": {"goals": array(GOAL)},
     "solver": {"paper_seconds": NUMBER},
     "compact": {"paper_gib": mapping(mapping(POSITIVE))},
