@@ -239,7 +239,6 @@ RUNNERS = {
     "throughput": ("throughput", "tokens/s and peak against batch size, by method (Figure 5)"),
     "max-batch": ("max_batch", "largest batch within a memory limit, by method (Table 3)"),
     "loss": ("loss", "validation loss over training, by method (Figure 6)"),
-    "ablation": ("ablation", "step time, peak and loss with one part of Adacc taken away"),
     "peers": ("peers", "tokens/s against peak, beside what else saves activation memory"),
     "codecs": ("codecs", "gradient error, round-trip error and bandwidth of the codecs"),
     "solver": ("solver_bench", "seconds that a policy takes to solve, over budgets"),

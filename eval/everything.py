@@ -47,7 +47,6 @@ CLOCKED = (
     "throughput",
     "peers",
     "compiled",
-    "ablation",
     "solver",
     "executor-bench",
     "whole-blocks",
@@ -175,7 +174,6 @@ ON_GPU: tuple[Stage, ...] = (
     Stage(runner="gradient-error"),
     Stage(runner="table1"),
     Stage(runner="executor-bench"),
-    Stage(runner="ablation", options=(*_GPT_345M, "--batch=16")),
     Stage(runner="throughput", part="all", options=(*_GPT_345M, "--batches", "16", "64")),
     Stage(runner="loss", options=_GPT_345M),
 )

@@ -88,8 +88,8 @@ class ProfileSizes:
 
     @property
     def uncertainty(self) -> float:
-        """By which part a peak may lie above what is told of it: a line stands for the larger of several sums. More than
-        two sizes that vary by themselves (samples, and the lengths of a pair of texts) make more terms than the
+        """By which part a peak may lie above what is told of it: a line stands for the larger of several sums. More
+        than two sizes that vary by themselves (samples, and the lengths of a pair of texts) make more terms than the
         measured parts can tell apart."""
         if self.is_rough:
             return 0.1

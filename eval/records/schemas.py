@@ -332,7 +332,6 @@ POINTS: dict[str, dict[str, Schema]] = {
     "headline": {"": HEADLINE},
     "max_batch": {", batch \\d+$": TRIAL},
     "loss": {"": TRAINING},
-    "ablation": {", steps$": TRIAL, ", loss$": TRAINING},
     "peers": {"": TRIAL},
     "gradient_error": {"^gradient, training$": GRADIENT_TRAINING, "^gradient, (?!training$)": GRADIENT_ERROR},
     "codec_bandwidth": {"^bandwidth, ": perhaps_ended(BANDWIDTH)},

@@ -1,4 +1,4 @@
-"""Ways to keep activations, by name: the paper's five, and what the ablation takes away from Adacc.
+"""Ways to keep activations, by name: the paper's five, Adacc without loss, and those that share a headline.
 
 A method is installed once, on a model that has trained a step, so that the optimizer's state is there to be counted.
 """
@@ -19,7 +19,6 @@ from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model, solve_pol
 from adacc_hf.artifacts.config import Budget as ResolvedBudget
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.eval.trials.contenders import uses_lossy_codec
-from adacc_hf.eval.trials.one_policy import solve_one_policy
 from adacc_hf.eval.trials.subject import Subject
 from adacc_hf.eval.trials.workload import Batch
 from adacc_hf.kernels.codecs import baseline_codec
@@ -134,10 +133,9 @@ def install_policy(
     )
 
 
-def adacc(title: str, solve: Callable[[Profile, Budget, AdaccConfig], Policy] = solve_policy, **config: Any) -> Method:
+def adacc(title: str, **config: Any) -> Method:
     """Adacc under a config."""
-    install = partial(install_policy, config=AdaccConfig(**config), solve=solve)
-    return Method(title=title, install=install, takes_budget=True)
+    return Method(title=title, install=partial(install_policy, config=AdaccConfig(**config)), takes_budget=True)
 
 
 PLAIN = Method(title="plain", install=install_plain)
@@ -169,14 +167,12 @@ def quantize_within(profile: Profile, budget: Budget, config: AdaccConfig) -> Po
     return policy
 
 
-NO_OUTLIER = adacc("Adacc w/o outlier", outliers=False)
-
 PAPER_METHODS = {
     "none": PLAIN,
     "full": CHECKPOINTING,
     "quantization": QUANTIZATION,
     "adacc": ADACC,
-    "adacc_no_outlier": NO_OUTLIER,
+    "adacc_no_outlier": adacc("Adacc w/o outlier", outliers=False),
 }
 """The paper's names on the command line, in the order of its tables."""
 
@@ -196,14 +192,3 @@ HEADLINE_METHODS = {
     "adacc_in_floor": replace(ADACC, title="Adacc at checkpointing's peak"),
 }
 """What can be won, how much of it is, and what else may win some: all within one budget, but the last."""
-
-ABLATION_METHODS = {
-    "none": PLAIN,
-    "full": CHECKPOINTING,
-    "adacc": ADACC,
-    "no_compression": adacc("Adacc without compression", actions=("retain", "recompute")),
-    "no_recomputation": adacc("Adacc without recomputation", actions=("retain", "compress")),
-    "one_policy": adacc("Adacc with one policy for all layers", solve=solve_one_policy),
-    "no_outlier": NO_OUTLIER,
-}
-"""Adacc, and Adacc with one thing taken away."""

@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from adacc_hf import AdaccCallback, AdaccConfig
 from adacc_hf.eval.records.records import Figures
-from adacc_hf.eval.trials.one_policy import solve_one_policy
 from adacc_hf.eval.trials.subject import Subject
 from adacc_hf.eval.trials.train_methods import method_callbacks
 from adacc_hf.eval.trials.workload import library_bytes
@@ -51,22 +49,6 @@ def read_text(path: str | None, tokens: int) -> tuple[torch.Tensor, torch.Tensor
     return text[:split], text[split:]
 
 
-def callbacks_of(method: str, budget: str | float | int) -> tuple[list[TrainerCallback], dict[str, Any]]:
-    """The Trainer's callbacks and settings of one of the paper's methods or of an ablation."""
-    lossless = ("retain", "recompute")
-    configs = {
-        "no_compression": AdaccConfig(memory_budget=budget, actions=lossless),
-        "no_recomputation": AdaccConfig(memory_budget=budget, actions=("retain", "compress")),
-        "no_outlier": AdaccConfig(memory_budget=budget, outliers=False),
-    }
-    if method in configs:
-        return [AdaccCallback(configs[method])], {}
-    if method == "one_policy":
-        config = AdaccConfig(memory_budget=budget)
-        return [AdaccCallback(config, policy=lambda profile: solve_one_policy(profile, budget, config))], {}
-    return method_callbacks(method, str(budget))
-
-
 def train_curve(
     subject: Figures,
     method: str,
@@ -86,7 +68,7 @@ def train_curve(
     torch.set_num_threads(threads)
     what = Subject(**subject)
     training, validation = read_text(text, what.tokens)
-    callbacks, overrides = callbacks_of(method, budget)
+    callbacks, overrides = method_callbacks(method, str(budget))
     torch.manual_seed(what.seed)
     trainer = Trainer(
         model=what.model(),

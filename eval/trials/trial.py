@@ -19,11 +19,7 @@ from adacc_hf.eval.trials.subject import Subject, first_sequences
 from adacc_hf.price.timing import seconds_of
 from adacc_hf.torch_glue.compat import switch_checkpointing
 
-FAMILIES: dict[str, dict[str, Method]] = {
-    "paper": methods.METHODS,
-    "ablation": methods.ABLATION_METHODS,
-    "peers": peer_methods.PEERS,
-}
+FAMILIES: dict[str, dict[str, Method]] = {"paper": methods.METHODS, "peers": peer_methods.PEERS}
 
 
 def run_trial(

@@ -11,7 +11,7 @@ from transformers import GPT2Config
 from adacc_hf.eval.records.records import RedGateError
 from adacc_hf.eval.trials import gate, peer_methods, trial
 from adacc_hf.eval.trials.isolation import CannotRunError, OverLimitError, run_here
-from adacc_hf.eval.trials.methods import ABLATION_METHODS, PAPER_METHODS, Installed, Promise
+from adacc_hf.eval.trials.methods import PAPER_METHODS, Installed, Promise
 from adacc_hf.eval.trials.subject import Subject
 from adacc_hf.eval.trials.trial import run_trial
 
@@ -50,18 +50,6 @@ def test_the_papers_methods_take_less_than_plain(subject: dict, plain: dict, met
     assert figures["peak_bytes"] < plain["peak_bytes"]
     assert figures["gate"]["promise"] == ("exact" if method == "full" else "lossy")
     assert ("step_ms" in figures) is False
-
-
-@pytest.mark.parametrize("method", ["no_compression", "no_recomputation", "one_policy", "no_outlier"])
-def test_an_ablation_has_one_thing_less(subject: dict, method: str) -> None:
-    assert method in ABLATION_METHODS
-    figures = run_trial(subject, "ablation", method, budget=0.5, gate=False)
-    index_values = figures["decided"]
-    if method == "no_recomputation":
-        assert index_values["actions"].get("recompute", 0) == 0
-    if method == "one_policy":
-        assert index_values["num_plans"] == 1
-    assert "gate" not in figures
 
 
 def test_a_budget_on_the_peak_counts_the_whole_step(subject: dict, plain: dict) -> None:
