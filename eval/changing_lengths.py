@@ -14,7 +14,6 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from adacc_hf import InfeasibleBudgetError, Policy, Profile, profile_model, solve_policy
-from adacc_hf.eval.budget_bench import MODES
 from adacc_hf.eval.records.records import RedGateError, Settings, Spread
 from adacc_hf.eval.trials.contenders import (
     CHECKPOINTING,
@@ -24,7 +23,7 @@ from adacc_hf.eval.trials.contenders import (
     check_gradients,
     step_ms,
 )
-from adacc_hf.eval.trials.length_cases import LengthCase, Scale, Size, middle
+from adacc_hf.eval.trials.length_cases import MODES, LengthCase, Scale, Size, middle
 from adacc_hf.eval.trials.workload import Batch
 from adacc_hf.tape.library import library_of_profiles
 

@@ -50,13 +50,12 @@ CLOCKED = (
     "solver",
     "executor-bench",
     "whole-blocks",
-    "budget-bench",
     "lengths",
     "compact",
     "compact-tuning",
 )
 UNCLOCKED = (
-    "max-batch", "loss", "codecs", "peak-accuracy", "budget-sweep", "table1", "plan", "published",
+    "max-batch", "loss", "codecs", "peak-accuracy", "table1", "plan", "published",
     "table3", "table4", "compact-training",
 )  # fmt: skip
 SCORED = ("cloze", "downstream")

@@ -227,14 +227,6 @@ PEAK = record(
         "within_budget": {"type": "boolean"},
     }
 )
-SWEPT_BUDGET = record(
-    {
-        **dict.fromkeys(("budget_bytes", "predicted_bytes", "measured_bytes"), COUNT),
-        **dict.fromkeys(("overhead_ms", "gap", "solve_seconds"), NUMBER),
-        **dict.fromkeys(("one_plan_ms", "greedy_ms"), nullable(NUMBER)),
-    }
-)
-SWEEP = record({"step_ms": NUMBER, "num_blocks": COUNT, "plain_bytes": COUNT, "budgets": array(SWEPT_BUDGET)})
 TRADED = record(
     {
         **dict.fromkeys(("label", "winner"), TEXT),
@@ -340,13 +332,11 @@ POINTS: dict[str, dict[str, Schema]] = {
     "published": {", speed$": SPEEDS, "^(?!.*, speed$)": PREDICTION},
     "table3": {"": ended(record({"batches": mapping(COUNT)}))},
     "peak_accuracy": {"": perhaps_ended(record({"peaks": array(PEAK)}))},
-    "budget_sweep": {"": SWEEP},
     "compiled": {", budgets$": GRAPH_BUDGETS, ", compilation, ": COMPILATIONS},
     "table1": {"": record({"activations": array(TRADED)})},
     "lengths": {"^(?!trainer$)": CHANGING_LENGTHS, "^trainer$": LENGTH_TRAININGS},
     "executor_bench": {"": record({"methods": mapping(STEP_FIGURES), "new_length": NEW_LENGTH})},
     "whole_blocks": {"": record({"budget": POSITIVE, "methods": mapping(STEP_FIGURES)})},
-    "budget_bench": {"": record({"methods": mapping(STEP_FIGURES), "skipped": mapping(TEXT)})},
     "compact": {"^time$": LOW_RANK_TIMES, "^(?!time$)": SHAPE},
     "compact_training": {", seed \\d+$": TEXT_TRAINING},
     "compact_tuning": {"^pretraining$": ended(record({"accuracy": NUMBER})), ", seed \\d+$": TUNING},
@@ -369,7 +359,6 @@ SUMMARIES: dict[str, dict[str, Schema]] = {
         "adacc_against": array(COMPARISON),
         "within_adaccs_peaks": array(record({"adacc": TEXT, "eager": RIVAL, "compiled": RIVAL})),
     },
-    "budget_sweep": {"faults": array(TEXT)},
     "lengths": {"goals": array(GOAL)},
     "solver": {"paper_seconds": NUMBER},
     "compact": {"paper_gib": mapping(mapping(POSITIVE))},

@@ -13,7 +13,11 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from adacc_hf import AdaccConfig
 from adacc_hf.eval.trials.workload import Batch, library_bytes
+
+MODES = {"Adacc": AdaccConfig(), "Adacc lossless": AdaccConfig(actions=("retain", "recompute"))}
+"""Ways to meet a budget, by their title: every action, or those that leave gradients bit-equal."""
 
 Size = tuple[int, ...]
 """What differs from batch to batch: tokens; of T5 also the decoder's; of Qwen2-VL also an image's rows and columns of

@@ -7,7 +7,6 @@ import pytest
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Action
-from adacc_hf.eval.trials.greedy import solve_greedy
 from adacc_hf.solve.baselines import bandwidths, greedy_policies
 from adacc_hf.solve.milp import build_block_model
 
@@ -54,7 +53,7 @@ def test_policies_store_less_and_less_and_take_longer(gpt2_like_profile):
     assert len(policies) == 1 + 3 * sum(row.choice.action is not Action.RETAIN for row in bandwidths(models[0]))
 
 
-def test_a_budget_below_the_rule_s_end_is_refused(gpt2_like_profile):
+def test_a_budget_below_the_rule_s_end_is_refused(gpt2_like_profile, solve_greedy):
     profile = gpt2_like_profile(num_blocks=2)
     with pytest.raises(InfeasibleBudgetError, match="greedy rule ends at") as error:
         solve_greedy(profile, 0.001)

@@ -8,12 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from adacc_hf.artifacts.block_outcome import run_block
-from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.step_peak import step_peak_bytes
-from adacc_hf.eval.trials.greedy import solve_greedy
-from adacc_hf.eval.trials.one_policy import one_plan_policies
 from adacc_hf.solve.solver import solve_policy
 
 SOLVING = settings(
@@ -82,7 +79,7 @@ def test_large_models_come_close_to_the_bound(gpt2_like_profile):
 
 @SOLVING
 @given(data=st.data())
-def test_the_solver_is_never_slower_than_the_greedy_rule(profiles, data):
+def test_the_solver_is_never_slower_than_the_greedy_rule(profiles, solve_greedy, data):
     profile = data.draw(profiles(num_kinds=data.draw(st.integers(1, 2)), max_blocks=3))
     plain_bytes = Policy.uniform(profile, "retain").predicted_peak_bytes
     part = data.draw(st.integers(1, 19)) / 20
@@ -97,9 +94,9 @@ def test_the_solver_is_never_slower_than_the_greedy_rule(profiles, data):
 
 @settings(SOLVING, max_examples=10)  # each solves a hundred programs for the other policies
 @given(data=st.data())
-def test_the_solver_is_never_slower_than_one_plan_per_kind(profiles, data):
+def test_the_solver_is_never_slower_than_one_plan_per_kind(profiles, one_plan_policies, data):
     profile = data.draw(profiles(num_kinds=data.draw(st.integers(1, 3)), max_blocks=2))
-    one_plan = one_plan_policies(profile, AdaccConfig())
+    one_plan = one_plan_policies(profile)
     plain_bytes = Policy.uniform(profile, "retain").predicted_peak_bytes
     for part in (6, 10, 14, 18):
         budget = part * plain_bytes // 20
@@ -111,9 +108,9 @@ def test_the_solver_is_never_slower_than_one_plan_per_kind(profiles, data):
         assert policy.predicted_overhead_ms <= min(fitting, default=float("inf")) + MS_ROUNDING
 
 
-def test_one_plan_per_kind_is_tried_where_no_mixture_fits(wide_profile):
+def test_one_plan_per_kind_is_tried_where_no_mixture_fits(wide_profile, one_plan_policies):
     """The least of the mixtures replays all, which has more live at a time than one plan between that and plain has."""
-    *_, middle, least = sorted(one_plan_policies(wide_profile, AdaccConfig()), key=lambda p: p.predicted_overhead_ms)
+    *_, middle, least = sorted(one_plan_policies(wide_profile), key=lambda p: p.predicted_overhead_ms)
     assert middle.predicted_peak_bytes < least.predicted_peak_bytes
     policy = solve_policy(wide_profile, middle.predicted_peak_bytes)
     assert policy.predicted_overhead_ms == middle.predicted_overhead_ms

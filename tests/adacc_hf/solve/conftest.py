@@ -1,0 +1,61 @@
+"""Other ways to choose a policy, which the solver must not be worse than."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from adacc_hf.artifacts.config import AdaccConfig, Budget
+from adacc_hf.artifacts.errors import InfeasibleBudgetError
+from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.solve.baselines import greedy_policies
+from adacc_hf.solve.frontier import MixtureProgram, frontiers, stored_bytes
+from adacc_hf.solve.linear_program import SolverLog
+from adacc_hf.solve.milp import build_block_model
+from adacc_hf.solve.minimum_peak import PeakOracle
+
+
+@pytest.fixture(scope="session")
+def solve_greedy() -> Callable[[Profile, float | int], Policy]:
+    """The first policy within a budget by the greedy rule behind the paper's Table 1."""
+
+    def solve(profile: Profile, memory_budget: float | int) -> Policy:
+        config = AdaccConfig()
+        budget = Budget.resolve(memory_budget, profile, config)
+        oracle = PeakOracle(profile)
+        needed = 0
+        for policy in greedy_policies(profile, [build_block_model(kind, config) for kind in profile.kinds]):
+            needed = oracle.peak_bytes(policy) if budget.of_peak else stored_bytes(profile, policy)
+            if needed <= budget.nbytes:
+                return Policy.build(profile, [column.plan for column in policy])
+        raise InfeasibleBudgetError(
+            f"{memory_budget!r} is below the {needed} bytes that the greedy rule ends at", needed
+        )
+
+    return solve
+
+
+@pytest.fixture(scope="session")
+def one_plan_policies() -> Callable[[Profile], list[Policy]]:
+    """The policies that give all blocks of a kind one plan, as the paper's program does: the fastest at every percent
+    of plain training's bytes, and, if there is one kind, those of its frontier."""
+
+    def solve(profile: Profile) -> list[Policy]:
+        config = AdaccConfig()
+        models = [build_block_model(kind, config) for kind in profile.kinds]
+        blocks = Counter(block.kind for block in profile.blocks)
+        num_free = [blocks[k] for k in range(len(models))]
+        log = SolverLog(gap=config.solver_gap, seconds=config.solver_seconds)
+        program = MixtureProgram(profile, models, [[]] * len(models), num_free, log)
+        found = [program.least_ms(profile.plain_stored_bytes * percent // 100) for percent in range(1, 101)]
+        found += [program.least_bytes()]
+        if len(profile.kinds) == 1:
+            (frontier,) = frontiers(SolverLog(), [build_block_model(profile.kinds[0], config)])
+            found += [[column] * len(profile.blocks) for column in frontier]
+        plans = dict.fromkeys(tuple(column.plan for column in columns) for columns in found if columns is not None)
+        return [Policy.build(profile, policy) for policy in plans]
+
+    return solve
