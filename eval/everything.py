@@ -52,11 +52,10 @@ CLOCKED = (
     "whole-blocks",
     "lengths",
     "compact",
-    "compact-tuning",
 )
 UNCLOCKED = (
-    "max-batch", "loss", "codecs", "peak-accuracy", "table1", "plan", "published",
-    "table3", "table4", "compact-training",
+    "max-batch", "loss", "codecs", "peak-accuracy", "table1", "published",
+    "table4", "compact-training",
 )  # fmt: skip
 SCORED = ("cloze", "downstream")
 """Need a trained model, which table4 leaves."""

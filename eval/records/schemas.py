@@ -64,28 +64,6 @@ TRIAL_MEMORY = {"static_bytes": COUNT, "peak_bytes": COUNT, "reserved_bytes": CO
 GATE = record(
     {"promise": TEXT, "reference": TEXT, "sequences": COUNT}, {"gradient_error": NUMBER, "slope_error": NUMBER}
 )
-FORECAST = record(
-    {
-        "fits": {"type": "boolean"},
-        "peak_bytes": COUNT,
-        "step_ms": nullable(POSITIVE),
-        "reserved_bytes": nullable(COUNT),
-        "largest_batch": nullable(COUNT),
-        "longest_seq_len": nullable(COUNT),
-    }
-)
-PLAN = ended(
-    record(
-        {
-            "wall_seconds": POSITIVE,
-            "cpu_seconds": POSITIVE,
-            "peak_rss_bytes": COUNT,
-            "fits": {"type": "boolean"},
-            "budget_bytes": COUNT,
-            "methods": mapping(FORECAST),
-        }
-    )
-)
 PREDICTION = ended(
     record(
         {
@@ -129,17 +107,6 @@ LOW_RANK_TIME = record(
 )
 LOW_RANK_TIMES = ended({**mapping(LOW_RANK_TIME), "properties": {}, "required": []})
 TEXT_TRAINING = ended(record({"curve": CURVE, "peak_bytes": COUNT, "parameters": COUNT}))
-TUNING = ended(
-    record(
-        {
-            "accuracy": {"type": "number", "minimum": 0, "maximum": 1},
-            "trained": COUNT,
-            "peak_bytes": COUNT,
-            "step_ms": SPREAD,
-            "training_loss": NUMBER,
-        }
-    )
-)
 GAP = nullable(record(dict.fromkeys(("final_percent", "largest_percent", "mean_drift_percent"), NUMBER)))
 SCORE = record(
     {
@@ -328,9 +295,7 @@ POINTS: dict[str, dict[str, Schema]] = {
     "gradient_error": {"^gradient, training$": GRADIENT_TRAINING, "^gradient, (?!training$)": GRADIENT_ERROR},
     "codec_bandwidth": {"^bandwidth, ": perhaps_ended(BANDWIDTH)},
     "solver": {"": record({"stored": SOLVES, "peak": SOLVES})},
-    "plan": {"": PLAN},
     "published": {", speed$": SPEEDS, "^(?!.*, speed$)": PREDICTION},
-    "table3": {"": ended(record({"batches": mapping(COUNT)}))},
     "peak_accuracy": {"": perhaps_ended(record({"peaks": array(PEAK)}))},
     "compiled": {", budgets$": GRAPH_BUDGETS, ", compilation, ": COMPILATIONS},
     "table1": {"": record({"activations": array(TRADED)})},
@@ -339,7 +304,6 @@ POINTS: dict[str, dict[str, Schema]] = {
     "whole_blocks": {"": record({"budget": POSITIVE, "methods": mapping(STEP_FIGURES)})},
     "compact": {"^time$": LOW_RANK_TIMES, "^(?!time$)": SHAPE},
     "compact_training": {", seed \\d+$": TEXT_TRAINING},
-    "compact_tuning": {"^pretraining$": ended(record({"accuracy": NUMBER})), ", seed \\d+$": TUNING},
     "table4": {"/training$": TABLE4_TRAINING, "/(?!training$)": SCORE},
     "downstream": {"": SCORE},
     "cloze": {"": SCORE},
@@ -362,9 +326,7 @@ SUMMARIES: dict[str, dict[str, Schema]] = {
     "lengths": {"goals": array(GOAL)},
     "solver": {"paper_seconds": NUMBER},
     "compact": {"paper_gib": mapping(mapping(POSITIVE))},
-    "plan": {"asked_seconds": COUNT, "asked_bytes": COUNT},
     "published": {"goal": mapping(NUMBER)},
-    "table3": {"paper": mapping(mapping(COUNT))},
     "table4": {"paper": mapping(mapping(mapping(nullable(NUMBER))))},
     "downstream": {"average_acc": NUMBER},
     "cloze": {"average_acc": NUMBER},

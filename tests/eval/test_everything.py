@@ -143,16 +143,16 @@ def test_the_options_for_a_gpu_are_those_of_the_runner(stage: Stage, monkeypatch
 
 def test_a_slice_goes_on_where_time_was_over_and_tries_nothing_twice(tmp_path: Path) -> None:
     """The second runner fails, and the third has no time left; the next slice begins with that one."""
-    argv = ("--runners", "loss", "solver", "plan", "lengths", "--resume", "--minutes", "9")
-    first = Runners(failing="solver", out_of_time="plan")
+    argv = ("--runners", "loss", "solver", "table1", "lengths", "--resume", "--minutes", "9")
+    first = Runners(failing="solver", out_of_time="table1")
     assert run(tmp_path, first, *argv) == OUT_OF_TIME
-    assert list(first.commands) == ["loss", "solver", "plan"]
+    assert list(first.commands) == ["loss", "solver", "table1"]
     assert json.loads((tmp_path / "all.json").read_text())["meta_info"]["status"] == "running"
     second = Runners()
     assert run(tmp_path, second, *argv) == 1
-    assert list(second.commands) == ["plan", "lengths"]
-    assert "--resume" in second.commands["plan"]
-    minutes = float(second.commands["plan"][-1].removeprefix("--minutes="))
+    assert list(second.commands) == ["table1", "lengths"]
+    assert "--resume" in second.commands["table1"]
+    minutes = float(second.commands["table1"][-1].removeprefix("--minutes="))
     assert 8.9 < minutes <= 9.0
     third = Runners()
     assert run(tmp_path, third, *argv) == 1
