@@ -10,15 +10,16 @@ is timed.
 from __future__ import annotations
 
 import argparse
+import math
+import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 from adacc_hf import Action, Policy, profile_model
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.eval.new_length import new_length_figures
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.records import (
     RedGateError,
@@ -52,6 +53,12 @@ CASES = {
     for family in FAMILIES
 }
 """Timed rounds of each workload: some 20 to 30 s each on one core."""
+
+NUM_LENGTHS = 5
+"""New lengths that are tried; the median stands."""
+
+NUM_STEADY_STEPS = 3
+"""Steps after the recorded ones that give the price of a steady step, the median of them."""
 
 Figures = dict[str, dict[str, Any]]
 
@@ -117,6 +124,35 @@ def build_contenders(workload: Workload, settings: Settings) -> list[Contender]:
         Contender(RECOMPUTED, model, batch, Policy.uniform(profile, Action.RECOMPUTE)),
         Contender(RETAINED, model, batch, Policy.uniform(profile, Action.RETAIN)),
     ]
+
+
+def new_length_figures(contender: Contender, checkpointing_ms: float, step_ms: Callable[[], float]) -> dict[str, Any]:
+    """The time of the first and the second step at a new length against a steady one, in milliseconds.
+
+    `extra_ms` is what both take more, and `amortised_after` the number of steps at one length after which this is made
+    up for by steady steps that are quicker than `checkpointing_ms`; None if they are not. The lengths are a few tokens
+    shorter than the batch. `step_ms()` runs and times one step of the contender.
+    """
+    whole = contender.batch
+    tokens = whole["input_ids"].shape[1]
+    samples = []
+    try:
+        for length in range(tokens - NUM_LENGTHS, tokens):
+            contender.batch = {name: tensor[:, :length].contiguous() for name, tensor in whole.items()}
+            first, second = step_ms(), step_ms()
+            samples.append((first, second, statistics.median(step_ms() for _ in range(NUM_STEADY_STEPS))))
+    finally:
+        contender.batch = whole
+    first, second, steady = (statistics.median(column) for column in zip(*samples, strict=True))
+    extra = max(0.0, first - steady) + max(0.0, second - steady)
+    saved = checkpointing_ms - steady
+    return {
+        "first_ms": first,
+        "second_ms": second,
+        "steady_ms": steady,
+        "extra_ms": extra,
+        "amortised_after": math.ceil(extra / saved) if saved > 0 else None,
+    }
 
 
 def report_text(ledger: Ledger) -> str:

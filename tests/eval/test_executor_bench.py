@@ -5,11 +5,20 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from adacc_hf.eval import executor_bench
-from adacc_hf.eval.executor_bench import RECOMPUTED, RETAINED, case_name
+from adacc_hf.eval.executor_bench import (
+    NUM_LENGTHS,
+    NUM_STEADY_STEPS,
+    RECOMPUTED,
+    RETAINED,
+    case_name,
+    new_length_figures,
+)
 from adacc_hf.eval.trials.contenders import CHECKPOINTING, PLAIN
 from adacc_hf.eval.trials.families import FAMILIES
 from adacc_hf.eval.trials.workload import Workload
@@ -59,3 +68,23 @@ def test_nothing_is_timed_on_wrong_gradients(
     assert run(tiny, tmp_path / "bench.json") == 1
     assert re.search(r"everything recomputed, .*: transformer\.h\.1\.ln_1\.bias differs", capsys.readouterr().err)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("checkpointing_ms", "steps"), [(12.0, 25), (10.5, 100), (10.0, None), (9.0, None)])
+def test_extra_time_is_made_up_for_by_quicker_steps(checkpointing_ms: float, steps: int | None) -> None:
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    contender = SimpleNamespace(batch={"input_ids": ids, "labels": ids})
+    lengths: list[int] = []
+
+    def step_ms() -> float:
+        length = contender.batch["labels"].shape[1]
+        lengths.append(length)
+        return {1: 40.0, 2: 30.0}.get(lengths.count(length), 10.0)
+
+    figures = new_length_figures(contender, checkpointing_ms, step_ms)
+    assert (figures["first_ms"], figures["second_ms"], figures["steady_ms"]) == (40.0, 30.0, 10.0)
+    assert figures["extra_ms"] == 50.0
+    assert figures["amortised_after"] == steps
+    assert lengths == [length for length in range(11, 16) for _ in range(2 + NUM_STEADY_STEPS)]
+    assert len(set(lengths)) == NUM_LENGTHS
+    assert contender.batch["input_ids"] is ids

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from functools import partial
 from unittest import mock
 
+import checkpoint_plugin
 import pytest
 import torch
+from checkpoint_plugin import Record, checkpoint_by_replay
 from torch import nn
 from transformers import PreTrainedModel, modeling_utils
 
-from adacc_hf.eval import checkpoint_plugin
-from adacc_hf.eval.checkpoint_plugin import Record, checkpoint_by_replay
 from adacc_hf.eval.trials.families import FAMILIES
 from adacc_hf.eval.trials.workload import Workload
 from adacc_hf.torch_glue.compat import switch_checkpointing

@@ -1,6 +1,6 @@
 """A pytest plugin that runs Transformers' own gradient checkpointing tests on our executor.
 
-    cd transformers && pytest -p adacc_hf.eval.checkpoint_plugin -k gradient_checkpointing tests/models/gpt2
+    cd transformers && PYTHONPATH=ADACC/tests/others pytest -p checkpoint_plugin -k gradient_checkpointing tests/models
 
 Transformers hands its blocks to torch.utils.checkpoint.checkpoint; here they are handed to an executor that recomputes
 all it can. See docs/TRANSFORMERS_TESTS.md.
