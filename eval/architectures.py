@@ -30,10 +30,10 @@ from adacc_hf import AdaccConfig, Policy, Profile, apply_policy, profile_model
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.policy import Action
 from adacc_hf.artifacts.profile import KindProfile
-from adacc_hf.eval.records.records import markdown_table
 from adacc_hf.eval.zoo.architecture import Architecture, Batch
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.kernels.codecs import Codec, get_codec
+from adacc_hf.reports.run_record import markdown_table
 from adacc_hf.run.blocks import Checkpointed, Installation
 from adacc_hf.solve.solver import least_policy
 from adacc_hf.torch_glue.memory import measure_step

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from adacc_hf import InfeasibleBudgetError, Policy, Profile, profile_model, solve_policy
-from adacc_hf.eval.records.records import RedGateError, Settings, Spread
+from adacc_hf.eval.records.records import RedGateError
 from adacc_hf.eval.trials.contenders import (
     CHECKPOINTING,
     GATE_STEPS,
@@ -25,6 +25,7 @@ from adacc_hf.eval.trials.contenders import (
 )
 from adacc_hf.eval.trials.length_cases import MODES, LengthCase, Scale, Size, middle
 from adacc_hf.eval.trials.workload import Batch
+from adacc_hf.reports.run_record import Settings, Spread
 from adacc_hf.tape.library import library_of_profiles
 
 PART, PAUSE = 9, 3

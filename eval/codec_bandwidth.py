@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.records import RedGateError, Settings, Spread, add_settings, markdown_table, positive_int
+from adacc_hf.eval.records.records import RedGateError, add_settings, positive_int, read_settings
 from adacc_hf.eval.trials.isolation import run_here
 from adacc_hf.kernels import outlier_int4
 from adacc_hf.kernels.codecs import Codec, get_codec, list_codecs
 from adacc_hf.price.timing import flush_by_reading, on_cuda
+from adacc_hf.reports.run_record import Settings, Spread, markdown_table
 from adacc_hf.torch_glue.tensors import relative_error
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -133,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_resume(parser)
     add_settings(parser, "codec_bandwidth")
     arguments = parser.parse_args(argv)
-    settings = Settings.from_arguments(arguments)
+    settings = read_settings(arguments)
     with open_ledger(settings, tensors_info(arguments), arguments.resume) as ledger:
         measure(ledger)
         ledger.finish()

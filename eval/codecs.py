@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from adacc_hf.eval import codec_bandwidth, gradient_error
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.records import Settings, add_settings
+from adacc_hf.eval.records.records import add_settings, read_settings
 from adacc_hf.eval.trials.workload import Workload
 
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None, workload: Workload = gradient_error.
     add_resume(parser)
     add_settings(parser, "codecs")
     arguments = parser.parse_args(argv)
-    settings = Settings.from_arguments(arguments)
+    settings = read_settings(arguments)
     run_info = gradient_error.probing_info(arguments, workload) | codec_bandwidth.tensors_info(arguments)
     with open_ledger(settings, run_info, arguments.resume) as ledger:
         codec_bandwidth.measure(ledger)

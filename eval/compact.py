@@ -22,11 +22,12 @@ from tqdm import tqdm
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.plots import curves
-from adacc_hf.eval.records.records import Figures, Settings, Spread, Status, add_settings, markdown_table, positive_int
+from adacc_hf.eval.records.records import Figures, Status, add_settings, positive_int, read_settings
 from adacc_hf.eval.trials.clock import add_clock, check_clock
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.low_rank import METHODS
 from adacc_hf.eval.trials.low_rank_memory import ADACC, LlamaShape, measure_shape, time_steps
+from adacc_hf.reports.run_record import Spread, markdown_table
 
 SHAPES = {
     "60M": LlamaShape(width=512, inner=1376, layers=8, heads=8),
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_is
     add_resume(parser)
     add_settings(parser, "compact")
     arguments = parser.parse_args(argv)
-    settings = Settings.from_arguments(arguments)
+    settings = read_settings(arguments)
     check_clock(arguments.clock, settings)
     run_info = {
         "shapes": {name: asdict(SHAPES[name]) for name in arguments.shapes},

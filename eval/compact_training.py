@@ -22,10 +22,11 @@ from tqdm import tqdm
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.plots import curves
-from adacc_hf.eval.records.records import Figures, Settings, Status, add_settings, markdown_table, positive_int
+from adacc_hf.eval.records.records import Figures, Status, add_settings, positive_int, read_settings
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.low_rank import METHODS, BestRate, add_trainings, best_rate, point_name, rates_of
 from adacc_hf.eval.trials.low_rank_training import TextScale, train_on_text
+from adacc_hf.reports.run_record import markdown_table
 
 TRAINED = ("plain", "galore", "apollo", "compact_2", "compact_4", "compact_4_adacc")
 
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_is
     add_resume(parser)
     add_settings(parser, "compact_training")
     arguments = parser.parse_args(argv)
-    settings = Settings.from_arguments(arguments)
+    settings = read_settings(arguments)
     scale = replace(TextScale(), steps=arguments.steps, eval_every=min(TextScale.eval_every, arguments.steps))
     seeds = [settings.seed + number for number in range(arguments.seeds)]
     rates = rates_of({method: METHODS[method] for method in arguments.methods}, arguments.rates)

@@ -31,7 +31,7 @@ from adacc_hf.compiler.backend import InstalledPartitioner
 from adacc_hf.compiler.region import PlanStore
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.plots import curves
-from adacc_hf.eval.records.records import Figures, Settings, Status, add_settings, markdown_table, positive_int
+from adacc_hf.eval.records.records import Figures, Status, add_settings, positive_int, read_settings
 from adacc_hf.eval.throughput import Run
 from adacc_hf.eval.trials.clock import CLOCKS, add_clock, check_clock, cpu_seconds
 from adacc_hf.eval.trials.isolation import run_isolated
@@ -39,6 +39,7 @@ from adacc_hf.eval.trials.limits import keeps_to
 from adacc_hf.eval.trials.lowest_peak import LowestPeak
 from adacc_hf.eval.trials.workload import Batch, Workload
 from adacc_hf.price.timing import seconds_of
+from adacc_hf.reports.run_record import markdown_table
 from adacc_hf.torch_glue.memory import backward, forward_loss, measure_step
 
 WORKLOADS = {
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
     add_resume(parser)
     add_settings(parser, "compiled")
     arguments = parser.parse_args(argv)
-    settings = Settings.from_arguments(arguments)
+    settings = read_settings(arguments)
     check_clock(arguments.clock, settings)
     info = {
         "workloads": {family: asdict(WORKLOADS[family]) for family in arguments.families},

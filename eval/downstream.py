@@ -16,11 +16,12 @@ from typing import Any
 
 from adacc_hf.artifacts.files import read_json, write_json
 from adacc_hf.eval.records.ledger import Ledger, RecordError, open_ledger
-from adacc_hf.eval.records.records import Settings, markdown_table
+from adacc_hf.eval.records.records import read_settings
 from adacc_hf.eval.tasks.lm_eval_tasks import PAPER_TASKS, load_tasks
 from adacc_hf.eval.tasks.task_scores import Tasks, add_scoring, limit_note, percent, score_missing, task_info
 from adacc_hf.eval.tasks.weights import weights_digest
 from adacc_hf.eval.tasks.zero_shot import ModelSource
+from adacc_hf.reports.run_record import markdown_table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def evaluate(arguments: argparse.Namespace, tasks: Tasks) -> int:
     """Score `--model` on the tasks that its record lacks, print the table and save the record."""
-    settings = Settings.from_arguments(arguments)
+    settings = read_settings(arguments)
     source = ModelSource(model=arguments.model, device=settings.device, batch_size=arguments.batch_size)
     run_info = {
         "model": arguments.model,

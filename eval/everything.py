@@ -29,18 +29,11 @@ from adacc_hf.artifacts.files import read_json
 from adacc_hf.eval.gpu_tests import FILES
 from adacc_hf.eval.records.ledger import Ledger, RecordError, add_resume, open_ledger
 from adacc_hf.eval.records.points import points_text, save_points
-from adacc_hf.eval.records.records import (
-    OUT_OF_TIME,
-    Figures,
-    OutOfTimeError,
-    Settings,
-    Status,
-    add_settings,
-    markdown_table,
-)
+from adacc_hf.eval.records.records import OUT_OF_TIME, Figures, OutOfTimeError, Status, add_settings, read_settings
 from adacc_hf.eval.records.schemas import check_record, need_jsonschema
 from adacc_hf.eval.trials.clock import add_clock, check_clock
 from adacc_hf.eval.trials.isolation import end_process, failure
+from adacc_hf.reports.run_record import markdown_table
 
 CLOCKED = (
     "headline",
@@ -209,7 +202,7 @@ def main(argv: Sequence[str] | None = None, execute: Execute | None = None) -> i
     add_resume(parser)
     add_settings(parser, "all")
     arguments = parser.parse_args(argv)
-    settings = Settings.from_arguments(arguments)
+    settings = read_settings(arguments)
     check_clock(arguments.clock, settings)
     need_jsonschema()
     stages = stages_of(settings.device, arguments.runners, arguments.toy)

@@ -21,14 +21,7 @@ from typing import Any
 from adacc_hf import Action, Policy, profile_model
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.records import (
-    RedGateError,
-    Settings,
-    Spread,
-    add_settings,
-    markdown_table,
-    positive_int,
-)
+from adacc_hf.eval.records.records import RedGateError, add_settings, positive_int, read_settings
 from adacc_hf.eval.trials.clock import add_clock, check_clock
 from adacc_hf.eval.trials.contenders import (
     CHECKPOINTING,
@@ -42,6 +35,7 @@ from adacc_hf.eval.trials.contenders import (
 )
 from adacc_hf.eval.trials.families import FAMILIES
 from adacc_hf.eval.trials.workload import LAUNCH_BOUND, Workload
+from adacc_hf.reports.run_record import Settings, Spread, markdown_table
 
 RECOMPUTED, RETAINED = "Adacc, everything recomputed", "Adacc, everything retained"
 
@@ -71,7 +65,7 @@ def main(argv: Sequence[str] | None = None, cases: Mapping[Workload, int] = CASE
     add_resume(parser)
     add_settings(parser, "executor_bench")
     arguments = parser.parse_args(argv)
-    settings = Settings.from_arguments(arguments)
+    settings = read_settings(arguments)
     check_clock(arguments.clock, settings)
     rounds = {workload: arguments.rounds or default for workload, default in cases.items()}
     cases_info = [{**asdict(workload), "rounds": count} for workload, count in rounds.items()]

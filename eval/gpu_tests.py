@@ -23,7 +23,8 @@ from tqdm import tqdm
 
 import adacc_hf
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.records import Figures, Settings, Status, add_settings, markdown_table, positive_int
+from adacc_hf.eval.records.records import Figures, Status, add_settings, positive_int, read_settings
+from adacc_hf.reports.run_record import markdown_table
 
 FILES = (
     "tests/adacc_hf/test_gpu.py",
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None, execute: Execute | None = None) -> i
     add_resume(parser)
     add_settings(parser, "gpu_tests")
     arguments = parser.parse_args(argv)
-    settings = Settings.from_arguments(arguments)
+    settings = read_settings(arguments)
     if settings.device != "cuda":
         raise ValueError(f"--device={settings.device} has no such tests: use --device=cuda")
     if not (root() / FILES[0]).is_file():

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from adacc_hf import Action, Policy, apply_policy, profile_model
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.records import Figures, Settings, add_settings, markdown_table, positive_int
+from adacc_hf.eval.records.records import Figures, add_settings, positive_int, read_settings
 from adacc_hf.eval.trials.codec_schemes import (
     GROUP_SIZES,
     LAYER_SPECIFIC,
@@ -36,6 +36,7 @@ from adacc_hf.eval.trials.codec_schemes import (
 )
 from adacc_hf.eval.trials.gradients import Gradients, compute_gradients, relative_error
 from adacc_hf.eval.trials.workload import Batch, Workload
+from adacc_hf.reports.run_record import Settings, markdown_table
 
 WORKLOAD = Workload(width=128, layers=4, batch=16, tokens=128, attention="eager")
 LEARNING_RATE = 1e-3
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None, workload: Workload = WORKLOAD) -> in
     add_resume(parser)
     add_settings(parser, "gradient_error")
     arguments = parser.parse_args(argv)
-    settings = Settings.from_arguments(arguments)
+    settings = read_settings(arguments)
     with open_ledger(settings, probing_info(arguments, workload), arguments.resume) as ledger:
         measure(ledger, workload)
         ledger.finish()

@@ -23,16 +23,7 @@ from tqdm import tqdm
 
 from adacc_hf.artifacts.units import format_bytes, parse_bytes
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.records import (
-    Figures,
-    Settings,
-    Spread,
-    Status,
-    add_settings,
-    describe,
-    markdown_table,
-    positive_int,
-)
+from adacc_hf.eval.records.records import Figures, Status, add_settings, describe, positive_int, read_settings
 from adacc_hf.eval.throughput import Run
 from adacc_hf.eval.trials.clock import add_clock, check_clock
 from adacc_hf.eval.trials.interleaved import FLOOR, run_interleaved
@@ -40,6 +31,7 @@ from adacc_hf.eval.trials.isolation import Worker, failure
 from adacc_hf.eval.trials.limits import budget_bytes
 from adacc_hf.eval.trials.methods import HEADLINE_METHODS
 from adacc_hf.eval.trials.subject import add_subject, subject_options
+from adacc_hf.reports.run_record import Spread, markdown_table
 
 HALF = 0.5
 """The budget where no limit is given: a part of what plain training stores."""
@@ -66,7 +58,7 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> int:
     add_resume(parser)
     add_settings(parser, "headline")
     arguments = parser.parse_args(argv)
-    settings = Settings.from_arguments(arguments)
+    settings = read_settings(arguments)
     check_clock(arguments.clock, settings)
     if not 0.0 < arguments.fraction <= 1.0:
         raise ValueError(f"--fraction={arguments.fraction} must be in (0, 1], say {HALF}")

@@ -15,14 +15,15 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_callback import PrinterCallback
 
 from adacc_hf import AdaccCallback
-from adacc_hf.eval.records.records import RedGateError, Settings, Spread
+from adacc_hf.callbacks.paper_methods import method_callbacks
+from adacc_hf.eval.records.records import RedGateError
 from adacc_hf.eval.trials.clock import CLOCKS
 from adacc_hf.eval.trials.contenders import CHECKPOINTING, PLAIN
 from adacc_hf.eval.trials.length_cases import MODES, LengthCase, Scale, Size
-from adacc_hf.eval.trials.train_methods import method_callbacks
 from adacc_hf.eval.trials.turns import StepInTurn, Turns, run_in_turn
 from adacc_hf.eval.trials.workload import Batch
 from adacc_hf.price.timing import wait_for
+from adacc_hf.reports.run_record import Settings, Spread
 
 TRAINER = "trainer"
 """The name of this case on the command line, and of its model."""

@@ -24,18 +24,11 @@ from adacc_hf.eval.changing_lengths import PART, measure_case
 from adacc_hf.eval.length_trainings import TRAINER, TRAINER_MODEL, TRAINER_SCALE, measure_trainings
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.plots import curves
-from adacc_hf.eval.records.records import (
-    Figures,
-    RedGateError,
-    Settings,
-    Spread,
-    add_settings,
-    markdown_table,
-    positive_int,
-)
+from adacc_hf.eval.records.records import Figures, RedGateError, add_settings, positive_int, read_settings
 from adacc_hf.eval.trials.clock import add_clock, check_clock
 from adacc_hf.eval.trials.contenders import CHECKPOINTING, PLAIN
 from adacc_hf.eval.trials.length_cases import LENGTH_CASES, Scale
+from adacc_hf.reports.run_record import Spread, markdown_table
 
 SCALE = Scale()
 
@@ -60,7 +53,7 @@ def main(argv: Sequence[str] | None = None, scale: Scale = SCALE, trainer_scale:
     add_resume(parser)
     add_settings(parser, "lengths")
     arguments = parser.parse_args(argv)
-    settings = Settings.from_arguments(arguments)
+    settings = read_settings(arguments)
     check_clock(arguments.clock, settings)
     if not all(0.0 < budget <= 1.0 for budget in arguments.budgets):
         raise ValueError(f"--budgets={arguments.budgets} must be fractions in (0, 1], say 0.5 0.25")

@@ -17,15 +17,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from adacc_hf.artifacts.config import check_memory_budget
+from adacc_hf.artifacts.config import check_memory_budget, parse_budget
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.plots import curves
-from adacc_hf.eval.records.records import Figures, Settings, Status, add_settings, markdown_table, positive_int
+from adacc_hf.eval.records.records import Figures, Status, add_settings, positive_int, read_settings
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.methods import PAPER_METHODS
 from adacc_hf.eval.trials.subject import add_subject, subject_options
-from adacc_hf.eval.trials.train_methods import parse_budget
 from adacc_hf.eval.trials.training import train_curve
+from adacc_hf.reports.run_record import markdown_table
 
 PAPER_GAP_PERCENT = (0.46, 0.5)
 """Adacc's difference to plain training (section 4.3, GPT-117M and GPT-345M)."""
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_is
     add_resume(parser)
     add_settings(parser, "loss")
     arguments = parser.parse_args(argv)
-    settings = Settings.from_arguments(arguments)
+    settings = read_settings(arguments)
     run_info = {
         "subject": subject_options(arguments) | {"batch": arguments.batch},
         "methods": arguments.methods,

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.records import Figures, Settings, Status, add_settings, markdown_table, positive_int
+from adacc_hf.eval.records.records import Figures, Status, add_settings, positive_int, read_settings
 from adacc_hf.eval.throughput import Run, point_key
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.largest import Tried, largest
@@ -25,6 +25,7 @@ from adacc_hf.eval.trials.limits import add_limit, budget_bytes, limit_bytes
 from adacc_hf.eval.trials.methods import METHODS, PAPER_METHODS
 from adacc_hf.eval.trials.subject import add_subject, subject_options
 from adacc_hf.eval.trials.trial import run_trial
+from adacc_hf.reports.run_record import markdown_table
 
 PAPER = {
     "gpt2-117m": {"none": 57, "full": 136, "quantization": 98, "adacc": 136},
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
     add_resume(parser)
     add_settings(parser, "max_batch")
     arguments = parser.parse_args(argv)
-    settings = Settings.from_arguments(arguments)
+    settings = read_settings(arguments)
     run_info = {
         "subject": subject_options(arguments),
         "limit_bytes": limit_bytes(arguments),

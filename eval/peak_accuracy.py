@@ -27,11 +27,12 @@ from adacc_hf import AdaccConfig, InfeasibleBudgetError, Policy, Profile, apply_
 from adacc_hf.artifacts.policy import Action
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.records import Settings, add_settings, markdown_table, positive_int
+from adacc_hf.eval.records.records import add_settings, positive_int, read_settings
 from adacc_hf.eval.trials.families import ATTENTIONS, FAMILIES, PRECISIONS, Batch, Family, Size, in_precision
 from adacc_hf.eval.trials.isolation import run_here
 from adacc_hf.eval.trials.limits import keeps_to
 from adacc_hf.eval.trials.pairs import PairsFamily
+from adacc_hf.reports.run_record import Settings, markdown_table
 from adacc_hf.torch_glue.memory import measure_step
 
 MODELS: dict[str, Family | PairsFamily] = {**FAMILIES, "pairs": PairsFamily()}
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None, size: Size | None = None) -> int:
     add_resume(parser)
     add_settings(parser, "peak_accuracy")
     arguments = parser.parse_args(argv)
-    settings, size = Settings.from_arguments(arguments), size or Size()
+    settings, size = read_settings(arguments), size or Size()
     cases = list(product(arguments.family, arguments.attention, arguments.precision))
     run_info = {"cases": cases, "size": asdict(size), "budgets": arguments.budgets, "tolerance": TOLERANCE}
     with open_ledger(settings, run_info, arguments.resume) as ledger:

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.peers_report import matched_key, report_text, save_plot
-from adacc_hf.eval.records.records import Settings, Status, add_settings, positive_int
+from adacc_hf.eval.records.records import Status, add_settings, positive_int, read_settings
 from adacc_hf.eval.records.tradeoff import Point, compare, fastest_within
 from adacc_hf.eval.throughput import Run
 from adacc_hf.eval.trials.clock import add_clock, check_clock
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
     add_resume(parser)
     add_settings(parser, "peers")
     arguments = parser.parse_args(argv)
-    settings = Settings.from_arguments(arguments)
+    settings = read_settings(arguments)
     check_clock(arguments.clock, settings)
     for option in ("budgets", "variant_budgets"):
         if not all(0.0 < budget <= 1.0 for budget in getattr(arguments, option)):

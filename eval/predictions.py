@@ -37,7 +37,8 @@ from adacc_hf.eval.published.prediction import predict
 from adacc_hf.eval.published.speed import predict_pair
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.plots import curves
-from adacc_hf.eval.records.records import Figures, Settings, Status, add_settings, markdown_table
+from adacc_hf.eval.records.records import Figures, Status, add_settings, read_settings
+from adacc_hf.reports.run_record import markdown_table
 
 HALVES = ("open", "both")
 SECOND = ", second look"
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None, predicted: Predict = predict, compar
     add_resume(parser)
     add_settings(parser, "published")
     arguments = parser.parse_args(argv)
-    settings = Settings.from_arguments(arguments)
+    settings = read_settings(arguments)
     names = list(rows()) if arguments.rows is None else arguments.rows
     speeds = list(pairs()) if arguments.speeds is None else arguments.speeds
     if arguments.half == "open":

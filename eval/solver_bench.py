@@ -23,9 +23,10 @@ from adacc_hf import InfeasibleBudgetError, Policy, profile_model, solve_policy
 from adacc_hf.artifacts.policy import Action
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.records import Settings, Spread, add_settings, markdown_table, positive_int
+from adacc_hf.eval.records.records import add_settings, positive_int, read_settings
 from adacc_hf.eval.trials.clock import CLOCKS, add_clock, check_clock
 from adacc_hf.eval.trials.workload import Workload
+from adacc_hf.reports.run_record import Settings, Spread, markdown_table
 
 CASES = (
     *(
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None, cases: Sequence[Workload] = CASES) -
     add_resume(parser)
     add_settings(parser, "solver")
     arguments = parser.parse_args(argv)
-    settings = Settings.from_arguments(arguments)
+    settings = read_settings(arguments)
     check_clock(arguments.clock, settings)
     percents = range(LEAST_PERCENT, 101, arguments.step)
     solver = partial(solve_seconds, repeats=arguments.repeats, now=CLOCKS[arguments.clock])

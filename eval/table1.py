@@ -20,9 +20,10 @@ from tqdm import tqdm
 from adacc_hf import AdaccConfig, profile_model
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.records import Settings, add_settings, markdown_table
+from adacc_hf.eval.records.records import add_settings, read_settings
 from adacc_hf.eval.trials.families import ATTENTIONS
 from adacc_hf.eval.trials.workload import DEMO, Workload
+from adacc_hf.reports.run_record import Settings, markdown_table
 from adacc_hf.solve.baselines import Bandwidths, bandwidths
 from adacc_hf.solve.milp import KindModel, build_block_model
 
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None, workload: Workload = DEMO) -> int:
     add_resume(parser)
     add_settings(parser, "table1")
     arguments = parser.parse_args(argv)
-    settings = Settings.from_arguments(arguments)
+    settings = read_settings(arguments)
     cases = [Workload(**{**asdict(workload), "attention": attention}) for attention in arguments.attention]
     with open_ledger(settings, {"cases": [asdict(case) for case in cases]}, arguments.resume) as ledger:
         for case in tqdm(cases, desc="table1", unit="model"):

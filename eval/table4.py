@@ -21,13 +21,13 @@ from typing import Any
 
 from adacc_hf.eval.downstream import average
 from adacc_hf.eval.records.ledger import Ledger, open_ledger
-from adacc_hf.eval.records.records import Settings, markdown_table, meta_info, positive_int
-from adacc_hf.eval.tasks.cloze_passages import CLOZE_FILE
-from adacc_hf.eval.tasks.lm_eval_tasks import CLOZE, PAPER_TASKS, cloze_task, load_tasks
+from adacc_hf.eval.records.records import positive_int, read_settings
+from adacc_hf.eval.tasks.lm_eval_tasks import CLOZE, CLOZE_FILE, PAPER_TASKS, cloze_task, load_tasks
 from adacc_hf.eval.tasks.paper_table4 import paper_figures, paper_table_text
 from adacc_hf.eval.tasks.task_scores import Tasks, add_scoring, limit_note, percent, score_missing, task_info
 from adacc_hf.eval.tasks.zero_shot import ModelSource
 from adacc_hf.eval.trials.recipe_runs import RecipeRun, TrainingFailedError, recipe_path
+from adacc_hf.reports.run_record import Settings, markdown_table, meta_info
 
 METHODS = {
     "none": "plain",
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, options = _parser().parse_known_args(argv)
     methods = _chosen(arguments.methods, METHODS, "--methods")
     names = _chosen(arguments.tasks or _default_tasks(arguments.preset), (*PAPER_TASKS, CLOZE), "--tasks")
-    settings = Settings.from_arguments(arguments)
+    settings = read_settings(arguments)
     recipe_path()
     tasks = load_tasks([name for name in names if name != CLOZE], arguments.data_dir)
     options = [*_recipe_options(arguments, settings), *options]

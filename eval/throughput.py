@@ -19,21 +19,14 @@ from tqdm import tqdm
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
 from adacc_hf.eval.records.plots import curves
-from adacc_hf.eval.records.records import (
-    Figures,
-    Settings,
-    Status,
-    add_settings,
-    describe,
-    markdown_table,
-    positive_int,
-)
+from adacc_hf.eval.records.records import Figures, Status, add_settings, describe, positive_int, read_settings
 from adacc_hf.eval.trials.clock import add_clock, check_clock
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.limits import add_limit, budget_bytes, limit_bytes
 from adacc_hf.eval.trials.methods import METHODS, PAPER_METHODS
 from adacc_hf.eval.trials.subject import add_subject, subject_options
 from adacc_hf.eval.trials.trial import run_trial
+from adacc_hf.reports.run_record import markdown_table
 
 PAPER = {"full": (1.01, 1.37), "quantization": (1.09, 1.28)}
 """Adacc's tokens per second over those of another method, least and most (section 4.2, on V100 GPUs)."""
@@ -54,7 +47,7 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
     add_resume(parser)
     add_settings(parser, "throughput")
     arguments = parser.parse_args(argv)
-    settings = Settings.from_arguments(arguments)
+    settings = read_settings(arguments)
     check_clock(arguments.clock, settings)
     limit = limit_bytes(arguments)
     run_info = {

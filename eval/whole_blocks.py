@@ -22,7 +22,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwe
 from adacc_hf import AdaccConfig, Policy, Profile, profile_model, solve_policy
 from adacc_hf.artifacts.step_peak import simulate_policy
 from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.records import Figures, Settings, Spread, add_settings, markdown_table, positive_int
+from adacc_hf.eval.records.records import Figures, add_settings, positive_int, read_settings
 from adacc_hf.eval.trials.clock import add_clock, check_clock
 from adacc_hf.eval.trials.contenders import (
     CHECKPOINTING,
@@ -33,6 +33,7 @@ from adacc_hf.eval.trials.contenders import (
     timing_figures,
 )
 from adacc_hf.eval.trials.opaque_llama import opaque_llama
+from adacc_hf.reports.run_record import Settings, Spread, markdown_table
 from adacc_hf.solve.solver import least_policy
 
 LOSSLESS = AdaccConfig(actions=("retain", "recompute"))
@@ -113,7 +114,7 @@ def main(argv: Sequence[str] | None = None, cases: Mapping[str, Case] = CASES, s
     add_resume(parser)
     add_settings(parser, "whole_blocks")
     arguments = parser.parse_args(argv)
-    settings, scale = Settings.from_arguments(arguments), scale or Scale()
+    settings, scale = read_settings(arguments), scale or Scale()
     check_clock(arguments.clock, settings)
     run_info = {"cases": list(cases), "scale": vars(scale), "rounds": arguments.rounds, "clock": arguments.clock}
     with open_ledger(settings, run_info, arguments.resume) as ledger:

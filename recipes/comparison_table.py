@@ -8,7 +8,7 @@ from recipe_arguments import RecipeArguments
 
 from adacc_hf.artifacts.files import write_json
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.eval.records.records import Settings, Spread, make_record, markdown_table
+from adacc_hf.reports.run_record import Settings, Spread, make_record, markdown_table
 
 
 @dataclass(frozen=True, kw_only=True)

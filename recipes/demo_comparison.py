@@ -17,8 +17,8 @@ from training_run import FinishedRun, PreparedRun, save_report, train_once
 from transformers import PreTrainedModel
 
 from adacc_hf import apply_policy
-from adacc_hf.eval.records.records import Spread
 from adacc_hf.price.timing import seconds_of
+from adacc_hf.reports.run_record import Spread
 from adacc_hf.torch_glue.compat import switch_checkpointing
 from adacc_hf.torch_glue.memory import StepMemory, measure_step
 

@@ -22,12 +22,12 @@ from text_tokenizer import load_tokenizer, trained_tokenizer
 from transformers import AutoModelForCausalLM, HfArgumentParser, PretrainedConfig, Trainer, TrainingArguments, set_seed
 
 from adacc_hf import AdaccCallback, AdaccConfig
+from adacc_hf.artifacts.config import parse_budget
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.command import to_text
 from adacc_hf.estimate.devices import NAMES
 from adacc_hf.estimate.model_presets import checked_seq_len, fresh_model, load_config
-from adacc_hf.eval.trials.train_methods import parse_budget
 from adacc_hf.torch_glue.ranks import from_first_rank
 
 

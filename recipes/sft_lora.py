@@ -20,9 +20,9 @@ from transformers import TrainerCallback
 from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
 
 from adacc_hf import AdaccCallback
+from adacc_hf.artifacts.config import parse_budget
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.eval.trials.train_methods import parse_budget
 from adacc_hf.torch_glue.compat import CHECKPOINTING
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cloze_passages import CLOZE_FILE, cloze_passages, save_passages
 from recipe_arguments import RecipeArguments
 from text_data import TextData, load_text_data
 from text_packing import stack_sequences
@@ -14,9 +15,9 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments, set_seed
 
 from adacc_hf import AdaccCallback, AdaccConfig
 from adacc_hf.artifacts.files import POLICY_FILE
+from adacc_hf.callbacks.paper_methods import method_callbacks
+from adacc_hf.compact import CompactFactory, parse_rank
 from adacc_hf.estimate.model_presets import build_model, checked_seq_len, load_config
-from adacc_hf.eval.tasks.cloze_passages import CLOZE_FILE, cloze_passages, save_passages
-from adacc_hf.eval.trials.train_methods import compact_optimizer, method_callbacks
 from adacc_hf.reports.report import write_report
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,21 @@ def _check_method(args: RecipeArguments) -> None:
             f"--max_steps={training.max_steps} ends before --method=compare has a policy to measure; the first "
             f"{AdaccConfig().profile_steps} steps are profiled, so set more"
         )
+
+
+def compact_optimizer(method: str, rank: str, **settings: Any) -> tuple[type[CompactFactory], dict[str, Any]] | None:
+    """What the Trainer takes as `optimizer_cls_and_kwargs` for `method`; None where it makes its own optimizer.
+
+    Raises ValueError for a rank in no known form.
+    """
+    if method not in ("compact", "adacc_compact"):
+        return None
+    try:
+        return CompactFactory, {"rank": parse_rank(rank), **settings}
+    except ValueError:
+        raise ValueError(
+            f"--compact_rank={rank} must be a part of a layer's inputs, such as 0.25, or their number"
+        ) from None
 
 
 def train_once(run: PreparedRun, method: str, memory_budget: str, output_dir: str) -> FinishedRun:

@@ -235,6 +235,10 @@ def test_callbacks_do_not_import_eval() -> None:
     assert offending(python_files("callbacks"), ("adacc_hf.eval",)) == []
 
 
+def test_recipes_do_not_import_eval() -> None:
+    assert offending(python_files("recipes"), ("adacc_hf.eval",)) == []
+
+
 def test_codecs_are_named_in_their_own_files_alone() -> None:
     """The core asks the registry for what suits; docstrings, comments and settings of callers may name codecs."""
     names = [path.stem for path in python_files("kernels") if not re.search("^_|_triton$|^codecs$", path.stem)]

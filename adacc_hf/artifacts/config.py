@@ -275,3 +275,16 @@ def _check_range(name: str, value: float, low: float, high: float) -> None:
 def _check_integer(name: str, value: int, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ValueError(f"{name}={value!r} is not an int in [{low}, {high}]: choose one in that range")
+
+
+def parse_budget(text: str) -> str | float | int:
+    """Return the budget in AdaccConfig's terms: digits are bytes, a decimal is a fraction, all else stays text.
+
+    Example: "0.5" is half of plain's activation bytes, "1" is one byte, "1.0" is all of them.
+    """
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text

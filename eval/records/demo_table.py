@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.ledger import Ledger
-from adacc_hf.eval.records.records import Spread, markdown_table
+from adacc_hf.reports.run_record import Spread, markdown_table
 
 
 def report_text(ledger: Ledger) -> str:

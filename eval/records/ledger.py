@@ -16,7 +16,8 @@ from typing import Any
 
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.files import read_json, write_json
-from adacc_hf.eval.records.records import Figures, OutOfTimeError, Settings, Status, make_record, to_json
+from adacc_hf.eval.records.records import Figures, OutOfTimeError, Status
+from adacc_hf.reports.run_record import Settings, make_record, to_json
 
 TRIED_AGAIN = (Status.ERROR.value, Status.TIMEOUT.value)
 """What may have been the machine's fault."""

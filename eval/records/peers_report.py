@@ -8,7 +8,8 @@ from typing import Any
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.ledger import Ledger
 from adacc_hf.eval.records.plots import curves
-from adacc_hf.eval.records.records import describe, markdown_table
+from adacc_hf.eval.records.records import describe
+from adacc_hf.reports.run_record import markdown_table
 
 GROUPS = {
     "compile": "torch.compile",

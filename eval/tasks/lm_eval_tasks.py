@@ -46,6 +46,8 @@ SOURCES = {
 }
 PAPER_TASKS = tuple(SOURCES)
 CLOZE = "cloze"
+CLOZE_FILE = "cloze.jsonl"
+"""The passages' name in the run folder of a recipe."""
 
 
 def load_tasks(names: Sequence[str], data_dir: Path | None) -> dict[str, ConfigurableTask]:

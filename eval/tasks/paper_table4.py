@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from adacc_hf.eval.records.records import markdown_table
+from adacc_hf.reports.run_record import markdown_table
 
 PAPER_METHODS = {
     "none": "Baseline",

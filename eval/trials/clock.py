@@ -7,7 +7,7 @@ import resource
 import time
 from collections.abc import Callable
 
-from adacc_hf.eval.records.records import Settings
+from adacc_hf.reports.run_record import Settings
 
 
 def cpu_seconds() -> float:

@@ -18,7 +18,6 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from adacc_hf import Policy, apply_policy
-from adacc_hf.eval.records.records import Spread
 from adacc_hf.eval.trials.clock import CLOCKS
 from adacc_hf.eval.trials.gradients import (
     NOISE_RUNS,
@@ -31,6 +30,7 @@ from adacc_hf.eval.trials.gradients import (
 from adacc_hf.eval.trials.workload import Batch
 from adacc_hf.kernels.codecs import get_codec
 from adacc_hf.price.timing import seconds_of
+from adacc_hf.reports.run_record import Spread
 from adacc_hf.torch_glue.memory import StepMemory, measure_step
 
 PLAIN, CHECKPOINTING = "plain", "HF gradient checkpointing"

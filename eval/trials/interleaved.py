@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.eval.records.records import Figures, Spread, share_of_what_can_be_won, to_json
+from adacc_hf.eval.records.records import Figures, share_of_what_can_be_won
 from adacc_hf.eval.trials.clock import CLOCKS
 from adacc_hf.eval.trials.gate import Reference, check, reference_gradients
 from adacc_hf.eval.trials.isolation import OverLimitError
@@ -27,6 +27,7 @@ from adacc_hf.eval.trials.methods import HEADLINE_METHODS, Bench, Budget, Instal
 from adacc_hf.eval.trials.subject import Subject
 from adacc_hf.eval.trials.trial import num_alloc_retries, warm_up
 from adacc_hf.price.timing import seconds_of
+from adacc_hf.reports.run_record import Spread, to_json
 
 CEILING, FLOOR = "none", "full"
 """The methods between which is what can be won: plain training, and checkpointing."""

@@ -9,7 +9,7 @@ import torch
 from tqdm import tqdm
 
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.eval.records.records import Figures, Spread, to_json
+from adacc_hf.eval.records.records import Figures
 from adacc_hf.eval.trials import methods, peer_methods
 from adacc_hf.eval.trials.clock import CLOCKS
 from adacc_hf.eval.trials.gate import check, reference_gradients
@@ -17,6 +17,7 @@ from adacc_hf.eval.trials.isolation import CannotRunError, OverLimitError
 from adacc_hf.eval.trials.methods import Bench, Budget, Installed, Method
 from adacc_hf.eval.trials.subject import Subject, first_sequences
 from adacc_hf.price.timing import seconds_of
+from adacc_hf.reports.run_record import Spread, to_json
 from adacc_hf.torch_glue.compat import switch_checkpointing
 
 FAMILIES: dict[str, dict[str, Method]] = {"paper": methods.METHODS, "peers": peer_methods.PEERS}

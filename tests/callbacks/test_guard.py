@@ -14,7 +14,7 @@ import adacc_hf.adapt.policy_maker as maker_module
 from adacc_hf import AdaccCallback, Policy
 from adacc_hf.artifacts.index_values import DEGRADED_ERROR
 from adacc_hf.artifacts.policy import RECOMPUTE
-from adacc_hf.eval.trials.train_methods import method_callbacks
+from adacc_hf.callbacks.paper_methods import method_callbacks
 
 NUM_TOKENS = 97
 HUGE = 1.0

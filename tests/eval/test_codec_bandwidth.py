@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from adacc_hf.eval import codec_bandwidth
 from adacc_hf.eval.codec_bandwidth import Contender, Row, main, time_contender
 from adacc_hf.eval.records.ledger import Ledger
-from adacc_hf.eval.records.records import RedGateError, Settings, Spread
+from adacc_hf.eval.records.records import RedGateError
+from adacc_hf.reports.run_record import Settings, Spread
 
 
 def test_bytes_moved_are_tensor_and_payload() -> None:

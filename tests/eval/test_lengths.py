@@ -22,10 +22,11 @@ from adacc_hf.eval.changing_lengths import (
     visits,
 )
 from adacc_hf.eval.length_trainings import LEFT_OUT, TRAINER, Training, check_trainings
-from adacc_hf.eval.records.records import RedGateError, Settings
+from adacc_hf.eval.records.records import RedGateError
 from adacc_hf.eval.records.schemas import check_record
 from adacc_hf.eval.trials.contenders import CHECKPOINTING, GATE_STEPS, PLAIN
 from adacc_hf.eval.trials.length_cases import LENGTH_CASES, Scale
+from adacc_hf.reports.run_record import Settings
 
 TINY = Scale(width=32, layers=2, heads=2, batch=2, shortest=12, longest=24, steps=PAUSE)
 METHODS = [PLAIN, CHECKPOINTING, "Adacc, 50% of plain", "Adacc lossless, 50% of plain"]

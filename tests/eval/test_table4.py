@@ -11,7 +11,6 @@ from transformers import GPT2Config, PreTrainedModel, PreTrainedTokenizerBase
 
 from adacc_hf.cli import main
 from adacc_hf.eval.table4 import METHODS
-from adacc_hf.eval.tasks.cloze_passages import save_passages
 from adacc_hf.eval.trials.recipe_runs import RecipeRun, TrainingFailedError
 
 PASSAGES = ["The river is a river", "No stone is left on any stone", "We open the door, then close the door"]
@@ -33,7 +32,8 @@ def trained(
         methods.append(run.method)
         tiny_gpt2.save_pretrained(run.folder)
         text_tokenizer.save_pretrained(run.folder)
-        save_passages(PASSAGES, run.folder / "cloze.jsonl")
+        rows = (json.dumps({"text": text}) + "\n" for text in PASSAGES)
+        (run.folder / "cloze.jsonl").write_text("".join(rows))
         actions = {"retain": 2, "compress": 3} if run.method == "adacc" else None
         return {"steps": 4, "final_train_loss": 5.0, "validation_loss": 5.125, "actions": actions}
 

@@ -4,8 +4,8 @@ from pathlib import Path
 from comparison_table import ComparisonRow, save_comparison, table_text
 from recipe_arguments import parse_arguments
 
-from adacc_hf.eval.records.records import Spread
 from adacc_hf.eval.records.schemas import check_record
+from adacc_hf.reports.run_record import Spread
 
 ROWS = [
     ComparisonRow(

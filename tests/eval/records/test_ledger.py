@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from adacc_hf.eval.records.ledger import Ledger, RecordError, locked, open_ledger
-from adacc_hf.eval.records.records import OUT_OF_TIME, Settings
+from adacc_hf.eval.records.records import OUT_OF_TIME
+from adacc_hf.reports.run_record import Settings
 
 
 class KilledError(Exception):

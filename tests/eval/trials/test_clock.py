@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from adacc_hf.eval.records.records import Settings
 from adacc_hf.eval.trials.clock import CLOCKS, check_clock
+from adacc_hf.reports.run_record import Settings
 
 BUSY = "import time\nwhile time.process_time() < 0.2: pass"
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from adacc_hf import Action, AdaccConfig, Policy, profile_model
-from adacc_hf.eval.records.records import RedGateError, Spread
+from adacc_hf.eval.records.records import RedGateError
 from adacc_hf.eval.trials import contenders
 from adacc_hf.eval.trials.contenders import (
     CHECKPOINTING,
@@ -21,6 +21,7 @@ from adacc_hf.eval.trials.contenders import (
 )
 from adacc_hf.eval.trials.gradients import MAX_GRADIENT_ERROR, NOISE_RUNS, Gradients
 from adacc_hf.eval.trials.workload import Workload
+from adacc_hf.reports.run_record import Spread
 
 
 @pytest.fixture

@@ -7,10 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+from cloze_passages import CLOZE_FILE, cloze_passages, main, save_passages
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adacc_hf.eval.tasks.cloze_passages import cloze_passages, save_passages
+from adacc_hf.eval.tasks import lm_eval_tasks
 
 # Letters, digits, indentation, punctuation and a letter outside ASCII, in words that repeat often.
 DOCUMENTS = st.lists(
@@ -70,3 +71,15 @@ def test_saved_as_lambada_is(tmp_path: Path) -> None:
     path = tmp_path / "new" / "cloze.jsonl"
     save_passages(["ein\nWort", "zwölf"], path)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"text": "ein\nWort"}, {"text": "zwölf"}]
+
+
+def test_the_script_makes_them_of_a_file(tmp_path: Path) -> None:
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text(json.dumps({"text": "The river is wide where the bridge stands. " * 30}) + "\n")
+    output = tmp_path / CLOZE_FILE
+    main(["--dataset", str(documents), "--output", str(output), "--num_passages", "2"])
+    assert len(output.read_text().splitlines()) == 2
+
+
+def test_the_name_is_what_eval_looks_for() -> None:
+    assert CLOZE_FILE == lm_eval_tasks.CLOZE_FILE

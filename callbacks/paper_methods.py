@@ -1,12 +1,13 @@
-"""The paper's five methods and CompAct, as callbacks and settings of the Trainer."""
+"""The paper's five methods, as callbacks and settings of the Trainer."""
+
+from __future__ import annotations
 
 from typing import Any
 
 from transformers import TrainerCallback
 
-from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.config import AdaccConfig, parse_budget
 from adacc_hf.callbacks.adacc import AdaccCallback
-from adacc_hf.compact import CompactFactory, parse_rank
 from adacc_hf.kernels.codecs import baseline_codec
 from adacc_hf.solve.baselines import quantize_everything
 from adacc_hf.torch_glue.compat import CHECKPOINTING
@@ -32,31 +33,3 @@ def method_callbacks(method: str, memory_budget: str) -> tuple[list[TrainerCallb
         f"--method={method} is unknown; choose none, full, quantization, adacc, adacc_no_outlier, compact or "
         f"adacc_compact"
     )
-
-
-def compact_optimizer(method: str, rank: str, **settings: Any) -> tuple[type[CompactFactory], dict[str, Any]] | None:
-    """What the Trainer takes as `optimizer_cls_and_kwargs` for `method`; None where it makes its own optimizer.
-
-    Raises ValueError for a rank in no known form.
-    """
-    if method not in ("compact", "adacc_compact"):
-        return None
-    try:
-        return CompactFactory, {"rank": parse_rank(rank), **settings}
-    except ValueError:
-        raise ValueError(
-            f"--compact_rank={rank} must be a part of a layer's inputs, such as 0.25, or their number"
-        ) from None
-
-
-def parse_budget(text: str) -> str | float | int:
-    """The budget in AdaccConfig's terms: digits are bytes, a decimal is a fraction, all else stays text.
-
-    Example: "0.5" is half of plain's activation bytes, "1" is one byte, "1.0" is all of them.
-    """
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text

@@ -1,7 +1,8 @@
 import pytest
 
 from adacc_hf import AdaccCallback
-from adacc_hf.eval.trials.train_methods import method_callbacks, parse_budget
+from adacc_hf.artifacts.config import parse_budget
+from adacc_hf.callbacks.paper_methods import method_callbacks
 from adacc_hf.torch_glue.compat import CHECKPOINTING
 
 

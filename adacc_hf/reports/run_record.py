@@ -1,0 +1,134 @@
+"""The record of a measurement: the figures, the settings that they were measured with, and where and when."""
+
+from __future__ import annotations
+
+import math
+import platform
+import statistics
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from adacc_hf.artifacts.files import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The source checkout, where there is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """The 20th, 50th and 80th percentile of something measured several times."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Spread:
+        """The spread of at least one sample."""
+        if len(samples) == 1:
+            return cls(low=samples[0], median=samples[0], high=samples[0])
+        fifths = statistics.quantiles(samples, n=5, method="inclusive")
+        return cls(low=fifths[0], median=statistics.median(samples), high=fifths[3])
+
+    def text(self, digits: int) -> str:
+        return f"{self.median:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings that all runners share."""
+
+    runner: str
+    """The name of what is run, by which its record says what it holds."""
+    seed: int = 0
+    threads: int = 1
+    device: str = "cpu"
+    notes: str = ""
+    """Free text for the record, the state of the machine say."""
+    output: Path
+    until: float = math.inf
+    """By `time.monotonic`, when the run has to be over."""
+
+
+def make_record(
+    settings: Settings, run_info: dict[str, Any], train_info: dict[str, Any], status: str
+) -> dict[str, Any]:
+    """The record as it is saved; `status` is "complete", or "running" while points are missing."""
+    shared = {name: value for name, value in asdict(settings).items() if name not in ("output", "notes", "until")}
+    return {
+        "run_info": {**shared, **run_info},
+        "train_info": to_json(train_info),
+        "meta_info": {**meta_info(settings), "status": status},
+    }
+
+
+def to_json(figures: Any) -> Any:
+    """`figures` with records such as Spread as plain dicts, all the way down."""
+    if is_dataclass(figures) and not isinstance(figures, type):
+        return asdict(figures)
+    if isinstance(figures, Mapping):
+        return {name: to_json(value) for name, value in figures.items()}
+    if isinstance(figures, (list, tuple)):
+        return [to_json(value) for value in figures]
+    return figures
+
+
+def meta_info(settings: Settings) -> dict[str, Any]:
+    """Where and when a record was made, and with which versions."""
+    return {
+        "status": "complete",
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted_changes": None if (changed := _git("status", "--porcelain", "-uno")) is None else bool(changed),
+        "device": torch.cuda.get_device_name() if settings.device == "cuda" else _processor(),
+        "seeds": [settings.seed],
+        "versions": {
+            "adacc_hf": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "notes": settings.notes,
+    }
+
+
+def markdown_table(rows: Sequence[dict[str, str]]) -> str:
+    """The rows as Markdown with aligned columns: the first to the left, the others to the right."""
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
+    first = next(iter(widths))
+    lines = [{name: name for name in widths}]
+    lines.append({name: "-" * width if name == first else "-" * (width - 1) + ":" for name, width in widths.items()})
+    lines += rows
+    align = {name: str.ljust if name == first else str.rjust for name in widths}
+    return "\n".join(
+        f"| {' | '.join(align[name](line[name], width) for name, width in widths.items())} |" for line in lines
+    )
+
+
+def _git(*arguments: str) -> str | None:
+    """The output of git in the source checkout; None where the package is installed without one, or git is missing."""
+    if not (ROOT / "setup.cfg").is_file():
+        return None
+    try:
+        return subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], check=True, capture_output=True, text=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _processor() -> str:
+    """The CPU's name and its number of cores."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {len(names) or 1} cores"
