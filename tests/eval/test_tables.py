@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from adacc_hf.cli import RUNNERS
 from adacc_hf.eval import tables
-from adacc_hf.eval.records.schemas import POINTS
 from adacc_hf.eval.tables import REGION, TableError, main, reporter, with_tables
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ def test_readme_has_no_typed_figures() -> None:
     assert re.findall(r"^\|.*\d\.\d.*$", rest, re.MULTILINE) == []
 
 
-@pytest.mark.parametrize("runner", POINTS)
+@pytest.mark.parametrize("runner", [*RUNNERS, "demo_comparison"])
 def test_every_record_of_a_runner_has_a_report(runner: str) -> None:
     assert callable(reporter(runner))
 
