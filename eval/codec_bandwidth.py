@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.records import RedGateError, add_settings, positive_int, read_settings
+from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.ledger import Ledger, open_ledger
+from adacc_hf.eval.records.records import RedGateError, positive_int
 from adacc_hf.eval.trials.isolation import run_here
 from adacc_hf.kernels import outlier_int4
 from adacc_hf.kernels.codecs import Codec, get_codec, list_codecs
@@ -129,12 +130,9 @@ class Contender:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every codec, print the table, save it and the record. Returns 1 if one could not be timed."""
-    parser = argparse.ArgumentParser(prog="adacc eval codec-bandwidth", description=__doc__.partition("\n")[0])
+    parser = runner_parser("codec-bandwidth", __doc__)
     add_tensors(parser)
-    add_resume(parser)
-    add_settings(parser, "codec_bandwidth")
-    arguments = parser.parse_args(argv)
-    settings = read_settings(arguments)
+    arguments, settings = parse(parser, argv)
     with open_ledger(settings, tensors_info(arguments), arguments.resume) as ledger:
         measure(ledger)
         ledger.finish()

@@ -8,25 +8,21 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from adacc_hf.eval import codec_bandwidth, gradient_error
-from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.records import add_settings, read_settings
+from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.ledger import Ledger, open_ledger
 from adacc_hf.eval.trials.workload import Workload
 
 
 def main(argv: Sequence[str] | None = None, workload: Workload = gradient_error.WORKLOAD) -> int:
     """Measure both, print the tables, save them and the record. Returns 1 if a codec could not be timed."""
-    parser = argparse.ArgumentParser(prog="adacc eval codecs", description=__doc__.partition("\n")[0])
+    parser = runner_parser("codecs", __doc__)
     gradient_error.add_probing(parser)
     codec_bandwidth.add_tensors(parser)
-    add_resume(parser)
-    add_settings(parser, "codecs")
-    arguments = parser.parse_args(argv)
-    settings = read_settings(arguments)
+    arguments, settings = parse(parser, argv)
     run_info = gradient_error.probing_info(arguments, workload) | codec_bandwidth.tensors_info(arguments)
     with open_ledger(settings, run_info, arguments.resume) as ledger:
         codec_bandwidth.measure(ledger)

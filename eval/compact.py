@@ -10,7 +10,6 @@ turn. GaLore comes with `pip install 'adacc-hf[peers]'`; without it its rows say
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -20,10 +19,10 @@ from typing import Any
 from tqdm import tqdm
 
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.ledger import Ledger, open_ledger
 from adacc_hf.eval.records.plots import curves
-from adacc_hf.eval.records.records import Figures, Status, add_settings, positive_int, read_settings
-from adacc_hf.eval.trials.clock import add_clock, check_clock
+from adacc_hf.eval.records.records import Figures, Status, positive_int
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.low_rank import METHODS
 from adacc_hf.eval.trials.low_rank_memory import ADACC, LlamaShape, measure_shape, time_steps
@@ -59,15 +58,10 @@ TIMED_SHAPE = LlamaShape(width=256, inner=688, layers=6, heads=4, vocabulary=512
 
 def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_isolated) -> int:
     """Measure, print the tables, save record, tables and plot. Returns 1 if something failed."""
-    parser = argparse.ArgumentParser(prog="adacc eval compact", description=__doc__.partition("\n")[0])
+    parser = runner_parser("compact", __doc__)
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES), help="which LLaMA shapes")
     parser.add_argument("--rounds", type=positive_int, default=9, help="timed rounds")
-    add_clock(parser)
-    add_resume(parser)
-    add_settings(parser, "compact")
-    arguments = parser.parse_args(argv)
-    settings = read_settings(arguments)
-    check_clock(arguments.clock, settings)
+    arguments, settings = parse(parser, argv, clock=True)
     run_info = {
         "shapes": {name: asdict(SHAPES[name]) for name in arguments.shapes},
         "cuts": {name: CUTS[name] for name in arguments.shapes},

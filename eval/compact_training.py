@@ -10,7 +10,6 @@ without them their rows say so.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -20,9 +19,10 @@ from functools import partial
 from tqdm import tqdm
 
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.ledger import Ledger, open_ledger
 from adacc_hf.eval.records.plots import curves
-from adacc_hf.eval.records.records import Figures, Status, add_settings, positive_int, read_settings
+from adacc_hf.eval.records.records import Figures, Status, positive_int
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.low_rank import METHODS, BestRate, add_trainings, best_rate, point_name, rates_of
 from adacc_hf.eval.trials.low_rank_training import TextScale, train_on_text
@@ -33,14 +33,11 @@ TRAINED = ("plain", "galore", "apollo", "compact_2", "compact_4", "compact_4_ada
 
 def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_isolated) -> int:
     """Train by every method, print the table, save record, table and plot. Returns 1 if a training failed."""
-    parser = argparse.ArgumentParser(prog="adacc eval compact-training", description=__doc__.partition("\n")[0])
+    parser = runner_parser("compact-training", __doc__)
     parser.add_argument("--methods", nargs="+", choices=TRAINED, default=list(TRAINED))
     parser.add_argument("--steps", type=positive_int, default=TextScale.steps)
     add_trainings(parser)
-    add_resume(parser)
-    add_settings(parser, "compact_training")
-    arguments = parser.parse_args(argv)
-    settings = read_settings(arguments)
+    arguments, settings = parse(parser, argv)
     scale = replace(TextScale(), steps=arguments.steps, eval_every=min(TextScale.eval_every, arguments.steps))
     seeds = [settings.seed + number for number in range(arguments.seeds)]
     rates = rates_of({method: METHODS[method] for method in arguments.methods}, arguments.rates)

@@ -11,7 +11,6 @@ plan adds. Compilation starts with an empty cache, and is then repeated with a f
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -29,11 +28,12 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.compiler import AdaccPartitioner, CompiledPolicy
 from adacc_hf.compiler.backend import InstalledPartitioner
 from adacc_hf.compiler.region import PlanStore
-from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records.clock import CLOCKS, cpu_seconds
+from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.ledger import Ledger, open_ledger
 from adacc_hf.eval.records.plots import curves
-from adacc_hf.eval.records.records import Figures, Status, add_settings, positive_int, read_settings
+from adacc_hf.eval.records.records import Figures, Status, positive_int
 from adacc_hf.eval.throughput import Run
-from adacc_hf.eval.trials.clock import CLOCKS, add_clock, check_clock, cpu_seconds
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.limits import keeps_to
 from adacc_hf.eval.trials.lowest_peak import LowestPeak
@@ -61,16 +61,11 @@ ROUNDS = 7
 
 def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
     """Measure, print the tables, save record and plot. Returns 1 if bytes were not as predicted."""
-    parser = argparse.ArgumentParser(prog="adacc eval compiled", description=__doc__.partition("\n")[0])
+    parser = runner_parser("compiled", __doc__)
     parser.add_argument("--families", nargs="+", choices=tuple(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--budgets", type=positive_int, default=4, help="for each family")
     parser.add_argument("--timeout", type=positive_int, default=3600, help="seconds that one measurement may take")
-    add_clock(parser)
-    add_resume(parser)
-    add_settings(parser, "compiled")
-    arguments = parser.parse_args(argv)
-    settings = read_settings(arguments)
-    check_clock(arguments.clock, settings)
+    arguments, settings = parse(parser, argv, clock=True)
     info = {
         "workloads": {family: asdict(WORKLOADS[family]) for family in arguments.families},
         "budgets": arguments.budgets,

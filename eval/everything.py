@@ -12,7 +12,6 @@ What was cut short goes on where it stopped: with the runner that was under way,
 
 from __future__ import annotations
 
-import argparse
 import math
 import shutil
 import subprocess
@@ -27,11 +26,11 @@ from tqdm import tqdm
 
 from adacc_hf.artifacts.files import read_json
 from adacc_hf.eval.gpu_tests import FILES
-from adacc_hf.eval.records.ledger import Ledger, RecordError, add_resume, open_ledger
+from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.ledger import Ledger, RecordError, open_ledger
 from adacc_hf.eval.records.points import points_text, save_points
-from adacc_hf.eval.records.records import OUT_OF_TIME, Figures, OutOfTimeError, Status, add_settings, read_settings
+from adacc_hf.eval.records.records import OUT_OF_TIME, Figures, OutOfTimeError, Status
 from adacc_hf.eval.records.schemas import check_record, need_jsonschema
-from adacc_hf.eval.trials.clock import add_clock, check_clock
 from adacc_hf.eval.trials.isolation import end_process, failure
 from adacc_hf.reports.run_record import markdown_table
 
@@ -187,7 +186,7 @@ MOST_SECONDS_WITHOUT_A_POINT = 300.0
 
 def main(argv: Sequence[str] | None = None, execute: Execute | None = None) -> int:
     """Run what is missing, print and save what came of each. Returns 1 if one failed, 3 if the time was over before."""
-    parser = argparse.ArgumentParser(prog="adacc eval all", description=__doc__.partition("\n")[0])
+    parser = runner_parser("all", __doc__)
     every = list(dict.fromkeys([*NAMES, *(stage.runner for stage in ON_GPU)]))
     parser.add_argument("--runners", nargs="+", choices=every, help="which, in this order (default: all)")
     parser.add_argument("--toy", action="store_true", help="with --device cuda: its first stages at the smallest scale")
@@ -198,12 +197,7 @@ def main(argv: Sequence[str] | None = None, execute: Execute | None = None) -> i
     parser.add_argument(
         "--report", type=Path, metavar="DIR", help="after every point, write all so far into DIR: a text and an archive"
     )
-    add_clock(parser)
-    add_resume(parser)
-    add_settings(parser, "all")
-    arguments = parser.parse_args(argv)
-    settings = read_settings(arguments)
-    check_clock(arguments.clock, settings)
+    arguments, settings = parse(parser, argv, clock=True)
     need_jsonschema()
     stages = stages_of(settings.device, arguments.runners, arguments.toy)
     run_info = {

@@ -9,7 +9,6 @@ is timed.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
@@ -20,9 +19,9 @@ from typing import Any
 
 from adacc_hf import Action, Policy, profile_model
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.records import RedGateError, add_settings, positive_int, read_settings
-from adacc_hf.eval.trials.clock import add_clock, check_clock
+from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.ledger import Ledger, open_ledger
+from adacc_hf.eval.records.records import RedGateError, positive_int
 from adacc_hf.eval.trials.contenders import (
     CHECKPOINTING,
     GATE_STEPS,
@@ -59,14 +58,9 @@ Figures = dict[str, dict[str, Any]]
 
 def main(argv: Sequence[str] | None = None, cases: Mapping[Workload, int] = CASES) -> int:
     """Measure every case, print the tables and save the record. Returns 1, with nothing timed, on wrong gradients."""
-    parser = argparse.ArgumentParser(prog="adacc eval executor-bench", description=__doc__.partition("\n")[0])
+    parser = runner_parser("executor-bench", __doc__)
     parser.add_argument("--rounds", type=positive_int, help="timed rounds of every case (default: 15 and 150)")
-    add_clock(parser)
-    add_resume(parser)
-    add_settings(parser, "executor_bench")
-    arguments = parser.parse_args(argv)
-    settings = read_settings(arguments)
-    check_clock(arguments.clock, settings)
+    arguments, settings = parse(parser, argv, clock=True)
     rounds = {workload: arguments.rounds or default for workload, default in cases.items()}
     cases_info = [{**asdict(workload), "rounds": count} for workload, count in rounds.items()]
     run_info = {"cases": cases_info, "clock": arguments.clock, "gate_steps": GATE_STEPS}

@@ -7,7 +7,6 @@ A file that hangs is ended after --timeout seconds, and what its tests said unti
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import re
@@ -22,8 +21,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 import adacc_hf
-from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.records import Figures, Status, add_settings, positive_int, read_settings
+from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.ledger import Ledger, open_ledger
+from adacc_hf.eval.records.records import Figures, Status, positive_int
 from adacc_hf.reports.run_record import markdown_table
 
 FILES = (
@@ -52,13 +52,10 @@ Execute = Callable[[str, float], tuple[int | None, str]]
 
 def main(argv: Sequence[str] | None = None, execute: Execute | None = None) -> int:
     """Run them, print the table, save record and table. Returns 1 if a test failed, or a file has none."""
-    parser = argparse.ArgumentParser(prog="adacc eval gpu-tests", description=__doc__.partition("\n")[0])
+    parser = runner_parser("gpu-tests", __doc__)
     parser.add_argument("--files", nargs="+", choices=FILES, default=list(FILES), help="which, in this order")
     parser.add_argument("--timeout", type=positive_int, default=600, help="seconds that one file may take")
-    add_resume(parser)
-    add_settings(parser, "gpu_tests")
-    arguments = parser.parse_args(argv)
-    settings = read_settings(arguments)
+    arguments, settings = parse(parser, argv)
     if settings.device != "cuda":
         raise ValueError(f"--device={settings.device} has no such tests: use --device=cuda")
     if not (root() / FILES[0]).is_file():

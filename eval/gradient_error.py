@@ -22,8 +22,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from adacc_hf import Action, Policy, apply_policy, profile_model
-from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.records import Figures, add_settings, positive_int, read_settings
+from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.ledger import Ledger, open_ledger
+from adacc_hf.eval.records.records import Figures, positive_int
 from adacc_hf.eval.trials.codec_schemes import (
     GROUP_SIZES,
     LAYER_SPECIFIC,
@@ -67,12 +68,9 @@ Errors = Mapping[Scheme, float]
 
 def main(argv: Sequence[str] | None = None, workload: Workload = WORKLOAD) -> int:
     """Train, measure every scheme, print the tables, save them and the record."""
-    parser = argparse.ArgumentParser(prog="adacc eval gradient-error", description=__doc__.partition("\n")[0])
+    parser = runner_parser("gradient-error", __doc__)
     add_probing(parser)
-    add_resume(parser)
-    add_settings(parser, "gradient_error")
-    arguments = parser.parse_args(argv)
-    settings = read_settings(arguments)
+    arguments, settings = parse(parser, argv)
     with open_ledger(settings, probing_info(arguments, workload), arguments.resume) as ledger:
         measure(ledger, workload)
         ledger.finish()

@@ -12,7 +12,6 @@ plain) in time.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -22,10 +21,10 @@ from typing import Any
 from tqdm import tqdm
 
 from adacc_hf.artifacts.units import format_bytes, parse_bytes
-from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.records import Figures, Status, add_settings, describe, positive_int, read_settings
+from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.ledger import Ledger, open_ledger
+from adacc_hf.eval.records.records import Figures, Status, describe, positive_int
 from adacc_hf.eval.throughput import Run
-from adacc_hf.eval.trials.clock import add_clock, check_clock
 from adacc_hf.eval.trials.interleaved import FLOOR, run_interleaved
 from adacc_hf.eval.trials.isolation import Worker, failure
 from adacc_hf.eval.trials.limits import budget_bytes
@@ -45,7 +44,7 @@ GOALS = {"adacc": 0.85, IN_FLOOR: 0.65}
 
 def main(argv: Sequence[str] | None = None, run: Run | None = None) -> int:
     """Measure every method, print the table, save record and table. Returns 1 if a gate was red."""
-    parser = argparse.ArgumentParser(prog="adacc eval headline", description=__doc__.partition("\n")[0])
+    parser = runner_parser("headline", __doc__)
     add_subject(parser)
     parser.add_argument("--batch", type=positive_int, default=4, help="sequences per step")
     parser.add_argument("--methods", nargs="+", choices=tuple(HEADLINE_METHODS), default=list(HEADLINE_METHODS))
@@ -54,12 +53,7 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> int:
     budgets.add_argument("--limit", help="memory that a step may take, say 30GiB: the budget, but plain training's")
     parser.add_argument("--rounds", type=positive_int, default=7, help="timed steps of each point")
     parser.add_argument("--timeout", type=positive_int, default=1800, help="seconds that one point may take")
-    add_clock(parser)
-    add_resume(parser)
-    add_settings(parser, "headline")
-    arguments = parser.parse_args(argv)
-    settings = read_settings(arguments)
-    check_clock(arguments.clock, settings)
+    arguments, settings = parse(parser, argv, clock=True)
     if not 0.0 < arguments.fraction <= 1.0:
         raise ValueError(f"--fraction={arguments.fraction} must be in (0, 1], say {HALF}")
     run_info = {

@@ -16,8 +16,8 @@ from transformers.trainer_callback import PrinterCallback
 
 from adacc_hf import AdaccCallback
 from adacc_hf.callbacks.paper_methods import method_callbacks
+from adacc_hf.eval.records.clock import CLOCKS
 from adacc_hf.eval.records.records import RedGateError
-from adacc_hf.eval.trials.clock import CLOCKS
 from adacc_hf.eval.trials.contenders import CHECKPOINTING, PLAIN
 from adacc_hf.eval.trials.length_cases import MODES, LengthCase, Scale, Size
 from adacc_hf.eval.trials.turns import StepInTurn, Turns, run_in_turn

@@ -10,7 +10,6 @@ the losses of plain training, bit for bit. One model is trained by the Trainer a
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,10 +21,10 @@ from tqdm import tqdm
 
 from adacc_hf.eval.changing_lengths import PART, measure_case
 from adacc_hf.eval.length_trainings import TRAINER, TRAINER_MODEL, TRAINER_SCALE, measure_trainings
-from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.ledger import Ledger, open_ledger
 from adacc_hf.eval.records.plots import curves
-from adacc_hf.eval.records.records import Figures, RedGateError, add_settings, positive_int, read_settings
-from adacc_hf.eval.trials.clock import add_clock, check_clock
+from adacc_hf.eval.records.records import Figures, RedGateError, positive_int
 from adacc_hf.eval.trials.contenders import CHECKPOINTING, PLAIN
 from adacc_hf.eval.trials.length_cases import LENGTH_CASES, Scale
 from adacc_hf.reports.run_record import Spread, markdown_table
@@ -42,19 +41,14 @@ GOALS = {
 
 def main(argv: Sequence[str] | None = None, scale: Scale = SCALE, trainer_scale: Scale = TRAINER_SCALE) -> int:
     """Measure every case, print the tables, save record, tables and plot. Returns 1 on wrong gradients or losses."""
-    parser = argparse.ArgumentParser(prog="adacc eval lengths", description=__doc__.partition("\n")[0])
+    parser = runner_parser("lengths", __doc__)
     parser.add_argument("--steps", type=positive_int, help="sizes that every model trains on (default: 60; Trainer 40)")
     parser.add_argument("--layers", type=positive_int, help=f"of the models trained by hand (default: {SCALE.layers})")
     parser.add_argument("--width", type=positive_int, help=f"of these models (default: {SCALE.width})")
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.5], help="of what plain training stores")
     names = [*LENGTH_CASES, TRAINER]
     parser.add_argument("--cases", choices=names, nargs="+", default=names, help="what to train")
-    add_clock(parser)
-    add_resume(parser)
-    add_settings(parser, "lengths")
-    arguments = parser.parse_args(argv)
-    settings = read_settings(arguments)
-    check_clock(arguments.clock, settings)
+    arguments, settings = parse(parser, argv, clock=True)
     if not all(0.0 < budget <= 1.0 for budget in arguments.budgets):
         raise ValueError(f"--budgets={arguments.budgets} must be fractions in (0, 1], say 0.5 0.25")
     if arguments.steps:

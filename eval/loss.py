@@ -18,9 +18,10 @@ from typing import Any
 from tqdm import tqdm
 
 from adacc_hf.artifacts.config import check_memory_budget, parse_budget
-from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.ledger import Ledger, open_ledger
 from adacc_hf.eval.records.plots import curves
-from adacc_hf.eval.records.records import Figures, Status, add_settings, positive_int, read_settings
+from adacc_hf.eval.records.records import Figures, Status, positive_int
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.methods import PAPER_METHODS
 from adacc_hf.eval.trials.subject import add_subject, subject_options
@@ -35,15 +36,12 @@ Curve = list[tuple[int, float]]
 
 def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_isolated) -> int:
     """Train by every method, print the table, save record, table and plot. Returns 1 if a run failed."""
-    parser = argparse.ArgumentParser(prog="adacc eval loss", description=__doc__.partition("\n")[0])
+    parser = runner_parser("loss", __doc__)
     add_subject(parser)
     add_training(parser)
     parser.add_argument("--methods", nargs="+", choices=tuple(PAPER_METHODS), default=list(PAPER_METHODS))
     parser.add_argument("--timeout", type=positive_int, help="seconds that one training may take (default: no bound)")
-    add_resume(parser)
-    add_settings(parser, "loss")
-    arguments = parser.parse_args(argv)
-    settings = read_settings(arguments)
+    arguments, settings = parse(parser, argv)
     run_info = {
         "subject": subject_options(arguments) | {"batch": arguments.batch},
         "methods": arguments.methods,

@@ -9,15 +9,15 @@ Adacc's budget is the limit.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from tqdm import tqdm
 
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.records import Figures, Status, add_settings, positive_int, read_settings
+from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.ledger import Ledger, open_ledger
+from adacc_hf.eval.records.records import Figures, Status, positive_int
 from adacc_hf.eval.throughput import Run, point_key
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.largest import Tried, largest
@@ -37,16 +37,13 @@ PAPER = {
 
 def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
     """Search for every method, print the table, save record and table. Returns 1 if a trial failed for no memory."""
-    parser = argparse.ArgumentParser(prog="adacc eval max-batch", description=__doc__.partition("\n")[0])
+    parser = runner_parser("max-batch", __doc__)
     add_subject(parser)
     add_limit(parser)
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(PAPER_METHODS))
     parser.add_argument("--most", type=positive_int, default=4096, help="largest batch that is tried")
     parser.add_argument("--timeout", type=positive_int, default=1800, help="seconds that one trial may take")
-    add_resume(parser)
-    add_settings(parser, "max_batch")
-    arguments = parser.parse_args(argv)
-    settings = read_settings(arguments)
+    arguments, settings = parse(parser, argv)
     run_info = {
         "subject": subject_options(arguments),
         "limit_bytes": limit_bytes(arguments),

@@ -11,7 +11,6 @@ more than 3 % away from the prediction.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,8 +25,9 @@ from tqdm import tqdm
 from adacc_hf import AdaccConfig, InfeasibleBudgetError, Policy, Profile, apply_policy, profile_model, solve_policy
 from adacc_hf.artifacts.policy import Action
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.records import add_settings, positive_int, read_settings
+from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.ledger import Ledger, open_ledger
+from adacc_hf.eval.records.records import positive_int
 from adacc_hf.eval.trials.families import ATTENTIONS, FAMILIES, PRECISIONS, Batch, Family, Size, in_precision
 from adacc_hf.eval.trials.isolation import run_here
 from adacc_hf.eval.trials.limits import keeps_to
@@ -76,14 +76,12 @@ class Measurement:
 
 def main(argv: Sequence[str] | None = None, size: Size | None = None) -> int:
     """Measure, print the table and save the record. Returns 1 if a budget was exceeded or a prediction is off."""
-    parser = argparse.ArgumentParser(prog="adacc eval peak-accuracy", description=__doc__.partition("\n")[0])
+    parser = runner_parser("peak-accuracy", __doc__)
     for name, choices in (("family", tuple(MODELS)), ("attention", ATTENTIONS), ("precision", PRECISIONS)):
         parser.add_argument(f"--{name}", nargs="+", choices=choices, default=choices, help="which to measure")
     parser.add_argument("--budgets", type=positive_int, default=5, help="budgets per model")
-    add_resume(parser)
-    add_settings(parser, "peak_accuracy")
-    arguments = parser.parse_args(argv)
-    settings, size = read_settings(arguments), size or Size()
+    arguments, settings = parse(parser, argv)
+    size = size or Size()
     cases = list(product(arguments.family, arguments.attention, arguments.precision))
     run_info = {"cases": cases, "size": asdict(size), "budgets": arguments.budgets, "tolerance": TOLERANCE}
     with open_ledger(settings, run_info, arguments.resume) as ledger:

@@ -9,7 +9,6 @@ peak at the peer's speed; between points of Adacc by linear interpolation, and n
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +17,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.ledger import Ledger, open_ledger
 from adacc_hf.eval.records.peers_report import matched_key, report_text, save_plot
-from adacc_hf.eval.records.records import Status, add_settings, positive_int, read_settings
+from adacc_hf.eval.records.records import Status, positive_int
 from adacc_hf.eval.records.tradeoff import Point, compare, fastest_within
 from adacc_hf.eval.throughput import Run
-from adacc_hf.eval.trials.clock import add_clock, check_clock
 from adacc_hf.eval.trials.isolation import failure, run_isolated
 from adacc_hf.eval.trials.methods import Promise
 from adacc_hf.eval.trials.peer_methods import ADACC_VARIANTS, COMPILED_PEERS, PEERS
@@ -62,7 +61,7 @@ class Entry:
 
 def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
     """Measure every peer, print the tables, save record, tables and plot. Returns 1 if a gate was red."""
-    parser = argparse.ArgumentParser(prog="adacc eval peers", description=__doc__.partition("\n")[0])
+    parser = runner_parser("peers", __doc__)
     add_subject(parser)
     parser.add_argument("--batch", type=positive_int, default=4, help="sequences per step")
     parser.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=list(PEERS))
@@ -72,12 +71,7 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
     )
     parser.add_argument("--rounds", type=positive_int, default=7, help="timed steps of each peer")
     parser.add_argument("--timeout", type=positive_int, default=1800, help="seconds that one peer may take")
-    add_clock(parser)
-    add_resume(parser)
-    add_settings(parser, "peers")
-    arguments = parser.parse_args(argv)
-    settings = read_settings(arguments)
-    check_clock(arguments.clock, settings)
+    arguments, settings = parse(parser, argv, clock=True)
     for option in ("budgets", "variant_budgets"):
         if not all(0.0 < budget <= 1.0 for budget in getattr(arguments, option)):
             name = option.replace("_", "-")

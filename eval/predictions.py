@@ -10,7 +10,6 @@ at while the planner is mended.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -35,9 +34,10 @@ from adacc_hf.eval.published.measurements import (
 )
 from adacc_hf.eval.published.prediction import predict
 from adacc_hf.eval.published.speed import predict_pair
-from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.ledger import Ledger, open_ledger
 from adacc_hf.eval.records.plots import curves
-from adacc_hf.eval.records.records import Figures, Status, add_settings, read_settings
+from adacc_hf.eval.records.records import Figures, Status
 from adacc_hf.reports.run_record import markdown_table
 
 HALVES = ("open", "both")
@@ -63,14 +63,11 @@ class Error(NamedTuple):
 
 def main(argv: Sequence[str] | None = None, predicted: Predict = predict, compared: Predict = predict_pair) -> int:
     """Predict the rows, print the tables, save record, tables and plot. Returns 1 if a row could not be predicted."""
-    parser = argparse.ArgumentParser(prog="adacc eval published", description=__doc__.partition("\n")[0])
+    parser = runner_parser("published", __doc__)
     parser.add_argument("--half", choices=HALVES, default="both", help="open leaves out the rows that are held out")
     parser.add_argument("--rows", nargs="*", metavar="NAME", choices=rows(), help="peaks of which (default: all)")
     parser.add_argument("--speeds", nargs="*", metavar="NAME", choices=pairs(), help="which speeds (default: all)")
-    add_resume(parser)
-    add_settings(parser, "published")
-    arguments = parser.parse_args(argv)
-    settings = read_settings(arguments)
+    arguments, settings = parse(parser, argv)
     names = list(rows()) if arguments.rows is None else arguments.rows
     speeds = list(pairs()) if arguments.speeds is None else arguments.speeds
     if arguments.half == "open":

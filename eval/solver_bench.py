@@ -9,7 +9,6 @@ on the one found at most.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -22,9 +21,10 @@ from tqdm import tqdm
 from adacc_hf import InfeasibleBudgetError, Policy, profile_model, solve_policy
 from adacc_hf.artifacts.policy import Action
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.records import add_settings, positive_int, read_settings
-from adacc_hf.eval.trials.clock import CLOCKS, add_clock, check_clock
+from adacc_hf.eval.records.clock import CLOCKS
+from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.ledger import Ledger, open_ledger
+from adacc_hf.eval.records.records import positive_int
 from adacc_hf.eval.trials.workload import Workload
 from adacc_hf.reports.run_record import Settings, Spread, markdown_table
 
@@ -47,17 +47,12 @@ LEAST_PERCENT = 5
 
 def main(argv: Sequence[str] | None = None, cases: Sequence[Workload] = CASES) -> int:
     """Time every case, print the table and save the record."""
-    parser = argparse.ArgumentParser(prog="adacc eval solver", description=__doc__.partition("\n")[0])
+    parser = runner_parser("solver", __doc__)
     parser.add_argument("--step", type=positive_int, default=5, help="distance of the budgets, in percent")
     parser.add_argument(
         "--repeats", type=positive_int, default=3, help="solves of each budget, of which the median counts"
     )
-    add_clock(parser)
-    add_resume(parser)
-    add_settings(parser, "solver")
-    arguments = parser.parse_args(argv)
-    settings = read_settings(arguments)
-    check_clock(arguments.clock, settings)
+    arguments, settings = parse(parser, argv, clock=True)
     percents = range(LEAST_PERCENT, 101, arguments.step)
     solver = partial(solve_seconds, repeats=arguments.repeats, now=CLOCKS[arguments.clock])
     options = {"percents": list(percents), "repeats": arguments.repeats, "clock": arguments.clock}

@@ -8,7 +8,6 @@ most per ms. What frees more bytes per ms wins; the solver, unlike this rule, se
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,8 +18,8 @@ from tqdm import tqdm
 
 from adacc_hf import AdaccConfig, profile_model
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.records import add_settings, read_settings
+from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.ledger import Ledger, open_ledger
 from adacc_hf.eval.trials.families import ATTENTIONS
 from adacc_hf.eval.trials.workload import DEMO, Workload
 from adacc_hf.reports.run_record import Settings, markdown_table
@@ -40,12 +39,9 @@ PAPER = """The paper's Table 1, four tensors of a GPT on its GPU:
 
 def main(argv: Sequence[str] | None = None, workload: Workload = DEMO) -> int:
     """Profile, print the tables and save the record."""
-    parser = argparse.ArgumentParser(prog="adacc eval table1", description=__doc__.partition("\n")[0])
+    parser = runner_parser("table1", __doc__)
     parser.add_argument("--attention", nargs="+", choices=ATTENTIONS, default=ATTENTIONS, help="which to profile")
-    add_resume(parser)
-    add_settings(parser, "table1")
-    arguments = parser.parse_args(argv)
-    settings = read_settings(arguments)
+    arguments, settings = parse(parser, argv)
     cases = [Workload(**{**asdict(workload), "attention": attention}) for attention in arguments.attention]
     with open_ledger(settings, {"cases": [asdict(case) for case in cases]}, arguments.resume) as ledger:
         for case in tqdm(cases, desc="table1", unit="model"):

@@ -8,7 +8,6 @@ it, on a CPU the live bytes of a step are counted. Adacc's budget is the limit. 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,10 +16,10 @@ from typing import Any
 from tqdm import tqdm
 
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
+from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.ledger import Ledger, open_ledger
 from adacc_hf.eval.records.plots import curves
-from adacc_hf.eval.records.records import Figures, Status, add_settings, describe, positive_int, read_settings
-from adacc_hf.eval.trials.clock import add_clock, check_clock
+from adacc_hf.eval.records.records import Figures, Status, describe, positive_int
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.limits import add_limit, budget_bytes, limit_bytes
 from adacc_hf.eval.trials.methods import METHODS, PAPER_METHODS
@@ -36,19 +35,14 @@ Run = Callable[..., Figures]
 
 def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
     """Measure every point, print the table, save record, table and plot. Returns 1 if a gate was red."""
-    parser = argparse.ArgumentParser(prog="adacc eval throughput", description=__doc__.partition("\n")[0])
+    parser = runner_parser("throughput", __doc__)
     add_subject(parser)
     add_limit(parser)
     parser.add_argument("--batches", type=positive_int, nargs="+", default=[1, 2, 4, 8], help="batch sizes")
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(PAPER_METHODS))
     parser.add_argument("--rounds", type=positive_int, default=5, help="timed steps of each point")
     parser.add_argument("--timeout", type=positive_int, default=1800, help="seconds that one point may take")
-    add_clock(parser)
-    add_resume(parser)
-    add_settings(parser, "throughput")
-    arguments = parser.parse_args(argv)
-    settings = read_settings(arguments)
-    check_clock(arguments.clock, settings)
+    arguments, settings = parse(parser, argv, clock=True)
     limit = limit_bytes(arguments)
     run_info = {
         "subject": subject_options(arguments),

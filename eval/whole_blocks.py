@@ -9,7 +9,6 @@ methods train on the same batch in turn; their gradients are compared with plain
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +20,9 @@ from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwe
 
 from adacc_hf import AdaccConfig, Policy, Profile, profile_model, solve_policy
 from adacc_hf.artifacts.step_peak import simulate_policy
-from adacc_hf.eval.records.ledger import Ledger, add_resume, open_ledger
-from adacc_hf.eval.records.records import Figures, add_settings, positive_int, read_settings
-from adacc_hf.eval.trials.clock import add_clock, check_clock
+from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.ledger import Ledger, open_ledger
+from adacc_hf.eval.records.records import Figures, positive_int
 from adacc_hf.eval.trials.contenders import (
     CHECKPOINTING,
     PLAIN,
@@ -108,14 +107,10 @@ CASES: dict[str, Case] = {
 
 def main(argv: Sequence[str] | None = None, cases: Mapping[str, Case] = CASES, scale: Scale | None = None) -> int:
     """Measure every case, print the table and save the record."""
-    parser = argparse.ArgumentParser(prog="adacc eval whole-blocks", description=__doc__.partition("\n")[0])
+    parser = runner_parser("whole-blocks", __doc__)
     parser.add_argument("--rounds", type=positive_int, default=20, help="timed rounds of every case (default: 20)")
-    add_clock(parser)
-    add_resume(parser)
-    add_settings(parser, "whole_blocks")
-    arguments = parser.parse_args(argv)
-    settings, scale = read_settings(arguments), scale or Scale()
-    check_clock(arguments.clock, settings)
+    arguments, settings = parse(parser, argv, clock=True)
+    scale = scale or Scale()
     run_info = {"cases": list(cases), "scale": vars(scale), "rounds": arguments.rounds, "clock": arguments.clock}
     with open_ledger(settings, run_info, arguments.resume) as ledger:
         for name, case in cases.items():

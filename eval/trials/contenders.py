@@ -18,7 +18,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from adacc_hf import Policy, apply_policy
-from adacc_hf.eval.trials.clock import CLOCKS
+from adacc_hf.eval.records.clock import CLOCKS
 from adacc_hf.eval.trials.gradients import (
     NOISE_RUNS,
     ROUNDING,

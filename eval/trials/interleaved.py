@@ -19,8 +19,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from adacc_hf.artifacts.units import format_bytes
+from adacc_hf.eval.records.clock import CLOCKS
 from adacc_hf.eval.records.records import Figures, share_of_what_can_be_won
-from adacc_hf.eval.trials.clock import CLOCKS
 from adacc_hf.eval.trials.gate import Reference, check, reference_gradients
 from adacc_hf.eval.trials.isolation import OverLimitError
 from adacc_hf.eval.trials.methods import HEADLINE_METHODS, Bench, Budget, Installed, measure_steady_step

@@ -17,8 +17,8 @@ from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model, solve_pol
 from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_model import PRECISIONS, Workload
 from adacc_hf.estimate.planning import Request, plan
+from adacc_hf.eval.records.clock import CLOCKS
 from adacc_hf.eval.records.records import Figures
-from adacc_hf.eval.trials.clock import CLOCKS
 from adacc_hf.eval.trials.isolation import CannotRunError, run_here
 from adacc_hf.eval.trials.low_rank import METHODS, made_by
 from adacc_hf.eval.trials.workload import Batch, library_bytes

@@ -9,9 +9,9 @@ import torch
 from tqdm import tqdm
 
 from adacc_hf.artifacts.units import format_bytes
+from adacc_hf.eval.records.clock import CLOCKS
 from adacc_hf.eval.records.records import Figures
 from adacc_hf.eval.trials import methods, peer_methods
-from adacc_hf.eval.trials.clock import CLOCKS
 from adacc_hf.eval.trials.gate import check, reference_gradients
 from adacc_hf.eval.trials.isolation import CannotRunError, OverLimitError
 from adacc_hf.eval.trials.methods import Bench, Budget, Installed, Method

@@ -92,13 +92,13 @@ def curve_of(subject: dict, method: str, folder: Path, **changed) -> dict:
 
 
 def test_lossless_methods_train_alike(subject: dict, tmp_path: Path) -> None:
-    plain, full, lossless = (curve_of(subject, name, tmp_path) for name in ("none", "full", "no_compression"))
+    plain, full = (curve_of(subject, name, tmp_path) for name in ("none", "full"))
     assert [step for step, _ in plain["curve"]] == [2, 4, 6]
-    assert plain["curve"] == full["curve"] == lossless["curve"]
+    assert plain["curve"] == full["curve"]
     assert plain["curve"][-1][1] < plain["curve"][0][1]
 
 
-@pytest.mark.parametrize("method", ["quantization", "one_policy"])
+@pytest.mark.parametrize("method", ["quantization", "adacc"])
 def test_compressed_training_stays_near(subject: dict, tmp_path: Path, method: str) -> None:
     plain, other = curve_of(subject, "none", tmp_path), curve_of(subject, method, tmp_path)
     found = loss.gap(plain, other)

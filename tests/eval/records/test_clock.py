@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from adacc_hf.eval.trials.clock import CLOCKS, check_clock
+from adacc_hf.eval.records.clock import CLOCKS, check_clock
 from adacc_hf.reports.run_record import Settings
 
 BUSY = "import time\nwhile time.process_time() < 0.2: pass"

@@ -1,0 +1,34 @@
+"""The command line of a runner: what all of them have, before and after its own options."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from adacc_hf.eval.records.clock import add_clock, check_clock
+from adacc_hf.eval.records.ledger import add_resume
+from adacc_hf.eval.records.records import add_settings, read_settings
+from adacc_hf.reports.run_record import Settings
+
+
+def runner_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """The parser of `adacc eval NAME`, described by the first line of its module's docstring."""
+    return argparse.ArgumentParser(prog=f"adacc eval {name}", description=(doc or "").partition("\n")[0])
+
+
+def parse(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, clock: bool = False
+) -> tuple[argparse.Namespace, Settings]:
+    """Add the options that all runners share, `--clock` for those that time something, and read the command line.
+
+    The record has the runner's name. Raises ValueError for a device that is not there, or a clock that cannot be read.
+    """
+    if clock:
+        add_clock(parser)
+    add_resume(parser)
+    add_settings(parser, parser.prog.rpartition(" ")[2].replace("-", "_"))
+    arguments = parser.parse_args(argv)
+    settings = read_settings(arguments)
+    if clock:
+        check_clock(arguments.clock, settings)
+    return arguments, settings
