@@ -94,7 +94,7 @@ test-others: $(FETCHED) ## Run others' scripts and tests with the callback and w
 
 bench: $(INSTALLED) ## Time the executor and the codecs against what they replace
 	$(BIN)/python -m adacc_hf.eval.executor_bench
-	$(BIN)/python -m adacc_hf.eval.codec_bandwidth
+	$(BIN)/python -m adacc_hf.eval.codecs --only bandwidth
 
 # Goes on where it was cut short. EVAL_OPTIONS='--device cuda' measures on a GPU, '--publish DIR' keeps the results.
 eval: $(INSTALLED) ## Run everything in eval/ at the demo's scale, into runs/eval

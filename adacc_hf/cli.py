@@ -254,8 +254,6 @@ RUNNERS = {
     "compact-training": ("compact_training", "validation loss by CompAct, beside AdamW, GaLore and APOLLO"),
     "executor-bench": ("executor_bench", "what recompute-everything and retain-everything cost"),
     "whole-blocks": ("whole_blocks", "blocks that no replay serves well, in half of the room: plain, or checkpointed"),
-    "gradient-error": ("gradient_error", "the first half of codecs: how far they move the gradient"),
-    "codec-bandwidth": ("codec_bandwidth", "the second half of codecs: bytes per second"),
     "gpu-tests": ("gpu_tests", "the tests of a checkout that need a GPU, file by file"),
     "all": ("everything", "every runner above at the demo's scale, one after the other"),
 }

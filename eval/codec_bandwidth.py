@@ -1,8 +1,5 @@
 """How fast the codecs are, as bytes moved per second beside a copy of the same tensor in the same run.
 
-    adacc eval codec-bandwidth --model gpt2-117m --dtype bfloat16
-    adacc eval codec-bandwidth --device cuda --tokens 8192 --model llama-7b --compile
-
 Encoding must read the tensor and write the payload, decoding the reverse; a copy reads and writes the tensor. Caches
 are flushed before every sample, by reading: dirty lines would be written back while it runs. Beside the codecs stand
 what else one could use: the plain torch reference, torch.compile of it (--compile), and bitsandbytes where it is
@@ -23,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adacc_hf.eval.records.command_line import parse, runner_parser
-from adacc_hf.eval.records.ledger import Ledger, open_ledger
+from adacc_hf.eval.records.ledger import Ledger
 from adacc_hf.eval.records.records import RedGateError, positive_int
 from adacc_hf.eval.trials.isolation import run_here
 from adacc_hf.kernels import outlier_int4
@@ -126,18 +122,6 @@ class Contender:
     encode: Callable[[Tensor], Any]
     decode: Callable[[Any], Tensor]
     nbytes: Callable[[Any], int]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure every codec, print the table, save it and the record. Returns 1 if one could not be timed."""
-    parser = runner_parser("codec-bandwidth", __doc__)
-    add_tensors(parser)
-    arguments, settings = parse(parser, argv)
-    with open_ledger(settings, tensors_info(arguments), arguments.resume) as ledger:
-        measure(ledger)
-        ledger.finish()
-        ledger.publish(report_text(ledger))
-    return 1 if failures(ledger) else 0
 
 
 def add_tensors(parser: argparse.ArgumentParser) -> None:
@@ -341,7 +325,3 @@ def _bitsandbytes(tensor: Tensor) -> Iterator[Contender]:
 
 def _say_left_out(name: str, error: Exception) -> None:
     print(f"{name} is left out: {type(error).__name__}: {error}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

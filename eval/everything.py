@@ -86,11 +86,12 @@ _TOY_METHODS = ("--rounds=2", "--methods", "adacc", "full")
 
 ON_GPU: tuple[Stage, ...] = (
     Stage(
-        runner="codec-bandwidth",
+        runner="codecs",
+        part="bandwidth",
         most_s=60.0,
         # Each tensor has many times the bytes of a GPU's cache, 50 MiB.
-        options=("--model=gpt2-345m", "--dtype=bfloat16", "--tokens=65536"),
-        toy=("--dtype=bfloat16", "--tokens=64", "--samples=2"),
+        options=("--only=bandwidth", "--model=gpt2-345m", "--dtype=bfloat16", "--tokens=65536"),
+        toy=("--only=bandwidth", "--dtype=bfloat16", "--tokens=64", "--samples=2"),
     ),
     Stage(
         runner="headline",
@@ -161,7 +162,7 @@ ON_GPU: tuple[Stage, ...] = (
         toy=("--timeout=600", "--files", "tests/callbacks/test_gpu.py"),
     ),
     Stage(runner="gpu-tests", part="others", options=("--timeout=150", "--files", *FILES[3:])),
-    Stage(runner="gradient-error"),
+    Stage(runner="codecs", part="gradient", options=("--only=gradient",)),
     Stage(runner="table1"),
     Stage(runner="executor-bench"),
     Stage(runner="throughput", part="all", options=(*_GPT_345M, "--batches", "16", "64")),
@@ -228,8 +229,7 @@ def stages_of(device: str, runners: Sequence[str] | None = None, toy: bool = Fal
     if toy:
         return [replace(stage, options=stage.toy) for stage in first if stage.toy]
     named = {stage.runner for stage in first}
-    # The two halves of the codecs are stages of their own there.
-    rest = [Stage(runner=name) for name in NAMES if name not in named and not (first and name == "codecs")]
+    rest = [Stage(runner=name) for name in NAMES if name not in named]
     stages = [*first, *rest]
     if runners is None:
         return stages

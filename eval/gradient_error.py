@@ -1,7 +1,5 @@
 """How far each codec moves the gradient of a trained model. The loss of a small run hardly tells them apart.
 
-    adacc eval gradient-error
-
 A GPT-2 with eager attention is trained on bytes. Then the gradient of some batches is taken with what the blocks save
 for backward compressed, and compared with the exact gradient by relative L2 error, everything as one vector; so
 are the saved tensors with what comes back of them. `codec_schemes` says what is compressed under each scheme.
@@ -10,7 +8,6 @@ are the saved tensors with what comes back of them. `codec_schemes` says what is
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property, partial
@@ -22,13 +19,11 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from adacc_hf import Action, Policy, apply_policy, profile_model
-from adacc_hf.eval.records.command_line import parse, runner_parser
-from adacc_hf.eval.records.ledger import Ledger, open_ledger
+from adacc_hf.eval.records.ledger import Ledger
 from adacc_hf.eval.records.records import Figures, positive_int
 from adacc_hf.eval.trials.codec_schemes import (
     GROUP_SIZES,
     LAYER_SPECIFIC,
-    NO_OUTLIERS,
     RoundTrips,
     Scheme,
     codec_schemes,
@@ -42,40 +37,10 @@ from adacc_hf.reports.run_record import Settings, markdown_table
 WORKLOAD = Workload(width=128, layers=4, batch=16, tokens=128, attention="eager")
 LEARNING_RATE = 1e-3
 
-# fmt: off
-PROTOTYPE_ERRORS = {
-    Scheme(name="token_int4", scale="paper", rounding="nearest"): 0.176,
-    Scheme(name=NO_OUTLIERS, scale="paper", group_size=64, rounding="nearest"): 0.142,
-    Scheme(name=NO_OUTLIERS, scale="signed", group_size=16, rounding="nearest"): 0.071,
-    Scheme(name=NO_OUTLIERS, scale="signed", group_size=32, rounding="nearest"): 0.096,
-    Scheme(name=NO_OUTLIERS, scale="signed", group_size=64, rounding="nearest"): 0.121,
-    Scheme(name=NO_OUTLIERS, scale="signed", group_size=128, rounding="nearest"): 0.154,
-    Scheme(name="asymmetric_int4", scale="range15", group_size=32, rounding="nearest"): 0.078,
-    Scheme(name="asymmetric_int4", scale="range15", group_size=64, rounding="nearest"): 0.088,
-    Scheme(name="int8", group_size=128, rounding="nearest"): 0.013,
-    Scheme(name=LAYER_SPECIFIC, scale="paper", group_size=64, rounding="nearest"): 0.093,
-    Scheme(name=LAYER_SPECIFIC, scale="signed", group_size=64, rounding="nearest"): 0.083,
-}
-"""What was measured before this package was written, on another GPT-2 of 4 layers after 200 steps."""
-# fmt: on
-
-
 TRAINING = "gradient, training"
 """The point of what the schemes share: the trained model's loss, and how far another batch moves the gradient."""
 
 Errors = Mapping[Scheme, float]
-
-
-def main(argv: Sequence[str] | None = None, workload: Workload = WORKLOAD) -> int:
-    """Train, measure every scheme, print the tables, save them and the record."""
-    parser = runner_parser("gradient-error", __doc__)
-    add_probing(parser)
-    arguments, settings = parse(parser, argv)
-    with open_ledger(settings, probing_info(arguments, workload), arguments.resume) as ledger:
-        measure(ledger, workload)
-        ledger.finish()
-        ledger.publish(report_text(ledger))
-    return 0
 
 
 def add_probing(parser: argparse.ArgumentParser) -> None:
@@ -191,7 +156,6 @@ def report_text(ledger: Ledger) -> str:
     parts = [
         f"Relative L2 error of the whole gradient, {where}",
         table_text(errors),
-        comparison_text(errors),
         f"The gradient of another batch: {training['another_batch']:.2f}",
         "Relative L2 error of what the blocks save after encoding and decoding it:",
         table_text(trips),
@@ -216,20 +180,3 @@ def table_text(errors: Errors) -> str:
         figures = {title: "" if error is None else f"{error:.3f}" for title, error in cells.items()}
         rows.append({"codec": name, "scale": scale or "", "rounding": rounding or "", **figures})
     return markdown_table(rows)
-
-
-def comparison_text(errors: Errors) -> str:
-    """What was measured here beside what a prototype had."""
-    rows = [
-        {
-            "setting": ", ".join([scheme.name, *(str(value) for value in scheme.options.values())]),
-            "here": f"{errors[scheme]:.3f}",
-            "prototype": f"{expected:.3f}",
-        }
-        for scheme, expected in PROTOTYPE_ERRORS.items()
-    ]
-    return markdown_table(rows)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

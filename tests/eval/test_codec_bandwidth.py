@@ -11,7 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adacc_hf.eval import codec_bandwidth
-from adacc_hf.eval.codec_bandwidth import Contender, Row, main, time_contender
+from adacc_hf.eval.codec_bandwidth import Contender, Row, time_contender
+from adacc_hf.eval.codecs import main
 from adacc_hf.eval.records.ledger import Ledger
 from adacc_hf.eval.records.records import RedGateError
 from adacc_hf.reports.run_record import Settings, Spread
@@ -132,7 +133,21 @@ def test_every_codec_and_rival_gets_a_row(
     threads = torch.get_num_threads()
     output = tmp_path / "bandwidth.json"
     try:
-        main(["--tokens", "8", "--samples", "1", "--dtype", "bfloat16", "float32", "--output", str(output)])
+        main(
+            [
+                "--only",
+                "bandwidth",
+                "--tokens",
+                "8",
+                "--samples",
+                "1",
+                "--dtype",
+                "bfloat16",
+                "float32",
+                "--output",
+                str(output),
+            ]
+        )
     finally:
         torch.set_num_threads(threads)
     rows = json.loads(output.read_text())["train_info"]["points"].values()

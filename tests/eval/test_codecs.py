@@ -19,7 +19,6 @@ INT8 = Scheme(name="int8", group_size=64, rounding="nearest")
 def _few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradient_error, "codec_schemes", lambda: [INT8])
     monkeypatch.setattr(gradient_error, "layer_specific_schemes", list)
-    monkeypatch.setattr(gradient_error, "PROTOTYPE_ERRORS", {INT8: 0.013})
     monkeypatch.setitem(codec_bandwidth.FLUSH_BYTES, "cpu", 1024)
 
 

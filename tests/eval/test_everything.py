@@ -66,11 +66,10 @@ def test_every_runner_gets_a_folder_of_its_own(tmp_path: Path) -> None:
 
 
 def test_no_runner_is_left_out() -> None:
-    halves = {"gradient-error", "codec-bandwidth"}  # which codecs runs
-    expected = sorted(set(RUNNERS) - halves - {"all", "gpu-tests"})
+    expected = sorted(set(RUNNERS) - {"all", "gpu-tests"})
     assert sorted(NAMES) == sorted(stage.runner for stage in stages_of("cpu")) == expected
     on_gpu = {stage.runner for stage in stages_of("cuda")}
-    assert on_gpu == set(RUNNERS) - {"codecs", "all"}
+    assert on_gpu == set(RUNNERS) - {"all"}
     keys = [stage.key for stage in stages_of("cuda")]
     assert len(set(keys)) == len(keys)
 
@@ -81,7 +80,7 @@ def test_a_gpu_gets_work_for_a_gpu_and_the_wanted_first(tmp_path: Path, monkeypa
     runners = Runners()
     assert run(tmp_path, runners, "--device", "cuda") == 0
     names = list(runners.commands)
-    assert names[:4] == ["codec-bandwidth", "headline", "throughput", "peers"]
+    assert names[:4] == ["codecs", "headline", "throughput", "peers"]
     assert names.index("gpu-tests") > names.index("peak-accuracy") > names.index("peers")
     assert names.index("solver") > names.index("max-batch")
     for name in ("throughput", "max-batch"):
@@ -94,7 +93,7 @@ def test_the_first_slice_shows_the_headline() -> None:
     Adacc alone, then a larger model: each at limits that it can keep to."""
     stages = stages_of("cuda")[:6]
     assert [stage.key for stage in stages] == [
-        *("codec-bandwidth", "headline", "throughput-24GiB", "throughput-32GiB", "headline-llama", "peers"),
+        *("codecs-bandwidth", "headline", "throughput-24GiB", "throughput-32GiB", "headline-llama", "peers"),
     ]
     codecs, headline, small, large, llama, _ = (" ".join(stage.options) for stage in stages)
     assert stages[0].most_s == 60
