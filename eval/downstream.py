@@ -9,6 +9,7 @@ arc_easy/test.jsonl, sciq/test.jsonl, swag/validation.jsonl (or .parquet).
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,6 @@ from adacc_hf.eval.records.ledger import Ledger, RecordError, open_ledger
 from adacc_hf.eval.records.records import read_settings
 from adacc_hf.eval.tasks.lm_eval_tasks import PAPER_TASKS, load_tasks
 from adacc_hf.eval.tasks.task_scores import Tasks, add_scoring, limit_note, percent, score_missing, task_info
-from adacc_hf.eval.tasks.weights import weights_digest
 from adacc_hf.eval.tasks.zero_shot import ModelSource
 from adacc_hf.reports.run_record import markdown_table
 
@@ -90,6 +90,24 @@ def _cells(name: str, figures: Mapping[str, Any]) -> dict[str, str]:
         "perplexity": "" if perplexity is None else f"{perplexity:.2f}",
         "rows": str(rows) if rows == every else f"{rows} of {every}",
     }
+
+
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin", "config.json", "tokenizer.json")
+_READ_BYTES = 1 << 20
+
+
+def weights_digest(model: str | Path) -> str | None:
+    """SHA-256 over the weights, the configuration and the tokenizer of a folder; None for a hub id."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return None
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in WEIGHT_FILES for path in folder.glob(pattern)}):
+        digest.update(f"{path.name}:{path.stat().st_size}:".encode())
+        with path.open("rb") as file:
+            while chunk := file.read(_READ_BYTES):
+                digest.update(chunk)
+    return digest.hexdigest()
 
 
 if __name__ == "__main__":

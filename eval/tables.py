@@ -18,10 +18,12 @@ from pathlib import Path
 
 import adacc_hf
 from adacc_hf.artifacts.errors import AdaccError
+from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.cli import RUNNERS
 from adacc_hf.eval.records.ledger import Ledger
+from adacc_hf.reports.run_record import Spread, markdown_table
 
-ELSEWHERE = {"cloze": "downstream", "demo_comparison": "records.demo_table"}
+ELSEWHERE = {"cloze": "downstream", "demo_comparison": "tables"}
 """Modules with the report of a record that is not in its runner's own module."""
 
 REGION = re.compile(
@@ -95,6 +97,21 @@ def with_tables(text: str, results: Path) -> str:
         return f"{region[1]}\n{text}\n{region['end']}"
 
     return REGION.sub(filled, text)
+
+
+def report_text(ledger: Ledger) -> str:
+    """One line per method, as Markdown."""
+    rows = [
+        {
+            "method": row["title"],
+            "stored for backward": format_bytes(row["activation_bytes"]),
+            "peak of live bytes": format_bytes(row["peak_bytes"]),
+            "tokens/s relative to plain": Spread(**row["relative_throughput"]).text(2),
+            "validation loss": f"{row['validation_loss']:.4f}",
+        }
+        for row in ledger.points.values()
+    ]
+    return f"{markdown_table(rows)}\n"
 
 
 if __name__ == "__main__":

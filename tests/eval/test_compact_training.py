@@ -9,7 +9,7 @@ import pytest
 
 from adacc_hf.eval import compact_training
 from adacc_hf.eval.records.schemas import check_record
-from adacc_hf.eval.trials import low_rank, low_rank_training
+from adacc_hf.eval.trials import low_rank
 from adacc_hf.eval.trials.isolation import CannotRunError, run_here
 
 LAST = {"plain": 2.0, "compact_4": 1.9}
@@ -61,7 +61,7 @@ def test_a_package_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> N
 # GaLore's and APOLLO's own, where they are installed.
 @pytest.mark.filterwarnings("ignore:This implementation of AdamW is deprecated:FutureWarning")
 def test_methods_train_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(low_rank_training, "MEASURED_STEP", 5)
+    monkeypatch.setattr(compact_training, "MEASURED_STEP", 5)
     status, record, _ = run(tmp_path, "--steps", "6", "--seeds", "1", "--rates", "1", points=run_here)
     assert status == 0
     check_record(record)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, Trai
 
 from adacc_hf import AdaccCallback
 from adacc_hf.cli import main
+from adacc_hf.eval.downstream import weights_digest
 from adacc_hf.eval.tasks import task_scores
 from adacc_hf.eval.tasks.lm_eval_tasks import PAPER_TASKS, load_tasks
 from adacc_hf.eval.tasks.zero_shot import ModelSource, evaluate, score
@@ -125,3 +126,28 @@ def test_a_model_trained_by_adacc_scores_the_same_from_its_folder(
     )
     in_memory, from_folder = (evaluate(source, load_tasks(PAPER_TASKS, data_dir)) for source in sources)
     assert in_memory == from_folder
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "training_args.bin", "trainer_state.json"):
+        (tmp_path / name).write_bytes(name.encode())
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_digest_changes_with_the_model(name: str, weights: Path) -> None:
+    before = weights_digest(weights)
+    (weights / name).write_bytes(b"other")
+    assert weights_digest(weights) != before
+
+
+def test_a_digest_stays_with_another_history(weights: Path) -> None:
+    before = weights_digest(weights)
+    for name in ("training_args.bin", "trainer_state.json", "cloze.jsonl"):
+        (weights / name).write_bytes(b"other")
+    assert weights_digest(str(weights)) == before
+
+
+def test_a_hub_id_has_no_digest() -> None:
+    assert weights_digest("no-such/model") is None
