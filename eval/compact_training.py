@@ -10,6 +10,7 @@ without them their rows say so.
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.command_line import parse, runner_parser
@@ -28,11 +29,14 @@ from adacc_hf.eval.records.ledger import Ledger, open_ledger
 from adacc_hf.eval.records.plots import curves
 from adacc_hf.eval.records.records import Figures, Status, positive_int
 from adacc_hf.eval.trials.isolation import run_isolated
-from adacc_hf.eval.trials.low_rank import METHODS, BestRate, StepPeak, add_trainings, best_rate, point_name, rates_of
+from adacc_hf.eval.trials.low_rank import METHODS
 from adacc_hf.eval.trials.training import ByteSequences, logged, read_text
 from adacc_hf.reports.run_record import markdown_table
+from adacc_hf.torch_glue.memory import MemoryMeter, static_bytes
 
 TRAINED = ("plain", "galore", "apollo", "compact_2", "compact_4", "compact_4_adacc")
+RATES = (0.1, 0.3, 1.0, 3.0)
+"""Multiples of a method's learning rate that it is trained at."""
 
 
 def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_isolated) -> int:
@@ -40,11 +44,12 @@ def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_is
     parser = runner_parser("compact-training", __doc__)
     parser.add_argument("--methods", nargs="+", choices=TRAINED, default=list(TRAINED))
     parser.add_argument("--steps", type=positive_int, default=TextScale.steps)
-    add_trainings(parser)
+    parser.add_argument("--seeds", type=positive_int, default=2, help="trainings of each method at each rate")
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="multiples of learning rates")
     arguments, settings = parse(parser, argv)
     scale = replace(TextScale(), steps=arguments.steps, eval_every=min(TextScale.eval_every, arguments.steps))
     seeds = [settings.seed + number for number in range(arguments.seeds)]
-    rates = rates_of({method: METHODS[method] for method in arguments.methods}, arguments.rates)
+    rates = {name: [METHODS[name].rate * multiple for multiple in arguments.rates] for name in arguments.methods}
     run_info = {"scale": asdict(scale), "methods": arguments.methods, "rates": rates, "seeds": seeds}
     keys = [(method, rate, seed) for seed in seeds for method in arguments.methods for rate in rates[method]]
     with open_ledger(settings, run_info, arguments.resume) as ledger:
@@ -58,10 +63,37 @@ def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_is
     return 1 if failed else 0
 
 
+def point_name(method: str, rate: float, seed: int) -> str:
+    """What a record calls a training."""
+    return f"{method}, rate {rate:g}, seed {seed}"
+
+
+@dataclass(frozen=True)
+class BestRate:
+    """The trainings of one method at the learning rate that suits it best."""
+
+    rate: float
+    points: list[Figures]
+    """By seed."""
+    mean: float | None
+    """Of the last losses. None if a training has none."""
+    others: list[float | None]
+    """Its means at the other rates, in their order."""
+
+
 def of_method(ledger: Ledger, method: str) -> BestRate:
     """The trainings of `method` at the rate of the least mean loss after the last step."""
-    info = ledger.run_info
-    return best_rate(ledger.points, method, info["rates"][method], info["seeds"], _last_loss, is_loss=True)
+    rates, seeds = ledger.run_info["rates"][method], ledger.run_info["seeds"]
+    found = {rate: [ledger.points[point_name(method, rate, seed)] for seed in seeds] for rate in rates}
+    means = {rate: _mean_loss(points) for rate, points in found.items()}
+    best = min(rates, key=lambda rate: math.inf if means[rate] is None else means[rate])
+    return BestRate(best, found[best], means[best], [means[rate] for rate in rates if rate != best])
+
+
+def _mean_loss(points: Sequence[Figures]) -> float | None:
+    losses = [_last_loss(point) for point in points]
+    known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+    return statistics.mean(known) if len(known) == len(losses) else None
 
 
 def _last_loss(point: Figures) -> float | None:
@@ -105,7 +137,7 @@ def _row(title: str, one: BestRate, base: float | None, seeds: Sequence[int]) ->
         **losses,
         "mean": "" if mean is None else f"{mean:.4f}",
         "over AdamW's": "" if mean is None or base is None else f"{mean - base:+.4f}",
-        "at other rates": one.other_means(4) if is_known else "",
+        "at other rates": ", ".join("none" if m is None else f"{m:.4f}" for m in one.others) if is_known else "",
         "peak": format_bytes(max(point["peak_bytes"] for point in one.points)) if is_known else "",
     }
 
@@ -153,6 +185,26 @@ class TextScale:
             use_cache=False,
         )
         return LlamaForCausalLM(config).train()
+
+
+class StepPeak(TrainerCallback):
+    """The live bytes of one whole step of a Trainer, optimizer included: the `step`-th."""
+
+    def __init__(self, step: int) -> None:
+        self.peak_bytes = 0
+        self._step = step
+        self._meter: MemoryMeter | None = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any):
+        if state.global_step + 1 == self._step:
+            self._live_bytes = static_bytes(model, {}, optimizer)
+            self._meter = MemoryMeter.for_device(next(model.parameters()).device)
+            self._meter.__enter__()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._meter is not None:
+            self._meter.__exit__(None, None, None)
+            self.peak_bytes, self._meter = self._live_bytes + self._meter.peak_bytes, None
 
 
 def train_on_text(scale: Figures, method: str, rate: float, seed: int, threads: int = 1) -> Figures:

@@ -35,19 +35,10 @@ from adacc_hf.eval.trials.isolation import end_process, failure
 from adacc_hf.reports.run_record import markdown_table
 
 CLOCKED = (
-    "headline",
-    "throughput",
-    "peers",
-    "compiled",
-    "solver",
-    "executor-bench",
-    "whole-blocks",
-    "lengths",
-    "compact",
-)
+    "headline", "throughput", "peers", "compiled", "solver", "executor-bench", "whole-blocks", "lengths", "compact",
+)  # fmt: skip
 UNCLOCKED = (
-    "max-batch", "loss", "codecs", "peak-accuracy", "table1", "published",
-    "table4", "compact-training",
+    "max-batch", "loss", "codecs", "peak-accuracy", "table1", "published", "table4", "compact-training",
 )  # fmt: skip
 SCORED = ("cloze", "downstream")
 """Need a trained model, which table4 leaves."""

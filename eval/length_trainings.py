@@ -95,16 +95,15 @@ def measure_trainings(
     return {"sizes": sizes, "left_out": LEFT_OUT, "trainings": _figures(found)}
 
 
-def train_on(
+def _train(
     model: PreTrainedModel,
     data: SizedBatches,
     callbacks: Sequence[TrainerCallback],
+    overrides: dict[str, Any],
+    in_turn: StepInTurn,
     settings: Settings,
-    trainer_class: type[Trainer] = Trainer,
-    optimizer: torch.optim.Optimizer | None = None,
-    **overrides: Any,
-) -> float:
-    """The mean loss of one training by the Trainer, a step for each batch of `data`."""
+) -> Training:
+    """One training by the Trainer, a step for each batch of `data`."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -120,27 +119,15 @@ def train_on(
             disable_tqdm=True,
             **overrides,
         )
-        trainer = trainer_class(
+        trainer = Trainer(
             model=model,
             args=arguments,
             train_dataset=data,
             data_collator=lambda batches: batches[0],
-            callbacks=list(callbacks),
-            optimizers=(optimizer, None),
+            callbacks=[*callbacks, in_turn],
         )
         trainer.remove_callback(PrinterCallback)
-        return trainer.train().training_loss
-
-
-def _train(
-    model: PreTrainedModel,
-    data: SizedBatches,
-    callbacks: Sequence[TrainerCallback],
-    overrides: dict[str, Any],
-    in_turn: StepInTurn,
-    settings: Settings,
-) -> Training:
-    loss = train_on(model, data, [*callbacks, in_turn], settings, **overrides)
+        loss = trainer.train().training_loss
     history = next((callback.history for callback in callbacks if isinstance(callback, AdaccCallback)), [])
     policies = [event["step"] for event in history if event["event"] == "policy"]
     return Training(

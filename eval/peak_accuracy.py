@@ -176,17 +176,12 @@ def peak_budgets(profile: Profile, num_budgets: int) -> list[int]:
     return [floor + (plain - floor) * i // num_budgets for i in range(num_budgets)]
 
 
-def least_peak_bytes(profile: Profile, config: AdaccConfig | None = None) -> int:
+def least_peak_bytes(profile: Profile) -> int:
     """The smallest budget on the peak that can be kept to."""
     try:
-        return solve_policy(profile, 1, config).predicted_peak_bytes
+        return solve_policy(profile, 1).predicted_peak_bytes
     except InfeasibleBudgetError as error:
         return error.smallest_budget_bytes
-
-
-def measured_peak(model: nn.Module, batch: Batch, policy: Policy) -> int:
-    """Peak bytes of a step under `policy`: the third, which is as all later ones are."""
-    return measured_peaks(model, batch, policy)[-1]
 
 
 def measured_peaks(

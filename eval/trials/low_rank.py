@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +12,8 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 
 from adacc_hf import AdaccCallback, AdaccConfig
 from adacc_hf.compact import CompactFactory
-from adacc_hf.eval.records.records import Figures, positive_int
 from adacc_hf.eval.trials.isolation import CannotRunError
 from adacc_hf.eval.trials.peer_methods import missing_package
-from adacc_hf.torch_glue.memory import MemoryMeter, static_bytes
 
 ADACC_SHARE = 0.5
 """Of what a step stores, the share that Adacc has for it where it joins CompAct."""
@@ -58,13 +53,12 @@ class LowRankMethod:
         self,
         model: PreTrainedModel,
         folder: str,
-        rank: int | None = None,
         data: Dataset[Any] | None = None,
         held_out: Dataset[Any] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         **arguments: Any,
     ) -> Trainer:
-        """A Trainer of `model` by this method, with the papers' settings; `rank` is a number, or the method's part."""
+        """A Trainer of `model` by this method, with the papers' settings."""
         self.check()
         settings: dict[str, Any] = {
             "learning_rate": self.rate,
@@ -74,7 +68,7 @@ class LowRankMethod:
         }
         if self.transformers is not None:
             width = model.config.hidden_size
-            options = {"rank": rank or round(self.part * width), **self.options}
+            options = {"rank": round(self.part * width), **self.options}
             settings |= {
                 "optim": self.transformers,
                 "optim_args": ", ".join(f"{name}={value}" for name, value in options.items()),
@@ -84,7 +78,7 @@ class LowRankMethod:
         compact: Any = None  # a factory, which Trainer's type does not tell of
         if self.is_compact:
             rate = arguments.get("learning_rate", self.rate)
-            compact = CompactFactory, {"rank": rank or self.part, "lr": rate, **self.options}
+            compact = CompactFactory, {"rank": self.part, "lr": rate, **self.options}
         return Trainer(
             model=model,
             args=TrainingArguments(output_dir=folder, **{**settings, **arguments}),
@@ -121,89 +115,6 @@ METHODS = {
     ),
 }
 """By the name that a record has for them. n is the width of the model, and of a layer's inputs for CompAct."""
-
-
-RATES = (0.1, 0.3, 1.0, 3.0)
-"""Multiples of a method's learning rate that it is trained at."""
-
-
-@dataclass(frozen=True)
-class BestRate:
-    """The trainings of one method at the learning rate that suits it best."""
-
-    rate: float
-    points: list[Figures]
-    """By seed."""
-    mean: float | None
-    """Of the figure that they are judged by. None if a training has none."""
-    others: list[float | None]
-    """Its means at the other rates, in their order."""
-
-    def other_means(self, digits: int) -> str:
-        """What the other rates came to, as text."""
-        return ", ".join("none" if mean is None else f"{mean:.{digits}f}" for mean in self.others)
-
-
-def add_trainings(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how often each method is trained."""
-    parser.add_argument("--seeds", type=positive_int, default=2, help="trainings of each method at each rate")
-    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="multiples of learning rates")
-
-
-def rates_of(methods: Mapping[str, LowRankMethod], multiples: Sequence[float]) -> dict[str, list[float]]:
-    """The learning rates that each method is trained at."""
-    return {name: [method.rate * multiple for multiple in multiples] for name, method in methods.items()}
-
-
-def point_name(method: str, rate: float, seed: int) -> str:
-    """What a record calls a training."""
-    return f"{method}, rate {rate:g}, seed {seed}"
-
-
-def best_rate(
-    points: Mapping[str, Figures],
-    method: str,
-    rates: Sequence[float],
-    seeds: Sequence[int],
-    judged_by: Callable[[Figures], float | None],
-    *,
-    is_loss: bool,
-) -> BestRate:
-    """The trainings of `method` in `points` at the rate whose mean figure is least (a loss) or most (an accuracy)."""
-
-    def mean(rate: float) -> float | None:
-        figures = [judged_by(point) for point in found[rate]]
-        known = [figure for figure in figures if figure is not None and math.isfinite(figure)]
-        return statistics.mean(known) if len(known) == len(figures) else None
-
-    def badness(rate: float) -> float:
-        figure = means[rate]
-        return math.inf if figure is None else figure if is_loss else -figure
-
-    found = {rate: [points[point_name(method, rate, seed)] for seed in seeds] for rate in rates}
-    means = {rate: mean(rate) for rate in rates}
-    best = min(rates, key=badness)
-    return BestRate(best, found[best], means[best], [means[rate] for rate in rates if rate != best])
-
-
-class StepPeak(TrainerCallback):
-    """The live bytes of one whole step of a Trainer, optimizer included: the `step`-th."""
-
-    def __init__(self, step: int) -> None:
-        self.peak_bytes = 0
-        self._step = step
-        self._meter: MemoryMeter | None = None
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any):
-        if state.global_step + 1 == self._step:
-            self._live_bytes = static_bytes(model, {}, optimizer)
-            self._meter = MemoryMeter.for_device(next(model.parameters()).device)
-            self._meter.__enter__()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._meter is not None:
-            self._meter.__exit__(None, None, None)
-            self.peak_bytes, self._meter = self._live_bytes + self._meter.peak_bytes, None
 
 
 def made_by(trainer: Trainer) -> torch.optim.Optimizer:
