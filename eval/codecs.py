@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from adacc_hf.eval import codec_bandwidth, gradient_error
 from adacc_hf.eval.records.command_line import parse, runner_parser
@@ -24,7 +25,7 @@ def main(argv: Sequence[str] | None = None, workload: Workload = gradient_error.
     gradient_error.add_probing(parser)
     codec_bandwidth.add_tensors(parser)
     arguments, settings = parse(parser, argv)
-    run_info = {}
+    run_info: dict[str, Any] = {}
     if arguments.only != BANDWIDTH:
         run_info |= gradient_error.probing_info(arguments, workload)
     if arguments.only != GRADIENT:

@@ -86,7 +86,7 @@ def of_method(ledger: Ledger, method: str) -> BestRate:
     rates, seeds = ledger.run_info["rates"][method], ledger.run_info["seeds"]
     found = {rate: [ledger.points[point_name(method, rate, seed)] for seed in seeds] for rate in rates}
     means = {rate: _mean_loss(points) for rate, points in found.items()}
-    best = min(rates, key=lambda rate: math.inf if means[rate] is None else means[rate])
+    best = min(rates, key=lambda rate: math.inf if (mean := means[rate]) is None else mean)
     return BestRate(best, found[best], means[best], [means[rate] for rate in rates if rate != best])
 
 

@@ -14,7 +14,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from adacc_hf import AdaccConfig
-from adacc_hf.eval.trials.workload import Batch, library_bytes
+from adacc_hf.eval.trials.workload import Batch, random_text
 
 MODES = {"Adacc": AdaccConfig(), "Adacc lossless": AdaccConfig(actions=("retain", "recompute"))}
 """Ways to meet a budget, by their title: every action, or those that leave gradients bit-equal."""
@@ -109,15 +109,8 @@ class LengthCase:
         return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def _ids(scale: Scale, length: int, generator: torch.Generator) -> torch.Tensor:
-    """[scale.batch, length] bytes at random places of the text."""
-    text = library_bytes()
-    starts = torch.randint(len(text) - length, (scale.batch,), generator=generator).tolist()
-    return torch.stack([text[start : start + length] for start in starts]).long()
-
-
 def _text(scale: Scale, size: Size, generator: torch.Generator) -> Batch:
-    ids = _ids(scale, size[0], generator)
+    ids = random_text(scale.batch, size[0], generator)
     return {"input_ids": ids, "labels": ids.clone()}
 
 
@@ -127,12 +120,15 @@ def _padded_text(scale: Scale, size: Size, generator: torch.Generator) -> Batch:
     ends = torch.randint(length // 2, length, (scale.batch, 1), generator=generator)
     ends[0] = length
     mask = torch.arange(length).expand(scale.batch, length) < ends
-    ids = _ids(scale, length, generator).masked_fill(~mask, 0)
+    ids = random_text(scale.batch, length, generator).masked_fill(~mask, 0)
     return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, IGNORED)}
 
 
 def _two_texts(scale: Scale, size: Size, generator: torch.Generator) -> Batch:
-    return {"input_ids": _ids(scale, size[0], generator), "labels": _ids(scale, size[1], generator)}
+    return {
+        "input_ids": random_text(scale.batch, size[0], generator),
+        "labels": random_text(scale.batch, size[1], generator),
+    }
 
 
 def _two_lengths(lengths: Sequence[int], generator: torch.Generator) -> list[Size]:
@@ -142,13 +138,13 @@ def _two_lengths(lengths: Sequence[int], generator: torch.Generator) -> list[Siz
 
 def _sound_and_text(scale: Scale, size: Size, generator: torch.Generator) -> Batch:
     features = torch.randn(scale.batch, MEL_BINS, 2 * SOUND_TOKENS, generator=generator)
-    return {"input_features": features, "labels": _ids(scale, size[0], generator)}
+    return {"input_features": features, "labels": random_text(scale.batch, size[0], generator)}
 
 
 def _image_and_text(scale: Scale, size: Size, generator: torch.Generator) -> Batch:
     """Text with one image in each row, right after its first token."""
     length, rows, columns = size
-    ids = _ids(scale, length, generator)
+    ids = random_text(scale.batch, length, generator)
     ids[:, 1 : 1 + rows * columns] = IMAGE_TOKEN
     is_image = ids == IMAGE_TOKEN
     num_patches = scale.batch * rows * columns * MERGED**2

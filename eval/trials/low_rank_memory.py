@@ -21,7 +21,7 @@ from adacc_hf.eval.records.clock import CLOCKS
 from adacc_hf.eval.records.records import Figures
 from adacc_hf.eval.trials.isolation import CannotRunError, run_here
 from adacc_hf.eval.trials.low_rank import METHODS, made_by
-from adacc_hf.eval.trials.workload import Batch, library_bytes
+from adacc_hf.eval.trials.workload import Batch, random_text
 from adacc_hf.price.timing import seconds_of
 from adacc_hf.reports.run_record import Spread, to_json
 from adacc_hf.torch_glue.memory import MemoryMeter, backward, forward_loss, static_bytes
@@ -63,9 +63,7 @@ class LlamaShape:
         return LlamaForCausalLM(self.config).train()
 
     def example(self, seed: int) -> Batch:
-        text, generator = library_bytes(), torch.Generator().manual_seed(seed)
-        starts = torch.randint(len(text) - self.tokens, (self.batch,), generator=generator)
-        ids = torch.stack([text[start : start + self.tokens] for start in starts.tolist()]).long()
+        ids = random_text(self.batch, self.tokens, torch.Generator().manual_seed(seed))
         return {"input_ids": ids, "labels": ids.clone()}
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from adacc_hf.estimate.model_presets import checked_seq_len, context_length, fresh_model, load_config
 from adacc_hf.eval.records.records import positive_int
-from adacc_hf.eval.trials.workload import Batch, library_bytes
+from adacc_hf.eval.trials.workload import Batch, random_text
 from adacc_hf.torch_glue.memory import backward, forward_loss
 
 PRECISIONS = ("fp32", "bf16")
@@ -51,9 +51,7 @@ class Subject:
 
     def example(self) -> Batch:
         """[B, T] ids and labels: bytes of the standard library's text, at places that depend on the seed."""
-        text, generator = library_bytes(), torch.Generator().manual_seed(self.seed)
-        starts = torch.randint(len(text) - self.tokens, (self.batch,), generator=generator)
-        ids = torch.stack([text[start : start + self.tokens] for start in starts.tolist()]).long().to(self.device)
+        ids = random_text(self.batch, self.tokens, torch.Generator().manual_seed(self.seed)).to(self.device)
         return {"input_ids": ids, "labels": ids.clone()}
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -60,11 +60,9 @@ class Workload:
 
     def batches(self, device: str = "cpu", seed: int = 0) -> Iterator[Batch]:
         """Batches without end, [B, T] ids and labels at random places of the text."""
-        text = library_bytes()
         generator = torch.Generator().manual_seed(seed)
         while True:
-            starts = torch.randint(len(text) - self.tokens, (self.batch,), generator=generator)
-            ids = torch.stack([text[start : start + self.tokens] for start in starts.tolist()]).long().to(device)
+            ids = random_text(self.batch, self.tokens, generator).to(device)
             yield {"input_ids": ids, "labels": ids.clone()}
 
 
@@ -81,3 +79,10 @@ def library_bytes() -> torch.Tensor:
     root = Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(root.glob("*.py")))
     return torch.frombuffer(bytearray(text[:TEXT_BYTES]), dtype=torch.uint8)
+
+
+def random_text(batch: int, tokens: int, generator: torch.Generator) -> torch.Tensor:
+    """[batch, tokens] bytes of the library's text as ids, each row from a random place."""
+    text = library_bytes()
+    starts = torch.randint(len(text) - tokens, (batch,), generator=generator).tolist()
+    return torch.stack([text[start : start + tokens] for start in starts]).long()
