@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -352,84 +353,31 @@ def _word(holds: bool | None) -> str:
     return {True: "yes", False: "NO", None: "-"}[holds]
 
 
-def support_table(verdicts: Iterable[Verdict]) -> str:
-    """The Markdown page: versions, what is promised, and one table for each family."""
-    verdicts = list(verdicts)
+REGION = re.compile(r"(<!-- architectures -->\n).*(<!-- end of architectures -->)", re.DOTALL)
+
+
+def support_table(verdicts: Sequence[Verdict]) -> str:
+    """The versions, how many keep all promises, and one table for each family, as Markdown."""
     families: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
         families.setdefault(verdict.architecture.family, []).append(verdict)
     green = [verdict for verdict in verdicts if verdict.is_green]
-    head = _HEAD.format(
-        green=len(green),
-        total=len(verdicts),
-        noted=sum("not replayed" in verdict.calls for verdict in green),
-        torch=torch.__version__,
-        transformers=transformers.__version__,
-        factor=MIXED_FACTOR,
-        excess=MIXED_EXCESS,
+    head = (
+        f"{len(green)} of {len(verdicts)} architectures keep all four promises, checked with torch {torch.__version__} "
+        f"and Transformers {transformers.__version__}. In {sum('not replayed' in verdict.calls for verdict in green)} "
+        f"of them some of the blocks cannot be replayed (see notes).\n"
     )
     parts = [
         f"## {family[0].upper()}{family[1:]}\n\n{markdown_table([verdict.row() for verdict in group])}\n"
         for family, group in families.items()
     ]
-    return "\n".join([head, *parts, _KERNELS])
-
-
-_HEAD = """# Supported architectures
-
-{green} of {total} architectures keep all four promises, checked with torch {torch} and Transformers {transformers} on
-tiny random models: fp32, dropout on, sdpa attention where the model has it. In {noted} of them some of
-the blocks cannot be replayed (see notes). No architecture has code of its own.
-
-- **lossless**: loss and gradients under RECOMPUTE-everything and random lossless policies are those of plain training,
-  bit for bit.
-- **compressed**: a policy that retains and compresses gives bit for bit the gradients of plain training whose saved
-  tensors go through the same codecs; "-" where no block can be replayed.
-- **stored bytes**: what forward leaves behind is what the policy predicted, byte for byte.
-- **mixed**: under random policies that compress and recompute the gradient is off by at most {factor:g} times what it
-  is with everything compressed, and {excess:.0%}; "-" where no lossy codec was used.
-- **least peak**: the peak of a step under the lossless policy that needs least, over that of the same step with torch's
-  checkpoint around each block, both measured in bytes of live tensors and rounded up; parameters and gradients count in
-  both.
-- **blocks**: calls of blocks in one step, each with a plan of its own; albert calls one layer again and again.
-- **calls**: what tells whether a call of a block runs what was recorded. "traced": Dynamo traces the block whole, and
-  its guards tell in some 10 us. "witnessed": it cannot, and each call is compared with its tape, operator by operator.
-  "not replayed": a block runs plainly or under torch's checkpoint, as the policy says.
-- **notes**: blocks that cannot be replayed, and why: which operators they run depends on what they compute (how many
-  tokens an expert gets). What
-  depends on small integers that a block is given, such as the sizes of images, is replayed. Predictions are off where
-  a model keeps tensors on its modules from step to step (recurrent_gemma), and where a block retains tensors whose
-  number depends on random routing (switch_transformers).
-  `AdaccConfig(...)` is what names the blocks where Transformers has no checkpointing for them.
-
-Written by `python -m adacc_hf.eval.architectures --output docs/SUPPORT.md`.
-"""
-
-
-_KERNELS = """## Kernels that write by address
-
-No dispatcher sees what a kernel fills that is launched by address (Triton, ctypes, cuda-python). Where an
-`autograd.Function` launches it, the whole Function is one operator of the tape: replay runs its forward again, compared
-bit for bit with what it made the first time. Functions that run torch's operators alone keep these as operators.
-"Least peak" is the lowest peak of a step without lossy codecs, divided by that under torch's checkpoint, both without
-what the model itself takes. Losses and gradients were bit-equal to plain training in all that was run.
-
-- **Liger 0.8.5** (RMSNorm, RoPE, SwiGLU): the package itself in LLaMAs of 4 layers, under Triton's interpreter
-  (`tests/adacc_hf/test_liger.py`, which runs where liger-kernel is installed). Least peak 0.88 to 0.96.
-- **FLA** (gated linear attention by chunks, fused norms and gates): stand-ins that write by address
-  (`tests/adacc_hf/test_opaque_kernels.py`). Least peak 0.82. FLA itself was not run.
-- **Fused LoRA** (Unsloth's: quantized weights, rotations in place, backward that overwrites what was saved):
-  stand-ins in the same file. Least peak 0.92. Unsloth itself was not run. Functions that unpack 4-bit weights into one
-  buffer for all layers would be refused ([LIMITS.md](LIMITS.md)).
-- **flash-attn and hub kernels**: not run, they need a GPU. Those registered with `torch.library` are operators as all
-  others are; those inside a Function are as the Functions above.
-"""
+    return "\n".join([head, *parts])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Check every architecture and write the table of what is supported.")
     parser.add_argument("names", nargs="*", help="architectures to check; all if none is named")
-    parser.add_argument("--output", type=Path, help="the Markdown file to write; needs all architectures")
+    parser.add_argument("--output", type=Path, help="the page to write the tables into; needs all architectures")
     arguments = parser.parse_args(argv)
     table = architectures()
     unknown = [name for name in arguments.names if name not in table]
@@ -444,7 +392,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         verdicts.append(check(table[name]))
         print(" | ".join(verdicts[-1].row().values()), flush=True)
     if arguments.output:
-        arguments.output.write_text(support_table(verdicts), encoding="utf-8")
+        page, tables = arguments.output.read_text(encoding="utf-8"), support_table(verdicts)
+        page = REGION.sub(lambda region: f"{region[1]}\n{tables}\n{region[2]}", page)
+        arguments.output.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

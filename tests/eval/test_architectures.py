@@ -5,6 +5,7 @@ runs them all (some minutes).
 """
 
 import os
+import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers.models.deberta import modeling_deberta
 from adacc_hf.artifacts.errors import NoBlocksError
 from adacc_hf.artifacts.profile import KindProfile
 from adacc_hf.eval import architectures as architectures_module
-from adacc_hf.eval.architectures import Verdict, check, main, same_bits, support_table
+from adacc_hf.eval.architectures import REGION, Verdict, check, main, same_bits, support_table
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.run.call import Call
 from adacc_hf.tape import compiled_plan as choices_module
@@ -182,7 +183,7 @@ def test_the_head_counts_the_kept_promises():
     noted = replace(kept, calls="not replayed", notes=("why",))
     all_under_checkpoint = replace(noted, compressed=None)
     page = support_table([kept, noted, all_under_checkpoint, replace(kept, stored=False)])
-    assert "\n2 of 4 architectures keep all four promises" in page
+    assert "2 of 4 architectures keep all four promises" in page
     assert "In 1 of them some of the blocks cannot be replayed" in " ".join(page.split())
 
 
@@ -190,3 +191,12 @@ def test_unknown_names_are_refused(capsys):
     with pytest.raises(SystemExit):
         main(["no-such-model"])
     assert "unknown architecture 'no-such-model'; known: gpt2, " in capsys.readouterr().err
+
+
+def test_the_page_has_the_region_of_the_tables():
+    page = SUPPORT.read_text(encoding="utf-8")
+    (region,) = REGION.finditer(page)
+    counts = re.match(r"\d+ of (\d+) architectures keep", region[0].split("\n")[2])
+    assert int(counts[1]) == len(TABLE)
+    readme = " ".join((SUPPORT.parents[1] / "README.md").read_text(encoding="utf-8").split())
+    assert f"and {counts[0].partition(' ')[0]} keep every promise" in readme
