@@ -28,6 +28,7 @@ from adacc_hf.eval.trials.contenders import (
     PLAIN,
     Contender,
     check_gradients,
+    ratio_text,
     step_ms,
     time_rounds,
     timing_figures,
@@ -172,17 +173,13 @@ def _new_length_table(points: Mapping[str, dict[str, Figures]]) -> str:
 
 
 def _case_table(figures: Figures) -> str:
-    def ratio(row: dict[str, Any], name: str) -> str:
-        by_round = Spread(**row[f"{name}_by_round"])
-        return f"{row[name]:.2f} ({by_round.low:.2f} to {by_round.high:.2f})"
-
     return markdown_table(
         [
             {
                 "method": name,
                 "step, ms": Spread(**row["step_ms"]).text(1),
-                "x plain": ratio(row, "of_plain"),
-                "x checkpointing": ratio(row, "of_checkpointing"),
+                "x plain": ratio_text(row, "of_plain"),
+                "x checkpointing": ratio_text(row, "of_checkpointing"),
                 "overhead per block, ms": f"{row['overhead_per_block_ms']:.2f}",
                 "stored": format_bytes(row["stored_bytes"]),
                 "peak": format_bytes(row["peak_bytes"]),

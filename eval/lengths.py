@@ -25,7 +25,7 @@ from adacc_hf.eval.records.command_line import parse, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, open_ledger
 from adacc_hf.eval.records.plots import curves
 from adacc_hf.eval.records.records import Figures, RedGateError, positive_int
-from adacc_hf.eval.trials.contenders import CHECKPOINTING, PLAIN
+from adacc_hf.eval.trials.contenders import CHECKPOINTING, PLAIN, ratio_text
 from adacc_hf.eval.trials.length_cases import LENGTH_CASES, Scale
 from adacc_hf.reports.run_record import Spread, markdown_table
 
@@ -148,23 +148,17 @@ def _by_hand_text(ledger: Ledger) -> Iterator[str]:
 def _rows(title: str, point: Figures) -> Iterator[dict[str, str]]:
     for method, row in point["methods"].items():
         is_plain = method == PLAIN
-        fixed = f"{row['of_fixed']:.2f}" if is_plain else _ratio(row, "of_fixed_beside_plain", "turn")
+        fixed = f"{row['of_fixed']:.2f}" if is_plain else ratio_text(row, "of_fixed_beside_plain", "turn")
         yield {
             "model": title,
             "method": method,
             "step, ms": Spread(**row["step_ms"]).text(1),
-            "x plain": "1" if is_plain else _ratio(row, "of_plain"),
-            "x checkpointing": "1" if method == CHECKPOINTING else _ratio(row, "of_checkpointing"),
+            "x plain": "1" if is_plain else ratio_text(row, "of_plain", "step"),
+            "x checkpointing": "1" if method == CHECKPOINTING else ratio_text(row, "of_checkpointing", "step"),
             "x its fixed size": fixed,
             "first step x later": _spread(row["first_of_later" if is_plain else "first_of_later_beside_plain"]),
             "stored": f"{row['stored_of_plain']:.0%}",
         }
-
-
-def _ratio(row: Figures, name: str, single: str = "step") -> str:
-    """A ratio of medians, with the spread of those of each step or turn."""
-    spread = Spread(**row[f"{name}_by_{single}"])
-    return f"{row[name]:.2f} ({spread.low:.2f} to {spread.high:.2f})"
 
 
 def _spread(figure: dict[str, float]) -> str:

@@ -28,6 +28,7 @@ from adacc_hf.eval.trials.contenders import (
     PLAIN,
     Contender,
     check_gradients,
+    ratio_text,
     time_rounds,
     timing_figures,
 )
@@ -176,18 +177,13 @@ def _cells(name: str, row: Mapping[str, Any]) -> dict[str, str]:
     return {
         "method": name,
         "step, ms": f"{Spread(**row['step_ms']).median:.1f}",
-        "x plain": _ratio(row, "plain"),
-        "x checkpointing": _ratio(row, "checkpointing"),
+        "x plain": ratio_text(row, "of_plain"),
+        "x checkpointing": ratio_text(row, "of_checkpointing"),
         "peak, bytes": f"{row['peak_bytes']:,}",
         "of predicted": "-" if predicted is None else f"{row['peak_bytes'] / predicted:.4f}",
         "blocks": _counts(row.get("blocks", {})),
         "activations": _counts(row.get("actions", {})),
     }
-
-
-def _ratio(row: Mapping[str, Any], other: str) -> str:
-    spread = Spread(**row[f"of_{other}_by_round"])
-    return f"{row[f'of_{other}']:.2f} ({spread.low:.2f} to {spread.high:.2f})"
 
 
 def _counts(counts: Mapping[str, int]) -> str:

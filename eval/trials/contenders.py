@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -141,3 +141,9 @@ def timing_figures(samples: dict[str, list[float]]) -> dict[str, dict[str, Any]]
             figures[name][f"of_{label}"] = spreads[name].median / spreads[base].median
             figures[name][f"of_{label}_by_round"] = Spread.of(by_round)
     return figures
+
+
+def ratio_text(row: Mapping[str, Any], name: str, single: str = "round") -> str:
+    """A ratio of medians, with the spread of those of each `single` round, step or turn."""
+    spread = Spread(**row[f"{name}_by_{single}"])
+    return f"{row[name]:.2f} ({spread.low:.2f} to {spread.high:.2f})"

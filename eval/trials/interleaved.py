@@ -18,14 +18,12 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.clock import CLOCKS
 from adacc_hf.eval.records.records import Figures, share_of_what_can_be_won
 from adacc_hf.eval.trials.gate import Reference, check, reference_gradients
-from adacc_hf.eval.trials.isolation import OverLimitError
-from adacc_hf.eval.trials.methods import HEADLINE_METHODS, Bench, Budget, Installed, measure_steady_step
+from adacc_hf.eval.trials.methods import HEADLINE_METHODS, Bench, Budget, Installed
 from adacc_hf.eval.trials.subject import Subject
-from adacc_hf.eval.trials.trial import num_alloc_retries, warm_up
+from adacc_hf.eval.trials.trial import check_limit, memory_figures, num_alloc_retries, warm_up
 from adacc_hf.price.timing import seconds_of
 from adacc_hf.reports.run_record import Spread, to_json
 
@@ -53,10 +51,7 @@ def run_interleaved(
     for name in names[:-1]:
         arena.try_enter(name)
     figures = arena.enter(method, budget)
-    if limit_bytes is not None and method != CEILING and figures["peak_bytes"] > limit_bytes:
-        text = f"the step takes {format_bytes(figures['peak_bytes'])}, the limit is {format_bytes(limit_bytes)}"
-        memory = ("static_bytes", "peak_bytes", "reserved_bytes")
-        raise OverLimitError(text, {name: figures[name] for name in memory if name in figures})
+    check_limit(figures, None if method == CEILING else limit_bytes)
     return figures | arena.race(names, rounds, clock)
 
 
@@ -107,11 +102,7 @@ class Arena:
         installed = HEADLINE_METHODS[name].install(bench, budget)
         gate = check(self.subject, model, installed, self.reference)
         self._tidy()
-        static_bytes, peak_bytes = measure_steady_step(bench, installed.call)
-        figures: Figures = {"decided": installed.facts, "gate": gate}
-        figures |= {"static_bytes": static_bytes, "peak_bytes": peak_bytes}
-        if self.device.type == "cuda":
-            figures["reserved_bytes"] = torch.cuda.max_memory_reserved(self.device)
+        figures: Figures = {"decided": installed.facts, "gate": gate, **memory_figures(bench, installed)}
         return Entrant(installed=installed, figures=figures)
 
     def race(self, names: Sequence[str], rounds: int, clock: str) -> Figures:

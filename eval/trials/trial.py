@@ -22,6 +22,9 @@ from adacc_hf.torch_glue.compat import switch_checkpointing
 
 FAMILIES: dict[str, dict[str, Method]] = {"paper": methods.METHODS, "peers": peer_methods.PEERS}
 
+MEMORY = ("static_bytes", "peak_bytes", "reserved_bytes")
+"""The figures of a trial that are bytes."""
+
 
 def run_trial(
     subject: Figures,
@@ -53,7 +56,10 @@ def run_trial(
     figures: Figures = {"decided": installed.facts}
     if reference is not None:
         figures["gate"] = check(what, model, installed, reference)
-    figures |= _memory_figures(bench, installed, limit_bytes)
+    if what.device == "cuda":
+        torch.cuda.empty_cache()  # what the gate and the profile took is not the method's
+    figures |= memory_figures(bench, installed)
+    check_limit(figures, limit_bytes)
     if rounds:
         figures |= _speed_figures(bench, installed, rounds, CLOCKS[clock])
     return figures
@@ -86,19 +92,20 @@ def warm_up(bench: Bench) -> None:
         switch_checkpointing(bench.model, on=False)
 
 
-def _memory_figures(bench: Bench, installed: Installed, limit_bytes: int | None) -> Figures:
-    """The bytes of whole training steps in the steady state. Raises OverLimitError."""
-    if bench.subject.device == "cuda":
-        torch.cuda.empty_cache()  # what the gate and the profile took is not the method's
+def memory_figures(bench: Bench, installed: Installed) -> Figures:
+    """The bytes of whole training steps in the steady state."""
     static_bytes, peak_bytes = methods.measure_steady_step(bench, installed.call)
     figures = {"static_bytes": static_bytes, "peak_bytes": peak_bytes}
-    device = torch.device(bench.subject.device)
-    if device.type == "cuda":
-        figures["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
+    if bench.subject.device == "cuda":
+        figures["reserved_bytes"] = torch.cuda.max_memory_reserved()
+    return figures
+
+
+def check_limit(figures: Figures, limit_bytes: int | None) -> None:
+    """Raise OverLimitError, with the bytes among `figures`, where a step takes more than the limit."""
     if limit_bytes is not None and figures["peak_bytes"] > limit_bytes:
         text = f"the step takes {format_bytes(figures['peak_bytes'])}, the limit is {format_bytes(limit_bytes)}"
-        raise OverLimitError(text, figures)
-    return figures
+        raise OverLimitError(text, {name: value for name, value in figures.items() if name in MEMORY})
 
 
 def _speed_figures(bench: Bench, installed: Installed, rounds: int, now: Callable[[], float]) -> Figures:
