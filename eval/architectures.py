@@ -357,7 +357,7 @@ REGION = re.compile(r"(<!-- architectures -->\n).*(<!-- end of architectures -->
 
 
 def support_table(verdicts: Sequence[Verdict]) -> str:
-    """The versions, how many keep all promises, and one table for each family, as Markdown."""
+    """Return versions, the number of architectures that keep all promises, and a table for each family, as Markdown."""
     families: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
         families.setdefault(verdict.architecture.family, []).append(verdict)

@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_is
 
 
 def point_name(method: str, rate: float, seed: int) -> str:
-    """What a record calls a training."""
+    """Return the key of a training in the record."""
     return f"{method}, rate {rate:g}, seed {seed}"
 
 

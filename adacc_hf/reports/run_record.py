@@ -1,4 +1,4 @@
-"""The record of a measurement: the figures, the settings that they were measured with, and where and when."""
+"""Records of measurements: figures, the settings that they were measured with, and where and when."""
 
 from __future__ import annotations
 

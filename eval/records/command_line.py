@@ -1,4 +1,4 @@
-"""The command line of a runner: what all of them have, before and after its own options."""
+"""Options that all runners share, and the parsing of a runner's command line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from adacc_hf.reports.run_record import Settings
 
 
 def runner_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """The parser of `adacc eval NAME`, described by the first line of its module's docstring."""
+    """Return the parser of `adacc eval NAME`, described by the first line of its module's docstring."""
     return argparse.ArgumentParser(prog=f"adacc eval {name}", description=(doc or "").partition("\n")[0])
 
 

@@ -1,4 +1,4 @@
-"""What every runner leaves in its record: the figures, the settings they were measured with, and where."""
+"""Statuses of measurements, errors of runners, and the options for the settings of a record."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RedGateError(AdaccError):
 
 
 def read_settings(arguments: argparse.Namespace) -> Settings:
-    """The settings of a command line, which take effect at once: torch gets the number of threads.
+    """Return the settings of a command line. They take effect at once: torch gets the number of threads.
 
     Raises ValueError for a device that is not there.
     """

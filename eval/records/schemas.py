@@ -1,7 +1,7 @@
-"""What a record must look like, as JSON Schema: its frame, and its figures by their names.
+"""JSON Schema of records: the frame, and the figures by their names.
 
-Figures have one vocabulary in all runners: what ends in _bytes is a count of bytes, what ends in _ms a time, and so on.
-That a record has all that its table needs shows when the table is made of it.
+All runners share one vocabulary: a name that ends in _bytes is a count of bytes, one that ends in _ms a time, and so on.
+A figure that is missing shows when the table is made from the record.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def array(schema: Schema) -> Schema:
 
 
 def several(*schemas: Schema) -> Schema:
-    """One of them, none, or a list of them."""
+    """Return a schema for one value of these schemas, null, or a list of such values."""
     return {"anyOf": [*schemas, {"type": "null"}, array({"anyOf": list(schemas)})]}
 
 
@@ -63,7 +63,7 @@ NAMES: dict[str, Schema] = {
     "^(moment|promise|reference|folder|title|label|dtype|codec|winner)$": nullable(TEXT),
     "curve$": array(PAIR),
 }
-"""What figures are, by patterns of their names."""
+"""Schemas of figures, by patterns of their names."""
 
 STATUS: Schema = {
     "if": {"required": ["status"], "properties": {"status": {"const": Status.MEASURED.value}}},
@@ -73,7 +73,7 @@ STATUS: Schema = {
         "then": {"required": ["reason"], "properties": {"status": {"enum": [status.value for status in Status]}}},
     },
 }
-"""A point with a status was measured, or has the reason why not."""
+"""Schema of a status: a point that was not measured has a reason, a measured one has none."""
 
 DEFINITIONS: Schema = {
     "figures": {"type": "object", "patternProperties": NAMES, "additionalProperties": ANY, "allOf": [STATUS]},

@@ -144,6 +144,6 @@ def timing_figures(samples: dict[str, list[float]]) -> dict[str, dict[str, Any]]
 
 
 def ratio_text(row: Mapping[str, Any], name: str, single: str = "round") -> str:
-    """A ratio of medians, with the spread of those of each `single` round, step or turn."""
+    """Format a ratio of medians, with the spread of the ratios of single rounds, steps or turns."""
     spread = Spread(**row[f"{name}_by_{single}"])
     return f"{row[name]:.2f} ({spread.low:.2f} to {spread.high:.2f})"

@@ -93,7 +93,7 @@ def warm_up(bench: Bench) -> None:
 
 
 def memory_figures(bench: Bench, installed: Installed) -> Figures:
-    """The bytes of whole training steps in the steady state."""
+    """Measure the bytes of whole training steps in the steady state."""
     static_bytes, peak_bytes = methods.measure_steady_step(bench, installed.call)
     figures = {"static_bytes": static_bytes, "peak_bytes": peak_bytes}
     if bench.subject.device == "cuda":

@@ -82,7 +82,7 @@ def library_bytes() -> torch.Tensor:
 
 
 def random_text(batch: int, tokens: int, generator: torch.Generator) -> torch.Tensor:
-    """[batch, tokens] bytes of the library's text as ids, each row from a random place."""
+    """Draw ids [batch, tokens]: bytes of the library's text, each row from a random place."""
     text = library_bytes()
     starts = torch.randint(len(text) - tokens, (batch,), generator=generator).tolist()
     return torch.stack([text[start : start + tokens] for start in starts]).long()

@@ -20,7 +20,7 @@ from adacc_hf.solve.minimum_peak import PeakOracle
 
 @pytest.fixture(scope="session")
 def solve_greedy() -> Callable[[Profile, float | int], Policy]:
-    """The first policy within a budget by the greedy rule behind the paper's Table 1."""
+    """`solve_greedy(profile, budget)`: the first policy within the budget by the greedy rule of the paper's Table 1."""
 
     def solve(profile: Profile, memory_budget: float | int) -> Policy:
         config = AdaccConfig()
@@ -40,8 +40,8 @@ def solve_greedy() -> Callable[[Profile, float | int], Policy]:
 
 @pytest.fixture(scope="session")
 def one_plan_policies() -> Callable[[Profile], list[Policy]]:
-    """The policies that give all blocks of a kind one plan, as the paper's program does: the fastest at every percent
-    of plain training's bytes, and, if there is one kind, those of its frontier."""
+    """`one_plan_policies(profile)`: policies with one plan per kind, as the paper's program has: the fastest at every
+    percent of plain training's bytes, and, if there is one kind, those of its frontier."""
 
     def solve(profile: Profile) -> list[Policy]:
         config = AdaccConfig()
