@@ -1,6 +1,6 @@
 """JSON Schema of records: the frame, and the figures by their names.
 
-All runners share one vocabulary: a name that ends in _bytes is a count of bytes, one that ends in _ms a time, and so on.
+All runners share one vocabulary: a name that ends in _bytes is a count of bytes, one in _ms a time, and so on.
 A figure that is missing shows when the table is made from the record.
 """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from adacc_hf.eval.trials.gradients import (
     ROUNDING,
     Gradients,
     checked_error,
+    compute_gradients,
     in_host_memory,
     relative_error,
 )
@@ -29,7 +31,7 @@ from adacc_hf.eval.trials.methods import Installed, Promise
 from adacc_hf.eval.trials.subject import Subject, first_sequences
 from adacc_hf.eval.trials.workload import Batch
 from adacc_hf.torch_glue.compat import switch_checkpointing
-from adacc_hf.torch_glue.memory import backward, is_out_of_memory
+from adacc_hf.torch_glue.memory import is_out_of_memory
 
 LOSS_CHANGE = 0.02
 """How far the loss is moved each way to compare its slope with the gradient: far above the rounding of a float32 loss
@@ -90,13 +92,8 @@ def halvings(count: int) -> Iterator[int]:
 
 
 def step_gradients(subject: Subject, model: nn.Module, call: Any, batch: Batch) -> Gradients:
-    """One forward and backward with dropout drawn from the subject's seed. The model is left without gradients."""
-    torch.manual_seed(subject.seed)
-    loss = subject.loss(call, batch)
-    backward(loss)
-    by_name = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return Gradients(loss.detach(), by_name)
+    """Run one forward and backward of `call` with dropout drawn from the subject's seed."""
+    return compute_gradients(model, batch, subject.seed, partial(subject.loss, call))
 
 
 def check(subject: Subject, model: nn.Module, installed: Installed, reference: Reference) -> dict[str, Any]:

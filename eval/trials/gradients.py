@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -39,10 +39,15 @@ class Gradients:
     by_name: dict[str, torch.Tensor]
 
 
-def compute_gradients(model: nn.Module, batch: Batch, seed: int) -> Gradients:
-    """One forward and backward with dropout drawn from `seed`. The model is left without gradients."""
+def compute_gradients(
+    model: nn.Module, batch: Batch, seed: int, loss_of: Callable[[Batch], torch.Tensor] | None = None
+) -> Gradients:
+    """Run one forward, the model's or `loss_of`, and backward with dropout drawn from `seed`.
+
+    The model is left without gradients.
+    """
     torch.manual_seed(seed)
-    loss = forward_loss(model, batch)
+    loss = forward_loss(model, batch) if loss_of is None else loss_of(batch)
     backward(loss)
     by_name = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     model.zero_grad(set_to_none=True)
