@@ -11,7 +11,7 @@ HEADINGS = (
     "plain MiB",
     "checkpoint MiB",
     "budget MiB",
-    "worst peak over budget (steps over; warned)",
+    "worst peak over budget (steps over)",
     "losses equal",
     "time / plain",
     "time / checkpoint",
@@ -89,11 +89,21 @@ def cells(name: str, fraction: float, plain: Run, checkpoint: Run, run: Run, bud
 def excess_cell(values: dict[str, Any]) -> str:
     """Return the worst excess in percent, the steps over the budget, and for how many a warning had been emitted."""
     cell = f"{100 * values['worst_excess']:+.1f} %"
-    over = values["steps_over"]
-    if not over:
-        return cell
-    steps = ", ".join(f"{step}{'' if values['warned'][step] else '!'}" for step in over)
-    return f"{cell} ({steps}; {sum(values['warned'].values())} of {len(over)} warned)"
+    warned = [step for step, has_warning in values["warned"].items() if has_warning]
+    silent = [step for step, has_warning in values["warned"].items() if not has_warning]
+    parts = [f"{word}: {ranges(steps)}" for word, steps in (("warned", warned), ("no warning", silent)) if steps]
+    return f"{cell} ({'; '.join(parts)})" if parts else cell
+
+
+def ranges(steps: list[int]) -> str:
+    """Return steps as text, such as "1, 4-30"."""
+    text: list[str] = []
+    for index, step in enumerate(steps):
+        if index and steps[index - 1] == step - 1:
+            text[-1] = f"{text[-1].partition('-')[0]}-{step}"
+        else:
+            text.append(str(step))
+    return ", ".join(text)
 
 
 def line(row: list[str] | tuple[str, ...]) -> str:
