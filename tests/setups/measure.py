@@ -1,4 +1,4 @@
-"""One training of a set-up in a process of its own: live bytes, CPU time, losses, and the callback's events per step."""
+"""One training of a set-up in a process of its own: live bytes, CPU time, losses and events of each step."""
 
 from __future__ import annotations
 
