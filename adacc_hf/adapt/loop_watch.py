@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from adacc_hf.adapt.micro_batches import ModelHook, by_name
 from adacc_hf.adapt.run import Run
 from adacc_hf.price.whole_model import ComputeLoss
+from adacc_hf.torch_glue.model_hook import ModelHook, by_name
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,20 +11,7 @@ from torch.autograd.graph import Node
 
 from adacc_hf.price.whole_model import ComputeLoss
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, batch_shapes
-
-
-class ModelHook:
-    """A hook of a model that copies of the model do not share: in a copy it does nothing."""
-
-    def __init__(self, call: Callable[..., None] | None = None) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        if self._call is not None:
-            self._call(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ModelHook, ()
+from adacc_hf.torch_glue.model_hook import ModelHook, by_name
 
 
 class MicroBatches:
@@ -165,14 +151,6 @@ class LastBatch:
         elif kwargs and loss is not None:
             is_one = self._num_calls == 1 or self._given is not None or not self._is_told_of_each
             self.batch, self.compute_loss = by_name(module, args, kwargs) if is_one else None, None
-
-
-def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Return all arguments of a call by name; None if a positional argument has no name, as in `*args`."""
-    parameters = list(inspect.signature(module.forward).parameters.values())[: len(args)] if args else []
-    if len(parameters) < len(args) or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
-        return None
-    return {**{p.name: given for p, given in zip(parameters, args, strict=True)}, **kwargs}
 
 
 def _leads_to(node: Node | None, wanted: Node) -> bool:

@@ -23,6 +23,7 @@ from adacc_hf.artifacts.units import format_bytes
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import CodecOption, KindProfile, Profile, Value
+    from adacc_hf.artifacts.profile_sizes import Shapes
 
 FORMAT_VERSION = 3
 COMPILED_FORMAT = "adacc_hf.compiled_policy"
@@ -148,6 +149,8 @@ class Policy:
     """Time per step spent on replay, encoding and decoding (the paper's equation 4), and by a slower head."""
     head: str = "plain"
     """How the output layer and the loss run: "plain", or "chunked" without whole logits."""
+    batch: Shapes = field(default=(), compare=False)
+    """Names and sizes of the tensors of the batch that the predictions are for. Empty if they are not known."""
     facts: tuple[tuple[str, Any], ...] = field(default=(), compare=False)
     """How it came about: solver status, gap, seconds, budget. JSON scalars only."""
 
@@ -234,6 +237,7 @@ class Policy:
             predicted_peak_bytes=outcome.peak_bytes,
             predicted_overhead_ms=outcome.overhead_ms,
             head=profile.head,
+            batch=profile.measured[0][0] if profile.measured else (),
             facts=tuple((facts or {}).items()),
         )
 
@@ -289,6 +293,7 @@ class Policy:
             "predicted_peak_bytes": self.predicted_peak_bytes,
             "predicted_overhead_ms": self.predicted_overhead_ms,
             "head": self.head,
+            "batch": {name: list(size) for name, size in self.batch},
             "facts": dict(self.facts),
             "plans": [
                 {
@@ -336,6 +341,7 @@ class Policy:
                 predicted_peak_bytes=int(record["predicted_peak_bytes"]),
                 predicted_overhead_ms=float(record["predicted_overhead_ms"]),
                 head=_checked_head(record["head"]),
+                batch=tuple((name, tuple(map(int, size))) for name, size in record.get("batch", {}).items()),
                 facts=tuple(record["facts"].items()),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:

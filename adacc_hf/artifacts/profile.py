@@ -373,13 +373,14 @@ class Profile:
     optimizer_peak_bytes: int = 0
     """Most bytes live while gradients are clipped and the optimizer steps; 0 if it was profiled without one."""
     measured: tuple[tuple[Shapes, tuple[int, ...]], ...] = field(default=(), repr=False)
-    """The shapes of the batch, and all numbers here that depend on them, as they were measured; then the same of other
-    sizes. Empty if no other size was measured. See profile_sizes.py."""
+    """(shapes, numbers) of the batch, then of other sizes: all numbers of this profile that depend on the shapes, as
+    they were measured. If no other size was measured, only the batch's shapes, with no numbers. See profile_sizes.py.
+    """
 
     @property
     def sizes(self) -> ProfileSizes | None:
         """What gives this profile for batches of other sizes; None where none was measured."""
-        return sizes_of(self.measured) if self.measured else None
+        return sizes_of(self.measured) if len(self.measured) > 1 else None
 
     @property
     def heads(self) -> tuple[str, ...]:

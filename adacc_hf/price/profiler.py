@@ -412,6 +412,7 @@ def _profile(
         other_heads=(
             (_chunked(other, [block.name for block in blocks], forward, static_bytes, live_bytes),) if other else ()
         ),
+        measured=((to_plain(batch_shapes(batch)), ()),),
     )
     return with_idle(profile, idle, installation)
 

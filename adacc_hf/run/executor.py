@@ -67,6 +67,7 @@ from adacc_hf.artifacts.policy import Policy, block_of_call, call_name, num_call
 from adacc_hf.head.head import ChunkedHead
 from adacc_hf.run.blocks import Checkpointed, Installation
 from adacc_hf.run.follow_plan import FollowPlan
+from adacc_hf.run.larger_batches import LargerBatches
 from adacc_hf.tape.library import TapeLibrary, library_of_profiles
 
 if TYPE_CHECKING:
@@ -101,6 +102,8 @@ class PolicyHandle:
         self.plans: BlockPlans
         """The strategies that were followed last."""
         self._head: ChunkedHead | None = None
+        self.larger_batches: LargerBatches | None = None
+        """Warns of a batch larger than the policy was made for. None in a run, which has a policy for each size."""
         try:
             self.follow(self.prepare(policy))
         except BaseException:
@@ -110,6 +113,9 @@ class PolicyHandle:
     def replace(self, policy: Policy) -> None:
         """Follow another policy from the next forward on."""
         self.follow(self.prepare(policy, self.plans))
+        if self.larger_batches is not None:
+            self.larger_batches.remove()
+            self.larger_batches = LargerBatches(self.installation.model, policy)
 
     def prepare(self, policy: Policy, earlier: BlockPlans | None = None) -> BlockPlans:
         """The strategies of `policy`, to be followed at any time; they know the shapes that `earlier` has seen."""
@@ -160,6 +166,8 @@ class PolicyHandle:
     def remove(self) -> None:
         """Take the policy off the model. Harmless when it is off already."""
         Applied.forget(self.installation.model, self)
+        if self.larger_batches is not None:
+            self.larger_batches.remove()
         self._take_off()
 
     def _take_off(self) -> None:
@@ -203,13 +211,16 @@ def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = 
     """Run the blocks of `model` under `policy` from the next forward with gradients on.
 
     Removes the policy that an earlier `apply_policy` has applied to `model`. Only `config.block_classes` is read of the
-    config. Raises PolicyMismatchError if the policy was made for other blocks, or has a chunked head that the model
+    config. A batch larger than the one that `policy` was made for is warned of once, with its predicted peak.
+
+    Raises PolicyMismatchError if the policy was made for other blocks, or has a chunked head that the model
     does not allow; NoBlocksError if Adacc finds no blocks in the model; NestedHooksError if modules are wrapped for
     activation checkpointing. Each block's first call is recorded: it raises PolicyMismatchError if its operators differ
     from those in the profile, and NestedHooksError within other saved-tensor hooks.
     """
     remove_policy(model)
     handle = PolicyHandle(model, policy, config.block_classes if config else None)
+    handle.larger_batches = LargerBatches(model, policy)
     model.__dict__[APPLIED] = Applied(handle, handle.remove)
     return handle
 

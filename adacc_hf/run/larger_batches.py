@@ -1,0 +1,70 @@
+"""A warning for loops that follow one fixed policy: a batch is larger than the one that the policy was made for."""
+
+from __future__ import annotations
+
+import logging
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.units import format_bytes
+from adacc_hf.torch_glue.model_hook import ModelHook, by_name
+
+log = logging.getLogger(__name__)
+
+
+class LargerBatches:
+    """A hook on a model that warns once, at the first batch with more elements than the policy's predictions are for.
+
+    A fixed policy is right at any size of batch, but its predicted peak, and so the budget, holds at one size.
+    """
+
+    def __init__(self, model: nn.Module, policy: Policy) -> None:
+        self._policy = policy
+        self._profiled = dict(policy.batch)
+        self._hook: RemovableHandle | None = None
+        if self._profiled:
+            self._hook = model.register_forward_pre_hook(ModelHook(self._forward_begins), with_kwargs=True)
+
+    def remove(self) -> None:
+        """Remove the hook. Harmless when called again."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not module.training or not torch.is_grad_enabled():
+            return
+        given = {
+            name: tuple(tensor.shape)
+            for name, tensor in (by_name(module, args, kwargs) or {}).items()
+            if name in self._profiled and isinstance(tensor, torch.Tensor)
+        }
+        before = sum(prod(self._profiled[name]) for name in given)
+        ratio = sum(map(prod, given.values())) / before if before else 0.0
+        if ratio > 1:
+            self._warn(given, ratio)
+            self.remove()
+
+    def _warn(self, given: dict[str, tuple[int, ...]], ratio: float) -> None:
+        """Say what a batch of `ratio` times as many elements takes at least: what a step stores grows with them."""
+        policy = self._policy
+        peak = policy.predicted_peak_bytes + (ratio - 1) * policy.predicted_stored_bytes
+        profiled = {name: self._profiled[name] for name in given}
+        log.warning(
+            "Adacc: a batch of %s is larger than the one of %s that the policy was made for: its step has a peak of at "
+            "least %s (predicted), in place of %s. Profile the largest batch, or train within "
+            "AdaccSession(model, optimizer, memory_budget=...).step(batch), which has a policy for each size",
+            _described(given),
+            _described(profiled),
+            format_bytes(round(peak)),
+            format_bytes(policy.predicted_peak_bytes),
+        )
+
+
+def _described(sizes: dict[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{name} {'x'.join(map(str, size))}" for name, size in sizes.items())

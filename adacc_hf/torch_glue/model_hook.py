@@ -1,0 +1,31 @@
+"""ModelHook: a forward hook of a whole model, and the arguments of the call that it is given."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+class ModelHook:
+    """A hook of a model that copies of the model do not share: in a copy it does nothing."""
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        if self._call is not None:
+            self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModelHook, ()
+
+
+def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """Return all arguments of a call by name; None if a positional argument has no name, as in `*args`."""
+    parameters = list(inspect.signature(module.forward).parameters.values())[: len(args)] if args else []
+    if len(parameters) < len(args) or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        return None
+    return {**{p.name: given for p, given in zip(parameters, args, strict=True)}, **kwargs}

@@ -1,0 +1,81 @@
+"""A batch larger than the one that a fixed policy was made for is warned of, once, with the peak that is predicted."""
+
+import copy
+import logging
+
+import pytest
+import torch
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+
+CONFIG = AdaccConfig(min_compress_bytes=0)
+
+
+@pytest.fixture
+def warnings(caplog):
+    caplog.set_level(logging.WARNING, logger="adacc_hf")
+    return lambda: [record.message for record in caplog.records if "is larger than" in record.message]
+
+
+@pytest.fixture
+def profile_and_model(tiny_gpt2, token_batch):
+    model = tiny_gpt2()
+    return profile_model(model, token_batch(batch=2, tokens=16), CONFIG), model
+
+
+def train(model, batch):
+    model(**batch).loss.backward()
+
+
+def test_a_larger_batch_is_warned_of_once_with_its_peak(profile_and_model, token_batch, warnings):
+    profile, model = profile_and_model
+    policy = Policy.uniform(profile, "recompute")
+    with apply_policy(model, policy):
+        train(model, token_batch(batch=2, tokens=16))
+        train(model, token_batch(batch=1, tokens=24))
+        assert warnings() == []
+        for _ in range(2):
+            train(model, token_batch(batch=4, tokens=32))
+    (text,) = warnings()
+    assert "input_ids 4x32" in text
+    assert "input_ids 2x16" in text
+    larger = profile_model(model, token_batch(batch=4, tokens=32), CONFIG)
+    told = policy.predicted_peak_bytes + 3 * policy.predicted_stored_bytes
+    assert policy.predicted_peak_bytes < told <= Policy.uniform(larger, "recompute").predicted_peak_bytes
+
+
+def test_evaluation_and_other_models_are_not_warned_of(profile_and_model, token_batch, warnings):
+    profile, model = profile_and_model
+    with apply_policy(model, Policy.uniform(profile, "retain")):
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            model(**token_batch(batch=4, tokens=16))
+        model.eval()
+        model(**token_batch(batch=4, tokens=16))
+        train(other, token_batch(batch=4, tokens=16))
+    train(model.train(), token_batch(batch=4, tokens=16))
+    assert warnings() == []
+    assert not model._forward_pre_hooks
+
+
+def test_a_policy_that_replaces_another_brings_its_own_sizes(profile_and_model, token_batch, warnings):
+    profile, model = profile_and_model
+    large = Policy.uniform(profile_model(model, token_batch(batch=4, tokens=16), CONFIG), "recompute")
+    with apply_policy(model, Policy.uniform(profile, "recompute")) as handle:
+        handle.replace(large)
+        train(model, token_batch(batch=4, tokens=16))
+        assert warnings() == []
+        handle.replace(Policy.uniform(profile, "recompute"))
+        train(model, token_batch(batch=4, tokens=16))
+    assert len(warnings()) == 1
+
+
+def test_a_policy_file_keeps_the_sizes(profile_and_model, token_batch, warnings, tmp_path):
+    profile, model = profile_and_model
+    Policy.uniform(profile, "retain").save(tmp_path / "policy.json")
+    policy = Policy.load(tmp_path / "policy.json")
+    assert policy.batch == profile.measured[0][0]
+    assert dict(policy.batch)["input_ids"] == (2, 16)
+    with apply_policy(model, policy):
+        train(model, token_batch(batch=3, tokens=16))
+    assert len(warnings()) == 1
