@@ -267,6 +267,7 @@ class Installation:
         for function in self.blocks.values():
             function.block = None
             function.step.reset()
+        self.on_step = None  # which holds a profile's batch, in a cycle that only the garbage collector would end
         self._caching_warning.remove()
 
     def expect(self, calls: Iterable[str]) -> None:

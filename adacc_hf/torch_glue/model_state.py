@@ -56,6 +56,7 @@ from adacc_hf.torch_glue.state_kinds import (
     Globals,
     Kind,
     cell_content,
+    is_capturing,
     own_attributes,
 )
 
@@ -319,7 +320,9 @@ class ModelState:
             if kind is CONTENT or not kind.same(thing, wanted):
                 kind.put(thing, wanted)
         for entries in self._empty:
+            kept = {} if tables is None else {k: v for k, v in entries.items() if is_capturing(k, v)}
             entries.clear()
+            entries.update(kept)
 
     @contextmanager
     def back_for_a_while(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from adacc_hf.artifacts.errors import UnrestorableError
 from adacc_hf.torch_glue.memory import CpuMemoryMeter
 from adacc_hf.torch_glue.model_state import LARGEST_COPY, SMALL_COPY, ModelState
 from adacc_hf.torch_glue.private import version_of
+from adacc_hf.torch_glue.state_kinds import is_capturing
 from adacc_hf.torch_glue.states import RandomStates
 from adacc_hf.torch_glue.tensors import leaves_below, without_gradient_hooks
 
@@ -44,6 +45,9 @@ class Tables:
         kept = {}
         for name, value in now.items():
             first_value = before.get(name)
+            if is_capturing(name, value):
+                kept[name] = value
+                continue
             if not self.is_closed and first_value is not None and _is_another(value, first_value):
                 # The next run replaces the copy, and so frees memory where training frees it.
                 kept[name] = first_value.clone()

@@ -191,3 +191,15 @@ PYTHON_GENERATOR = Kind(
 NUMPY_GENERATOR = Kind(_numpy_state, lambda now, before: _numpy_state(now) == before, _put_numpy_state)
 ITERATOR = Kind(_position, lambda now, before: _position(now) == before, _refuse_advance)
 ONLY_NOTICED = (VERSION, ITERATOR)
+
+
+CAPTURING = "transformers.utils.output_capturing"
+"""The module whose hooks collect hidden states. A model that returns them (LLaVA's vision tower) registers the hooks at
+its first forward, for good. They stay, as in training: else each forward would have new hooks, and new guards."""
+CAPTURES = "_output_capturing_hooks_installed"
+"""The attribute of a model that has registered them."""
+
+
+def is_capturing(name: Any, value: Any) -> bool:
+    """Return True for an entry that Transformers makes once in a model that returns hidden states."""
+    return name == CAPTURES or getattr(value, "__module__", None) == CAPTURING
