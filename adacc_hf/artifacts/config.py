@@ -58,10 +58,9 @@ class AdaccConfig:
     min_compress_bytes: int = 64 * 1024
     """Activations below this size, 0 to 2^40, are never compressed: a launch costs more than they hold."""
     profile_steps: int = 2
-    """Training steps, 1 to 1000, run under full recomputation before the policy is set; the batch of the last one is
-    profiled. Under an absolute budget, on one device, there are none: the profile is told from small parts of the first
-    batch, and corrected once a whole step was counted. Where a model takes no parts of a batch, such a budget wants at
-    least 2 steps, since the first optimizer step allocates the optimizer's state."""
+    """Training steps, 1 to 1000, run under torch's checkpoint before a batch is profiled, where the first batch leaves
+    blocks out or ranks hold parts of the parameters. Elsewhere there are none: the first batch is profiled before its
+    step. A budget in bytes wants at least 2, since the first optimizer step allocates the optimizer's state."""
     reuse_prices: bool = False
     """Whether prices of operators and codecs are taken from the folder that `adacc profiles` shows, where one is
     there for the very same tape, shapes, dtypes, device, versions and settings. Codec errors are then those of the data

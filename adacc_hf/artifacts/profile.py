@@ -199,6 +199,12 @@ class KindProfile:
     """Why each call of such a block is compared with its tape, operator by operator: Dynamo cannot trace its Python
     whole. None if guards tell whether a call runs what was recorded."""
 
+    def without_codecs_below(self, nbytes: int) -> KindProfile:
+        """Return this kind with no codecs for values of fewer bytes."""
+        return replace(
+            self, values=tuple(replace(v, codecs=()) if v.codecs and v.nbytes < nbytes else v for v in self.values)
+        )
+
     @cached_property
     def activations(self) -> tuple[Value, ...]:
         """The values that a policy has an action for."""

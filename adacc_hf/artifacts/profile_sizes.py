@@ -29,6 +29,10 @@ Change = Callable[[int], int]
 STEP = 1.25
 """Ratio of neighbouring classes of sizes. Finer ones would use more of a budget, and take more policies."""
 
+LINE_SHARE = 0.75
+"""Part of a batch's elements that has to grow with all sizes that vary (samples and length) for memory to be read off a
+line over the number of elements."""
+
 FEW = 16
 """Sizes up to this are a class each."""
 
@@ -82,6 +86,13 @@ class ProfileSizes:
         self._following = [self._basis.fit(column) for column in zip(*calls, strict=True)]
         self._amounts = [_amount(shapes) for shapes, _ in measured]
         """Elements of each batch."""
+        elements = self._basis.fit(tuple(self._amounts))
+        self._are_lines = len(self._symbols) < 3 and (
+            elements is None
+            or self._basis.share_of_all(elements, tuple(calls[0][p] for p in self._symbols)) >= LINE_SHARE
+        )
+        """True if a number that is no sum of products is read off a line over the elements of a batch. Elements of
+        images grow with samples alone, where memory grows with a text's length too."""
         columns = list(zip(*(numbers for _, numbers in measured), strict=True))
         rules = {column: self._rule(column) for column in dict.fromkeys(columns)}
         self._rules = [rules[column] for column in columns]
@@ -150,8 +161,8 @@ class ProfileSizes:
         exact = self._basis.fit(column)
         if exact is not None:
             return _Exact(exact, column[0])
-        has_many = len(self._symbols) > 2 and len(column) >= ENOUGH_CALLS
-        nearest = self._basis.nearest(column) if has_many else None
+        may_be_nearest = not self._are_lines and len(column) >= ENOUGH_CALLS
+        nearest = self._basis.nearest(column) if may_be_nearest else None
         if nearest is not None:
             return _Nearest(*nearest)
         return _Line(sorted(zip(self._amounts, column, strict=True)))
@@ -372,6 +383,12 @@ class Basis:
     def products(self, sizes: Sizes) -> list[int]:
         """The value of each product at `sizes`."""
         return [prod([n**e for n, e in zip(sizes, exponents, strict=True) if e]) for exponents in self._exponents]
+
+    def share_of_all(self, polynomial: Polynomial, sizes: Sizes) -> float:
+        """Return the part of what `polynomial` gives at `sizes` that comes from products of all sizes."""
+        products = self.products(sizes)
+        with_all = [f * products[p] for f, p in polynomial.terms if all(self._exponents[p])]
+        return sum(with_all) / max(1, sum(f * products[p] for f, p in polynomial.terms))
 
     def fit(self, column: Column) -> Polynomial | None:
         """The polynomial of fewest terms that gives each call's number, and at least one that it was not made from.

@@ -38,6 +38,9 @@ FEW_TOKENS = 16
 ALIGNED = 16
 """What lengths are told apart by on a GPU: see `family.CallSizes`."""
 
+MEDIA = ("image", "video", "audio", "speech")
+"""Words in the names of settings that hold a token's number which stands for something else than text."""
+
 NOT_TAKEN = (ValueError, RuntimeError, TypeError, LookupError, AttributeError, AssertionError)
 """What models raise at a batch whose parts do not fit together."""
 
@@ -62,12 +65,41 @@ class RecordSize:
         return result
 
 
-def small_parts(batch: Mapping[str, Any], has_pairs: bool = False) -> list[list[dict[str, Any]]]:
+def media_first(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """Return `batch` with the positions first that stand for images or sounds in any of its texts, and their number.
+
+    A model that sees takes no text from which some of these positions were cut. Which operators run, and in how much
+    memory, does not depend on where they are.
+    """
+    ids, tokens = batch.get("input_ids"), _media_tokens(model)
+    if not tokens or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        return dict(batch), 0
+    stands = torch.isin(ids, torch.tensor(tokens, device=ids.device)).any(0)
+    order, length = torch.argsort((~stands).int(), stable=True), ids.shape[1]
+    moved = {
+        name: value[:, order] if isinstance(value, torch.Tensor) and value.shape[1:] == (length,) else value
+        for name, value in batch.items()
+    }
+    return moved, int(stands.sum())
+
+
+def _media_tokens(model: nn.Module) -> list[int]:
+    """Return the token numbers that stand for images and sounds in a text, as the model's config names them."""
+    config = getattr(getattr(model, "config", None), "__dict__", {})
+    return sorted(
+        value
+        for name, value in config.items()
+        if isinstance(value, int) and name.endswith(("_token_id", "_token_index")) and any(m in name for m in MEDIA)
+    )
+
+
+def small_parts(batch: Mapping[str, Any], least_tokens: int = 0, has_pairs: bool = False) -> list[list[dict[str, Any]]]:
     """Return lists of small parts of a batch. The profile of the whole batch can be extrapolated from each list alone.
 
     No part is larger than half of the batch, and a list's smallest part comes first. Empty for a batch of fewer than
     four samples without texts. With texts, the parts vary in samples (a quarter of the batch, and one more) and length.
-    With `has_pairs`, or labels longer or shorter than their text, the second text's length varies independently.
+    With `has_pairs`, or labels longer or shorter than their text, the second text's length varies independently. The
+    first `least_tokens` tokens of each text are never cut, and are not counted in "half".
 
     Later lists are alternatives if the first list's parts take too much memory, or if the model runs other operators on
     one sample. For texts these are parts of 2/8, 3/8 and 4/8 of the tokens. They predict less well a peak that is the
@@ -76,10 +108,15 @@ def small_parts(batch: Mapping[str, Any], has_pairs: bool = False) -> list[list[
     shapes = batch_shapes(batch)
     samples, _ = _extent(batch)
     lengths = {shape.name: shape.size[1] for shape in shapes if len(shape.size) == 2}
+    if least_tokens:  # sizes of images, patches and grids are no texts
+        lengths = {name: length for name, length in lengths.items() if length == batch["input_ids"].shape[1]}
     is_text = bool(lengths) and all(n > 1 for n in lengths.values())
+    has_features = least_tokens > 0 or any(len(shape.size) > 2 for shape in shapes)
     second = {name for name in lengths if has_pairs and _is_written(name)}
     if len(set(lengths.values())) > 1 and "labels" in lengths:
         second |= {name for name in lengths if lengths[name] == lengths["labels"]}
+    if second == lengths.keys():  # what is read is no text: features of a sound, an image
+        second = set()
     few = max(2, samples // 4) if samples > 1 else 1  # a single sample often runs other operators
     more = few + 1 if samples > 1 else few
     has_many = samples >= 3 * few and samples > 1
@@ -93,8 +130,10 @@ def small_parts(batch: Mapping[str, Any], has_pairs: bool = False) -> list[list[
         further = [(few, 2, 3), (few, 3, 4), (few, 4, 2), (few, 4, 4), (more, 2, 3), (more, 3, 2)]
     elif is_text:
         parts = [(few, most // 2), (few, most), (more, less)]
-        if not has_many:  # two lengths for each number of samples tell a product of both from a sum
+        if not has_many or has_features:  # two lengths for each number of samples tell a product of both from a sum
             parts = [(few, 3 * most // 4), (more, less // 2), *parts] if samples > 1 else [(1, n) for n in (1, 2, 3, 4)]
+        if has_features and samples > 1:  # memory that grows with samples alone is a term more
+            parts.append((few, most // 4))
         lists = [[(number, n, n) for number, n in parts]]
         further = [(number, n, n) for number in dict.fromkeys((few, more)) for n in (2, 3, 4)]
     else:
@@ -102,14 +141,18 @@ def small_parts(batch: Mapping[str, Any], has_pairs: bool = False) -> list[list[
         lists, further = [[(number, 8, 8) for number in two] for two in numbers], []
 
     def shortened(length: int, eighths: int) -> int:
+        if 0 < least_tokens < length:
+            return least_tokens + max(1, (length - least_tokens) * eighths // 8)
         return _shortened(length, eighths, has_many or length >= (3 if samples > 2 else 8) * ALIGNED)
 
     if all(LEAST_TOKENS <= shortened(n, 2) < shortened(n, 3) < shortened(n, 4) for n in lengths.values()) and further:
         lists.append(further)
 
     def cut(shape: TensorShape, number: int, first: int, other: int) -> TensorShape:
-        size = [number, *shape.size[1:]] if shape.size[:1] == (samples,) else list(shape.size)
-        if len(size) == 2:
+        size = list(shape.size)
+        if size[0] == samples or (least_tokens and size[0] % samples == 0):  # patches of all images, in one row
+            size[0] = size[0] // samples * number
+        if shape.name in lengths:
             size[1] = shortened(size[1], other if shape.name in second else first)
         return TensorShape(shape.name, tuple(size))
 
@@ -319,7 +362,10 @@ def _cut(
 
 
 def _still_padded(batch: Mapping[str, Any], smaller: dict[str, Any], shapes: BatchShapes) -> dict[str, Any]:
-    """`smaller` with a masked token where `batch` has some: models leave out a mask that masks nothing."""
+    """Return `smaller` with masked positions where `batch` has some: models leave out a mask that masks nothing.
+
+    An eighth of a text's positions are masked, since one of a sound's is less than one of its features.
+    """
     for shape in shapes:
         mask = smaller[shape.name]
         if (
@@ -328,7 +374,7 @@ def _still_padded(batch: Mapping[str, Any], smaller: dict[str, Any], shapes: Bat
             and bool(mask.all())
             and not batch[shape.name].all()
         ):
-            last = 0 if not bool(batch[shape.name][:, 0].all()) else -1
+            some = max(1, mask.shape[1] // 8)
             smaller[shape.name] = mask = mask.clone()
-            mask[0, last] = torch.zeros((), dtype=mask.dtype)
+            mask[0, slice(some) if not bool(batch[shape.name][:, 0].all()) else slice(-some, None)] = 0
     return smaller

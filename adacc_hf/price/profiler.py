@@ -27,6 +27,7 @@ from adacc_hf.price.other_sizes import (
     MemoryAlone,
     at_size,
     has_pairs,
+    media_first,
     record_other_sizes,
     small_parts,
     with_other_sizes,
@@ -38,7 +39,7 @@ from adacc_hf.price.survey import Survey, recompute_outcome
 from adacc_hf.price.whole_model import ComputeLoss, HeadLayout, HeadSurvey, RanBlocks, WithLoss, with_idle
 from adacc_hf.run.blocks import Installation
 from adacc_hf.tape.library import library_of_profiles
-from adacc_hf.torch_glue.batch_shapes import batch_shapes, to_plain
+from adacc_hf.torch_glue.batch_shapes import batch_shapes, num_elements, to_plain
 from adacc_hf.torch_glue.compat import class_name, without_layerdrop
 from adacc_hf.torch_glue.memory import batch_bytes, distinct_bytes, is_out_of_memory
 from adacc_hf.torch_glue.no_trace import NoTrace
@@ -57,6 +58,7 @@ def profile_model(
     optimizer: torch.optim.Optimizer | None = None,
     measurement: Measurement | None = None,
     gradient_accumulation_steps: int = 1,
+    prefetched_batches: int = 0,
     optimizer_step_bytes: int = 0,
     optimizer_state_bytes: int | None = None,
     compute_loss: ComputeLoss | None = None,
@@ -79,6 +81,7 @@ def profile_model(
         optimizer_state_bytes: what the optimizer has yet to make, 0 or more; None finds out.
         gradient_accumulation_steps: micro-batches per step; all of them are on the device, and the later ones find the
             gradients of the first.
+        prefetched_batches: further batches that the loader has on the model's device, for the steps to come.
         no_sync: what all of them but the last run in, if it puts off the exchange of gradients (the `no_sync` of FSDP):
             until then a rank holds them whole.
         compute_loss: for a model that makes no loss of its own, `compute_loss(model, batch)` calls it and returns the
@@ -100,6 +103,7 @@ def profile_model(
     measurement = measurement or StoringMeasurement(ProfileStore())
     settings: dict[str, Any] = {
         "gradient_accumulation_steps": gradient_accumulation_steps,
+        "prefetched_batches": prefetched_batches,
         "optimizer_step_bytes": optimizer_step_bytes,
         "optimizer_state_bytes": optimizer_state_bytes,
         "compute_loss": compute_loss,
@@ -129,15 +133,18 @@ def _profile_of(
     measurement: Measurement,
     *,
     gradient_accumulation_steps: int = 1,
+    prefetched_batches: int = 0,
     optimizer_step_bytes: int = 0,
     optimizer_state_bytes: int | None = None,
     compute_loss: ComputeLoss | None = None,
     no_sync: NoSync | None = None,
     all_sizes: bool = False,
+    is_part: bool = False,
 ) -> Profile:
-    """The profile of `batch` itself: see `profile_model`."""
+    """The profile of `batch` itself: see `profile_model`. Of one that `is_part` of a list, the others tell sizes."""
     _check_trainable(model, batch)
     _check_not_below("gradient_accumulation_steps", gradient_accumulation_steps, 1)
+    _check_not_below("prefetched_batches", prefetched_batches, 0)
     _check_not_below("optimizer_step_bytes", optimizer_step_bytes, 0)
     if optimizer_state_bytes is not None:
         _check_not_below("optimizer_state_bytes", optimizer_state_bytes, 0)
@@ -148,7 +155,7 @@ def _profile_of(
     step = _MeasuredStep(
         # A step begins without gradients: those that are there are set aside for as long as this takes.
         static_bytes=measurement.static_bytes(model, batch, optimizer) - distinct_bytes(gradients),
-        other_batches_bytes=(gradient_accumulation_steps - 1) * batch_bytes(batch),
+        other_batches_bytes=(gradient_accumulation_steps - 1 + prefetched_batches) * batch_bytes(batch),
         optimizer_bytes=None if optimizer is None else optimizer_step_bytes,
         optimizer=optimizer,
         coming_bytes=optimizer_state_bytes,
@@ -185,7 +192,7 @@ def _profile_of(
                         return _profile(called, part, unpriced, installation, other, heads)
 
                     profile = with_other_sizes(profile, batch, installation, measure)
-                elif measurement.records_other_sizes:
+                elif measurement.records_other_sizes and not is_part:
                     record_other_sizes(called, batch, installation, survey.library)
                 library_of_profiles(model).take(survey.library)
                 return profile
@@ -211,20 +218,25 @@ def estimate_profile(
     `settings` are arguments.
     """
     shapes = batch_shapes(batch)
-    choices = small_parts(batch, has_pairs(model))
+    choices = small_parts(*media_first(model, batch), has_pairs(model))
     if not choices:
         raise NoEstimateError("it has less than four samples, and no texts that could be cut")
     measurement = measurement or StoringMeasurement(ProfileStore())
     profiles: list[Profile] = []
     for parts in choices:
         readings = [measurement, *(MemoryAlone(measurement) for _ in parts[1:])]
+        # An activation that is large enough for a codec in the batch is smaller in its parts.
+        share = num_elements(batch_shapes(parts[0])) / num_elements(shapes)
+        priced = replace(config, min_compress_bytes=int(config.min_compress_bytes * share))
         try:
             profiles = [
-                _profile_of(model, part, config, optimizer, reading, **settings)
+                _profile_of(model, part, priced, optimizer, reading, is_part=True, **settings)
                 for part, reading in zip(parts, readings, strict=True)
             ]
+        except UncalledBlocksError:
+            raise
         except Exception as error:
-            if parts is choices[-1] or not is_out_of_memory(error):
+            if parts is choices[-1] or not (is_out_of_memory(error) or isinstance(error, NOT_TAKEN)):
                 raise
             continue
         if all(profile_outline(profile) == profile_outline(profiles[0]) for profile in profiles):
@@ -234,7 +246,8 @@ def estimate_profile(
     sizes = [to_plain(batch_shapes(part)) for part in parts]
     measured = tuple((size, tuple(numbers_of(profile))) for size, profile in zip(sizes, profiles, strict=True))
     told = at_size(replace(profiles[0], measured=measured), to_plain(shapes))
-    return replace(told, measured=((to_plain(shapes), tuple(numbers_of(told))), *measured))
+    kinds = tuple(kind.without_codecs_below(config.min_compress_bytes) for kind in told.kinds)
+    return replace(told, kinds=kinds, measured=((to_plain(shapes), tuple(numbers_of(told))), *measured))
 
 
 @dataclass(frozen=True, kw_only=True)

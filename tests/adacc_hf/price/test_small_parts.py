@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from math import prod
 
 import pytest
@@ -18,8 +20,10 @@ from transformers import (
 )
 
 from adacc_hf import AdaccConfig, Policy, profile_model
-from adacc_hf.price.other_sizes import small_parts
+from adacc_hf.eval.zoo.configs import architectures
+from adacc_hf.price.other_sizes import media_first, small_parts
 from adacc_hf.price.profiler import estimate_profile
+from adacc_hf.tape.guards import BlockPrograms
 from adacc_hf.torch_glue.batch_shapes import batch_shapes
 
 LOSSLESS = AdaccConfig(actions=("retain", "recompute"), head="plain")
@@ -37,7 +41,7 @@ def sizes_of(part):
 def test_no_part_is_larger_than_about_half(samples, tokens, labels, is_pair):
     """Lengths are rounded, so that it may be a little more, and aligned ones are not cut below 16 tokens."""
     batch = texts(samples, tokens, labels if is_pair else tokens)
-    for parts in small_parts(batch, is_pair):
+    for parts in small_parts(batch, has_pairs=is_pair):
         assert len(set(map(sizes_of, parts))) == len(parts) <= 6
         amounts = [sum(map(prod, sizes_of(part))) for part in parts]
         assert amounts == sorted(amounts)
@@ -97,3 +101,63 @@ def test_what_they_tell_is_what_the_whole_batch_takes(build, batch, tolerance, o
         assert ours.predicted_stored_bytes == real.predicted_stored_bytes
         assert ours.predicted_peak_bytes == pytest.approx(real.predicted_peak_bytes, rel=tolerance)
     assert told.sizes.class_of(told.measured[0][0]) is not None
+
+
+TABLE = architectures()
+
+
+def four_samples(name):
+    first, second = (TABLE[name].make_batch(seed) for seed in range(2))
+    return {key: torch.cat([value, second[key]]) for key, value in first.items()}
+
+
+@pytest.mark.parametrize("name", ["whisper", "smolvlm", "gemma3"])
+def test_features_and_images_are_told_of(name, one_thread):
+    """Memory that grows with samples alone is a term beside that of texts; images stand in the text, and stay in it."""
+    model, batch = TABLE[name].build().train(), four_samples(name)
+    told, whole = estimate_profile(model, batch, LOSSLESS), profile_model(model, batch, LOSSLESS)
+    for action in ("retain", "recompute"):
+        ours, real = Policy.uniform(told, action), Policy.uniform(whole, action)
+        assert ours.predicted_peak_bytes == pytest.approx(real.predicted_peak_bytes, rel=0.05)
+
+
+def test_positions_of_images_come_first_and_are_never_cut():
+    model, batch = TABLE["smolvlm"].build(), four_samples("smolvlm")
+    moved, num_media = media_first(model, batch)
+    token = model.config.image_token_id
+    is_media = (batch["input_ids"] == token).any(0)
+    assert num_media == int(is_media.sum()) > 0
+    assert (moved["input_ids"][:, :num_media] == batch["input_ids"][:, is_media]).all()
+    assert torch.equal(moved["labels"][:, num_media:], batch["labels"][:, ~is_media])
+    for part in small_parts(moved, num_media)[0]:
+        assert part["input_ids"].shape[1] > num_media
+        assert len(part["pixel_values"]) == len(part["input_ids"])
+    assert media_first(gpt2(), texts(2, 20, 20))[1] == 0
+
+
+def test_a_vision_tower_that_collects_hidden_states_is_traced_once(one_thread, monkeypatch):
+    """Transformers registers the hooks that collect them once, also where runs that are no part of training come first:
+    with new hooks in each forward no trace would fit."""
+    traced, original = [], BlockPrograms._new_program
+    monkeypatch.setattr(
+        BlockPrograms, "_new_program", lambda programs, *args: traced.append(1) or original(programs, *args)
+    )
+    model = TABLE["llava"].build().train()
+    estimate_profile(model, four_samples("llava"), LOSSLESS)
+    blocks = [m for m in model.modules() if type(m).__name__ in ("CLIPEncoderLayer", "LlamaDecoderLayer")]
+    assert 0 < len(traced) <= len(blocks)
+
+
+@pytest.mark.parametrize("profile", [estimate_profile, profile_model])
+def test_what_a_profile_ran_on_is_freed_at_once(profile, one_thread):
+    """And not by the garbage collector: until that runs, a step would have the memory of a batch less."""
+    model, batch = gpt2(), {name: ids.clone() for name, ids in texts(4, 80, 80).items()}
+    gc.collect()
+    gc.disable()
+    try:
+        profile(model.train(), batch, LOSSLESS)
+        left = [weakref.ref(tensor) for tensor in batch.values()]
+        del batch
+        assert [ref() for ref in left] == [None, None]
+    finally:
+        gc.enable()
