@@ -24,7 +24,6 @@ from adacc_hf.callbacks.preconditions import (
     refuse_second_callback,
     refuse_second_run,
     warn_of_checkpointing,
-    warn_of_short_run,
 )
 from adacc_hf.callbacks.trainer import (
     OwnLogs,
@@ -44,9 +43,10 @@ __all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
 class AdaccCallback(TrainerCallback):
     """Trains within a memory budget.
 
-    Under a budget in bytes the profile is told from small parts of the first batch, and a policy is followed from the
-    first step on. Else the first `profile_steps` steps run under torch's own checkpointing; then the last batch, or the
-    next one that calls every block, is profiled, and a policy is solved. As training goes on the policy follows the
+    A policy is made before the first step, from a profile of small parts of the first batch, or of the whole batch
+    where the model takes no parts. Where the first batch leaves blocks out, or ranks hold parts of the parameters
+    (FSDP, ZeRO-3), the first `profile_steps` steps run under torch's checkpoint instead; then the next batch that calls
+    every block is profiled. As training goes on the policy follows the
     data (adapt/evolution.py). With `torch_compile=True` the decisions are made inside the compiled graphs
     (compiler/compiled_run.py). A checkpoint carries all of it, and a run that resumes with the same `memory_budget` on
     as many ranks goes on with it. When training ends, or fails, the model is as it was.
@@ -140,10 +140,7 @@ class AdaccCallback(TrainerCallback):
             return
         warn_of_checkpointing(args, self.config)
         is_known = isinstance(self._given, (str, Path, Policy))
-        saved = None if is_known else self._saved()
-        if saved is None and not is_known:
-            warn_of_short_run(state, self.config)
-        session.begin(saved, state.global_step)
+        session.begin(None if is_known else self._saved(), state.global_step)
 
     def _saved(self) -> Saved | None:
         """What the checkpoint holds that training resumes from."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.callbacks.trainer import (
@@ -87,20 +87,4 @@ def warn_of_checkpointing(args: TrainingArguments, config: AdaccConfig) -> None:
             CHECKPOINTING,  # TRL sets the older name; set, the newer one of Transformers 5.23 goes before it
             config.memory_budget,
             CHECKPOINTING,
-        )
-
-
-def warn_of_short_run(state: TrainerState, config: AdaccConfig) -> None:
-    """Say that no policy will be set, where a run ends before its profile or with it."""
-    if not isinstance(config.memory_budget, float):  # a policy comes before the first step
-        return
-    profile_steps = config.profile_steps
-    num_steps = state.max_steps - state.global_step
-    if state.max_steps > 0 and num_steps <= profile_steps:  # 0 is a state that no Trainer filled in
-        log.warning(
-            "Adacc: max_steps=%d leaves %d steps, all of them under full recomputation: the policy is set after "
-            "profile_steps=%d; train for more steps, or give a policy",
-            state.max_steps,
-            num_steps,
-            profile_steps,
         )

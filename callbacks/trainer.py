@@ -278,6 +278,13 @@ class TrainerLoop(TrainingLoop):
     def profiling(self) -> AbstractContextManager[Any]:
         return keep_figures(self._trainer)
 
+    def num_prefetched(self, device: torch.device) -> int:
+        # Accelerate's loader reads one batch ahead, and moves each to a GPU only when its turn has come.
+        return int(device.type == "cpu" and self._trainer is not None)
+
+    def num_before_step(self, device: torch.device) -> int:
+        return self.num_micro + self.num_prefetched(device) if device.type == "cpu" else 0
+
     def no_sync(self, model: nn.Module) -> NoSync | None:
         """What the Trainer runs the micro-batches before a step's last one in; None where each exchanges gradients."""
         if self._trainer is None:

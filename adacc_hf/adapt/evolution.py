@@ -80,7 +80,13 @@ class Evolution:
     """Follows one run from the step at which its policy was set."""
 
     def __init__(
-        self, handle: PolicyHandle, config: AdaccConfig, policy_step: int, note: NoteEvent, num_micro: int
+        self,
+        handle: PolicyHandle,
+        config: AdaccConfig,
+        policy_step: int,
+        note: NoteEvent,
+        num_micro: int,
+        num_uncounted: int = 0,
     ) -> None:
         self.config = config
         self._tightened: float | int | None = None
@@ -99,12 +105,18 @@ class Evolution:
         """Whether there was anything to do at the end of the last step."""
         self.missing_bytes: dict[str, int] = {}
         """What steps take at their moments that no profile sees."""
+        self._counted_elements = 0
+        """Elements of the largest micro-batch of the step that showed them."""
         self._handle = handle
         self._in_force = InForce(handle)
         handle.library.may_record = self._may_record
         self._has_said_room = False
         self._note = note
         self._num_micro = num_micro
+        self._num_uncounted = num_uncounted
+        """Batches that a count of a step's memory leaves out."""
+        self._batch_bytes = 0
+        """Bytes of the largest micro-batch of the step."""
         self._meter = StepMeter()
         self.guard = LossGuard(config)
         self._turns = CountingTurns()
@@ -202,6 +214,7 @@ class Evolution:
         self._step = step
         due = is_tracking_step(step - self.policy_step, self.config.tracking)
         self._in_force.begin_step()
+        self._batch_bytes = 0
         self._meter.begin()
         if due or self.guard.suspicion is not None:
             self._start_tracking()
@@ -211,8 +224,9 @@ class Evolution:
             functions = self._handle.installation.functions if is_provisional else None
             self._meter.count_memory(model, optimizer, functions)
 
-    def choose(self, shapes: BatchShapes) -> None:
-        """Put the policy for a micro-batch of `shapes` in force."""
+    def choose(self, shapes: BatchShapes, nbytes: int = 0) -> None:
+        """Put the policy for a micro-batch of `shapes`, which has `nbytes`, in force."""
+        self._batch_bytes = max(self._batch_bytes, nbytes)
         in_force = self._in_force
         if not in_force.lasts or shapes != in_force.shapes:
             self._choose_anew(shapes)
@@ -280,23 +294,33 @@ class Evolution:
             return None
         return self._add_told(sizes, profile, policy)
 
-    def _least_at(self, sizes: BatchShapes, measured: ShapePolicy) -> ShapePolicy:
+    def _least_at(self, sizes: BatchShapes, measured: ShapePolicy) -> ShapePolicy | None:
         """The shape policy of a class before a step was counted: `measured`, or that of its own least memory, where a
-        batch of this class would take more than the budget under the former."""
-        if not self._is_alone:
-            return measured
+        batch of this class would take more than the budget under the former. Several ranks have plans alone then."""
         profile = self._told().profile_at(sizes)
         policy = current_policy(profile, measured.rectifier.policy)
         if not measured.rectifier.is_over_budget(policy.predicted_peak_bytes):
             return measured
         allowed = without_codecs(profile, self.guard.switched_off)
-        least = self._add_told(sizes, profile, quick_least_policy(allowed, with_margin(self.config)))
+        policy = quick_least_policy(allowed, with_margin(self.config))
+        if not self._is_alone:
+            note_latest(self.shape_policies.others, sizes, self._handle.prepare(policy, self._handle.plans), MAX_OTHERS)
+            return None
+        least = self._add_told(sizes, profile, policy)
         least.is_provisional = True
         return least
 
     def _told(self) -> ToldPolicies:
         switched_off = self.guard.switched_off
-        return ToldPolicies(self.config, self.memory_budget, self.shape_policies, switched_off, self._say)
+        return ToldPolicies(
+            self.config,
+            self.memory_budget,
+            self.shape_policies,
+            switched_off,
+            self.missing_bytes,
+            self._counted_elements,
+            self._say,
+        )
 
     def _say(self, reason: str) -> None:
         """Put what memory is like into the run's history, at the step that runs."""
@@ -449,7 +473,10 @@ class Evolution:
         if len(known) == len(used):
             # The peak of a step is that of its largest micro-batch.
             largest = max(known, key=lambda shape_policy: shape_policy.rectifier.predicted_peak_bytes())
-            mine = (self.shape_policies.all.index(largest), self._meter.peak_bytes, self._meter.moments)
+            besides, counted = self._num_uncounted * self._batch_bytes, self._meter.peak_bytes
+            by_moment = {moment: nbytes + besides for moment, nbytes in self._meter.moments.items()}
+            peak = None if counted is None else counted + besides
+            mine = (self.shape_policies.all.index(largest), peak, by_moment)
         peaks: dict[int, int] = {}
         moments: dict[str, int] = {}
         for found in of_all_ranks(mine):
@@ -472,6 +499,7 @@ class Evolution:
         counted = self._as_counted(rectifier.profile)
         current = current_policy(counted, before)  # tracking may have priced other outlier channels
         self.missing_bytes = missing_bytes(counted, current, moments)
+        self._counted_elements = num_elements(self._in_force.largest)
         predicted, above = rectifier.predicted_peak_bytes(), max(self.missing_bytes.values(), default=0)
         self._note(step, "memory", measured_peak_bytes=peak, peak_bytes=predicted, corrected=above > 0)
         reason = f"a whole step was counted, which takes up to {above} bytes more than was profiled"
@@ -497,12 +525,13 @@ class Evolution:
         return True
 
     def _as_counted(self, profile: Profile) -> Profile:
-        """`profile` at the sizes of the step that was counted, as far as it tells of them."""
-        sizes = profile.sizes
-        if not self._is_alone or sizes is None or sizes.class_of(to_plain(self._in_force.largest)) is None:
+        """`profile` at the sizes of the step that was counted, as far as any profile tells of them."""
+        largest = self._in_force.largest
+        if not self._is_alone or self.shape_policies.class_of(largest) is None:
             return profile
-        known = {name for name, _ in profile.measured[0][0]}
-        return at_size(profile, tuple(size for size in to_plain(self._in_force.largest) if size[0] in known))
+        measured = self.shape_policies.told_from()[0].rectifier.profile
+        known = {name for name, _ in measured.measured[0][0]}
+        return at_size(measured, tuple(size for size in to_plain(largest) if size[0] in known))
 
     def _compare_peak(self, step: int, shape_policy: ShapePolicy, peak: int) -> None:
         predicted = shape_policy.rectifier.predicted_peak_bytes()

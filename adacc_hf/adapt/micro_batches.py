@@ -11,6 +11,7 @@ from torch.autograd.graph import Node
 
 from adacc_hf.price.whole_model import ComputeLoss
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, batch_shapes
+from adacc_hf.torch_glue.memory import batch_bytes
 from adacc_hf.torch_glue.model_hook import ModelHook, by_name
 
 
@@ -22,6 +23,8 @@ class MicroBatches:
 
     def __init__(self) -> None:
         self.shapes: BatchShapes = ()
+        self.nbytes = 0
+        """Bytes of the current or last micro-batch."""
         self.has_met = False
         """True if `shapes` are those of the current or last micro-batch; False before its tensors are known."""
         self._sizes: list[tuple[str, torch.Size]] = []
@@ -56,7 +59,7 @@ class MicroBatches:
             return False
         sizes = [(name, given.shape) for name, given in inputs.items() if isinstance(given, torch.Tensor)]
         if sizes != self._sizes:  # skipped for equal sizes: `batch_shapes` takes time
-            self._sizes, self.shapes = sizes, batch_shapes(inputs)
+            self._sizes, self.shapes, self.nbytes = sizes, batch_shapes(inputs), batch_bytes(inputs)
         self.has_met = True
         return True
 

@@ -22,6 +22,7 @@ from adacc_hf.adapt.shape_policies import metrics, predictions
 from adacc_hf.adapt.steps import run_with_retry
 from adacc_hf.adapt.waiting import FullRecompute, is_ready
 from adacc_hf.adapt.what_ran import LEFT_AS, STEPS
+from adacc_hf.artifacts.config import Budget
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.whole_model import ComputeLoss
@@ -78,7 +79,7 @@ class Recomputing(Phase):
         if not isinstance(inputs, Mapping) or self._maker.must_wait(model):
             return
         self._waiting.remove()
-        found = self._maker.estimated(model, run.optimizer, dict(inputs), compute_loss)
+        found = self._maker.before_first_step(model, run.optimizer, dict(inputs), compute_loss)
         if found is None:
             self._waiting = FullRecompute(model, run.config)
             self._waiting.begin_step()
@@ -87,7 +88,6 @@ class Recomputing(Phase):
         self._batches.drop()
         profile, policy = found
         run.phase = following = follow(run, policy, profile, self._step, self._maker, self._batches)
-        assert isinstance(following, Evolving)  # nothing is estimated for a policy that was given
         following.begin_within(profile, policy, self._step)
         run.note(self._step, "policy", **predictions(policy))
         run.save(changed=True)
@@ -142,6 +142,11 @@ class Following(Phase):
         """Go on after a profile; a policy may be followed only until a step was counted."""
         self._run.ran.policy_is_set(profile, None)
 
+    def begin_within(self, profile: Profile, policy: Policy, step: int) -> None:
+        """Go on within the first micro-batch of a step."""
+        self.begin_with(profile, policy, is_provisional=False)
+        self.micro_batch_begins(None)
+
     def restore(self, saved: Saved) -> None:
         """Go on where the run stood that wrote `saved`."""
 
@@ -189,7 +194,8 @@ class Evolving(Following):
         self, run: Run, handle: PolicyHandle, policy_step: int, maker: PolicyMaker, batches: MicroBatches
     ) -> None:
         super().__init__(run, handle)
-        self.evolution = Evolution(handle, run.config, policy_step, run.note, run.loop.num_micro)
+        uncounted = run.loop.num_before_step(next(run.model.parameters()).device)
+        self.evolution = Evolution(handle, run.config, policy_step, run.note, run.loop.num_micro, uncounted)
         self._maker = maker
         self._batches = batches
         self._step = 0
@@ -202,11 +208,13 @@ class Evolving(Following):
 
     def begin_within(self, profile: Profile, policy: Policy, step: int) -> None:
         """Go on within the first micro-batch of a step; under a budget of the peak until a step was counted."""
-        of_peak = not isinstance(self._run.config.memory_budget, float)
-        self.evolution.add(self._shapes_of(profile), profile, policy, is_provisional=of_peak, was_measured=True)
+        bounds_peak = Budget.resolve(self._run.config.memory_budget, profile, self._run.config).of_peak
+        shapes = self._shapes_of(profile)
+        self.evolution.add(shapes, profile, policy, is_provisional=bounds_peak, was_measured=True)
+        self._run.ran.policy_is_set(profile, shapes)
         self.step_begins(step)
         super().micro_batch_begins(None)
-        self.evolution.choose(self._batches.shapes)
+        self.evolution.choose(self._batches.shapes, self._batches.nbytes)
 
     def restore(self, saved: Saved) -> None:
         self.evolution.restore(saved)
@@ -235,7 +243,7 @@ class Evolving(Following):
     def _meet(self, inputs: Any) -> None:
         """Put the policy for a micro-batch in force, as soon as it is tensors."""
         if self._batches.meet(inputs):
-            self.evolution.choose(self._batches.shapes)
+            self.evolution.choose(self._batches.shapes, self._batches.nbytes)
 
     def _tighten(self) -> str | None:
         if self._run.has_stepped:

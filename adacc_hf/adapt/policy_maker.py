@@ -42,7 +42,7 @@ from adacc_hf.torch_glue.batch_shapes import (
     is_alike,
     resized,
 )
-from adacc_hf.torch_glue.memory import FRAGMENTS_HINT, segments_expand
+from adacc_hf.torch_glue.memory import FRAGMENTS_HINT, is_out_of_memory, segments_expand
 from adacc_hf.torch_glue.private import is_profiling
 from adacc_hf.torch_glue.ranks import (
     all_or_none,
@@ -50,7 +50,6 @@ from adacc_hf.torch_glue.ranks import (
     common_profile,
     from_first_rank,
     is_sharded,
-    num_ranks,
     of_all_ranks,
     or_ends_its_process,
 )
@@ -132,31 +131,74 @@ class PolicyMaker:
                 format_bytes(profile.available_bytes),
             )
 
-    def estimated(
+    def before_first_step(
         self, model: nn.Module, optimizer: Any, batch: dict[str, Any], compute_loss: ComputeLoss | None
     ) -> tuple[Profile, Policy] | None:
-        """(profile, policy) for a batch that was not trained on yet, told from small parts of it.
+        """(profile, policy) for a batch that was not trained on yet, on all ranks.
 
-        Under a budget of the peak the policy is plain training where that keeps to it, else that of least memory,
-        until a step was counted. None where nothing can be told, which is said. Raises InfeasibleBudgetError.
+        The profile is told from small parts of the batch, or where the model takes none, that of the whole batch. Under
+        a budget of the peak the policy is plain training where that keeps to it, else that of least memory, until a
+        step was counted. None where the batch leaves blocks out or makes no loss on some rank, and where ranks hold
+        parts of the parameters: some might take more parts of a batch than others. Raises InfeasibleBudgetError.
         """
-        if self._given is not None or num_ranks() > 1:
+        if is_sharded(model):
             return None
-        settings = self._settings(model, optimizer) | {"compute_loss": compute_loss}
+        profile, reason = None, "another rank has no profile"
         try:
             with self._profiling(model):
-                profile = estimate_profile(model, batch, self._config, optimizer, **settings)
-        except (NoEstimateError, UncalledBlocksError, *NOT_TAKEN) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            reason = as_sentence(error)
-            log.info("Adacc: the first steps and the profile may take more than memory_budget: %s", reason)
+                try:
+                    profile = self._told_or_whole(model, batch, optimizer, compute_loss)
+                except (UncalledBlocksError, *NOT_TAKEN) as error:
+                    if is_out_of_memory(error):
+                        raise
+                    reason = as_sentence(error)
+        except torch.OutOfMemoryError as error:
+            raise self._with_advice(error, batch) from error
+        if not all(of_all_ranks(profile is not None)) or profile is None:
+            log.info("Adacc: the first steps run under torch's checkpoint: %s", reason)
             return None
-        log.info("Adacc: the profile is told from small parts of the batch")
+        profile = common_profile(profile)
         self._tell_of_fragments(profile)
-        if isinstance(self._config.memory_budget, float):
-            return profile, self._solve(profile, self._config.memory_budget)
-        return profile, self._careful(profile)
+        policy = from_first_rank(lambda: self._begin_with(profile))
+        check_same_policy(policy)
+        return profile, policy
+
+    def _told_or_whole(
+        self, model: nn.Module, batch: dict[str, Any], optimizer: Any, compute_loss: ComputeLoss | None
+    ) -> Profile:
+        settings = self._settings(model, optimizer) | {"compute_loss": compute_loss}
+        try:
+            profile = estimate_profile(model, batch, self._config, optimizer, **settings)
+        except UncalledBlocksError:
+            raise
+        except (NoEstimateError, *NOT_TAKEN) as error:
+            if is_out_of_memory(error):
+                raise
+            self._say_whole(batch, as_sentence(error))
+        else:
+            log.info("Adacc: the profile is told from small parts of the batch")
+            return profile
+        return profile_model(model, batch, self._config, optimizer, **settings)
+
+    def _say_whole(self, batch: dict[str, Any] | None, why: str) -> None:
+        """Say that a whole batch is about to be profiled: a warning where the budget bounds the peak in bytes."""
+        budget = self._config.memory_budget
+        in_bytes = not isinstance(budget, float) and budget != "auto"
+        log.log(
+            logging.WARNING if in_bytes else logging.INFO,
+            "Adacc: a whole batch of %s is profiled, which takes what one block makes on top of full recomputation and "
+            "may be more than memory_budget=%r: %s",
+            describe(batch_shapes(batch or {})),
+            budget,
+            why,
+        )
+
+    def _begin_with(self, profile: Profile) -> Policy:
+        """The policy of the first step, for a profile that was told."""
+        bounds_peak = Budget.resolve(self._config.memory_budget, profile, self._config).of_peak
+        if callable(self._given) or not bounds_peak:
+            return self._solve(profile, self._config.memory_budget)
+        return self._careful(profile)
 
     def _careful(self, profile: Profile) -> Policy:
         """The policy to begin with for a profile that was told: plain training if it fits, else that of least memory.
@@ -199,6 +241,7 @@ class PolicyMaker:
             return None
 
         def profile(given: dict[str, Any]) -> Profile:
+            self._say_whole(given, "no profile tells of batches of this size")
             return self._as_measured(self._profile(model, given, optimizer, compute_loss), evolution)
 
         try:
@@ -262,11 +305,15 @@ class PolicyMaker:
         try:
             return self._profile(model, batch, optimizer, compute_loss)
         except torch.OutOfMemoryError as error:
-            raise type(error)(
-                f"{as_sentence(error)} Adacc was profiling a batch of {describe(batch_shapes(batch))}, which "
-                f"takes what one block makes on top of full recomputation: use a smaller batch or shorter sequences"
-                + ("" if self._config.heads == ("chunked",) else ", or head='chunked', which never makes whole logits")
-            ) from error
+            raise self._with_advice(error, batch) from error
+
+    def _with_advice(self, error: torch.OutOfMemoryError, batch: dict[str, Any]) -> torch.OutOfMemoryError:
+        """`error`, with what to do about it."""
+        return type(error)(
+            f"{as_sentence(error)} Adacc was profiling a batch of {describe(batch_shapes(batch))}, which "
+            f"takes what one block makes on top of full recomputation: use a smaller batch or shorter sequences"
+            + ("" if self._config.heads == ("chunked",) else ", or head='chunked', which never makes whole logits")
+        )
 
     def _profile(
         self, model: nn.Module, batch: dict[str, Any], optimizer: Any, compute_loss: ComputeLoss | None
@@ -297,6 +344,7 @@ class PolicyMaker:
         """What a profile is told of the run."""
         return {
             "gradient_accumulation_steps": self._loop.num_micro,
+            "prefetched_batches": self._loop.num_prefetched(next(model.parameters()).device),
             "optimizer_step_bytes": self.optimizer.nbytes,
             "optimizer_state_bytes": self._coming_bytes(model, optimizer),
             "no_sync": self._no_sync(model),

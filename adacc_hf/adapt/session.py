@@ -56,10 +56,11 @@ RETRY = (
 class AdaccSession:
     """Memory budget for a model in any training loop.
 
-    If the model can run on small parts of the first batch, a profile and a policy are made from these parts before the
-    first forward. Otherwise the first `profile_steps` steps run under torch's checkpoint; then a batch is profiled and
-    a policy is solved. Each size of batch gets a policy of its own, and policies change with the data. AdaccCallback
-    does the same in a Trainer; only models compiled as a whole need the callback. For example:
+    Before the first forward, small parts of the first batch are profiled, or the whole batch if the model cannot run on
+    parts of it, and a policy is solved. If the first batch leaves blocks out, or the model is sharded (FSDP, ZeRO-3),
+    the first `profile_steps` steps run under torch's checkpoint before that. Each size of batch gets a policy of its
+    own, and policies change with the data. AdaccCallback does the same in a Trainer; only models compiled as a whole
+    need the callback. For example:
 
         session = AdaccSession(model, optimizer, memory_budget="20GiB")
         for batch in loader:

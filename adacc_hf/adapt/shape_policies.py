@@ -122,6 +122,8 @@ class ShapePolicies:
         self._refused: set[BatchShapes] = set()
         self.above_budget: OrderedDict[Hashable, None] = OrderedDict()
         """Classes at whose own sizes nothing keeps to a budget, with the budget and the codecs that are off."""
+        self.least: Policy | None = None
+        """The policy of least memory that was found last for a size at which nothing keeps to the budget."""
         self.may_measure = True
         """Whether a profile may tell of all sizes: none has shown yet that the model takes no parts of a batch."""
 

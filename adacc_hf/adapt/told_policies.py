@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from adacc_hf.adapt.judging import current_policy, needed_bytes, over_bound, with_margin
@@ -17,14 +17,20 @@ from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.profile_sizes import STEP
 from adacc_hf.price.other_sizes import at_size
+from adacc_hf.price.step_memory import with_missing
 from adacc_hf.solve.solver import solve_policy
-from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, to_plain
+from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements, to_plain
 
 log = logging.getLogger(__name__)
 
 USED_UP = 0.9
 """Part of the budget that a policy for one class of sizes needs at another to be taken there as well; to solve takes a
 tenth of a second or two."""
+
+
+FAR_ABOVE = 0.05
+"""Part of the budget by which the policy of least memory of another size has to be above it for no other one to be
+sought: at another size it need not be the least, and nearly is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,10 @@ class ToldPolicies:
     shape_policies: ShapePolicies
     switched_off: Collection[SwitchedOff]
     """Codecs that the run no longer uses."""
+    missing_bytes: Mapping[str, int]
+    """What the step that was counted took at its moments beside what was profiled."""
+    counted_elements: int
+    """Elements of the largest micro-batch of that step; 0 before a step was counted."""
     say: Callable[[str], None]
     """Puts a sentence into the run's history."""
 
@@ -57,8 +67,15 @@ class ToldPolicies:
         return sizes, profile, self.or_least(sizes, profile)
 
     def profile_at(self, sizes: BatchShapes) -> Profile:
-        """What batches of `sizes` are told to take."""
-        return at_size(self.shape_policies.told_from()[0].rectifier.profile, to_plain(sizes))
+        """What batches of `sizes` are told to take.
+
+        What a counted step took beside its profile grows with the batch, as far as is known: metrics of the outputs.
+        """
+        profile = at_size(self.shape_policies.told_from()[0].rectifier.profile, to_plain(sizes))
+        ratio = num_elements(sizes) / self.counted_elements if self.counted_elements else 1.0
+        if ratio <= 1 or not any(self.missing_bytes.values()):
+            return profile
+        return with_missing(profile, {moment: int(b * (ratio - 1)) for moment, b in self.missing_bytes.items()})
 
     def or_least(self, sizes: BatchShapes, profile: Profile) -> Policy:
         """The policy for batches with this profile, with room for what is not known of them if there is any, which is
@@ -92,12 +109,32 @@ class ToldPolicies:
         what the solver finds. Raises InfeasibleBudgetError if nothing keeps to the budget."""
         budget = Budget.resolve(memory_budget, profile, self.config)
         allowed = without_codecs(profile, self.switched_off)
+        self._refuse_far_above(allowed, budget)
         in_force = [s.rectifier.policy for s in self.shape_policies.all if _is_for(s.rectifier.policy, profile)]
         told = [current_policy(allowed, policy) for policy in in_force if not over_bound(allowed, policy, self.config)]
         told = [policy for policy in told if USED_UP * budget.nbytes <= needed_bytes(policy, budget) <= budget.nbytes]
         if told:
             return min(told, key=lambda policy: policy.predicted_overhead_ms)
-        return solve_policy(allowed, memory_budget, with_margin(self.config))
+        try:
+            return solve_policy(allowed, memory_budget, with_margin(self.config))
+        except InfeasibleBudgetError as error:
+            self.shape_policies.least = error.least
+            raise
+
+    def _refuse_far_above(self, profile: Profile, budget: Budget) -> None:
+        """Raise InfeasibleBudgetError if the policy of least memory that another size has takes far more than `budget`.
+
+        To find that of this size takes the solver up to seconds, and it would differ little.
+        """
+        known = self.shape_policies.least
+        if known is None or not _is_for(known, profile) or over_bound(profile, known, self.config):
+            return
+        least = current_policy(profile, known)
+        needed = needed_bytes(least, budget)
+        if needed > (1 + FAR_ABOVE) * budget.nbytes:
+            what = "peak" if budget.of_peak else "stored bytes"
+            message = f"memory_budget={budget.given!r} is below {needed} bytes, the least {what} that is known"
+            raise InfeasibleBudgetError(message, needed, least=least)
 
     def _with_room(self, profile: Profile) -> str | float | int:
         """The budget for batches whose `profile` is told: a smaller one where peaks are not told exactly."""

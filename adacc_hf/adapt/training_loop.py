@@ -59,6 +59,14 @@ class TrainingLoop:
         dtype, caches = self.autocast
         return torch.autocast(self._device_type, dtype=dtype, cache_enabled=caches)
 
+    def num_prefetched(self, device: torch.device) -> int:
+        """Return the number of batches that the loop has on `device` for steps to come."""
+        return 0
+
+    def num_before_step(self, device: torch.device) -> int:
+        """Return the number of batches on `device` when a step begins, which a count of its allocations leaves out."""
+        return int(device.type == "cpu")
+
     def no_sync(self, model: nn.Module) -> NoSync | None:
         """Return the `no_sync` context maker, if micro-batches before a step's last delay the gradient exchange."""
         return None

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 import adacc_hf.adapt.policy_maker as maker_module
-from adacc_hf.artifacts.errors import NoEstimateError
 from adacc_hf.price import measurement
 from adacc_hf.torch_glue.memory import CpuMemoryMeter, count_static_bytes
 
@@ -176,14 +175,9 @@ def leave_what_was_found(folder: Path, found: Any) -> None:
 
 
 @pytest.fixture
-def no_parts(monkeypatch):
-    """As if the model took no parts of a batch: the first steps run under torch's checkpoint, then a batch is
-    profiled."""
-
-    def refuse(*args, **kwargs):
-        raise NoEstimateError("it takes no parts of a batch")
-
-    monkeypatch.setattr(maker_module, "estimate_profile", refuse)
+def late_policy(monkeypatch):
+    """As if the first batch left blocks out: the first steps run under torch's checkpoint, then a batch is profiled."""
+    monkeypatch.setattr(maker_module.PolicyMaker, "before_first_step", lambda *_: None)
 
 
 @pytest.fixture

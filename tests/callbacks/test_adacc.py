@@ -35,7 +35,9 @@ def test_a_policy_is_set_before_the_first_step(train, lossless):
     assert [event["step"] for event in callback.history if event["event"] == "policy"] == [0]
 
 
-def test_the_policy_is_set_after_the_profiled_steps_where_the_model_takes_no_parts(train, lossless, no_parts):
+def test_the_policy_is_set_after_the_profiled_steps_where_the_first_batch_leaves_blocks_out(
+    train, lossless, late_policy
+):
     for profile_steps in (1, 3):
         callback = AdaccCallback(**lossless, profile_steps=profile_steps)
         train([callback])

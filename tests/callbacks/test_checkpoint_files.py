@@ -102,7 +102,7 @@ def test_a_checkpoint_written_without_the_callback_resumes(train, lossless, tmp_
     resumed.assert_equals(whole)
 
 
-def test_a_checkpoint_from_before_the_policy_resumes(train, lossless, tmp_path, no_parts):
+def test_a_checkpoint_from_before_the_policy_resumes(train, lossless, tmp_path, late_policy):
     settings = {**SAVING, "save_steps": 1}
     whole = train([AdaccCallback(**lossless)], **settings)
     assert not (tmp_path / "run" / "checkpoint-1" / POLICY_FILE).exists()
@@ -258,7 +258,7 @@ def test_files_that_cannot_be_written_do_not_end_the_run(train, lossless, tmp_pa
     train([AdaccCallback(**lossless)], resume=str(checkpoint), **SAVING).assert_equals(plain)
 
 
-def test_a_checkpoint_has_nothing_of_an_earlier_run_in_its_folder(train, lossless, tmp_path, no_parts):
+def test_a_checkpoint_has_nothing_of_an_earlier_run_in_its_folder(train, lossless, tmp_path, late_policy):
     train([AdaccCallback(**lossless)], **{**SAVING, "save_steps": 1})
     folder = tmp_path / "run"
     policy = (folder / "checkpoint-3" / POLICY_FILE).read_text()

@@ -36,14 +36,15 @@ def fail_on_rank_1(original: Any, number: int) -> Any:
     return call
 
 
-def failing_profile(number: int) -> Any:
-    return mock.patch.object(maker_module, "profile_model", fail_on_rank_1(maker_module.profile_model, number))
+def failing(name: str, number: int) -> Any:
+    """The function `name` that profiles, whose `number`-th call on rank 1 finds no memory."""
+    return mock.patch.object(maker_module, name, fail_on_rank_1(getattr(maker_module, name), number))
 
 
 def first_profile(toys: Any, folder: Path) -> str:
     """The error that a run ends with."""
     trainer = toys.tiny_trainer(folder, [AdaccCallback(**toys.LOSSLESS)], per_device_train_batch_size=2)
-    with failing_profile(1), pytest.raises(torch.OutOfMemoryError) as caught:
+    with failing("estimate_profile", 1), pytest.raises(torch.OutOfMemoryError) as caught:
         trainer.train()
     return str(caught.value)
 
@@ -52,7 +53,7 @@ def smaller_batch(toys: Any, folder: Path) -> dict[str, Any]:
     """What Accelerate makes of the same error: both ranks begin anew with fewer samples."""
     callback = AdaccCallback(**toys.LOSSLESS)
     trainer = toys.tiny_trainer(folder, [callback], per_device_train_batch_size=4, auto_find_batch_size=True)
-    with failing_profile(1):
+    with failing("estimate_profile", 1):
         trainer.train()
     has_policy = callback.policy is not None
     return {"steps": trainer.state.global_step, "batch": trainer._train_batch_size, "has_policy": has_policy}
@@ -67,7 +68,8 @@ def later_profile(toys: Any, folder: Path) -> dict[str, Any]:
     def make(callbacks: Any, **settings: Any) -> Any:
         return toys.tiny_trainer(folder, callbacks, per_device_train_batch_size=2, **settings)
 
-    with failing_profile(2):
+    late = mock.patch.object(maker_module.PolicyMaker, "before_first_step", return_value=None)
+    with late, failing("profile_model", 2):
         trainer = run_lengths(make, [16] * 4 + [32] * 16, [callback], trainer_class=InOrder)
     reasons = [event["reason"] for event in callback.history if event["event"] == "memory" and "reason" in event]
     return {"steps": trainer.state.global_step, "reasons": reasons}

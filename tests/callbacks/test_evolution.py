@@ -80,7 +80,7 @@ def test_other_lengths_get_policies_of_their_own(make_trainer):
     assert stored[3] < stored[2] < stored[0] < stored[1]
 
 
-def test_other_lengths_get_policies_of_their_own_where_the_model_takes_no_parts(make_trainer, no_parts):
+def test_other_lengths_get_policies_of_their_own_where_the_first_batch_leaves_blocks_out(make_trainer, late_policy):
     """The first longer batch runs under torch's checkpoint, and the next is profiled, for all sizes: what comes then
     has a policy before its first batch."""
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
@@ -134,7 +134,7 @@ def test_a_size_at_which_nothing_keeps_to_the_budget_is_said_before_it_runs(make
 
 
 def test_a_size_of_which_too_little_is_known_is_said_where_the_budget_has_no_room_for_that(
-    make_trainer, make_model, monkeypatch, no_parts
+    make_trainer, make_model, monkeypatch, late_policy
 ):
     probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.4)
     run_lengths(make_trainer, [15, 16, 16], [probe], model=make_model())
@@ -159,7 +159,9 @@ def refuse_profiles_of(length, monkeypatch):
     monkeypatch.setattr(maker_module, "profile_model", profile)
 
 
-def test_a_size_that_cannot_be_profiled_for_want_of_memory_stays_without_a_policy(make_trainer, monkeypatch, no_parts):
+def test_a_size_that_cannot_be_profiled_for_want_of_memory_stays_without_a_policy(
+    make_trainer, monkeypatch, late_policy
+):
     refuse_profiles_of(32, monkeypatch)
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
     trainer = run_lengths(make_trainer, [16] * 4 + [32] * 16, [callback])
@@ -169,7 +171,9 @@ def test_a_size_that_cannot_be_profiled_for_want_of_memory_stays_without_a_polic
     assert len(events(callback, "policy")) == 1
 
 
-def test_the_memory_of_steps_with_several_sizes_is_counted_and_tried_ever_less_often(make_trainer, monkeypatch, no_parts):
+def test_the_memory_of_steps_with_several_sizes_is_counted_and_tried_ever_less_often(
+    make_trainer, monkeypatch, late_policy
+):
     """Micro-batches of 16 and of 32 tokens in each step, the longer ones without a policy.
 
     There is no prediction to hold a peak against, and on a CPU each count takes a profiler.
@@ -267,7 +271,7 @@ def test_a_size_that_no_profile_recorded_runs_under_the_policy(make_trainer, pla
     lengths = [31, 32] * 2 + [30, 32, 30, 30]
     run_lengths(make_trainer, lengths, [callback], watch=watch)
     assert not [step for step, how in plans if how == "_first_call"]
-    # By the first of two blocks: every bit at 31 and at 32 tokens, the first and the second new size, the operators at 30.
+    # By the first of two blocks: every bit at 31 and at 32 tokens, the first two new sizes, operators at 30.
     assert compared == [True, True, False]
 
 
@@ -565,7 +569,7 @@ def test_a_long_history_is_not_written_at_every_event(make_trainer, tmp_path, mo
 
 
 @pytest.mark.parametrize("missed", [2**18, 2**14], ids=["much", "within-the-tolerance"])
-def test_the_measured_peak_corrects_a_prediction_that_was_too_low(make_trainer, monkeypatch, no_parts, missed):
+def test_the_measured_peak_corrects_a_prediction_that_was_too_low(make_trainer, monkeypatch, late_policy, missed):
     """As if the profiler had missed so many bytes in every phase of the step."""
     from adacc_hf.adapt.repricing import with_more_memory
 

@@ -129,7 +129,7 @@ def test_sharp_attention_ends_the_codecs_of_queries_and_keys_alone(
     (guard,) = [event for event in after.history if event["event"] == "guard"]
     found = {event["step"]: event["gradient_error"] for event in after.history if event["event"] == "tracking"}
     assert guard["step"] == 8
-    assert list(found) == [1, 2, 4, 8, 10, 11], "the step after the switch shows that this was all, and tracking starts over"
+    assert list(found) == [1, 2, 4, 8, 10, 11], "the step after the switch shows that it was all; tracking starts over"
     assert [step for step, error in found.items() if error > DEGRADED_ERROR] == [8]
     were, are = lossy_codecs(before), lossy_codecs(after)
     ended = sorted(name for name in were if are[name] != were[name])

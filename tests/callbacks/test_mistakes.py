@@ -74,13 +74,6 @@ def test_one_callback_in_two_runs_at_once_is_refused(make_trainer, lossless):
     assert callback.policy is not None, "once the first run is over it may begin another one"
 
 
-@pytest.mark.parametrize(("max_steps", "warns"), [(2, True), (3, False)])
-def test_a_run_that_ends_before_there_is_a_policy_says_so(train, lossless, caplog, max_steps, warns):
-    callback = AdaccCallback(**lossless)
-    train([callback], max_steps=max_steps)
-    assert any(f"max_steps={max_steps} leaves {max_steps} steps" in m for m in caplog.messages) == warns
-
-
 def test_evaluation_in_mid_run_changes_nothing(train, lossless):
     often = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 6}
     callback = AdaccCallback(**lossless, tracking=1)

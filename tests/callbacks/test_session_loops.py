@@ -22,6 +22,8 @@ NUM_STEPS = 8
 @pytest.fixture(autouse=True)
 def fresh_accelerate():
     """Accelerate keeps how it was set up for the whole process."""
+    for state in (AcceleratorState, GradientState):  # of Trainers that ran before
+        state._reset_state()
     yield
     for state in (AcceleratorState, GradientState):
         state._reset_state()

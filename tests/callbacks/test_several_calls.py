@@ -86,7 +86,7 @@ def test_a_byte_budget_holds_for_both_calls_of_all_micro_batches(train_pairs, me
     budget = sum(peaks) // 2
     callback, measured = AdaccCallback(memory_budget=budget, **QUIET), measure_step_peak(5)
     train_pairs([callback, measured], max_steps=5)
-    peak = measured.peak_bytes + NUM_MICRO * BATCH_BYTES
+    peak = measured.peak_bytes + (NUM_MICRO + 1) * BATCH_BYTES  # the loader has read one ahead
     assert not callback.policy.is_plain
     # The Trainer keeps a few scalars that nothing predicts: 1 %, as where a measured peak corrects no price.
     assert peak <= budget * 1.01

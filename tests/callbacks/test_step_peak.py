@@ -26,13 +26,13 @@ def test_the_trainers_step_keeps_to_the_predicted_peak(
     request, make_trainer, make_model, measure_step_peak, peak_of, name, takes_parts
 ):
     if not takes_parts:
-        request.getfixturevalue("no_parts")
+        request.getfixturevalue("late_policy")
     callback = AdaccCallback(memory_budget=0.5, **QUIET)
     measured = measure_step_peak(5)
     model = make_model(vocab_size=600)
     make_trainer([callback, measured], model=model, per_device_train_batch_size=BATCH_SIZE, **SETTINGS[name]).train()
     num_micro = SETTINGS[name].get("gradient_accumulation_steps", 1)
-    peak = measured.peak_bytes + num_micro * BATCH_BYTES
+    peak = measured.peak_bytes + (num_micro + 1) * BATCH_BYTES  # the loader has read one ahead
     if takes_parts and name == "bf16":  # the larger of two sums, which small parts do not tell apart exactly
         assert peak == pytest.approx(callback.policy.predicted_peak_bytes, rel=0.005)
     else:
@@ -72,4 +72,4 @@ def test_what_does_not_fit_keeps_to_the_device_less_the_margin(
     make_trainer([adacc, measured], model=make_model(), **{**settings, "max_steps": 5}).train()
     assert dict(adacc.policy.facts)["budget_bytes"] == wanted
     assert not adacc.policy.is_plain
-    assert measured.peak_bytes + BATCH_BYTES <= wanted
+    assert measured.peak_bytes + 2 * BATCH_BYTES <= wanted

@@ -102,7 +102,9 @@ def refuse_profiles_of(length, monkeypatch):
     monkeypatch.setattr(maker_module, "profile_model", profile)
 
 
-def test_steps_that_ran_the_forward_again_are_those_that_the_log_counts(make_trainer, make_model, monkeypatch, no_parts):
+def test_steps_that_ran_the_forward_again_are_those_that_the_log_counts(
+    make_trainer, make_model, monkeypatch, late_policy
+):
     refuse_profiles_of(32, monkeypatch)
     model = make_model()
     calls = ForwardCalls(model)
@@ -149,7 +151,7 @@ def test_the_overhead_is_that_of_the_batches_that_ran(make_trainer, monkeypatch)
     assert len(set(ran)) > 1
 
 
-def test_the_first_log_has_the_steps_before_the_policy_in_its_mean(train, lossless, no_parts):
+def test_the_first_log_has_the_steps_before_the_policy_in_its_mean(train, lossless, late_policy):
     callback = AdaccCallback(**lossless)
     trained = train([callback], logging_steps=4, max_steps=4)
     whole = Policy.uniform(callback.profile, "recompute").predicted_overhead_ms
@@ -169,7 +171,9 @@ def padding_comes_and_goes(make_trainer, make_model):
     return train
 
 
-def test_steps_on_another_path_are_counted_and_told_in_the_report(no_parts, padding_comes_and_goes, tmp_path, capsys):
+def test_steps_on_another_path_are_counted_and_told_in_the_report(
+    late_policy, padding_comes_and_goes, tmp_path, capsys
+):
     pytest.importorskip("matplotlib")
     callback, trainer = padding_comes_and_goes()
     assert logged(trainer, "adacc/fallback_steps") == [2, 2, 2, 3, 3, 4]
@@ -191,7 +195,7 @@ def test_steps_on_another_path_are_counted_and_told_in_the_report(no_parts, padd
     assert f"| 2 | {why} |" in report
 
 
-def test_a_run_that_resumes_goes_on_counting(no_parts, padding_comes_and_goes, tmp_path):
+def test_a_run_that_resumes_goes_on_counting(late_policy, padding_comes_and_goes, tmp_path):
     padding_comes_and_goes(save_strategy="steps", save_steps=5, max_steps=5)
     callback, trainer = padding_comes_and_goes(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-5"))
     assert logged(trainer, "adacc/fallback_steps")[-2:] == [3, 4]
