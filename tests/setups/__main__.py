@@ -40,14 +40,16 @@ def main() -> None:
     parser.add_argument("--fractions", nargs="+", type=float, default=[0.9, 0.7, 0.55], help="budgets / plain's peak")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--width", type=int, default=128, help="hidden size of the models")
+    parser.add_argument("--loop", choices=["trainer", "accelerate"], default="trainer", help="who runs the steps")
     parser.add_argument("--json", type=Path, help="file for all figures and log lines of all runs")
     options = parser.parse_args()
     results = {}
     print(heading(), flush=True)
     for name in options.setups:
         run = (name, options.width, options.steps)
-        plain = train_in_child(*run, budget=None, checkpointing=False)
-        checkpoint = train_in_child(*run, budget=None, checkpointing=True)
+        loop = {"loop": options.loop}
+        plain = train_in_child(*run, budget=None, checkpointing=False, **loop)
+        checkpoint = train_in_child(*run, budget=None, checkpointing=True, **loop)
         results[name] = {"plain": plain, "checkpoint": checkpoint, "budgets": {}}
         errors = [base["error"] for base in (plain, checkpoint) if base["error"] is not None]
         if errors:
@@ -55,7 +57,7 @@ def main() -> None:
             continue
         for fraction in options.fractions:
             budget = int(fraction * max(plain["peaks"]))
-            adacc = train_in_child(*run, budget=budget, checkpointing=False)
+            adacc = train_in_child(*run, budget=budget, checkpointing=False, **loop)
             compared = figures(plain, checkpoint, adacc, budget)
             results[name]["budgets"][fraction] = {"budget": budget, "figures": compared, **adacc}
             print(line(cells(name, fraction, plain, checkpoint, adacc, budget)), flush=True)

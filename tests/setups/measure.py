@@ -16,6 +16,7 @@ import setups
 import torch
 import transformers
 from memory_meter import MemoryMeter
+from own_loop import train_own_loop
 from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback
@@ -96,11 +97,17 @@ def count_profiles(recorder: StepRecorder) -> list[dict[str, Any]]:
     return profiles
 
 
-def train(name: str, width: int, steps: int, budget: int | None, checkpointing: bool) -> dict[str, Any]:
-    """Train one set-up in this process and return its record. With a `budget`, an AdaccCallback keeps to it."""
+def train(
+    name: str, width: int, steps: int, budget: int | None, checkpointing: bool, loop: str = "trainer"
+) -> dict[str, Any]:
+    """Train one set-up in this process and return its record.
+
+    With a `budget`, an AdaccCallback keeps to it, or in a `loop` of one's own ("accelerate") an AdaccSession.
+    """
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
-    adacc = None if budget is None else AdaccCallback(memory_budget=budget, actions=LOSSLESS)
+    settings = {"memory_budget": budget, "actions": LOSSLESS}
+    adacc = None if budget is None or loop != "trainer" else AdaccCallback(**settings)
     recorder = StepRecorder(adacc)
     log = LogRecorder(recorder)
     logger = logging.getLogger("adacc_hf")
@@ -127,13 +134,25 @@ def train(name: str, width: int, steps: int, budget: int | None, checkpointing: 
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.add_callback(recorder)
         recorder.start()
+        losses: list[dict[str, float]] = []
         try:
-            trainer.train()
+            if loop == "trainer":
+                trainer.train()
+            else:
+
+                def after_step(loss: float, norm: float) -> None:
+                    losses.append({"loss": loss, "grad_norm": norm})
+                    recorder.finish_step()
+
+                if checkpointing:
+                    trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+                session = train_own_loop(trainer, steps, None if budget is None else settings, after_step)
+                recorder.history = [] if session is None else [{**e, "seen": e["step"]} for e in session.history]
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
             recorder.finish_step()
     recorder.note_events()
-    losses = [entry for entry in trainer.state.log_history if "loss" in entry]
+    losses = losses or [entry for entry in trainer.state.log_history if "loss" in entry]
     return {
         "peaks": recorder.peaks,
         "seconds": recorder.seconds,

@@ -71,7 +71,11 @@ def cells(name: str, fraction: float, plain: Run, checkpoint: Run, run: Run, bud
     begin = [name, f"{fraction:g}", *memory]
     if run["error"] is not None:
         step = len(run["peaks"])
-        return [*begin, f"FAILED in step {step}: {run['error'].splitlines()[0]}", *[""] * (len(HEADINGS) - 6)]
+        return [
+            *begin,
+            f"FAILED in step {step}: {run['error'].splitlines()[0].partition(', reached in')[0]}",
+            *[""] * (len(HEADINGS) - 6),
+        ]
     values = figures(plain, checkpoint, run, budget)
     equal = "yes" if values["first_difference"] is None else f"no, from {values['first_difference']}"
     times = ("time_over_plain", "time_over_checkpoint", "second_half_over_checkpoint")
