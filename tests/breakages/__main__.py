@@ -32,7 +32,7 @@ BREAKS: list[tuple[str, str, str]] = [
     ("adacc_hf/price/survey.py", "max(block.outliers.get(value, 0) for", "min(block.outliers.get(value, 0) for"),
     ("adacc_hf/price/pricing.py", "point.max_bytes - point.live_bytes - results", "point.max_bytes - point.live_bytes"),
     ("adacc_hf/price/codec_options.py", "record.nbytes < config.min_compress_bytes", "record.nbytes < 1"),
-    ("adacc_hf/price/profiler.py", "(gradient_accumulation_steps - 1) *", "gradient_accumulation_steps *"),
+    ("adacc_hf/price/profiler.py", "(gradient_accumulation_steps - 1 +", "(gradient_accumulation_steps +"),
     ("adacc_hf/price/optimizer_memory.py", "sum(len(slots) * twin", "sum(twin"),
     ("adacc_hf/torch_glue/memory.py", "most = max(most, live)", "most = live"),
     # What is recorded, replayed and compared.
