@@ -84,8 +84,8 @@ def _check_method(args: RecipeArguments) -> None:
         raise ValueError("--method=compare trains every method from the start; drop --resume_from_checkpoint")
     elif 0 < training.max_steps <= AdaccConfig().profile_steps:
         raise ValueError(
-            f"--max_steps={training.max_steps} ends before --method=compare has steps to measure; the first "
-            f"{AdaccConfig().profile_steps} make the policy, so set more"
+            f"--max_steps={training.max_steps} leaves --method=compare no steps to measure: the first "
+            f"{AdaccConfig().profile_steps} contain the profile, so set more"
         )
 
 

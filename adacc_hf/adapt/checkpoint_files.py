@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 STATE_VERSION = 2
 _OLDEST = ("policy_step", "memory_budget", "tightened", "history", "losses", "tracking_ms")
 """Plain fields of `Saved` that checkpoints have had from the beginning."""
+_LATER = ("suspicion", "is_unproven", "step", "missing_bytes", "counted_elements")
+"""Plain fields that older checkpoints lack."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,8 @@ class SavedShapePolicy:
     """The prices for which the solver ran last, if they are not those of `profile`."""
     is_provisional: bool = False
     """Whether the policy is that of least memory, until a whole step was counted."""
+    is_told: bool = False
+    """Whether the profile was estimated from that of another size."""
 
     def to_json(self) -> dict[str, Any]:
         """What of it has no file of its own."""
@@ -61,6 +65,7 @@ class SavedShapePolicy:
             "num_tracked": self.num_tracked,
             "memory_budget": self.memory_budget,
             "is_provisional": self.is_provisional,
+            "is_told": self.is_told,
         }
 
     @classmethod
@@ -79,6 +84,7 @@ class SavedShapePolicy:
             prices=prices,
             searched=searched,
             is_provisional=record.get("is_provisional", False),
+            is_told=record.get("is_told", False),
         )
 
     def save(self, folder: Path, number: int) -> None:
@@ -111,12 +117,16 @@ class Saved:
     tracking_ms: float = 0.0
     step: int | None = None
     """Steps that were over; older checkpoints do not tell, and the Trainer has its own number."""
+    missing_bytes: dict[str, int] = field(default_factory=dict)
+    """What a counted step took at its moments beside its profile."""
+    counted_elements: int = 0
+    """Elements of the largest micro-batch of that step."""
     num_ranks: int = field(default_factory=num_ranks)
     """Ranks of the run: among more of them each holds less of what is divided."""
 
     def to_json(self) -> dict[str, Any]:
         """All of it but for what shape policies have in files of their own."""
-        plain = {name: getattr(self, name) for name in (*_OLDEST, "suspicion", "is_unproven", "step", "num_ranks")}
+        plain = {name: getattr(self, name) for name in (*_OLDEST, *_LATER, "num_ranks")}
         return {
             "version": STATE_VERSION,
             **plain,
@@ -135,10 +145,8 @@ class Saved:
             raise ValueError("it has no shape policy")
         return cls(
             shape_policies=shape_policies,
-            suspicion=record.get("suspicion"),
             switched_off=_switched_off(record, shape_policies),
-            is_unproven=record.get("is_unproven", False),
-            step=record.get("step"),
+            **{name: record[name] for name in _LATER if name in record},
             num_ranks=record.get("num_ranks", num_ranks()),  # older checkpoints do not tell
             **{name: record[name] for name in _OLDEST},
         )

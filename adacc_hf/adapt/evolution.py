@@ -105,7 +105,7 @@ class Evolution:
         """Whether there was anything to do at the end of the last step."""
         self.missing_bytes: dict[str, int] = {}
         """What steps take at their moments that no profile sees."""
-        self._counted_elements = 0
+        self.counted_elements = 0
         """Elements of the largest micro-batch of the step that showed them."""
         self._handle = handle
         self._in_force = InForce(handle)
@@ -161,16 +161,19 @@ class Evolution:
             switched_off=sorted(self.guard.switched_off),
             is_unproven=self.guard.is_unproven,
             tracking_ms=self.tracking_ms,
+            missing_bytes=dict(self.missing_bytes),
+            counted_elements=self.counted_elements,
         )
 
     def restore(self, saved: Saved) -> None:
         """Go on where the run stood that wrote `saved`; what its solver had begun is begun anew."""
         self.tracking_ms, self._tightened = saved.tracking_ms, saved.tightened
+        self.missing_bytes, self.counted_elements = dict(saved.missing_bytes), saved.counted_elements
         self.guard = LossGuard(self.config, saved.losses, saved.switched_off)
         self.guard.suspicion, self.guard.is_unproven = saved.suspicion, saved.is_unproven
         for record in reversed(saved.shape_policies):
             if record.profile is not None:  # one whose file is gone is made anew
-                self.add(record.shapes, record.profile, record.policy).go_on(record)
+                self.add(record.shapes, record.profile, record.policy, is_told=record.is_told).go_on(record)
 
     def add(
         self,
@@ -179,6 +182,7 @@ class Evolution:
         policy: Policy,
         is_provisional: bool = False,
         was_measured: bool = False,
+        is_told: bool = False,
     ) -> ShapePolicy:
         """Be ready for batches of `shapes`, and follow `policy` from now on, or until a step was counted.
 
@@ -186,7 +190,7 @@ class Evolution:
         """
         plans = self._handle.prepare(policy, self._handle.plans)
         rectifier = Rectifier(profile, policy, self.config, self.memory_budget)
-        shape_policy = ShapePolicy(shapes, rectifier, plans, is_provisional=is_provisional)
+        shape_policy = ShapePolicy(shapes, rectifier, plans, is_provisional=is_provisional, is_told=is_told)
         shape_policy.rectifier.switch_off(self.guard.switched_off)
         self.shape_policies.add(shape_policy)
         self.shape_policies.may_measure = not was_measured or profile.sizes is not None
@@ -318,7 +322,7 @@ class Evolution:
             self.shape_policies,
             switched_off,
             self.missing_bytes,
-            self._counted_elements,
+            self.counted_elements,
             self._say,
         )
 
@@ -473,33 +477,40 @@ class Evolution:
         if len(known) == len(used):
             # The peak of a step is that of its largest micro-batch.
             largest = max(known, key=lambda shape_policy: shape_policy.rectifier.predicted_peak_bytes())
-            besides, counted = self._num_uncounted * self._batch_bytes, self._meter.peak_bytes
+            besides, measured = self._num_uncounted * self._batch_bytes, self._meter.peak_bytes
             by_moment = {moment: nbytes + besides for moment, nbytes in self._meter.moments.items()}
-            peak = None if counted is None else counted + besides
-            mine = (self.shape_policies.all.index(largest), peak, by_moment)
+            peak = None if measured is None else measured + besides
+            mine = (self.shape_policies.all.index(largest), peak, by_moment, self._in_force.largest)
         peaks: dict[int, int] = {}
         moments: dict[str, int] = {}
+        sizes: BatchShapes = ()
         for found in of_all_ranks(mine):
             if found is not None and found[1] is not None:
+                sizes = max(sizes, found[3], key=num_elements)
                 peaks[found[0]] = max(found[1], peaks.get(found[0], 0))
                 moments = {m: max(found[2].get(m, 0), moments.get(m, 0)) for m in {**moments, **found[2]}}
         self._turns.ended(in_vain=not peaks)
         for index, peak in sorted(peaks.items()):
             shape_policy = self.shape_policies.all[index]
             if shape_policy.is_provisional:
-                changed = self._settle(step, shape_policy, peak, moments)
+                changed = self._settle(step, shape_policy, peak, moments, sizes)
             else:
                 self._compare_peak(step, shape_policy, peak)
         return changed
 
-    def _settle(self, step: int, shape_policy: ShapePolicy, peak: int, moments: Mapping[str, int]) -> bool:
-        """Follow the policy for what a whole step was found to take; returns whether it is another one."""
+    def _settle(
+        self, step: int, shape_policy: ShapePolicy, peak: int, moments: Mapping[str, int], largest: BatchShapes
+    ) -> bool:
+        """Follow the policy for what a whole step was found to take; return whether it is another one.
+
+        `largest` are the sizes of the largest micro-batch of all ranks in that step.
+        """
         rectifier, before = shape_policy.rectifier, shape_policy.rectifier.policy
         shape_policy.measured_peak_bytes, shape_policy.must_count, shape_policy.is_provisional = peak, False, False
-        counted = self._as_counted(rectifier.profile)
+        counted = self._at_counted(rectifier.profile, largest)
         current = current_policy(counted, before)  # tracking may have priced other outlier channels
         self.missing_bytes = missing_bytes(counted, current, moments)
-        self._counted_elements = num_elements(self._in_force.largest)
+        self.counted_elements = num_elements(largest)
         predicted, above = rectifier.predicted_peak_bytes(), max(self.missing_bytes.values(), default=0)
         self._note(step, "memory", measured_peak_bytes=peak, peak_bytes=predicted, corrected=above > 0)
         reason = f"a whole step was counted, which takes up to {above} bytes more than was profiled"
@@ -524,10 +535,10 @@ class Evolution:
         self._change(step, shape_policy, before, policy, reason, waited_ms)
         return True
 
-    def _as_counted(self, profile: Profile) -> Profile:
-        """`profile` at the sizes of the step that was counted, as far as any profile tells of them."""
-        largest = self._in_force.largest
-        if not self._is_alone or self.shape_policies.class_of(largest) is None:
+    def _at_counted(self, profile: Profile, largest: BatchShapes) -> Profile:
+        """Return the profile of a counted step, whose largest micro-batch has the sizes `largest`: `profile` if none
+        tells of these sizes."""
+        if self.shape_policies.class_of(largest) is None:
             return profile
         measured = self.shape_policies.told_from()[0].rectifier.profile
         known = {name for name, _ in measured.measured[0][0]}

@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from adacc_hf.adapt.checkpoint_files import Saved, SavedShapePolicy, save_in_checkpoint
 from adacc_hf.adapt.evolution import Evolution
 from adacc_hf.adapt.micro_batches import MicroBatches
@@ -48,6 +50,8 @@ class Recomputing(Phase):
         """Steps that were over when the present one began."""
         self._has_tried = False
         """Whether it was tried to have a policy for the first step already."""
+        self._failure: torch.OutOfMemoryError | None = None
+        """The error of a profile before the first step."""
 
     def step_begins(self, step: int) -> None:
         self._step = step
@@ -61,6 +65,25 @@ class Recomputing(Phase):
     def _meet(self, inputs: Any) -> None:
         if self._batches.meet(inputs):
             self._waiting.sizes.add(self._batches.shapes)
+
+    def attempt(self, run: Callable[[], Any]) -> Any:
+        """Call `run`, within which the first policy may be made, and once more if memory runs out under that policy."""
+        if not self._run.config.retry_out_of_memory:
+            return run()
+        try:
+            return run_with_retry(run, self._run.model, self._tighten, self._advice)
+        except torch.OutOfMemoryError:
+            if self._failure is not None:
+                raise self._failure from None
+            raise
+
+    def _tighten(self) -> str | None:
+        phase = self._run.phase
+        return phase.tighten() if isinstance(phase, Evolving) else "no policy that could change was in force"
+
+    def _advice(self) -> str:
+        phase = self._run.phase
+        return phase.evolution.advice() if isinstance(phase, Evolving) else "Use a smaller batch or shorter sequences"
 
     def micro_batch_ends(self) -> None:
         self._maker.inner_steps.close()
@@ -79,13 +102,19 @@ class Recomputing(Phase):
         if not isinstance(inputs, Mapping) or self._maker.must_wait(model):
             return
         self._waiting.remove()
-        found = self._maker.before_first_step(model, run.optimizer, dict(inputs), compute_loss)
+        try:
+            found = self._maker.before_first_step(model, run.optimizer, dict(inputs), compute_loss)
+        except torch.OutOfMemoryError as error:
+            self._failure = error
+            raise
         if found is None:
             self._waiting = FullRecompute(model, run.config)
             self._waiting.begin_step()
             self._waiting.sizes.add(self._batches.shapes)
             return
         self._batches.drop()
+        if run.given is not None:
+            self._maker.remove()  # nobody asks it again
         profile, policy = found
         run.phase = following = follow(run, policy, profile, self._step, self._maker, self._batches)
         following.begin_within(profile, policy, self._step)
@@ -234,7 +263,7 @@ class Evolving(Following):
         """Return what `run` returns, tried twice if memory runs out."""
         if not self._run.config.retry_out_of_memory:
             return run()
-        return run_with_retry(run, self.handle.installation.model, self._tighten, self.evolution.advice)
+        return run_with_retry(run, self.handle.installation.model, self.tighten, self.evolution.advice)
 
     def micro_batch_ends(self) -> None:
         self._maker.inner_steps.close()  # of a run that came by its policy within this micro-batch
@@ -245,7 +274,8 @@ class Evolving(Following):
         if self._batches.meet(inputs):
             self.evolution.choose(self._batches.shapes, self._batches.nbytes)
 
-    def _tighten(self) -> str | None:
+    def tighten(self) -> str | None:
+        """Plan with less memory after a step ran out of it; return why that cannot be, or None."""
         if self._run.has_stepped:
             return "the optimizer has begun to change the weights"
         obstacle = self.evolution.tighten(self._step + 1)
@@ -347,7 +377,7 @@ class Evolving(Following):
 
     def _shapes_of(self, profile: Profile) -> BatchShapes | None:
         """The sizes of the batch that was just profiled: the first rank's, whose profile all ranks share."""
-        if profile.measured:
+        if profile.sizes is not None:
             return from_plain(profile.measured[0][0])
         return from_first_rank(lambda: self._batches.met)
 

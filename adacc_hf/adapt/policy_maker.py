@@ -50,6 +50,7 @@ from adacc_hf.torch_glue.ranks import (
     common_profile,
     from_first_rank,
     is_sharded,
+    num_ranks,
     of_all_ranks,
     or_ends_its_process,
 )
@@ -88,8 +89,8 @@ class PolicyMaker:
         self.inner_steps.close()
 
     def must_wait(self, model: nn.Module) -> bool:
-        """Return True if a profile has to wait until a profiler of torch's has ended, and say so once."""
-        if next(model.parameters()).device.type != "cpu" or not is_profiling():
+        """Return True if a profile has to wait until a profiler of torch's has ended on all ranks, and say so once."""
+        if next(model.parameters()).device.type != "cpu" or not any(of_all_ranks(is_profiling())):
             return False
         if not self._has_said_busy:
             self._has_said_busy = True
@@ -134,16 +135,18 @@ class PolicyMaker:
     def before_first_step(
         self, model: nn.Module, optimizer: Any, batch: dict[str, Any], compute_loss: ComputeLoss | None
     ) -> tuple[Profile, Policy] | None:
-        """(profile, policy) for a batch that was not trained on yet, on all ranks.
+        """Return the profile and the policy for the first batch, before any step, the same on all ranks.
 
-        The profile is told from small parts of the batch, or where the model takes none, that of the whole batch. Under
-        a budget of the peak the policy is plain training where that keeps to it, else that of least memory, until a
-        step was counted. None where the batch leaves blocks out or makes no loss on some rank, and where ranks hold
-        parts of the parameters: some might take more parts of a batch than others. Raises InfeasibleBudgetError.
+        The profile is estimated from small parts of the batch, or measured on the whole batch if the model cannot run
+        on parts. Under a budget of the peak, the policy is plain training if that fits, else the policy of least
+        memory; a counted step corrects it. None if the batch leaves blocks out or has no loss on some rank, or if a
+        forward has collectives (sharded parameters, SyncBatchNorm), since ranks may run different numbers of parts.
+        Raises InfeasibleBudgetError.
         """
-        if is_sharded(model):
+        exchanges = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+        if is_sharded(model) or (exchanges and num_ranks() > 1):
             return None
-        profile, reason = None, "another rank has no profile"
+        level, profile, reason = logging.INFO, None, "another rank has no profile"
         try:
             with self._profiling(model):
                 try:
@@ -152,10 +155,12 @@ class PolicyMaker:
                     if is_out_of_memory(error):
                         raise
                     reason = as_sentence(error)
+                    level = logging.INFO if isinstance(error, UncalledBlocksError) else logging.WARNING
+                    log.debug("Adacc: no profile of the first batch", exc_info=error)
         except torch.OutOfMemoryError as error:
             raise self._with_advice(error, batch) from error
         if not all(of_all_ranks(profile is not None)) or profile is None:
-            log.info("Adacc: the first steps run under torch's checkpoint: %s", reason)
+            log.log(level, "Adacc: the first steps run under torch's checkpoint: %s", reason)
             return None
         profile = common_profile(profile)
         self._tell_of_fragments(profile)
@@ -169,9 +174,7 @@ class PolicyMaker:
         settings = self._settings(model, optimizer) | {"compute_loss": compute_loss}
         try:
             profile = estimate_profile(model, batch, self._config, optimizer, **settings)
-        except UncalledBlocksError:
-            raise
-        except (NoEstimateError, *NOT_TAKEN) as error:
+        except (NoEstimateError, UncalledBlocksError, *NOT_TAKEN) as error:
             if is_out_of_memory(error):
                 raise
             self._say_whole(batch, as_sentence(error))
@@ -180,7 +183,7 @@ class PolicyMaker:
             return profile
         return profile_model(model, batch, self._config, optimizer, **settings)
 
-    def _say_whole(self, batch: dict[str, Any] | None, why: str) -> None:
+    def _say_whole(self, batch: dict[str, Any], why: str) -> None:
         """Say that a whole batch is about to be profiled: a warning where the budget bounds the peak in bytes."""
         budget = self._config.memory_budget
         in_bytes = not isinstance(budget, float) and budget != "auto"
@@ -188,7 +191,7 @@ class PolicyMaker:
             logging.WARNING if in_bytes else logging.INFO,
             "Adacc: a whole batch of %s is profiled, which takes what one block makes on top of full recomputation and "
             "may be more than memory_budget=%r: %s",
-            describe(batch_shapes(batch or {})),
+            describe(batch_shapes(batch)),
             budget,
             why,
         )
@@ -256,7 +259,7 @@ class PolicyMaker:
         if found is None:
             return None
         shapes, priced = found
-        if priced.measured:
+        if priced.sizes is not None:
             shapes = from_plain(priced.measured[0][0])
         policy = self._solve_again(priced, evolution)
         if policy.idle_blocks - evolution.idle_blocks:
@@ -381,6 +384,7 @@ class PolicyMaker:
         if callable(self._given):
             return _checked(self._given(profile), self._config.memory_budget, profile)
         allowed = without_codecs(profile, switched_off) if switched_off else profile
+        allowed = allowed.without_codecs_below(self._config.min_compress_bytes)
         try:
             return solve_policy(allowed, budget, self._config)
         except InfeasibleBudgetError as error:

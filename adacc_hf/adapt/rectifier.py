@@ -190,7 +190,8 @@ class Rectifier:
 
     def start_solving(self) -> None:
         """Solve for today's prices on a thread of the first rank."""
-        profile, policy, budget, searched = self._to_solve(), self.policy, self.memory_budget, self.searched
+        profile, policy, budget = self._to_solve(), self.policy, self.memory_budget
+        searched = self.searched.without_codecs_below(self.config.min_compress_bytes)
         self._solving_from = self.profile
         self._solving = Background(lambda: judged(profile, policy, budget, self.config, searched))
 
@@ -216,7 +217,9 @@ class Rectifier:
         return self.policy
 
     def _to_solve(self) -> Profile:
-        return without_codecs(self.profile, self.switched_off)
+        # An estimated profile prices codecs for what is large enough at some size.
+        allowed = without_codecs(self.profile, self.switched_off)
+        return allowed.without_codecs_below(self.config.min_compress_bytes)
 
     def _measuring(self, kind_index: int) -> Callable[[int, Codec], MeasuringCodec]:
         values = self.profile.kinds[kind_index].values

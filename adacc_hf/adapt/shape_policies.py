@@ -86,6 +86,7 @@ class ShapePolicy:
             num_tracked=rectifier.num_tracked,
             memory_budget=rectifier.memory_budget,
             is_provisional=self.is_provisional,
+            is_told=self.is_told,
         )
 
     def go_on(self, record: SavedShapePolicy) -> None:

@@ -29,8 +29,8 @@ tenth of a second or two."""
 
 
 FAR_ABOVE = 0.05
-"""Part of the budget by which the policy of least memory of another size has to be above it for no other one to be
-sought: at another size it need not be the least, and nearly is."""
+"""If the policy of least memory of another size exceeds the budget by more than this part, the solver is not asked for
+a better one. At another size that policy need not be the least, and nearly is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,7 @@ class ToldPolicies:
         What a counted step took beside its profile grows with the batch, as far as is known: metrics of the outputs.
         """
         profile = at_size(self.shape_policies.told_from()[0].rectifier.profile, to_plain(sizes))
+        profile = profile.without_codecs_below(self.config.min_compress_bytes)
         ratio = num_elements(sizes) / self.counted_elements if self.counted_elements else 1.0
         if ratio <= 1 or not any(self.missing_bytes.values()):
             return profile
@@ -127,6 +128,8 @@ class ToldPolicies:
         To find that of this size takes the solver up to seconds, and it would differ little.
         """
         known = self.shape_policies.least
+        if self.config.on_over_budget == "error":  # the run ends: the solver is to have the last word
+            return
         if known is None or not _is_for(known, profile) or over_bound(profile, known, self.config):
             return
         least = current_policy(profile, known)
@@ -134,7 +137,7 @@ class ToldPolicies:
         if needed > (1 + FAR_ABOVE) * budget.nbytes:
             what = "peak" if budget.of_peak else "stored bytes"
             message = f"memory_budget={budget.given!r} is below {needed} bytes, the least {what} that is known"
-            raise InfeasibleBudgetError(message, needed, least=least)
+            raise InfeasibleBudgetError(message, needed, bound_bytes=0, least=least)
 
     def _with_room(self, profile: Profile) -> str | float | int:
         """The budget for batches whose `profile` is told: a smaller one where peaks are not told exactly."""

@@ -199,12 +199,6 @@ class KindProfile:
     """Why each call of such a block is compared with its tape, operator by operator: Dynamo cannot trace its Python
     whole. None if guards tell whether a call runs what was recorded."""
 
-    def without_codecs_below(self, nbytes: int) -> KindProfile:
-        """Return this kind with no codecs for values of fewer bytes."""
-        return replace(
-            self, values=tuple(replace(v, codecs=()) if v.codecs and v.nbytes < nbytes else v for v in self.values)
-        )
-
     @cached_property
     def activations(self) -> tuple[Value, ...]:
         """The values that a policy has an action for."""
@@ -416,6 +410,14 @@ class Profile:
             loss_peak_bytes=wanted.loss_peak_bytes,
             tail_peak_bytes=wanted.tail_peak_bytes,
         )
+
+    def without_codecs_below(self, nbytes: int) -> Profile:
+        """Return this profile with no codecs for activations of fewer bytes."""
+
+        def limited(value: Value) -> Value:
+            return replace(value, codecs=()) if value.codecs and value.nbytes < nbytes else value
+
+        return replace(self, kinds=tuple(replace(k, values=tuple(map(limited, k.values))) for k in self.kinds))
 
     def with_more_live(self, forward: int, blocks: Sequence[int], after: int) -> Profile:
         """The same model with so many bytes more, or fewer, live: until backward, in each block's, and after theirs.

@@ -87,9 +87,9 @@ class ProfileSizes:
         self._amounts = [_amount(shapes) for shapes, _ in measured]
         """Elements of each batch."""
         elements = self._basis.fit(tuple(self._amounts))
+        smallest = tuple(min(calls, key=prod)[p] for p in self._symbols)
         self._are_lines = len(self._symbols) < 3 and (
-            elements is None
-            or self._basis.share_of_all(elements, tuple(calls[0][p] for p in self._symbols)) >= LINE_SHARE
+            elements is None or self._basis.share_of_all(elements, smallest) >= LINE_SHARE
         )
         """True if a number that is no sum of products is read off a line over the elements of a batch. Elements of
         images grow with samples alone, where memory grows with a text's length too."""

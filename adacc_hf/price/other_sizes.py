@@ -106,7 +106,7 @@ def small_parts(batch: Mapping[str, Any], least_tokens: int = 0, has_pairs: bool
     larger of two sums.
     """
     shapes = batch_shapes(batch)
-    samples, _ = _extent(batch)
+    samples = batch["input_ids"].shape[0] if least_tokens else _extent(batch)[0]
     lengths = {shape.name: shape.size[1] for shape in shapes if len(shape.size) == 2}
     if least_tokens:  # sizes of images, patches and grids are no texts
         lengths = {name: length for name, length in lengths.items() if length == batch["input_ids"].shape[1]}

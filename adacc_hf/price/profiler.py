@@ -246,8 +246,7 @@ def estimate_profile(
     sizes = [to_plain(batch_shapes(part)) for part in parts]
     measured = tuple((size, tuple(numbers_of(profile))) for size, profile in zip(sizes, profiles, strict=True))
     told = at_size(replace(profiles[0], measured=measured), to_plain(shapes))
-    kinds = tuple(kind.without_codecs_below(config.min_compress_bytes) for kind in told.kinds)
-    return replace(told, kinds=kinds, measured=((to_plain(shapes), tuple(numbers_of(told))), *measured))
+    return replace(told, measured=((to_plain(shapes), tuple(numbers_of(told))), *measured))
 
 
 @dataclass(frozen=True, kw_only=True)

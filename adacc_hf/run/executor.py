@@ -103,7 +103,7 @@ class PolicyHandle:
         """The strategies that were followed last."""
         self._head: ChunkedHead | None = None
         self.larger_batches: LargerBatches | None = None
-        """Warns of a batch larger than the policy was made for. None in a run, which has a policy for each size."""
+        """Warns of a batch larger than the policy was made for. None if each size has a policy of its own."""
         try:
             self.follow(self.prepare(policy))
         except BaseException:

@@ -51,13 +51,13 @@ class LargerBatches:
             self.remove()
 
     def _warn(self, given: dict[str, tuple[int, ...]], ratio: float) -> None:
-        """Say what a batch of `ratio` times as many elements takes at least: what a step stores grows with them."""
+        """Say what a batch of `ratio` times as many elements takes: what a step stores grows with them at least."""
         policy = self._policy
         peak = policy.predicted_peak_bytes + (ratio - 1) * policy.predicted_stored_bytes
         profiled = {name: self._profiled[name] for name in given}
         log.warning(
-            "Adacc: a batch of %s is larger than the one of %s that the policy was made for: its step has a peak of at "
-            "least %s (predicted), in place of %s. Profile the largest batch, or train within "
+            "Adacc: a batch of %s is larger than the one of %s that the policy was made for: its step has a peak of "
+            "about %s (predicted), in place of %s. Profile the largest batch, or train within "
             "AdaccSession(model, optimizer, memory_budget=...).step(batch), which has a policy for each size",
             _described(given),
             _described(profiled),

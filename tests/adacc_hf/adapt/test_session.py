@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.optim import optimizer as optimizers
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from adacc_hf import AdaccConfig, AdaccSession, Policy, remove_policy
@@ -675,3 +676,77 @@ def test_a_size_that_comes_before_a_step_was_counted_is_without_codecs_that_are_
         assert larger.is_provisional
         codecs = {c.codec for plan in larger.rectifier.policy.plans for _, c in plan.choices if c.codec}
         assert codecs <= {"bitmask"}, "what is lossless"
+
+
+def train_on(session, model, optimizer, batches):
+    for batch in batches:
+        with session.step(batch):
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_run_that_resumes_keeps_the_profile_that_tells_of_all_sizes(tmp_path):
+    """Although a size that it was told of comes first: that of the batch before the checkpoint."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = AdaccSession(model, optimizer, **HALF)
+    train_on(session, model, optimizer, [batch_of(seed, tokens=60) for seed in range(5)])
+    train_on(session, model, optimizer, [batch_of(seed, tokens=45) for seed in range(3)])
+    session.save(tmp_path)
+    session.close()
+    resumed = AdaccSession(model, optimizer, **HALF)
+    assert resumed.load(tmp_path)
+    train_on(resumed, model, optimizer, [batch_of(0, tokens=50), batch_of(0, tokens=30)])
+    resumed.close()
+    assert not [event for event in resumed.history if event["event"] == "fallback"]
+
+
+def test_what_a_counted_step_lacked_is_known_to_the_run_that_resumes(tmp_path, monkeypatch):
+    monkeypatch.setattr("adacc_hf.adapt.evolution.missing_bytes", lambda *_: {"forward, head and loss": 1000})
+    settings = {**LOSSLESS, "memory_budget": "2MiB"}
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = AdaccSession(model, optimizer, **settings)
+    train_on(session, model, optimizer, BATCHES[:5])
+    before = session.phase.evolution
+    assert (before.missing_bytes, before.counted_elements) == ({"forward, head and loss": 1000}, 2 * 8 * 16)
+    session.save(tmp_path)
+    session.close()
+    resumed = AdaccSession(model, optimizer, **settings)
+    assert resumed.load(tmp_path)
+    after = resumed.phase.evolution
+    assert (after.missing_bytes, after.counted_elements) == (before.missing_bytes, before.counted_elements)
+    resumed.close()
+
+
+def test_a_function_s_policy_leaves_no_hook_of_all_optimizers():
+    hooks = optimizers._global_optimizer_pre_hooks
+    before = dict(hooks)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = AdaccSession(model, optimizer, policy=lambda profile: Policy.uniform(profile, "recompute"))
+    train_on(session, model, optimizer, BATCHES[:2])
+    assert dict(hooks) == before
+    session.close()
+
+
+def test_out_of_memory_in_the_very_first_micro_batch_is_tried_again():
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = AdaccSession(model, optimizer, **HALF)
+    failed = []
+
+    def step(batch):
+        loss = model(**batch).loss
+        if not failed:
+            failed.append(1)
+            raise torch.OutOfMemoryError("no room")
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    session.run(step, batch_of(0))
+    assert [event["event"] for event in session.history] == ["policy", "memory"]
+    assert session.history[1]["reason"].startswith("out of memory")
+    session.close()
