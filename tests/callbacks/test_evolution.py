@@ -100,8 +100,8 @@ def test_lengths_that_differ_from_the_first_steps_on_are_never_without_a_policy(
     unplanned = []
     original = Evolution.choose
 
-    def choose(evolution, shapes):
-        original(evolution, shapes)
+    def choose(evolution, shapes, nbytes):
+        original(evolution, shapes, nbytes)
         unplanned.append(evolution._in_force.shape_policy is None)
 
     monkeypatch.setattr(Evolution, "choose", choose)

@@ -135,8 +135,8 @@ def test_the_overhead_is_that_of_the_batches_that_ran(make_trainer, monkeypatch)
     """Each log of 4 steps of 2 micro-batches has the mean of their own policies, not the last one's."""
     ran, original = [], Evolution.choose
 
-    def choose(evolution, shapes):
-        original(evolution, shapes)
+    def choose(evolution, shapes, nbytes):
+        original(evolution, shapes, nbytes)
         size = next(shape.size[1] for shape in evolution._in_force.shape_policy.shapes if shape.name == "input_ids")
         ran.append(evolution._in_force.shape_policy.rectifier.policy.predicted_overhead_ms * shapes[0].size[1] / size)
 
