@@ -43,13 +43,13 @@ __all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
 class AdaccCallback(TrainerCallback):
     """Trains within a memory budget.
 
-    A policy is made before the first step, from a profile of small parts of the first batch, or of the whole batch
-    where the model takes no parts. Where the first batch leaves blocks out, or ranks hold parts of the parameters
-    (FSDP, ZeRO-3), the first `profile_steps` steps run under torch's checkpoint instead; then the next batch that calls
-    every block is profiled. As training goes on the policy follows the
-    data (adapt/evolution.py). With `torch_compile=True` the decisions are made inside the compiled graphs
-    (compiler/compiled_run.py). A checkpoint carries all of it, and a run that resumes with the same `memory_budget` on
-    as many ranks goes on with it. When training ends, or fails, the model is as it was.
+    A policy is made before the first step, from a profile of small parts of the first batch, or of the whole batch if
+    the model cannot run on parts. If the first batch leaves blocks out, or ranks hold parts of the parameters (FSDP,
+    ZeRO-3), the first `profile_steps` steps run under torch's checkpoint instead; then the next batch that calls every
+    block is profiled. As training goes on, the policy follows the data (adapt/evolution.py). With `torch_compile=True`
+    the decisions are made inside the compiled graphs (compiler/compiled_run.py). A checkpoint carries all of it, and a
+    run that resumes with the same `memory_budget` on as many ranks goes on with it. When training ends, or fails, the
+    model is as it was.
 
     `policy` overrides the solver: a Policy, a file, or a function of the profile. Nothing ever changes such a policy;
     a Policy or a file is followed from the first step, and goes before a checkpoint's. Fields of `AdaccConfig` may be
