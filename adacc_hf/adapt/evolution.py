@@ -22,7 +22,6 @@ from adacc_hf.adapt.checkpoint_files import Saved
 from adacc_hf.adapt.judging import NOTHING_FITS, current_policy, with_margin
 from adacc_hf.adapt.loss_guard import LossGuard
 from adacc_hf.adapt.rectifier import Rectifier, Tracking
-from adacc_hf.adapt.repricing import without_codecs
 from adacc_hf.adapt.shape_policies import (
     MAX_OTHERS,
     MAX_SHAPE_POLICIES,
@@ -305,8 +304,7 @@ class Evolution:
         policy = current_policy(profile, measured.rectifier.policy)
         if not measured.rectifier.is_over_budget(policy.predicted_peak_bytes):
             return measured
-        allowed = without_codecs(profile, self.guard.switched_off)
-        policy = quick_least_policy(allowed, with_margin(self.config))
+        policy = quick_least_policy(self._told().allowed(profile), with_margin(self.config))
         if not self._is_alone:
             note_latest(self.shape_policies.others, sizes, self._handle.prepare(policy, self._handle.plans), MAX_OTHERS)
             return None

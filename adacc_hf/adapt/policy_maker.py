@@ -223,7 +223,9 @@ class PolicyMaker:
             return error.least
         room = 0.0 if profile.sizes is None else profile.sizes.uncertainty
         is_safe = policy.is_plain and policy.predicted_peak_bytes * (1 + room) <= allowed
-        return policy if is_safe else quick_least_policy(profile, self._config)
+        if is_safe:
+            return policy
+        return quick_least_policy(profile.without_codecs_below(self._config.min_compress_bytes), self._config)
 
     def for_size(
         self,

@@ -66,13 +66,16 @@ class ToldPolicies:
         profile = self.profile_at(sizes)
         return sizes, profile, self.or_least(sizes, profile)
 
+    def allowed(self, profile: Profile) -> Profile:
+        """Return `profile` with the codecs that a new policy may use: none is switched off or for too small values."""
+        return without_codecs(profile, self.switched_off).without_codecs_below(self.config.min_compress_bytes)
+
     def profile_at(self, sizes: BatchShapes) -> Profile:
         """What batches of `sizes` are told to take.
 
         What a counted step took beside its profile grows with the batch, as far as is known: metrics of the outputs.
         """
         profile = at_size(self.shape_policies.told_from()[0].rectifier.profile, to_plain(sizes))
-        profile = profile.without_codecs_below(self.config.min_compress_bytes)
         ratio = num_elements(sizes) / self.counted_elements if self.counted_elements else 1.0
         if ratio <= 1 or not any(self.missing_bytes.values()):
             return profile
@@ -109,7 +112,7 @@ class ToldPolicies:
         """The policy for batches with this profile: one of those in force that nearly uses up the budget there, or else
         what the solver finds. Raises InfeasibleBudgetError if nothing keeps to the budget."""
         budget = Budget.resolve(memory_budget, profile, self.config)
-        allowed = without_codecs(profile, self.switched_off)
+        allowed = self.allowed(profile)
         self._refuse_far_above(allowed, budget)
         in_force = [s.rectifier.policy for s in self.shape_policies.all if _is_for(s.rectifier.policy, profile)]
         told = [current_policy(allowed, policy) for policy in in_force if not over_bound(allowed, policy, self.config)]

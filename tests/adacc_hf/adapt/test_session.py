@@ -750,3 +750,19 @@ def test_out_of_memory_in_the_very_first_micro_batch_is_tried_again():
     assert [event["event"] for event in session.history] == ["policy", "memory"]
     assert session.history[1]["reason"].startswith("out of memory")
     session.close()
+
+
+def test_a_smaller_size_runs_under_a_policy_whose_codecs_it_is_too_small_for():
+    """Codecs are for values of `min_compress_bytes` and more; at a smaller size a policy may have some for others."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    nbytes = 8 * 32 * 32 * 4  # the hidden states of the first batch
+    session = AdaccSession(model, optimizer, memory_budget="1.6MiB", min_compress_bytes=nbytes // 4, head="plain")
+    train_on(session, model, optimizer, [batch_of(0, tokens=32), batch_of(1, tokens=6), batch_of(2, tokens=32)])
+    used = [choice.codec for plan in session.policy.plans for _, choice in plan.choices if choice.codec]
+    train_on(
+        session, model, optimizer, [batch_of(seed, tokens=tokens) for seed, tokens in enumerate((6, 9, 32, 5, 12))]
+    )
+    session.close()
+    assert used
+    assert session.num_steps == 8
