@@ -16,7 +16,7 @@ BLOCK = re.compile(r"(<!--[^>]*-->\n\n)?```(python|bash)\n(.*?)```", re.DOTALL)
 YAML = re.compile(r"```yaml\n(.*?)```", re.DOTALL)
 PROMISED = {
     "compile": ("5.",),
-    "explain": ("GPT2Block, transformer.h.0", "retain", "recompute", "compress(", "full recomputation"),
+    "explain": ("GPT2Block, transformer.h.0", "retain", "recompute", "compress("),
     "long-context": ("chunked head", "of plain training's bytes"),
     "plan": ('"fits": true',),
     "preferences": ("DPO:  2 blocks", "GRPO: 2 blocks"),
