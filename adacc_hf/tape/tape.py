@@ -292,17 +292,22 @@ class Tape:
     def values_in(self, other: Tape) -> tuple[dict[int, int], bool]:
         """(for each value of operators that `other` runs too, the one of `other` that is the same; whether all are).
 
-        What autograd saves may differ, and with it the order in which values were first seen.
+        What autograd saves may differ, and with it the order in which values were first seen. A value is the same only
+        if the operator that made it is: a product with a mask is no product with a sigmoid.
         """
         same: dict[int, int] = {}
+        matched: dict[int | None, int | None] = {None: None}
         own_of: dict[int, int] = {}
         calls, others = ([(op.module, *op.signature()) for op in tape.operators] for tape in (self, other))
         is_whole = calls == others
         for begin, other_begin, number in SequenceMatcher(None, calls, others, autojunk=False).get_matching_blocks():
             for place in range(number):
+                matched[begin + place] = other_begin + place
                 own, theirs = self.operators[begin + place], other.operators[other_begin + place]
                 for value, found in zip([*own.inputs(), *own.made()], [*theirs.inputs(), *theirs.made()], strict=True):
-                    is_new = value not in same and found not in own_of and self._has_source_of(value, other, found)
+                    is_made_alike = matched.get(self.values[value].producer, -1) == other.values[found].producer
+                    is_free = value not in same and found not in own_of
+                    is_new = is_free and is_made_alike and self._has_source_of(value, other, found)
                     if is_new:
                         same[value], own_of[found] = found, value
                     is_whole &= is_new or same.get(value) == found

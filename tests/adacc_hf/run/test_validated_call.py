@@ -91,6 +91,8 @@ def what_waits_is_changed(other, seed):
 @what_waits_is_changed(["relu_"], 0)
 @what_waits_is_changed(["relu_"], 1)
 @what_waits_is_changed(["relu_"], 2)
+# A product with dropout's mask, which became bits, and one with a sigmoid.
+@example(usual=["dropout"], other=["swish"], prefix=0, block=1, step=0, seed=0, knows_profile=False)
 @what_waits_is_changed(["triple", "relu_"], 0)
 @what_waits_is_changed(["triple", "relu_"], 1)
 @what_waits_is_changed(["triple", "relu_"], 2)
