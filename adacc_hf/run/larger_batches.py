@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from math import prod
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.units import format_bytes
+from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, from_plain, num_elements
 from adacc_hf.torch_glue.model_hook import ModelHook, by_name
 
 log = logging.getLogger(__name__)
@@ -44,27 +44,23 @@ class LargerBatches:
             for name, tensor in (by_name(module, args, kwargs) or {}).items()
             if name in self._profiled and isinstance(tensor, torch.Tensor)
         }
-        before = sum(prod(self._profiled[name]) for name in given)
-        ratio = sum(map(prod, given.values())) / before if before else 0.0
+        shapes = from_plain(tuple(given.items()))
+        profiled = from_plain(tuple((name, self._profiled[name]) for name in given))
+        ratio = num_elements(shapes) / num_elements(profiled) if profiled else 0.0
         if ratio > 1:
-            self._warn(given, ratio)
+            self._warn(shapes, profiled, ratio)
             self.remove()
 
-    def _warn(self, given: dict[str, tuple[int, ...]], ratio: float) -> None:
+    def _warn(self, given: BatchShapes, profiled: BatchShapes, ratio: float) -> None:
         """Say what a batch of `ratio` times as many elements takes: what a step stores grows with them at least."""
         policy = self._policy
         peak = policy.predicted_peak_bytes + (ratio - 1) * policy.predicted_stored_bytes
-        profiled = {name: self._profiled[name] for name in given}
         log.warning(
             "Adacc: a batch of %s is larger than the one of %s that the policy was made for: its step has a peak of "
             "about %s (predicted), in place of %s. Profile the largest batch, or train within "
             "AdaccSession(model, optimizer, memory_budget=...).step(batch), which has a policy for each size",
-            _described(given),
-            _described(profiled),
+            describe(given),
+            describe(profiled),
             format_bytes(round(peak)),
             format_bytes(policy.predicted_peak_bytes),
         )
-
-
-def _described(sizes: dict[str, tuple[int, ...]]) -> str:
-    return ", ".join(f"{name} {'x'.join(map(str, size))}" for name, size in sizes.items())
