@@ -16,7 +16,7 @@ if not _os.path.isdir(_os.path.join(_here, "callbacks")) and _os.path.isfile(_os
     __path__.append(_root)
 
 if TYPE_CHECKING:
-    from adacc_hf.adapt.rectifier import Rectifier
+    from adacc_hf.adapt.replanner import Replanner
     from adacc_hf.adapt.session import AdaccSession
     from adacc_hf.artifacts.config import AdaccConfig
     from adacc_hf.artifacts.errors import (
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from adacc_hf.callbacks.adacc import AdaccCallback
     from adacc_hf.callbacks.throughput import ThroughputCallback
     from adacc_hf.price.profiler import profile_model
-    from adacc_hf.run.executor import apply_policy, remove_policy
+    from adacc_hf.run.policy_handle import apply_policy, remove_policy
     from adacc_hf.solve.solver import solve_policy
 
 _EXPORTS = {
@@ -50,13 +50,13 @@ _EXPORTS = {
     "OptimizerStateError": "adacc_hf.artifacts.errors",
     "PolicyMismatchError": "adacc_hf.artifacts.errors",
     "TapeMismatchError": "adacc_hf.artifacts.errors",
-    "apply_policy": "adacc_hf.run.executor",
+    "apply_policy": "adacc_hf.run.policy_handle",
     "Action": "adacc_hf.artifacts.policy",
     "Policy": "adacc_hf.artifacts.policy",
     "Profile": "adacc_hf.artifacts.profile",
-    "remove_policy": "adacc_hf.run.executor",
+    "remove_policy": "adacc_hf.run.policy_handle",
     "profile_model": "adacc_hf.price.profiler",
-    "Rectifier": "adacc_hf.adapt.rectifier",
+    "Replanner": "adacc_hf.adapt.replanner",
     "solve_policy": "adacc_hf.solve.solver",
 }
 

@@ -20,8 +20,8 @@ from adacc_hf.estimate import command as cli_plan
 from adacc_hf.reports.explain import explain_policy
 
 if TYPE_CHECKING:
-    from adacc_hf.compiler.region import CompiledPolicy
-    from adacc_hf.price.price_store import ProfileStore, Row
+    from adacc_hf.compiler.compiled_policy import CompiledPolicy
+    from adacc_hf.price.profile_cache import ProfileCache, Row
 
 USER_ERROR = 2
 """Exit status for what the user can mend; argparse's own."""
@@ -149,7 +149,7 @@ def _explain(arguments: argparse.Namespace) -> str:
 
 def _fallbacks(policy: Path) -> list[str]:
     """Lines on the steps of the run that left `policy` that ran otherwise."""
-    from adacc_hf.adapt.what_ran import describe_fallbacks
+    from adacc_hf.adapt.fallback_stats import describe_fallbacks
 
     first, *reasons = [*describe_fallbacks(_history(policy.with_name(HISTORY_FILE), is_asked_for=False)), ""]
     return ["", first, *(f"  {reason}" for reason in reasons if reason)] if first else []
@@ -205,7 +205,7 @@ def _compiled_policy(path: Path) -> CompiledPolicy | None:
     record = read_json(path, PolicyMismatchError, "policy")
     if not isinstance(record, dict) or record.get("format") != COMPILED_FORMAT:
         return None
-    from adacc_hf.compiler.region import CompiledPolicy
+    from adacc_hf.compiler.compiled_policy import CompiledPolicy
 
     return CompiledPolicy.load(path)
 
@@ -307,11 +307,11 @@ def _add_profiles_parser(commands: Any) -> None:
     actions.add_parser("clear", help="remove all").set_defaults(run=_clear)
 
 
-def _store() -> ProfileStore:
+def _store() -> ProfileCache:
     """The store of prices; torch and Transformers, slow to import, are imported only then."""
-    from adacc_hf.price.price_store import ProfileStore
+    from adacc_hf.price.profile_cache import ProfileCache
 
-    return ProfileStore()
+    return ProfileCache()
 
 
 def _list(_: argparse.Namespace) -> str:

@@ -184,9 +184,9 @@ def _launches(device: Any) -> Finding:
 def _prices() -> Finding:
     """Whether what is measured can be kept for `reuse_prices=True`."""
     from adacc_hf.artifacts.files import PROFILES_VARIABLE
-    from adacc_hf.price.price_store import ProfileStore
+    from adacc_hf.price.profile_cache import ProfileCache
 
-    folder = ProfileStore().folder
+    folder = ProfileCache().folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

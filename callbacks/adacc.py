@@ -10,7 +10,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adacc_hf.adapt.checkpoint_files import Saved, drop_files, going_on, load_from_checkpoint
-from adacc_hf.adapt.policy_maker import PolicySource
+from adacc_hf.adapt.policy_builder import PolicySource
 from adacc_hf.adapt.session import AdaccSession, check_arguments
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.files import POLICY_FILE, PROFILE_FILE
@@ -35,7 +35,7 @@ from adacc_hf.callbacks.trainer import (
     is_training_log,
     loss_by,
 )
-from adacc_hf.torch_glue.ranks import from_first_rank
+from adacc_hf.torch_glue.distributed import from_first_rank
 
 __all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
 
@@ -46,7 +46,7 @@ class AdaccCallback(TrainerCallback):
     A policy is made before the first step, from a profile of small parts of the first batch, or of the whole batch if
     the model cannot run on parts. If the first batch leaves blocks out, or ranks hold parts of the parameters (FSDP,
     ZeRO-3), the first `profile_steps` steps run under torch's checkpoint instead; then the next batch that calls every
-    block is profiled. As training goes on, the policy follows the data (adapt/evolution.py). With `torch_compile=True`
+    block is profiled. As training goes on, the policy follows the data (adapt/controller.py). With `torch_compile=True`
     the decisions are made inside the compiled graphs (compiler/compiled_run.py). A checkpoint carries all of it, and a
     run that resumes with the same `memory_budget` on as many ranks goes on with it. When training ends, or fails, the
     model is as it was.

@@ -6,8 +6,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from adacc_hf.adapt.run import Phase, Run
-from adacc_hf.adapt.what_ran import UNCOMPILED
+from adacc_hf.adapt.fallback_stats import UNCOMPILED
+from adacc_hf.adapt.run_state import Phase, RunState
 
 COMPILED_RUN = "adacc_hf.compiler.compiled_run"
 """What runs with `torch_compile=True` go by. It stands above the callbacks, and Inductor is slow to import: it is found
@@ -17,7 +17,7 @@ by its name when such a run begins."""
 class Compiled(Phase):
     """Compiled graphs, cut within the budget (compiler/compiled_run.py)."""
 
-    def __init__(self, run: Run, checkpoint: str | Path | None) -> None:
+    def __init__(self, run: RunState, checkpoint: str | Path | None) -> None:
         self._run = run
         begin = import_module(COMPILED_RUN).begin_compiled_run
         self._compiled, run.history = begin(run.config, run.model, run.note, run.given, checkpoint)

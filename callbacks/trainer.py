@@ -24,8 +24,8 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from adacc_hf.adapt.training_loop import TrainingLoop
-from adacc_hf.price.step_memory import NoSync
-from adacc_hf.price.whole_model import ComputeLoss
+from adacc_hf.price.heads import ComputeLoss
+from adacc_hf.price.memory_profile import NoSync
 from adacc_hf.torch_glue.model_state import ModelState
 
 GUARDED_METHODS = ("_run_epoch", "_evaluate", "_finalize_training")

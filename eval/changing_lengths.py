@@ -26,7 +26,7 @@ from adacc_hf.eval.trials.contenders import (
 from adacc_hf.eval.trials.length_cases import MODES, LengthCase, Scale, Size, middle
 from adacc_hf.eval.trials.workload import Batch
 from adacc_hf.reports.run_record import Settings, Spread
-from adacc_hf.tape.library import library_of_profiles
+from adacc_hf.tape.tape_cache import library_of_profiles
 
 PART, PAUSE = 9, 3
 """The first of every nine new sizes comes again after the third, the sixth and the ninth of them: close enough for the

@@ -30,7 +30,7 @@ from adacc_hf.artifacts.policy import Choice
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.compiler import AdaccPartitioner, CompiledPolicy
 from adacc_hf.compiler.backend import InstalledPartitioner
-from adacc_hf.compiler.region import PlanStore
+from adacc_hf.compiler.compiled_policy import PlanStore
 from adacc_hf.eval.records.clock import CLOCKS, cpu_seconds
 from adacc_hf.eval.records.command_line import parse, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, open_ledger

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # They import what the wheels may have; the last is what takes long.
     from adacc_hf.cli import main as adacc
-    from adacc_hf.eval import everything  # noqa: F401
+    from adacc_hf.eval import run_all  # noqa: F401
     from adacc_hf.eval.records.points import restore
 
     records = arguments.work / ("toy" if arguments.toy else "records")

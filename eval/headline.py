@@ -29,7 +29,7 @@ from adacc_hf.eval.trials.interleaved import FLOOR, run_interleaved
 from adacc_hf.eval.trials.isolation import Worker, failure
 from adacc_hf.eval.trials.limits import budget_bytes
 from adacc_hf.eval.trials.methods import HEADLINE_METHODS
-from adacc_hf.eval.trials.subject import add_subject, subject_options
+from adacc_hf.eval.trials.model_under_test import add_subject, subject_options
 from adacc_hf.reports.run_record import Spread, markdown_table
 
 HALF = 0.5

@@ -24,7 +24,7 @@ from adacc_hf.eval.records.plots import curves
 from adacc_hf.eval.records.records import Figures, Status, positive_int
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.methods import PAPER_METHODS
-from adacc_hf.eval.trials.subject import add_subject, subject_options
+from adacc_hf.eval.trials.model_under_test import add_subject, subject_options
 from adacc_hf.eval.trials.training import train_curve
 from adacc_hf.reports.run_record import markdown_table
 

@@ -23,7 +23,7 @@ from adacc_hf.eval.throughput import Run, point_key
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.limits import add_limit, budget_bytes, limit_bytes
 from adacc_hf.eval.trials.methods import METHODS, PAPER_METHODS
-from adacc_hf.eval.trials.subject import add_subject, subject_options
+from adacc_hf.eval.trials.model_under_test import add_subject, subject_options
 from adacc_hf.eval.trials.trial import run_trial
 from adacc_hf.reports.run_record import markdown_table
 

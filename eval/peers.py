@@ -25,8 +25,8 @@ from adacc_hf.eval.records.tradeoff import Point, compare, fastest_within
 from adacc_hf.eval.throughput import Run
 from adacc_hf.eval.trials.isolation import failure, run_isolated
 from adacc_hf.eval.trials.methods import Promise
+from adacc_hf.eval.trials.model_under_test import add_subject, subject_options
 from adacc_hf.eval.trials.peer_methods import ADACC_VARIANTS, COMPILED_PEERS, PEERS
-from adacc_hf.eval.trials.subject import add_subject, subject_options
 from adacc_hf.eval.trials.trial import run_trial
 
 BUDGETS = (0.75, 0.5, 0.35, 0.25, 0.15)

@@ -19,7 +19,7 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from adacc_hf import AdaccConfig, Policy, Profile, profile_model, solve_policy
-from adacc_hf.artifacts.step_peak import simulate_policy
+from adacc_hf.artifacts.memory_simulator import simulate_policy
 from adacc_hf.eval.records.command_line import parse, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, open_ledger
 from adacc_hf.eval.records.records import Figures, positive_int

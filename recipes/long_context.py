@@ -28,7 +28,7 @@ from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.command import to_text
 from adacc_hf.estimate.devices import NAMES
 from adacc_hf.estimate.model_presets import checked_seq_len, fresh_model, load_config
-from adacc_hf.torch_glue.ranks import from_first_rank
+from adacc_hf.torch_glue.distributed import from_first_rank
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adacc_hf.adapt.repricing import SwitchedOff, in_all_blocks, lossy_options
+from adacc_hf.adapt.profile_updates import SwitchedOff, in_all_blocks, lossy_options
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.files import (
     COMPILED_FILE,
@@ -25,7 +25,7 @@ from adacc_hf.artifacts.files import (
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, shapes_from_json, shapes_to_json
-from adacc_hf.torch_glue.ranks import num_ranks
+from adacc_hf.torch_glue.distributed import num_ranks
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _LATER = ("suspicion", "is_unproven", "step", "missing_bytes", "counted_elements
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavedShapePolicy:
+class SavedSizePolicy:
     """What a run needs to go on at one size of batch."""
 
     policy: Policy
@@ -69,7 +69,7 @@ class SavedShapePolicy:
         }
 
     @classmethod
-    def load(cls, folder: Path, number: int, record: dict[str, Any]) -> SavedShapePolicy:
+    def load(cls, folder: Path, number: int, record: dict[str, Any]) -> SavedSizePolicy:
         """The shape policy of that number in a checkpoint, where `record` is what `to_json` gave; older ones lack
         some."""
         files = [folder / _numbered(name, number) for name in (PROFILE_FILE, PRICES_FILE, SEARCHED_FILE)]
@@ -99,7 +99,7 @@ class SavedShapePolicy:
 class Saved:
     """What a run needs to go on: the shape policy in force comes first."""
 
-    shape_policies: list[SavedShapePolicy]
+    shape_policies: list[SavedSizePolicy]
     policy_step: int | None = None
     """The step from which tracking is counted; None for the step at which the run resumes."""
     memory_budget: str | float | int | None = None
@@ -138,7 +138,7 @@ class Saved:
     def load(cls, folder: Path, record: dict[str, Any]) -> Saved:
         """What was in a checkpoint, where `record` is what `to_json` gave; older ones lack some of it."""
         shape_policies = [
-            SavedShapePolicy.load(folder, number, fields)
+            SavedSizePolicy.load(folder, number, fields)
             for number, fields in enumerate(record["shape_policies"], start=1)
         ]
         if not shape_policies:
@@ -222,7 +222,7 @@ def load_from_checkpoint(folder: str | Path, memory_budget: str | float | int) -
 
 def _load(folder: Path) -> Saved:
     if not (folder / STATE_FILE).is_file():
-        return Saved(shape_policies=[SavedShapePolicy.load(folder, 1, {})])
+        return Saved(shape_policies=[SavedSizePolicy.load(folder, 1, {})])
     record = read_json(folder / STATE_FILE, AdaccError, "state")
     try:
         if record["version"] != STATE_VERSION:
@@ -232,7 +232,7 @@ def _load(folder: Path) -> Saved:
         raise AdaccError(f"{folder / STATE_FILE} is damaged ({type(error).__name__}: {error})") from error
 
 
-def _switched_off(record: dict[str, Any], shape_policies: list[SavedShapePolicy]) -> list[SwitchedOff]:
+def _switched_off(record: dict[str, Any], shape_policies: list[SavedSizePolicy]) -> list[SwitchedOff]:
     if "switched_off" in record:
         return [(block, activation, codec) for block, activation, codec in record["switched_off"]]
     # Older checkpoints name blocks whose kinds were not compressed with loss at all.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from adacc_hf.price.whole_model import ComputeLoss
+from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, batch_shapes
 from adacc_hf.torch_glue.memory import batch_bytes
 from adacc_hf.torch_glue.model_hook import ModelHook, by_name

@@ -15,33 +15,33 @@ from typing import Any
 
 import torch
 
-from adacc_hf.adapt.checkpoint_files import Saved, SavedShapePolicy, save_in_checkpoint
-from adacc_hf.adapt.evolution import Evolution
+from adacc_hf.adapt.checkpoint_files import Saved, SavedSizePolicy, save_in_checkpoint
+from adacc_hf.adapt.controller import Controller
+from adacc_hf.adapt.fallback_stats import LEFT_AS, STEPS
+from adacc_hf.adapt.full_recompute import FullRecompute, is_ready
 from adacc_hf.adapt.micro_batches import MicroBatches
-from adacc_hf.adapt.policy_maker import PolicyMaker, RefusedSizeError
-from adacc_hf.adapt.run import Phase, Run
-from adacc_hf.adapt.shape_policies import metrics, predictions
-from adacc_hf.adapt.steps import run_with_retry
-from adacc_hf.adapt.waiting import FullRecompute, is_ready
-from adacc_hf.adapt.what_ran import LEFT_AS, STEPS
+from adacc_hf.adapt.policy_builder import PolicyBuilder, RefusedSizeError
+from adacc_hf.adapt.policy_cache import metrics, predictions
+from adacc_hf.adapt.run_state import Phase, RunState
+from adacc_hf.adapt.step_timer import run_with_retry
 from adacc_hf.artifacts.config import Budget
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.price.whole_model import ComputeLoss
+from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.run.blocks import Installation
-from adacc_hf.run.executor import PolicyHandle
+from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, from_plain
-from adacc_hf.torch_glue.ranks import from_first_rank, of_all_ranks
+from adacc_hf.torch_glue.distributed import from_first_rank, of_all_ranks
 
 log = logging.getLogger(__name__)
 
 
-class Recomputing(Phase):
+class WarmUpPhase(Phase):
     """Every block under torch's own checkpoint, until the last batch can be profiled."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunState) -> None:
         self._run = run
-        self._maker = PolicyMaker(run.config, run.given, run.loop)
+        self._maker = PolicyBuilder(run.config, run.given, run.loop)
         self._maker.inner_steps.expected = run.optimizer
         self._batches = MicroBatches()
         self._waiting = FullRecompute(run.model, run.config)
@@ -79,11 +79,13 @@ class Recomputing(Phase):
 
     def _tighten(self) -> str | None:
         phase = self._run.phase
-        return phase.tighten() if isinstance(phase, Evolving) else "no policy that could change was in force"
+        return phase.tighten() if isinstance(phase, AdaptivePhase) else "no policy that could change was in force"
 
     def _advice(self) -> str:
         phase = self._run.phase
-        return phase.evolution.advice() if isinstance(phase, Evolving) else "Use a smaller batch or shorter sequences"
+        return (
+            phase.evolution.advice() if isinstance(phase, AdaptivePhase) else "Use a smaller batch or shorter sequences"
+        )
 
     def micro_batch_ends(self) -> None:
         self._maker.inner_steps.close()
@@ -158,12 +160,12 @@ class Recomputing(Phase):
         self._batches.drop()
 
 
-class Following(Phase):
+class FixedPolicyPhase(Phase):
     """A policy that stays as it is."""
 
-    evolution: Evolution | None = None
+    evolution: Controller | None = None
 
-    def __init__(self, run: Run, handle: PolicyHandle) -> None:
+    def __init__(self, run: RunState, handle: PolicyHandle) -> None:
         self._run = run
         self.handle = handle
 
@@ -203,7 +205,7 @@ class Following(Phase):
 
     def _saved(self) -> Saved:
         run = self._run
-        shape_policies = [SavedShapePolicy(policy=run.in_force, profile=run.profile)]
+        shape_policies = [SavedSizePolicy(policy=run.in_force, profile=run.profile)]
         budget = run.config.memory_budget
         return Saved(shape_policies=shape_policies, memory_budget=budget, history=run.history, step=run.step)
 
@@ -214,17 +216,17 @@ class Following(Phase):
         self.handle.remove()
 
 
-class Evolving(Following):
-    """A policy that follows the data (adapt/evolution.py), and others for other sizes of batch."""
+class AdaptivePhase(FixedPolicyPhase):
+    """A policy that follows the data (adapt/controller.py), and others for other sizes of batch."""
 
-    evolution: Evolution
+    evolution: Controller
 
     def __init__(
-        self, run: Run, handle: PolicyHandle, policy_step: int, maker: PolicyMaker, batches: MicroBatches
+        self, run: RunState, handle: PolicyHandle, policy_step: int, maker: PolicyBuilder, batches: MicroBatches
     ) -> None:
         super().__init__(run, handle)
         uncounted = run.loop.num_before_step(next(run.model.parameters()).device)
-        self.evolution = Evolution(handle, run.config, policy_step, run.note, run.loop.num_micro, uncounted)
+        self.evolution = Controller(handle, run.config, policy_step, run.note, run.loop.num_micro, uncounted)
         self._maker = maker
         self._batches = batches
         self._step = 0
@@ -409,22 +411,27 @@ class Evolving(Following):
 
 
 def follow(
-    run: Run, policy: Policy, profile: Profile | None, policy_step: int, maker: PolicyMaker, batches: MicroBatches
-) -> Following:
+    run: RunState,
+    policy: Policy,
+    profile: Profile | None,
+    policy_step: int,
+    maker: PolicyBuilder,
+    batches: MicroBatches,
+) -> FixedPolicyPhase:
     """The phase that has `policy` in force; one that was given, or is known without its profile, stays as it is."""
     handle = PolicyHandle(run.model, policy, run.config.block_classes, profile)
     run.show(policy, profile)
     log.info("Adacc: %s", policy.summary())
     if run.given is None and profile is not None:
-        return Evolving(run, handle, policy_step, maker, batches)
-    return Following(run, handle)
+        return AdaptivePhase(run, handle, policy_step, maker, batches)
+    return FixedPolicyPhase(run, handle)
 
 
-def resume(run: Run, saved: Saved, step: int) -> None:
+def resume(run: RunState, saved: Saved, step: int) -> None:
     """Go on at `step` with what was given, or with what a checkpoint holds."""
     first = saved.shape_policies[0]
     run.history = list(saved.history)
-    maker, batches = PolicyMaker(run.config, run.given, run.loop), MicroBatches()
+    maker, batches = PolicyBuilder(run.config, run.given, run.loop), MicroBatches()
     maker.inner_steps.expected = run.optimizer
     policy_step = step if saved.policy_step is None else saved.policy_step
     run.phase = following = follow(run, first.policy, first.profile, policy_step, maker, batches)

@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from adacc_hf.adapt.checkpoint_files import Saved, SavedShapePolicy, drop_files, load_from_checkpoint
-from adacc_hf.adapt.loop_watch import LoopWatch, unwrapped, unwrapped_optimizer
-from adacc_hf.adapt.phases import Recomputing, resume
-from adacc_hf.adapt.policy_maker import PolicySource, refuse_above_budget
-from adacc_hf.adapt.run import Phase, Run
+from adacc_hf.adapt.checkpoint_files import Saved, SavedSizePolicy, drop_files, load_from_checkpoint
+from adacc_hf.adapt.loop_hooks import LoopHooks, unwrapped, unwrapped_optimizer
+from adacc_hf.adapt.phases import WarmUpPhase, resume
+from adacc_hf.adapt.policy_builder import PolicySource, refuse_above_budget
+from adacc_hf.adapt.run_state import Phase, RunState
 from adacc_hf.adapt.training_loop import TrainingLoop
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.price.whole_model import ComputeLoss
-from adacc_hf.run.executor import APPLIED, Applied, remove_policy
+from adacc_hf.price.heads import ComputeLoss
+from adacc_hf.run.policy_handle import APPLIED, Applied, remove_policy
+from adacc_hf.torch_glue.distributed import from_first_rank
 from adacc_hf.torch_glue.memory import is_out_of_memory
-from adacc_hf.torch_glue.ranks import from_first_rank
 
 log = logging.getLogger(__name__)
 
@@ -111,8 +111,8 @@ class AdaccSession:
         if own:
             model, optimizer = unwrapped(model), unwrapped_optimizer(optimizer)
         loop = loop or TrainingLoop(folder=None if folder is None else str(folder))
-        self._run = Run(self.config, policy, model, optimizer, loop)
-        self._watch = LoopWatch(self._run, compute_loss) if own else None
+        self._run = RunState(self.config, policy, model, optimizer, loop)
+        self._watch = LoopHooks(self._run, compute_loss) if own else None
         self._num_micro = 0
         """Micro-batches that have begun in the current step."""
         self._is_in_step = self._has_begun = self._is_closed = False
@@ -147,7 +147,7 @@ class AdaccSession:
         return self._run.step
 
     @property
-    def state(self) -> Run:
+    def state(self) -> RunState:
         """The run's state, for a phase that an adapter defines."""
         return self._run
 
@@ -290,9 +290,9 @@ class AdaccSession:
         if saved is None and isinstance(given, (str, Path, Policy)):
             policy = given if isinstance(given, Policy) else Policy.load(given)
             refuse_above_budget(policy, self.config.memory_budget)
-            saved = Saved(shape_policies=[SavedShapePolicy(policy=policy, profile=None)])
+            saved = Saved(shape_policies=[SavedSizePolicy(policy=policy, profile=None)])
         if saved is None:
-            run.phase = Recomputing(run)
+            run.phase = WarmUpPhase(run)
         else:
             resume(run, saved, step)
         run.model.__dict__[APPLIED] = Applied(self, self.detach)
@@ -349,7 +349,7 @@ class AdaccSession:
         self._run.num_steps += 1
         self.phase.step_ends(self.num_steps if step is None else step)
 
-    def _has_trained(self, watch: LoopWatch) -> bool:
+    def _has_trained(self, watch: LoopHooks) -> bool:
         """Tell the loop what its step lacks, and return True if the step is one to be counted."""
         if watch.num_forwards == 0:
             self.phase.broken_off()

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from adacc_hf.price.step_memory import NoSync
-from adacc_hf.torch_glue.ranks import is_first_rank
+from adacc_hf.price.memory_profile import NoSync
+from adacc_hf.torch_glue.distributed import is_first_rank
 
 NO_BATCH = (
     "AdaccSession saw no batch: within session.step(batch), the model has to be called once, in train mode, with "

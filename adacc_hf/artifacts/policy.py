@@ -23,17 +23,17 @@ from adacc_hf.artifacts.units import format_bytes
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import CodecOption, KindProfile, Profile, Value
-    from adacc_hf.artifacts.profile_sizes import Shapes
+    from adacc_hf.artifacts.size_model import Shapes
 
 FORMAT_VERSION = 3
 COMPILED_FORMAT = "adacc_hf.compiled_policy"
-"""What the file of a policy for compiled graphs says it is; see `adacc_hf/compiler/region.py`."""
+"""What the file of a policy for compiled graphs says it is; see `adacc_hf/compiler/compiled_policy.py`."""
 HEADS = ("plain", "chunked")
 CHECKPOINTED_SHARE = 0.15
 """How many blocks torch's checkpoint runs under a random policy of whole blocks too, of those that can be replayed."""
 IDLE_KIND = "idle"
 """What stands for a tape's digest in the plan of a block that the profiled batch ran without gradients alone: there is
-nothing to decide. See `adacc_hf/price/whole_model.py`."""
+nothing to decide. See `adacc_hf/price/heads.py`."""
 
 Place = tuple[int | str, ...]
 """Where an argument is among those of a call: its position or name, then the steps into containers."""
@@ -224,7 +224,7 @@ class Policy:
     @classmethod
     def build(cls, profile: Profile, plans: Sequence[Plan], facts: dict[str, Any] | None = None) -> Policy:
         """The policy that gives `plans[i]` to the i-th block of `profile`, with its head and its predicted cost."""
-        from adacc_hf.artifacts.step_peak import simulate
+        from adacc_hf.artifacts.memory_simulator import simulate
 
         different = list(dict.fromkeys(plans))
         outcome = simulate(profile, plans)

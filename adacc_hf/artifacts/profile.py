@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from adacc_hf.artifacts.errors import AdaccError
-from adacc_hf.artifacts.files import fields_of, read_json, write_json
-from adacc_hf.artifacts.index_values import (
+from adacc_hf.artifacts.exact_recompute_rules import (
     DEGRADED_ERROR,
     index_values,
     is_function,
@@ -23,8 +22,9 @@ from adacc_hf.artifacts.index_values import (
     made_from,
     upstream,
 )
+from adacc_hf.artifacts.files import fields_of, read_json, write_json
 from adacc_hf.artifacts.policy import BlockAction, Choice, Place, numbered
-from adacc_hf.artifacts.profile_sizes import ProfileSizes, Shapes, sizes_of
+from adacc_hf.artifacts.size_model import ProfileSizes, Shapes, sizes_of
 
 FORMAT_VERSION = 8
 WHOLE = "whole"
@@ -220,7 +220,7 @@ class KindProfile:
         return {value.index: value.equal_to for value in self.values if value.equal_to is not None}
 
     def index_values(self, coded: Collection[int]) -> frozenset[int]:
-        """Values that no replay may make where those in `coded` are stored with loss (`index_values.py`)."""
+        """Values that no replay may make where those in `coded` are stored with loss (`exact_recompute_rules.py`)."""
         return index_values(
             ((operator.inputs, operator.outputs) for operator in self.operators),
             self._counts_as_index,
@@ -238,7 +238,7 @@ class KindProfile:
     @cached_property
     def exactness_dependents(self) -> dict[int, frozenset[int]]:
         """Saved activations that no replay may make where any of these others is stored with loss: those with one
-        number for each row, and what comes out too far off (`index_values.py`)."""
+        number for each row, and what comes out too far off (`exact_recompute_rules.py`)."""
         saved = [value for value in self.activations if value.saved]
         far = {v.index: upstream(v.index, self._reads, self._is_activation) for v in saved if v.is_far_recomputed}
         # Where a statistic's rows are recomputed from further up, it is recomputed with them: it suits them better.
@@ -250,7 +250,7 @@ class KindProfile:
         """Whether the block may run again on inputs that were stored with loss.
 
         It may not if it cannot be replayed, since its operators may depend on data then; if indices are computed from
-        the inputs (`index_values.py`); or if the replay error of a saved value is too large.
+        the inputs (`exact_recompute_rules.py`); or if the replay error of a saved value is too large.
         """
         inputs = {value.index for value in self.inputs}
         is_far = any(value.saved and value.is_far_recomputed for value in self.values)
@@ -374,7 +374,7 @@ class Profile:
     """Most bytes live while gradients are clipped and the optimizer steps; 0 if it was profiled without one."""
     measured: tuple[tuple[Shapes, tuple[int, ...]], ...] = field(default=(), repr=False)
     """(shapes, numbers) of the batch, then of other sizes: all numbers of this profile that depend on the shapes, as
-    they were measured. If no other size was measured, only the batch's shapes, with no numbers. See profile_sizes.py.
+    they were measured. If no other size was measured, only the batch's shapes, with no numbers. See size_model.py.
     """
 
     @property

@@ -7,7 +7,7 @@ run it, `graph_program` decides with the integer program of `milp`, and `rewrite
 where Inductor fuses them with their neighbours.
 """
 
+from adacc_hf.compiler.compiled_policy import CompiledPolicy, RegionPlan
 from adacc_hf.compiler.partitioner import AdaccPartitioner
-from adacc_hf.compiler.region import CompiledPolicy, RegionPlan
 
 __all__ = ["AdaccPartitioner", "CompiledPolicy", "RegionPlan"]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.compiler.compiled_policy import PlanStore
 from adacc_hf.compiler.functorch import compile_by_inductor, functorch_config, hint, inductor_config, options_of_mode
 from adacc_hf.compiler.partitioner import GRAPH_SETTINGS, AdaccPartitioner
-from adacc_hf.compiler.region import PlanStore
 
 
 def adacc(

@@ -12,19 +12,19 @@ from typing import Any, NamedTuple
 import torch
 
 from adacc_hf.adapt.checkpoint_files import save_history
-from adacc_hf.adapt.steps import StepMeter
+from adacc_hf.adapt.step_timer import StepMeter
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import AdaccError, InfeasibleBudgetError
 from adacc_hf.artifacts.files import COMPILED_FILE, HISTORY_FILE, read_json
 from adacc_hf.artifacts.units import format_bytes, parse_bytes
 from adacc_hf.compiler import AdaccPartitioner, CompiledPolicy
 from adacc_hf.compiler.backend import InstalledPartitioner
+from adacc_hf.compiler.compiled_policy import PlanStore
 from adacc_hf.compiler.functorch import recompile_limit
 from adacc_hf.compiler.partitioner import GRAPH_SETTINGS
-from adacc_hf.compiler.region import PlanStore
+from adacc_hf.torch_glue.distributed import from_first_rank, of_all_ranks
 from adacc_hf.torch_glue.memory import available_bytes
 from adacc_hf.torch_glue.private import tree_leaves
-from adacc_hf.torch_glue.ranks import from_first_rank, of_all_ranks
 
 log = logging.getLogger(__name__)
 

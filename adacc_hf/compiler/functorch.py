@@ -22,7 +22,7 @@ from torch.fx.experimental import symbolic_shapes
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from adacc_hf.artifacts.index_values import walk_back
+from adacc_hf.artifacts.exact_recompute_rules import walk_back
 from adacc_hf.torch_glue.private import OpOverload, named, op_name, schema_of
 
 __all__ = [

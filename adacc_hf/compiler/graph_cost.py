@@ -18,11 +18,11 @@ from torch import fx
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.profile import CodecOption
+from adacc_hf.compiler.compress_pass import memory_order
 from adacc_hf.compiler.functorch import has_unknown_sizes, hint, is_view, op_types
 from adacc_hf.compiler.joint_graph import JointGraph, is_held, nbytes_of, readers, root_of
-from adacc_hf.compiler.rewrite import memory_order
 from adacc_hf.kernels.codecs import MASK, Codec, codec_type, codecs_suiting, get_codec, precise_codec
-from adacc_hf.price.codec_options import assumed_outliers, attention_bias, codecs_of_role, make_codec
+from adacc_hf.price.codec_selection import assumed_outliers, attention_bias, codecs_of_role, make_codec
 from adacc_hf.price.timing import TIMING_REPEATS, median_ms
 from adacc_hf.torch_glue.private import SOFTMAX, no_dispatch, tree_map_only
 from adacc_hf.torch_glue.tensors import relative_error

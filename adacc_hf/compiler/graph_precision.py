@@ -16,7 +16,7 @@ from torch import fx
 
 from adacc_hf.compiler.functorch import hint, is_getitem, is_view, maker_of, op_types, short_name
 from adacc_hf.compiler.joint_graph import JointGraph
-from adacc_hf.price.codec_options import EXPONENTS, ZERO_TO_ZERO, attention_arguments, divisors, is_summary
+from adacc_hf.price.codec_selection import EXPONENTS, ZERO_TO_ZERO, attention_arguments, divisors, is_summary
 
 HUGE = 1e4
 """Numbers from here on are no activations: masks hold -10000, the least number of their dtype, or -inf."""

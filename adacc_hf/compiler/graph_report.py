@@ -14,7 +14,7 @@ from adacc_hf.reports.report import Record, event_parts, fallback_parts, percent
 from adacc_hf.reports.timeline import timeline_parts
 
 if TYPE_CHECKING:
-    from adacc_hf.compiler.region import CompiledPolicy, GraphTensor, RegionPlan
+    from adacc_hf.compiler.compiled_policy import CompiledPolicy, GraphTensor, RegionPlan
 
 GRAPHS_TITLE = "Adacc report: compiled graphs"
 NUMBERS = frozenset({"bytes", "stored"})

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from adacc_hf.artifacts.index_values import walk_back
+from adacc_hf.artifacts.exact_recompute_rules import walk_back
 from adacc_hf.artifacts.profile import KindProfile, Operator, Value
 from adacc_hf.compiler.functorch import (
     NodeInfo,

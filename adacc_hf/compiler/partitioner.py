@@ -19,17 +19,24 @@ from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Action, Choice
 from adacc_hf.artifacts.units import format_bytes, parse_bytes
 from adacc_hf.compiler import functorch
+from adacc_hf.compiler.compiled_policy import (
+    CompiledPolicy,
+    PlanStore,
+    RegionPlan,
+    graph_digest,
+    graph_tensors,
+    plan_for,
+)
+from adacc_hf.compiler.compress_pass import compress_saved, keep_products_apart
 from adacc_hf.compiler.graph_cost import OperatorTimes, graph_codec_options, keep_ms
+from adacc_hf.compiler.graph_memory import GraphInput, graph_inputs, most_live_bytes, most_live_bytes_of_code
+from adacc_hf.compiler.graph_milp import GraphChoice, GraphModel, graph_model, keeping, least_bytes, least_time
 from adacc_hf.compiler.graph_precision import precision_needs, precision_sensitive_nodes
-from adacc_hf.compiler.graph_program import GraphChoice, GraphModel, graph_model, keeping, least_bytes, least_time
 from adacc_hf.compiler.joint_graph import JointGraph, is_held, nbytes_of, read_joint_graph, root_of
-from adacc_hf.compiler.live_bytes import GraphInput, graph_inputs, most_live_bytes, most_live_bytes_of_code
-from adacc_hf.compiler.region import CompiledPolicy, PlanStore, RegionPlan, graph_digest, graph_tensors, plan_for
-from adacc_hf.compiler.rewrite import compress_saved, keep_products_apart
 from adacc_hf.kernels.codecs import Codec, get_codec
-from adacc_hf.price.price_store import device_name
+from adacc_hf.price.profile_cache import device_name
 from adacc_hf.solve.linear_program import SolverLog
-from adacc_hf.tape.compiled_plan import codec_of
+from adacc_hf.tape.execution_plan import codec_of
 
 log = logging.getLogger(__name__)
 

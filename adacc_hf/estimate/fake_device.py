@@ -25,7 +25,7 @@ from adacc_hf.kernels._compiler import build
 from adacc_hf.torch_glue.compat import no_packed_sequences
 from adacc_hf.torch_glue.memory import MemoryMeter, MemoryPoint
 from adacc_hf.torch_glue.private import FakeTensorMode, TorchDispatchMode, attention_operator, storage_key, tree_leaves
-from adacc_hf.torch_glue.states import generators_replaced
+from adacc_hf.torch_glue.rng_state import generators_replaced
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FLASH_HEAD_DIM = 256

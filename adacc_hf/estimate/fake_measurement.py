@@ -25,21 +25,21 @@ from adacc_hf.estimate.fake_device import FakeMemoryMeter
 from adacc_hf.head.chunked_loss import at_most_chunks
 from adacc_hf.head.lazy_logits import LossCall
 from adacc_hf.kernels.codecs import MASK, Codec, codec_type, get_codec
-from adacc_hf.price.codec_options import (
+from adacc_hf.price.codec_gradient_error import GradientErrors
+from adacc_hf.price.codec_selection import (
     OUTLIER_SHARE,
     assumed_outliers,
     candidates,
     make_codec,
     with_outlier_codec,
 )
-from adacc_hf.price.gradient_probe import GradientErrors
+from adacc_hf.price.cost_model import Prices
 from adacc_hf.price.measurement import Measurement, on_leaves
-from adacc_hf.price.pricing import Prices
-from adacc_hf.tape.compiled_plan import encode_view
+from adacc_hf.tape.execution_plan import encode_view
 from adacc_hf.tape.recorder import RngUse
 from adacc_hf.tape.replay import stand_in, takes_device, view
+from adacc_hf.tape.replay_check import obtainable
 from adacc_hf.tape.tape import Blank, Tape, TapeOperator, TensorRef, map_tensors
-from adacc_hf.tape.verification import obtainable
 from adacc_hf.torch_glue.memory import MemoryMeter, count_static_bytes, forward_loss
 from adacc_hf.torch_glue.private import (
     TorchDispatchMode,
@@ -49,7 +49,7 @@ from adacc_hf.torch_glue.private import (
     tree_leaves,
     unset_fake_temporarily,
 )
-from adacc_hf.torch_glue.states import RandomStates
+from adacc_hf.torch_glue.rng_state import RandomStates
 from adacc_hf.torch_glue.tensors import relative_error
 
 NUMBER_BYTES = 16

@@ -25,7 +25,7 @@ from adacc_hf.estimate.fake_measurement import FakeMeasurement, FakeMemoryMeasur
 from adacc_hf.estimate.model_presets import fresh_model, is_classifier
 from adacc_hf.estimate.static_memory import Sharding
 from adacc_hf.head.chunked_loss import at_most_chunks
-from adacc_hf.price.codec_options import OUTLIER_SHARE
+from adacc_hf.price.codec_selection import OUTLIER_SHARE
 from adacc_hf.price.profiler import profile_model
 from adacc_hf.run.blocks import find_blocks
 from adacc_hf.torch_glue.memory import distinct_bytes

@@ -10,9 +10,9 @@ from torch import nn
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
+from adacc_hf.artifacts.memory_simulator import Outcome, simulate_policy
 from adacc_hf.artifacts.policy import Policy, call_name, num_calls
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.artifacts.step_peak import Outcome, simulate_policy
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.fake_model import FakeModel, Workload, fake_model
 from adacc_hf.estimate.reserved_memory import reserved_bytes

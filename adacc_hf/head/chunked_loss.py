@@ -1,7 +1,7 @@
 """Cross entropy of a linear layer's outputs, chunk by chunk: the logits never exist as a whole.
 
 Each chunk of rows makes its logits, adds to the loss and leaves its share of the gradients, all in forward: so every
-product runs once, as in plain training. Recomputing the logits in backward needs as much memory at its peak and one
+product runs once, as in plain training. WarmUpPhase the logits in backward needs as much memory at its peak and one
 product in four more.
 
 torch 2.13 has `F.linear_cross_entropy`, which does the same; 2.11 has not. Ours stays until 2.13 is the oldest release

@@ -14,13 +14,13 @@ from torch.nn import functional as F
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.head.lazy_logits import LossCall
-from adacc_hf.price.codec_options import outliers_in
-from adacc_hf.price.gradient_probe import GradientErrors
-from adacc_hf.price.pricing import Prices, errors_of, price_call, price_tape
+from adacc_hf.price.codec_gradient_error import GradientErrors
+from adacc_hf.price.codec_selection import outliers_in
+from adacc_hf.price.cost_model import Prices, errors_of, price_call, price_tape
 from adacc_hf.price.timing import median_ms, seconds_at
 from adacc_hf.tape.recorder import RngUse
+from adacc_hf.tape.replay_check import verify
 from adacc_hf.tape.tape import Tape
-from adacc_hf.tape.verification import verify
 from adacc_hf.torch_glue.memory import (
     MemoryMeter,
     allocate_workspaces,
@@ -28,7 +28,7 @@ from adacc_hf.torch_glue.memory import (
     backward,
     static_bytes,
 )
-from adacc_hf.torch_glue.states import RandomStates
+from adacc_hf.torch_glue.rng_state import RandomStates
 
 
 class Measurement:

@@ -15,7 +15,7 @@ from torch import nn
 from adacc_hf.artifacts.errors import OptimizerStateError
 from adacc_hf.torch_glue.memory import MemoryMeter, members_of, optimizer_tensors, tensors_beside_state, tensors_in
 from adacc_hf.torch_glue.private import storage_key
-from adacc_hf.torch_glue.states import random_states_kept
+from adacc_hf.torch_glue.rng_state import random_states_kept
 from adacc_hf.torch_glue.tensors import local_of, parts_with_memory
 
 

@@ -19,10 +19,8 @@ from torch import nn
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import NoEstimateError, UncalledBlocksError
 from adacc_hf.artifacts.profile import BlockProfile, Head, KindProfile, Profile
-from adacc_hf.artifacts.profile_sizes import numbers_of, profile_outline
-from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.optimizer_memory import coming_state_bytes
-from adacc_hf.price.other_sizes import (
+from adacc_hf.artifacts.size_model import numbers_of, profile_outline
+from adacc_hf.price.batch_subsampling import (
     NOT_TAKEN,
     MemoryAlone,
     at_size,
@@ -32,18 +30,20 @@ from adacc_hf.price.other_sizes import (
     small_parts,
     with_other_sizes,
 )
-from adacc_hf.price.price_store import ProfileStore, StoringMeasurement
-from adacc_hf.price.pricing import with_untrusted_backward
-from adacc_hf.price.step_memory import ForwardLayout, NoSync, StepLayout, measure_forward, measure_step_layout
-from adacc_hf.price.survey import Survey, recompute_outcome
-from adacc_hf.price.whole_model import ComputeLoss, HeadLayout, HeadSurvey, RanBlocks, WithLoss, with_idle
+from adacc_hf.price.cost_model import with_untrusted_backward
+from adacc_hf.price.heads import ComputeLoss, HeadLayout, HeadSurvey, RanBlocks, WithLoss, with_idle
+from adacc_hf.price.measurement import Measurement
+from adacc_hf.price.memory_profile import ForwardLayout, NoSync, StepLayout, measure_forward, measure_step_layout
+from adacc_hf.price.model_recorder import Survey, recompute_outcome
+from adacc_hf.price.optimizer_memory import coming_state_bytes
+from adacc_hf.price.profile_cache import ProfileCache, StoringMeasurement
 from adacc_hf.run.blocks import Installation
-from adacc_hf.tape.library import library_of_profiles
+from adacc_hf.tape.tape_cache import library_of_profiles
 from adacc_hf.torch_glue.batch_shapes import batch_shapes, num_elements, to_plain
 from adacc_hf.torch_glue.compat import class_name, without_layerdrop
+from adacc_hf.torch_glue.distributed import num_ranks
 from adacc_hf.torch_glue.memory import batch_bytes, distinct_bytes, is_out_of_memory
 from adacc_hf.torch_glue.no_trace import NoTrace
-from adacc_hf.torch_glue.ranks import num_ranks
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def profile_model(
     the model takes no part of a batch.
     """
     config = config or AdaccConfig()
-    measurement = measurement or StoringMeasurement(ProfileStore())
+    measurement = measurement or StoringMeasurement(ProfileCache())
     settings: dict[str, Any] = {
         "gradient_accumulation_steps": gradient_accumulation_steps,
         "prefetched_batches": prefetched_batches,
@@ -221,7 +221,7 @@ def estimate_profile(
     choices = small_parts(*media_first(model, batch), has_pairs(model))
     if not choices:
         raise NoEstimateError("it has less than four samples, and no texts that could be cut")
-    measurement = measurement or StoringMeasurement(ProfileStore())
+    measurement = measurement or StoringMeasurement(ProfileCache())
     profiles: list[Profile] = []
     for parts in choices:
         readings = [measurement, *(MemoryAlone(measurement) for _ in parts[1:])]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adacc_hf.adapt.what_ran import describe_fallbacks, fallback_reasons
+from adacc_hf.adapt.fallback_stats import describe_fallbacks, fallback_reasons
 from adacc_hf.artifacts.policy import IDLE_KIND, RETAIN, Action, Plan, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import format_bytes
@@ -26,7 +26,7 @@ from adacc_hf.reports.plots import Timeline, draw_frontier, draw_memory, draw_po
 from adacc_hf.reports.timeline import timeline_parts
 
 if TYPE_CHECKING:
-    from adacc_hf.artifacts.step_peak import Outcome
+    from adacc_hf.artifacts.memory_simulator import Outcome
 
 Record = dict[str, Any]
 """One row by column name; a name that ends in `_bytes` or `_ms` says its unit."""
@@ -115,7 +115,7 @@ def _write(path: Path, content: bytes) -> None:
 
 def _outcomes(profile: Profile, policy: Policy) -> dict[str, Outcome]:
     """What the simulator says of plain training, full recomputation and the policy."""
-    from adacc_hf.artifacts.step_peak import simulate, simulate_policy
+    from adacc_hf.artifacts.memory_simulator import simulate, simulate_policy
 
     plain = {
         kind.digest: Plan(kind=kind.digest, choices=tuple((value.index, RETAIN) for value in kind.activations))

@@ -1,1 +1,1 @@
-"""A block under its plan, call by call. The rules are in executor.py's NOTE."""
+"""A block under its plan, call by call. The rules are in policy_handle.py's NOTE."""

@@ -23,12 +23,12 @@ from torch.autograd.function import BackwardCFunction
 
 from adacc_hf.artifacts.errors import OTHER_CLASSES, SavedOtherwiseError
 from adacc_hf.kernels.codecs import Coder
-from adacc_hf.tape.compiled_plan import CompiledPlan
+from adacc_hf.tape.execution_plan import ExecutionPlan
 from adacc_hf.tape.recorder import CHANGED_UNSEEN, COMPILED, Recorder, RngUse, runs_compiled_code
 from adacc_hf.tape.replay import ReplayProgram, view
 from adacc_hf.tape.tape import Source
 from adacc_hf.torch_glue.private import current_autograd_node, version_of
-from adacc_hf.torch_glue.states import generator_state
+from adacc_hf.torch_glue.rng_state import generator_state
 from adacc_hf.torch_glue.tensors import (
     PLAIN,
     arrived,
@@ -77,7 +77,7 @@ class Call:
     )
 
     def __init__(
-        self, plan: CompiledPlan, block: str, codecs: Mapping[int, Coder], externals: list[tuple[int, torch.Tensor]]
+        self, plan: ExecutionPlan, block: str, codecs: Mapping[int, Coder], externals: list[tuple[int, torch.Tensor]]
     ) -> None:
         self.plan = plan
         self.block = block
@@ -327,7 +327,7 @@ class Recording:
             self.recorder.untrusted = self.recorder.untrusted or CHANGED_UNSEEN
         return result
 
-    def hand_over(self, compiled: CompiledPlan, codecs: Mapping[int, Coder]) -> list[int]:
+    def hand_over(self, compiled: ExecutionPlan, codecs: Mapping[int, Coder]) -> list[int]:
         """Store what the plan stores and let go of the rest; returns the list that the order of unpacks goes into."""
         externals = [(value, self._external(value, source)) for value, source in compiled.externals]
         externals += [(v, self.recorder.bases[v]) for v in compiled.roots if compiled.tape.is_generator_state(v)]

@@ -13,11 +13,11 @@ from adacc_hf.artifacts.files import note_latest
 from adacc_hf.artifacts.policy import RETAIN, Action, Choice, Plan
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.tape.call_key import CallKey, KnownShape, KnownShapes
-from adacc_hf.tape.compiled_plan import CompiledPlan, choices_by_value, codec_of, unfit
 from adacc_hf.tape.data_reads import data_at
-from adacc_hf.tape.family import MOST_SIZES, TapeFamily
-from adacc_hf.tape.library import TapeLibrary
+from adacc_hf.tape.execution_plan import ExecutionPlan, choices_by_value, codec_of, unfit
+from adacc_hf.tape.symbolic_tape import MOST_SIZES, SymbolicTape
 from adacc_hf.tape.tape import Tape
+from adacc_hf.tape.tape_cache import TapeCache
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +36,12 @@ class Entry:
     """Compiled plan of a block at one key, or torch's checkpoint in its place if the tape is not trusted."""
 
     known: KnownShape
-    compiled: CompiledPlan | None
+    compiled: ExecutionPlan | None
     """None: torch's checkpoint."""
     codecs: dict[int, Codec]
     seen: list[int] | None = None
     """Slots in the order in which a backward has asked for them, until the library learns it."""
-    family: TapeFamily | None = None
+    family: SymbolicTape | None = None
     """The family that the tape was evaluated from; None for a recorded tape."""
     base: Tape | None = None
     """`family.base` when the tape was evaluated. It changes if values are refused."""
@@ -49,7 +49,7 @@ class Entry:
     """The reason why the block does not follow its plan; None if it does."""
 
     @property
-    def program(self) -> CompiledPlan:
+    def program(self) -> ExecutionPlan:
         """The compiled plan of an entry that has one."""
         assert self.compiled is not None
         return self.compiled
@@ -66,9 +66,9 @@ class PlanEntries:
         self,
         name: str,
         plan: Plan,
-        library: TapeLibrary,
+        library: TapeCache,
         known: KnownShapes,
-        earlier: tuple[CompiledPlan | None, ...] = (),
+        earlier: tuple[ExecutionPlan | None, ...] = (),
     ) -> None:
         self.name = name
         self.plan = plan
@@ -83,7 +83,7 @@ class PlanEntries:
         """Entries of recorded calls."""
         self.sized: OrderedDict[CallKey, Entry] = OrderedDict()
         """Entries of calls at sizes that were not recorded, the latest last."""
-        self.bases: WeakKeyDictionary[TapeFamily, Entry] = WeakKeyDictionary()
+        self.bases: WeakKeyDictionary[SymbolicTape, Entry] = WeakKeyDictionary()
         """By family, the entry that the entries of all its sizes are made from."""
         self.was_surprised = False
         """Whether a first call ran other operators than the record of another block of the kind."""
@@ -97,7 +97,7 @@ class PlanEntries:
         """The block's tapes."""
         return [known.tape for known in self.known.values()]
 
-    def programs(self) -> tuple[CompiledPlan | None, ...]:
+    def programs(self) -> tuple[ExecutionPlan | None, ...]:
         """Return the compiled plans of the block, or those of its previous plan if it was not called yet."""
         entries = (*self.recorded.values(), *self.bases.values())
         return tuple(entry.compiled for entry in entries) or self._earlier
@@ -145,7 +145,7 @@ class PlanEntries:
         note_latest(self.sized, key, entry, MOST_SIZES)
         return entry
 
-    def _entry_at(self, family: TapeFamily, tape: Tape) -> Entry:
+    def _entry_at(self, family: SymbolicTape, tape: Tape) -> Entry:
         """Return the entry for the size that `tape` was evaluated for."""
         base = self.bases.get(family)
         if base is None or base.base is not family.base:
@@ -238,7 +238,7 @@ class PlanEntries:
         return choices | dict.fromkeys(retained, RETAIN), True
 
 
-def _fitting(codec: Codec, value: int, base: CompiledPlan, sized: CompiledPlan) -> Codec | None:
+def _fitting(codec: Codec, value: int, base: ExecutionPlan, sized: ExecutionPlan) -> Codec | None:
     """Return the codec of `value` at another size, or None. It keeps the same channels raw if there are as many."""
     size, dtype = sized.encode_views[value].geometry[0], sized.encode_views[value].dtype
     if not codec.supports(size, dtype):

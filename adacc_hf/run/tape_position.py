@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.autograd.function import Function
 
-from adacc_hf.tape.call_inputs import find_external
 from adacc_hf.tape.function_operators import FunctionTarget
+from adacc_hf.tape.inputs import find_external
 from adacc_hf.tape.tape import COLLECTIVES, Blank, Tape, TapeOperator, TensorRef, has_storage, leaves
 from adacc_hf.torch_glue.compat import cast_from
 from adacc_hf.torch_glue.private import TO_COPY, storage_key

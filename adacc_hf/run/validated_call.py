@@ -16,7 +16,7 @@ from torch import nn
 from adacc_hf.kernels.codecs import Coder
 from adacc_hf.run.call import Call, changed_in_place
 from adacc_hf.run.validation import Validator
-from adacc_hf.tape.compiled_plan import CompiledPlan
+from adacc_hf.tape.execution_plan import ExecutionPlan
 from adacc_hf.torch_glue.private import version_of
 
 
@@ -45,7 +45,7 @@ class ValidatedCall:
     def __init__(
         self,
         name: str,
-        plan: CompiledPlan,
+        plan: ExecutionPlan,
         codecs: Mapping[int, Coder],
         externals: list[tuple[int, torch.Tensor]],
         compares: bool = False,

@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd.function import Function
 
 from adacc_hf.run.tape_position import TapePosition, has_geometry, have_memory, is_cast_of_parameter
-from adacc_hf.tape.compiled_plan import CompiledPlan
+from adacc_hf.tape.execution_plan import ExecutionPlan
 from adacc_hf.tape.function_operators import (
     NotReplayableError,
     begin_watching,
@@ -34,10 +34,10 @@ from adacc_hf.tape.function_operators import (
 )
 from adacc_hf.tape.recorder import written_tensors
 from adacc_hf.tape.replay import stand_in
+from adacc_hf.tape.replay_check import same_bits
 from adacc_hf.tape.tape import Blank, TapeOperator, TensorRef, has_storage, leaves, map_tensors
-from adacc_hf.tape.verification import same_bits
 from adacc_hf.torch_glue.private import TorchDispatchMode, schema_of, storage_key
-from adacc_hf.torch_glue.states import drawing_from, generator_state
+from adacc_hf.torch_glue.rng_state import drawing_from, generator_state
 from adacc_hf.torch_glue.tensors import copy_with_storage, is_fake, local_of, runs_on_parts
 
 _CONSTANT = torch.ops.aten.lift_fresh.default
@@ -52,7 +52,7 @@ class Validator(TorchDispatchMode):
     """
 
     def __init__(
-        self, plan: CompiledPlan, compares: bool, on_leaving: Callable[[Mapping[int, torch.Tensor]], None]
+        self, plan: ExecutionPlan, compares: bool, on_leaving: Callable[[Mapping[int, torch.Tensor]], None]
     ) -> None:
         """If `compares`, operators are run once more, to compare the bits of replay."""
         super().__init__()

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from adacc_hf.artifacts.memory_simulator import Outcome, simulate_policy
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice, Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.artifacts.step_peak import Outcome, simulate_policy
 from adacc_hf.solve.milp import KindModel, PricedPlan, StoredForm, price
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.block_walk import BlockOutcome
+from adacc_hf.artifacts.memory_simulator import EarlierBlocks, step_peak_bytes
 from adacc_hf.artifacts.policy import RECOMPUTE
-from adacc_hf.artifacts.step_peak import EarlierBlocks, step_peak_bytes
 from adacc_hf.solve.milp import KindModel, PricedPlan, price
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from adacc_hf.artifacts.config import AdaccConfig, Budget, what_was_meant
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
+from adacc_hf.artifacts.memory_simulator import EarlierBlocks, simulate
 from adacc_hf.artifacts.policy import Policy
-from adacc_hf.artifacts.step_peak import EarlierBlocks, simulate
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.solve.baselines import greedy_policies
 from adacc_hf.solve.frontier import MixtureProgram, chain, fixed_bytes, frontiers, least_ms, overhead_ms, stored_bytes

@@ -11,10 +11,10 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import nn
 
 from adacc_hf.artifacts.files import note_latest
-from adacc_hf.tape.call_inputs import Args, Kwargs, argument_layout, held_layout
 from adacc_hf.tape.data_reads import Data, data_at
-from adacc_hf.tape.family import TapeFamily
 from adacc_hf.tape.guards import BlockPrograms, settings_of_torch
+from adacc_hf.tape.inputs import Args, Kwargs, argument_layout, held_layout
+from adacc_hf.tape.symbolic_tape import SymbolicTape
 from adacc_hf.tape.tape import Tape
 
 MAX_LAYOUTS = 64
@@ -38,7 +38,7 @@ class CallKey(NamedTuple):
     """Data of the arguments that the block reads into Python."""
     layout: int
     """Hash of the layout of the block's own tensors (`held_layout`). A plan compares the tensors that it reads one by
-    one (`CompiledPlan.has_all`)."""
+    one (`ExecutionPlan.has_all`)."""
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         self.followers: WeakSet[Follower] = WeakSet()
         self.was_compared = False
         """Whether a call of the block was compared with a record, or recorded, in the run that it is in now."""
-        self.of_families: WeakKeyDictionary[TapeFamily, KnownShape] = WeakKeyDictionary()
+        self.of_families: WeakKeyDictionary[SymbolicTape, KnownShape] = WeakKeyDictionary()
         """Counts of calls at all sizes of a family."""
 
     @property
@@ -152,7 +152,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         self._forget(list(self)[:-MAX_SHAPES])
         return key
 
-    def of_family(self, family: TapeFamily) -> KnownShape:
+    def of_family(self, family: SymbolicTape) -> KnownShape:
         """Return the counts of calls at all sizes of `family`. Records were made of some before there was a family."""
         return self.of_families.setdefault(family, KnownShape(family.base, num_calls=2))
 

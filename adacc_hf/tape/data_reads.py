@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from adacc_hf.tape.call_inputs import Args, Kwargs, argument_at
+from adacc_hf.tape.inputs import Args, Kwargs, argument_at
 from adacc_hf.tape.replay import closure
 from adacc_hf.tape.tape import Tape
 from adacc_hf.torch_glue.private import TensorBase, schema_of, version_of

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.autograd.function import Function, FunctionCtx
 
-from adacc_hf.artifacts.index_values import FUNCTIONS
+from adacc_hf.artifacts.exact_recompute_rules import FUNCTIONS
 from adacc_hf.tape.tape import geometry_of, leaves, map_tensors
 from adacc_hf.torch_glue.private import SingleLevelFunction, outer_hooks, storage_key
 from adacc_hf.torch_glue.tensors import is_plain

@@ -38,10 +38,10 @@ from adacc_hf.tape.function_operators import (
     taken_apart,
 )
 from adacc_hf.tape.replay import closure
+from adacc_hf.tape.replay_check import replayed_alike, same_bits
 from adacc_hf.tape.tape import Tape, TapeOperator, TapeValue, TensorRef, geometry_of, has_storage, leaves, map_tensors
-from adacc_hf.tape.verification import replayed_alike, same_bits
 from adacc_hf.torch_glue.private import storage_key
-from adacc_hf.torch_glue.states import drawing_from, generator_state, random_states_kept
+from adacc_hf.torch_glue.rng_state import drawing_from, generator_state, random_states_kept
 from adacc_hf.torch_glue.tensors import copy_with_storage, fingerprint, is_plain, local_of, wraps_others
 
 WRITES = "writes into its arguments"

@@ -14,7 +14,7 @@ NOTE [What Dynamo's guards leave out]
 4. Methods, and what classes inherit or take over: a program compares what was looked up on classes, and the names in
    a `__dict__` that was read (`torch_glue/dynamo_gaps.py`).
 5. Storage offsets, and which tensors share a storage. The key has those of the arguments; for what hangs on the block
-   `CompiledPlan.has_all` compares them.
+   `ExecutionPlan.has_all` compares them.
 6. Blocks that cannot be traced whole: data read into Python, code without source, a value that changes at every call.
    Their calls are told apart by `untraced_key`, and each call is compared with its tape, operator by operator
    (run/validation.py).

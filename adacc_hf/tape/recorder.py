@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from adacc_hf.tape.call_inputs import PLACES, argument_tensors, held_tensors
 from adacc_hf.tape.data_reads import Read, deciding_tensors, judge, watched_reads
 from adacc_hf.tape.function_recording import FunctionRecorder
+from adacc_hf.tape.inputs import PLACES, argument_tensors, held_tensors
 from adacc_hf.tape.replay import share_elements, view
 from adacc_hf.tape.tape import (
     COLLECTIVES,
@@ -42,7 +42,7 @@ from adacc_hf.torch_glue.private import (
     storage_key,
     tree_leaves,
 )
-from adacc_hf.torch_glue.states import PythonStates, generator_state
+from adacc_hf.torch_glue.rng_state import PythonStates, generator_state
 from adacc_hf.torch_glue.tensors import is_fake, local_of, runs_on_parts, storage_of, wraps_others
 
 _NO_OPERATORS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.prim.device.default}

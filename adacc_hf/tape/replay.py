@@ -12,7 +12,7 @@ import torch
 from adacc_hf.artifacts.block_walk import DECODED_KEPT
 from adacc_hf.tape.tape import Blank, Geometry, Tape, TapeOperator, TensorRef, leaves, map_tensors, tensor_refs
 from adacc_hf.torch_glue.private import schema_of
-from adacc_hf.torch_glue.states import drawing_from
+from adacc_hf.torch_glue.rng_state import drawing_from
 from adacc_hf.torch_glue.tensors import copy_with_storage
 
 Environment = list["torch.Tensor | None"]

@@ -65,7 +65,7 @@ class Source:
 
     place: str
     """"argument", "parameter", "buffer", "attached" or "module" for what else hangs on a parameter or a module
-    (call_inputs.py), "generator" for the state of the default generator at a moment of the call, or "unknown" for a
+    (inputs.py), "generator" for the state of the default generator at a moment of the call, or "unknown" for a
     tensor reached from elsewhere."""
     path: tuple[Any, ...]
     """Argument: position or keyword, then indices into nested containers. Parameter, buffer: its name in the block.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from adacc_hf.artifacts.profile_sizes import Shapes
+from adacc_hf.artifacts.size_model import Shapes
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from adacc_hf.torch_glue.private import (
     sequence_number,
     tree_leaves,
 )
-from adacc_hf.torch_glue.states import PythonStates
+from adacc_hf.torch_glue.rng_state import PythonStates
 
 FLAG = "gradient_checkpointing"
 FUNCTION = named("GradientCheckpointingLayer", "_gradient_checkpointing_func")

@@ -34,8 +34,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from adacc_hf.torch_glue.distributed import is_sharded
 from adacc_hf.torch_glue.private import BUFFERS, PARAMETERS, version_of
-from adacc_hf.torch_glue.ranks import is_sharded
 from adacc_hf.torch_glue.state_kinds import (
     ARRAY,
     ATTRIBUTES,

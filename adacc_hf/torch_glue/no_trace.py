@@ -17,8 +17,8 @@ from adacc_hf.artifacts.errors import UnrestorableError
 from adacc_hf.torch_glue.memory import CpuMemoryMeter
 from adacc_hf.torch_glue.model_state import LARGEST_COPY, SMALL_COPY, ModelState
 from adacc_hf.torch_glue.private import version_of
+from adacc_hf.torch_glue.rng_state import RandomStates
 from adacc_hf.torch_glue.state_kinds import is_capturing
-from adacc_hf.torch_glue.states import RandomStates
 from adacc_hf.torch_glue.tensors import leaves_below, without_gradient_hooks
 
 

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.memory_simulator import Outcome, simulate_policy
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.artifacts.step_peak import Outcome, simulate_policy
 from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_model import PRECISIONS, Adapters, Workload
 from adacc_hf.estimate.planning import Request, allocator_bytes, plain_ms, training_profile

@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 
 from adacc_hf.eval.records.clock import CLOCKS
 from adacc_hf.eval.records.records import Figures, share_of_what_can_be_won
-from adacc_hf.eval.trials.gate import Reference, check, reference_gradients
+from adacc_hf.eval.trials.barrier import Reference, check, reference_gradients
 from adacc_hf.eval.trials.methods import HEADLINE_METHODS, Bench, Budget, Installed
-from adacc_hf.eval.trials.subject import Subject
+from adacc_hf.eval.trials.model_under_test import Subject
 from adacc_hf.eval.trials.trial import check_limit, memory_figures, num_alloc_retries, warm_up
 from adacc_hf.price.timing import seconds_of
 from adacc_hf.reports.run_record import Spread, to_json

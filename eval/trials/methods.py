@@ -19,7 +19,7 @@ from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model, solve_pol
 from adacc_hf.artifacts.config import Budget as ResolvedBudget
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.eval.trials.contenders import uses_lossy_codec
-from adacc_hf.eval.trials.subject import Subject
+from adacc_hf.eval.trials.model_under_test import Subject
 from adacc_hf.eval.trials.workload import Batch
 from adacc_hf.kernels.codecs import baseline_codec
 from adacc_hf.solve.baselines import quantize_everything

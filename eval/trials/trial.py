@@ -12,10 +12,10 @@ from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.clock import CLOCKS
 from adacc_hf.eval.records.records import Figures
 from adacc_hf.eval.trials import methods, peer_methods
-from adacc_hf.eval.trials.gate import check, reference_gradients
+from adacc_hf.eval.trials.barrier import check, reference_gradients
 from adacc_hf.eval.trials.isolation import CannotRunError, OverLimitError
 from adacc_hf.eval.trials.methods import Bench, Budget, Installed, Method
-from adacc_hf.eval.trials.subject import Subject, first_sequences
+from adacc_hf.eval.trials.model_under_test import Subject, first_sequences
 from adacc_hf.price.timing import seconds_of
 from adacc_hf.reports.run_record import Spread, to_json
 from adacc_hf.torch_glue.compat import switch_checkpointing

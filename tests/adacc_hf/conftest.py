@@ -21,7 +21,7 @@ from adacc_hf.artifacts.profile import (
     Shared,
     Value,
 )
-from adacc_hf.price.gradient_probe import GradientErrors
+from adacc_hf.price.codec_gradient_error import GradientErrors
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.run.call import Recording
 from adacc_hf.run.validated_call import ValidatedCall

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from adacc_hf import __version__
-from adacc_hf.adapt.repricing import in_all_blocks, lossy_options, without_codecs
+from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options, without_codecs
 from adacc_hf.artifacts.files import COMPILED_FILE, HISTORY_FILE, POLICY_FILE, PRICES_FILE, PROFILE_FILE, write_json
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.cli import main

@@ -16,8 +16,8 @@ from adacc_hf.head.chunked_loss import chunked_cross_entropy
 from adacc_hf.price.profiler import estimate_profile
 from adacc_hf.run.call import Recording
 from adacc_hf.tape.data_reads import data_of
-from adacc_hf.tape.library import TapeLibrary
-from adacc_hf.tape.verification import verify
+from adacc_hf.tape.replay_check import verify
+from adacc_hf.tape.tape_cache import TapeCache
 from adacc_hf.torch_glue.compat import adds_into_wider, no_packed_sequences
 from adacc_hf.torch_glue.memory import MemoryMeter, measure_step, static_bytes, take_peak
 
@@ -200,7 +200,7 @@ def test_dropout_is_recomputed_at_any_rate(rate, dtype):
     recording = Recording("block", block, (given,), {})
     recording.run(lambda x: block(x).exp())
     recorder = recording.recorder
-    tape = TapeLibrary(verify).verified(recorder)
+    tape = TapeCache(verify).verified(recorder)
     recording.close()
     dropped = next(op for op in tape.operators if op.short_name == "native_dropout_backward")
     assert set(dropped.made()) <= tape.recomputable
@@ -215,7 +215,7 @@ def test_a_convolution_whose_kernel_is_chosen_by_time_is_not_replayed(monkeypatc
     given = torch.randn(4, 8, 64, device="cuda", requires_grad=True)
     recording = Recording("block", block, (given,), {})
     recording.run(lambda x: block(x).exp())
-    tape = TapeLibrary(verify).verified(recording.recorder)
+    tape = TapeCache(verify).verified(recording.recorder)
     recording.close()
     made = {op.short_name: set(op.made()) for op in tape.operators}
     assert made["convolution"].isdisjoint(tape.recomputable) == is_timed

@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.price import codec_options, pricing
-from adacc_hf.price.gradient_probe import GradientErrors
+from adacc_hf.price import codec_selection, cost_model
+from adacc_hf.price.codec_gradient_error import GradientErrors
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.timing import Timing
 from adacc_hf.torch_glue.memory import MemoryMeter, MemoryPoint
@@ -178,7 +178,7 @@ class WithoutPrices(Measurement):
 def free():
     """Every operator and codec takes no time."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (pricing, codec_options):
+        for module in (cost_model, codec_selection):
             patch.setattr(module, "time_of", lambda run, device: Timing(0.0, 0.0))
         yield
 

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.run import entries as entries_module
 from adacc_hf.tape import call_key as known_shapes
-from adacc_hf.tape import family, guards
+from adacc_hf.tape import guards, symbolic_tape
 from adacc_hf.torch_glue.memory import measure_step
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -707,7 +707,7 @@ def in_random_order(lengths, number):
 def test_a_thousand_steps_of_changing_lengths_stay_flat(tiny_gpt2, monkeypatch):
     """Live tensor bytes, Python objects and tapes are the same after warm-up and at the end."""
     most = 16  # fewer than there are lengths, so that old tapes go
-    monkeypatch.setattr(family, "MOST_SIZES", most)
+    monkeypatch.setattr(symbolic_tape, "MOST_SIZES", most)
     monkeypatch.setattr(entries_module, "MOST_SIZES", most)
     monkeypatch.setattr(known_shapes, "MAX_SHAPES", most)
     model = tiny_gpt2(layers=1, width=8, n_positions=128)
@@ -723,7 +723,7 @@ def test_a_thousand_steps_of_changing_lengths_stay_flat(tiny_gpt2, monkeypatch):
         counts = counts_of_steps(model, lengths, batch_of, (WARM_UP, NUM_STEPS - 1))
         assert len(strategy.entries.sized) == most
         assert len(strategy.entries.recorded) <= most
-        assert len(handle.library._tapes) <= most + family.ENOUGH_RECORDS
+        assert len(handle.library._tapes) <= most + symbolic_tape.ENOUGH_RECORDS
     assert_flat(counts)
 
 
@@ -769,8 +769,8 @@ def test_ever_new_sizes_stay_flat(toy_model, monkeypatch):
     with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG) as handle:
         (strategy,) = (function.strategy for function in handle.installation.functions.values())
         counts = counts_of_steps(model, sizes, batch_of, (200, len(sizes) - 1))
-        assert len(strategy.entries.sized) <= family.MOST_SIZES
-        assert len(handle.library._compiled) <= family.MOST_SIZES + len(strategy.entries.recorded) + 1
+        assert len(strategy.entries.sized) <= symbolic_tape.MOST_SIZES
+        assert len(handle.library._compiled) <= symbolic_tape.MOST_SIZES + len(strategy.entries.recorded) + 1
     assert_flat(counts)
 
 

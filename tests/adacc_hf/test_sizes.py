@@ -21,7 +21,7 @@ from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.eval.zoo.parts import VOCABULARY, padded_text, two_texts
 from adacc_hf.run.blocks import Installation, Plainly
 from adacc_hf.run.call import Recording
-from adacc_hf.tape.compiled_plan import encode_view
+from adacc_hf.tape.execution_plan import encode_view
 from adacc_hf.tape.replay import view
 
 NUM_SIZES = int(os.environ.get("ADACC_SIZES", "6"))

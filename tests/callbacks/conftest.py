@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
-import adacc_hf.adapt.policy_maker as maker_module
+import adacc_hf.adapt.policy_builder as maker_module
 from adacc_hf.price import measurement
 from adacc_hf.torch_glue.memory import CpuMemoryMeter, count_static_bytes
 
@@ -177,7 +177,7 @@ def leave_what_was_found(folder: Path, found: Any) -> None:
 @pytest.fixture
 def late_policy(monkeypatch):
     """As if the first batch left blocks out: the first steps run under torch's checkpoint, then a batch is profiled."""
-    monkeypatch.setattr(maker_module.PolicyMaker, "before_first_step", lambda *_: None)
+    monkeypatch.setattr(maker_module.PolicyBuilder, "before_first_step", lambda *_: None)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from adacc_hf import (
     Policy,
     PolicyMismatchError,
 )
-from adacc_hf.adapt.phases import Following
+from adacc_hf.adapt.phases import FixedPolicyPhase
 from adacc_hf.torch_glue.compat import CHECKPOINTING, GradientCheckpointingLayer, switch_checkpointing
 
 
@@ -168,7 +168,7 @@ def test_switching_checkpointing_off_and_on_keeps_the_policy(train, lossless):
         calls: tuple[int, ...] = ()
 
         def on_step_end(self, args, state, control, **kwargs):
-            if isinstance(callback.session.phase, Following):
+            if isinstance(callback.session.phase, FixedPolicyPhase):
                 functions = callback.session.phase.handle.installation.functions.values()
                 self.calls += (sum(function.num_calls for function in functions),)
 

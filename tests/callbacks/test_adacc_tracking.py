@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from transformers import TrainerCallback
 
-import adacc_hf.adapt.judging as judging_module
-import adacc_hf.adapt.policy_maker as maker_module
-import adacc_hf.adapt.tracking as tracking_module
+import adacc_hf.adapt.outlier_tracking as tracking_module
+import adacc_hf.adapt.policy_builder as maker_module
+import adacc_hf.adapt.policy_selection as judging_module
 from adacc_hf import AdaccCallback, Policy, Profile
 from adacc_hf.artifacts.files import POLICY_FILE, PRICES_FILE, PROFILE_FILE
 from adacc_hf.reports.explain import explain_policy

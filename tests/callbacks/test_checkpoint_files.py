@@ -12,19 +12,19 @@ from pathlib import Path
 import pytest
 from transformers import TrainerCallback
 
-import adacc_hf.adapt.policy_maker as maker_module
+import adacc_hf.adapt.policy_builder as maker_module
 from adacc_hf import AdaccCallback, AdaccConfig, AdaccError, Policy, PolicyMismatchError, Profile
 from adacc_hf.adapt.checkpoint_files import (
     Saved,
-    SavedShapePolicy,
+    SavedSizePolicy,
     drop_files,
     load_from_checkpoint,
     save_files,
     save_in_checkpoint,
 )
-from adacc_hf.adapt.rectifier import Rectifier
-from adacc_hf.adapt.repricing import in_all_blocks, lossy_options, with_more_memory
-from adacc_hf.adapt.shape_policies import ShapePolicy
+from adacc_hf.adapt.policy_cache import SizePolicy
+from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options, with_more_memory
+from adacc_hf.adapt.replanner import Replanner
 from adacc_hf.artifacts.files import HISTORY_FILE, POLICY_FILE, PRICES_FILE, PROFILE_FILE, STATE_FILE
 
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
@@ -169,13 +169,13 @@ def test_the_prices_that_the_solver_saw_last_come_back(tmp_path, checkpoint):
     policy, profile = Policy.load(checkpoint / POLICY_FILE), Profile.load(checkpoint / PROFILE_FILE)
     searched, prices = with_more_memory(profile, 1), with_more_memory(profile, 2)
     config = AdaccConfig(memory_budget=0.6)
-    shape_policy = ShapePolicy(None, Rectifier(profile, policy, config), None)
+    shape_policy = SizePolicy(None, Replanner(profile, policy, config), None)
     shape_policy.rectifier.profile, shape_policy.rectifier.searched = prices, searched
     folder = tmp_path / "checkpoint-7"
     folder.mkdir()
     save_in_checkpoint(folder, Saved(shape_policies=[shape_policy.saved()], memory_budget=0.6))
     (record,) = load_from_checkpoint(folder, 0.6).shape_policies
-    resumed = ShapePolicy(None, Rectifier(record.profile, record.policy, config), None)
+    resumed = SizePolicy(None, Replanner(record.profile, record.policy, config), None)
     assert resumed.rectifier.searched == profile
     resumed.go_on(record)
     assert (resumed.rectifier.profile, resumed.rectifier.searched) == (prices, searched)
@@ -311,6 +311,6 @@ def test_files_of_a_policy_without_profile(tmp_path, train, checkpoint):
     policy = Policy.load(checkpoint / POLICY_FILE)
     save_files(tmp_path / "new", policy, None)
     saved = load_from_checkpoint(tmp_path / "new", 0.6)
-    assert saved == Saved(shape_policies=[SavedShapePolicy(policy=policy, profile=None)])
+    assert saved == Saved(shape_policies=[SavedSizePolicy(policy=policy, profile=None)])
     assert load_from_checkpoint(tmp_path / "new", AdaccConfig().memory_budget) is None
     assert load_from_checkpoint(tmp_path / "nothing", 0.6) is None

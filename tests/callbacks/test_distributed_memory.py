@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import adacc_hf.adapt.policy_maker as maker_module
+import adacc_hf.adapt.policy_builder as maker_module
 from adacc_hf import AdaccCallback, profile_model
 from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.price_store import StoringMeasurement
-from adacc_hf.torch_glue.ranks import or_ends_its_process
+from adacc_hf.price.profile_cache import StoringMeasurement
+from adacc_hf.torch_glue.distributed import or_ends_its_process
 
 MESSAGE = "rank out of memory. Tried to allocate 7 GiB"
 
@@ -68,7 +68,7 @@ def later_profile(toys: Any, folder: Path) -> dict[str, Any]:
     def make(callbacks: Any, **settings: Any) -> Any:
         return toys.tiny_trainer(folder, callbacks, per_device_train_batch_size=2, **settings)
 
-    late = mock.patch.object(maker_module.PolicyMaker, "before_first_step", return_value=None)
+    late = mock.patch.object(maker_module.PolicyBuilder, "before_first_step", return_value=None)
     with late, failing("profile_model", 2):
         trainer = run_lengths(make, [16] * 4 + [32] * 16, [callback], trainer_class=InOrder)
     reasons = [event["reason"] for event in callback.history if event["event"] == "memory" and "reason" in event]

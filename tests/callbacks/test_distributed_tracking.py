@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-import adacc_hf.adapt.judging as judging_module
-import adacc_hf.adapt.policy_maker as maker_module
+import adacc_hf.adapt.policy_builder as maker_module
+import adacc_hf.adapt.policy_selection as judging_module
 from adacc_hf import AdaccCallback, Policy
 
 NUM_STEPS = 8

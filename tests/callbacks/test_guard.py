@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-import adacc_hf.adapt.judging as judging_module
-import adacc_hf.adapt.policy_maker as maker_module
+import adacc_hf.adapt.policy_builder as maker_module
+import adacc_hf.adapt.policy_selection as judging_module
 from adacc_hf import AdaccCallback, Policy
-from adacc_hf.artifacts.index_values import DEGRADED_ERROR
+from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.artifacts.policy import RECOMPUTE
 from adacc_hf.callbacks.paper_methods import method_callbacks
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from adacc_hf.adapt.shape_policies import ENOUGH_SEEN, MAX_UNPLANNED, ShapePolicies, ShapePolicy, most_wanted
+from adacc_hf.adapt.policy_cache import ENOUGH_SEEN, MAX_UNPLANNED, PolicyCache, SizePolicy, most_wanted
 from adacc_hf.torch_glue.batch_shapes import TensorShape
 
 
@@ -21,13 +21,13 @@ def parts(count):
 
 def shape_policy(shapes):
     """One whose profile tells of no other sizes."""
-    return ShapePolicy(shapes, SimpleNamespace(profile=SimpleNamespace(sizes=None)), "plans")
+    return SizePolicy(shapes, SimpleNamespace(profile=SimpleNamespace(sizes=None)), "plans")
 
 
 @pytest.fixture
 def profiled():
     """The shape policies of a run whose first batch had 32 tokens."""
-    shape_policies = ShapePolicies()
+    shape_policies = PolicyCache()
     shape_policies.add(shape_policy(ids(32)))
     return shape_policies
 

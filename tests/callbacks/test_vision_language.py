@@ -9,8 +9,8 @@ import torch
 from transformers import Trainer
 
 from adacc_hf import AdaccCallback
-from adacc_hf.adapt import waiting as profiling
-from adacc_hf.adapt.policy_maker import profile_at
+from adacc_hf.adapt import full_recompute as profiling
+from adacc_hf.adapt.policy_builder import profile_at
 from adacc_hf.artifacts.errors import UncalledBlocksError
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.eval.zoo.language import IMAGE_TOKEN, PATCH_VALUES

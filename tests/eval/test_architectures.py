@@ -20,7 +20,7 @@ from adacc_hf.eval import architectures as architectures_module
 from adacc_hf.eval.architectures import REGION, Verdict, check, main, same_bits, support_table
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.run.call import Call
-from adacc_hf.tape import compiled_plan as choices_module
+from adacc_hf.tape import execution_plan as choices_module
 from adacc_hf.tape.recorder import Recorder
 
 SUPPORT = Path(__file__).parents[2] / "docs" / "SUPPORT.md"

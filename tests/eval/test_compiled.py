@@ -12,7 +12,7 @@ import pytest
 from adacc_hf.artifacts.policy import RETAIN
 from adacc_hf.compiler import AdaccPartitioner
 from adacc_hf.compiler.backend import InstalledPartitioner
-from adacc_hf.compiler.region import CompiledPolicy, RegionPlan
+from adacc_hf.compiler.compiled_policy import CompiledPolicy, RegionPlan
 from adacc_hf.eval import compiled
 from adacc_hf.eval.compiled import LowestPeak
 from adacc_hf.eval.records.schemas import check_record

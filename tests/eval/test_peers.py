@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adacc_hf.compiler.region import CompiledPolicy, RegionPlan
+from adacc_hf.compiler.compiled_policy import CompiledPolicy, RegionPlan
 from adacc_hf.eval import peers
 from adacc_hf.eval.trials import peer_methods
 from adacc_hf.eval.trials.isolation import OverLimitError

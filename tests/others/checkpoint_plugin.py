@@ -21,12 +21,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import modeling_utils
 
 from adacc_hf.artifacts.policy import Choice, Plan
+from adacc_hf.run.block_executor import BlockExecutor
 from adacc_hf.run.call import Call
 from adacc_hf.run.entries import PlanEntries
-from adacc_hf.run.follow_plan import FollowPlan
-from adacc_hf.tape.compiled_plan import least_memory_choices
-from adacc_hf.tape.library import TapeLibrary
+from adacc_hf.tape.execution_plan import least_memory_choices
 from adacc_hf.tape.tape import Tape
+from adacc_hf.tape.tape_cache import TapeCache
 from adacc_hf.torch_glue.compat import block_of, keyword_arguments
 
 
@@ -37,10 +37,10 @@ class LeastMemory(PlanEntries):
         return least_memory_choices(tape), True
 
 
-class RecomputeAll(FollowPlan):
+class RecomputeAll(BlockExecutor):
     """The strategy that recomputes all it can, for a block that no policy knows."""
 
-    def __init__(self, name: str, library: TapeLibrary) -> None:
+    def __init__(self, name: str, library: TapeCache) -> None:
         super().__init__(name, Plan(kind="", choices=()), library)
         self.entries = LeastMemory(name, self.plan, library, self.known)
         self._is_plain = False
@@ -50,7 +50,7 @@ class RecomputeAll(FollowPlan):
 class Record:
     """What was done in place of torch's checkpoint so far."""
 
-    library: TapeLibrary = field(default_factory=TapeLibrary)
+    library: TapeCache = field(default_factory=TapeCache)
     strategies: WeakKeyDictionary[nn.Module, RecomputeAll] = field(default_factory=WeakKeyDictionary)
     num_calls: int = 0
     num_replayed: int = 0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adacc_hf.adapt.judging import fewest
+from adacc_hf.adapt.policy_selection import fewest
 
 EACH = 0.1
 """What each activation's codec adds to the gradient's error, as INT4 does."""

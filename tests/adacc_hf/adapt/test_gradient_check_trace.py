@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.adapt.accuracy import BlockSample
+from adacc_hf.adapt.gradient_check import BlockSample
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 SEEN = []

@@ -7,8 +7,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
-from adacc_hf.adapt.accuracy import comparison_peaks, peaks_with_samples
-from adacc_hf.adapt.rectifier import Rectifier
+from adacc_hf.adapt.gradient_check import comparison_peaks, peaks_with_samples
+from adacc_hf.adapt.replanner import Replanner
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.torch_glue.memory import MemoryMeter, measure_step, static_bytes
 
@@ -42,7 +42,7 @@ def test_a_step_with_a_sample_takes_no_more_than_predicted(case, action, monkeyp
     policy = Policy.uniform(profile, action)
     peaks = peaks_with_samples(profile, policy)
     assert list(peaks) == [block.name for block in profile.blocks]
-    rectifier = Rectifier(profile, policy, AdaccConfig(min_compress_bytes=4096))
+    rectifier = Replanner(profile, policy, AdaccConfig(min_compress_bytes=4096))
     measured = {}
     with apply_policy(model, policy) as handle:
         settle(model, batch)
@@ -61,7 +61,7 @@ def test_a_comparison_takes_no_more_than_predicted(case, action, monkeypatch):
     model, batch, profile = case
     policy = Policy.uniform(profile, action)
     peaks = comparison_peaks(profile)
-    rectifier = Rectifier(profile, policy, AdaccConfig(min_compress_bytes=4096))
+    rectifier = Replanner(profile, policy, AdaccConfig(min_compress_bytes=4096))
     with apply_policy(model, policy) as handle:
         settle(model, batch)
         for name in peaks:
@@ -83,7 +83,7 @@ def test_only_blocks_that_the_budget_has_room_for_are_sampled(case):
     for extra in (0, INPUT_BYTES, 3 * INPUT_BYTES):
         config = AdaccConfig(min_compress_bytes=4096, memory_budget=plain + extra, guard_blocks=1)
         policy = Policy.uniform(profile, "compress")
-        rectifier = Rectifier(profile, policy, config)
+        rectifier = Replanner(profile, policy, config)
         seen[extra] = set()
         with apply_policy(model, policy) as handle:
             settle(model, batch)

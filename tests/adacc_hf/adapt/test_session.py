@@ -12,8 +12,8 @@ from torch.optim import optimizer as optimizers
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from adacc_hf import AdaccConfig, AdaccSession, Policy, remove_policy
-from adacc_hf.adapt import policy_maker
-from adacc_hf.adapt.repricing import in_all_blocks, lossy_options
+from adacc_hf.adapt import policy_builder
+from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options
 from adacc_hf.solve.solver import least_policy
 
 LOSSLESS = {"actions": ("retain", "recompute"), "head": "plain"}
@@ -415,7 +415,7 @@ def test_a_folder_for_another_budget_is_not_gone_on_with(tmp_path):
 
 def test_a_given_policy_is_followed_from_the_first_step(monkeypatch):
     policy = train(one_step, **HALF).session.policy
-    monkeypatch.setattr(policy_maker, "profile_model", None)
+    monkeypatch.setattr(policy_builder, "profile_model", None)
     plain = train(one_step, session_class=NoSession)
     run = train(one_step, policy=policy, **LOSSLESS)
     run.assert_equals(plain)
@@ -649,7 +649,7 @@ def test_few_pairs_of_texts_of_any_length_keep_to_the_budget(monkeypatch, part):
     plain = train(one_step, batches, NoSession, make_t5)
     whole = train(one_step, [max(batches, key=lambda batch: batch["input_ids"].numel())] * 5, make=make_t5, **HALF)
     most = Policy.uniform(whole.session.profile, "retain").predicted_peak_bytes
-    monkeypatch.setattr(policy_maker, "profile_model", None)
+    monkeypatch.setattr(policy_builder, "profile_model", None)
     run = train(one_step, batches, make=make_t5, memory_budget=int(part * most), **LOSSLESS)
     run.assert_equals(plain)
     measured = [event["measured_peak_bytes"] for event in run.session.history if "measured_peak_bytes" in event]
@@ -703,7 +703,7 @@ def test_a_run_that_resumes_keeps_the_profile_that_tells_of_all_sizes(tmp_path):
 
 
 def test_what_a_counted_step_lacked_is_known_to_the_run_that_resumes(tmp_path, monkeypatch):
-    monkeypatch.setattr("adacc_hf.adapt.evolution.missing_bytes", lambda *_: {"forward, head and loss": 1000})
+    monkeypatch.setattr("adacc_hf.adapt.controller.missing_bytes", lambda *_: {"forward, head and loss": 1000})
     settings = {**LOSSLESS, "memory_budget": "2MiB"}
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())

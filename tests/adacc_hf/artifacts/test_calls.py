@@ -16,7 +16,7 @@ from transformers import AlbertConfig, AlbertForMaskedLM, BertConfig, BertModel
 from adacc_hf import AdaccConfig, Policy, Profile, apply_policy, profile_model
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.policy import block_of_call, call_name, num_calls, split_call
-from adacc_hf.price.whole_model import WithLoss
+from adacc_hf.price.heads import WithLoss
 from adacc_hf.torch_glue.memory import measure_step
 
 ACTIONS = ("retain", "recompute", "compress")

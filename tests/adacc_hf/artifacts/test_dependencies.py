@@ -1,6 +1,6 @@
 """The walk from what is wanted back to what it is made of."""
 
-from adacc_hf.artifacts.index_values import walk_back
+from adacc_hf.artifacts.exact_recompute_rules import walk_back
 
 READS = {"a": (), "b": ("a",), "c": ("a", "b"), "d": ("c", "b"), "e": ("d",)}
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from adacc_hf.artifacts.profile_sizes import (
+from adacc_hf.artifacts.size_model import (
     MOST_DEGREE,
     MOST_SYMBOLS,
     MOST_TERMS,

@@ -13,9 +13,9 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from adacc_hf.compiler import AdaccPartitioner
-from adacc_hf.compiler import live_bytes as dry_run
+from adacc_hf.compiler import graph_memory as dry_run
 from adacc_hf.compiler.backend import InstalledPartitioner
-from adacc_hf.compiler.live_bytes import CUDA_BLOCK, GraphInput, graph_inputs, most_live_bytes_of_code
+from adacc_hf.compiler.graph_memory import CUDA_BLOCK, GraphInput, graph_inputs, most_live_bytes_of_code
 from adacc_hf.torch_glue.memory import MemoryMeter
 
 SQUARE = 4 * 8 * 8

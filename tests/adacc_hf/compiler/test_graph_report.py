@@ -10,8 +10,8 @@ import pytest
 from adacc_hf.artifacts.policy import RETAIN, Action, Choice
 from adacc_hf.cli import main
 from adacc_hf.compiler import CompiledPolicy, RegionPlan
+from adacc_hf.compiler.compiled_policy import GraphTensor
 from adacc_hf.compiler.graph_report import explain_compiled, write_compiled_report
-from adacc_hf.compiler.region import GraphTensor
 
 INT8 = Choice(action=Action.COMPRESS, codec="int8", options=(("group_size", 64),))
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from torch import fx
 
-from adacc_hf.compiler.region import GraphTensor, module_path
+from adacc_hf.compiler.compiled_policy import GraphTensor, module_path
 
 
 @pytest.mark.parametrize(

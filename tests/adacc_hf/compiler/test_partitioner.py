@@ -13,12 +13,12 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
-from adacc_hf.artifacts.index_values import DEGRADED_ERROR
+from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.artifacts.policy import RETAIN, Action
 from adacc_hf.compiler import AdaccPartitioner, CompiledPolicy
+from adacc_hf.compiler.compiled_policy import PlanStore
 from adacc_hf.compiler.functorch import is_random
 from adacc_hf.compiler.partitioner import GRAPH_SETTINGS
-from adacc_hf.compiler.region import PlanStore
 from adacc_hf.kernels.codecs import list_codecs
 
 LOSSLESS = ("retain", "recompute")

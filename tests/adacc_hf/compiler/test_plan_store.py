@@ -7,8 +7,8 @@ import pytest
 from torch._inductor import config as inductor
 
 from adacc_hf.compiler import AdaccPartitioner, RegionPlan, partitioner
+from adacc_hf.compiler.compiled_policy import PlanStore
 from adacc_hf.compiler.graph_cost import OperatorTimes
-from adacc_hf.compiler.region import PlanStore
 
 PLAN = RegionPlan(digest="a", region="3", plain_bytes=10, stored_bytes=5)
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from adacc_hf.compiler.rewrite import keep_products_apart
+from adacc_hf.compiler.compress_pass import keep_products_apart
 
 aten = torch.ops.aten
 

@@ -4,7 +4,7 @@ import pytest
 
 from adacc_hf import AdaccConfig, Policy, PolicyMismatchError, profile_model, solve_policy
 from adacc_hf.compiler.selective_checkpoint import selective_contexts
-from adacc_hf.price.whole_model import WithLoss
+from adacc_hf.price.heads import WithLoss
 from adacc_hf.torch_glue.compat import switch_checkpointing
 from adacc_hf.torch_glue.memory import measure_step
 

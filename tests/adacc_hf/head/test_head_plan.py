@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adacc_hf import AdaccConfig, InfeasibleBudgetError, Policy, apply_policy, profile_model, solve_policy
-from adacc_hf.adapt.repricing import with_more_memory
+from adacc_hf.adapt.profile_updates import with_more_memory
 from adacc_hf.artifacts.errors import ChunkedHeadError, PolicyMismatchError
+from adacc_hf.artifacts.memory_simulator import simulate, simulate_policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.artifacts.step_peak import simulate, simulate_policy
 from adacc_hf.reports.explain import explain_policy
 from adacc_hf.reports.plots import draw_frontier
 from adacc_hf.reports.report import write_report

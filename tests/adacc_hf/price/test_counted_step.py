@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.price.step_memory import (
+from adacc_hf.price.memory_profile import (
     AFTER,
     FORWARD,
     OPTIMIZER,

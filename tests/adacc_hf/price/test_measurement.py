@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from adacc_hf.price import measurement, timing
+from adacc_hf.price.model_recorder import recompute_outcome
 from adacc_hf.price.profiler import profile_model
-from adacc_hf.price.survey import recompute_outcome
 
 
 def test_a_step_is_timed_from_an_idle_device_to_an_idle_device(monkeypatch):

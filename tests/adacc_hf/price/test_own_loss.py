@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from adacc_hf import AdaccConfig, profile_model
-from adacc_hf.price.whole_model import WithLoss
+from adacc_hf.price.heads import WithLoss
 from adacc_hf.torch_glue.memory import forward_loss
 
 CONFIG = AdaccConfig(min_compress_bytes=0)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.price.codec_options import is_summary
+from adacc_hf.price.codec_selection import is_summary
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.artifacts.errors import NoBlocksError
-from adacc_hf.price.survey import recompute_outcome
+from adacc_hf.price.model_recorder import recompute_outcome
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 

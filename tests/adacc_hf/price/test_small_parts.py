@@ -21,7 +21,7 @@ from transformers import (
 
 from adacc_hf import AdaccConfig, Policy, profile_model
 from adacc_hf.eval.zoo.configs import architectures
-from adacc_hf.price.other_sizes import media_first, small_parts
+from adacc_hf.price.batch_subsampling import media_first, small_parts
 from adacc_hf.price.profiler import estimate_profile
 from adacc_hf.tape.guards import BlockPrograms
 from adacc_hf.torch_glue.batch_shapes import batch_shapes

@@ -7,16 +7,16 @@ import pytest
 from adacc_hf import AdaccConfig, profile_model
 from adacc_hf.artifacts.files import PROFILES_VARIABLE
 from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.price_store import ProfileStore
+from adacc_hf.price.profile_cache import ProfileCache
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 REUSE = CONFIG.with_overrides(reuse_prices=True)
 
 
 @pytest.fixture
-def store(tmp_path, monkeypatch) -> ProfileStore:
+def store(tmp_path, monkeypatch) -> ProfileCache:
     monkeypatch.setenv(PROFILES_VARIABLE, str(tmp_path / "profiles"))
-    return ProfileStore()
+    return ProfileCache()
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from adacc_hf.artifacts.errors import PolicyMismatchError
+from adacc_hf.artifacts.memory_simulator import simulate
 from adacc_hf.artifacts.policy import Policy
-from adacc_hf.artifacts.step_peak import simulate
 from adacc_hf.reports.report import write_report
 
 FILES = {"report.md", "report.html", "policy_map.png", "memory.png", "frontier.png"}

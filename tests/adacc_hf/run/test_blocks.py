@@ -15,7 +15,7 @@ from transformers import DynamicCache, EncoderDecoderCache, SwinConfig, SwinForI
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model, remove_policy
 from adacc_hf.artifacts.errors import NestedHooksError, NoBlocksError
 from adacc_hf.run.blocks import Installation, WhileTraining, find_blocks
-from adacc_hf.run.executor import PolicyHandle
+from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.torch_glue.compat import FLAG, FUNCTION, GradientCheckpointingLayer, PreTrainedModel
 
 CONFIG = AdaccConfig(min_compress_bytes=0)

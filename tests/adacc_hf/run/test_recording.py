@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.tape.library import library_of_profiles
+from adacc_hf.tape.tape_cache import library_of_profiles
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 

@@ -10,13 +10,13 @@ from torch.nn import functional as F
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.artifacts.errors import PolicyMismatchError
-from adacc_hf.run import follow_plan
+from adacc_hf.run import block_executor
+from adacc_hf.run.block_executor import BlockExecutor
 from adacc_hf.run.call import Recording
-from adacc_hf.run.executor import PolicyHandle
-from adacc_hf.run.follow_plan import FollowPlan
+from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.run.validated_call import ValidatedCall
 from adacc_hf.solve.solver import least_policy
-from adacc_hf.tape.library import library_of_profiles
+from adacc_hf.tape.tape_cache import library_of_profiles
 from adacc_hf.torch_glue.memory import MemoryMeter, collecting_no_garbage
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -238,14 +238,14 @@ def test_what_is_captured_in_a_cuda_graph_is_compared_at_the_next_call(tiny_gpt2
     model, batch = tiny_gpt2(layers=2, resid_pdrop=0.0, attn_pdrop=0.0), token_batch()
     policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
     step, compared, is_captured = [0], [], [False]
-    learn = FollowPlan._learn
+    learn = BlockExecutor._learn
 
     def noted(self, *args):
         compared.append(step[0])
         return learn(self, *args)
 
-    monkeypatch.setattr(FollowPlan, "_learn", noted)
-    monkeypatch.setattr(follow_plan, "is_being_captured", lambda: is_captured[0])
+    monkeypatch.setattr(BlockExecutor, "_learn", noted)
+    monkeypatch.setattr(block_executor, "is_being_captured", lambda: is_captured[0])
     with apply_policy(model, policy, CONFIG):
         for step[0] in range(5):
             is_captured[0] = step[0] in (0, 1, 2)
@@ -259,6 +259,6 @@ def test_a_cuda_graph_that_would_draw_masks_again_is_refused(tiny_gpt2, token_ba
     profile = profile_model(model, batch, CONFIG)
     with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG):
         model(**batch).loss.backward()
-        monkeypatch.setattr(follow_plan, "is_being_captured", lambda: True)
+        monkeypatch.setattr(block_executor, "is_being_captured", lambda: True)
         with pytest.raises(PolicyMismatchError, match="draws its dropout masks again"):
             model(**batch)

@@ -12,17 +12,17 @@ from torch import nn
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.artifacts.errors import SavedOtherwiseError
 from adacc_hf.artifacts.policy import Action, Choice
-from adacc_hf.artifacts.profile_sizes import Polynomial
+from adacc_hf.artifacts.size_model import Polynomial
 from adacc_hf.run import validation
 from adacc_hf.run.call import Recording
 from adacc_hf.run.entries import VARYING
 from adacc_hf.run.validated_call import ValidatedCall
 from adacc_hf.run.validation import Validator
-from adacc_hf.tape.compiled_plan import CompiledPlan, least_memory_choices
-from adacc_hf.tape.family import AGREED, SeenSizes
-from adacc_hf.tape.library import TapeLibrary, library_of_profiles
+from adacc_hf.tape.execution_plan import ExecutionPlan, least_memory_choices
+from adacc_hf.tape.symbolic_tape import AGREED, SeenSizes
+from adacc_hf.tape.tape_cache import TapeCache, library_of_profiles
 from adacc_hf.torch_glue.memory import MemoryMeter
-from adacc_hf.torch_glue.states import drawing_from
+from adacc_hf.torch_glue.rng_state import drawing_from
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 ACTIONS = ("retain", "recompute", "compress")
@@ -656,9 +656,9 @@ def usual(block, hidden):
 def plan_of(block, call, *args):
     recording = Recording("block", block, args, {})
     recording.run(lambda *given: call(block, *given))
-    tape = TapeLibrary().verified(recording.recorder)
+    tape = TapeCache().verified(recording.recorder)
     recording.close()
-    return CompiledPlan(tape, least_memory_choices(tape))
+    return ExecutionPlan(tape, least_memory_choices(tape))
 
 
 def validate(plan, block, call, *args, keeps=True, on_leaving=lambda values: None):
@@ -739,7 +739,7 @@ def test_what_the_plan_would_store_is_given_where_a_call_leaves(linear):
     tape = plan_of(linear, call, hidden).tape
     (tanh,) = [value.index for value in tape.values if value.name == "block:tanh"]
     choices = least_memory_choices(tape) | {tanh: Choice(action=Action.RETAIN)}
-    plan = CompiledPlan(tape, choices)
+    plan = ExecutionPlan(tape, choices)
     assert tanh in plan.roots
     validate(plan, linear, leaves, hidden, on_leaving=found.append)
     # tanh saves its result itself, after it was made: it is no more at hand once it was saved.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
-from adacc_hf.artifacts.step_peak import simulate
+from adacc_hf.artifacts.memory_simulator import simulate
 from adacc_hf.solve.frontier import frontiers
 from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.solve.milp import build_block_model

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
+from adacc_hf.artifacts.memory_simulator import step_peak_bytes
 from adacc_hf.artifacts.policy import Policy
-from adacc_hf.artifacts.step_peak import step_peak_bytes
 from adacc_hf.solve.solver import solve_policy
 
 SOLVING = settings(

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
+from adacc_hf.artifacts.memory_simulator import simulate
 from adacc_hf.artifacts.policy import Action, Policy
-from adacc_hf.artifacts.step_peak import simulate
 from adacc_hf.solve.solver import least_policy, solve_policy
 
 # Each example solves several programs.

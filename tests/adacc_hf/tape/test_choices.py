@@ -5,7 +5,7 @@ import torch
 
 from adacc_hf.artifacts.policy import RETAIN, Action, Choice
 from adacc_hf.run.call import Recording
-from adacc_hf.tape.compiled_plan import least_memory
+from adacc_hf.tape.execution_plan import least_memory
 
 
 class Noisy(torch.nn.Module):

@@ -11,8 +11,8 @@ from torch import nn
 
 from adacc_hf.tape.recorder import RngUse
 from adacc_hf.tape.replay import closure
+from adacc_hf.tape.replay_check import verify
 from adacc_hf.tape.tape import Blank
-from adacc_hf.tape.verification import verify
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])

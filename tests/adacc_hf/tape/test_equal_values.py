@@ -6,8 +6,8 @@ from torch import nn
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model, solve_policy
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN
-from adacc_hf.tape.compiled_plan import CompiledPlan
-from adacc_hf.tape.verification import equal_values, merged, verify
+from adacc_hf.tape.execution_plan import ExecutionPlan
+from adacc_hf.tape.replay_check import equal_values, merged, verify
 from adacc_hf.torch_glue.memory import measure_step
 
 
@@ -110,12 +110,12 @@ def test_slots_of_equal_values_share_a_cell(record, x):
     tape = record(squares(2), x)
     first, second = tape.saved_values()
     source = tape.operators[0].inputs()[0]
-    plan = CompiledPlan(tape, {source: RETAIN, first: RETAIN, second: RECOMPUTE})
+    plan = ExecutionPlan(tape, {source: RETAIN, first: RETAIN, second: RECOMPUTE})
     assert [(slot.value, slot.needs, slot.in_cell) for slot in plan.slots] == [(first, (first,), True)] * 2
     assert all(program.steps == () for program in plan.schedule.programs)
-    apart = CompiledPlan(tape, {source: RETAIN, first: RECOMPUTE, second: RETAIN})
+    apart = ExecutionPlan(tape, {source: RETAIN, first: RECOMPUTE, second: RETAIN})
     assert [slot.value for slot in apart.slots] == [first, second]
-    assert CompiledPlan(tape, {source: RETAIN, first: RETAIN, second: RETAIN}).is_plain
+    assert ExecutionPlan(tape, {source: RETAIN, first: RETAIN, second: RETAIN}).is_plain
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.run.call import Recording
 from adacc_hf.run.validation import Validator
 from adacc_hf.tape.function_operators import FunctionTarget, call_of
-from adacc_hf.tape.library import TapeLibrary
+from adacc_hf.tape.tape_cache import TapeCache
 from adacc_hf.torch_glue.memory import measure_step
 from adacc_hf.torch_glue.private import SingleLevelFunction
 
@@ -474,7 +474,7 @@ def test_training_with_a_refused_function_is_exact(toy_model, toy_batch, assert_
 
 def test_a_function_that_does_not_run_twice_is_stored(record_call, caplog):
     Raising.factors[:] = [3.0]
-    library = TapeLibrary()
+    library = TapeCache()
     x = torch.randn(2, 8, requires_grad=True)
     _, recorder = record_call(lambda block, x: Raising.apply(block(x)).tanh(), torch.nn.Linear(8, 8), x)
     with caplog.at_level(logging.WARNING):

@@ -9,7 +9,7 @@ from torch import nn
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.artifacts.errors import TapeMismatchError
-from adacc_hf.tape.call_inputs import find_held, held_tensors
+from adacc_hf.tape.inputs import find_held, held_tensors
 from adacc_hf.torch_glue.memory import measure_step
 
 CONFIG = AdaccConfig(min_compress_bytes=0)

@@ -9,8 +9,8 @@ from torch import nn
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.tape.replay import ReplayStep, StorageMap, schedule, share_elements, single_program, view
+from adacc_hf.tape.replay_check import verify
 from adacc_hf.tape.tape import TensorRef
-from adacc_hf.tape.verification import verify
 from adacc_hf.torch_glue.tensors import copy_with_storage
 
 

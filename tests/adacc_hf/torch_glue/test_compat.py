@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import DynamicCache, StaticCache, TrainingArguments
 
 from adacc_hf.torch_glue import compat
-from adacc_hf.torch_glue.states import PythonStates
+from adacc_hf.torch_glue.rng_state import PythonStates
 
 
 def test_the_names_that_transformers_reads_are_there(tiny_gpt2):

@@ -23,9 +23,9 @@ from transformers import PretrainedConfig
 from transformers.utils import is_torchdynamo_compiling
 
 from adacc_hf.run.call import Recording
-from adacc_hf.tape.call_inputs import fetch, find_external
-from adacc_hf.tape.compiled_plan import CompiledPlan, least_memory_choices
-from adacc_hf.tape.library import TapeLibrary
+from adacc_hf.tape.execution_plan import ExecutionPlan, least_memory_choices
+from adacc_hf.tape.inputs import fetch, find_external
+from adacc_hf.tape.tape_cache import TapeCache
 from adacc_hf.torch_glue.dynamo import NotTraceableError, trace
 
 
@@ -348,9 +348,9 @@ def test_a_storage_offset_is_noticed_by_the_plan_alone(offset):
     guards = traced(block, hidden)
     recording = Recording("block", block, (hidden,), {})
     recording.run(block)
-    tape = TapeLibrary().verified(recording.recorder)
+    tape = TapeCache().verified(recording.recorder)
     recording.close()
-    plan = CompiledPlan(tape, least_memory_choices(tape))
+    plan = ExecutionPlan(tape, least_memory_choices(tape))
 
     def has_all():
         externals = fetch(plan.externals, block, (hidden,), {})

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
-from adacc_hf.adapt.accuracy import BlockSample
+from adacc_hf.adapt.gradient_check import BlockSample
 from adacc_hf.torch_glue.memory import measure_step
 from adacc_hf.torch_glue.tensors import without_gradient_hooks
 

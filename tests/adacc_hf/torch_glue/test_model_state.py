@@ -16,7 +16,7 @@ from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
 from adacc_hf.artifacts.errors import UnrestorableError
 from adacc_hf.torch_glue.model_state import ModelState
 from adacc_hf.torch_glue.no_trace import STILL, NoTrace, state_before
-from adacc_hf.torch_glue.states import RandomStates
+from adacc_hf.torch_glue.rng_state import RandomStates
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 

@@ -9,10 +9,10 @@ import torch
 from transformers import GPT2Config
 
 from adacc_hf.eval.records.records import RedGateError
-from adacc_hf.eval.trials import gate, peer_methods, trial
+from adacc_hf.eval.trials import barrier, peer_methods, trial
 from adacc_hf.eval.trials.isolation import CannotRunError, OverLimitError, run_here
 from adacc_hf.eval.trials.methods import PAPER_METHODS, Installed, Promise
-from adacc_hf.eval.trials.subject import Subject
+from adacc_hf.eval.trials.model_under_test import Subject
 from adacc_hf.eval.trials.trial import run_trial
 
 
@@ -175,15 +175,15 @@ def test_the_gate_holds_each_method_to_its_promise(subject: dict, promise: Promi
     what = Subject(**subject)
     model = what.model()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    reference = gate.reference_gradients(what, model, what.example())
+    reference = barrier.reference_gradients(what, model, what.example())
     assert reference.noise == 0.0
     installed = Installed(call=Skewed(model, factor), promise=promise)
     if allowed:
-        measured = gate.check(what, model, installed, reference)
+        measured = barrier.check(what, model, installed, reference)
         assert 0.0 < max(measured.get("gradient_error", 0.0), measured.get("slope_error", 0.0)) < 0.05
     else:
         with pytest.raises(RedGateError, match=r"beside plain: .* differs|not the slope"):
-            gate.check(what, model, installed, reference)
+            barrier.check(what, model, installed, reference)
     for old, new in zip(before, model.parameters(), strict=True):
         torch.testing.assert_close(old, new.detach(), rtol=0, atol=1e-5)  # moved there and back, in float32
 
@@ -191,38 +191,40 @@ def test_the_gate_holds_each_method_to_its_promise(subject: dict, promise: Promi
 def test_another_order_of_sums_may_round_differently(subject: dict) -> None:
     what = Subject(**subject)
     model = what.model()
-    reference = gate.reference_gradients(what, model, what.example())
+    reference = barrier.reference_gradients(what, model, what.example())
     installed = Installed(call=Skewed(model, 1 + 2**-20), promise=Promise.EXACT, other_sums=True)
-    assert 0.0 < gate.check(what, model, installed, reference)["gradient_error"] < 1e-5
+    assert 0.0 < barrier.check(what, model, installed, reference)["gradient_error"] < 1e-5
     with pytest.raises(RedGateError, match="allowed 1e-05; of the loss"):
-        gate.check(what, model, Installed(call=Skewed(model, 1.01), promise=Promise.EXACT, other_sums=True), reference)
+        barrier.check(
+            what, model, Installed(call=Skewed(model, 1.01), promise=Promise.EXACT, other_sums=True), reference
+        )
 
 
 def test_another_loss_is_red(subject: dict) -> None:
     what = Subject(**subject)
     model = what.model()
-    reference = gate.reference_gradients(what, model, what.example())
+    reference = barrier.reference_gradients(what, model, what.example())
     torch.nn.init.zeros_(model.transformer.wte.weight)
     for promise, message in [
         (Promise.LOSSY, "of the loss .*, allowed 0$"),
         (Promise.OWN_RANDOMNESS, "is not that of plain"),
     ]:
         with pytest.raises(RedGateError, match=message):
-            gate.check(what, model, Installed(call=model, promise=promise), reference)
+            barrier.check(what, model, Installed(call=model, promise=promise), reference)
 
 
 def test_what_does_not_fit_is_checked_on_less(subject: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = gate._measured_reference
+    real = barrier._measured_reference
 
     def measured(subject, model, batch, name):
         if len(batch["input_ids"]) > 2 or name == "plain":
             raise torch.OutOfMemoryError("too large")
         return real(subject, model, batch, name)
 
-    monkeypatch.setattr(gate, "_measured_reference", measured)
+    monkeypatch.setattr(barrier, "_measured_reference", measured)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     what = Subject(**subject)
-    reference = gate.reference_gradients(what, what.model(), what.example())
+    reference = barrier.reference_gradients(what, what.model(), what.example())
     assert (reference.name, len(reference.batch["input_ids"])) == ("HF gradient checkpointing", 2)
 
 

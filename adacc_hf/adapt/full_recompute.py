@@ -1,0 +1,73 @@
+"""FullRecompute: torch's checkpoint on all blocks until a batch that calls every block can be profiled."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.errors import UncalledBlocksError
+from adacc_hf.head.head import ChunkedHead
+from adacc_hf.price.heads import RanBlocks
+from adacc_hf.price.profiler import describe_uncalled
+from adacc_hf.run.blocks import Checkpointed, Installation
+from adacc_hf.torch_glue.batch_shapes import BatchShapes
+from adacc_hf.torch_glue.distributed import of_all_ranks
+
+MOST_STEPS = 64
+"""Most steps to wait for a batch that calls every block, else an error is raised.
+
+If one batch in eight has an image, no image comes in 64 steps with a probability of 1 in 5,000.
+"""
+
+
+def is_ready(waiting: FullRecompute, num_waited: int) -> bool:
+    """Return True if the last batch of every rank called all blocks, so that it can be profiled.
+
+    Raises UncalledBlocksError if not, and if training has waited for MOST_STEPS steps (`num_waited`) or more.
+    """
+    left_out = waiting.left_out()
+    if all(of_all_ranks(not left_out)):
+        return True
+    if num_waited >= MOST_STEPS:
+        raise UncalledBlocksError(describe_uncalled(waiting, left_out, f"by the last of {num_waited} steps"))
+    return False
+
+
+class FullRecompute(Installation):
+    """Every block under torch's own checkpoint. The head is chunked if the config allows no other head."""
+
+    def __init__(self, model: nn.Module, config: AdaccConfig) -> None:
+        self._head = ChunkedHead(model) if config.heads == ("chunked",) else None
+        try:
+            super().__init__(model, config.block_classes)
+        except BaseException:
+            self._remove_head()
+            raise
+        for function in self.blocks.values():
+            function.strategy = Checkpointed()
+        self.sizes: set[BatchShapes] = set()
+        """Shapes of the batches so far."""
+        self._ran = RanBlocks(self.modules)
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self._ran.names.clear()
+
+    def left_out(self) -> list[str]:
+        """Return the blocks that the last batch did not call.
+
+        Blocks called without gradients, while others trained, do not count: they have nothing to store.
+        """
+        untrained = super().left_out()
+        if len(untrained) == len(self.blocks):
+            return untrained
+        return [name for name in untrained if name not in self._ran.names]
+
+    def remove(self) -> None:
+        super().remove()
+        self._ran.remove()
+        self._remove_head()
+
+    def _remove_head(self) -> None:
+        if self._head is not None:
+            self._head.remove()

@@ -1,0 +1,136 @@
+"""LoopHooks: hooks on model and optimizer that send a session its events. A user's own loop sends none itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from adacc_hf.adapt.run_state import RunState
+from adacc_hf.price.heads import ComputeLoss
+from adacc_hf.torch_glue.model_hook import ModelHook, by_name
+
+log = logging.getLogger(__name__)
+
+SEVERAL_CALLS = (
+    "the model is called a second time within one micro-batch, and the policy is for one call: give the function that "
+    "makes the loss as the loop does, AdaccSession(..., compute_loss=lambda model, batch: ...), which is profiled then"
+)
+
+
+class LoopHooks:
+    """Hooks that tell a run's phase when the model is called on a micro-batch and when the optimizer steps."""
+
+    def __init__(self, run: RunState, compute_loss: ComputeLoss | None) -> None:
+        self.is_on = False
+        """True within a micro-batch."""
+        self.num_forwards = 0
+        """Forwards in train mode and with gradients on, since a step has begun."""
+        self._run, self._compute_loss = run, compute_loss
+        self._batch: Any = None
+        self._is_busy = False
+        """True while the phase handles an event. Calls of the model are then a profile's, and send no events."""
+        self._num_calls = 0
+        """Such forwards since the micro-batch has begun."""
+        self._has_said_several = False
+        self._hooks: list[Any] = []
+
+    def begin(self) -> None:
+        """Register the hooks."""
+        self._hooks = [
+            self._run.model.register_forward_pre_hook(ModelHook(self._forward_begins), with_kwargs=True),
+            self._run.optimizer.register_step_pre_hook(self._optimizer_begins),
+            self._run.optimizer.register_step_post_hook(self._optimizer_ends),
+        ]
+
+    def begin_micro_batch(self, batch: Any) -> None:
+        """Begin a micro-batch that trains on `batch`, for the first time or once more.
+
+        Raises TypeError if there is a `compute_loss` and `batch` is no mapping.
+        """
+        if self._compute_loss is not None and not isinstance(batch, Mapping):
+            raise TypeError(
+                f"a batch of type {type(batch).__name__} beside compute_loss: pass a mapping (a dict of tensors) to "
+                f"session.step or session.micro_batch, for profiling calls compute_loss(model, batch) with parts of it"
+            )
+        self.is_on, self._batch, self._num_calls = True, batch, 0
+
+    def remove(self) -> None:
+        """Remove the hooks. Harmless when called again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._batch, self.is_on = [], None, False
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
+
+    def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.is_on or self._is_busy or not module.training or not torch.is_grad_enabled():
+            return
+        self.num_forwards += 1
+        self._num_calls += 1
+        if self._num_calls == 2 and self._compute_loss is None:
+            self._refuse_several()
+        inputs = self._batch if self._compute_loss is not None else by_name(module, args, kwargs)
+        if inputs is None:
+            return
+        self._run.loop.note_autocast(next(module.parameters()).device.type)
+        with self._telling():
+            self._run.phase.forward_begins(inputs, self._compute_loss, is_certain=self._compute_loss is not None)
+
+    def _refuse_several(self) -> None:
+        """Raise RuntimeError in the first step, and warn once in a later one."""
+        if self._run.num_steps == 0:
+            raise RuntimeError(SEVERAL_CALLS)
+        if not self._has_said_several:
+            self._has_said_several = True
+            log.warning("Adacc: %s; until then a step may take more than memory_budget", SEVERAL_CALLS)
+
+    def _optimizer_begins(self, *_: Any) -> None:
+        self._run.has_stepped = True
+        self._run.phase.optimizer_begins()
+
+    def _optimizer_ends(self, *_: Any) -> None:
+        self._run.phase.optimizer_ends()
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside DistributedDataParallel.
+
+    Raises TypeError for what is no module, ValueError for nn.DataParallel.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model has type {type(model).__name__}: give AdaccSession(model, optimizer) a torch.nn.Module")
+    if isinstance(model, DataParallel):
+        raise ValueError(
+            "nn.DataParallel calls one block from several threads, which AdaccSession does not support: use "
+            "DistributedDataParallel (torchrun, accelerate launch), or one device"
+        )
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def unwrapped_optimizer(optimizer: Any) -> Optimizer:
+    """Return torch's optimizer inside Accelerate's wrapper: hooks registered on the wrapper are not called.
+
+    Raises TypeError if there is no torch.optim.Optimizer.
+    """
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, Optimizer):
+        return unwrapped_optimizer(inner)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer has type {type(optimizer).__name__}, which is no torch.optim.Optimizer: pass the optimizer "
+            f"that the loop steps. The budget includes its state, and its step ends a training step"
+        )
+    return optimizer

@@ -1,0 +1,77 @@
+"""InnerSteps: detects optimizer steps within a micro-batch. OptimizerProbe: measures a step's temporary memory."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import Any
+
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from adacc_hf.artifacts.errors import ProfilerAtWorkError
+from adacc_hf.price.optimizer_memory import OptimizerMeter, measure_clipping
+from adacc_hf.torch_glue.private import is_profiling
+
+log = logging.getLogger(__name__)
+
+
+class InnerSteps:
+    """A detector of optimizer steps between `open` and `close`, such as DeepSpeed's or layer-wise optimizers'."""
+
+    def __init__(self) -> None:
+        self.were_seen = False
+        self.expected: Any = None
+        """The session's own optimizer, whose steps are ignored: a user's loop may step it within a micro-batch."""
+        self._hook: Any = None
+
+    def open(self) -> None:
+        """Begin to detect steps. Harmless when open already."""
+        self.close()
+        self._hook = register_optimizer_step_pre_hook(self._see)
+
+    def close(self) -> None:
+        """Stop. Harmless when not open."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = None
+
+    def _see(self, optimizer: Any, *_: Any) -> None:
+        self.were_seen |= optimizer is not self.expected
+
+
+class OptimizerProbe:
+    """A meter of the temporary memory of one optimizer step, and of gradient clipping before the step."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        """Peak temporary bytes of clipping or the step, without parameters, gradients and state; 0 if unmeasured."""
+        self.has_seen = False
+        """True once a step was measured, or could not be measured because another profiler was active."""
+        self.meter: OptimizerMeter | None = None
+        """The open meter while a step is measured, else None."""
+
+    def begin(self, clips: bool, model: nn.Module) -> None:
+        """Begin to measure the optimizer's step.
+
+        If the loop `clips` gradients, the clipping is already over, so its memory is measured by a repetition that
+        leaves the gradients unchanged.
+        """
+        self.has_seen = True
+        device = next(model.parameters()).device
+        if device.type == "cpu" and is_profiling():
+            log.info("Adacc: another profiler is active: the plan leaves out the optimizer's temporary memory")
+            return
+        if clips:
+            self.nbytes = max(self.nbytes, measure_clipping(model.parameters()))
+        meter = OptimizerMeter(device)
+        meter.__enter__()
+        self.meter = meter
+
+    def end(self) -> None:
+        """End the measurement after the optimizer's step. Harmless when nothing is measured."""
+        if self.meter is not None:
+            with suppress(ProfilerAtWorkError):
+                self.meter.__exit__(None, None, None)
+            self.nbytes = max(self.nbytes, self.meter.nbytes)
+        self.meter = None

@@ -1,0 +1,46 @@
+"""The error of a gradient against its definition, on tensors of any number and layout, and where it has no meaning."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adacc_hf.adapt.gradient_check import GradientError
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 7)), min_size=1, max_size=5),
+    scale=st.sampled_from([1e-18, 1.0, 1e18]),
+    noise=st.sampled_from([0.0, 1e-6, 0.1, 3.0]),
+    seed=st.integers(0, 99),
+)
+@settings(deadline=None, max_examples=40)
+def test_error_and_cosine_are_those_of_all_gradients_as_one_vector(sizes, scale, noise, seed):
+    generator = torch.Generator().manual_seed(seed)
+    exact = [torch.randn(size, generator=generator).t() * scale for size in sizes]
+    other = [e + torch.randn(e.shape, generator=generator) * noise * scale for e in exact]
+    found = GradientError.between([*exact, None], [*other, None])
+    e, o = (torch.cat([t.reshape(-1) for t in tensors]).double() for tensors in (exact, other))
+    # Double precision, summed in another order.
+    assert math.isclose(found.error, float((o - e).norm() / e.norm()), rel_tol=1e-12)
+    assert math.isclose(found.cosine, float((o @ e) / (o.norm() * e.norm())), rel_tol=1e-12, abs_tol=1e-12)
+
+
+@pytest.mark.parametrize("exact", [[], [None], [torch.zeros(3)], [torch.tensor([1.0, math.nan])]])
+def test_a_gradient_that_is_zero_or_not_finite_anyway_says_nothing(exact):
+    other = [None if e is None else torch.ones_like(e) for e in exact]
+    assert GradientError.between(exact, other) is None
+
+
+@pytest.mark.parametrize("degraded", [math.nan, math.inf])
+def test_a_gradient_that_only_compression_makes_non_finite_is_infinitely_wrong(degraded):
+    found = GradientError.between([torch.ones(2), torch.ones(3)], [torch.ones(2), torch.tensor([1.0, degraded, 1.0])])
+    assert found == GradientError(error=math.inf, cosine=0.0)
+
+
+def test_a_gradient_that_vanished_under_compression_points_nowhere():
+    assert GradientError.between([torch.ones(2)], [torch.zeros(2)]) == GradientError(error=1.0, cosine=0.0)

@@ -1,0 +1,104 @@
+"""When the solver is asked again, and that nothing is missed where it is not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import adacc_hf.adapt.policy_selection as judging_module
+from adacc_hf import AdaccConfig, Policy, profile_model, solve_policy
+from adacc_hf.adapt.policy_selection import MIN_FREED, current_policy, freed_bytes, judged
+from adacc_hf.adapt.profile_updates import with_errors, with_outlier_counts
+
+CONFIG = AdaccConfig(min_compress_bytes=0, memory_budget=1.0)
+
+
+@pytest.fixture(scope="module")
+def profile(tiny_gpt2, token_batch):
+    return profile_model(tiny_gpt2(), token_batch(), CONFIG)
+
+
+def with_channels(profile, count):
+    """`profile` with `count` outlier channels in every activation that may have some and is wide enough."""
+    wide = [v.index for v in profile.kinds[0].values if v.encoded_shape[-1:] > (8,)]
+    return with_outlier_counts(profile, {(0, value): count for value in wide})
+
+
+@settings(max_examples=25)
+@given(before=st.integers(0, 8), after=st.integers(0, 8), seed=st.integers(0, 99))
+def test_no_policy_can_save_more_than_was_freed(profile, before, after, seed):
+    earlier, later = with_channels(profile, before), with_channels(profile, after)
+    policy = Policy.random(earlier, seed, ("retain", "compress", "recompute"))
+    then, now = (current_policy(prices, policy).predicted_stored_bytes for prices in (earlier, later))
+    freed = freed_bytes(earlier, later, CONFIG)
+    assert then - now <= freed
+    assert (freed > 0) == (after < before)
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """The prices that the solver was asked with; it answers that nothing is compressed."""
+    asked = []
+
+    def solve(profile, *_):
+        asked.append(profile)
+        return Policy.uniform(profile, "retain")
+
+    monkeypatch.setattr(judging_module, "solve_policy", solve)
+    return asked
+
+
+def test_the_solver_is_asked_once_enough_was_freed_however_slowly(profile, searches):
+    stored = Policy.uniform(profile, "compress").predicted_stored_bytes
+    one_channel = freed_bytes(with_channels(profile, 1), profile, CONFIG)
+    needed = math.ceil(MIN_FREED * stored / one_channel)
+    searched = with_channels(profile, needed + 2)
+    policy = Policy.uniform(searched, "compress")
+    for count in range(needed + 1, -1, -1):
+        prices = with_channels(profile, count)
+        found = judged(prices, policy, 1.0, CONFIG, searched)
+        if found.searched:
+            break
+        policy = found.policy
+    freed = freed_bytes(searched, prices, CONFIG)
+    assert searches == [prices]
+    assert MIN_FREED * current_policy(prices, policy).predicted_stored_bytes <= freed
+    assert found.reason.endswith("overhead gained")
+
+
+def test_the_solver_is_not_asked_as_long_as_memory_is_only_lost(profile, searches):
+    policy = Policy.uniform(profile, "compress")
+    found = judged(with_channels(profile, 3), policy, 1.0, CONFIG, profile)
+    assert not searches
+    assert not found.searched
+    assert found.policy == current_policy(with_channels(profile, 3), policy)
+
+
+def test_a_codec_that_keeps_to_the_bound_again_is_memory_freed(profile):
+    bounded = CONFIG.with_overrides(max_error=0.5)
+    keys = [(0, v.index, "outlier_int4") for v in profile.kinds[0].values if v.codecs]
+    degraded = with_errors(profile, dict.fromkeys(keys, 0.9))
+    assert freed_bytes(degraded, profile, CONFIG) == 0
+    assert freed_bytes(degraded, profile, bounded) > 0
+    assert freed_bytes(profile, degraded, bounded) == 0
+
+
+@pytest.mark.parametrize(("gain", "is_taken"), [(0.0, False), (0.01, False), (0.03, True)])
+def test_what_a_faster_head_saves_is_no_part_of_what_a_gain_is_compared_with(
+    gpt2_like_profile, add_chunked_head, monkeypatch, gain, is_taken
+):
+    """The overhead is below 0, and no gain at all would be more than a share of it."""
+    profile = add_chunked_head(gpt2_like_profile(num_blocks=2), 100, ms=-15.0)
+    policy, other = (solve_policy(profile, fraction) for fraction in (0.6, 0.7))
+    assert (policy.head, policy.predicted_overhead_ms < 0) == ("chunked", True)
+    blocks_ms = policy.predicted_overhead_ms + 15.0
+    offered = replace(other, predicted_overhead_ms=policy.predicted_overhead_ms - gain * blocks_ms)
+    monkeypatch.setattr(judging_module, "freed_bytes", lambda *_: policy.predicted_stored_bytes)
+    monkeypatch.setattr(judging_module, "solve_policy", lambda *_: offered)
+    found = judged(profile, policy, 0.6, AdaccConfig(), searched=profile)
+    assert found.searched
+    assert (found.policy is not None) == is_taken

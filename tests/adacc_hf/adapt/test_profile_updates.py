@@ -1,0 +1,79 @@
+"""Codecs that are switched off at one size of batch are so at every other one, and for nothing else."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from adacc_hf import AdaccConfig, profile_model
+from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options, options_of, with_finer, without_codecs
+
+CONFIG = AdaccConfig(min_compress_bytes=0)
+
+
+@pytest.fixture(scope="module")
+def profiles(tiny_gpt2, token_batch):
+    """Of one model at two sizes. Eager attention clones four times: queries, keys, values and its result."""
+    model = tiny_gpt2("eager", attn_pdrop=0.0)
+    return [profile_model(model, token_batch(tokens=tokens), CONFIG) for tokens in (12, 7)]
+
+
+def clones(profile):
+    return [value for value in profile.kinds[0].values if value.name == "attn:clone"]
+
+
+def test_one_of_four_activations_of_a_name_is_told_from_the_others_at_every_size(profiles):
+    queries, keys, values, result = clones(profiles[0])
+    assert [value.role for value in (queries, keys, values, result)] == ["qkv"] * 3 + ["linear"]
+    switched_off = in_all_blocks(profiles[0], {(0, keys.index, "channel_int4")})
+    blocks = ["transformer.h.0", "transformer.h.1"]
+    assert switched_off == {(block, "attn:clone#2", "channel_int4") for block in blocks}
+    for profile in profiles:
+        left = without_codecs(profile, switched_off)
+        others = [value for value in profile.kinds[0].values if value.index != clones(profile)[1].index]
+        assert clones(left)[1].codecs == ()
+        assert [left.kinds[0].values[value.index] for value in others] == others
+        assert options_of(profile, switched_off) == {(0, clones(profile)[1].index, "channel_int4")}
+
+
+def test_what_is_switched_off_in_one_block_is_so_for_its_kind(profiles):
+    (profile, _), key = profiles, clones(profiles[0])[0].index
+    assert not clones(without_codecs(profile, {("transformer.h.1", "attn:clone", "channel_int4")}))[0].codecs
+    assert options_of(profile, {("transformer.h.9", "attn:clone", "channel_int4")}) == frozenset()
+    assert without_codecs(profile, {("transformer.h.1", "attn:clone", "int8")}) == profile
+    assert options_of(profile, in_all_blocks(profile, {(0, key, "int8")})) == frozenset()
+
+
+def test_all_lossy_options_are_those_of_the_kinds_of_some_blocks(profiles):
+    profile = profiles[0]
+    options = lossy_options(profile, ["transformer.h.1"])
+    left = without_codecs(profile, in_all_blocks(profile, options))
+    assert all(option.lossless for kind in left.kinds for value in kind.values for option in value.codecs)
+    assert any(value.codecs for value in left.kinds[0].values), "dropout's masks lose nothing"
+    assert lossy_options(profile, ["elsewhere"]) == frozenset()
+
+
+def test_a_finer_codec_stands_in_at_every_size_and_not_twice(profiles):
+    switched_off = in_all_blocks(profiles[0], {(0, clones(profiles[0])[0].index, "channel_int4")})
+    for profile in profiles:
+        offered = with_finer(profile, switched_off, CONFIG)
+        (before, *others), (value, *rest) = clones(profile), clones(offered)
+        int4, int8 = value.codecs
+        assert (int4,) == before.codecs
+        assert (int8.codec, int8.lossless) == ("int8", False)
+        # A byte for each element, and a scale for each group.
+        assert math.prod(value.shape) < int8.nbytes < value.nbytes
+        assert int8.error < int4.error
+        assert others == rest
+        assert with_finer(offered, switched_off, CONFIG) == offered
+        assert with_finer(profile, switched_off, replace(CONFIG, codecs=("channel_int4",))) == profile
+        assert with_finer(profile, (), CONFIG) is profile
+
+
+def test_nothing_stands_in_where_all_that_is_lossy_ends(profiles):
+    profile = profiles[0]
+    switched_off = in_all_blocks(profile, lossy_options(profile, ["transformer.h.0"]))
+    left = without_codecs(with_finer(profile, switched_off, CONFIG), switched_off)
+    assert all(option.lossless for kind in left.kinds for value in kind.values for option in value.codecs)

@@ -1,0 +1,22 @@
+"""What a policy may have after it ran out of memory."""
+
+import pytest
+
+from adacc_hf import AdaccConfig, solve_policy
+from adacc_hf.adapt.replanner import Replanner
+from adacc_hf.adapt.step_timer import tighter_budget
+
+
+@pytest.mark.parametrize("form", ["auto", "bytes", "fraction"])
+def test_a_policy_that_ran_out_of_memory_may_have_nine_tenths_of_what_it_kept_to(gpt2_like_profile, form):
+    profile = gpt2_like_profile(num_blocks=4)
+    peak = solve_policy(profile, 0.6).predicted_peak_bytes
+    budget = {"auto": "auto", "bytes": peak, "fraction": 0.6}[form]
+    config = AdaccConfig(memory_budget=budget)
+    policy = solve_policy(profile, budget, config)
+    tighter = tighter_budget(Replanner(profile, policy, config))
+    if form == "fraction":
+        kept = policy.predicted_stored_bytes / profile.plain_stored_bytes
+        assert tighter == pytest.approx(0.9 * kept, abs=1e-6)  # it is rounded down to a millionth
+    else:
+        assert tighter == int(0.9 * policy.predicted_peak_bytes)

@@ -1,0 +1,233 @@
+"""What a graph may choose."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adacc_hf.artifacts.profile import CodecOption, KindProfile, Operator, Value
+from adacc_hf.compiler.graph_milp import GraphModel, cut_into_segments, graph_model, keeping, least_bytes, least_time
+from adacc_hf.solve.linear_program import SolverLog
+from adacc_hf.solve.milp import StoredForm
+
+BLOCK = (100, 100, 100, 1)
+
+
+def _value(index: int, nbytes: int, is_read: bool) -> Value:
+    return Value(
+        index=index, name="", shape=(nbytes,), encoded_shape=(nbytes,), dtype="uint8", nbytes=nbytes,
+        producer=index - 1 if index else None, saved=is_read, activation=True, shared=None, recomputable=index > 0,
+        role="other",
+    )  # fmt: skip
+
+
+def _chain(sizes: list[int], run_ms: float, keep_ms: float, is_read: list[bool] | None = None) -> GraphModel:
+    """Operators one after the other, each reading what the last one made; value 0 is given.
+
+    Backward reads what `is_read` says of what they make, or all.
+    """
+    read = [True, *(is_read or [True] * len(sizes))]
+    operators = tuple(
+        Operator(index=j, name="", module="", inputs=(j,), outputs=(j + 1,), ms=run_ms, replayable=True)
+        for j in range(len(sizes))
+    )
+    kind = KindProfile(
+        digest="", block_class="", values=tuple(map(_value, range(len(read)), [8, *sizes], read)),
+        operators=operators, slots=(), forward=(), backward=(), forward_ms=0.0,
+    )  # fmt: skip
+    return graph_model(kind, dict.fromkeys(range(len(sizes) + 1), keep_ms), {}, [8, *sizes])
+
+
+@given(st.integers(2, 5))
+def test_what_lives_across_a_boundary_is_stored_at_any_price(blocks: int) -> None:
+    """Else the first question of backward could have all of forward recomputed at once."""
+    graph = _chain([*BLOCK] * blocks, run_ms=0.0, keep_ms=1.0)
+    choice = least_time(graph, 10**6, SolverLog(), of_peak=False)
+    assert choice is not None
+    assert graph.segments.boundary
+    assert choice.stored.keys() == {0, *graph.segments.boundary}
+    assert choice.peak_bytes == 8 + sum(BLOCK) + blocks - 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 4096), st.booleans()), min_size=2, max_size=8))
+def test_what_is_named_as_the_least_is_enough(made: list[tuple[int, bool]]) -> None:
+    """Of values that backward reads or does not: nothing is stored across a boundary that nobody reads."""
+    graph = _chain([nbytes for nbytes, _ in made], 1.0, 0.0, [is_read for _, is_read in made])
+    for of_peak in (False, True):
+        least = least_bytes(graph, SolverLog(), of_peak=of_peak)
+        assert least_time(graph, least.peak_bytes if of_peak else least.nbytes, SolverLog(), of_peak=of_peak)
+
+
+def test_the_least_bytes_are_those_of_boundaries() -> None:
+    graph = _chain([*BLOCK] * 3, run_ms=1.0, keep_ms=0.0)
+    assert least_bytes(graph, SolverLog(), of_peak=False).nbytes == 8 + 2
+
+
+def test_of_the_choices_with_the_least_peak_it_is_the_fastest() -> None:
+    graph = _chain([1024 * nbytes for nbytes in BLOCK] * 3, run_ms=1.0, keep_ms=0.0)
+    least = least_bytes(graph, SolverLog(), of_peak=True)
+    everything_recomputed = keeping(graph, {0, *graph.segments.boundary})
+    assert least.peak_bytes == everything_recomputed.peak_bytes
+    # The last segment is there when backward begins, whether it was stored or is recomputed.
+    last = [value for value, segment in enumerate(graph.segments.of_value) if segment == graph.segments.count - 1]
+    assert set(last) <= least.stored.keys()
+
+
+def test_what_torch_would_keep_has_a_price_too() -> None:
+    graph = _chain([*BLOCK], run_ms=2.0, keep_ms=1.0)
+    assert keeping(graph, {0, 1, 2, 3, 4}).ms == 5.0
+    choice = keeping(graph, {0, 2})
+    assert (choice.ms, choice.nbytes) == (2 * 1.0 + 3 * 2.0, 108)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("float32", {0}), ("int64", {0, 1})])
+def test_indices_are_not_made_anew_from_what_was_coded(dtype: str, expected: set[int]) -> None:
+    """Numbers come back nearly the same; an order of rows that were nearly equal may be another one."""
+    lossy = CodecOption(codec="int8", options=(), nbytes=4, encode_ms=0.0, decode_ms=0.0, error=0.01, lossless=False)
+    chain = _chain([4], run_ms=0.0, keep_ms=1.0).model.kind
+    values = tuple(replace(value, dtype=of) for value, of in zip(chain.values, ("float32", dtype), strict=True))
+    graph = graph_model(replace(chain, values=values), {0: 1.0, 1: 1.0}, {0: (lossy,)}, [8, 4])
+    assert least_time(graph, 100, SolverLog(), of_peak=False).stored.keys() == expected
+
+
+@pytest.mark.parametrize(("shape", "expected"), [((2, 2), {0}), ((4, 1), {0, 1})])
+def test_statistics_are_stored_beside_rows_that_were_coded(shape: tuple[int, ...], expected: set[int]) -> None:
+    lossy = CodecOption(codec="int8", options=(), nbytes=4, encode_ms=0.0, decode_ms=0.0, error=0.01, lossless=False)
+    chain = _chain([4], run_ms=0.0, keep_ms=1.0).model.kind
+    values = (chain.values[0], replace(chain.values[1], shape=shape))
+    graph = graph_model(replace(chain, values=values), {0: 5.0, 1: 1.0}, {0: (lossy,)}, [8, 4])
+    choice = least_time(graph, 100, SolverLog(), of_peak=False)
+    assert choice.stored[0].codec == "int8"
+    assert choice.stored.keys() == expected
+
+
+@st.composite
+def _random_graphs(draw: st.DrawFn) -> GraphModel:
+    """Operators that read one or two of the values before them; any value may be coarse, fine, precise or none."""
+    made = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.floats(0.0, 4.0)), min_size=2, max_size=4))
+    operators = tuple(
+        Operator(
+            index=j, name="", module="", inputs=tuple({a % (j + 1), b % (j + 1)}), outputs=(j + 1,), ms=ms,
+            replayable=True,
+        )
+        for j, (a, b, ms) in enumerate(made)
+    )  # fmt: skip
+    chain = _chain([1024] * len(made), 1.0, 0.0, draw(st.lists(st.booleans(), min_size=len(made), max_size=len(made))))
+    indices = range(len(made) + 1)
+    precise = frozenset(draw(st.sets(st.sampled_from(indices))))
+    names = ["outlier_int4", "int8"]
+    codecs = {
+        value: tuple(
+            CodecOption(codec=name, options=(), nbytes=nbytes, encode_ms=0.1, decode_ms=0.1, error=0.1, lossless=False)
+            for name, nbytes in zip(names, (128, 256), strict=True)
+            if draw(st.booleans()) and (name == "int8" or value not in precise)
+        )
+        for value in indices
+    }
+    kind = replace(chain.model.kind, operators=operators)
+    return graph_model(kind, dict.fromkeys(indices, 0.05), codecs, [8, *[1024] * len(made)], precise)
+
+
+@dataclass
+class _Replayed:
+    """What a graph's backward reads where `stored` is handed over."""
+
+    graph: GraphModel
+    stored: Mapping[int, StoredForm]
+
+    def __post_init__(self) -> None:
+        pending = [value.index for value in self.graph.model.kind.values if value.saved]
+        self.read: set[int] = set()
+        while pending:
+            value = pending.pop()
+            self.read.add(value)
+            pending += () if value in self.stored else self._sources(value)
+
+    def _sources(self, value: int) -> tuple[int, ...]:
+        producer = self.graph.model.kind.values[value].producer
+        return () if producer is None else self.graph.model.kind.operators[producer].inputs
+
+    @property
+    def is_allowed(self) -> bool:
+        values = self.graph.model.kind.values
+        recomputed = self.read - self.stored.keys()
+        can_be = all(values[value].recomputable and values[value].producer is not None for value in recomputed)
+        return can_be and not any(self._is_coarse(value) for value in self.read & self.graph.precise)
+
+    def _is_coarse(self, value: int) -> bool:
+        """Whether what is read for a value comes from a coarse codec."""
+        if value in self.stored:
+            return self.stored[value].choice.codec == "outlier_int4"
+        return any(map(self._is_coarse, self._sources(value)))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(store.nbytes for value, store in self.stored.items() if value in self.read)
+
+    @property
+    def ms(self) -> float:
+        runs = [self.graph.model.kind.operators[value - 1].ms for value in self.read - self.stored.keys()]
+        return sum(store.ms for value, store in self.stored.items() if value in self.read) + sum(runs)
+
+
+@given(_random_graphs(), st.integers(0, 4096))
+def test_no_choice_that_is_precise_where_it_must_be_takes_less(graph: GraphModel, more_bytes: int) -> None:
+    least = least_bytes(graph, SolverLog(), of_peak=False)
+    choice = least_time(graph, least.nbytes + more_bytes, SolverLog(), of_peak=False)
+    menus = [(None, *menu) for menu in graph.model.menus.values()]
+    every = (_Replayed(graph, {v: s for v, s in enumerate(stores) if s}) for stores in itertools.product(*menus))
+    allowed = [replayed for replayed in every if replayed.is_allowed]
+    assert least.nbytes == min(replayed.nbytes for replayed in allowed)
+    within = [replayed.ms for replayed in allowed if replayed.nbytes <= least.nbytes + more_bytes]
+    assert choice.ms == pytest.approx(min(within))
+    taken = {v: next(s for s in graph.model.menus[v] if s.choice == how) for v, how in choice.stored.items()}
+    assert _Replayed(graph, taken).is_allowed
+
+
+@pytest.mark.parametrize(("precise", "codec"), [(set(), "outlier_int4"), ({1}, "int8")])
+def test_a_finer_codec_is_taken_where_a_replay_has_to_be_precise(precise: set[int], codec: str) -> None:
+    options = {
+        0: tuple(
+            CodecOption(codec=name, options=(), nbytes=nbytes, encode_ms=0.0, decode_ms=0.0, error=0.1, lossless=False)
+            for name, nbytes in (("outlier_int4", 1), ("int8", 2))
+        )
+    }
+    chain = _chain([4], run_ms=0.0, keep_ms=1.0).model.kind
+    graph = graph_model(chain, {0: 1.0, 1: 1.0}, options, [8, 4], precise)
+    assert least_bytes(graph, SolverLog(), of_peak=False).stored[0].codec == codec
+
+
+# Where it is cut into segments.
+
+
+def test_blocks_are_cut_where_little_lives() -> None:
+    """Four blocks whose insides are large, and whose results are small."""
+    kind = _chain([100, 100, 100, 1] * 4, run_ms=1.0, keep_ms=0.0).model.kind
+    segments = cut_into_segments(kind, [value.nbytes for value in kind.values])
+    assert segments.boundary == {4, 8, 12}
+    assert segments.of_value == (0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3)
+
+
+def test_a_graph_with_nothing_small_in_it_stays_whole() -> None:
+    kind = _chain([100, 101, 102, 103], run_ms=1.0, keep_ms=0.0).model.kind
+    assert cut_into_segments(kind, [value.nbytes for value in kind.values]).count == 1
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40))
+def test_no_replay_crosses_a_boundary(sizes: list[int]) -> None:
+    kind = _chain(sizes, run_ms=1.0, keep_ms=0.0).model.kind
+    held = [value.nbytes for value in kind.values]
+    segments = cut_into_segments(kind, held)
+    for operator in kind.operators:
+        (read,), (made,) = operator.inputs, operator.outputs
+        assert segments.of_value[read] == segments.of_value[made] or read in segments.boundary
+    made_bytes = [0] * segments.count
+    for value, segment in enumerate(segments.of_value):
+        made_bytes[segment] += held[value]
+    kept = sum(kind.values[value].nbytes for value in segments.boundary)
+    assert kept + max(made_bytes) <= sum(held)

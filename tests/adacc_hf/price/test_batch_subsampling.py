@@ -1,0 +1,209 @@
+"""Parts of the profiled batch, on which the model's blocks are recorded."""
+
+import logging
+from math import prod
+
+import pytest
+import torch
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.eval.zoo.configs import architectures
+from adacc_hf.price.batch_subsampling import ALIGNED, record_other_sizes, small_parts
+from adacc_hf.run.blocks import Installation, Plainly
+from adacc_hf.tape.tape_cache import TapeCache, library_of_profiles
+
+CONFIG = AdaccConfig(min_compress_bytes=0)
+
+
+def families_of(library):
+    return {seen.family for outlines in library._seen.values() for seen in outlines.values()} - {None}
+
+
+@pytest.fixture
+def parts_of():
+    """`parts_of(model, batch)`: the batches that the model is called with so that its blocks are recorded on them."""
+
+    def run(model, batch, library=None):
+        found = []
+        hook = model.register_forward_pre_hook(lambda _, args, kwargs: found.append(kwargs), with_kwargs=True)
+        installation = Installation(model)
+        try:
+            record_other_sizes(model, batch, installation, library or TapeCache(verify=lambda *_: frozenset()))
+            assert all(type(function.strategy) is Plainly for function in installation.blocks.values())
+        finally:
+            hook.remove()
+            installation.remove()
+        return found
+
+    return run
+
+
+def sizes(parts, name="input_ids"):
+    return [tuple(part[name].shape) for part in parts]
+
+
+def refusing(model, is_taken):
+    """`model`, which raises ValueError for a batch of other sizes."""
+
+    def check(_, args, kwargs):
+        if not is_taken(kwargs["input_ids"].shape):
+            raise ValueError("as many images as the text has places for")
+
+    model.register_forward_pre_hook(check, with_kwargs=True)
+    return model
+
+
+def test_parts_have_fewer_samples_and_tokens(tiny_gpt2, token_batch, parts_of):
+    parts = parts_of(tiny_gpt2(), token_batch(4, 40))
+    assert all(samples <= 4 and tokens < 40 for samples, tokens in sizes(parts))
+    assert len({samples for samples, _ in sizes(parts)} | {4}) > 1
+    assert len({tokens for _, tokens in sizes(parts)}) == len(parts) >= 2
+    assert sizes(parts, "labels") == sizes(parts)
+
+
+@pytest.mark.parametrize("tokens", [16, 32, 33, 40, 48, 64, 100, 1040])
+@pytest.mark.parametrize("samples", [6, 8, 16, 64])
+def test_few_samples_are_aligned_as_the_batch_is(samples, tokens):
+    """Else their tapes are of another family than the batch on a GPU, which would be recorded as a whole."""
+    parts, *smaller = small_parts({"input_ids": torch.zeros(samples, tokens, dtype=torch.long)})
+    assert len(parts) == (2 if tokens == ALIGNED else 3)  # which are not cut
+    assert [len(others) for others in smaller] == ([6] if tokens in (33, 40, 100, 1040) else [])  # of three lengths
+    for one in (parts, *smaller):
+        assert all((size[1] % ALIGNED == 0) == (tokens % ALIGNED == 0) for size in sizes(one))
+        assert len(set(sizes(one))) == len(one)
+        assert max(map(prod, sizes(one))) < samples * tokens
+    assert all(max(map(prod, sizes(others))) < max(map(prod, sizes(parts))) for others in smaller)
+
+
+def test_sizes_between_the_parts_and_the_batch_are_served(tiny_gpt2, token_batch, recorded):
+    model = tiny_gpt2()
+    profile = profile_model(model, token_batch(4, 40), CONFIG)
+    assert len(families_of(library_of_profiles(model))) == 1
+    with apply_policy(model, Policy.uniform(profile, "recompute")):
+        model(**token_batch(3, 31)).loss.backward()  # the first new size is compared
+        recorded.clear()
+        model(**token_batch(3, 30)).loss.backward()
+        model(**token_batch(3, 33)).loss.backward()
+        model(**token_batch(2, 29)).loss.backward()
+    assert len(recorded) <= 2 * 2  # the second and the fourth new size are
+
+
+def test_nothing_is_left_of_the_parts(tiny_gpt2, token_batch):
+    model = tiny_gpt2()
+    before = torch.get_rng_state()
+    profile_model(model, token_batch(4, 40), CONFIG)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not [parameter for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("is_taken", [lambda size: size[1] == 40, lambda size: size[0] == 4], ids=["tokens", "samples"])
+def test_a_model_that_refuses_parts_is_profiled(tiny_gpt2, token_batch, run_steps, assert_same_steps, caplog, is_taken):
+    model, batch = tiny_gpt2(), token_batch(4, 40)
+    plain = run_steps(model, batch)
+    expected = profile_model(tiny_gpt2(), batch, CONFIG)
+    refusing(model, is_taken)
+    with caplog.at_level(logging.INFO):
+        profile = profile_model(model, batch, CONFIG)
+    assert [record for record in caplog.records if "takes no part of a batch" in record.message]
+    assert not families_of(library_of_profiles(model))
+    assert [kind.digest for kind in profile.kinds] == [kind.digest for kind in expected.kinds]
+    assert profile.outside_peak_bytes == expected.outside_peak_bytes
+    with apply_policy(model, Policy.uniform(profile, "recompute")):
+        assert_same_steps(run_steps(model, batch), plain)
+
+
+def test_what_is_recorded_before_a_refusal_counts(tiny_gpt2, token_batch, parts_of):
+    library = TapeCache(verify=lambda *_: frozenset())
+    parts_of(refusing(tiny_gpt2(), lambda size: size[0] == 4), token_batch(4, 40), library)
+    records = [seen.records for outlines in library._seen.values() for seen in outlines.values()]
+    assert [len(each) for each in records] == [1, 1]  # of each block
+
+
+@pytest.mark.parametrize("side", [slice(0, 3), slice(-3, None)], ids=["left", "right"])
+def test_padding_masks_stay_masks(tiny_llama, token_batch, parts_of, side):
+    """A mask that masks nothing is left out by models, and with it the operators that read it."""
+    batch = token_batch(4, 40)
+    mask = torch.ones_like(batch["input_ids"])
+    mask[2, side] = 0
+    parts = parts_of(tiny_llama(), {**batch, "attention_mask": mask})
+    assert len(parts) >= 2
+    for part in parts:
+        assert part["attention_mask"].shape == part["input_ids"].shape
+        assert part["attention_mask"].dtype == mask.dtype
+        assert not part["attention_mask"][:, 0 if side.stop else -1].all()
+        assert part["attention_mask"].any(dim=1).all()
+
+
+def test_a_mask_that_masks_nothing_stays_one(tiny_llama, token_batch, parts_of):
+    batch = token_batch(4, 40)
+    mask = torch.ones_like(batch["input_ids"])
+    assert all(part["attention_mask"].all() for part in parts_of(tiny_llama(), {**batch, "attention_mask": mask}))
+
+
+def test_the_batch_is_left_as_it_is(tiny_llama, token_batch, parts_of):
+    batch = token_batch(4, 40)
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][2, -3:] = 0
+    before = {name: tensor.clone() for name, tensor in batch.items()}
+    parts_of(tiny_llama(), batch)
+    assert all(torch.equal(batch[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("targets", [40, 36], ids=["equal", "different"])
+def test_a_pair_of_texts_gets_two_lengths(parts_of, one_thread, targets):
+    """Though they happen to be of one length in the batch: else a decoder's tape could not tell them apart."""
+    ids = torch.randint(5, 60, (4, 40), generator=torch.Generator().manual_seed(0))
+    parts = parts_of(architectures()["t5"].build(), {"input_ids": ids, "labels": ids[:, :targets].clone()})
+    assert len(parts) >= 2
+    assert all(part["input_ids"].shape[1] != part["labels"].shape[1] for part in parts)
+    differences = {part["input_ids"].shape[1] - part["labels"].shape[1] for part in parts}
+    assert len(differences) > 1  # nor does the one follow from the other
+
+
+def test_a_pair_of_texts_makes_families_of_two_lengths(one_thread, run_steps, assert_same_steps):
+    ids = torch.randint(5, 60, (4, 40), generator=torch.Generator().manual_seed(0))
+    model = architectures()["t5"].build()
+    profile = profile_model(model, {"input_ids": ids, "labels": ids}, CONFIG)
+    assert families_of(library_of_profiles(model))
+    sizes = ((3, 30, 27), (4, 27, 30), (2, 33, 33), (4, 39, 21))
+    batches = [{"input_ids": ids[:b, :s], "labels": ids[:b, :t].clone()} for b, s, t in sizes]
+    plain = [run_steps(model, batch, num_steps=1) for batch in batches]
+    with apply_policy(model, Policy.uniform(profile, "recompute")):
+        for batch, expected in zip(batches, plain, strict=True):
+            assert_same_steps(run_steps(model, batch, num_steps=1), expected)
+
+
+@pytest.mark.parametrize("name", ["t5", "gpt2"])
+def test_of_a_pair_of_texts_peaks_are_told_less_exactly(one_thread, name):
+    """Samples and two lengths make more terms than the measured parts can tell apart."""
+    ids = torch.randint(5, 60, (4, 40), generator=torch.Generator().manual_seed(0))
+    model = architectures()[name].build()
+    profile = profile_model(model, {"input_ids": ids, "labels": ids}, CONFIG, all_sizes=True)
+    assert profile.sizes.uncertainty == (0.04 if name == "t5" else 0.01)
+
+
+def test_batches_of_one_sample_are_recorded_at_other_lengths(
+    tiny_gpt2, token_batch, parts_of, run_steps, assert_same_steps
+):
+    model, batch = tiny_gpt2(), token_batch(1, 40)
+    parts = parts_of(model, batch)
+    assert {samples for samples, _ in sizes(parts)} == {1}
+    assert len({tokens for _, tokens in sizes(parts)}) == len(parts) >= 2
+    plain = [run_steps(model, token_batch(1, tokens)) for tokens in (29, 33)]
+    profile = profile_model(model, batch, CONFIG)
+    with apply_policy(model, Policy.uniform(profile, "recompute")) as handle:
+        (family,) = families_of(handle.library)
+        for tokens, expected in zip((29, 33), plain, strict=True):
+            assert_same_steps(run_steps(model, token_batch(1, tokens)), expected)
+        assert families_of(handle.library) == {family}
+
+
+def test_short_texts_are_not_cut(tiny_gpt2, token_batch, parts_of):
+    assert all(tokens == 5 for _, tokens in sizes(parts_of(tiny_gpt2(), token_batch(4, 5))))
+    assert parts_of(tiny_gpt2(), token_batch(1, 5)) == []
+
+
+def test_what_is_no_text_is_recorded_with_fewer_samples(toy_model, toy_batch, parts_of):
+    found = sizes(parts_of(toy_model(lambda block, hidden: hidden + block.up(hidden).tanh()), toy_batch(5)), "x")
+    assert found
+    assert all(size[0] < 5 and size[1:] == (6, 8) for size in found)

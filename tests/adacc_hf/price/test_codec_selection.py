@@ -1,0 +1,130 @@
+"""The codecs of each activation: which are tried, their options and their errors."""
+
+import pytest
+import torch
+
+from adacc_hf import AdaccConfig, profile_model
+from adacc_hf.price.codec_selection import make_codec
+from adacc_hf.solve.solver import least_policy
+
+
+@pytest.mark.parametrize(
+    ("config", "codecs"),
+    [
+        pytest.param({"actions": ("retain", "recompute")}, {"bitmask"}, id="no-compress"),
+        pytest.param({"codecs": ("int8",)}, {"int8"}, id="int8"),
+        pytest.param({"codecs": ("int8", "token_int4", "bitmask")}, {"int8", "token_int4", "bitmask"}, id="three"),
+        pytest.param({"min_compress_bytes": 2**30}, set(), id="all-too-small"),
+    ],
+)
+def test_settings_narrow_the_candidates(tiny_gpt2, token_batch, config, codecs):
+    profile = profile_model(tiny_gpt2(), token_batch(), AdaccConfig(**{"min_compress_bytes": 0, **config}))
+    priced = {option.codec for kind in profile.kinds for value in kind.values for option in value.codecs}
+    assert priced == codecs
+
+
+def test_small_activations_are_never_compressed(tiny_gpt2, token_batch):
+    floor = 4096
+    profile = profile_model(tiny_gpt2(), token_batch(), AdaccConfig(min_compress_bytes=floor))
+    sizes = {bool(v.codecs): [] for v in profile.kinds[0].activations}
+    for value in profile.kinds[0].activations:
+        sizes[bool(value.codecs)].append(value.nbytes)
+    assert min(sizes[True]) >= floor
+    assert min(sizes[False]) < floor
+
+
+def test_outlier_channels_of_the_neediest_block_are_kept(toy_model, toy_batch):
+    """Blocks of one kind share a plan, so its codec keeps as many channels as any of them needs."""
+    model, batch = toy_model(lambda block, hidden: block.down(block.up(hidden).tanh()), num_blocks=2), toy_batch(64)
+    config = AdaccConfig(min_compress_bytes=0, zscore_threshold=1.5)
+    options = {}
+    for outliers in (True, False):
+        profile = profile_model(model, batch, config.with_overrides(outliers=outliers))
+        tanh = next(value for value in profile.kinds[0].activations if value.name.endswith("tanh"))
+        options[outliers] = dict(tanh.codecs[0].options)["num_outliers"]
+    assert options[False] == 0
+    with torch.no_grad():
+        model.layers[1].up.weight.mul_(0.01)
+        model.layers[1].up.weight[3].fill_(10.0)
+        model.layers[1].up.bias.fill_(0.0)
+    profile = profile_model(model, batch, config)
+    tanh = next(value for value in profile.kinds[0].activations if value.name.endswith("tanh"))
+    assert dict(tanh.codecs[0].options)["num_outliers"] >= max(1, options[True])
+
+
+def test_outlier_channels_of_a_block_input_are_kept(toy_model, toy_batch):
+    """One that autograd does not save, too: replay may start from it."""
+    model = toy_model(lambda block, hidden: hidden + block.down((2 * hidden).tanh()), num_blocks=2)
+    with torch.no_grad():
+        model.layers[0].down.weight[3].fill_(100.0)
+    config = AdaccConfig(min_compress_bytes=0, codecs=("outlier_int4",), zscore_threshold=2.0)
+    (kind,) = profile_model(model, toy_batch(64), config).kinds
+    start = kind.activations[0]
+    assert not start.saved
+    assert dict(start.codecs[0].options)["num_outliers"] == 1
+
+
+def test_a_codec_that_says_what_it_suits_is_chosen_for_it(tiny_gpt2, token_batch, half_precision):
+    """Nothing of the package names it. INT4 and INT8, with errors of 1e-1 and 1e-2, are beyond the bound; 11 bits of a
+    mantissa, with one below 2^-11, are not."""
+    config = AdaccConfig(actions=("retain", "compress"), min_compress_bytes=0, max_error=1e-3)
+    profile = profile_model(tiny_gpt2(), token_batch(), config)
+    offered = {v.role: {option.codec for option in v.codecs} for v in profile.kinds[0].activations if v.codecs}
+    assert {role for role, codecs in offered.items() if half_precision in codecs} == {"linear"}
+    assert offered["linear"] == {half_precision, "outlier_int4", "int8"}
+    policy = least_policy(profile, config)
+    chosen = {
+        (profile.kinds[0].values[value].role, choice.codec)
+        for value, choice in policy.plans[0].choices
+        if choice.codec is not None
+    }
+    assert chosen == {("linear", half_precision), ("mask", "bitmask")}
+
+
+def _codecs_of_inputs(model, batch, **overrides):
+    """The codecs that are offered for the block input, with their errors."""
+    config = AdaccConfig(**{"min_compress_bytes": 0, **overrides})
+    start = profile_model(model, batch, config).kinds[0].activations[0]
+    assert start.role == "input"
+    return {option.codec: option.error for option in start.codecs}
+
+
+def _with_large_channel(model, scale):
+    """The model, whose first block starts from a residual stream with one channel far larger than the others."""
+    with torch.no_grad():
+        model.inlet.weight[3] *= scale
+    return model
+
+
+@pytest.mark.parametrize(("scale", "codec"), [(1.0, "int8"), (1e4, "fp8")])
+@pytest.mark.parametrize("max_error", [None, 0.1])
+def test_a_block_input_takes_the_more_exact_codec_of_eight_bits(toy_model, toy_batch, scale, codec, max_error):
+    """One option as before: another one of the same bytes would only make the integer program larger."""
+    model = _with_large_channel(toy_model(lambda block, hidden: hidden + block.down(block.up(hidden).tanh())), scale)
+    offered = _codecs_of_inputs(model, toy_batch(64), max_error=max_error)
+    assert set(offered) == {codec}
+    both = _codecs_of_inputs(model, toy_batch(64), codecs=("int8", "fp8"))
+    assert offered[codec] == min(both.values()) < max(both.values())
+
+
+def test_settings_that_name_fp8_have_it_for_any_activation(tiny_gpt2, token_batch):
+    profile = profile_model(tiny_gpt2(), token_batch(), AdaccConfig(min_compress_bytes=0, codecs=("fp8",)))
+    roles = {value.role for value in profile.kinds[0].values for option in value.codecs if option.codec == "fp8"}
+    assert roles >= {"input", "linear", "qkv", "activation"}
+
+
+def test_a_block_input_that_is_not_finite_keeps_the_codec_that_would_be_replaced(toy_model, toy_batch):
+    """Errors are NaN then, and none is the smaller one."""
+    model = toy_model(lambda block, hidden: hidden + block.down(block.up(hidden).tanh()))
+    with torch.no_grad():
+        model.inlet.bias[3] = float("inf")
+    assert set(_codecs_of_inputs(model, toy_batch(64))) == {"int8"}
+
+
+def test_options_come_from_the_settings():
+    config = AdaccConfig(group_size=32, zscore_threshold=2.0)
+    assert make_codec("outlier_int4", config, 5).options["num_outliers"] == 5
+    assert make_codec("outlier_int4", config, 5).options["group_size"] == 32
+    assert make_codec("int8", config, 0).options["group_size"] == 32
+    assert make_codec("fp8", config, 0).options["group_size"] == 128
+    assert make_codec("bitmask", config, 0).options == {}

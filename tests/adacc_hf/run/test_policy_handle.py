@@ -1,0 +1,817 @@
+"""The executor's rules R8, R9, R10 and R12, and policies that belong to another model."""
+
+import copy
+import gc
+import logging
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.artifacts.errors import PolicyMismatchError, TapeMismatchError
+from adacc_hf.artifacts.policy import RECOMPUTE, Action, Choice
+from adacc_hf.run import entries as entries_module
+from adacc_hf.run.block_executor import LEAVES_ALLOWED
+from adacc_hf.run.entries import VARYING
+from adacc_hf.run.validation import Validator
+from adacc_hf.tape import call_key as known_shapes
+from adacc_hf.tape import symbolic_tape
+from adacc_hf.tape.execution_plan import ExecutionPlan
+from adacc_hf.tape.recorder import Recorder
+
+CONFIG = AdaccConfig(min_compress_bytes=0)
+ACTIONS = ("retain", "recompute", "compress")
+
+
+@pytest.fixture
+def gpt2(tiny_gpt2):
+    return tiny_gpt2()
+
+
+@pytest.fixture
+def batch(token_batch):
+    return token_batch()
+
+
+@pytest.fixture(scope="module")
+def gpt2_profile(tiny_gpt2, token_batch):
+    return profile_model(tiny_gpt2(), token_batch(), CONFIG)
+
+
+@pytest.fixture(params=["retain", "recompute", "random"])
+def policy(request, gpt2_profile):
+    if request.param == "random":
+        return Policy.random(gpt2_profile, 7, ACTIONS, lossless=True)
+    return Policy.uniform(gpt2_profile, request.param)
+
+
+@pytest.fixture
+def recomputing(gpt2_profile):
+    return Policy.uniform(gpt2_profile, "recompute")
+
+
+def gradients(model):
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_equal(ours, plain):
+    assert ours.keys() == plain.keys()
+    assert not [name for name in ours if not torch.equal(ours[name], plain[name])]
+
+
+# R8: shapes and operators that change
+
+
+def test_a_new_shape_is_recorded_twice(gpt2, batch, token_batch, policy, run_steps, assert_same_steps, recorded):
+    other = token_batch(3, 7)
+    plain = [run_steps(gpt2, batch), run_steps(gpt2, other)]
+    recorded.clear()
+    with apply_policy(gpt2, policy):
+        for _ in range(2):
+            assert_same_steps(run_steps(gpt2, batch), plain[0])
+            assert_same_steps(run_steps(gpt2, other), plain[1])
+    # The second call of a shape checks the record of the first; a block that retains everything needs no tape.
+    records = 1 if policy.is_plain else 2 * 2
+    assert sorted(recorded) == sorted(["transformer.h.0", "transformer.h.1"] * records)
+
+
+def test_a_shape_with_other_operators_recomputes(gpt2, token_batch, recomputing, run_steps, assert_same_steps, caplog):
+    """A batch of one makes views where others copy: no plan fits, and training goes on without loss."""
+    one = token_batch(1, 12)
+    plain = run_steps(gpt2, one)
+    with apply_policy(gpt2, recomputing), caplog.at_level(logging.WARNING):
+        run_steps(gpt2, token_batch(), num_steps=1)
+        assert not caplog.records
+        assert_same_steps(run_steps(gpt2, one), plain)
+    (record,) = caplog.records
+    assert "given (1, 12, 32), block transformer.h.0 and others like it run other operators" in record.message
+
+
+def test_other_operators_are_said_once_with_what_to_do(gpt2, token_batch, recomputing, run_steps, caplog):
+    """Smaller last batches are ordinary, and each of their shapes has operators of its own."""
+    with apply_policy(gpt2, recomputing), caplog.at_level(logging.INFO):
+        run_steps(gpt2, token_batch(), num_steps=1)
+        for batch in (token_batch(1, 12), token_batch(1, 1), token_batch(2, 1)):
+            run_steps(gpt2, batch, num_steps=1)
+    said = [record for record in caplog.records if "run other operators" in record.message]
+    assert [record.levelno for record in said] == [logging.WARNING, *[logging.INFO] * (len(said) - 1)]
+    assert len(said) > 1
+    assert (
+        "least memory that is lossless for what differs; to have none, set dataloader_drop_last=True, or pad"
+        in said[0].message
+    )
+
+
+def test_padding_may_come_and_go(gpt2, batch, recomputing, run_steps, assert_same_steps):
+    """Without padding there is no mask, and attention runs other operators at the same shape."""
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, -3:] = 0
+    padded = {**batch, "attention_mask": mask}
+    plain, plain_padded = run_steps(gpt2, batch), run_steps(gpt2, padded)
+    with apply_policy(gpt2, recomputing):
+        for _ in range(2):
+            assert_same_steps(run_steps(gpt2, batch), plain)
+            assert_same_steps(run_steps(gpt2, padded), plain_padded)
+
+
+def rounds_up(block, hidden):
+    """A block whose numbers follow no rule: it works on a multiple of four tokens."""
+    tokens = hidden.shape[1]
+    padded = torch.nn.functional.pad(hidden, (0, 0, 0, -tokens % 4))
+    return hidden + block.down(block.up(padded).tanh())[:, :tokens]
+
+
+def text_of(tokens, samples=2):
+    return {"x": torch.randn(samples, tokens, 8, generator=torch.Generator().manual_seed(tokens))}
+
+
+def remember_few(monkeypatch, most):
+    monkeypatch.setattr(known_shapes, "MAX_SHAPES", most)
+    monkeypatch.setattr(symbolic_tape, "MOST_SIZES", most)
+    monkeypatch.setattr(entries_module, "MOST_SIZES", most)
+    monkeypatch.setattr(symbolic_tape, "MOST_RECORDS", 3)
+
+
+def held_by(strategies):
+    """(tapes that were recorded, plans) that the blocks hold: for each shape, and for what each family is made of."""
+    tapes, plans = set(), set()
+    for strategy in strategies:
+        entries = [
+            *strategy.entries.recorded.values(),
+            *strategy.entries.sized.values(),
+            *strategy.entries.bases.values(),
+        ]
+        plans |= {id(entry.compiled) for entry in entries}
+        tapes |= {tape.digest for tape in strategy.tapes.values()}
+    outlines = [seen for strategy in strategies for seen in strategy.library._seen[strategy.name].values()]
+    return tapes | {record.tape.digest for seen in outlines for record in seen.records}, plans
+
+
+def test_forgotten_shapes_leave_nothing(toy_model, run_steps, assert_same_steps, monkeypatch):
+    """Where no family serves them."""
+    remember_few(monkeypatch, most=3)
+    model = toy_model(rounds_up)
+    policy = Policy.uniform(profile_model(model, text_of(10), CONFIG), "recompute")
+    batches = [text_of(tokens) for tokens in (5, 6, 7, 8, 9)]
+    plain = [run_steps(model, each, num_steps=1) for each in batches]
+    with apply_policy(model, policy) as handle:
+        for each, expected in [*zip(batches, plain, strict=True)] * 2:
+            assert_same_steps(run_steps(model, each, num_steps=1), expected)
+        for function in handle.installation.functions.values():
+            assert len(function.strategy.entries.recorded) == len(function.strategy.tapes) == 3
+            assert not function.strategy.entries.sized
+        assert len(handle.library._compiled) == 3
+        assert len(handle.library._tapes) == 3 + len(handle.library._kept)
+
+
+def test_forgotten_sizes_of_a_family_leave_nothing(
+    gpt2, token_batch, recomputing, run_steps, assert_same_steps, monkeypatch
+):
+    remember_few(monkeypatch, most=3)
+    batches = [token_batch(2, tokens) for tokens in range(5, 30)]
+    plain = [run_steps(gpt2, each, num_steps=1) for each in batches]
+    with apply_policy(gpt2, recomputing) as handle:
+        for each, expected in [*zip(batches, plain, strict=True)] * 2:
+            assert_same_steps(run_steps(gpt2, each, num_steps=1), expected)
+        strategies = [function.strategy for function in handle.installation.functions.values()]
+        for strategy in strategies:
+            assert len(strategy.entries.sized) == 3
+            assert len(strategy.entries.recorded) <= 3
+            assert len(strategy.entries.bases) == len(strategy.known.of_families) == 1
+        gc.collect()
+        tapes, plans = held_by(strategies)
+        assert len(tapes) <= 3 + 3
+        assert len(plans) <= 2 * (3 + 3 + 1)
+        assert len(handle.library._tapes) <= len(tapes | set(handle.library._kept))
+        assert len(handle.library._compiled) == len(plans)
+
+
+def test_all_plans_forget_what_the_block_forgets(toy_model, run_steps, monkeypatch):
+    """A run has one for each size of batch and one to record under, and changes between them."""
+    remember_few(monkeypatch, most=3)
+    model = toy_model(rounds_up)
+    profile = profile_model(model, text_of(10), CONFIG)
+    with apply_policy(model, Policy.uniform(profile, "recompute")) as handle:
+        others = handle.prepare(Policy.uniform(profile, "compress"), handle.plans)
+        both = (handle.plans, others)
+        for tokens in range(5, 13):
+            for plans in both:  # the second finds the shape known
+                handle.follow(plans)
+                run_steps(model, text_of(tokens), num_steps=1)
+        for name in handle.installation.functions:
+            strategies = [plans.strategies[name] for plans in both]
+            assert [len(strategy.entries.recorded) for strategy in strategies] == [3, 3]
+            assert all(strategy.entries.recorded.keys() == strategy.known.keys() for strategy in strategies)
+        gc.collect()
+        tapes, _ = held_by([plans.strategies[name] for plans in both for name in handle.installation.functions])
+        assert len(tapes) <= 3 + 2  # records of few tokens that need no padding, which are too few for a family
+        assert set(handle.library._tapes) == tapes | set(handle.library._kept)
+
+
+def test_all_plans_forget_the_sizes_of_a_family(gpt2, token_batch, recomputing, gpt2_profile, run_steps, monkeypatch):
+    remember_few(monkeypatch, most=3)
+    with apply_policy(gpt2, recomputing) as handle:
+        others = handle.prepare(Policy.random(gpt2_profile, 7, ACTIONS, lossless=True), handle.plans)
+        both = (handle.plans, others)
+        for tokens in range(5, 25):
+            for plans in both:
+                handle.follow(plans)
+                run_steps(gpt2, token_batch(2, tokens), num_steps=1)
+        strategies = [plans.strategies[name] for plans in both for name in handle.installation.functions]
+        assert {len(strategy.entries.sized) for strategy in strategies} == {3}
+        assert all(strategy.entries.recorded.keys() <= strategy.known.keys() for strategy in strategies)
+        gc.collect()
+        tapes, plans = held_by(strategies)
+        assert len(tapes) <= 3 + 3
+        assert len(handle.library._tapes) <= len(tapes | set(handle.library._kept))
+        assert len(handle.library._compiled) == len(plans) <= 4 * (3 + 3 + 1)
+
+
+def test_the_least_recently_used_shape_is_forgotten(gpt2, token_batch, recomputing, run_steps, monkeypatch):
+    monkeypatch.setattr(known_shapes, "MAX_SHAPES", 2)
+    with apply_policy(gpt2, recomputing) as handle:
+        for tokens in (5, 6, 5, 7):
+            run_steps(gpt2, token_batch(2, tokens), num_steps=1)
+        strategy = handle.installation.functions["transformer.h.0"].strategy
+        inputs = [next(v for v in tape.values if tape.is_block_input(v.index)) for tape in strategy.tapes.values()]
+        sizes = [value.ref.geometry[0] for value in inputs]
+    assert sizes == [(2, 5, 32), (2, 7, 32)]
+
+
+def test_numbers_in_containers_tell_calls_apart(toy_model, toy_batch, run_steps, assert_same_steps):
+    """As Swin passes the height and width of an image beside its flattened patches."""
+    split = [2, 3]
+
+    def forward(block, hidden, grid):
+        rows = block.up(hidden).unflatten(1, grid)
+        ramp = torch.arange(8.0) * grid[0]
+        return hidden + block.down((rows * ramp).flatten(1, 2).sigmoid())
+
+    model = toy_model(forward, kwargs_of=lambda x: {"grid": tuple(split)})
+    batch = toy_batch()
+    plain = {}
+    for grid in ((2, 3), (3, 2)):
+        split[:] = grid
+        plain[grid] = run_steps(model, batch)
+    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    with apply_policy(model, policy):
+        for grid in ((2, 3), (3, 2), (2, 3), (3, 2)):
+            split[:] = grid
+            assert_same_steps(run_steps(model, batch), plain[grid])
+
+
+def unseen(values):
+    """`values[0]`, of which no guard knows that it may change: the last line of defence is what autograd saves."""
+    return torch.compiler.assume_constant_result(lambda: values[0])
+
+
+def test_operators_that_vary_at_one_shape_are_refused(toy_model, toy_batch):
+    depth = [1]
+    number = unseen(depth)
+
+    def forward(block, hidden):
+        for _ in range(number()):
+            hidden = hidden + block.down(block.up(hidden).tanh())
+        return hidden
+
+    model, batch = toy_model(forward), toy_batch()
+    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    with apply_policy(model, policy):
+        for _ in range(2):  # the first call is recorded, the second checked against the record
+            model(**batch).loss.backward()
+        depth[0] = 2
+        with pytest.raises(TapeMismatchError, match=r"layers\.0: saved tensor 5 is .*no such slot; its operators vary"):
+            model(**batch)
+        depth[0] = 0
+        with pytest.raises(TapeMismatchError, match=r"autograd saved 0 tensors, its tape has 5; .*block_classes"):
+            model(**batch)
+        depth[0] = 1
+        model(**batch).loss.backward()
+
+
+def test_a_saved_tensor_of_another_shape_is_refused(toy_model, toy_batch):
+    width = [8]
+    number = unseen(width)
+
+    def forward(block, hidden):
+        return hidden + block.down(nn.functional.pad(block.up(hidden)[..., : number()].tanh(), (0, 8 - number())))
+
+    model, batch = toy_model(forward), toy_batch()
+    with apply_policy(model, Policy.uniform(profile_model(model, batch, CONFIG), "recompute")):
+        for _ in range(2):
+            model(**batch)
+        width[0] = 4
+        with pytest.raises(TapeMismatchError, match=r"saved tensor \d is \(2, 6, 4\) .*its tape says \(2, 6, 8\)"):
+            model(**batch)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(lambda both: both.transpose(0, 1).contiguous().transpose(0, 1)[..., :8], id="stride"),
+        pytest.param(lambda both: both[..., 8:], id="offset"),
+        pytest.param(lambda both: both.double()[..., :8], id="dtype"),
+    ],
+)
+def test_a_saved_tensor_of_the_same_shape_that_lies_otherwise_is_refused(toy_model, toy_batch, other):
+    """Replay would make one that lies as the tape says (rule R8)."""
+    is_other = [False]
+    number = unseen(is_other)
+
+    def forward(block, hidden):
+        both = torch.cat([block.up(hidden)] * 2, -1)
+        part = other(both) if number() else both[..., :8]
+        return hidden + block.down((part * part).to(hidden.dtype))
+
+    model, batch = toy_model(forward), toy_batch()
+    with apply_policy(model, Policy.uniform(profile_model(model, batch, CONFIG), "recompute")):
+        for _ in range(2):
+            model(**batch)
+        is_other[0] = True
+        with pytest.raises(TapeMismatchError, match=r"saved tensor 2 is \(2, 6, 8\) .*its tape says \(2, 6, 8\)"):
+            model(**batch)
+
+
+def test_a_block_that_reads_data_into_python_is_never_replayed(toy_model, toy_batch, assert_exact, caplog):
+    def forward(block, hidden):
+        x = block.up(hidden)
+        return hidden + block.down(x.tanh() / (1 + abs(x.max().item())))
+
+    with caplog.at_level(logging.WARNING):
+        assert_exact(toy_model(forward), toy_batch(), num_policies=1)
+    assert any("run plainly or checkpointed: aten._local_scalar_dense" in record.message for record in caplog.records)
+
+
+# R9: anything but forward, backward
+
+
+def test_evaluation_and_no_grad_are_plain(gpt2, batch, policy):
+    with torch.no_grad():
+        torch.manual_seed(1)
+        training = gpt2(**batch).loss
+    evaluation = gpt2.eval()(**batch).loss
+    with apply_policy(gpt2.train(), policy) as handle:
+        torch.manual_seed(1)
+        with torch.no_grad():
+            assert torch.equal(gpt2(**batch).loss, training)
+        assert torch.equal(gpt2.eval()(**batch).loss, evaluation)
+        assert handle.uncalled() == ["transformer.h.0", "transformer.h.1"]
+    gpt2.train()
+
+
+def test_generate_in_train_mode_is_that_of_eval_mode(tiny_gpt2, batch, recomputing, run_steps):
+    model = tiny_gpt2(resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0)
+    prompt = {"input_ids": batch["input_ids"], "attention_mask": torch.ones_like(batch["input_ids"])}
+    settings = {"max_new_tokens": 8, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    expected = model.eval().generate(**prompt, **settings)
+    model.train()
+    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    with apply_policy(model, policy):
+        run_steps(model, batch, num_steps=1)
+        assert torch.equal(model.generate(**prompt, **settings), expected)
+
+
+def test_training_goes_on_after_an_exception_in_forward(gpt2, batch, policy, run_steps, assert_same_steps):
+    plain = run_steps(gpt2, batch)
+    with apply_policy(gpt2, policy):
+        for _ in range(2):  # while the block is recorded, and in a later step
+            broken = gpt2.transformer.h[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                gpt2(**batch)
+            broken.remove()
+            assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+            assert_same_steps(run_steps(gpt2, batch), plain)
+
+
+def test_training_goes_on_after_an_exception_in_backward(gpt2, batch, policy, run_steps, assert_same_steps):
+    plain = run_steps(gpt2, batch)
+    with apply_policy(gpt2, policy):
+        for _ in range(2):
+            loss = gpt2(**batch).loss
+            broken = gpt2.transformer.h[0].mlp.c_fc.weight.register_hook(lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                loss.backward()
+            broken.remove()
+            assert_same_steps(run_steps(gpt2, batch), plain)
+
+
+def backward_twice(model, batch):
+    loss = model(**batch).loss
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return gradients(model)
+
+
+def double_backward(model, batch):
+    loss = model(**batch).loss
+    first = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    sum(gradient.square().sum() for gradient in first).backward()
+    return gradients(model)
+
+
+def gradient_of_a_part(model, batch):
+    loss = model(**batch).loss
+    block = model.transformer.h[1]
+    part = torch.autograd.grad(loss, [block.mlp.c_fc.weight, block.ln_2.weight], retain_graph=True)
+    loss.backward()
+    return {"fc": part[0], "norm": part[1], **gradients(model)}
+
+
+def two_forwards_first(model, batch):
+    first = model(**batch).loss
+    second = model(**batch).loss
+    first.backward()
+    second.backward()
+    return gradients(model)
+
+
+def second_forward_backward_first(model, batch):
+    first, second = model(**batch).loss, model(**batch).loss
+    second.backward()
+    first.backward()
+    return gradients(model)
+
+
+def one_backward_for_two(model, batch):
+    (model(**batch).loss + 2 * model(**batch).loss).backward()
+    return gradients(model)
+
+
+def accumulation(model, batch):
+    for _ in range(3):
+        model(**batch).loss.backward()
+    return gradients(model)
+
+
+def unused_forward(model, batch):
+    model(**batch)
+    model(**batch).loss.backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        backward_twice,
+        double_backward,
+        gradient_of_a_part,
+        two_forwards_first,
+        second_forward_backward_first,
+        one_backward_for_two,
+        accumulation,
+        unused_forward,
+    ],
+)
+def test_every_use_of_the_graph_is_exact(tiny_gpt2, batch, use):
+    """Eager attention, whose operators all have second derivatives. Each use comes first, second and third, and between
+    them a plain step: what a use taught about the order of backward must not degrade it."""
+    model = tiny_gpt2("eager")
+    profile = profile_model(model, batch, CONFIG)
+
+    def three_times():
+        results = []
+        for seed in range(6):
+            torch.manual_seed(seed)
+            model.zero_grad(set_to_none=True)
+            results.append(use(model, batch) if seed % 2 == 0 else accumulation(model, batch))
+        return results
+
+    plain = three_times()
+    for policy in (Policy.uniform(profile, "recompute"), Policy.random(profile, 3, ACTIONS, lossless=True)):
+        with apply_policy(model, policy):
+            for ours, expected in zip(three_times(), plain, strict=True):
+                assert_equal(ours, expected)
+
+
+@pytest.mark.parametrize("use", [backward_twice, gradient_of_a_part])
+def test_the_order_of_backward_is_learned_from_the_fullest(tiny_gpt2, batch, use):
+    """After an unusual first step, later steps find the order they expect: nothing is kept longer than it must be."""
+    model = tiny_gpt2()
+    profile = profile_model(model, batch, CONFIG)
+    with apply_policy(model, Policy.uniform(profile, "recompute")) as handle:
+        use(model, batch)
+        for _ in range(3):
+            accumulation(model, batch)
+        strategy = handle.installation.functions["transformer.h.1"].strategy
+        (entry,) = [*strategy.entries.recorded.values(), *strategy.entries.sized.values()]
+        order = entry.compiled.schedule.order
+    assert sorted(order) == list(range(entry.compiled.num_slots))
+
+
+def test_the_order_of_backward_is_that_of_other_sizes(tiny_gpt2, token_batch, monkeypatch):
+    """Where backward asks out of order, all that was recomputed is kept to the block's end: a new length would take
+    more than its policy has."""
+
+    def fail(*_):
+        raise AssertionError("out of order")
+
+    model = tiny_gpt2()
+    profile = profile_model(model, token_batch(tokens=12), CONFIG)
+    monkeypatch.setattr(ExecutionPlan, "program_out_of_order", fail)
+    recompute = Policy.uniform(profile, "recompute")
+    with apply_policy(model, recompute) as handle:
+        for tokens in (8, 8, 10):
+            model(**token_batch(tokens=tokens)).loss.backward()
+            handle.replace(recompute)  # whose strategies have seen no backward of that length
+
+
+def test_a_freed_graph_is_refused_as_in_plain_training(gpt2, batch, policy):
+    with apply_policy(gpt2, policy):
+        for _ in range(2):
+            loss = gpt2(**batch).loss
+            loss.backward()
+            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+                loss.backward()
+
+
+# R10: no synchronisation
+
+
+class Counting(TorchDispatchMode):
+    """Counts operators that bring data to the host; they are what makes a device wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def reads_of_a_step(model, batch):
+    """Operators that read data in one forward and backward, as a mode sees them and as the profiler does."""
+    with Counting() as mode, profile(activities=[ProfilerActivity.CPU], acc_events=True) as events:
+        model(**batch).loss.backward()
+    return mode.found, [event.key for event in events.key_averages() if "_local_scalar_dense" in event.key]
+
+
+def test_a_steady_step_reads_no_data(gpt2, batch, gpt2_profile, run_steps):
+    """Every action and a lossy codec are in it. Transformers itself reads once, to see whether the batch is packed."""
+    policy = Policy.random(gpt2_profile, 11, ACTIONS)
+    assert set(policy.action_counts()) == set(ACTIONS)
+    plain = reads_of_a_step(gpt2, batch)
+    with apply_policy(gpt2, policy):
+        run_steps(gpt2, batch)
+        assert reads_of_a_step(gpt2, batch) == plain
+
+
+def test_a_steady_step_enters_no_dispatch_mode(gpt2, batch, gpt2_profile, run_steps, monkeypatch):
+    """Neither in forward nor in backward; the recorded steps before it do."""
+    entered = []
+    enter = TorchDispatchMode.__enter__
+    monkeypatch.setattr(TorchDispatchMode, "__enter__", lambda mode: entered.append(type(mode)) or enter(mode))
+    with apply_policy(gpt2, Policy.random(gpt2_profile, 11, ACTIONS)):
+        beside_a_tape = [Validator] * (2 * len(gpt2_profile.blocks) - 1)
+        for expected in ([Recorder, *beside_a_tape], [], []):
+            run_steps(gpt2, batch, num_steps=2)
+            assert entered == expected
+            entered.clear()
+
+
+def test_the_mode_would_notice():
+    with Counting() as mode:
+        torch.ones(2).sum().item()
+    assert mode.found == ["aten._local_scalar_dense.default"]
+
+
+# R12: what a block reads from outside
+
+
+@pytest.mark.parametrize("swap", ["data", "parameter", "in place"])
+def test_parameters_swapped_between_steps_are_followed(gpt2, batch, policy, run_steps, assert_same_steps, swap):
+    def change(model, seed):
+        torch.manual_seed(seed)
+        for module in [module for block in model.transformer.h for module in block.modules()]:
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                noise = torch.randn_like(parameter) * 0.1
+                if swap == "data":
+                    parameter.data = parameter.data + noise
+                elif swap == "parameter":
+                    setattr(module, name, nn.Parameter(parameter.detach() + noise))
+                else:
+                    parameter.data.add_(noise)
+
+    twin = copy.deepcopy(gpt2)
+    with apply_policy(gpt2, policy):
+        for seed in range(3):
+            assert_same_steps(run_steps(gpt2, batch, num_steps=2), run_steps(twin, batch, num_steps=2))
+            change(gpt2, seed)
+            change(twin, seed)
+
+
+def test_what_comes_from_elsewhere_is_not_recomputable(toy_model, toy_batch, run_steps, assert_same_steps):
+    """Rule R12: nobody could tell replay that there is another tensor now."""
+    tables = [torch.rand(8)]
+
+    def forward(block, hidden):
+        return hidden + block.down((block.up(hidden) * tables[0]).tanh()) * block.up(hidden).sigmoid()
+
+    model, batch = toy_model(forward), toy_batch()
+    profile = profile_model(model, batch, CONFIG)
+    recomputable = {value.name: value.recomputable for value in profile.kinds[0].activations}
+    assert recomputable["block:tanh"] is False
+    assert recomputable["block:sigmoid"] is True
+
+    def two_tables():
+        results = []
+        for number in (1.0, 2.0):
+            tables[0] = torch.full((8,), number)
+            results += run_steps(model, batch)
+        return results
+
+    plain = two_tables()
+    with apply_policy(model, Policy.uniform(profile, "recompute")):
+        assert_same_steps(two_tables(), plain)
+
+
+def test_a_policy_for_other_trainable_weights_is_refused(gpt2, batch, recomputing):
+    """Weights frozen before the first step save other tensors than were profiled."""
+    gpt2.transformer.h[0].mlp.c_fc.weight.requires_grad_(False)
+    with (
+        apply_policy(gpt2, recomputing),
+        pytest.raises(PolicyMismatchError, match=r"transformer\.h\.0 .* was made for"),
+    ):
+        gpt2(**batch)
+
+
+# Policies of another model
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        pytest.param(
+            {"layers": 3}, "is for 2 blocks, GPT2LMHeadModel has 3; it has no plan for transformer.h.2", id="3"
+        ),
+        pytest.param({"layers": 1}, "is for 2 blocks, GPT2LMHeadModel has 1; the model has no transformer.h.1", id="1"),
+        pytest.param({"width": 48}, r"block transformer\.h\.0 .* has tape", id="width"),
+        pytest.param({"attention": "eager"}, r"block transformer\.h\.0 .* its attention", id="attention"),
+        pytest.param({"resid_pdrop": 0.0}, r"block transformer\.h\.0 .* dropout", id="dropout"),
+        pytest.param({"activation_function": "relu"}, r"block transformer\.h\.0 .* has tape", id="activation"),
+    ],
+)
+def test_a_policy_of_another_model_is_refused(tiny_gpt2, batch, policy, config, message):
+    model = tiny_gpt2(**config)
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    with pytest.raises(PolicyMismatchError, match=message), apply_policy(model, policy):
+        model(**batch)
+    assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
+
+
+def test_a_policy_of_another_precision_is_refused(gpt2, batch, recomputing):
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+    with apply_policy(gpt2, recomputing), autocast, pytest.raises(PolicyMismatchError, match="precision"):
+        gpt2(**batch)
+
+
+def test_a_policy_can_be_replaced_while_training(gpt2, batch, gpt2_profile, run_steps, assert_same_steps, recorded):
+    """Tapes are kept from one policy to the next, so that nothing is recorded again."""
+    plain = run_steps(gpt2, batch)
+    with apply_policy(gpt2, Policy.uniform(gpt2_profile, "recompute")) as handle:
+        assert_same_steps(run_steps(gpt2, batch), plain)
+        recorded.clear()
+        for seed in random.Random(0).sample(range(100), 4):
+            handle.replace(Policy.random(gpt2_profile, seed, ACTIONS, lossless=True))
+            assert_same_steps(run_steps(gpt2, batch), plain)
+    assert not recorded
+
+
+def test_a_replaced_policy_goes_on_counting_calls(gpt2, batch, recomputing, recorded):
+    """Of a shape's calls 2, 24, 48 ... are recorded again, not those of every new policy."""
+    counts = []
+    recorded.clear()
+    with apply_policy(gpt2, recomputing) as handle:
+        for _ in range(25):
+            gpt2(**batch).loss.backward()
+            handle.replace(recomputing)
+            counts.append(len(recorded))
+    # Two blocks.
+    assert counts == [2] + [4] * 22 + [6] * 2
+
+
+def test_plans_with_other_numbers_of_channels_share_their_programs(gpt2, batch, recomputing):
+    def compressing(channels):
+        codec = Choice(action=Action.COMPRESS, codec="outlier_int4", options=(("num_outliers", channels),))
+        (plan,) = recomputing.plans
+        choices = tuple((v, codec if choice == RECOMPUTE else choice) for v, choice in plan.choices)
+        return replace(recomputing, plans=(replace(plan, choices=choices),))
+
+    channels, programs = [], []
+    with apply_policy(gpt2, recomputing) as handle:
+        gpt2(**batch).loss.backward()
+        for num in (0, 1):
+            handle.replace(compressing(num))
+            gpt2(**batch).loss.backward()
+            entries = [entry for s in handle.plans.strategies.values() for entry in s.entries.recorded.values()]
+            programs += [entry.compiled for entry in entries]
+            codecs = [codec for entry in entries for codec in entry.codecs.values()]
+            channels.append({codec.num_outliers for codec in codecs if codec.name == "outlier_int4"})
+    assert channels == [{0}, {1}]
+    assert len(set(map(id, programs))) == 1
+
+
+def test_one_autocast_around_several_steps_serves_new_shapes(tiny_gpt2, batch, token_batch):
+    """A user's own loop may hold one autocast open: casts of parameters are cached when a new shape is recorded."""
+    model, other = tiny_gpt2(), token_batch(3, 7)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+
+    def two_shapes():
+        torch.manual_seed(0)
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses = [model(**batch).loss, model(**other).loss]
+        for loss in losses:
+            loss.backward()
+        return gradients(model)
+
+    plain = two_shapes()
+    with apply_policy(model, policy):
+        for _ in range(3):
+            assert_equal(two_shapes(), plain)
+
+
+def test_one_autocast_around_micro_batches_keeps_the_plan(tiny_llama, batch, caplog):
+    """All but the first find the casts of parameters in autocast's cache: these are the same operators nonetheless."""
+    model = tiny_llama()
+
+    def micro_batches():
+        torch.manual_seed(0)
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for _ in range(3):
+                model(**batch).loss.backward()
+        return gradients(model)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    plain = micro_batches()
+    with apply_policy(model, policy), caplog.at_level("WARNING"):
+        for _ in range(2):
+            assert_equal(micro_batches(), plain)
+    assert not caplog.records
+
+
+def steps_with(model, batch, scale, scales):
+    results = []
+    for scale[0] in scales:
+        loss = model(**batch).loss
+        loss.backward()
+        results.append({"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters()}})
+        model.zero_grad(set_to_none=True)
+    return results
+
+
+def test_numbers_that_vary_from_step_to_step_have_tapes_of_their_own(toy_model, toy_batch, assert_same_steps, caplog):
+    """A scale that a block reads from Python: the tape of one is wrong for another."""
+    scale = [1.0]
+
+    def forward(layer, hidden):
+        return hidden + layer.down((layer.up(hidden) * scale[0]).tanh().exp())
+
+    model, batch = toy_model(forward), toy_batch()
+    scales = [1.0, 1.5, 2.0] * 4
+    plain = steps_with(model, batch, scale, scales)
+    scale[0] = 1.0
+    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    with apply_policy(model, policy) as handle, caplog.at_level(logging.WARNING):
+        assert_same_steps(steps_with(model, batch, scale, scales), plain)
+        assert len(handle.plans.strategies["layers.1"].tapes) == 3
+        handle.replace(policy)  # another policy knows them too
+        assert_same_steps(steps_with(model, batch, scale, scales), plain)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_numbers_that_are_others_at_every_step_are_never_replayed(
+    toy_model, toy_batch, assert_same_steps, is_seen, caplog, recorded
+):
+    """Whether a guard sees them or not: each call is compared with its tape, until torch's checkpoint takes over."""
+    scale = [1.0]
+    number = (lambda: scale[0]) if is_seen else unseen(scale)
+
+    def forward(layer, hidden):
+        return hidden + layer.down((layer.up(hidden) * number()).tanh().exp())
+
+    model, batch = toy_model(forward), toy_batch()
+    scales = [1.0 + step / 8 for step in range(22)]
+    plain = steps_with(model, batch, scale, scales)
+    scale[0] = 1.0
+    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    with apply_policy(model, policy) as handle, caplog.at_level(logging.WARNING):
+        assert_same_steps(steps_with(model, batch, scale, scales), plain)
+        assert handle.library.fallbacks[VARYING] > LEAVES_ALLOWED
+        recorded.clear()
+        handle.replace(policy)  # another policy knows it too
+        assert_same_steps(steps_with(model, batch, scale, scales), plain)
+    assert any("vary from call to call" in record.message for record in caplog.records)
+    assert any("changes again and again" in record.message for record in caplog.records) == is_seen
+    # Those of the first steps have tapes of their own, as programs that fit again.
+    assert not recorded or is_seen

@@ -1,0 +1,87 @@
+"""A plan made ready for a tape: slots, what they need, and how values are laid out for codecs."""
+
+import pytest
+import torch
+from torch import nn
+
+from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice
+from adacc_hf.tape.execution_plan import ExecutionPlan, encode_view
+from adacc_hf.tape.replay import view
+from adacc_hf.tape.replay_check import verify
+
+INT8 = Choice(action=Action.COMPRESS, codec="int8")
+
+
+@pytest.fixture
+def tape(record_call):
+    """hidden -> up -> tanh -> exp -> transposed product; saved: hidden, tanh, exp and two parameters."""
+    torch.manual_seed(0)
+    block = nn.Linear(8, 8)
+    hidden = torch.randn(3, 8, requires_grad=True)
+    tape, recorder = record_call(lambda block, hidden: block(hidden).tanh().exp() * 2, block, hidden)
+    tape.recomputable = verify(tape, recorder.bases)
+    return tape
+
+
+def by_name(tape):
+    return {value.name: value.index for value in tape.values}
+
+
+def test_all_retained_is_plain(tape):
+    names = by_name(tape)
+    plan = ExecutionPlan(tape, dict.fromkeys((names["argument 0"], names["block:tanh"], names["block:exp"]), RETAIN))
+    assert plan.is_plain
+    assert all(slot.needs is None for slot in plan.slots)
+    assert plan.roots == ()
+    assert plan.externals == []
+
+
+def test_a_recomputed_slot_needs_what_its_replay_reads(tape):
+    names = by_name(tape)
+    hidden, tanh, exp = names["argument 0"], names["block:tanh"], names["block:exp"]
+    plan = ExecutionPlan(tape, {hidden: RETAIN, tanh: RECOMPUTE, exp: RECOMPUTE})
+    assert plan.roots == (hidden,)
+    needs = {slot.value: slot.needs for slot in plan.slots}
+    assert needs[tanh] == needs[exp] == (hidden,)
+    assert needs[hidden] is None
+    parameters = {value.index for value in tape.values if tape.is_module_state(value.index)}
+    assert {value for value, _ in plan.externals} == parameters
+    assert not plan.is_plain
+
+
+def test_replay_starts_at_the_nearest_stored_value(tape):
+    names = by_name(tape)
+    hidden, tanh, exp = names["argument 0"], names["block:tanh"], names["block:exp"]
+    plan = ExecutionPlan(tape, {hidden: RETAIN, tanh: INT8, exp: RECOMPUTE})
+    needs = {slot.value: slot.needs for slot in plan.slots}
+    assert needs[exp] == needs[tanh] == (tanh,)
+    assert plan.externals == []  # no replay reads parameters
+
+
+def test_an_input_that_others_hold_takes_no_cell(tape):
+    names = by_name(tape)
+    hidden, tanh, exp = names["argument 0"], names["block:tanh"], names["block:exp"]
+    plan = ExecutionPlan(tape, {tanh: RECOMPUTE, exp: RETAIN}, shared=[hidden])
+    assert plan.roots == ()
+    assert hidden in [value for value, _ in plan.externals]
+
+
+def test_the_first_guess_of_the_order_is_the_reverse(tape):
+    plan = ExecutionPlan(tape, {})
+    assert plan.schedule.order == tuple(reversed(range(len(tape.slots))))
+    before = plan.schedule
+    plan.follow((0, 2, 1))
+    assert plan.schedule.order == (0, 2, 1)
+    assert before.order == tuple(reversed(range(len(tape.slots))))  # a backward under way keeps its own
+
+
+def test_codecs_see_dimensions_in_the_order_of_memory(record_call):
+    """A transposed attention output is encoded as it lies, without a copy."""
+    base = torch.randn(2, 3, 4)
+    tape, _ = record_call(lambda _, x: x + 1, nn.Identity(), base.permute(2, 0, 1))
+    value = next(value for value in tape.values if value.source is not None)
+    assert value.ref.geometry == ((4, 2, 3), (1, 12, 4), 0)
+    ref = encode_view(tape, value.index)
+    assert ref.geometry == ((2, 3, 4), (12, 4, 1), 0)
+    assert torch.equal(view(base, ref), base)
+    assert view(base, ref).is_contiguous()

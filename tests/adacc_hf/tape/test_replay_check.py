@@ -1,0 +1,182 @@
+"""Rule R7: what replay cannot recompute is found out, on blocks made to deceive it."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.solve.solver import least_policy
+from adacc_hf.tape.replay_check import verify
+from adacc_hf.torch_glue.memory import MemoryMeter
+
+
+@torch.library.custom_op("adacc_test::scale_and_write", mutates_args=())
+def scale_and_write(x: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+    """Doubles x; its schema hides that it counts its calls in `counter`."""
+    counter.numpy()[:] += 1
+    return x * 2
+
+
+@torch.library.custom_op("adacc_test::scale_and_degrade", mutates_args=())
+def scale_and_degrade(x: torch.Tensor) -> torch.Tensor:
+    """Doubles x; its schema hides that it then changes x."""
+    doubled = x * 2
+    x.detach().numpy()[:] *= 1.5
+    return doubled
+
+
+@torch.library.custom_op("adacc_test::thin_out", mutates_args=())
+def thin_out(x: torch.Tensor) -> torch.Tensor:
+    """Multiplies with random numbers of torch's generator, untagged."""
+    return x * torch.rand(x.shape)
+
+
+_noise = np.random.default_rng(0)
+
+
+@torch.library.custom_op("adacc_test::never_twice_alike", mutates_args=())
+def never_twice_alike(x: torch.Tensor) -> torch.Tensor:
+    """Adds numbers that torch's seed does not reach."""
+    return x + torch.from_numpy(_noise.random(tuple(x.shape), dtype=np.float32))
+
+
+scale_and_write.register_autograd(lambda ctx, gradient: (2 * gradient, None))
+scale_and_degrade.register_autograd(lambda ctx, gradient: 2 * gradient)
+thin_out.register_autograd(lambda ctx, gradient: gradient)
+never_twice_alike.register_autograd(lambda ctx, gradient: gradient)
+
+
+class FillsEmpty(torch.autograd.Function):
+    """Triples its input by writing into an empty tensor where no dispatcher sees it, as raw kernels do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        result = torch.empty_like(x)
+        result.numpy()[:] = x.numpy() * 3
+        return result
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3
+
+
+def add_buffer(block):
+    block.register_buffer("count", torch.zeros(8))
+
+
+def counts_in_hiding(block, hidden):
+    return hidden + block.down((scale_and_write(block.up(hidden), block.count) + block.count).tanh())
+
+
+def degrades_its_input(block, hidden):
+    x = block.up(hidden)
+    return hidden + block.down(scale_and_degrade(x).tanh()) * x.sigmoid()
+
+
+def thins_out(block, hidden):
+    return hidden + block.down(thin_out(block.up(hidden)).tanh())
+
+
+def fills_empty(block, hidden):
+    return hidden + block.down(FillsEmpty.apply(block.up(hidden)).tanh())
+
+
+@pytest.mark.parametrize("forward", [counts_in_hiding, degrades_its_input, thins_out])
+def test_what_replay_cannot_recompute_is_not_recomputable(toy_model, toy_batch, assert_exact, forward):
+    """Rule R7: training under liars stays that of plain training, generators and buffers included."""
+    profile = assert_exact(toy_model(forward, setup=add_buffer), toy_batch())
+    kind = profile.kinds[0]
+    tanh = next(value for value in kind.activations if value.name.endswith("tanh"))
+    assert not tanh.recomputable
+
+
+def test_an_autograd_function_that_fills_memory_unseen_is_one_operator(toy_model, toy_batch, assert_exact):
+    profile = assert_exact(toy_model(fills_empty), toy_batch())
+    assert profile.kinds[0].untrusted is None
+    tanh = next(value for value in profile.kinds[0].activations if value.name.endswith("tanh"))
+    assert tanh.recomputable
+
+
+def test_nondeterminism_that_no_seed_reaches_is_found(toy_model, toy_batch):
+    """Rule R7. No two runs are alike here, so there is no plain training to compare with."""
+
+    def forward(block, hidden):
+        return hidden + block.down(never_twice_alike(block.up(hidden)).tanh())
+
+    model = toy_model(forward)
+    profile = profile_model(model, toy_batch(), AdaccConfig(min_compress_bytes=0))
+    tanh = next(value for value in profile.kinds[0].activations if value.name.endswith("tanh"))
+    assert not tanh.recomputable
+
+
+def test_verification_holds_one_result_at_a_time(record_call):
+    def forward(block, hidden):
+        for _ in range(12):
+            hidden = block(hidden).tanh()
+        return hidden
+
+    hidden = torch.randn(256, 64, requires_grad=True)
+    tape, recorder = record_call(forward, nn.Linear(64, 64), hidden)
+    with MemoryMeter.for_device(torch.device("cpu")) as meter, torch.no_grad():
+        assert len(verify(tape, recorder.bases)) == 24
+    assert meter.peak_bytes < 2 * hidden.untyped_storage().nbytes()
+
+
+# A second forward of a whole block (torch's checkpoint) runs all of these operators again, what replay spares too.
+
+
+class NeverTwiceAlike(torch.autograd.Function):
+    """A Function over a kernel that writes by address, and that no seed of torch's reaches."""
+
+    @staticmethod
+    def forward(ctx, x):
+        result = torch.empty_like(x)
+        result.numpy()[:] = x.numpy() + _noise.random(tuple(x.shape), dtype=np.float32)
+        return result
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def adds_noise(block, hidden):
+    return hidden + block.down(never_twice_alike(block.up(hidden)).tanh())
+
+
+def adds_noise_at_its_end(block, hidden):
+    """What nothing after it saves is made again all the same."""
+    return never_twice_alike(hidden + block.down(block.up(hidden).tanh())).sigmoid()
+
+
+def adds_noise_in_a_function(block, hidden):
+    return hidden + block.down(NeverTwiceAlike.apply(block.up(hidden)).tanh())
+
+
+def adds_noise_unseen(block, hidden):
+    """Outside of any operator or Function."""
+    x = block.up(hidden).tanh()
+    x.detach().numpy()[:] += _noise.random(tuple(x.shape), dtype=np.float32)
+    return hidden + block.down(x * 1.0)
+
+
+NOISY = [adds_noise, adds_noise_at_its_end, adds_noise_in_a_function, adds_noise_unseen]
+
+
+@pytest.mark.parametrize("forward", NOISY)
+def test_a_block_that_does_not_make_the_same_bits_again_is_not_checkpointed(toy_model, toy_batch, forward):
+    model, batch = toy_model(forward, num_blocks=3), toy_batch(64)
+    config = AdaccConfig(actions=("retain", "recompute"))
+    profile = profile_model(model, batch, config)
+
+    def gradients():
+        _noise.bit_generator.state = np.random.default_rng(1).bit_generator.state
+        model.zero_grad()
+        model(**batch).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain = gradients()
+    assert all(map(torch.equal, gradients(), plain))
+    for policy in (Policy.checkpoint(profile), least_policy(profile, config), Policy.uniform(profile, "recompute")):
+        with apply_policy(model, policy, config):
+            assert all(map(torch.equal, gradients(), plain))

@@ -1,0 +1,525 @@
+"""One tape for all sizes: which calls are of one family, and that its tapes are those that a record would have."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from adacc_hf.eval.zoo.configs import architectures
+from adacc_hf.eval.zoo.parts import VOCABULARY
+from adacc_hf.run.blocks import Installation, Plainly
+from adacc_hf.run.call import Recording
+from adacc_hf.tape import symbolic_tape as families
+from adacc_hf.tape.call_key import KnownShapes
+from adacc_hf.tape.symbolic_tape import (
+    AGREED,
+    ENOUGH_RECORDS,
+    MOST_RECORDS,
+    CallSizes,
+    RecordedCall,
+    SeenSizes,
+    SymbolicTape,
+)
+from adacc_hf.tape.tape import BITS, OPERATORS
+from adacc_hf.tape.tape_cache import TapeCache
+
+
+def key_of(block, *args, **kwargs):
+    return KnownShapes().key(block, partial(block, **kwargs), args, kwargs)
+
+
+def recorded(block, *args, name="block", library=None, **kwargs):
+    """(key, tape) of a call of `block`, noted in `library`."""
+    library = library or TapeCache()
+    key = key_of(block, *args, **kwargs)
+    recording = Recording(name, block, args, kwargs)
+    recording.run(lambda *given: block(*given, **kwargs))
+    tape = library.verified(recording.recorder)
+    library.remember(tape, key, name)
+    recording.close()
+    return key, tape
+
+
+def record_of(block, *args, alignment=1):
+    key, tape = recorded(block, *args)
+    return RecordedCall(CallSizes.of(key, alignment), tape)
+
+
+def text(samples, tokens):
+    return torch.ones(samples, tokens, 8, requires_grad=True)
+
+
+class Block(nn.Module):
+    """Runs `forward(layer, hidden)`."""
+
+    def __init__(self, forward=lambda layer, hidden, *_: layer(hidden).tanh().exp()):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+        self.run = forward
+
+    def forward(self, hidden, *numbers):
+        return self.run(self.layer, hidden, *numbers)
+
+
+def sizes_of(*args, alignment=1, block=None):
+    block = block or Block()
+    return CallSizes.of(key_of(block, *args), alignment)
+
+
+# What is told apart before any expression
+
+
+def test_sizes_of_zero_and_one_are_told_from_others():
+    outlines = [sizes_of(text(samples, 5)).outline for samples in (0, 1, 2, 3, 40)]
+    assert len(set(outlines)) == 3
+    assert len(set(outlines[2:])) == 1
+
+
+def test_sizes_that_are_aligned_are_told_from_others_where_kernels_do():
+    outlines = [sizes_of(text(2, tokens), alignment=16).outline for tokens in (16, 32, 160, 17, 40)]
+    assert len(set(outlines[:3])) == len(set(outlines[3:])) == 1
+    assert outlines[0] != outlines[3]
+    assert sizes_of(text(2, 16)).outline == sizes_of(text(2, 17)).outline
+    # Masks end in a number of tokens: a batch of 32 samples is served by what was recorded of few.
+    assert sizes_of(text(32, 16), alignment=16).outline == outlines[0]
+
+
+def test_numbers_among_arguments_are_sizes_too():
+    """As Swin passes the height and width of an image. Those that nothing reads are none."""
+
+    def forward(layer, hidden, grid, name, unread=0):
+        hidden = layer(hidden).unflatten(1, grid)
+        return hidden.tanh() if name == "same" else hidden
+
+    block = Block(forward)
+    few, many = (sizes_of(text(2, n), grid, "same", block=block) for n, grid in ((6, (2, 3)), (36, (4, 9))))
+    assert few.outline == many.outline
+    assert few.dimensions == (2, 6, 8, 2, 3)
+    assert many.dimensions == (2, 36, 8, 4, 9)
+    assert sizes_of(text(2, 6), (2, 3), "same", 7, block=block).dimensions == few.dimensions
+    others = [((1, 6), "same"), ((2, 3), "other"), ((2, 3), True)]
+    assert few.outline not in [sizes_of(text(2, 6), *args, block=block).outline for args in others]
+
+
+def test_strides_and_offsets_are_no_sizes():
+    one, other = (sizes_of(torch.ones(3, 6, 8 + n, requires_grad=True)[1:, :, n:]) for n in (1, 2))
+    assert one.outline == other.outline
+    assert one.dimensions == other.dimensions == (2, 6, 8)
+    assert one.layout != other.layout
+
+
+def test_a_call_of_another_layout_is_of_no_family():
+    family = SymbolicTape.of([record_of(Block(), text(*size)) for size in ((2, 5), (3, 8), (4, 13))])
+    assert family.tape_at(sizes_of(text(3, 7)), None) is not None
+    assert family.tape_at(sizes_of(torch.ones(3, 7, 9, requires_grad=True)[..., 1:]), None) is None
+    assert family.tape_at(sizes_of(text(7, 3).transpose(0, 1)), None) is None
+
+
+# Tapes at sizes that were never recorded
+
+
+def assert_equal_tapes(ours, recorded):
+    """Number for number."""
+    assert ours.values == recorded.values
+    assert ours.slots == recorded.slots
+    for one, other in zip(ours.operators, recorded.operators, strict=True):
+        assert repr((one.args, one.kwargs)) == repr((other.args, other.kwargs))
+    assert [op.signature() for op in ours.operators] == [op.signature() for op in recorded.operators]
+    assert ours.structure == recorded.structure
+
+
+class Recorded:
+    """A model whose blocks are recorded, call by call."""
+
+    def __init__(self, name):
+        self.model = architectures()[name].build()
+        self.is_pair = self.model.config.is_encoder_decoder
+        self.installation = Installation(self.model)
+
+    def at(self, samples, tokens, targets):
+        """The record of each block's call."""
+        library, found = TapeCache(verify=lambda *_: frozenset()), {}
+
+        class Note(Plainly):
+            expects_outer_hooks = True
+
+            def __init__(self, name):
+                self.name = name
+
+            def run(self, block, fn, args, kwargs):
+                known = KnownShapes()
+                key = known.key(block, fn, args, kwargs)
+                recording = Recording(self.name, block, args, kwargs)
+                result = recording.run(fn)
+                found[self.name] = RecordedCall(CallSizes.of(key, 1), library.verified(recording.recorder))
+                recording.discard()
+                return result
+
+        for name, function in self.installation.functions.items():
+            function.strategy = Note(name)
+        ids = torch.randint(5, VOCABULARY - 5, (samples, tokens), generator=torch.Generator().manual_seed(0))
+        labels = ids[:, :1].expand(-1, targets).clone() if self.is_pair else ids
+        self.model(input_ids=ids, labels=labels)
+        return found
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama", "t5"])
+def model(request, one_thread):
+    model = Recorded(request.param)
+    records = [model.at(*sizes) for sizes in ((2, 11, 13), (3, 24, 27), (4, 40, 41), (4, 40, 14))]
+    number = 4 if model.is_pair else ENOUGH_RECORDS
+    model.families = {name: SymbolicTape.of([each[name] for each in records[:number]]) for name in records[0]}
+    yield model
+    model.installation.remove()
+
+
+@settings(max_examples=8)
+@given(samples=st.integers(2, 5), tokens=st.integers(2, 48), targets=st.integers(2, 48))
+def test_a_tape_is_what_a_record_would_be(model, samples, tokens, targets):
+    for name, record in model.at(samples, tokens, targets).items():
+        family = model.families[name]
+        assert_equal_tapes(family.tape_at(record.sizes, None), record.tape)
+        assert family.agrees(record.tape, record.sizes)
+
+
+def test_all_blocks_of_a_kind_have_one_family(model):
+    """Those that recorded the same."""
+    seen = TapeCache(verify=lambda *_: frozenset())
+    for sizes in ((2, 11, 13), (3, 24, 27), (4, 40, 41), (4, 40, 14)):
+        for name, record in model.at(*sizes).items():
+            tape = seen._tapes.setdefault(record.tape.digest, record.tape)
+            seen._seen_sizes(name, record.sizes).add(RecordedCall(record.sizes, tape), seen._family)
+    found = [s.family for each in seen._seen.values() for s in each.values()]
+    assert None not in found
+    kinds = {family.base.structure for family in found}
+    assert len({id(family) for family in found}) == len(kinds)
+    assert len(kinds) < len(found) or model.is_pair  # the first blocks of T5 make what the others are given
+
+
+def test_what_is_the_same_at_all_sizes_is_shared():
+    family = SymbolicTape.of([record_of(Block(), text(*size)) for size in ((2, 5), (3, 8), (4, 13))])
+    one, other = (family.tape_at(sizes_of(text(3, tokens)), None) for tokens in (6, 7))
+    assert family.tape_at(sizes_of(text(3, 6)), None) is one
+    assert one.digest != other.digest
+    assert one.recomputable is other.recomputable is family.base.recomputable
+    assert one._consumers is other._consumers
+
+
+def test_few_tapes_are_kept(monkeypatch):
+    monkeypatch.setattr(families, "MOST_SIZES", 3)
+    family = SymbolicTape.of([record_of(Block(), text(*size)) for size in ((2, 5), (3, 8), (4, 40))])
+    for tokens in range(9, 30):
+        family.tape_at(sizes_of(text(3, tokens)), None)
+        assert len(family._sized) <= 3
+
+
+# Which sizes a family serves
+
+
+@pytest.fixture
+def library():
+    return TapeCache()
+
+
+def family_of(library, tokens, samples=3, block=None):
+    """The family that serves a call of these sizes, if there is one."""
+    found = library.family_at(key_of(block or Block(), text(samples, tokens)), "block")
+    return None if found is None else found[0]
+
+
+def served(library, tokens, samples=3, block=None):
+    return family_of(library, tokens, samples, block) is not None
+
+
+def test_all_sizes_of_a_program_are_served(library):
+    """Also beyond those that were recorded; a size of 1 is one of another program."""
+    block = Block()
+    for samples, tokens in ((2, 8), (4, 20)):
+        recorded(block, text(samples, tokens), library=library)
+        assert not served(library, 10)
+    recorded(block, text(4, 13), library=library)
+    sizes = [(tokens, samples) for tokens in (2, 7, 8, 9, 20, 21, 500) for samples in (2, 3, 5)]
+    assert {family_of(library, *size) for size in sizes} == {family_of(library, 8, 2)} != {None}
+    assert not served(library, 10, samples=1)
+    assert not served(library, 1)
+
+
+def test_a_size_beyond_that_runs_alike_is_no_record_of_the_family(library):
+    block = Block()
+    for samples, tokens in ((2, 8), (4, 20), (4, 13), (3, 50)):
+        recorded(block, text(samples, tokens), library=library)
+    (seen,) = library._seen["block"].values()
+    assert len(seen.records) == ENOUGH_RECORDS  # the last one told nothing new
+
+
+def test_beyond_the_sizes_that_were_seen_each_block_is_checked(library):
+    """However many sizes have agreed; within them one block is, and none any more where enough have."""
+    for samples, tokens in ((2, 8), (4, 20), (4, 13)):
+        recorded(Block(), text(samples, tokens), library=library)
+    family = family_of(library, 10)
+
+    def is_checked(tokens, samples=3):
+        return family.tape_at(sizes_of(text(samples, tokens)), None).due_check is None
+
+    assert not any(map(is_checked, (9, 10, 30)))
+    family._num_new = AGREED + 1
+    checked = [is_checked(*size) for size in ((11, 3), (12, 4), (7, 3), (21, 3), (12, 5), (14, 2))]
+    assert checked == [True, True, False, False, False, True]
+    library.extend(family, key_of(Block(), text(5, 30)))
+    family.forget_sizes()
+    checked = [is_checked(*size) for size in ((7, 3), (21, 3), (12, 5), (30, 5), (31, 5), (30, 6))]
+    assert checked == [False, True, True, True, False, False]
+    family.forget_sizes()
+    family._num_new = 31  # the 32nd
+    assert not is_checked(11)
+    assert is_checked(12)
+
+
+def branching(layer, hidden):
+    """Other operators from 16 tokens on."""
+    return layer(hidden).tanh() if hidden.shape[1] < 16 else layer(hidden).exp().tanh()
+
+
+def test_sizes_with_other_operators_are_another_family(library):
+    """Guards tell where they begin."""
+    block = Block(branching)
+    for tokens in (4, 9, 14, 20, 31, 40):
+        recorded(block, text(3, tokens), library=library)
+    below, above = family_of(library, 10, block=block), family_of(library, 35, block=block)
+    assert None is not below is not above is not None
+    assert {family_of(library, tokens, block=block) for tokens in (3, 5, 15)} == {below}
+    assert {family_of(library, tokens, block=block) for tokens in (16, 17, 100)} == {above}
+
+
+def test_families_may_lie_within_each_other(library):
+    """As where the operators of a block hang on whether a length is even."""
+
+    def forward(layer, hidden):
+        return layer(hidden).tanh() if hidden.shape[1] % 2 else layer(hidden).exp()
+
+    block = Block(forward)
+    for tokens in (4, 5, 10, 11, 20, 21):
+        recorded(block, text(3, tokens), library=library)
+    odd, even = ({family_of(library, n, block=block) for n in numbers} for numbers in ((3, 7, 99), (2, 8, 100)))
+    assert len(odd) == len(even) == 1
+    assert odd.isdisjoint(even)
+    assert None not in odd | even
+
+
+class Untraced(Block):
+    """A block of which no guard tells anything."""
+
+
+@torch.compiler.disable
+def rounded_up(hidden):
+    return nn.functional.pad(hidden, (0, 0, 0, -hidden.shape[1] % 16))
+
+
+@torch.compiler.disable
+def even_or_odd(hidden):
+    return hidden.tanh() if hidden.shape[1] % 2 else hidden.exp()
+
+
+@torch.compiler.disable
+def token_by_token(hidden):
+    for _ in range(hidden.shape[1]):
+        hidden = hidden.tanh()
+    return hidden
+
+
+def test_where_other_operators_run_unseen_each_size_is_recorded(library):
+    block = Untraced(lambda layer, hidden: even_or_odd(layer(hidden)))
+    for tokens in (4, 10, 20):
+        recorded(block, text(3, tokens), library=library)
+    assert served(library, 6, block=block)
+    for tokens in (5, 11, 21):
+        recorded(block, text(3, tokens), library=library)
+        assert not any(served(library, n, block=block) for n in range(3, 30))
+
+
+def rounding(layer, hidden):
+    return layer(rounded_up(hidden)).tanh()
+
+
+def test_numbers_that_follow_no_rule_are_given_up(library):
+    lengths = (3, 18, 30, 35, 49, 60, 66, 90)
+    assert len(lengths) == MOST_RECORDS
+    block = Untraced(rounding)
+    for tokens in lengths:
+        recorded(block, text(3, tokens), library=library)
+        assert not served(library, 20, block=block)
+    (seen,) = library._seen["block"].values()
+    assert seen.is_given_up
+    assert seen.records == []
+    for tokens in (16, 32, 48, 64):  # these do follow one
+        recorded(block, text(3, tokens), library=library)
+    assert not served(library, 40, block=block)
+
+
+def test_of_many_structures_few_are_kept(library):
+    """A loop that runs once for each token."""
+    block = Untraced(lambda layer, hidden: layer(token_by_token(hidden)))
+    for tokens in range(2, 20):
+        recorded(block, text(3, tokens), library=library)
+    (seen,) = library._seen["block"].values()
+    assert seen.is_given_up
+    assert seen.records == []
+    assert not any(served(library, tokens, block=block) for tokens in range(2, 20))
+
+
+def test_blocks_that_are_not_trusted_are_not_recorded_at_each_size(library):
+    """A number read from data decides what runs."""
+    reads = [True]
+
+    @torch.compiler.disable
+    def read(hidden):
+        return hidden.detach().tanh().sum().item() if reads else 1.0
+
+    block = Untraced(lambda layer, hidden: layer(hidden) * read(hidden))
+    for number, tokens in enumerate((4, 9, 14)):
+        key = key_of(block, text(3, tokens))
+        assert (library.untrusted_at(key, "block") is None) == (number < ENOUGH_RECORDS - 1)
+        recorded(block, text(3, tokens), library=library)
+    reads.clear()
+    recorded(block, text(3, 5), library=library)  # now it was, once
+    assert library.untrusted_at(key, "block") is None
+
+
+# Sizes that are equal by chance
+
+
+class Pair(nn.Module):
+    """Reads two texts, as a decoder's block does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, hidden, other):
+        return hidden + (self.layer(hidden) @ other.transpose(1, 2)).softmax(-1) @ other
+
+
+def given_pair(block, samples, tokens, others):
+    args = text(samples, tokens), text(samples, others)
+    return key_of(block, *args)
+
+
+def test_sizes_that_were_equal_by_chance_come_apart(library):
+    block = Pair()
+    for samples, tokens in ((2, 8), (4, 20), (4, 13)):
+        recorded(block, text(samples, tokens), text(samples, tokens), library=library)
+    family, sizes = library.family_at(given_pair(block, 3, 10, 10), "block")
+    assert library.tape_of(family, sizes) is not None
+    family, sizes = library.family_at(given_pair(block, 3, 10, 15), "block")
+    assert not family.covers(sizes)
+    assert library.tape_of(family, sizes) is None
+    for tokens, others in ((10, 15), (19, 9)):
+        recorded(block, text(3, tokens), text(3, others), library=library)
+        assert not family.is_in_force  # what was made from it is made anew
+    for tokens, others in ((17, 8), (9, 20), (12, 12)):
+        family, sizes = library.family_at(given_pair(block, 3, tokens, others), "block")
+        _, tape = recorded(block, text(3, tokens), text(3, others))
+        assert_equal_tapes(library.tape_of(family, sizes), tape)
+
+
+# What is found out later
+
+
+@pytest.fixture
+def family(library):
+    for samples, tokens in ((2, 8), (4, 20), (4, 13)):
+        recorded(Block(), text(samples, tokens), library=library)
+    found, _ = library.family_at(key_of(Block(), text(3, 10)), "block")
+    return found
+
+
+def test_what_is_refused_is_replayed_at_no_size(library, family, caplog):
+    values = {value.name: value.index for value in family.base.values}
+    linear, tanh, exp = values["layer:addmm"], values["block:tanh"], values["block:exp"]
+    before = family.tape_at(sizes_of(text(3, 10)), None)
+    assert {linear, tanh, exp} <= before.recomputable
+    library.refuse(family, {linear}, "block")
+    (record,) = caplog.records
+    assert "layer:addmm of block block" in record.message
+    after = family.tape_at(sizes_of(text(3, 10)), None)
+    assert after is not before
+    assert linear not in after.recomputable
+    assert tanh not in after.recomputable  # it would be made from that, which nothing saves
+    assert exp in after.recomputable  # from tanh, which is saved
+    again = SymbolicTape.of([record_of(Block(), text(*size)) for size in ((2, 8), (4, 20), (4, 13))])
+    assert linear in again.base.recomputable
+    library._families.clear()
+    for samples, tokens in ((2, 8), (4, 20), (4, 13)):
+        recorded(Block(), text(samples, tokens), library=library, name="another")
+    (seen,) = library._seen["another"].values()
+    assert seen.family is not family
+    assert linear not in seen.family.base.recomputable
+
+
+def test_what_is_distrusted_is_recorded_at_each_size(library, family, caplog):
+    assert served(library, 10)
+    for samples, tokens in ((2, 8), (4, 20), (4, 13)):
+        recorded(Block(), text(samples, tokens), library=library, name="another")
+    library.distrust(family, "block", "so it is")
+    assert "block block runs other operators at some sizes" in caplog.records[0].message
+    assert not served(library, 10)
+    assert not family.is_in_force
+    for outlines in library._seen.values():
+        for seen in outlines.values():
+            assert seen.family_in_force() is None
+    for tokens in (9, 11, 12):
+        recorded(Block(), text(3, tokens), library=library)
+    assert not served(library, 10)
+
+
+def test_new_sizes_are_compared_ever_more_rarely(family):
+    compared = []
+    for number, tokens in enumerate(range(30, 130), start=1):
+        tape = family.tape_at(sizes_of(text(3, tokens)), None)
+        if tape.due_check == BITS:
+            compared.append(number)
+    assert compared == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_recorded_sizes_are_not_new(family):
+    for samples, tokens in ((2, 8), (4, 20), (4, 13)):
+        assert family.tape_at(sizes_of(text(samples, tokens)), None).due_check == OPERATORS
+    assert family.tape_at(sizes_of(text(3, 9)), None).due_check == BITS
+
+
+def test_values_that_are_equal_at_some_sizes_only_do_not_stand_for_each_other():
+    """Two lengths that happen to be one give two ramps that happen to be one."""
+
+    def forward(layer, hidden):
+        ramps = [torch.arange(float(n)) for n in (hidden.shape[1], 7)]
+        return sum((layer(hidden).sum(1)[:, None] * ramp[:, None].exp()).sum(1) for ramp in ramps)
+
+    records = [record_of(Block(forward), text(*size)) for size in ((2, 7), (3, 8), (4, 12))]
+    assert len(records[0].tape.equal) > len(records[1].tape.equal)
+    # Those of a length by itself and those of 7 are told apart by their numbers.
+    family = SymbolicTape.of(records)
+    assert family.base.equal == records[1].tape.equal
+
+
+def test_a_replay_that_failed_at_one_recorded_size_is_done_at_none():
+    records = [record_of(Block(), text(*size)) for size in ((2, 5), (3, 8), (4, 13))]
+    exp = next(value.index for value in records[0].tape.values if value.name == "block:exp")
+    records[1].tape.recomputable -= {exp}
+    assert exp not in SymbolicTape.of(records).base.recomputable
+
+
+def test_tapes_of_calls_with_gaps_are_of_no_family():
+    """Records of other numbers than polynomials."""
+    assert SymbolicTape.of([record_of(Untraced(rounding), text(3, tokens)) for tokens in (3, 18, 30, 35, 49)]) is None
+
+
+def test_what_was_seen_holds_no_family_of_too_few():
+    seen = SeenSizes()
+    records = [record_of(Block(), text(*size)) for size in ((2, 5), (3, 8), (3, 8), (4, 13))]
+    for record, is_there in zip(records, (False, False, False, True), strict=True):
+        seen.add(record, SymbolicTape.of)  # the same size twice tells nothing
+        assert (seen.family_in_force() is not None) == is_there

@@ -1,0 +1,17 @@
+"""What is kept of the tapes of a model."""
+
+from types import SimpleNamespace
+
+import torch
+
+from adacc_hf.tape.tape_cache import _autocast_off
+
+
+def test_autocast_is_off_for_every_device_that_a_tape_has_values_on():
+    """A seed of fused attention may lie on the CPU, beside a block on a GPU."""
+    tape = SimpleNamespace(values=[SimpleNamespace(device=torch.device(name)) for name in ("cpu", "cuda")])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with _autocast_off(tape):
+            assert not torch.is_autocast_enabled("cpu")
+            assert not torch.is_autocast_enabled("cuda")
+        assert torch.is_autocast_enabled("cpu")

@@ -1,0 +1,120 @@
+"""Agreement between ranks: alone, and with two gloo processes, for which this file is the script."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from adacc_hf import Policy, Profile
+from adacc_hf.artifacts.errors import AdaccError, InfeasibleBudgetError, PolicyMismatchError
+from adacc_hf.torch_glue.distributed import check_same_policy, common_profile, from_first_rank, num_ranks
+
+
+class UnsendableError(RuntimeError):
+    """An error that cannot be pickled."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.where = lambda: None
+
+
+def raising(error: Exception):
+    def make():
+        raise error
+
+    return make
+
+
+def test_one_process_does_nothing(profile_of, tape_builder):
+    tape = tape_builder()
+    tape.operator("mul", [tape.value("input", 4)], [("out", 4)], 1.0, save=[-1])
+    profile = profile_of([tape.kind()], [0])
+    assert num_ranks() == 1
+    assert common_profile(profile) is profile
+    assert from_first_rank(lambda: profile) is profile
+    check_same_policy(Policy.uniform(profile, "retain"))
+    error = InfeasibleBudgetError("too small", 7)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        from_first_rank(raising(error))
+    assert caught.value is error
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    """What each of the two processes does; an assert that fails fails the process."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2)
+    assert num_ranks() == 2
+    profiles = [Profile.load(folder / f"profile{index}.json") for index in range(2)]
+    check_least(rank, profiles)
+    check_result(rank, profiles[0])
+    check_errors(rank)
+    check_policies(rank, profiles[0])
+    dist.destroy_process_group()
+
+
+def check_least(rank: int, profiles) -> None:
+    common = common_profile(profiles[rank])
+    assert common.available_bytes == 1000
+    assert common == replace(profiles[0], available_bytes=1000)
+
+
+def check_result(rank: int, profile) -> None:
+    solved = []
+
+    def solve():
+        solved.append(rank)
+        return Policy.uniform(profile, "recompute")
+
+    assert from_first_rank(solve) == Policy.uniform(profile, "recompute")
+    assert solved == ([0] if rank == 0 else [])
+    assert from_first_rank(lambda: None if rank == 0 else 1 / 0) is None
+
+
+def check_errors(rank: int) -> None:
+    with pytest.raises(InfeasibleBudgetError, match="too small") as caught:
+        from_first_rank(raising(InfeasibleBudgetError("too small", 7)))
+    assert caught.value.smallest_budget_bytes == 7
+    kind, message = (UnsendableError, "^odd$") if rank == 0 else (AdaccError, "first rank failed with Unsend.*: odd")
+    with pytest.raises(kind, match=message):
+        from_first_rank(raising(UnsendableError("odd")))
+
+
+def check_policies(rank: int, profile) -> None:
+    check_same_policy(Policy.uniform(profile, "recompute"))
+    with pytest.raises(PolicyMismatchError, match=r"rank 1 has another policy than rank 0 .*, 1 of 2 ranks in all"):
+        check_same_policy(Policy.uniform(profile, ("recompute", "retain")[rank]))
+
+
+def test_a_digest_tells_actions_apart_and_nothing_else(gpt2_like_profile):
+    profile = gpt2_like_profile(num_blocks=2)
+    policies = [Policy.uniform(profile, action) for action in ("retain", "compress", "recompute")]
+    assert len({policy.digest for policy in policies}) == 3
+    other = replace(policies[0], predicted_overhead_ms=9.0, facts=(("seconds", 1.0),))
+    assert other.digest == policies[0].digest
+    assert replace(policies[0], head="chunked").digest != policies[0].digest
+
+
+def test_two_ranks_agree(tmp_path, profile_of, tape_builder):
+    tape = tape_builder()
+    tape.operator("mul", [tape.value("input", 4)], [("out", 4)], 1.0, save=[-1])
+    for index, size in enumerate((3000, 1000)):
+        profile_of([tape.kind()], [0], available_bytes=size, static_bytes=64 * (index + 1)).save(
+            tmp_path / f"profile{index}.json"
+        )
+    command = [sys.executable, __file__, str(tmp_path)]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+
+
+if __name__ == "__main__":
+    run_rank(int(sys.argv[2]), Path(sys.argv[1]))

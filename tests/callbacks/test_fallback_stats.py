@@ -1,0 +1,277 @@
+"""Is it really on: what steps ran under, counted at the blocks themselves, is what the log and the report say."""
+
+from __future__ import annotations
+
+import json
+from queue import SimpleQueue
+
+import pytest
+import torch
+from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainerCallback
+
+import adacc_hf.adapt.controller as evolution_module
+import adacc_hf.adapt.policy_builder as maker_module
+from adacc_hf import AdaccCallback, AdaccConfig, Policy
+from adacc_hf.adapt.controller import Controller
+from adacc_hf.adapt.fallback_stats import OTHER_OPERATORS
+from adacc_hf.adapt.step_timer import StepMeter
+from adacc_hf.artifacts.files import HISTORY_FILE
+from adacc_hf.cli import main
+from adacc_hf.solve.solver import least_policy
+
+BEFORE = "full recomputation, before there was a policy"
+NO_POLICY = "full recomputation, as no policy is for batches of their size"
+OTHER_OPERATORS_RAN = "other operators than when profiled, with the least memory"
+LOSSLESS = {"actions": ("retain", "recompute")}
+
+
+class InOrder(Trainer):
+    def _get_train_sampler(self, *args, **kwargs):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+class Rows(torch.utils.data.Dataset):
+    """Batches of 4 rows of given lengths; from each row of a padded batch some tokens are masked at its end."""
+
+    def __init__(self, batches, padded=()):
+        generator = torch.Generator().manual_seed(0)
+        self.rows = []
+        for number, length in enumerate(batches):
+            for place in range(4):
+                ids = torch.randint(1, 97, (length,), generator=generator)
+                mask = torch.ones(length, dtype=torch.long)
+                if number in padded:
+                    mask[length - 2 - place :] = 0
+                labels = ids.masked_fill(mask == 0, -100)
+                row = {"input_ids": ids, "labels": labels}
+                self.rows.append(row | ({"attention_mask": mask} if padded else {}))
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+class ForwardCalls(TrainerCallback):
+    """How often each step ran the forward of GPT-2's blocks, by what they begin with: torch's checkpoint does so twice.
+
+    Hooks of a block itself stand around its checkpoint, which puts back what its second forward changes in containers
+    and objects; not in a queue.
+    """
+
+    def __init__(self, model):
+        self.steps, self._calls = [], SimpleQueue()
+        for block in model.transformer.h:
+            block.ln_1.register_forward_pre_hook(self._count)
+
+    def _count(self, *_):
+        self._calls.put(None)
+
+    def on_step_begin(self, *args, **kwargs):
+        while not self._calls.empty():
+            self._calls.get()
+
+    def on_pre_optimizer_step(self, *args, **kwargs):
+        self.steps.append(self._calls.qsize())
+
+
+def run(make_trainer, rows, callbacks, model=None, **settings):
+    trainer = make_trainer(callbacks, model=model, trainer_class=InOrder, **{"max_steps": len(rows) // 4, **settings})
+    trainer.train_dataset = rows
+    trainer.train(resume_from_checkpoint=settings.get("resume_from_checkpoint"))
+    return trainer
+
+
+def logged(trainer, key):
+    return [log[key] for log in trainer.state.log_history if "loss" in log and key in log]
+
+
+def fallbacks(callback):
+    return {e["reason"]: e["fallback_steps"] for e in callback.history if e["event"] == "fallback"}
+
+
+def refuse_profiles_of(length, monkeypatch):
+    original = maker_module.profile_model
+
+    def profile(model, batch, *args, **kwargs):
+        if batch["input_ids"].shape[1] == length:
+            raise torch.OutOfMemoryError("no room to profile")
+        return original(model, batch, *args, **kwargs)
+
+    monkeypatch.setattr(maker_module, "profile_model", profile)
+
+
+def test_steps_that_ran_the_forward_again_are_those_that_the_log_counts(
+    make_trainer, make_model, monkeypatch, late_policy
+):
+    refuse_profiles_of(32, monkeypatch)
+    model = make_model()
+    calls = ForwardCalls(model)
+    callback = AdaccCallback(**LOSSLESS, memory_budget=0.6)
+    trainer = run(make_trainer, Rows([16, 16, 16, 32, 16, 32, 32, 16]), [callback, calls], model=model)
+    num_blocks = len(model.transformer.h)
+    assert calls.steps == [num_blocks * times for times in (2, 2, 1, 2, 1, 2, 2, 1)]
+    twice = [sum(number > num_blocks for number in calls.steps[: k + 1]) for k in range(len(calls.steps))]
+    assert logged(trainer, "adacc/fallback_steps") == twice[1:], "there is no policy to log in step 1"
+    assert fallbacks(callback) == {NO_POLICY: 3}
+    (policy,) = [event for event in callback.history if event["event"] == "policy"]
+    assert policy["fallback_steps"] == 2
+
+
+def test_a_policy_that_is_given_and_followed_counts_none(make_trainer, make_model, lossless):
+    maker = AdaccCallback(**lossless)
+    make_trainer([maker]).train()
+    model = make_model()
+    calls = ForwardCalls(model)
+    trainer = make_trainer([AdaccCallback(policy=maker.policy), calls], model=model)
+    trainer.train()
+    assert calls.steps == [len(model.transformer.h)] * 5
+    assert logged(trainer, "adacc/fallback_steps") == [0] * 5
+    assert set(logged(trainer, "adacc/overhead_ms")) == {maker.policy.predicted_overhead_ms}
+
+
+def test_the_overhead_is_that_of_the_batches_that_ran(make_trainer, monkeypatch):
+    """Each log of 4 steps of 2 micro-batches has the mean of their own policies, not the last one's."""
+    ran, original = [], Controller.choose
+
+    def choose(evolution, shapes, nbytes):
+        original(evolution, shapes, nbytes)
+        size = next(shape.size[1] for shape in evolution._in_force.shape_policy.shapes if shape.name == "input_ids")
+        ran.append(evolution._in_force.shape_policy.rectifier.policy.predicted_overhead_ms * shapes[0].size[1] / size)
+
+    monkeypatch.setattr(Controller, "choose", choose)
+    callback = AdaccCallback(**LOSSLESS, memory_budget=0.6, tracking="off")
+    lengths = [24, 20, 32, 17, *[30, 9] * 3, *[32, 8, 9, 30] * 2]
+    settings = {"gradient_accumulation_steps": 2, "max_steps": 9, "logging_steps": 1}
+    trainer = run(make_trainer, Rows(lengths), [callback], **settings)
+    means = logged(trainer, "adacc/overhead_ms")
+    assert len(ran) == 18
+    assert means == pytest.approx([sum(ran[k : k + 2]) / 2 for k in range(0, 18, 2)])
+    assert len(set(ran)) > 1
+
+
+def test_the_first_log_has_the_steps_before_the_policy_in_its_mean(train, lossless, late_policy):
+    callback = AdaccCallback(**lossless)
+    trained = train([callback], logging_steps=4, max_steps=4)
+    whole = Policy.uniform(callback.profile, "recompute").predicted_overhead_ms
+    expected = (2 * whole + 2 * callback.policy.predicted_overhead_ms) / 4
+    assert trained.logs[0]["adacc/overhead_ms"] == pytest.approx(expected)
+
+
+@pytest.fixture
+def padding_comes_and_goes(make_trainer, make_model):
+    """A run of 7 steps, of which the 5th and the 7th have a batch without padding: it runs other operators."""
+
+    def train(**settings):
+        callback = AdaccCallback(**LOSSLESS, memory_budget=0.6)
+        rows = Rows([32] * 7, padded=(0, 1, 2, 3, 5))
+        return callback, run(make_trainer, rows, [callback], model=make_model(), **settings)
+
+    return train
+
+
+def test_steps_on_another_path_are_counted_and_told_in_the_report(
+    late_policy, padding_comes_and_goes, tmp_path, capsys
+):
+    pytest.importorskip("matplotlib")
+    callback, trainer = padding_comes_and_goes()
+    assert logged(trainer, "adacc/fallback_steps") == [2, 2, 2, 3, 3, 4]
+    ((why, number),) = fallbacks(callback).items()
+    assert why.startswith("other operators than when profiled")
+    assert number == 2
+    overhead = logged(trainer, "adacc/overhead_ms")
+    assert overhead[3] > overhead[2], "step 5 ran all blocks with the least memory"
+    folder = tmp_path / "run"
+    assert json.loads((folder / HISTORY_FILE).read_text()) == callback.history
+    assert main(["explain", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert "4 steps ran otherwise than the policy says, all or in part:" in said
+    assert f"  2: {BEFORE}" in said
+    assert f"  2: {why}" in said
+    assert main(["report", str(folder)]) == 0
+    report = (folder / "report.md").read_text()
+    assert f"| 2 | {BEFORE} |" in report
+    assert f"| 2 | {why} |" in report
+
+
+def test_a_run_that_resumes_goes_on_counting(late_policy, padding_comes_and_goes, tmp_path):
+    padding_comes_and_goes(save_strategy="steps", save_steps=5, max_steps=5)
+    callback, trainer = padding_comes_and_goes(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-5"))
+    assert logged(trainer, "adacc/fallback_steps")[-2:] == [3, 4]
+    assert list(fallbacks(callback).values()) == [2]
+
+
+def tiny_t5():
+    torch.manual_seed(1)
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 256, "num_layers": 2, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(vocab_size=97, **sizes, decoder_start_token_id=0, use_cache=False))
+
+
+def train_t5(make_trainer, callback, monkeypatch, peaks, padded=(0, 1, 2, 3, 6)):
+    # The CPU's allocator can be asked by one at a time.
+    monkeypatch.setattr(StepMeter, "count_memory", lambda *_: None)
+    run(make_trainer, Rows([32] * 8, padded=padded), [callback, peaks], model=tiny_t5())
+    return peaks.peaks[2:]
+
+
+def profile_of_t5(make_trainer, **settings):
+    """Of the padded batch."""
+    probe = AdaccCallback(**settings, memory_budget=1.0)
+    run(make_trainer, Rows([32] * 3, padded=(0, 1, 2)), [probe], model=tiny_t5())
+    return probe.profile
+
+
+@pytest.mark.parametrize("share", [0.02, 0.7])
+def test_a_path_that_was_not_profiled_keeps_to_the_budget_from_its_first_call(
+    make_trainer, monkeypatch, peak_per_step, share
+):
+    """Without padding T5 has no mask, and attention runs other operators: steps 5, 6 and 8."""
+    profile = profile_of_t5(make_trainer, **LOSSLESS)
+    least, plain = (Policy.uniform(profile, how).predicted_peak_bytes for how in ("recompute", "retain"))
+    budget = int(least + share * (plain - least))
+    callback = AdaccCallback(**LOSSLESS, memory_budget=budget)
+    assert max(train_t5(make_trainer, callback, monkeypatch, peak_per_step)) <= budget
+    assert sum(fallbacks(callback).values()) == 3
+
+
+def test_a_path_that_takes_more_than_the_budget_is_said(make_trainer, monkeypatch, peak_per_step, caplog):
+    """Its blocks are run without loss, with more memory than codecs take."""
+    settings = {"min_compress_bytes": 0, "tracking": "off"}
+    profile = profile_of_t5(make_trainer, **settings)
+    lossless = Policy.uniform(profile, "recompute").predicted_peak_bytes
+    floor = least_policy(profile, AdaccConfig(**settings)).predicted_peak_bytes
+    assert floor < lossless
+    budget = (floor + lossless) // 2
+    callback = AdaccCallback(**settings, memory_budget=budget)
+    train_t5(make_trainer, callback, monkeypatch, peak_per_step)
+    said = [e["reason"] for e in callback.history if e["event"] == "memory" and "bytes more than" in e["reason"]]
+    assert len(said) == 1
+    assert said[0].startswith("a batch of attention_mask 4x32, input_ids 4x32, labels 4x32 ran otherwise")
+    assert f"more than memory_budget={budget} allows" in said[0]
+    assert sum("ran otherwise than a policy says" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("num_padded", [2, 8])
+def test_most_batches_run_operators_that_were_not_profiled(make_trainer, monkeypatch, num_padded):
+    """The profiled batch has no padding: once most others have, one of them is profiled, and its policy is in force."""
+    monkeypatch.setattr(evolution_module, "LOOK_STEPS", 4)
+    padded = range(2, 2 + num_padded)
+    trained = []
+    for callbacks in ([], [AdaccCallback(**LOSSLESS, memory_budget=0.4)]):
+        torch.manual_seed(0)
+        trainer = run(make_trainer, Rows([32] * 12, padded=padded), callbacks, model=tiny_t5())
+        trained.append(trainer.model.state_dict())
+    plain, ours = trained
+    assert all(torch.equal(ours[name], tensor) for name, tensor in plain.items())
+    (callback,) = callbacks
+    policies = [(e["step"], e.get("reason")) for e in callback.history if e["event"] == "policy"]
+    left = {why: steps for why, steps in fallbacks(callback).items() if why.startswith("other operators")}
+    if num_padded == 2:
+        assert [step for step, _ in policies] == [0]
+        assert left == {OTHER_OPERATORS_RAN: 2}
+        return
+    # Looked for after step 8, the second of four since the policy was set; the next batch is profiled.
+    assert policies[1:] == [(9, OTHER_OPERATORS)]
+    # Steps 3 to 9, and 11 and 12, which have no padding.
+    assert left == {OTHER_OPERATORS_RAN: 9}

@@ -1,0 +1,62 @@
+"""What a run's profile is told of the optimizer."""
+
+import logging
+
+import pytest
+import torch
+
+from adacc_hf import AdaccConfig
+from adacc_hf.adapt.full_recompute import MOST_STEPS, FullRecompute, is_ready
+from adacc_hf.adapt.policy_builder import PolicyBuilder
+from adacc_hf.adapt.training_loop import TrainingLoop
+from adacc_hf.artifacts.errors import UncalledBlocksError
+
+
+class Unforeseeable(torch.optim.SGD):
+    """Takes a step on nothing but the model's own parameters."""
+
+    def step(self, closure=None):
+        raise RuntimeError("who are you?")
+
+
+@pytest.fixture
+def maker():
+    return PolicyBuilder(AdaccConfig(), None, TrainingLoop())
+
+
+def test_a_state_that_nobody_foresees_ends_no_run(maker, caplog):
+    """As after first steps that fp16 has left out, one and all."""
+    model = torch.nn.Linear(2, 2)
+    with caplog.at_level(logging.WARNING):
+        assert maker._coming_bytes(model, Unforeseeable(model.parameters())) == 0
+    (record,) = caplog.records
+    assert "optimizer=Unforeseeable(...) has yet to make its state" in record.message
+    assert "who are you?" in record.message
+    assert "until a step is counted" in record.message
+
+
+def test_a_state_that_is_foreseen_is_left_to_the_profile(maker, caplog):
+    model = torch.nn.Linear(2, 2)
+    assert maker._coming_bytes(model, torch.optim.AdamW(model.parameters())) is None
+    assert maker._coming_bytes(model, None) == 0
+    maker.inner_steps.were_seen = True
+    assert maker._coming_bytes(model, Unforeseeable(model.parameters())) == 0
+    assert not caplog.records
+
+
+def test_a_profile_waits_for_a_batch_that_trains_every_block(make_model):
+    """And not for ever: what to set instead is said then."""
+    model, tokens = make_model(), torch.arange(8)[None]
+    waiting = FullRecompute(model, AdaccConfig())
+    blocks = model.transformer.h
+    model.transformer.h = blocks[:1]
+    waiting.begin_step()
+    model(tokens, labels=tokens).loss.backward()
+    assert not is_ready(waiting, MOST_STEPS - 1)
+    with pytest.raises(UncalledBlocksError, match=f"not called by the last of {MOST_STEPS} steps"):
+        is_ready(waiting, MOST_STEPS)
+    model.transformer.h = blocks
+    waiting.begin_step()
+    model(tokens, labels=tokens).loss.backward()
+    assert is_ready(waiting, 0)
+    waiting.remove()
