@@ -57,7 +57,7 @@ class RecordSize:
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.num_calls += 1
-        key = KnownShapes().key(block, fn, args, kwargs)
+        key = KnownShapes(self.library.untraceable).key(block, fn, args, kwargs)
         recording = Recording(call_name(self.name, self.num_calls), block, args, kwargs)
         result = recording.run(fn)
         self.library.remember(self.library.verified(recording.recorder), key, recording.name)

@@ -67,7 +67,7 @@ class RecordBlock:
     def _recorded(self, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.num_calls += 1
         name = call_name(self.name, self.num_calls)
-        known = KnownShapes()
+        known = KnownShapes(self.survey.library.untraceable)
         # Before the call, as in training: a block may put its auxiliary loss into a list that it is given.
         key = known.key(block, fn, args, kwargs)
         given = {Source("argument", path): tensor for path, tensor in argument_tensors(args, kwargs)}

@@ -77,7 +77,7 @@ class BlockExecutor:
             _is_checkpointed_on_all_ranks(shape.tape) for shape in (known or {}).values()
         )
         self.library = library
-        self.known = KnownShapes() if known is None else known
+        self.known = KnownShapes(library.untraceable) if known is None else known
         """The block's shapes, shared by all its plans."""
         self.entries = PlanEntries(name, plan, library, self.known, earlier)
         self.wrap_codec: Callable[[int, Codec], Coder] | None = None

@@ -12,7 +12,7 @@ from torch import nn
 
 from adacc_hf.artifacts.files import note_latest
 from adacc_hf.tape.data_reads import Data, data_at
-from adacc_hf.tape.guards import BlockPrograms, settings_of_torch
+from adacc_hf.tape.guards import BlockPrograms, Untraceable, settings_of_torch
 from adacc_hf.tape.inputs import Args, Kwargs, argument_layout, held_layout
 from adacc_hf.tape.symbolic_tape import SymbolicTape
 from adacc_hf.tape.tape import Tape
@@ -64,8 +64,10 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
     All plans of a block share one object, and forget the keys that it forgets.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, untraceable: Untraceable | None = None) -> None:
         super().__init__()
+        self._untraceable = untraceable
+        """Paths of the model's blocks that cannot be traced. None if the block is alone."""
         self._programs: BlockPrograms | None = None
         """Those of the block. None before its first call."""
         self._layouts: OrderedDict[int, None] = OrderedDict()
@@ -93,7 +95,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
     def key(self, block: nn.Module, fn: Callable[..., Any], args: Args, kwargs: Kwargs) -> CallKey:
         """Return the key of a call that is about to run. Ask once per call, before it runs."""
         if self._programs is None:
-            self._programs = BlockPrograms(block)
+            self._programs = BlockPrograms(block, self._untraceable)
             self._note_layout(block)
         self._num_calls += 1
         program, numbers = self._programs.key(fn, args)

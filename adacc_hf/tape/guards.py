@@ -87,24 +87,29 @@ _UNUSED = count()
 
 
 class _ClassPrograms:
-    """The programs of one class of blocks, and its paths that cannot be traced."""
+    """The programs of one class of blocks."""
 
     def __init__(self) -> None:
         self.programs: OrderedDict[int, Program] = OrderedDict()
         """By number, the latest last."""
-        self.refused: OrderedDict[Hashable, str] = OrderedDict()
-        """The reason why a path cannot be traced, by `untraced_key` and `plain_arguments`."""
 
 
 _OF_CLASSES: WeakKeyDictionary[type, _ClassPrograms] = WeakKeyDictionary()
 """By class of blocks, since blocks of one class share programs, in one model or in several. Guards decide."""
 
 
+class Untraceable(OrderedDict[Hashable, str]):
+    """Reason why a path cannot be traced, by class of block, `untraced_key` and `plain_arguments`; the latest last."""
+
+
 class BlockPrograms:
     """Finds the program of each call of one block."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, untraceable: Untraceable | None = None) -> None:
+        """`untraceable` is shared by the blocks of one model. The key of a path does not show everything that may have
+        stopped its trace, so that another model of the same class must be traced again."""
         self._block = block
+        self._untraceable = Untraceable() if untraceable is None else untraceable
         self._of_class = _OF_CLASSES.setdefault(type(block), _ClassPrograms())
         self._latest: Program | None = None
         self._num_calls = 0
@@ -127,10 +132,10 @@ class BlockPrograms:
         self._num_calls += 1
         program = self._fitting(scope)
         if program is None:
-            path = untraced_key(self._block), plain_arguments(scope)
+            path = type(self._block), untraced_key(self._block), plain_arguments(scope)
             program = self._new_program(scope, path) if self._has_memory else None
             if program is None:
-                return path
+                return path[1:]
         self._latest, self.untraced = program, None
         return program.number, program.numbers(scope)
 
@@ -145,9 +150,9 @@ class BlockPrograms:
                 return program
         return None
 
-    def _new_program(self, scope: Scope, path: Hashable) -> Program | None:
+    def _new_program(self, scope: Scope, path: tuple[Hashable, ...]) -> Program | None:
         """Trace a call that no program fits. If that fails, return None and leave the reason in `untraced`."""
-        self.untraced = self._why_given_up or self._of_class.refused.get(path)
+        self.untraced = self._why_given_up or self._untraceable.get(path)
         if self.untraced is not None:
             return None
         failed = self._latest
@@ -160,7 +165,7 @@ class BlockPrograms:
             program = Program(trace(scope, observing_hooks(self._block)), scope)
         except NotTraceableError as error:
             self.untraced = str(error)
-            note_latest(self._of_class.refused, path, self.untraced, MAX_PROGRAMS)
+            note_latest(self._untraceable, path, self.untraced, MAX_PROGRAMS)
             return None
         note_latest(self._of_class.programs, program.number, program, MAX_PROGRAMS)
         return program

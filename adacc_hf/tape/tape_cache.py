@@ -17,6 +17,7 @@ from adacc_hf.artifacts.policy import Choice
 from adacc_hf.artifacts.profile import KindProfile, unpack_order
 from adacc_hf.tape.call_key import CallKey
 from adacc_hf.tape.execution_plan import ExecutionPlan
+from adacc_hf.tape.guards import Untraceable
 from adacc_hf.tape.recorder import Recorder
 from adacc_hf.tape.replay_check import equal_values, verify
 from adacc_hf.tape.symbolic_tape import CallSizes, RecordedCall, SeenSizes, SymbolicTape, identity_of, without_values
@@ -71,6 +72,8 @@ class TapeCache:
         """In which order backward asks for saved tensors, by structure: sizes do not change it."""
         self.preliminary: set[str] = set()
         """Structures of tapes that blocks run in their first call alone, in which they make tables to read later."""
+        self.untraceable = Untraceable()
+        """Paths of the model's blocks that cannot be traced."""
         self.fallbacks: Counter[str] = Counter()
         """Calls of blocks that ran otherwise than their plans say, by why; who counts steps empties it."""
         self.may_record: Callable[[], bool] = lambda: True
@@ -232,6 +235,7 @@ class TapeCache:
         self._of_calls.update(other._of_calls)
         self._orders.update(other._orders)
         self.preliminary |= other.preliminary
+        self.untraceable.update(other.untraceable)
         for structure, values in other._refused.items():
             self._refused.setdefault(structure, set()).update(values)
         self._alignment, self._latest = max(self._alignment, other._alignment), None
